@@ -1,0 +1,125 @@
+"""What a backend is: a key-addressed store of whole chunks, below host memory.
+
+A backend is one class: an ``Options`` struct, a constructor ``(options, namespace)`` and the five
+coroutines of :class:`Backend`. Register it in the ``kvoffload.backends`` entry-point group, and
+inherit :class:`kvoffload.testing.BackendSuite` in a test class of three lines.
+
+Small optional protocols sit beside it (:class:`Presence`, :class:`Describes`...); a backend that
+has one simply defines its methods. There are no capability flags.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+
+class Backend(Protocol):
+    """Key-addressed storage below host memory.
+
+    Batch in, one answer per key out, in the order asked.
+    All coroutines run on the I/O loop (``kvoffload-io``) and must not block it. The caller owns the
+    memory it passes and keeps it untouched until the call returns; a backend keeps no reference
+    afterwards. A call that is *cancelled* must not return before nothing of it reads or writes that
+    memory any more (await the thread that does, shielded). A missing, damaged or foreign chunk, a
+    full store and a lost connection are all ``False``; only misuse (lengths that differ) raises.
+    """
+
+    async def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Say for each key whether a read would probably find it."""
+        ...
+
+    async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
+        """Fill ``into[i]`` (writable, contiguous bytes) with the chunk stored under ``keys[i]``.
+
+        True means: exactly the bytes written under that key in this namespace, all
+        ``len(into[i])`` of them, verified. After False the content of ``into[i]`` is undefined.
+        """
+        ...
+
+    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
+        """Store each chunk whole or not at all; True means it can be read back from now on.
+
+        Equal keys mean equal bytes: a key already stored may be left as it is (True).
+        """
+        ...
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        """Forget these keys; unknown ones are ignored."""
+        ...
+
+    async def close(self) -> None:
+        """Release everything held. Idempotent; afterwards every call answers False."""
+        ...
+
+
+class BackendFactory(Protocol):
+    """How a registered backend class is opened: ``cls(cls.Options(...), namespace)``.
+
+    The constructor may touch the disk or open sockets lazily, must return quickly, and raises
+    :class:`~kvoffload.errors.ConfigError` for settings that cannot work.
+    """
+
+    Options: Any
+
+    def __call__(self, options: Any, namespace: str) -> Backend:
+        """Open the backend for one namespace."""
+        ...
+
+
+@runtime_checkable
+class Presence(Protocol):
+    """Optional: answers "is this chunk here?" at once, on the engine's thread, without I/O."""
+
+    def holds(self, key: bytes) -> bool | None:
+        """True, False, or None for "ask again", which never lasts beyond the lookup deadline."""
+        ...
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """A load of these keys just failed: answer False for them until they are written again."""
+        ...
+
+
+class Removal(NamedTuple):
+    """A chunk left a backend by the backend's own decision."""
+
+    key: bytes
+    reason: str
+    """``evicted``, ``expired``, ``corrupt``, ``purged``..."""
+
+
+@runtime_checkable
+class ReportsRemovals(Protocol):
+    """Optional: a backend that evicts says what left, so that events stay true."""
+
+    def take_removals(self) -> list[Removal]:
+        """Return what left since the last call; called on the engine's thread, never blocks."""
+        ...
+
+
+class Usage(NamedTuple):
+    """How full a store is, in bytes; ``capacity_bytes`` is None where the store sets the limit."""
+
+    resident_bytes: int
+    capacity_bytes: int | None
+    chunks: int
+
+
+@runtime_checkable
+class ReportsUsage(Protocol):
+    """Optional: figures for statistics and ``kvoffload top``."""
+
+    def usage(self) -> Usage:
+        """Current residency; called on the engine's thread, never blocks."""
+        ...
+
+    def counters(self) -> Mapping[str, int]:
+        """Monotonic counts by reason: ``read_missing``, ``corrupt_checksum``, ``evicted``..."""
+        ...
+
+
+@runtime_checkable
+class Describes(Protocol):
+    """Optional: keeps the facts behind a namespace digest readable beside the data."""
+
+    async def describe(self, facts: Mapping[str, str]) -> None:
+        """Store the facts; failing to is logged, never raised."""
+        ...

@@ -1,0 +1,139 @@
+"""Settings: frozen structs, strict; an unknown key or a bad value is an error at start."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvoffload.errors import ConfigError
+
+_UNITS = {
+    "": 1, "b": 1,
+    "k": 1000, "kb": 1000, "m": 1000**2, "mb": 1000**2, "g": 1000**3, "gb": 1000**3,
+    "t": 1000**4, "tb": 1000**4,
+    "ki": 1 << 10, "kib": 1 << 10, "mi": 1 << 20, "mib": 1 << 20,
+    "gi": 1 << 30, "gib": 1 << 30, "ti": 1 << 40, "tib": 1 << 40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+_SIZE_REMEDY = "a size is a number of bytes or a string such as '512MiB' or '8GB'"
+
+
+class ByteSize(int):
+    """A number of bytes; in settings also written as text: ``"8GiB"``, ``"200 GB"``, ``"64k"``."""
+
+    __slots__ = ()
+
+    @classmethod
+    def parse(cls, value: object, field: str = "size") -> "ByteSize":
+        """Read a size from a number or a text; raise ConfigError naming ``field`` otherwise."""
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return cls(value)
+        if isinstance(value, str) and (match := _SIZE.fullmatch(value)):
+            unit = _UNITS.get(match[2].lower())
+            if unit is not None:
+                return cls(float(match[1]) * unit if "." in match[1] else int(match[1]) * unit)
+        raise ConfigError(field, value, _SIZE_REMEDY)
+
+
+def human_bytes(count: float) -> str:
+    """Write a number of bytes for people: ``human_bytes(3 << 30) == "3.0 GiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+class BackendConfig(msgspec.Struct, frozen=True):
+    """One persistent tier: a registered backend's name and that backend's own options."""
+
+    type: str
+    options: dict[str, Any] = {}
+
+
+class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an engine attaches with. Read one from plain data with :func:`parse_config`."""
+
+    cpu_bytes: ByteSize
+    """Host memory for offloaded chunks, for this process."""
+    backends: tuple[BackendConfig, ...] = ()
+    """Tiers below host memory, looked up in this order."""
+    blocks_per_chunk: int = 1
+    """Consecutive GPU blocks that are keyed, moved and evicted together."""
+    policy: str = "lru"
+    """Which host chunks leave first; a name of the ``kvoffload.policies`` entry-point group."""
+    load_timeout_s: float = 5.0
+    """A load not finished by then is a miss; the engine recomputes."""
+    store_timeout_s: float = 30.0
+    """A store or write-through not finished by then is dropped."""
+    lookup_timeout_s: float = 0.25
+    """How long a tier may leave "is this chunk here?" unanswered."""
+    max_inflight_bytes: ByteSize | None = None
+    """Host bytes that write-through may pin at once; default: a half of ``cpu_bytes``."""
+
+    def __post_init__(self) -> None:
+        """Refuse values no tier could work with."""
+        if self.blocks_per_chunk < 1:
+            raise ConfigError("blocks_per_chunk", self.blocks_per_chunk, "must be at least 1")
+        for name in ("load_timeout_s", "store_timeout_s", "lookup_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(name, getattr(self, name), "must be a positive number of seconds")
+
+
+def parse_config(raw: Mapping[str, Any]) -> OffloadConfig:
+    """Read the engine's dictionary (``kv_connector_extra_config``, a YAML file...) into settings.
+
+    Raises:
+        ConfigError: names the field, the value and what would be right. The options of each
+            backend are checked when it is opened, by its own options struct.
+    """
+    data = dict(raw)
+    backends = data.get("backends", [])
+    if not isinstance(backends, (list, tuple)):
+        raise ConfigError("backends", backends, "must be a list of objects with a 'type'")
+    tiers: list[dict[str, Any]] = []
+    for i, tier in enumerate(backends):
+        if not isinstance(tier, Mapping) or not isinstance(tier.get("type"), str):
+            raise ConfigError(f"backends[{i}]", tier, "must be an object with a 'type'")
+        options = {k: v for k, v in tier.items() if k != "type"}
+        tiers.append({"type": tier["type"], "options": options})
+    data["backends"] = tiers
+    return convert(data, OffloadConfig)
+
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+def convert(data: Mapping[str, Any], struct: type[_T], where: str = "") -> _T:
+    """Read plain data into a settings struct, naming the field that is wrong.
+
+    ``where`` prefixes field names in errors (``"backends[0]."``).
+    """
+    known = [f.encode_name for f in msgspec.structs.fields(struct)]
+    for name in data:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+            raise ConfigError(f"{where}{name}", data[name], f"unknown key; {hint}")
+    for field in msgspec.structs.fields(struct):
+        if field.required and field.encode_name not in data:
+            raise ConfigError(f"{where}{field.encode_name}", None, "is required")
+    try:
+        return msgspec.convert(dict(data), struct, strict=True, dec_hook=_decode)
+    except msgspec.ValidationError as error:
+        # msgspec ends its messages with the path: "... - at `$.backends[0].type`"
+        text, _, path = str(error).rpartition(" - at `$.")
+        name = path.rstrip("`") if text else ""
+        value = data.get(name.split(".")[0].split("[")[0]) if name else dict(data)
+        raise ConfigError(f"{where}{name}", value, text or str(error)) from error
+
+
+def _decode(kind: type, value: object) -> object:
+    if kind is ByteSize:
+        try:
+            return ByteSize.parse(value)
+        except ConfigError as error:
+            raise ValueError(error.remedy) from error
+    raise NotImplementedError(kind)

@@ -1,0 +1,240 @@
+"""The vocabulary of offloading: keys, transfer ends, events, and the two halves' interfaces.
+
+The *scheduler half* is an :class:`OffloadingManager`: a ledger, one thread, no I/O. The
+*worker half* is a set of :class:`OffloadingHandler`, which move bytes. An :class:`OffloadingSpec`
+makes both.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from kvoffload.core.canonical import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
+from kvoffload.core.transfers import (
+    BackendLoadStoreSpec,
+    BlockIDsLoadStoreSpec,
+    CPULoadStoreSpec,
+    Fetch,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingHandler,
+    OffloadKey,
+    StagedLoadStoreSpec,
+    TransferResult,
+    TransferSpec,
+    get_offload_block_hash,
+    get_offload_group_idx,
+    make_offload_key,
+)
+
+__all__ = [
+    "BackendLoadStoreSpec",
+    "BlockIDsLoadStoreSpec",
+    "CPULoadStoreSpec",
+    "CanonicalKVCacheRef",
+    "CanonicalKVCacheTensor",
+    "CanonicalKVCaches",
+    "Fetch",
+    "GPULoadStoreSpec",
+    "LoadStoreSpec",
+    "OffloadKey",
+    "OffloadingEvent",
+    "OffloadingHandler",
+    "OffloadingManager",
+    "OffloadingSpec",
+    "PrepareStoreOutput",
+    "Reason",
+    "ReqContext",
+    "StagedLoadStoreSpec",
+    "Transfer",
+    "TransferResult",
+    "TransferSpec",
+    "get_offload_block_hash",
+    "get_offload_group_idx",
+    "make_offload_key",
+]
+
+
+@dataclass(frozen=True)
+class ReqContext:
+    """What the manager may know about the request a call is made for."""
+
+    req_id: str = ""
+    kv_transfer_params: Mapping[str, Any] | None = None
+
+
+class Reason(StrEnum):
+    """Why residence changed."""
+
+    STORED = "stored"
+    EVICTED = "evicted"
+    FAILED = "failed"
+    RESET = "reset"
+    REPLACED = "replaced"
+
+
+@dataclass(frozen=True)
+class OffloadingEvent:
+    """A fact about residence, stated after it became true.
+
+    ``medium`` is ``"CPU"`` or the upper-cased name of a tier (``"DISK"``). Replaying the events of
+    a medium in order gives exactly the keys resident there.
+    """
+
+    keys: tuple[OffloadKey, ...]
+    medium: str
+    removed: bool
+    reason: Reason
+
+
+@dataclass(frozen=True)
+class PrepareStoreOutput:
+    """What a store must do: these keys, to these places; and what left to make room for them."""
+
+    keys_to_store: tuple[OffloadKey, ...]
+    store_spec: CPULoadStoreSpec
+    evicted_keys: tuple[OffloadKey, ...]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Work the manager asks for on its own account: write-through of stored chunks to a tier.
+
+    Carry it out with a handler for ``(type(src), type(dst))`` and answer once with
+    :meth:`OffloadingManager.complete_transfer`.
+    """
+
+    src: LoadStoreSpec
+    dst: LoadStoreSpec
+    keys: tuple[OffloadKey, ...]
+    tier: str = field(default="")
+
+
+class OffloadingManager(ABC):
+    """The ledger: which chunk is where, in what state, pinned by whom.
+
+    Called on one thread (the engine's scheduler); no call does I/O or waits. Every ``prepare_*`` is
+    followed by exactly one ``complete_*`` for each of its keys.
+    """
+
+    @abstractmethod
+    def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
+        """Say whether a chunk can be loaded now.
+
+        Returns:
+            True or False; None if the answer is on its way (ask again at the next step). None
+            never lasts beyond the lookup deadline.
+        """
+
+    @abstractmethod
+    def lookup_prefix(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> tuple[int, bool]:
+        """Look up consecutive chunks of one prompt in one call.
+
+        Returns:
+            ``(hits, pending)``: how many leading keys can be loaded now, and whether the key after
+            them may become loadable soon.
+        """
+
+    @abstractmethod
+    def prepare_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> CPULoadStoreSpec:
+        """Pin these chunks and say where to load them from.
+
+        Call it in the same step as the lookup that answered True. The spec covers the *leading*
+        ``len(spec.host_slots)`` keys, which may be fewer than asked when host memory is full of
+        pinned chunks; the others are misses. Pinned until :meth:`complete_load`.
+        """
+
+    @abstractmethod
+    def complete_load(
+        self,
+        keys: Iterable[OffloadKey],
+        req_context: ReqContext | None = None,
+        success: bool = True,
+        settled: bool = True,
+    ) -> None:
+        """Unpin chunks of a load.
+
+        Args:
+            keys: any part of what was prepared.
+            req_context: of the request that loaded.
+            success: False forgets the keys, on every tier the load took them from, so that the
+                next lookup answers False.
+            settled: False if something may still write to their host slots; these stay out of use
+                until :meth:`release_slots`.
+        """
+
+    @abstractmethod
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> PrepareStoreOutput | None:
+        """Reserve host slots for those of these chunks that are not there yet.
+
+        Evicts unpinned chunks to make room, never one named in this call. May cover only the
+        leading part of what is missing. None: nothing can be stored now.
+        """
+
+    @abstractmethod
+    def complete_store(
+        self,
+        keys: Iterable[OffloadKey],
+        req_context: ReqContext | None = None,
+        success: bool = True,
+        settled: bool = True,
+    ) -> None:
+        """Make stored chunks loadable, or forget them (``success=False``).
+
+        Write-through to lower tiers follows by itself: see :meth:`take_transfers`.
+        """
+
+    @abstractmethod
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        """Mark chunks of one prompt, head to tail, as used: the tail will leave first."""
+
+    @abstractmethod
+    def take_transfers(self) -> list[Transfer]:
+        """Return follow-up transfers to begin now; answer each with :meth:`complete_transfer`."""
+
+    @abstractmethod
+    def complete_transfer(
+        self, transfer: Transfer, ok: Sequence[bool], settled: bool = True
+    ) -> None:
+        """Answer a follow-up transfer, one verdict a key."""
+
+    @abstractmethod
+    def release_slots(self, host_slots: Iterable[int]) -> None:
+        """Take back slots of an unsettled transfer that nothing touches any more."""
+
+    @abstractmethod
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return the events since the last call."""
+
+    @abstractmethod
+    def reset_cache(self) -> None:
+        """Forget everything; transfers in flight end as if their keys had been removed."""
+
+    def shutdown(self) -> None:  # noqa: B027 - nothing to release is a good default
+        """Release what the manager holds."""
+
+
+class OffloadingSpec(ABC):
+    """Makes the two halves for one engine."""
+
+    @abstractmethod
+    def get_manager(self) -> OffloadingManager:
+        """Make the scheduler half."""
+
+    @abstractmethod
+    def get_handlers(
+        self, kv_caches: CanonicalKVCaches
+    ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
+        """Make the worker half: handlers with the source and destination types they serve."""

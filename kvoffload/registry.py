@@ -1,0 +1,55 @@
+"""Plug-ins by entry point: built-in and third-party backends and policies are found alike."""
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from kvoffload.backends.base import Backend, BackendFactory
+from kvoffload.config import convert
+from kvoffload.errors import ConfigError
+
+BACKENDS = "kvoffload.backends"
+POLICIES = "kvoffload.policies"
+
+
+@cache
+def _named(group: str) -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=group)}
+
+
+def load(group: str, name: str, field: str = "type") -> Any:
+    """Return what an entry point names, importing it on first use.
+
+    Raises:
+        ConfigError: nothing of that name is installed, or it cannot be imported.
+    """
+    found = _named(group)
+    if name not in found:
+        known = ", ".join(sorted(found)) or "none (is the package installed?)"
+        raise ConfigError(field, name, f"no such plug-in in {group}; installed: {known}")
+    try:
+        return found[name].load()
+    except ImportError as error:
+        raise ConfigError(field, name, f"the plug-in cannot be imported: {error}") from error
+
+
+def open_backend(
+    type: str,
+    options: dict[str, Any],
+    namespace: str,
+    where: str = "",
+) -> Backend:
+    """Open a backend by its registered name.
+
+    Args:
+        type: a name in the ``kvoffload.backends`` entry-point group: ``memory``, ``disk``...
+        options: that backend's own settings; unknown keys are errors.
+        namespace: the digest of everything that decides what the bytes mean
+            (:func:`kvoffload.offload.identity.namespace`). Chunks of others are invisible.
+        where: prefix for field names in errors.
+
+    Raises:
+        ConfigError: unknown type, unknown or bad option, or a root that cannot be used.
+    """
+    factory: BackendFactory = load(BACKENDS, type, f"{where}type")
+    return factory(convert(options, factory.Options, where), namespace)
