@@ -1,0 +1,45 @@
+"""The ``kvoffload`` command. Each command lives in a module of its own, imported when it is used.
+
+Exit codes: 0 done; 1 the command found something wrong (it says what); 2 wrong usage or settings.
+"""
+
+import sys
+from importlib import import_module
+
+COMMANDS: dict[str, str] = {}
+"""Command → its one-line help; the module ``kvoffload.cli.<command>`` has ``app`` or ``command``."""
+
+
+def main() -> None:
+    """Run the command line; the entry point of the ``kvoffload`` script."""
+    try:
+        import typer
+    except ImportError:
+        sys.exit("kvoffload: the command line needs its extra: pip install 'kvoffload[cli]'")
+
+    from kvoffload.errors import ConfigError
+
+    app = typer.Typer(
+        name="kvoffload",
+        help="KV cache offloading: demo, benchmarks and tools for operators.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+    )
+    asked = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        if asked is None or asked not in COMMANDS:
+            app.command(name, help=summary)(lambda: None)  # listed in --help without its imports
+        elif asked == name:
+            module = import_module(f"kvoffload.cli.{name}")
+            if hasattr(module, "app"):
+                app.add_typer(module.app, name=name, help=summary)
+            else:
+                app.command(name, help=summary)(module.command)
+    if len(COMMANDS) == 1 or asked in COMMANDS:
+        app.callback()(lambda: None)  # keep the command's name even when it is the only one
+    try:
+        app()
+    except ConfigError as error:
+        print(f"kvoffload: {error}", file=sys.stderr)
+        sys.exit(2)
