@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 
 COMMANDS: dict[str, str] = {}
-"""Command → its one-line help; the module ``kvoffload.cli.<command>`` has ``app`` or ``command``."""
+"""Command → one-line help. The module ``kvoffload.cli.<command>`` has ``app`` or ``command``."""
 
 
 def main() -> None:
