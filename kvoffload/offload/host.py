@@ -1,0 +1,188 @@
+"""Host memory as a ledger: which chunk is in which slot, who uses it, which slots are free.
+
+A slot is in exactly one place: free; under a chunk that is *ready* (loadable), *incoming* (being
+stored) or *fetching* (being brought from a tier); under an *orphan* (a chunk forgotten while
+transfers still use its slot); or in *limbo* (its transfer was given up, yet something may still
+touch the memory). Idle ready chunks, and only these, are in the policy's order.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from kvoffload.core.transfers import OffloadKey
+from kvoffload.errors import UsageError
+from kvoffload.offload.policies.base import Policy
+
+
+@dataclass
+class _Orphan:
+    slot: int
+    users: int
+
+
+class HostLedger:
+    """Slots, pins and the eviction order of one host tier; used by the manager alone."""
+
+    def __init__(self, num_slots: int, policy: Policy) -> None:
+        self.num_slots = num_slots
+        self.policy = policy
+        self.ready: dict[OffloadKey, int] = {}
+        self.incoming: dict[OffloadKey, int] = {}
+        self.fetching: dict[OffloadKey, int] = {}
+        self.pins: dict[OffloadKey, int] = {}
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._orphans: dict[OffloadKey, _Orphan] = {}
+        self._limbo: dict[int, list[OffloadKey | None]] = {}
+
+    # ---- what is here ----
+
+    def moving(self, key: OffloadKey) -> bool:
+        """Whether a chunk's slot is written, or still used though the chunk was forgotten."""
+        return key in self.incoming or key in self.fetching or key in self._orphans
+
+    def orphaned(self, key: OffloadKey) -> bool:
+        """Whether a chunk was forgotten while transfers still use its slot."""
+        return key in self._orphans
+
+    @property
+    def room(self) -> int:
+        """Slots that could be reserved now: free ones and those of idle chunks."""
+        return len(self._free) + len(self.policy)
+
+    # ---- slots ----
+
+    def reserve(
+        self, count: int, protected: Collection[OffloadKey] = ()
+    ) -> tuple[list[int], list[OffloadKey]]:
+        """Take up to ``count`` slots; return them and the chunks evicted for them.
+
+        Idle chunks leave in the policy's order, never one that is ``protected``.
+        """
+        short = count - len(self._free)
+        evicted = self._evict(short, protected) if short > 0 else []
+        return [self._free.pop() for _ in range(min(count, len(self._free)))], evicted
+
+    def _evict(self, count: int, protected: Collection[OffloadKey]) -> list[OffloadKey]:
+        spared: list[OffloadKey] = []
+        gone: list[OffloadKey] = []
+        kept = set(protected)
+        while len(gone) < count:
+            victims = self.policy.victims(count - len(gone))
+            if not victims:
+                break
+            for victim in victims:
+                key = OffloadKey(victim)
+                if key in kept:
+                    spared.append(key)
+                else:
+                    self._free.append(self.ready.pop(key))
+                    gone.append(key)
+        for key in spared:
+            self.policy.add(key)
+        return gone
+
+    def give_back(self, slot: int, settled: bool) -> None:
+        """A slot whose chunk never became ready is no longer wanted."""
+        if settled:
+            self._free.append(slot)
+        else:
+            # A late read could still write here: reused now, it would corrupt another chunk.
+            self._limbo.setdefault(slot, []).append(None)
+
+    def release(self, slot: int) -> bool:
+        """Nothing touches an unsettled slot any more; False if it was not in limbo."""
+        uses = self._limbo.get(slot)
+        if not uses:
+            return False
+        key = uses.pop()
+        if not uses:
+            del self._limbo[slot]
+        if key is None:
+            self._free.append(slot)
+        else:
+            self.end_use(key)
+        return True
+
+    # ---- uses ----
+
+    def become_ready(self, key: OffloadKey, slot: int) -> None:
+        """A chunk is wholly in its slot: loadable, idle, evictable."""
+        self.ready[key] = slot
+        self.policy.add(key)
+
+    def pin(self, key: OffloadKey) -> None:
+        """Begin a use of a ready chunk: it leaves the order with its first user."""
+        pins = self.pins.get(key, 0)
+        if not pins:
+            self.policy.remove(key)
+        self.pins[key] = pins + 1
+
+    def end_use(self, key: OffloadKey, settled: bool = True) -> None:
+        """End one use of a pinned or orphaned chunk.
+
+        Unsettled, the use goes on until the slot is :meth:`release`-d.
+        """
+        orphan = self._orphans.get(key)
+        if not settled:
+            slot = orphan.slot if orphan else self.ready[key]
+            self._limbo.setdefault(slot, []).append(key)
+        elif orphan:
+            orphan.users -= 1
+            if not orphan.users:
+                del self._orphans[key]
+                self._free.append(orphan.slot)
+        elif self.pins[key] > 1:
+            self.pins[key] -= 1
+        else:
+            del self.pins[key]
+            self.policy.add(key)
+
+    def forget(self, key: OffloadKey) -> None:
+        """Make a ready chunk invisible at once; its slot is freed after its last user."""
+        slot = self.ready.pop(key)
+        users = self.pins.pop(key, 0)
+        if users:
+            self._orphans[key] = _Orphan(slot, users)
+        else:
+            self.policy.remove(key)
+            self._free.append(slot)
+
+    def forget_all(self) -> tuple[OffloadKey, ...]:
+        """Make every chunk invisible; return those that were ready."""
+        gone = tuple(self.ready)
+        for key, slot in self.ready.items():
+            if users := self.pins.get(key, 0):
+                self._orphans[key] = _Orphan(slot, users)
+            else:
+                self._free.append(slot)
+        for moving in (self.incoming, self.fetching):
+            for key, slot in moving.items():
+                self._orphans[key] = _Orphan(slot, 1)
+            moving.clear()
+        self.ready.clear()
+        self.pins.clear()
+        self.policy.clear()
+        return gone
+
+    # ---- self-check ----
+
+    def check(self) -> None:
+        """Raise UsageError if the ledger contradicts itself; for tests, O(slots)."""
+        slots: list[Iterable[int]] = [
+            self._free,
+            self.ready.values(),
+            self.incoming.values(),
+            self.fetching.values(),
+            (orphan.slot for orphan in self._orphans.values()),
+            (slot for slot, uses in self._limbo.items() if None in uses),
+        ]
+        used = sorted(slot for place in slots for slot in place)
+        idle = [key for key in self.ready if key not in self.pins]
+        for broken, what in (
+            (used != list(range(self.num_slots)), "every slot is in exactly one place"),
+            (len(self.policy) != len(idle), "the policy orders exactly the idle chunks"),
+            (any(key not in self.policy for key in idle), "idle chunks are in the order"),
+            (not self.pins.keys() <= self.ready.keys(), "only ready chunks are pinned"),
+        ):
+            if broken:
+                raise UsageError(f"the host ledger is inconsistent: not true that {what}")
