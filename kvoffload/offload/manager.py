@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvoffload.backends.base import Presence, ReportsRemovals
+from kvoffload.backends.base import Presence, Removal, ReportsRemovals
 from kvoffload.offload.base import (
     BackendLoadStoreSpec,
     CPULoadStoreSpec,
@@ -46,6 +46,29 @@ class Tier:
     def medium(self) -> str:
         """The name used in events."""
         return self.name.upper()
+
+    def holds(self, key: OffloadKey) -> bool | None:
+        """Ask the store's presence; whatever a plug-in raises is a miss."""
+        try:
+            return self.presence.holds(key)
+        except Exception:
+            log.exception("%s: looking up a chunk failed; taken as a miss", self.name)
+            return False
+
+    def forget(self, key: OffloadKey) -> None:
+        """Tell the store's presence that a chunk could not be loaded."""
+        try:
+            self.presence.forget([key])
+        except Exception:
+            log.exception("%s: forgetting a chunk failed", self.name)
+
+    def take_removals(self) -> list[Removal]:
+        """Return what the store removed by itself."""
+        try:
+            return self.removals.take_removals() if self.removals else []
+        except Exception:
+            log.exception("%s: reporting removals failed", self.name)
+            return []
 
 
 class TieredOffloadingManager(OffloadingManager):
@@ -126,7 +149,7 @@ class TieredOffloadingManager(OffloadingManager):
         """Return the first tier that holds a key, with True; or None with False or "ask again"."""
         answer: bool | None = False
         for tier in self.tiers:
-            holds = tier.presence.holds(key)
+            holds = tier.holds(key)
             if holds:
                 return tier, True
             if holds is None:
@@ -206,7 +229,7 @@ class TieredOffloadingManager(OffloadingManager):
                     host.become_ready(key, slot)
                     arrived.append(key)
                 else:
-                    tier.presence.forget([key])
+                    tier.forget(key)
                     host.give_back(slot, settled)
             elif key in host.pins:
                 if not success:
@@ -275,7 +298,7 @@ class TieredOffloadingManager(OffloadingManager):
     # ---- write-through ----
 
     def _write_through(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
-        wanted = [key for key in keys if not tier.presence.holds(key)]
+        wanted = [key for key in keys if not tier.holds(key)]
         room = max(0, self._max_persisting - self._persisting)
         if len(wanted) > room:
             # Drop tails: a prefix without its tail is still of use, a tail without prefix is not.
@@ -335,7 +358,7 @@ class TieredOffloadingManager(OffloadingManager):
     def take_events(self) -> list[OffloadingEvent]:
         """See :meth:`OffloadingManager.take_events`; includes what tiers evicted themselves."""
         for tier in self.tiers:
-            for removal in tier.removals.take_removals() if tier.removals else ():
+            for removal in tier.take_removals():
                 reason = Reason.EVICTED if removal.reason == "evicted" else Reason.FAILED
                 self._record([OffloadKey(removal.key)], tier.medium, reason)
         taken, self._events = self._events, []

@@ -1,0 +1,164 @@
+"""Builds both halves from settings: the manager, and the handlers with what they run on."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from kvoffload import registry
+from kvoffload.backends.base import Backend, Describes, Presence, ReportsRemovals
+from kvoffload.config import OffloadConfig, human_bytes
+from kvoffload.errors import ConfigError
+from kvoffload.offload.base import (
+    BackendLoadStoreSpec,
+    CanonicalKVCaches,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingHandler,
+    OffloadingSpec,
+    StagedLoadStoreSpec,
+)
+from kvoffload.offload.identity import Fact, namespace, readable
+from kvoffload.offload.manager import Tier, TieredOffloadingManager
+from kvoffload.transfer.copier import Copier, CpuCopier
+from kvoffload.transfer.handlers import CopyHandler, PersistHandler, StagedLoadHandler
+from kvoffload.transfer.ioloop import IOLoop
+from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.prober import Prober
+from kvoffload.transfer.slab import Slab
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Opened:
+    """The stores of one namespace; replaced as a whole when the cache's meaning changes."""
+
+    backends: dict[str, Backend]
+    tiers: tuple[Tier, ...]
+
+
+class TieredOffloadingSpec(OffloadingSpec):
+    """Both halves for an engine whose scheduler and worker share a process.
+
+    Args:
+        config: the settings.
+        slot_bytes: bytes of a host slot (:attr:`ChunkLayout.slot_bytes`).
+        facts: everything that decides what the bytes mean; see :mod:`kvoffload.offload.identity`.
+
+    Raises:
+        ConfigError: before any thread is started or memory taken, where that can be known.
+    """
+
+    def __init__(self, config: OffloadConfig, slot_bytes: int, facts: Mapping[str, Fact]) -> None:
+        self.config = config
+        self.slot_bytes = slot_bytes
+        self.num_slots = config.cpu_bytes // slot_bytes
+        if self.num_slots < 1:
+            raise ConfigError(
+                "cpu_bytes",
+                human_bytes(config.cpu_bytes),
+                f"must hold at least one chunk, which takes {human_bytes(slot_bytes)}; "
+                "raise it or lower blocks_per_chunk",
+            )
+        self._policy = registry.load(registry.POLICIES, config.policy, "policy")
+        self._facts = dict(facts)
+        self._slab = Slab(self.num_slots, slot_bytes)
+        self.io = IOLoop()
+        self._copier: Copier | None = None
+        try:
+            self._opened = self._open()
+        except BaseException:
+            self.io.close()
+            raise
+
+    def _open(self) -> _Opened:
+        digest = namespace(**self._facts)
+        backends: dict[str, Backend] = {}
+        tiers: list[Tier] = []
+        for i, wanted in enumerate(self.config.backends):
+            name = wanted.type if wanted.type not in backends else f"{wanted.type}{i}"
+            backend = registry.open_backend(
+                wanted.type, wanted.options, digest, where=f"backends[{i}]."
+            )
+            backends[name] = backend
+            presence = (
+                backend
+                if isinstance(backend, Presence)
+                else Prober(self.io, backend, self.config.lookup_timeout_s)
+            )
+            tiers.append(
+                Tier(name, presence, backend if isinstance(backend, ReportsRemovals) else None)
+            )
+            if isinstance(backend, Describes):
+                describe, facts = backend.describe, readable(self._facts)
+                self.io.start(lambda describe=describe, facts=facts: describe(facts))  # type: ignore[misc]
+        return _Opened(backends, tuple(tiers))
+
+    @property
+    def namespace(self) -> str:
+        """The digest that the stores were opened with."""
+        return namespace(**self._facts)
+
+    @property
+    def backends(self) -> Mapping[str, Backend]:
+        """The open stores by tier name."""
+        return self._opened.backends
+
+    def get_manager(self) -> TieredOffloadingManager:
+        """See :meth:`OffloadingSpec.get_manager`."""
+        limit = self.config.max_inflight_bytes
+        return TieredOffloadingManager(
+            self.num_slots,
+            self._policy(self.num_slots),
+            self._opened.tiers,
+            None if limit is None else limit // self.slot_bytes,
+        )
+
+    def get_handlers(
+        self, kv_caches: CanonicalKVCaches
+    ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
+        """See :meth:`OffloadingSpec.get_handlers`."""
+        layout = ChunkLayout(kv_caches, self.config.blocks_per_chunk)
+        if layout.slot_bytes > self.slot_bytes:
+            raise ValueError(
+                f"a chunk takes {layout.slot_bytes} bytes, slots have {self.slot_bytes}"
+            )
+        copier = self._copier = CpuCopier(kv_caches, self._slab, layout)
+        gpu, cpu, staged = GPULoadStoreSpec, CPULoadStoreSpec, StagedLoadStoreSpec
+        load_s, store_s = self.config.load_timeout_s, self.config.store_timeout_s
+        shared = (self.io, self._opened.backends, self._slab, layout)
+        yield gpu, cpu, CopyHandler(copier, layout, to_host=True)
+        yield cpu, gpu, CopyHandler(copier, layout, to_host=False)
+        yield cpu, BackendLoadStoreSpec, PersistHandler(*shared, store_s)
+        yield staged, gpu, StagedLoadHandler(*shared, copier, load_s)
+
+    def renew(self, manager: TieredOffloadingManager, generation: str) -> None:
+        """Give the stores a new namespace: what they hold no longer means the same.
+
+        No transfer may be in flight.
+        """
+        self._close_backends()
+        self._facts["generation"] = generation
+        opened = self._open()
+        self._opened.backends.clear()
+        self._opened.backends.update(opened.backends)  # the mapping the handlers look into
+        self._opened.tiers = opened.tiers
+        manager.replace_tiers(opened.tiers)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Close the stores, the I/O thread and the copier. Idempotent."""
+        self._close_backends(timeout_s)
+        self.io.close(timeout_s)
+        if self._copier is not None:
+            self._copier.close()
+            self._copier = None
+
+    def _close_backends(self, timeout_s: float = 5.0) -> None:
+        for name, backend in self._opened.backends.items():
+            if self.io.loop.is_closed():
+                return
+            try:
+                self.io.call(backend.close(), timeout_s)
+            except Exception as error:
+                log.warning("%s: closing failed: %s", name, error or type(error).__name__)

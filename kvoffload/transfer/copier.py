@@ -1,0 +1,186 @@
+"""Copies between GPU blocks and host slots: the face every copier has, and the one for CPU tensors.
+
+A *fence* is a point in a stream of work: it is done when everything before it is done.
+"""
+
+import queue
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from kvoffload.core.canonical import CanonicalKVCaches
+from kvoffload.core.transfers import BlockIds
+from kvoffload.transfer.layout import ChunkLayout, ChunkMove
+from kvoffload.transfer.slab import HostBytes, Slab
+
+
+class Fence(Protocol):
+    """A point in a stream of work."""
+
+    def done(self) -> bool:
+        """Whether everything before it has happened; never blocks."""
+        ...
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until it is done; False if ``timeout_s`` passed first."""
+        ...
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong before it, once done: the bytes after it are not to be trusted."""
+        ...
+
+
+class Copier(Protocol):
+    """Launches copies that run by themselves, in the order launched for each direction."""
+
+    def record_fence(self) -> Fence:
+        """Mark the engine's stream of work as it is now; called on the engine's thread."""
+        ...
+
+    def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> Fence:
+        """Begin copying GPU blocks to host slots, or the other way, once ``after`` is done.
+
+        Callable from the engine's thread and from the I/O thread. Returns at once.
+
+        Raises:
+            ValueError: blocks or slots out of range, or one destination named twice; nothing has
+                been launched.
+        """
+        ...
+
+    def close(self) -> None:
+        """Finish what was launched and release threads, streams and buffers."""
+        ...
+
+
+def check_moves(
+    moves: Sequence[ChunkMove], to_host: bool, layout: ChunkLayout, num_blocks: int, num_slots: int
+) -> None:
+    """Refuse moves that would read or write outside, or write one place twice.
+
+    Raises:
+        ValueError: naming the indices.
+    """
+    slots = [move.host_slot for move in moves]
+    if bad := [slot for slot in slots if not 0 <= slot < num_slots]:
+        raise ValueError(f"host slots {bad}: out of range, there are {num_slots}")
+    for move in moves:
+        if move.first + len(move.block_ids) > layout.blocks_per_chunk:
+            raise ValueError(
+                f"host slot {move.host_slot}: blocks {move.first}.."
+                f"{move.first + len(move.block_ids) - 1} of a chunk of {layout.blocks_per_chunk}"
+            )
+    ids = np.concatenate([move.block_ids for move in moves]) if moves else np.empty(0, np.int32)
+    if ids.size and (ids.min() < 0 or ids.max() >= num_blocks):
+        bad = ids[(ids < 0) | (ids >= num_blocks)].tolist()
+        raise ValueError(f"block ids {bad}: out of range, there are {num_blocks}")
+    if to_host and len(set(slots)) < len(slots):
+        raise ValueError(f"host slots {slots}: one is written twice")
+    if not to_host and len(np.unique(ids)) < len(ids):
+        values, counts = np.unique(ids, return_counts=True)
+        raise ValueError(f"block ids {values[counts > 1].tolist()}: written twice")
+
+
+class DoneFence:
+    """A fence with nothing before it: on a CPU, tensor operations are finished when they return."""
+
+    error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Return True."""
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Return True at once."""
+        return True
+
+
+class _CpuFence:
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.error: BaseException | None = None
+
+    def done(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self._event.wait(timeout_s)
+
+    def reach(self, error: BaseException | None) -> None:
+        self.error = error
+        self._event.set()
+
+
+class CpuCopier:
+    """Copies for KV caches in CPU memory, on a thread of its own that plays the copy stream."""
+
+    def __init__(self, kv_caches: CanonicalKVCaches, slab: Slab, layout: ChunkLayout) -> None:
+        self._pages: list[HostBytes] = [t.tensor.numpy() for t in kv_caches.tensors]
+        self._num_blocks = min(len(pages) for pages in self._pages)
+        self._slab = slab
+        self._layout = layout
+        self._queue: queue.SimpleQueue[
+            tuple[Sequence[ChunkMove], bool, Fence, _CpuFence] | None
+        ] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvoffload-copy", daemon=True)
+        self._thread.start()
+
+    def record_fence(self) -> Fence:
+        """Return a fence that is done: see DoneFence."""
+        return DoneFence()
+
+    def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> Fence:
+        """See :meth:`Copier.launch`."""
+        check_moves(moves, to_host, self._layout, self._num_blocks, self._slab.num_slots)
+        fence = _CpuFence()
+        self._queue.put((moves, to_host, after, fence))
+        return fence
+
+    def close(self) -> None:
+        """Finish the queue and join the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            moves, to_host, after, fence = job
+            try:
+                # The forward pass may still write these blocks (a store would read too early) or
+                # read them (a load would overwrite them): begin only after it.
+                after.wait()
+                for move in moves:
+                    self._copy(move, to_host)
+            except Exception as error:
+                fence.reach(error)
+            else:
+                fence.reach(None)
+
+    def _copy(self, move: ChunkMove, to_host: bool) -> None:
+        row = self._slab.rows[move.host_slot]
+        runs = consecutive_runs(move.block_ids)
+        for tensor_idx, offset, page_bytes in self._layout.regions[move.group_idx]:
+            pages = self._pages[tensor_idx][:, :page_bytes]
+            start = offset + move.first * page_bytes
+            for first_id, count in runs:
+                end = start + count * page_bytes
+                in_slot = row[start:end].reshape(count, page_bytes)
+                in_cache = pages[first_id : first_id + count]
+                if to_host:
+                    np.copyto(in_slot, in_cache)
+                else:
+                    np.copyto(in_cache, in_slot)
+                start = end
+
+
+def consecutive_runs(block_ids: Sequence[int] | BlockIds) -> list[tuple[int, int]]:
+    """Group block ids into runs ``(first, count)`` of consecutive numbers, each one large copy."""
+    runs: list[tuple[int, int]] = []
+    for block_id in np.asarray(block_ids).tolist():
+        if runs and block_id == runs[-1][0] + runs[-1][1]:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((block_id, 1))
+    return runs

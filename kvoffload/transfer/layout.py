@@ -1,0 +1,94 @@
+"""How a chunk's pages lie in a host slot, and which blocks of a transfer belong to which chunk.
+
+In a slot, a chunk is its tensors one after the other, and within a tensor its blocks in order::
+
+    | tensor 0: block 0, block 1, ... | tensor 1: block 0, block 1, ... | ... | padding to 4096 |
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvoffload.core.canonical import CanonicalKVCaches
+from kvoffload.core.transfers import BlockIds, GPULoadStoreSpec
+
+PAGE = 4096
+"""Slots and chunk payloads are multiples of this, so that any of them can be read with O_DIRECT."""
+
+
+class Region(NamedTuple):
+    """Where one tensor's part of a chunk lies in a slot."""
+
+    tensor_idx: int
+    offset: int
+    page_bytes: int
+
+
+class ChunkMove(NamedTuple):
+    """Blocks of one chunk to copy: ``block_ids[i]`` is block ``first + i`` of the chunk."""
+
+    host_slot: int
+    group_idx: int
+    first: int
+    block_ids: BlockIds
+
+
+class ChunkLayout:
+    """Sizes and regions of chunks, for each KV cache group."""
+
+    def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> None:
+        self.blocks_per_chunk = blocks_per_chunk
+        self.regions: list[tuple[Region, ...]] = []
+        self.payload_bytes: list[int] = []
+        """Bytes of a chunk of each group, padded to whole pages: what tiers store."""
+        for refs in kv_caches.group_data_refs:
+            regions, offset = [], 0
+            for ref in refs:
+                regions.append(Region(ref.tensor_idx, offset, ref.page_size_bytes))
+                offset += ref.page_size_bytes * blocks_per_chunk
+            self.regions.append(tuple(regions))
+            self.payload_bytes.append(-(-offset // PAGE) * PAGE)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a host slot: the largest chunk of any group."""
+        return max(self.payload_bytes)
+
+    def moves(self, gpu: GPULoadStoreSpec, host_slots: Sequence[int]) -> list[ChunkMove]:
+        """Split the GPU end of a transfer into chunks, in the order of ``host_slots``.
+
+        Raises:
+            ValueError: the blocks do not make up exactly that many chunks.
+        """
+        per_chunk = self.blocks_per_chunk
+        moves: list[ChunkMove] = []
+        start = 0
+        slots = iter(host_slots)
+        for group_idx, size in enumerate(gpu.group_sizes):
+            first = gpu.block_indices[group_idx] % per_chunk
+            end = start + size
+            while start < end:
+                count = min(per_chunk - first, end - start)
+                slot = next(slots, None)
+                if slot is None:
+                    break
+                moves.append(
+                    ChunkMove(slot, group_idx, first, gpu.block_ids[start : start + count])
+                )
+                start += count
+                first = 0
+            if start < end:
+                break
+        if start < len(gpu.block_ids) or len(moves) != len(host_slots):
+            raise ValueError(
+                f"{len(gpu.block_ids)} blocks in groups of {gpu.group_sizes} from index "
+                f"{gpu.block_indices} are not {len(host_slots)} chunks of {per_chunk} blocks"
+            )
+        return moves
+
+    def bytes_of(self, moves: Sequence[ChunkMove]) -> int:
+        """Bytes these moves copy."""
+        return sum(
+            len(move.block_ids) * region.page_bytes
+            for move in moves
+            for region in self.regions[move.group_idx]
+        )
