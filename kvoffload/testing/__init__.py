@@ -1,1 +1,27 @@
-"""For authors of plug-ins: conformance suites to inherit, and wrappers that inject faults."""
+"""For authors of plug-ins: conformance suites to inherit, and wrappers that inject faults.
+
+Nothing here is imported before it is asked for, so that pytest is not needed to import the package.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvoffload.testing.backends import BackendSuite, PersistentBackendSuite, payload_of
+    from kvoffload.testing.faults import FaultyBackend, Plan
+
+_HOMES = {
+    "BackendSuite": "kvoffload.testing.backends",
+    "PersistentBackendSuite": "kvoffload.testing.backends",
+    "payload_of": "kvoffload.testing.backends",
+    "FaultyBackend": "kvoffload.testing.faults",
+    "Plan": "kvoffload.testing.faults",
+}
+
+__all__ = ["BackendSuite", "FaultyBackend", "PersistentBackendSuite", "Plan", "payload_of"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvoffload.testing' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,99 @@
+"""Where things lie under the root of the disk backend, and whether that root may be trusted.
+
+::
+
+    root/
+      <namespace digest, hex>/       one folder a namespace
+        manifest.json                the facts behind the digest, for people
+        snapshot                     the index as it was: a hint that makes a restart faster
+        <2 hex digits>/<key, hex>    the chunks
+      .ledger                        bytes allocated under the root, shared by all processes
+      .owner                         locked by the process that evicts
+      .writers/<token>/              temporary files of one writer, locked while it lives
+      .quarantine/                   chunks that failed verification, a bounded number
+"""
+
+import contextlib
+import errno
+import os
+import stat
+
+import xxhash
+
+from kvoffload.backends.vfs import Vfs
+from kvoffload.errors import ConfigError
+
+MANIFEST = "manifest.json"
+SNAPSHOT = "snapshot"
+LEDGER = ".ledger"
+OWNER = ".owner"
+WRITERS = ".writers"
+QUARANTINE = ".quarantine"
+SHARDS = tuple(f"{i:02x}" for i in range(256))
+
+
+def is_namespace(name: str) -> bool:
+    """Whether a name under the root is that of a namespace folder."""
+    return len(name) == 64 and _is_hex(name)
+
+
+def key_of(name: str) -> bytes | None:
+    """The key a chunk's file name spells, or None for a name that is none of ours."""
+    return bytes.fromhex(name) if name and len(name) % 2 == 0 and _is_hex(name) else None
+
+
+def shard_of(key: bytes) -> str:
+    """The shard folder of a key: spread evenly whatever the keys look like."""
+    return SHARDS[xxhash.xxh32_intdigest(key) & 0xFF]
+
+
+def chunk_path(folder: str, key: bytes) -> str:
+    """Where a chunk of a namespace folder lies."""
+    return f"{folder}/{shard_of(key)}/{key.hex()}"
+
+
+def make_folder(vfs: Vfs, path: str) -> None:
+    """Make a folder unless it is there."""
+    with contextlib.suppress(FileExistsError):
+        vfs.mkdir(path)
+
+
+def prepare_root(vfs: Vfs, root: str) -> None:
+    """Make the root and its inner folders; refuse one that others could tamper with.
+
+    Raises:
+        ConfigError: the root cannot be made or written, is a symbolic link, belongs to someone
+            else, or is writable by everyone.
+    """
+    try:
+        os.makedirs(os.path.dirname(root), exist_ok=True)
+        make_folder(vfs, root)
+        facts = vfs.lstat(root)
+        _refuse_unsafe(root, facts)
+        for inner in (WRITERS, QUARANTINE):
+            make_folder(vfs, f"{root}/{inner}")
+            _refuse_unsafe(f"{root}/{inner}", vfs.lstat(f"{root}/{inner}"))
+    except OSError as error:
+        name = errno.errorcode.get(error.errno or 0, "error")
+        raise ConfigError(
+            "root", root, f"must be a folder this process can write ({name}: {error.strerror})"
+        ) from error
+
+
+def _refuse_unsafe(path: str, facts: os.stat_result) -> None:
+    if stat.S_ISLNK(facts.st_mode):
+        raise ConfigError("root", path, "is a symbolic link; give the folder itself")
+    if not stat.S_ISDIR(facts.st_mode):
+        raise ConfigError("root", path, "is not a folder")
+    if facts.st_uid != os.geteuid():
+        raise ConfigError(
+            "root",
+            path,
+            f"belongs to user {facts.st_uid}, not to {os.geteuid()}; use a folder of your own",
+        )
+    if facts.st_mode & stat.S_IWOTH:
+        raise ConfigError("root", path, "is writable by everyone; chmod o-w, or use another folder")
+
+
+def _is_hex(name: str) -> bool:
+    return not name.strip("0123456789abcdef")

@@ -1,0 +1,138 @@
+"""How many bytes are allocated under a root: one figure, shared by every process that uses it.
+
+Whoever is about to write reserves first, under a file lock, so the capacity holds whatever the
+number of writers. Whoever removes a file gives its bytes back after the removal. A process killed
+in between leaves the figure too high, never too low; a scan by the evicting process corrects it.
+"""
+
+import contextlib
+import fcntl
+import os
+import struct
+import threading
+import time
+
+from kvoffload.backends.vfs import Vfs
+
+_RECORD = struct.Struct("<8sQqQ")
+_MAGIC = b"KVOLEDGR"
+_LOCK_TRIES = 100
+_LOCK_PAUSE_S = 0.001
+
+
+class Ledger:
+    """The shared figure. Thread-safe; methods do short file operations and never raise OSError."""
+
+    def __init__(self, vfs: Vfs, path: str, *, fresh: bool) -> None:
+        """Open the ledger file; ``fresh`` says that nothing can be stored under the root yet."""
+        self._vfs = vfs
+        self._lock = threading.Lock()
+        self._fd = vfs.open(path, os.O_RDWR | os.O_CREAT)
+        self._owed = 0
+        self._closed = False
+        self.resident_bytes = 0
+        """The figure as of this process's last look."""
+        self.changes = 0
+        """How often anyone changed it, as of the last look; tells a scan that it was disturbed."""
+        if self.refresh() is None and fresh:
+            self.settle(0)
+
+    def reserve(self, allocated_bytes: int, limit_bytes: int) -> bool:
+        """Count bytes about to be written, unless they would pass the limit."""
+        with self._lock:
+            return self._change(allocated_bytes, limit_bytes)
+
+    def give_back(self, allocated_bytes: int) -> None:
+        """Count bytes that are no longer allocated (negative: that turned out to be more)."""
+        with self._lock:
+            self._owed -= allocated_bytes
+            self._change(0, None)
+
+    def refresh(self) -> int | None:
+        """Look at the figure; None if there is none yet or it cannot be read."""
+        with self._lock:
+            if not self._locked():
+                return None
+            try:
+                return self._load()
+            except OSError:
+                return None
+            finally:
+                self._unlocked()
+
+    def settle(self, resident_bytes: int, if_changes: int | None = None) -> bool:
+        """Set the figure to what a scan found, if nobody changed it since ``if_changes``."""
+        with self._lock:
+            if not self._locked():
+                return False
+            try:
+                self._load()
+                if if_changes is not None and self.changes != if_changes:
+                    return False
+                self._owed = 0
+                return self._store(resident_bytes)
+            except OSError:
+                return False
+            finally:
+                self._unlocked()
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            if not self._closed:
+                self._change(0, None)
+                self._closed = True
+                self._vfs.close_quietly(self._fd)
+
+    def _change(self, added: int, limit: int | None) -> bool:
+        if self._closed or not self._locked():
+            return False
+        try:
+            resident = self._load()
+            if resident is None:
+                return False
+            total = max(0, resident + self._owed) + added
+            if limit is not None and total > limit:
+                return False
+            if not self._store(total):
+                return False
+            self._owed = 0
+            return True
+        except OSError:
+            return False
+        finally:
+            self._unlocked()
+
+    def _load(self) -> int | None:
+        record = bytearray(_RECORD.size)
+        if self._vfs.preadv(self._fd, [record], 0) != _RECORD.size:
+            return None
+        magic, version, resident, changes = _RECORD.unpack(record)
+        if magic != _MAGIC or version != 1 or resident < 0:
+            return None
+        self.resident_bytes, self.changes = resident, changes
+        return int(resident)
+
+    def _store(self, resident: int) -> bool:
+        record = _RECORD.pack(_MAGIC, 1, resident, self.changes + 1)
+        if self._vfs.pwritev(self._fd, [record], 0) != len(record):
+            return False
+        self.resident_bytes = resident
+        self.changes += 1
+        return True
+
+    def _locked(self) -> bool:
+        # A stopped process may hold the lock for ever: do not wait with it.
+        for _ in range(_LOCK_TRIES):
+            try:
+                self._vfs.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                time.sleep(_LOCK_PAUSE_S)
+            except OSError:
+                return False
+        return False
+
+    def _unlocked(self) -> None:
+        with contextlib.suppress(OSError):
+            self._vfs.flock(self._fd, fcntl.LOCK_UN)

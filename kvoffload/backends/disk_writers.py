@@ -1,0 +1,147 @@
+"""Who is alive: each process has a folder for its temporary files and a lock inside that says so.
+
+A lock rather than a process number: it holds across containers, and the kernel drops it with the
+process however it ends.
+"""
+
+import contextlib
+import fcntl
+import itertools
+import os
+import secrets
+import time
+
+from kvoffload.backends.disk_layout import OWNER, WRITERS
+from kvoffload.backends.vfs import Vfs
+
+_LOCK = "lock"
+_UNBORN = "new-"
+_BIRTH_S = 60
+"""Longer than any process takes from making its folder to locking it."""
+
+
+class Writer:
+    """This process's folder under ``.writers``."""
+
+    def __init__(self, vfs: Vfs, root: str) -> None:
+        self._vfs = vfs
+        self._root = f"{root}/{WRITERS}"
+        self.token = secrets.token_hex(8)
+        self.folder = f"{self._root}/{self.token}"
+        self._numbers = itertools.count()
+        # Made and locked under a name that clean_up() ignores, so that it is never seen unlocked.
+        unborn = f"{self._root}/{_UNBORN}{self.token}"
+        vfs.mkdir(unborn)
+        self._fd = vfs.open(f"{unborn}/{_LOCK}", os.O_RDWR | os.O_CREAT)
+        vfs.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        vfs.rename(unborn, self.folder)
+
+    def temporary(self) -> str:
+        """A path no one else uses."""
+        return f"{self.folder}/{next(self._numbers)}"
+
+    def close(self) -> None:
+        """Remove the folder and let go of the lock."""
+        with contextlib.suppress(OSError):  # the next process to open the root cleans up
+            _remove_folder(self._vfs, self.folder)
+        self._vfs.close_quietly(self._fd)
+
+
+class Ownership:
+    """The right to evict under a root, held by one process until it ends."""
+
+    def __init__(self, vfs: Vfs, root: str) -> None:
+        self._vfs = vfs
+        self._path = f"{root}/{OWNER}"
+        self._fd: int | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this process evicts."""
+        return self._fd is not None
+
+    def take(self) -> bool:
+        """Become the owner if there is none; say whether this process is it now."""
+        if self._fd is not None:
+            return True
+        fd = None
+        try:
+            fd = self._vfs.open(self._path, os.O_RDWR | os.O_CREAT)
+            self._vfs.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if fd is not None:
+                self._vfs.close_quietly(fd)
+            return False
+        self._fd = fd
+        return True
+
+    def close(self) -> None:
+        """Let someone else take it."""
+        if self._fd is not None:
+            self._vfs.close_quietly(self._fd)
+            self._fd = None
+
+
+def clean_up(vfs: Vfs, root: str, own: str) -> tuple[int, int]:
+    """Remove what dead writers left behind.
+
+    Returns:
+        The number of other writers alive, and the bytes freed.
+    """
+    alive = freed = 0
+    for name in vfs.listdir(f"{root}/{WRITERS}"):
+        folder = f"{root}/{WRITERS}/{name}"
+        if name == own:
+            continue
+        if name.startswith(_UNBORN):
+            freed += _remove_old(vfs, folder)
+            continue
+        fd = None
+        try:
+            fd = vfs.open(f"{folder}/{_LOCK}", os.O_RDWR)
+            vfs.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            freed += _remove_folder(vfs, folder)
+        except BlockingIOError:
+            alive += 1
+        except FileNotFoundError:
+            freed += _remove_old(vfs, folder)
+        except OSError:
+            continue  # undeletable: try again next time
+        finally:
+            if fd is not None:
+                vfs.close_quietly(fd)
+    return alive, freed
+
+
+def temporary_bytes(vfs: Vfs, root: str) -> int:
+    """Bytes allocated by temporary files at this moment."""
+    total = 0
+    for token in vfs.listdir(f"{root}/{WRITERS}"):
+        try:
+            for name in vfs.listdir(f"{root}/{WRITERS}/{token}"):
+                total += vfs.lstat(f"{root}/{WRITERS}/{token}/{name}").st_blocks * 512
+        except OSError:
+            continue
+    return total
+
+
+def _remove_old(vfs: Vfs, folder: str) -> int:
+    # Being made at this moment, or left half made or half removed: only age tells.
+    try:
+        if time.time() - vfs.lstat(folder).st_mtime > _BIRTH_S:
+            return _remove_folder(vfs, folder)
+    except OSError:
+        pass
+    return 0
+
+
+def _remove_folder(vfs: Vfs, folder: str) -> int:
+    freed = 0
+    # The lock goes last: as long as it is there, whoever is interrupted can be followed up.
+    for name in sorted(vfs.listdir(folder), key=lambda name: name == _LOCK):
+        path = f"{folder}/{name}"
+        allocated = vfs.lstat(path).st_blocks * 512
+        vfs.unlink(path)
+        freed += allocated
+    vfs.rmdir(folder)
+    return freed

@@ -1,0 +1,143 @@
+"""The header in front of every stored chunk, on disk and in Redis alike.
+
+A chunk carries its own identity: key, namespace, length, checksum. A reader that checks them needs
+to trust neither a file name nor an index nor another process. ``docs/format.md`` has the layout.
+
+Writing: ``pack_header(key, digest, payload) + payload``. Reading: :func:`check_chunk` over what
+came back says None, or the reason why it must be a miss.
+"""
+
+import hashlib
+import struct
+from typing import NamedTuple
+
+import xxhash
+
+Buffer = bytes | bytearray | memoryview
+
+COMPACT_BYTES = 256
+"""Header size where nothing needs aligning (Redis values)."""
+ALIGNED_BYTES = 4096
+"""Header size on disk: the payload begins on a page, as direct I/O demands."""
+MAX_KEY_BYTES = 120
+"""Longest key: its hex form and a suffix must fit a file name."""
+
+MAGIC = b"\x89KVOFF\r\n"
+VERSION = 1
+XXH3_128 = 1
+
+# magic, version, header bytes, checksum kind, key length, payload length, checksum, namespace, key
+_FIELDS = struct.Struct(f"<8sHHHHQ16s32s{MAX_KEY_BYTES}s")
+_SEAL = struct.Struct("<Q")
+
+
+class Header(NamedTuple):
+    """A header that is whole; whether it is the one wanted is for :func:`check_header` to say."""
+
+    header_bytes: int
+    checksum_kind: int
+    key: bytes
+    payload_bytes: int
+    checksum: bytes
+    namespace: bytes
+
+
+def namespace_digest(namespace: str) -> bytes:
+    """The 32 bytes that stand for a namespace in headers; in hex, its folder's name."""
+    return hashlib.sha256(namespace.encode()).digest()
+
+
+def checksum(payload: Buffer) -> bytes:
+    """Sixteen bytes that change with any bit of the payload (XXH3, 128 bit, canonical form).
+
+    It guards against accidents, not against someone who can write to the store.
+    """
+    return bytes(xxhash.xxh3_128_digest(payload))
+
+
+def pack_header(
+    key: bytes, namespace: bytes, payload: Buffer, *, header_bytes: int = COMPACT_BYTES
+) -> bytes:
+    """Make the header of a chunk.
+
+    Args:
+        key: 1 to :data:`MAX_KEY_BYTES` bytes.
+        namespace: from :func:`namespace_digest`.
+        payload: the chunk, contiguous bytes.
+        header_bytes: :data:`COMPACT_BYTES` or :data:`ALIGNED_BYTES`.
+    """
+    if not 0 < len(key) <= MAX_KEY_BYTES:
+        raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
+    size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+    fields = _FIELDS.pack(
+        MAGIC,
+        VERSION,
+        header_bytes,
+        XXH3_128,
+        len(key),
+        size,
+        checksum(payload),
+        namespace,
+        key,
+    )
+    body = fields.ljust(header_bytes - _SEAL.size, b"\0")
+    return body + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def parse_header(buffer: Buffer) -> Header | str:
+    """Read a header from the start of ``buffer``; a text is the reason why there is none.
+
+    Reasons: ``short``, ``magic``, ``version``, ``header`` (its own checksum or sizes are wrong).
+    """
+    view = memoryview(buffer)
+    if len(view) < COMPACT_BYTES:
+        return "short"
+    magic, version, size, kind, key_bytes, payload_bytes, digest, namespace, key = (
+        _FIELDS.unpack_from(view)
+    )
+    if magic != MAGIC:
+        return "magic"
+    if version != VERSION:
+        return "version"
+    if size not in (COMPACT_BYTES, ALIGNED_BYTES) or not 0 < key_bytes <= MAX_KEY_BYTES:
+        return "header"
+    if len(view) < size:
+        return "short"
+    body = view[: size - _SEAL.size]
+    if _SEAL.unpack_from(view, size - _SEAL.size)[0] != xxhash.xxh3_64_intdigest(body):
+        return "header"
+    return Header(size, kind, key[:key_bytes], payload_bytes, digest, namespace)
+
+
+def check_header(buffer: Buffer, key: bytes, namespace: bytes, payload_bytes: int) -> str | None:
+    """Say why this header does not promise the chunk wanted, or None if it does.
+
+    Reasons: those of :func:`parse_header`, ``namespace``, ``key``, ``length``, ``kind`` (a checksum
+    this version does not know).
+    """
+    return _mismatch(parse_header(buffer), key, namespace, payload_bytes)
+
+
+def check_chunk(header: Buffer, payload: Buffer, key: bytes, namespace: bytes) -> str | None:
+    """Say why header and payload are not exactly the chunk wanted, or None if they are.
+
+    Reasons: those of :func:`check_header`, and ``payload`` (its checksum is wrong).
+    """
+    size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+    found = parse_header(header)
+    reason = _mismatch(found, key, namespace, size)
+    if reason is None and isinstance(found, Header) and checksum(payload) != found.checksum:
+        return "payload"
+    return reason
+
+
+def _mismatch(found: Header | str, key: bytes, namespace: bytes, payload_bytes: int) -> str | None:
+    if isinstance(found, str):
+        return found
+    if found.checksum_kind != XXH3_128:
+        return "kind"
+    if found.namespace != namespace:
+        return "namespace"
+    if found.key != key:
+        return "key"
+    return None if found.payload_bytes == payload_bytes else "length"

@@ -1,0 +1,394 @@
+"""The conformance suite of backends: what every store below host memory must do.
+
+A backend's whole test class::
+
+    class TestMine(BackendSuite):
+        def open(self, namespace):
+            return open_backend("mine", {"root": str(self.folder)}, namespace)
+
+Payloads are a function of the key, so a wrong, old, torn or foreign byte is found without keeping
+what was written. Tests are plain functions that run their own event loop: no plug-in is needed.
+"""
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import mmap
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from kvoffload.backends.base import Backend, Presence, ReportsUsage
+
+CHUNK_BYTES = 64 * 1024
+_LONG_S = 60.0
+
+S = TypeVar("S", bound="BackendSuite")
+
+
+def payload_of(key: bytes, size: int) -> bytes:
+    """The bytes every test stores under ``key``."""
+    seed = hashlib.sha256(key).digest()
+    return (seed * (size // len(seed) + 1))[:size]
+
+
+def keys_of(count: int, salt: str = "") -> list[bytes]:
+    """Distinct keys of the length offload keys have: 32 bytes of hash, 4 of group."""
+    return [hashlib.sha256(f"{salt}{i}".encode()).digest() + bytes(4) for i in range(count)]
+
+
+def slots(count: int, size: int = CHUNK_BYTES) -> list[memoryview]:
+    """Writable page-aligned memory, as a host slab hands it out."""
+    slab = memoryview(mmap.mmap(-1, max(1, count) * size))
+    return [slab[i * size : (i + 1) * size] for i in range(count)]
+
+
+def filled(keys: Sequence[bytes], size: int = CHUNK_BYTES) -> list[memoryview]:
+    """Slots holding the payload of each key."""
+    memory = slots(len(keys), size)
+    for key, slot in zip(keys, memory, strict=True):
+        slot[:] = payload_of(key, size)
+    return memory
+
+
+def on_a_loop(test: Callable[[S], Coroutine[Any, Any, None]]) -> Callable[[S], None]:
+    """Make a coroutine test an ordinary one, with a deadline, closing what the suite opened."""
+
+    @functools.wraps(test)
+    def run(self: S) -> None:
+        async def whole() -> None:
+            try:
+                await asyncio.wait_for(test(self), _LONG_S)
+            finally:
+                for backend in self._opened:
+                    await backend.close()
+
+        asyncio.run(whole())
+
+    return run
+
+
+class BackendSuite:
+    """Inherit, define :meth:`open`, done."""
+
+    folder: Path
+    """An empty folder of this test's own."""
+    _opened: list[Backend]
+
+    @pytest.fixture(autouse=True)
+    def _own_folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+        self._opened = []
+
+    def open(self, namespace: str) -> Backend:
+        """Open the backend under test; room for at least 64 chunks of 64 KiB."""
+        raise NotImplementedError
+
+    async def ready(self, backend: Backend) -> None:
+        """Wait until a backend just opened knows what is stored; override if it takes time."""
+
+    async def opened(self, namespace: str = "suite") -> Backend:
+        """A backend that answers, closed after the test."""
+        backend = self.open(namespace)
+        self._opened.append(backend)
+        await self.ready(backend)
+        return backend
+
+    @on_a_loop
+    async def test_what_was_written_is_read_back(self) -> None:
+        """The one thing a store is for."""
+        backend, keys = await self.opened(), keys_of(5)
+        assert await backend.write(keys, filled(keys)) == [True] * 5
+        assert await backend.contains(keys) == [True] * 5
+        into = slots(5)
+        assert await backend.read(keys, into) == [True] * 5
+        assert [bytes(slot) for slot in into] == [payload_of(key, CHUNK_BYTES) for key in keys]
+
+    @on_a_loop
+    async def test_answers_come_in_the_order_asked(self) -> None:
+        """Present and absent keys mixed, in both directions."""
+        backend, keys = await self.opened(), keys_of(8)
+        stored = keys[::2]
+        await backend.write(stored, filled(stored))
+        expected = [key in stored for key in keys]
+        for order in (1, -1):
+            asked, answers, into = keys[::order], expected[::order], slots(8)
+            assert await backend.contains(asked) == answers
+            assert await backend.read(asked, into) == answers
+            for key, slot, good in zip(asked, into, answers, strict=True):
+                assert not good or bytes(slot) == payload_of(key, CHUNK_BYTES)
+
+    @on_a_loop
+    async def test_an_empty_batch_is_no_error(self) -> None:
+        """Nothing asked, nothing answered."""
+        backend = await self.opened()
+        assert await backend.contains([]) == []
+        assert await backend.read([], []) == []
+        assert await backend.write([], []) == []
+        await backend.remove([])
+
+    @on_a_loop
+    async def test_lengths_that_differ_are_misuse(self) -> None:
+        """Two keys and one buffer is a bug of the caller, not a miss."""
+        backend, keys = await self.opened(), keys_of(2)
+        with pytest.raises(ValueError):  # noqa: PT011 - the text is the backend's own
+            await backend.read(keys, slots(1))
+        with pytest.raises(ValueError):  # noqa: PT011
+            await backend.write(keys, filled(keys[:1]))
+
+    @on_a_loop
+    async def test_a_chunk_of_another_length_is_a_miss(self) -> None:
+        """A reader that expects other bytes than were stored gets none."""
+        backend, keys = await self.opened(), keys_of(1)
+        await backend.write(keys, filled(keys))
+        assert await backend.read(keys, slots(1, CHUNK_BYTES // 2)) == [False]
+        assert await backend.read(keys, slots(1, CHUNK_BYTES * 2)) == [False]
+
+    @on_a_loop
+    async def test_odd_sizes_and_unaligned_memory_work(self) -> None:
+        """Chunks need not be pages, nor begin on one."""
+        backend = await self.opened()
+        for size in (1, 511, 4095, 4096, 4097, 70_001):
+            keys = keys_of(1, f"odd{size}")
+            memory = memoryview(bytearray(size + 1))[1:]
+            memory[:] = payload_of(keys[0], size)
+            assert await backend.write(keys, [memory]) == [True]
+            into = memoryview(bytearray(size + 3))[3:]
+            assert await backend.read(keys, [into]) == [True]
+            assert bytes(into) == payload_of(keys[0], size)
+
+    @on_a_loop
+    async def test_read_only_memory_can_be_stored(self) -> None:
+        """A store only reads what it is given."""
+        backend, keys = await self.opened(), keys_of(1)
+        chunk = memoryview(payload_of(keys[0], CHUNK_BYTES))
+        assert await backend.write(keys, [chunk]) == [True]
+        into = slots(1)
+        assert await backend.read(keys, into) == [True]
+        assert bytes(into[0]) == bytes(chunk)
+
+    @on_a_loop
+    async def test_the_callers_memory_is_free_again_after_a_write(self) -> None:
+        """Overwriting a slot after its store must not change what is stored."""
+        backend, keys = await self.opened(), keys_of(3)
+        memory = filled(keys)
+        await backend.write(keys, memory)
+        for slot in memory:
+            slot[:] = bytes(CHUNK_BYTES)
+        into = slots(3)
+        assert await backend.read(keys, into) == [True] * 3
+        assert [bytes(slot) for slot in into] == [payload_of(key, CHUNK_BYTES) for key in keys]
+
+    @on_a_loop
+    async def test_writing_again_changes_nothing(self) -> None:
+        """Equal keys mean equal bytes: a second store is harmless."""
+        backend, keys = await self.opened(), keys_of(2)
+        for _ in range(3):
+            assert await backend.write(keys, filled(keys)) == [True, True]
+        assert await backend.read(keys, slots(2)) == [True, True]
+
+    @on_a_loop
+    async def test_the_same_key_twice_in_one_batch(self) -> None:
+        """Neither a deadlock nor a half chunk."""
+        backend, (key,) = await self.opened(), keys_of(1)
+        assert await backend.write([key, key], filled([key, key])) == [True, True]
+        into = slots(2)
+        assert await backend.read([key, key], into) == [True, True]
+        assert bytes(into[0]) == bytes(into[1]) == payload_of(key, CHUNK_BYTES)
+
+    @on_a_loop
+    async def test_removed_keys_are_gone_and_can_come_back(self) -> None:
+        """Unknown keys are ignored on the way."""
+        backend, keys = await self.opened(), keys_of(4)
+        await backend.write(keys, filled(keys))
+        await backend.remove([keys[0], *keys_of(1, "never stored"), keys[2]])
+        assert await backend.contains(keys) == [False, True, False, True]
+        assert await backend.read(keys, slots(4)) == [False, True, False, True]
+        assert await backend.write(keys[:1], filled(keys[:1])) == [True]
+        assert await backend.read(keys[:1], slots(1)) == [True]
+
+    @on_a_loop
+    async def test_keys_of_any_bytes(self) -> None:
+        """Short ones, zero bytes, slashes, dots: a key is data."""
+        backend = await self.opened()
+        keys = [b"\0", b"..", b"/etc/passwd", b"\xff" * 64, b"a" * 100, b"%s{0}\r\n", b"a"]
+        assert await backend.write(keys, filled(keys)) == [True] * len(keys)
+        into = slots(len(keys))
+        assert await backend.read(keys, into) == [True] * len(keys)
+        assert [bytes(slot) for slot in into] == [payload_of(key, CHUNK_BYTES) for key in keys]
+
+    @on_a_loop
+    async def test_many_batches_at_once(self) -> None:
+        """Reads, writes and removals overlap; whatever is read is right."""
+        backend, keys = await self.opened(), keys_of(32)
+
+        async def turn(i: int) -> None:
+            mine = keys[i * 4 : i * 4 + 8]
+            await backend.write(mine, filled(mine))
+            into = slots(len(mine))
+            good = await backend.read(mine, into)
+            for key, slot, ok in zip(mine, into, good, strict=True):
+                assert not ok or bytes(slot) == payload_of(key, CHUNK_BYTES)
+            await backend.remove(mine[:2])
+
+        await asyncio.gather(*(turn(i) for i in range(8)))
+
+    @on_a_loop
+    async def test_a_cancelled_call_leaves_the_memory_alone(self) -> None:
+        """After the cancellation has arrived nothing may be written into the caller's slots."""
+        backend, keys = await self.opened(), keys_of(16)
+        await backend.write(keys, filled(keys))
+        for pause in (0, 0, 0.0005, 0.002):
+            into = slots(16)
+            task = asyncio.ensure_future(backend.read(keys, into))
+            await asyncio.sleep(pause)
+            task.cancel()
+            await _settled(task)
+            for slot in into:
+                slot[:] = b"\xaa" * CHUNK_BYTES
+            await asyncio.sleep(0.005)
+            assert all(bytes(slot) == b"\xaa" * CHUNK_BYTES for slot in into)
+        assert await backend.read(keys[:1], slots(1)) == [True]
+
+    @on_a_loop
+    async def test_a_cancelled_write_is_whole_or_absent(self) -> None:
+        """The caller reuses the slot at once; a reader sees the right bytes or none."""
+        backend = await self.opened()
+        for turn, pause in enumerate((0, 0, 0.0005, 0.002)):
+            keys = keys_of(12, f"cancel{turn}")
+            memory = filled(keys)
+            task = asyncio.ensure_future(backend.write(keys, memory))
+            await asyncio.sleep(pause)
+            task.cancel()
+            await _settled(task)
+            for slot in memory:
+                slot[:] = bytes(CHUNK_BYTES)
+            into = slots(12)
+            good = await backend.read(keys, into)
+            for key, slot, ok in zip(keys, into, good, strict=True):
+                assert not ok or bytes(slot) == payload_of(key, CHUNK_BYTES)
+
+    @on_a_loop
+    async def test_after_close_every_answer_is_false(self) -> None:
+        """Closing is idempotent, and what comes later is a miss."""
+        backend, keys = await self.opened(), keys_of(2)
+        await backend.write(keys, filled(keys))
+        await backend.close()
+        await backend.close()
+        assert await backend.contains(keys) == [False, False]
+        assert await backend.read(keys, slots(2)) == [False, False]
+        assert await backend.write(keys, filled(keys)) == [False, False]
+        await backend.remove(keys)
+
+    @on_a_loop
+    async def test_presence_agrees_and_forgets(self) -> None:
+        """Where ``holds`` exists, a forgotten key is absent until it is written again."""
+        backend, keys = await self.opened(), keys_of(3)
+        if not isinstance(backend, Presence):
+            pytest.skip("no synchronous index")
+        await backend.write(keys, filled(keys))
+        assert [backend.holds(key) for key in keys] == [True] * 3
+        assert backend.holds(keys_of(1, "never stored")[0]) is not True
+        backend.forget(keys[:1])
+        assert backend.holds(keys[0]) is False
+        await backend.write(keys[:1], filled(keys[:1]))
+        assert backend.holds(keys[0]) is True
+        assert await backend.read(keys[:1], slots(1)) == [True]
+
+    @on_a_loop
+    async def test_usage_stays_within_the_capacity(self) -> None:
+        """Where usage is reported, it is never above the capacity and never negative."""
+        backend = await self.opened()
+        if not isinstance(backend, ReportsUsage):
+            pytest.skip("reports no usage")
+        for turn in range(4):
+            keys = keys_of(32, f"turn{turn}")
+            await backend.write(keys, filled(keys))
+            usage = backend.usage()
+            assert usage.resident_bytes >= 0
+            assert usage.capacity_bytes is None or usage.resident_bytes <= usage.capacity_bytes
+        assert all(count >= 0 for count in backend.counters().values())
+
+    @on_a_loop
+    async def test_the_loop_is_not_blocked(self) -> None:
+        """While a large batch moves, other coroutines get their turns."""
+        backend, keys = await self.opened(), keys_of(48)
+        turns = 0
+
+        async def heartbeat() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        beat = asyncio.ensure_future(heartbeat())
+        await backend.write(keys, filled(keys))
+        await backend.read(keys, slots(48))
+        beat.cancel()
+        await _settled(beat)
+        assert turns > 4
+
+    def test_it_works_on_one_thread_with_a_suspicious_loop(self) -> None:
+        """A single executor thread and asyncio's debug mode find deadlocks and blocking calls."""
+
+        async def whole() -> None:
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+            backend, keys = await self.opened(), keys_of(8)
+            assert await backend.write(keys, filled(keys)) == [True] * 8
+            assert await backend.read(keys, slots(8)) == [True] * 8
+            await backend.close()
+
+        asyncio.run(asyncio.wait_for(whole(), _LONG_S), debug=True)
+
+
+class PersistentBackendSuite(BackendSuite):
+    """For stores that outlive the process: :meth:`open` twice opens the same storage."""
+
+    @on_a_loop
+    async def test_chunks_outlive_the_backend(self) -> None:
+        """Close, open, read."""
+        backend, keys = await self.opened(), keys_of(6)
+        await backend.write(keys, filled(keys))
+        await backend.close()
+        again = await self.opened()
+        assert await again.contains(keys) == [True] * 6
+        into = slots(6)
+        assert await again.read(keys, into) == [True] * 6
+        assert [bytes(slot) for slot in into] == [payload_of(key, CHUNK_BYTES) for key in keys]
+
+    @on_a_loop
+    async def test_namespaces_do_not_see_each_other(self) -> None:
+        """The same key in another namespace is another chunk, or none."""
+        one, two, (key,) = await self.opened("one"), await self.opened("two"), keys_of(1)
+        await one.write([key], filled([key]))
+        assert await two.contains([key]) == [False]
+        assert await two.read([key], slots(1)) == [False]
+        other = slots(1)
+        other[0][:] = b"\x55" * CHUNK_BYTES
+        await two.write([key], other)
+        into = slots(1)
+        assert await one.read([key], into) == [True]
+        assert bytes(into[0]) == payload_of(key, CHUNK_BYTES)
+        await two.remove([key])
+        assert await one.read([key], into) == [True]
+
+    @on_a_loop
+    async def test_two_backends_share_one_storage(self) -> None:
+        """What one wrote, the other reads; what one removed, the other misses."""
+        one, two, keys = await self.opened(), await self.opened(), keys_of(4)
+        await one.write(keys, filled(keys))
+        into = slots(4)
+        assert await two.read(keys, into) == [True] * 4
+        assert [bytes(slot) for slot in into] == [payload_of(key, CHUNK_BYTES) for key in keys]
+        await two.remove(keys[:2])
+        assert await one.read(keys, slots(4)) == [False, False, True, True]
+
+
+async def _settled(task: Awaitable[Any]) -> None:
+    """Wait for a task that was cancelled and may have finished first."""
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

@@ -1,0 +1,135 @@
+"""A wrapper that makes any backend misbehave on purpose, by a plan.
+
+Wrap the backend of a test to see what the layers above do with a store that raises, hangs, is slow,
+lies, or returns damaged bytes. The backend underneath stays whole.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from kvoffload.backends.base import Backend
+
+Verb = Literal["contains", "read", "write", "remove"]
+Fault = Literal["raise", "hang", "delay", "flip", "lie", "miss", "short"]
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """One fault, and when it strikes."""
+
+    fault: Fault
+    """What happens:
+
+    ``raise``: RuntimeError instead of an answer. ``hang``: no answer until :meth:`release` or a
+    cancellation. ``delay``: the answer comes ``seconds`` later. ``flip``: a read succeeds with one
+    bit turned. ``lie``: ``contains`` says True, a write says True without storing.
+    ``miss``: False for every key. ``short``: only the first half of a batch is done.
+    """
+    verbs: frozenset[Verb] = frozenset({"contains", "read", "write", "remove"})
+    """Which calls it strikes."""
+    every: int = 1
+    """Strike each n-th of these calls; 1: all."""
+    seconds: float = 0.0
+    """For ``delay``."""
+    keys: frozenset[bytes] | None = None
+    """Strike only calls that name one of these keys; None: any."""
+
+
+class FaultyBackend:
+    """A backend around another. Optional protocols of the inner one are passed through."""
+
+    def __init__(self, inner: Backend, *plans: Plan) -> None:
+        self.inner = inner
+        self.plans = list(plans)
+        """May be changed at any time; ``[]`` heals the store."""
+        self.struck = 0
+        """How many calls a fault struck."""
+        self._calls: dict[tuple[int, str], int] = {}
+        self._released = asyncio.Event()
+
+    def release(self) -> None:
+        """Let hanging calls go on; they answer False."""
+        self._released.set()
+
+    async def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Ask the inner backend, or fail by plan."""
+        plan = self._strike("contains", keys)
+        if plan is None:
+            return await self.inner.contains(keys)
+        if plan.fault == "lie":
+            return [True] * len(keys)
+        return await self._answered(plan, len(keys), lambda: self.inner.contains(keys))
+
+    async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
+        """Read from the inner backend, or fail by plan."""
+        plan = self._strike("read", keys)
+        if plan is None:
+            return await self.inner.read(keys, into)
+        if plan.fault == "short":
+            half = len(keys) // 2
+            return await self.inner.read(keys[:half], into[:half]) + [False] * (len(keys) - half)
+        if plan.fault == "flip":
+            answers = await self.inner.read(keys, into)
+            for target, good in zip(into, answers, strict=True):
+                if good:
+                    target.cast("B")[target.nbytes // 2] ^= 1
+            return answers
+        return await self._answered(plan, len(keys), lambda: self.inner.read(keys, into))
+
+    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
+        """Write to the inner backend, or fail by plan."""
+        plan = self._strike("write", keys)
+        if plan is None:
+            return await self.inner.write(keys, chunks)
+        if plan.fault == "lie":
+            return [True] * len(keys)
+        if plan.fault == "short":
+            half = len(keys) // 2
+            done = await self.inner.write(keys[:half], chunks[:half])
+            return done + [False] * (len(keys) - half)
+        return await self._answered(plan, len(keys), lambda: self.inner.write(keys, chunks))
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        """Remove from the inner backend, or fail by plan."""
+        plan = self._strike("remove", keys)
+        if plan is None:
+            await self.inner.remove(keys)
+        elif plan.fault in ("raise", "hang", "delay"):
+            await self._strike_down(plan)
+            if plan.fault == "delay":
+                await self.inner.remove(keys)
+
+    async def close(self) -> None:
+        """Let hanging calls go and close the inner backend."""
+        self.release()
+        await self.inner.close()
+
+    def __getattr__(self, name: str) -> Any:
+        # Optional protocols: present here exactly if they are there.
+        return getattr(self.inner, name)
+
+    def _strike(self, verb: Verb, keys: Sequence[bytes]) -> Plan | None:
+        for number, plan in enumerate(self.plans):
+            if verb not in plan.verbs or (plan.keys is not None and not plan.keys & set(keys)):
+                continue
+            calls = self._calls[number, verb] = self._calls.get((number, verb), 0) + 1
+            if calls % plan.every == 0:
+                self.struck += 1
+                return plan
+        return None
+
+    async def _answered(
+        self, plan: Plan, count: int, inner: Callable[[], Awaitable[list[bool]]]
+    ) -> list[bool]:
+        await self._strike_down(plan)
+        return await inner() if plan.fault == "delay" else [False] * count
+
+    async def _strike_down(self, plan: Plan) -> None:
+        if plan.fault == "raise":
+            raise RuntimeError("a fault was planned here")
+        if plan.fault == "hang":
+            await self._released.wait()
+        if plan.fault == "delay":
+            await asyncio.sleep(plan.seconds)
