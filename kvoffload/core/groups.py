@@ -1,0 +1,228 @@
+"""The kinds of KV cache groups: which blocks a kind needs, and when a prefix can be reused.
+
+A kind is four small answers; the block manager knows nothing else of it:
+
+* ``find``: the longest reusable prefix, as a block table with null blocks where none is needed;
+* ``first_needed``: which leading blocks of a table are not read any more;
+* ``extend`` (and ``encoder_blocks``): how a table grows to hold more tokens;
+* ``first_registrable``: which full blocks can serve a later request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvoffload.core.block_pool import NULL_BLOCK, Resident
+from kvoffload.core.interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    cdiv,
+    spec_kind,
+)
+from kvoffload.errors import KVCacheSpecError
+
+
+class Group:
+    """Full attention, and the behaviour others depart from: every block is needed to the end.
+
+    Args:
+        index: of the group in the plan.
+        spec: its format.
+        hash_block_size: tokens a hash of the request's chain stands for.
+    """
+
+    prefix_closed = True
+    """Whether every part of a reusable prefix, from its start, is reusable."""
+    drops_blocks = False
+    """Whether leading blocks may cease to be needed while a request runs."""
+    findable = True
+    """Whether blocks are ever shared between requests."""
+
+    def __init__(self, index: int, spec: KVCacheSpec, hash_block_size: int) -> None:
+        self.index = index
+        self.block_size = spec.block_size
+        self.hashes_per_block = spec.block_size // hash_block_size
+
+    def hashes(self, chain_hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """Pick the hashes at this group's block ends: each covers the whole prefix up to there."""
+        every = self.hashes_per_block
+        return chain_hashes if every == 1 else chain_hashes[every - 1 :: every]
+
+    def find(self, resident: Resident, hashes: Sequence[bytes], num_blocks: int) -> list[int]:
+        """Find the longest reusable prefix of at most ``num_blocks`` blocks.
+
+        Returns:
+            Its block table, null blocks where the kind needs none.
+        """
+        return _leading(resident, hashes, 0, num_blocks)
+
+    def first_needed(self, num_computed_tokens: int) -> int:
+        """Return the index of the first block that later tokens read."""
+        return 0
+
+    def extend(self, num_blocks: int, num_tokens: int) -> tuple[int, int]:
+        """Say how a table of ``num_blocks`` grows to hold ``num_tokens``.
+
+        Returns:
+            ``(nulls, blocks)``: null blocks to append, then blocks to take and append.
+        """
+        return 0, max(cdiv(num_tokens, self.block_size) - num_blocks, 0)
+
+    def first_registrable(self, num_tokens: int) -> int:
+        """Return the index of the first full block worth registering at ``num_tokens`` tokens."""
+        return 0
+
+    def encoder_blocks(self, num_encoder_tokens: int) -> int:
+        """Return the blocks to take at admission for encoder states."""
+        return 0
+
+
+class SlidingWindowGroup(Group):
+    """A token reads the last ``sliding_window`` tokens, itself included."""
+
+    prefix_closed = False
+    drops_blocks = True
+
+    def __init__(self, index: int, spec: KVCacheSpec, hash_block_size: int, window: int) -> None:
+        super().__init__(index, spec, hash_block_size)
+        self.window = window
+        self.window_blocks = cdiv(window - 1, self.block_size)
+
+    def find(self, resident: Resident, hashes: Sequence[bytes], num_blocks: int) -> list[int]:
+        """Search from the right for a run that fills the window, or reaches the start."""
+        get = resident.get
+        need = self.window_blocks
+        end = num_blocks
+        while end > 0:
+            start = max(end - need, 0)
+            run = list(map(get, hashes[start:end]))
+            if None not in run:
+                return [NULL_BLOCK] * start + run  # type: ignore[operator]
+            run.reverse()
+            end -= run.index(None) + 1
+        return []
+
+    def first_needed(self, num_computed_tokens: int) -> int:
+        """Return the block of the first token in the next token's window."""
+        return max(num_computed_tokens - self.window + 1, 0) // self.block_size
+
+
+class ChunkedLocalGroup(Group):
+    """A token reads the tokens before it in its own chunk."""
+
+    prefix_closed = False
+    drops_blocks = True
+
+    def __init__(self, index: int, spec: KVCacheSpec, hash_block_size: int, chunk: int) -> None:
+        super().__init__(index, spec, hash_block_size)
+        self.chunk = chunk
+
+    def find(self, resident: Resident, hashes: Sequence[bytes], num_blocks: int) -> list[int]:
+        """Search forward through the chunk the prefix ends in, else through the one before."""
+        while num_blocks > 0:
+            start = self.first_needed(num_blocks * self.block_size)
+            run = _leading(resident, hashes, start, num_blocks)
+            end = start + len(run)
+            # A chunk may begin inside a block; then a shorter end may belong to an earlier chunk.
+            if self.first_needed(end * self.block_size) == start:
+                return [NULL_BLOCK] * start + run
+            num_blocks = end
+        return []
+
+    def first_needed(self, num_computed_tokens: int) -> int:
+        """Return the block in which the next token's chunk begins."""
+        return num_computed_tokens // self.chunk * self.chunk // self.block_size
+
+
+class MambaGroup(Group):
+    """A recurrent layer: block i holds the state after its last token.
+
+    A step reads the state of the last computed token and writes that of its own last token, into
+    another block if a block boundary lies between. Only these are real blocks; a state is
+    registered only when it stands exactly at the end of a block.
+    """
+
+    prefix_closed = False
+    drops_blocks = True
+
+    def find(self, resident: Resident, hashes: Sequence[bytes], num_blocks: int) -> list[int]:
+        """Search from the right for one state."""
+        for index in range(num_blocks - 1, -1, -1):
+            block = resident.get(hashes[index])
+            if block is not None:
+                return [NULL_BLOCK] * index + [block]
+        return []
+
+    def first_needed(self, num_computed_tokens: int) -> int:
+        """Return the block of the last computed token."""
+        return max(num_computed_tokens - 1, 0) // self.block_size
+
+    def extend(self, num_blocks: int, num_tokens: int) -> tuple[int, int]:
+        """Grow by one real block, the last."""
+        missing = cdiv(num_tokens, self.block_size) - num_blocks
+        return (missing - 1, 1) if missing > 0 else (0, 0)
+
+    def first_registrable(self, num_tokens: int) -> int:
+        """Return the last block, if the state stands at its end."""
+        full, rest = divmod(num_tokens, self.block_size)
+        return full if rest else full - 1
+
+
+class CrossAttentionGroup(Group):
+    """Blocks for encoder states: taken once at admission, never shared, held to the end."""
+
+    findable = False
+
+    def extend(self, num_blocks: int, num_tokens: int) -> tuple[int, int]:
+        """Decoder tokens need no slots here."""
+        return 0, 0
+
+    def encoder_blocks(self, num_encoder_tokens: int) -> int:
+        """Return the blocks the encoder states take."""
+        return cdiv(num_encoder_tokens, self.block_size)
+
+
+def make_group(index: int, spec: KVCacheSpec, hash_block_size: int) -> Group:
+    """Make the group of a format.
+
+    Raises:
+        KVCacheSpecError: the format keeps nothing on the GPU, or is unknown.
+    """
+    one = spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        one = next(iter(spec.kv_cache_specs.values()))
+    kind = spec_kind(one)
+    if kind is FullAttentionSpec:
+        return Group(index, spec, hash_block_size)
+    if isinstance(one, SlidingWindowSpec):
+        return SlidingWindowGroup(index, spec, hash_block_size, one.sliding_window)
+    if isinstance(one, ChunkedLocalAttentionSpec):
+        return ChunkedLocalGroup(index, spec, hash_block_size, one.attention_chunk_size)
+    if kind is MambaSpec:
+        return MambaGroup(index, spec, hash_block_size)
+    if kind is CrossAttentionSpec:
+        return CrossAttentionGroup(index, spec, hash_block_size)
+    raise KVCacheSpecError(
+        f"{type(one).__name__} keeps nothing between steps: leave its layers out of the groups"
+    )
+
+
+def _leading(resident: Resident, hashes: Sequence[bytes], start: int, end: int) -> list[int]:
+    """Return the blocks of the hashes from ``start`` on, up to the first that is not there."""
+    get = resident.get
+    found: list[int] = []
+    size = 16
+    while start < end:
+        part = list(map(get, hashes[start : min(start + size, end)]))
+        if None in part:
+            found += part[: part.index(None)]  # type: ignore[arg-type]
+            break
+        found += part  # type: ignore[arg-type]
+        start += size
+        size *= 4
+    return found

@@ -1,0 +1,533 @@
+"""The prefix-cached block manager: which blocks each request holds, in every KV cache group.
+
+An allocation is a *plan* (how many blocks, which are adopted) and a *commit*. The plan is what is
+counted and what is carried out, so the two cannot disagree. The public verbs are those of vLLM.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from math import gcd, lcm
+from typing import Protocol
+
+from kvoffload.core.block_pool import NULL_BLOCK, BlockPool
+from kvoffload.core.groups import Group, make_group
+from kvoffload.core.hashing import HashChain
+from kvoffload.core.interface import KVCacheConfig
+from kvoffload.core.stats import BlockStored, KVCacheEvent, PrefixCacheStats
+from kvoffload.errors import KVCacheSpecError, UsageError
+
+_MEMO_SIZE = 64
+
+
+class RequestLike(Protocol):
+    """What the manager reads of a request; see :class:`kvoffload.core.request.Request`."""
+
+    num_computed_tokens: int
+
+    @property
+    def request_id(self) -> str: ...  # noqa: D102
+    @property
+    def chain(self) -> HashChain: ...  # noqa: D102
+
+
+class KVCacheBlocks:
+    """Block tables (or parts of them), one a group. Do not change the lists."""
+
+    __slots__ = ("blocks",)
+
+    def __init__(self, blocks: tuple[list[int], ...]) -> None:
+        self.blocks = blocks
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        """Return block ids by group."""
+        return self.blocks
+
+    def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
+        pairs = zip(self.blocks, other.blocks, strict=True)
+        return KVCacheBlocks(tuple(mine + theirs for mine, theirs in pairs))
+
+    def __repr__(self) -> str:
+        return f"KVCacheBlocks({self.blocks})"
+
+
+class _Sequence:
+    """What a request holds."""
+
+    __slots__ = ("live", "registered", "tables")
+
+    def __init__(self, num_groups: int) -> None:
+        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.live = [0] * num_groups
+        """By group: all blocks before this index are null."""
+        self.registered = [0] * num_groups
+        """By group: blocks before this index were found, registered, or never will be."""
+
+
+class _Memo:
+    """A lookup that need not be repeated while nothing changed."""
+
+    __slots__ = ("blocks", "num_hashes", "num_tokens", "version")
+
+    def __init__(self, version: int, num_hashes: int, blocks: KVCacheBlocks, tokens: int) -> None:
+        self.version = version
+        self.num_hashes = num_hashes
+        self.blocks = blocks
+        self.num_tokens = tokens
+
+
+class KVCacheManager:
+    """Gives requests their blocks, and finds blocks that hold a prefix already.
+
+    Called on one thread. For each request: :meth:`get_computed_blocks`, then
+    :meth:`allocate_slots` before every step, and :meth:`free` once at the end (also after
+    preemption or abort).
+
+    Args:
+        config: the plan.
+        max_model_len: no request gets slots beyond it.
+        enable_caching: find and keep prefixes.
+        enable_kv_cache_events: record events for :meth:`take_events`.
+        log_stats: count lookups for :meth:`make_prefix_cache_stats`.
+        max_num_batched_tokens: most tokens computed in one step, if known.
+    """
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        *,
+        max_model_len: int,
+        enable_caching: bool = True,
+        enable_kv_cache_events: bool = False,
+        log_stats: bool = False,
+        max_num_batched_tokens: int | None = None,
+    ) -> None:
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        if not specs:
+            raise KVCacheSpecError("kv_cache_groups is empty: nothing to manage")
+        self.config = config
+        self.max_model_len = max_model_len
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.hash_block_size = gcd(*(spec.block_size for spec in specs))
+        """Tokens in a block of the requests' hash chains."""
+        self.block_size = lcm(*(spec.block_size for spec in specs))
+        """Prefix hits are multiples of so many tokens."""
+        self.groups: tuple[Group, ...] = tuple(
+            make_group(i, spec, self.hash_block_size) for i, spec in enumerate(specs)
+        )
+        self.enable_caching = enable_caching and all(group.findable for group in self.groups)
+        self.pool = BlockPool(
+            config.num_blocks, len(self.groups), enable_kv_cache_events and self.enable_caching
+        )
+        self._dropping = tuple(group for group in self.groups if group.drops_blocks)
+        # Kinds whose hits can only be cut short come first: they bound the search of the others.
+        self._search_order = sorted(self.groups, key=lambda group: not group.prefix_closed)
+        self._nothing = KVCacheBlocks(tuple([] for _ in self.groups))
+        self._sequences: dict[str, _Sequence] = {}
+        self._deferred: list[tuple[list[int], ...]] = []
+        self._memo: OrderedDict[str, _Memo] = OrderedDict()
+        self._stats = PrefixCacheStats() if log_stats else None
+
+    # -- figures -----------------------------------------------------------------------------
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that requests hold, from 0 to 1."""
+        return self.pool.usage
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be given out, cached ones that nobody holds included."""
+        return self.pool.num_free
+
+    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """Return the counts since the last call; None without ``log_stats``."""
+        stats = self._stats
+        if stats is not None:
+            self._stats = PrefixCacheStats()
+        return stats
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return the events since the last call, in order."""
+        return self.pool.take_events()
+
+    # -- finding a prefix --------------------------------------------------------------------
+
+    def get_computed_blocks(self, request: RequestLike) -> tuple[KVCacheBlocks, int]:
+        """Find the longest prefix of a request that is cached in every group.
+
+        At least one token is left to compute, since the engine needs its logits. Nothing is held
+        yet: pass the result to :meth:`allocate_slots` before anything else is allocated.
+
+        Returns:
+            The blocks by group (null where none is needed) and the number of tokens, a multiple
+            of ``block_size``.
+        """
+        if not self.enable_caching:
+            return self._nothing, 0
+        chain = request.chain
+        hashes = chain.hashes
+        memo = self._memo.get(request.request_id)
+        if (
+            memo is not None
+            and memo.version == self.pool.version
+            and memo.num_hashes == len(hashes)
+        ):
+            return memo.blocks, memo.num_tokens
+        blocks, num_tokens = self._find(chain, len(chain.token_ids) - 1)
+        self._memo[request.request_id] = _Memo(self.pool.version, len(hashes), blocks, num_tokens)
+        if len(self._memo) > _MEMO_SIZE:
+            self._memo.popitem(last=False)
+        return blocks, num_tokens
+
+    def _find(self, chain: HashChain, max_tokens: int) -> tuple[KVCacheBlocks, int]:
+        """Shorten the prefix until every group can reuse all of it.
+
+        Each group answers with the longest prefix up to the limit it could reuse by itself; the
+        limit only falls, and where it stands still is the longest prefix for all.
+        """
+        if chain.block_size != self.hash_block_size:
+            raise UsageError(
+                f"the request's blocks are hashed by {chain.block_size} tokens, the cache's by "
+                f"{self.hash_block_size}: make its BlockHasher with the manager's hash_block_size"
+            )
+        limit = max_tokens - max_tokens % self.block_size
+        tables: dict[int, list[int]] = {}
+        agreed = False
+        while limit > 0 and not agreed:
+            agreed = True
+            for group in self._search_order:
+                if limit <= 0:
+                    break
+                index, num_blocks = group.index, limit // group.block_size
+                table = tables.get(index)
+                if table is None or not group.prefix_closed:
+                    if table is None or len(table) != num_blocks:
+                        hashes = group.hashes(chain.hashes)
+                        table = group.find(self.pool.resident[index], hashes, num_blocks)
+                elif len(table) > num_blocks:
+                    table = table[:num_blocks]
+                tables[index] = table
+                tokens = len(table) * group.block_size
+                if tokens < limit:
+                    limit = tokens - tokens % self.block_size
+                    agreed = False
+        if limit <= 0:
+            return self._nothing, 0
+        return KVCacheBlocks(tuple(tables[i] for i in range(len(self.groups)))), limit
+
+    # -- allocating --------------------------------------------------------------------------
+
+    def allocate_slots(
+        self,
+        request: RequestLike,
+        num_new_tokens: int,
+        *,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+    ) -> KVCacheBlocks | None:
+        """Give a request slots for the tokens of its next step.
+
+        In order of position::
+
+            num_computed_tokens | new_computed (found) | external | new | lookahead
+
+        Args:
+            request: with ``num_computed_tokens`` as before this step.
+            num_new_tokens: tokens to compute in the step; 0 if it only waits for external ones.
+            num_new_computed_tokens: tokens found by :meth:`get_computed_blocks`.
+            new_computed_blocks: the blocks found; only at a request's first allocation.
+            num_lookahead_tokens: further slots, for tokens that may be rejected.
+            num_external_computed_tokens: tokens a connector will load after the found ones.
+            delay_cache_blocks: register nothing yet, because blocks are still being loaded; call
+                :meth:`cache_blocks` when they are.
+            num_encoder_tokens: length of the encoder input, for cross attention; at the first
+                allocation.
+
+        Returns:
+            The blocks newly taken, by group; None if there are not enough: then nothing was
+            taken (blocks behind a window, which the request needs no more, may have been given
+            back).
+
+        Raises:
+            UsageError: blocks were found for a request that holds some already.
+        """
+        computed = (
+            request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
+        )
+        num_tokens = min(computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        sequence = self._sequences.get(request.request_id)
+        if sequence is not None:
+            if num_new_computed_tokens or num_external_computed_tokens:
+                raise UsageError(
+                    f"{request.request_id} holds blocks already: a prefix is adopted only at the "
+                    "first allocation; free() the request first"
+                )
+            new = self._grow(sequence, computed, num_tokens)
+        else:
+            found = self._nothing if new_computed_blocks is None else new_computed_blocks
+            new = self._admit(
+                request.request_id, found, computed, num_external_computed_tokens, num_tokens,
+                num_encoder_tokens,
+            )  # fmt: skip
+            if new is not None:
+                self._count_lookup(len(request.chain), num_new_computed_tokens)
+        if new is not None and not delay_cache_blocks and self.enable_caching:
+            chain = request.chain
+            done = min(computed + num_new_tokens, len(chain.token_ids))
+            self._register(self._sequences[request.request_id], chain, done)
+        return new
+
+    def _grow(self, sequence: _Sequence, computed: int, num_tokens: int) -> KVCacheBlocks | None:
+        """Append blocks to a running request's tables."""
+        for group in self._dropping:
+            self._drop(sequence, group, computed)
+        plan = []
+        total = 0
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            nulls, count = group.extend(len(table), num_tokens)
+            plan.append((table, nulls, count))
+            total += count
+        if not total:
+            return self._nothing
+        if total > self.pool.num_free:
+            return None
+        return self._append(plan, total)
+
+    def _append(self, plan: Sequence[tuple[list[int], int, int]], total: int) -> KVCacheBlocks:
+        """Carry out growth: for each table, so many null blocks and then so many taken ones."""
+        taken = self.pool.take(total)
+        new = []
+        start = 0
+        for table, nulls, count in plan:
+            blocks = taken[start : start + count]
+            start += count
+            table.extend([NULL_BLOCK] * nulls)
+            table.extend(blocks)
+            new.append(blocks)
+        return KVCacheBlocks(tuple(new))
+
+    def _admit(
+        self,
+        request_id: str,
+        found: KVCacheBlocks,
+        computed: int,
+        external: int,
+        num_tokens: int,
+        num_encoder_tokens: int,
+    ) -> KVCacheBlocks | None:
+        """Give a request its first blocks: those found, those to be loaded, those to compute."""
+        skips, loads, grows = [], [], []
+        total = 0
+        for group, hit in zip(self.groups, found.blocks, strict=True):
+            skip = group.first_needed(computed)
+            length = max(skip, len(hit))
+            load = group.extend(length, computed) if external else (0, 0)
+            length += sum(load)
+            nulls, count = group.extend(length, num_tokens)
+            count += group.encoder_blocks(num_encoder_tokens)
+            skips.append(skip)
+            loads.append(load)
+            grows.append((nulls, count))
+            total += load[1] + count
+        num_free = self.pool.num_free
+        if total > num_free:  # known without a look at the blocks found
+            return None
+        adopted = [hit[skip:] for hit, skip in zip(found.blocks, skips, strict=True)]
+        if total + sum(self.pool.num_idle(hit) for hit in adopted if hit) > num_free:
+            return None
+
+        # Hits of all groups are held before anything is taken, or it might be one of them.
+        sequence = _Sequence(len(self.groups))
+        for index, (hit, skip) in enumerate(zip(adopted, skips, strict=True)):
+            if hit:
+                self.pool.adopt(hit)
+            sequence.tables[index] = [NULL_BLOCK] * skip + hit
+            sequence.live[index] = skip
+            sequence.registered[index] = skip + len(hit)
+        # Slots for loads of all groups come before slots for computing, as the tokens do.
+        both = [
+            (table, nulls, count)
+            for growth in (loads, grows)
+            for table, (nulls, count) in zip(sequence.tables, growth, strict=True)
+        ]
+        new = self._append(both, total)
+        self._sequences[request_id] = sequence
+        self._memo.pop(request_id, None)
+        if not external:
+            return KVCacheBlocks(new.blocks[len(self.groups) :])
+        loaded, grown = new.blocks[: len(self.groups)], new.blocks[len(self.groups) :]
+        return KVCacheBlocks(tuple(a + b for a, b in zip(loaded, grown, strict=True)))
+
+    def _drop(self, sequence: _Sequence, group: Group, computed: int) -> None:
+        """Give back the blocks that no later token reads."""
+        index = group.index
+        table = sequence.tables[index]
+        live = sequence.live[index]
+        first = min(group.first_needed(computed), len(table))
+        if first <= live:
+            return
+        dead = [block for block in table[live:first] if block]
+        dead.reverse()
+        table[live:first] = [NULL_BLOCK] * (first - live)
+        sequence.live[index] = first
+        self.pool.release(dead)
+
+    # -- registering -------------------------------------------------------------------------
+
+    def cache_blocks(self, request: RequestLike, num_computed_tokens: int) -> None:
+        """Register the full blocks among a request's first ``num_computed_tokens`` tokens.
+
+        :meth:`allocate_slots` does it by itself unless told to delay.
+        """
+        if self.enable_caching:
+            sequence = self._held(request.request_id)
+            done = min(num_computed_tokens, len(request.chain))
+            self._register(sequence, request.chain, done)
+
+    def _register(self, sequence: _Sequence, chain: HashChain, num_tokens: int) -> None:
+        registered = sequence.registered
+        for group in self.groups:
+            index = group.index
+            full = num_tokens // group.block_size
+            if full <= registered[index]:
+                continue
+            start = max(
+                registered[index], sequence.live[index], group.first_registrable(num_tokens)
+            )
+            registered[index] = full
+            blocks = sequence.tables[index][start:full]
+            if not blocks or NULL_BLOCK in blocks:
+                continue
+            hashes = group.hashes(chain.hashes)
+            known = self.pool.register(index, blocks, hashes[start:full])
+            if self.pool.enable_events:
+                self._announce(group, chain, hashes, start, full, known)
+
+    def _announce(
+        self,
+        group: Group,
+        chain: HashChain,
+        hashes: Sequence[bytes],
+        start: int,
+        end: int,
+        known: Iterable[int],
+    ) -> None:
+        """Record blocks ``start`` to ``end`` as stored, in runs between those already known."""
+        size = group.block_size
+        for stop in (*(start + position for position in known), end):
+            if start < stop:
+                self.pool.add_event(
+                    BlockStored(
+                        block_hashes=list(hashes[start:stop]),
+                        parent_block_hash=hashes[start - 1] if start else None,
+                        token_ids=chain.token_ids[start * size : stop * size],
+                        block_size=size,
+                        lora_name=chain.lora,
+                        group_idx=group.index,
+                    )
+                )
+            start = stop + 1
+
+    # -- giving back -------------------------------------------------------------------------
+
+    def free(self, request: RequestLike) -> None:
+        """Give back all blocks of a request, tails first. A request that holds none is no error."""
+        self.free_blocks(self.pop_blocks_for_free(request))
+
+    def pop_blocks_for_free(self, request: RequestLike) -> tuple[list[int], ...]:
+        """Forget a request but keep its blocks from reuse, because a transfer still reads them.
+
+        Returns:
+            What to hand to :meth:`free_blocks` when nothing touches the blocks any more.
+        """
+        self._memo.pop(request.request_id, None)
+        sequence = self._sequences.pop(request.request_id, None)
+        if sequence is None:
+            return ()
+        held = tuple(
+            [block for block in reversed(table[live:]) if block]
+            for table, live in zip(sequence.tables, sequence.live, strict=True)
+        )
+        self._deferred.append(held)
+        return held
+
+    def free_blocks(self, held: tuple[list[int], ...]) -> None:
+        """Give back blocks that :meth:`pop_blocks_for_free` returned, once."""
+        if not held:
+            return
+        for position, other in enumerate(self._deferred):
+            if other is held:
+                del self._deferred[position]
+                break
+        else:
+            raise UsageError("these blocks were given back before")
+        for blocks in held:
+            if blocks:
+                self.pool.release(blocks)
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Make blocks unfindable, for instance because a load into them failed."""
+        self.pool.forget([block for block in block_ids if block != NULL_BLOCK])
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget everything cached; False, and nothing done, while a request holds blocks."""
+        if not self.pool.reset():
+            return False
+        self._memo.clear()
+        if self._stats is not None:
+            self._stats = PrefixCacheStats(reset=True)
+        return True
+
+    # -- looking -----------------------------------------------------------------------------
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """Return a request's block tables; copies."""
+        return KVCacheBlocks(self.get_block_ids(request_id))
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Return a request's block tables by group (empty if it holds none); copies."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return tuple([] for _ in self.groups)
+        return tuple(table.copy() for table in sequence.tables)
+
+    def check(self) -> None:
+        """Verify all invariants, in O(blocks); for tests.
+
+        Raises:
+            UsageError: names the first one broken.
+        """
+        self.pool.check()
+        holders = [0] * self.pool.num_blocks
+        for sequence in self._sequences.values():
+            for table, live in zip(sequence.tables, sequence.live, strict=True):
+                if any(table[:live]):
+                    raise UsageError("a block behind the window is still in a table")
+                for block in table:
+                    holders[block] += block != NULL_BLOCK
+        for held in self._deferred:
+            for blocks in held:
+                for block in blocks:
+                    holders[block] += 1
+        for block in range(1, self.pool.num_blocks):
+            if holders[block] != self.pool.ref_count(block):
+                counted = self.pool.ref_count(block)
+                raise UsageError(f"block {block}: in {holders[block]} tables, {counted} holders")
+
+    def _held(self, request_id: str) -> _Sequence:
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            raise UsageError(f"{request_id} holds no blocks: allocate_slots() comes first")
+        return sequence
+
+    def _count_lookup(self, num_tokens: int, num_found: int) -> None:
+        if self._stats is not None and self.enable_caching:
+            self._stats.requests += 1
+            self._stats.queries += num_tokens
+            self._stats.hits += num_found

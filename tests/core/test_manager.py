@@ -1,0 +1,172 @@
+"""The block manager on models of one kind of layer."""
+
+import pytest
+
+from kvoffload.core.stats import AllBlocksCleared, BlockRemoved, BlockStored
+from kvoffload.errors import UsageError
+
+
+def admit(manager, request, new_tokens=None):
+    found, tokens = manager.get_computed_blocks(request)
+    new = manager.allocate_slots(
+        request,
+        request.num_tokens - tokens if new_tokens is None else new_tokens,
+        num_new_computed_tokens=tokens,
+        new_computed_blocks=found,
+    )
+    manager.check()
+    if new is not None:
+        request.num_computed_tokens = request.num_tokens
+    return tokens, new
+
+
+def test_a_prompt_seen_before_is_found_but_for_its_last_token(make_manager, make_request):
+    manager = make_manager(20)
+    first = make_request(list(range(12)))
+    assert admit(manager, first)[0] == 0
+    assert manager.get_block_ids(first.request_id) == ([1, 2, 3],)
+    # 12 tokens are cached, but one must be computed, so the last whole block is.
+    tokens, new = admit(manager, make_request(list(range(12))))
+    assert tokens == 8
+    assert new.get_block_ids() == ([4],)
+    assert admit(manager, make_request([*range(12), 99]))[0] == 12
+
+
+def test_unhashed_blocks_are_reused_before_hashed_ones_and_tails_before_heads(
+    make_manager, make_request
+):
+    manager = make_manager(11)
+    long, short = make_request(list(range(12))), make_request(list(range(50, 56)))
+    admit(manager, long)
+    admit(manager, short)
+    manager.free(long)
+    manager.free(short)
+    # Block 5 holds the unfinished end of `short`; 6 to 10 were never used.
+    assert manager.pool.free_queue.in_order() == [5, 6, 7, 8, 9, 10, 3, 2, 1, 4]
+
+
+def test_a_refused_allocation_takes_nothing(make_manager, make_request):
+    manager = make_manager(5)
+    first = make_request(list(range(12)))
+    admit(manager, first)
+    before = manager.pool.free_queue.in_order()
+    assert admit(manager, make_request(list(range(100, 112))))[1] is None
+    assert manager.pool.free_queue.in_order() == before
+    # Its own prefix is free: adopting it leaves too few blocks for the rest.
+    manager.free(first)
+    longer = make_request(list(range(20)))
+    assert admit(manager, longer) == (12, None)
+    assert manager.num_free_blocks == 4
+
+
+def test_decoding_takes_a_block_when_the_last_is_full(make_manager, make_request):
+    manager = make_manager(10)
+    request = make_request([1, 2, 3])
+    admit(manager, request)
+    for token in range(4, 10):
+        request.append_token_ids([token])
+        assert manager.allocate_slots(request, 1) is not None
+        request.num_computed_tokens += 1
+        manager.check()
+    assert manager.get_block_ids(request.request_id) == ([1, 2, 3],)
+    assert manager.get_computed_blocks(make_request(list(range(1, 20))))[1] == 8
+
+
+def test_external_tokens_get_slots_and_are_found_only_after_they_came(make_manager, make_request):
+    manager = make_manager(10)
+    request, other = make_request(list(range(13))), make_request(list(range(13)))
+    new = manager.allocate_slots(
+        request, 0, num_external_computed_tokens=12, delay_cache_blocks=True
+    )
+    assert new.get_block_ids() == ([1, 2, 3],)
+    assert manager.get_computed_blocks(other)[1] == 0
+    request.num_computed_tokens = 8  # the last block did not come
+    manager.cache_blocks(request, 8)
+    assert manager.get_computed_blocks(other)[1] == 8
+    assert manager.allocate_slots(request, 5).get_block_ids() == ([4],)
+    assert manager.get_computed_blocks(other)[1] == 12
+    manager.check()
+
+
+def test_blocks_that_a_transfer_reads_are_not_reused_until_given_back(make_manager, make_request):
+    manager = make_manager(5)
+    request = make_request(list(range(16)))
+    admit(manager, request)
+    held = manager.pop_blocks_for_free(request)
+    manager.check()
+    assert manager.num_free_blocks == 0
+    manager.free_blocks(held)
+    assert manager.num_free_blocks == 4
+    with pytest.raises(UsageError, match="given back before"):
+        manager.free_blocks(held)
+
+
+def test_evicted_blocks_are_not_found_any_more(make_manager, make_request):
+    manager = make_manager(10)
+    request = make_request(list(range(16)))
+    admit(manager, request)
+    manager.evict_blocks({2})
+    manager.check()
+    assert manager.get_computed_blocks(make_request(list(range(16))))[1] == 4
+
+
+def test_a_cache_is_reset_only_when_nobody_holds_blocks(make_manager, make_request):
+    manager = make_manager(10, log_stats=True)
+    request = make_request(list(range(16)))
+    admit(manager, request)
+    assert not manager.reset_prefix_cache()
+    manager.free(request)
+    assert manager.reset_prefix_cache()
+    manager.check()
+    assert manager.get_computed_blocks(make_request(list(range(16))))[1] == 0
+    assert manager.make_prefix_cache_stats().reset
+
+
+def test_events_say_what_became_findable_and_what_ceased_to_be(make_manager, make_request):
+    manager = make_manager(4, enable_kv_cache_events=True)
+    request = make_request(list(range(12)), lora="poet")
+    admit(manager, request)
+    hashes = request.block_hashes
+    assert manager.take_events() == [
+        BlockStored(list(hashes), None, list(range(12)), 4, lora_name="poet")
+    ]
+    manager.free(request)
+    other = make_request(list(range(100, 108)))
+    admit(manager, other)
+    assert manager.take_events() == [
+        BlockRemoved([hashes[2], hashes[1]]),
+        BlockStored(list(other.block_hashes), None, list(range(100, 108)), 4),
+    ]
+    manager.free(other)
+    manager.reset_prefix_cache()
+    assert manager.take_events() == [AllBlocksCleared()]
+
+
+def test_a_second_copy_of_a_block_is_no_event_and_outlives_the_first(make_manager, make_request):
+    manager = make_manager(10, enable_kv_cache_events=True)
+    one, two = make_request(list(range(8))), make_request(list(range(8)))
+    admit(manager, one)
+    admit(manager, two)
+    events = manager.take_events()
+    assert [len(event.block_hashes) for event in events] == [2]
+    manager.evict_blocks({2})  # the first copy of the second block
+    manager.check()
+    assert manager.take_events() == []
+    assert manager.get_computed_blocks(make_request([*range(8), 1]))[0].get_block_ids() == ([1, 3],)
+    manager.evict_blocks({3})
+    assert manager.take_events() == [BlockRemoved([one.block_hashes[1]])]
+
+
+def test_without_caching_nothing_is_found(make_manager, make_request):
+    manager = make_manager(10, enable_caching=False)
+    admit(manager, make_request(list(range(8))))
+    assert manager.get_computed_blocks(make_request(list(range(8))))[1] == 0
+
+
+def test_a_chain_hashed_by_another_block_size_is_refused(make_manager):
+    from kvoffload.core.hashing import BlockHasher, HashChain
+    from kvoffload.core.request import Request
+
+    manager = make_manager(10)
+    with pytest.raises(UsageError, match="hash_block_size"):
+        manager.get_computed_blocks(Request("r", HashChain(BlockHasher(8), range(20))))
