@@ -78,8 +78,9 @@ class TieredOffloadingManager(OffloadingManager):
         host_slots: chunks that host memory holds.
         policy: orders idle chunks; made for this manager alone.
         tiers: stores below, nearest first. Stored chunks are written through to all of them.
-        max_persisting_slots: host slots that write-through may pin at once. Beyond it a
-            write-through is dropped and counted: a future miss, nothing else.
+        max_persisting_slots: host slots that write-through may pin at once. Chunks beyond it wait
+            their turn unpinned; one that is evicted first is dropped from write-through and
+            counted: a future miss, nothing else.
     """
 
     def __init__(
@@ -89,16 +90,24 @@ class TieredOffloadingManager(OffloadingManager):
         tiers: Sequence[Tier] = (),
         max_persisting_slots: int | None = None,
     ) -> None:
-        self.tiers = tuple(tiers)
         self.counters: Counter[str] = Counter()
         self._host = HostLedger(host_slots, policy)
         self._fetch_tier: dict[OffloadKey, Tier] = {}
         self._max_persisting = (
             max(1, host_slots // 2) if max_persisting_slots is None else max_persisting_slots
         )
-        self._persisting = 0
         self._follow_ups: list[Transfer] = []
         self._events: list[OffloadingEvent] = []
+        self._use_tiers(tiers)
+
+    def _use_tiers(self, tiers: Sequence[Tier]) -> None:
+        self.tiers = tuple(tiers)
+        # Tier name → host slots its write-through pins now. Each tier has its own share of the
+        # limit, so that one that hangs does not hold up the others.
+        self._persisting = {tier.name: 0 for tier in tiers}
+        self._persisting_limit = -(-self._max_persisting // max(1, len(tiers)))
+        # Tier name → chunks waiting for their write-through, oldest first.
+        self._waiting: dict[str, dict[OffloadKey, None]] = {tier.name: {} for tier in tiers}
 
     # ---- looking up ----
 
@@ -222,14 +231,15 @@ class TieredOffloadingManager(OffloadingManager):
         lost: list[OffloadKey] = []
         # From tail to head, so that of one prompt the tail is the older and leaves first.
         for key in reversed(list(keys)):
+            source = self._fetch_tier.pop(key, None)
+            if source and not success:
+                source.forget(key)
             if key in host.fetching:
                 slot = host.fetching.pop(key)
-                tier = self._fetch_tier.pop(key)
                 if success:
                     host.become_ready(key, slot)
                     arrived.append(key)
                 else:
-                    tier.forget(key)
                     host.give_back(slot, settled)
             elif key in host.pins:
                 if not success:
@@ -298,20 +308,30 @@ class TieredOffloadingManager(OffloadingManager):
     # ---- write-through ----
 
     def _write_through(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
-        wanted = [key for key in keys if not tier.holds(key)]
-        room = max(0, self._max_persisting - self._persisting)
-        if len(wanted) > room:
-            # Drop tails: a prefix without its tail is still of use, a tail without prefix is not.
-            self.counters[f"persist_dropped_{tier.name}"] += len(wanted) - room
-            wanted = wanted[:room]
-        if not wanted:
-            return
-        for key in wanted:
-            self._host.pin(key)
-        self._persisting += len(wanted)
-        source = CPULoadStoreSpec([self._host.ready[key] for key in wanted])
-        target = BackendLoadStoreSpec(tier.name, wanted)
-        self._follow_ups.append(Transfer(source, target, tuple(wanted), tier.name))
+        waiting = self._waiting[tier.name]
+        waiting.update(dict.fromkeys(key for key in keys if not tier.holds(key)))
+        while len(waiting) > self._host.num_slots:  # the oldest cannot all be resident any more
+            del waiting[next(iter(waiting))]
+            self.counters[f"persist_dropped_{tier.name}"] += 1
+        self._begin_persisting(tier)
+
+    def _begin_persisting(self, tier: Tier) -> None:
+        """Hand out write-through for waiting chunks, as far as the limit on pins allows."""
+        waiting = self._waiting[tier.name]
+        batch: list[OffloadKey] = []
+        while waiting and self._persisting[tier.name] < self._persisting_limit:
+            key = next(iter(waiting))
+            del waiting[key]
+            if key in self._host.ready:
+                self._host.pin(key)
+                self._persisting[tier.name] += 1
+                batch.append(key)
+            else:
+                self.counters[f"persist_dropped_{tier.name}"] += 1
+        if batch:
+            source = CPULoadStoreSpec([self._host.ready[key] for key in batch])
+            target = BackendLoadStoreSpec(tier.name, batch)
+            self._follow_ups.append(Transfer(source, target, tuple(batch), tier.name))
 
     def take_transfers(self) -> list[Transfer]:
         """See :meth:`OffloadingManager.take_transfers`."""
@@ -322,12 +342,15 @@ class TieredOffloadingManager(OffloadingManager):
         self, transfer: Transfer, ok: Sequence[bool], settled: bool = True
     ) -> None:
         """See :meth:`OffloadingManager.complete_transfer`."""
-        self._persisting -= len(transfer.keys)
+        if transfer.tier in self._persisting:
+            self._persisting[transfer.tier] -= len(transfer.keys)
         for key in reversed(transfer.keys):
             self._host.end_use(key, settled)
         good = [key for key, fine in zip(transfer.keys, ok, strict=True) if fine]
         self.counters[f"persist_failed_{transfer.tier}"] += len(ok) - len(good)
         self._record(good, transfer.tier.upper(), Reason.STORED)
+        for tier in self.tiers:
+            self._begin_persisting(tier)
 
     def release_slots(self, host_slots: Iterable[int]) -> None:
         """See :meth:`OffloadingManager.release_slots`."""
@@ -370,14 +393,17 @@ class TieredOffloadingManager(OffloadingManager):
         This is about host memory. If the bytes changed their meaning, give the tiers a new
         namespace and call :meth:`replace_tiers`.
         """
-        self._fetch_tier.clear()
         self._record(self._host.forget_all(), CPU, Reason.RESET)
+        for waiting in self._waiting.values():
+            waiting.clear()
 
     def replace_tiers(self, tiers: Sequence[Tier]) -> None:
         """Use other stores below from now on; follow-ups not taken yet are dropped."""
+        for waiting in self._waiting.values():
+            waiting.clear()
         for transfer in self.take_transfers():
             self.complete_transfer(transfer, [False] * len(transfer.keys))
-        self.tiers = tuple(tiers)
+        self._use_tiers(tiers)
 
     @property
     def busy_slots(self) -> int:

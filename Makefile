@@ -1,0 +1,45 @@
+# Two commands for newcomers: `make demo` and `make test`. Each sets up what it needs by itself.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo test check bench setup redis-server clean
+
+demo: $(READY)
+	$(BIN)/kvoffload demo
+
+test: check redis-server
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)
+	$(BIN)/kvoffload bench all
+
+setup: $(READY)
+
+# Rebuilt when the dependencies or the entry points change.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "kvoffload needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) \
+	  || { echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# Tests against a real Redis skip, saying so, where it cannot be installed.
+redis-server:
+	@command -v redis-server >/dev/null && exit 0; \
+	 echo "redis-server is missing; installing it with apt-get"; \
+	 SUDO=; [ "$$(id -u)" = 0 ] || SUDO="sudo -n"; \
+	 { $$SUDO apt-get update -qq && $$SUDO env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server; } >/dev/null 2>&1 \
+	 || echo "COULD NOT INSTALL redis-server: the tests that need it will be skipped"
+
+clean:
+	rm -rf $(VENV) demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

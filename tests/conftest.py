@@ -1,0 +1,82 @@
+"""Fixtures shared by all tests: small KV caches, requests with real hashes, a waiting loop."""
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from kvoffload.core.canonical import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
+
+
+@dataclass
+class FakeRequest:
+    """A request as connectors see it; equal names have equal prefixes."""
+
+    name: str
+    num_tokens: int
+    block_size: int = 4
+    request_id: str = ""
+    block_hashes: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.request_id = self.request_id or self.name
+        for i in range(self.num_tokens // self.block_size):
+            parent = self.block_hashes[-1] if i else b"root"
+            self.block_hashes.append(hashlib.sha256(parent + self.name.encode()).digest())
+
+
+def make_kv_caches(num_blocks=64, page_bytes=(256, 256, 64), padding=0, seed=0):
+    """Int8 caches of several tensors, filled with noise, rows ``padding`` bytes apart."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = []
+    for page in page_bytes:
+        raw = torch.randint(
+            -128, 127, (num_blocks, page + padding), dtype=torch.int8, generator=generator
+        )
+        tensors.append(CanonicalKVCacheTensor(raw[:, :page], page))
+    refs = tuple(CanonicalKVCacheRef(i, page) for i, page in enumerate(page_bytes))
+    return CanonicalKVCaches(tuple(tensors), (refs,))
+
+
+@pytest.fixture
+def kv_caches():
+    return make_kv_caches()
+
+
+@pytest.fixture
+def new_kv_caches():
+    return make_kv_caches
+
+
+@pytest.fixture
+def new_request():
+    return FakeRequest
+
+
+@pytest.fixture
+def until():
+    """``until(f)`` calls f until it returns something true, and returns that; fails after 10 s."""
+
+    def wait(probe, timeout_s=10.0):
+        end = time.monotonic() + timeout_s
+        while True:
+            if found := probe():
+                return found
+            assert time.monotonic() < end, "timed out"
+            time.sleep(0.001)
+
+    return wait
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say in one line what was not tested here, so that no green run hides a hole."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    terminalreporter.write_line(
+        f"{len(skipped)} skipped; each reason is listed above" if skipped else "nothing was skipped"
+    )
