@@ -1,0 +1,141 @@
+"""The engine's settings: frozen, strict, and checked before any memory is touched."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvoffload.config import ByteSize, convert
+from kvoffload.errors import ConfigError
+
+
+def _positive(settings: msgspec.Struct, *names: str) -> None:
+    for name in names:
+        if getattr(settings, name) < 1:
+            raise ConfigError(name, getattr(settings, name), "must be at least 1")
+
+
+class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How rotary frequencies are stretched beyond the length a model was trained on."""
+
+    kind: str
+    """``linear`` or ``llama3``."""
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The shape of a Llama-architecture decoder; the default is about 50 million weights."""
+
+    hidden_size: int = 768
+    num_layers: int = 8
+    num_heads: int = 12
+    num_kv_heads: int = 4
+    head_size: int = 64
+    intermediate_size: int = 2048
+    vocab_size: int = 320
+    max_position: int = 8192
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    """Qwen2 has it, Llama has not."""
+    output_bias: bool = False
+    tie_embeddings: bool = False
+    """Use the token embeddings as the output matrix too."""
+
+    def __post_init__(self) -> None:
+        """Refuse shapes that no decoder can have."""
+        _positive(
+            self,
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_size",
+            "intermediate_size",
+            "vocab_size",
+            "max_position",
+        )
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                "num_kv_heads",
+                self.num_kv_heads,
+                f"must divide num_heads = {self.num_heads}: KV heads serve equal groups of them",
+            )
+        if self.head_size % 2:
+            raise ConfigError("head_size", self.head_size, "must be even: RoPE turns pairs")
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the engine is started with. Read one from plain data with parse_engine_config()."""
+
+    checkpoint: str | None = None
+    """A Hugging Face Llama or Qwen2 folder; None: seeded random weights of shape ``model``."""
+    model: ModelConfig = ModelConfig()
+    seed: int = 0
+    """Of the random weights."""
+    device: str = "cpu"
+    dtype: str = "float32"
+    attention: str = "auto"
+    """``auto``, ``invariant`` or ``sdpa``: see mini_engine.attention."""
+    block_size: int = 16
+    """Tokens of one KV cache block."""
+    kv_cache_bytes: ByteSize = ByteSize(256 << 20)
+    """Memory for KV blocks on the device."""
+    max_model_len: int = 4096
+    """The longest prompt and answer together, in tokens."""
+    max_num_seqs: int = 16
+    """Requests in one forward pass."""
+    max_num_batched_tokens: int = 512
+    """Tokens in one forward pass; longer prompts are computed in chunks of it."""
+    enable_prefix_caching: bool = True
+    offload: dict[str, Any] | None = None
+    """kvoffload's settings (:class:`kvoffload.config.OffloadConfig`); None: no offloading."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work whatever the model."""
+        _positive(self, "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ConfigError("dtype", self.dtype, "use float32, bfloat16 or float16")
+        if self.attention not in ("auto", "invariant", "sdpa"):
+            raise ConfigError("attention", self.attention, "use auto, invariant or sdpa")
+        if self.max_model_len % self.block_size:
+            raise ConfigError(
+                "block_size",
+                self.block_size,
+                f"must divide max_model_len = {self.max_model_len}: a sequence is whole blocks",
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                "max_num_batched_tokens",
+                self.max_num_batched_tokens,
+                f"must be at least max_num_seqs = {self.max_num_seqs}: one token each per step",
+            )
+        if self.offload is not None and not self.enable_prefix_caching:
+            raise ConfigError(
+                "enable_prefix_caching",
+                False,
+                "offloading finds blocks by prefix: leave it on, or set offload to null",
+            )
+
+
+def parse_engine_config(raw: Mapping[str, Any]) -> EngineConfig:
+    """Read plain data (a JSON file, keyword arguments) into settings.
+
+    Raises:
+        ConfigError: names the field, its value and what would be right.
+    """
+    data = dict(raw)
+    try:
+        if isinstance(data.get("model"), Mapping):
+            data["model"] = msgspec.structs.asdict(convert(data["model"], ModelConfig, "model."))
+        return convert(data, EngineConfig)
+    except ConfigError as error:
+        # A refusal by __post_init__ arrives wrapped, without the name of its field.
+        inner = error.__cause__ and error.__cause__.__cause__
+        if isinstance(inner, ConfigError):
+            raise inner from None
+        raise

@@ -1,0 +1,167 @@
+"""A Llama-architecture decoder in plain PyTorch: RMSNorm, RoPE, grouped queries, SwiGLU.
+
+The model does not know how keys and values are kept: it hands them to an ``attend`` function, layer
+by layer. The engine passes one that writes and reads KV cache blocks.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mini_engine.config import ModelConfig
+
+ROW_TILE = 16
+"""Rows of a batch are padded to a multiple of this.
+
+Matrix libraries pick another routine, with another order of additions, for a few rows than for
+many. Whole tiles keep them in one, so that a token's result does not depend on what else is in its
+batch: a chunked, batched or resumed request gives bit for bit what it gives alone (CPU, float32).
+"""
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""``(layer, query[T, heads, D], key[T, kv_heads, D], value[T, kv_heads, D]) -> [T, heads, D]``"""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    attention_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class Model:
+    """The decoder's weights, packed for few large matrix products, and its forward pass.
+
+    Args:
+        config: the shape.
+        state: weights under their Hugging Face names; copied to ``device`` and ``dtype``.
+        device: where to compute.
+        dtype: what to compute in.
+        max_len: positions that will be asked for.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        state: Mapping[str, Tensor],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_len: int,
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.dtype = dtype
+
+        def take(*names: str) -> Tensor:
+            parts = [state[name] for name in names]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+            return whole.to(device=device, dtype=dtype)
+
+        self._embedding = take("model.embed_tokens.weight")
+        self._layers = [
+            _pack_layer(config, f"model.layers.{i}.", take) for i in range(config.num_layers)
+        ]
+        self._norm = take("model.norm.weight")
+        self._head = self._embedding if config.tie_embeddings else take("lm_head.weight")
+        self._cos, self._sin = rope_tables(config, max_len, device)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Run a flat batch of tokens of any number of sequences.
+
+        Args:
+            token_ids: int64 ``[T]``, sequence after sequence.
+            positions: int64 ``[T]``, each token's place in its own sequence.
+            attend: attention of the whole batch in one layer.
+
+        Returns:
+            Hidden states after the last norm, ``[T, hidden_size]``.
+        """
+        cfg, count = self.config, len(token_ids)
+        padding = (0, -count % ROW_TILE)
+        token_ids, positions = F.pad(token_ids, padding), F.pad(positions, padding)
+        x = self._embedding[token_ids]
+        rows, heads, kv_heads, size = len(x), cfg.num_heads, cfg.num_kv_heads, cfg.head_size
+        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+        for index, layer in enumerate(self._layers):
+            h = rms_norm(x, layer.attention_norm, cfg.rms_norm_eps)
+            qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(rows, heads + 2 * kv_heads, size)
+            q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            mixed = x.new_zeros(rows, heads, size)
+            mixed[:count] = attend(index, q[:count], k[:count], v[:count])
+            x = x + F.linear(mixed.view(rows, heads * size), layer.output, layer.output_bias)
+
+            h = rms_norm(x, layer.mlp_norm, cfg.rms_norm_eps)
+            gate, up = F.linear(h, layer.gate_up).chunk(2, dim=-1)
+            x = x + F.linear(F.silu(gate) * up, layer.down)
+        return rms_norm(x, self._norm, cfg.rms_norm_eps)[:count]
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Score the next token of each row: float32 ``[rows, vocab_size]``."""
+        count = len(hidden)
+        padded = F.pad(hidden, (0, 0, 0, -count % ROW_TILE))
+        return F.linear(padded, self._head)[:count].float()
+
+
+def _pack_layer(config: ModelConfig, prefix: str, take: Callable[..., Tensor]) -> _Layer:
+    attention, mlp = prefix + "self_attn.", prefix + "mlp."
+    qkv = [f"{attention}{part}_proj" for part in "qkv"]
+    return _Layer(
+        attention_norm=take(prefix + "input_layernorm.weight"),
+        qkv=take(*(name + ".weight" for name in qkv)),
+        qkv_bias=take(*(name + ".bias" for name in qkv)) if config.qkv_bias else None,
+        output=take(attention + "o_proj.weight"),
+        output_bias=take(attention + "o_proj.bias") if config.output_bias else None,
+        mlp_norm=take(prefix + "post_attention_layernorm.weight"),
+        gate_up=take(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
+        down=take(mlp + "down_proj.weight"),
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale rows to unit root mean square, in float32, then by ``weight``."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs ``(x[i], x[i + D/2])`` of each head by their position's angles.
+
+    Args:
+        x: ``[T, heads, D]``.
+        cos: ``[T, 1, D/2]`` float32.
+        sin: likewise.
+    """
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def rope_tables(config: ModelConfig, max_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position and frequency: float32 ``[max_len, D/2]`` each."""
+    half = config.head_size // 2
+    frequencies = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind == "linear":
+        frequencies = frequencies / scaling.factor
+    elif scaling is not None:
+        # Llama 3: slow waves are stretched, fast ones kept, those between are blended.
+        turns = scaling.original_max_position * frequencies / (2 * math.pi)
+        span = scaling.high_freq_factor - scaling.low_freq_factor
+        keep = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
+        frequencies = frequencies * (keep + (1 - keep) / scaling.factor)
+    angles = torch.outer(torch.arange(max_len, dtype=torch.float64), frequencies)
+    return angles.cos().float().to(device), angles.sin().float().to(device)
