@@ -5,7 +5,7 @@ storing. Everything runs on the caller's thread; transfers go on beside it.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,18 @@ class Engine:
 
     Args:
         config: settings, or plain data for them.
+        connect: what makes the connector from ``config.offload``; another one may wrap it.
 
     Raises:
         ConfigError: a setting that cannot work; names the field, the value and the remedy.
         InsufficientMemoryError: the KV cache cannot hold one request of the greatest length.
     """
 
-    def __init__(self, config: EngineConfig | Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig | Mapping[str, Any],
+        connect: Callable[..., Connector] = LocalConnector,
+    ) -> None:
         if isinstance(config, Mapping):
             config = parse_engine_config(config)
         self.config = config
@@ -65,7 +70,7 @@ class Engine:
         )
         self.connector: Connector = NoOffloading()
         if config.offload is not None:
-            self.connector = LocalConnector(
+            self.connector = connect(
                 config.offload,
                 self.runner.canonical_kv_caches(),
                 # Pages of two runs may be exchanged only if all of this is the same.
@@ -120,8 +125,8 @@ class Engine:
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_prompt(tokens, params)
         name = f"request-{self._arrivals}" if request_id is None else request_id
-        if name in self._requests:
-            raise ConfigError("request_id", name, "is in use by an unfinished request")
+        if name in self._requests or self._scheduler.is_loading(name):
+            raise ConfigError("request_id", name, "is in use by a request that has not ended")
         request = EngineRequest(name, HashChain(self._hasher, tokens), params, self._arrivals)
         self._arrivals += 1
         self._requests[name] = request

@@ -97,7 +97,7 @@ class Model:
         for index, layer in enumerate(self._layers):
             h = rms_norm(x, layer.attention_norm, cfg.rms_norm_eps)
             qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(rows, heads + 2 * kv_heads, size)
-            q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+            q, k, v = qkv.tensor_split([heads, heads + kv_heads], dim=1)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             mixed = x.new_zeros(rows, heads, size)
             mixed[:count] = attend(index, q[:count], k[:count], v[:count])

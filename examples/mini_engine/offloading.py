@@ -1,17 +1,10 @@
 """What the engine asks of offloading, and the answer where there is none."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from kvoffload.connectors.local import LoadOutcome
 from kvoffload.core.request import Request
-
-
-class LoadEnded(Protocol):
-    """The end of a load: its first ``num_loaded_tokens`` arrived, the others are lost."""
-
-    request_id: str
-    num_loaded_tokens: int
-    tokens_by_medium: Mapping[str, int]
 
 
 class Connector(Protocol):
@@ -28,7 +21,7 @@ class Connector(Protocol):
         self, request: Request, block_ids: tuple[Sequence[int], ...], num_external_tokens: int
     ) -> None: ...
 
-    def poll(self) -> Sequence[LoadEnded]: ...
+    def poll(self) -> list[LoadOutcome]: ...
 
     def before_forward(self, block_ids: Iterable[int]) -> None: ...
 
@@ -56,8 +49,8 @@ class NoOffloading:
     ) -> None:
         """Never called: nothing matches."""
 
-    def poll(self) -> Sequence[LoadEnded]:
-        return ()
+    def poll(self) -> list[LoadOutcome]:
+        return []
 
     def before_forward(self, block_ids: Iterable[int]) -> None:
         """No transfer touches any block."""

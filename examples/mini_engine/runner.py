@@ -50,7 +50,8 @@ class Runner:
         self._backend = _attention_backend(config, model)
         self._backends = dict.fromkeys(self._layer_names, self._backend)
         raw = allocate_kv_cache(kv_cache_config, model.device)
-        self._kv_caches = reshape_kv_cache(kv_cache_config, raw, self._backends)
+        caches = reshape_kv_cache(kv_cache_config, raw, self._backends)
+        self._kv_caches = {n: c for n, c in caches.items() if isinstance(c, Tensor)}
         self._builders = init_attn_backend(kv_cache_config, self._backends, model.device)
 
     @property

@@ -42,6 +42,10 @@ class Scheduler:
         """Whether anything is left to do, the loads of aborted requests included."""
         return bool(self._waiting or self._running or self._loading)
 
+    def is_loading(self, request_id: str) -> bool:
+        """Whether a load of a request of that id, perhaps an aborted one, is under way."""
+        return request_id in self._loading
+
     def add(self, request: EngineRequest) -> None:
         """Queue a new request."""
         insort(self._waiting, request, key=_by_arrival)
