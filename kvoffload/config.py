@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import msgspec
 
@@ -82,8 +82,19 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 raise ConfigError(name, getattr(self, name), "must be a positive number of seconds")
 
 
-def parse_config(raw: Mapping[str, Any]) -> OffloadConfig:
+_Config = TypeVar("_Config", bound=OffloadConfig)
+
+
+@overload
+def parse_config(raw: Mapping[str, Any]) -> OffloadConfig: ...
+@overload
+def parse_config(raw: Mapping[str, Any], kind: type[_Config]) -> _Config: ...
+def parse_config(
+    raw: Mapping[str, Any], kind: type[OffloadConfig] = OffloadConfig
+) -> OffloadConfig:
     """Read the engine's dictionary (``kv_connector_extra_config``, a YAML file...) into settings.
+
+    ``kind`` is a subclass of the settings where an engine has some of its own.
 
     Raises:
         ConfigError: names the field, the value and what would be right. The options of each
@@ -100,7 +111,7 @@ def parse_config(raw: Mapping[str, Any]) -> OffloadConfig:
         options = {k: v for k, v in tier.items() if k != "type"}
         tiers.append({"type": tier["type"], "options": options})
     data["backends"] = tiers
-    return convert(data, OffloadConfig)
+    return convert(data, kind)
 
 
 _T = TypeVar("_T", bound=msgspec.Struct)
@@ -123,6 +134,9 @@ def convert(data: Mapping[str, Any], struct: type[_T], where: str = "") -> _T:
     try:
         return msgspec.convert(dict(data), struct, strict=True, dec_hook=_decode)
     except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):  # from a struct's own __post_init__
+            cause = error.__cause__
+            raise ConfigError(f"{where}{cause.field}", cause.value, cause.remedy) from None
         # msgspec ends its messages with the path: "... - at `$.backends[0].type`"
         text, _, path = str(error).rpartition(" - at `$.")
         name = path.rstrip("`") if text else ""

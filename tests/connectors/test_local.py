@@ -1,0 +1,258 @@
+"""The local connector under everything an engine and a store can do to it."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+import kvoffload
+from kvoffload import registry
+from kvoffload.connectors.local import LocalConnector
+from kvoffload.errors import ConfigError
+from kvoffload.testing import FaultyBackend, Plan
+
+BLOCK = 4
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """Make every backend opened from now on faulty; returns the plans, to be changed at will."""
+    opened = []
+    real = kvoffload.open_backend
+
+    def open_faulty(*args, **kwargs):
+        opened.append(FaultyBackend(real(*args, **kwargs)))
+        return opened[-1]
+
+    monkeypatch.setattr(registry, "open_backend", open_faulty)
+
+    def plan(*plans):
+        for backend in opened:
+            backend.plans = list(plans)
+
+    return plan
+
+
+@pytest.fixture
+def connect(kv_caches, tmp_path):
+    made = []
+
+    def make(caches=kv_caches, backend=None, facts=None, **settings):
+        config = {
+            "cpu_bytes": "64KiB",
+            "blocks_per_chunk": 2,
+            "backends": [backend or {"type": "memory", "capacity": "1MiB"}],
+            "load_timeout_s": 0.3,
+            **settings,
+        }
+        made.append(LocalConnector(config, caches, block_size=BLOCK, facts=facts or {"model": "m"}))
+        return made[-1]
+
+    yield make
+    for connector in made:
+        connector.close()
+
+
+def store(connector, request, first_block=5):
+    """Compute and store all full blocks; returns the blocks."""
+    count = request.num_tokens // BLOCK
+    blocks = list(range(first_block, first_block + count))
+    connector.after_forward(request, [blocks], count * BLOCK)
+    assert connector.flush()
+    connector.request_finished(request)
+    return blocks
+
+
+def load(connector, request, blocks, until, computed=0):
+    tokens = connector.get_num_new_matched_tokens(request, computed)
+    if not tokens:
+        return None
+    connector.update_state_after_alloc(request, [blocks], tokens)
+    (outcome,) = until(connector.poll)
+    return outcome
+
+
+def push_out(connector, new_request, requests=8):
+    """Store enough else that nothing older stays in host memory."""
+    for i in range(requests):
+        store(connector, new_request(f"filler {i}", 40))
+
+
+def test_the_last_token_of_a_prompt_is_left_to_compute(connect, new_request):
+    connector = connect()
+    request = new_request("p", 40)
+    store(connector, request)
+    assert connector.get_num_new_matched_tokens(request, 0) == 36
+    assert connector.get_num_new_matched_tokens(new_request("p", 41), 0) == 40
+    assert connector.get_num_new_matched_tokens(request, 36) == 0
+    assert connector.get_num_new_matched_tokens(new_request("another", 40), 0) == 0
+
+
+def test_a_store_that_always_fails_loses_nothing_but_hits(connect, new_request, until, faulty):
+    connector = connect()
+    faulty(Plan("raise"))
+    request = new_request("p", 41)
+    store(connector, request)
+    assert load(connector, request, range(20, 31), until).ok  # host memory has it
+    connector.request_finished(request)
+    push_out(connector, new_request)
+    assert connector.get_num_new_matched_tokens(request, 0) == 0
+    assert connector.stats()["transfers"]["failed_error"] > 0
+    connector.check()
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("raise", "error"), ("hang", "deadline"), ("miss", "missing")]
+)
+def test_a_load_that_fails_is_not_promised_again(
+    connect, new_request, until, faulty, fault, reason
+):
+    connector = connect()
+    request = new_request("p", 41)
+    store(connector, request)
+    push_out(connector, new_request)
+    faulty(Plan(fault, frozenset({"read"})))
+    outcome = load(connector, request, range(20, 31), until)
+    assert (outcome.num_loaded_tokens, outcome.ok) == (0, False)
+    assert connector.stats()["transfers"][f"failed_{reason}"] == 5
+    assert connector.get_num_new_matched_tokens(request, 0) == 0
+    faulty()
+    connector.request_finished(request)
+    connector.check()
+    assert connector.stats()["host"]["busy_chunks"] == 0
+
+
+def test_a_request_aborted_while_loading_keeps_its_blocks_until_told(
+    connect, new_request, until, faulty
+):
+    connector = connect()
+    request = new_request("p", 41)
+    store(connector, request)
+    push_out(connector, new_request)
+    faulty(Plan("delay", frozenset({"read"}), seconds=0.1))
+    tokens = connector.get_num_new_matched_tokens(request, 0)
+    connector.update_state_after_alloc(request, [range(20, 31)], tokens)
+    assert connector.request_finished(request) is True
+    assert connector.request_finished(request) is False  # told once; harmless again
+    (outcome,) = until(connector.poll)
+    assert outcome.request_id == "p"
+    connector.check()
+
+
+def test_two_requests_for_one_prefix_share_the_fetch(connect, new_request, until, faulty):
+    connector = connect(load_timeout_s=5.0, lookup_timeout_s=5.0)
+    store(connector, new_request("p", 41))
+    push_out(connector, new_request)
+    faulty(Plan("delay", frozenset({"read"}), seconds=0.1))
+    first = new_request("p", 41, request_id="first")
+    second = new_request("p", 41, request_id="second")
+    tokens = connector.get_num_new_matched_tokens(first, 0)
+    connector.update_state_after_alloc(first, [range(20, 31)], tokens)
+    assert connector.get_num_new_matched_tokens(second, 0) is None  # about to be in host memory
+    until(connector.poll)
+    outcome = load(connector, second, range(40, 51), until)
+    assert outcome.tokens_by_medium == {"CPU": 40}
+
+
+def test_asking_again_ends_at_the_lookup_deadline(connect, new_request, until, faulty):
+    connector = connect(load_timeout_s=5.0, lookup_timeout_s=0.05)
+    store(connector, new_request("p", 41))
+    push_out(connector, new_request)
+    faulty(Plan("hang", frozenset({"read"})))
+    first = new_request("p", 41, request_id="first")
+    second = new_request("p", 41, request_id="second")
+    tokens = connector.get_num_new_matched_tokens(first, 0)
+    connector.update_state_after_alloc(first, [range(20, 31)], tokens)
+    until(lambda: connector.get_num_new_matched_tokens(second, 0) == 0)
+
+
+def test_blocks_are_not_overwritten_before_their_store_has_read_them(
+    connect, kv_caches, new_request, until
+):
+    """Without before_forward a slow copy stores what the next request writes: here it must not."""
+    connector = connect()
+    copier = connector._spec._copier
+    gate = threading.Event()
+    copy = copier._copy
+    copier._copy = lambda move, to_host: (gate.wait(5), copy(move, to_host))
+    request = new_request("p", 41)
+    blocks = list(range(5, 15))
+    original = kv_caches.tensors[0].tensor[blocks].clone()
+    connector.after_forward(request, [blocks], 40)
+    assert connector.request_finished(request) is False
+    threading.Timer(0.1, gate.set).start()
+    connector.before_forward([1, 2, 3])  # other blocks: no waiting
+    assert not gate.is_set()
+    connector.before_forward([14])
+    for tensor in kv_caches.tensors:
+        tensor.tensor[blocks] = 0  # the next request's forward pass
+    connector.flush()
+    assert load(connector, new_request("p", 41), range(20, 31), until).ok
+    assert torch.equal(kv_caches.tensors[0].tensor[20:30], original)
+
+
+def test_after_a_reset_nothing_old_is_found_on_any_tier(connect, new_request, until, tmp_path):
+    connector = connect(backend={"type": "disk", "root": str(tmp_path), "capacity": "1MiB"})
+    request = new_request("p", 41)
+    store(connector, request)
+    old = connector.stats()["namespace"]
+    connector.reset_cache()
+    assert connector.stats()["namespace"] != old
+    assert connector.get_num_new_matched_tokens(new_request("p", 41), 0) == 0
+    store(connector, request)
+    assert load(connector, new_request("p", 41), range(20, 31), until).ok
+
+
+def test_other_facts_see_none_of_it(connect, new_request, tmp_path, until):
+    backend = {"type": "disk", "root": str(tmp_path), "capacity": "1MiB"}
+    first = connect(backend=backend, facts={"model": "m", "revision": "1"})
+    store(first, new_request("p", 41))
+    first.close()
+    other = connect(backend=backend, facts={"model": "m", "revision": "2"})
+    time.sleep(0.1)
+    assert other.get_num_new_matched_tokens(new_request("p", 41), 0) == 0
+    same = connect(backend=backend, facts={"model": "m", "revision": "1"})
+    until(lambda: same.get_num_new_matched_tokens(new_request("p", 41), 0) == 40)
+
+
+def test_host_memory_full_of_loads_shortens_a_load_instead_of_failing(
+    connect, new_request, until, faulty
+):
+    connector = connect(cpu_bytes="16KiB", load_timeout_s=5.0, lookup_timeout_s=0.01)  # 4 slots
+    for name in ("p", "q"):
+        for end in (17, 33, 41):  # four slots cannot take ten chunks at once
+            store(connector, new_request(name, end))
+    faulty(Plan("delay", frozenset({"read"}), seconds=0.1))
+    p, q = new_request("p", 41), new_request("q", 41)
+    tokens = connector.get_num_new_matched_tokens(p, 0)
+    assert tokens == 32
+    connector.update_state_after_alloc(p, [range(20, 31)], tokens)
+    assert connector.get_num_new_matched_tokens(q, 0) == 0  # every slot is taken: a miss
+    assert until(connector.poll)[0].ok
+    assert connector.get_num_new_matched_tokens(q, 0) == 32
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"cpu_bytes": 100}, "cpu_bytes"),
+        ({"cpu_bytes": "900TiB"}, "cpu_bytes"),
+        ({"policy": "newest"}, "policy"),
+        ({"blocks_per_chunk": 0}, "blocks_per_chunk"),
+        ({"backends": [{"type": "tape"}]}, "backends[0].type"),
+        ({"backends": [{"type": "disk", "rot": "/x"}]}, "backends[0].rot"),
+        ({"backends": [{"type": "disk", "root": "/proc/none"}]}, "backends[0].root"),
+        ({"load_timeout": 3}, "load_timeout"),
+        ({"load_timeout_s": -1}, "load_timeout_s"),
+    ],
+)
+def test_bad_settings_name_the_field_and_start_nothing(kv_caches, settings, field):
+    threads = set(threading.enumerate())
+    with pytest.raises(ConfigError) as caught:
+        LocalConnector(
+            {"cpu_bytes": "64KiB", **settings}, kv_caches, block_size=BLOCK, facts={"model": "m"}
+        )
+    assert caught.value.field == field
+    assert caught.value.remedy
+    assert set(threading.enumerate()) <= threads

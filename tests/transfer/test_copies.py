@@ -1,0 +1,140 @@
+"""Copies between blocks and slots: byte-exact for any layout, refused whole if a part is wrong."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvoffload.core.canonical import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
+from kvoffload.core.transfers import GPULoadStoreSpec
+from kvoffload.transfer.copier import CpuCopier, consecutive_runs
+from kvoffload.transfer.layout import ChunkLayout, ChunkMove
+from kvoffload.transfer.slab import Slab
+
+NUM_BLOCKS = 24
+
+
+def make_caches(pages_by_group, padding):
+    tensors, groups = [], []
+    for pages in pages_by_group:
+        refs = []
+        for page in pages:
+            raw = torch.randint(-128, 127, (NUM_BLOCKS, page + padding), dtype=torch.int8)
+            refs.append(CanonicalKVCacheRef(len(tensors), page))
+            tensors.append(CanonicalKVCacheTensor(raw[:, :page], page))
+        groups.append(tuple(refs))
+    return CanonicalKVCaches(tuple(tensors), tuple(groups))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    pages=st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=3), min_size=1, max_size=3),
+    padding=st.sampled_from([0, 7, 64]),
+    per_chunk=st.integers(1, 4),
+    data=st.data(),
+)
+def test_a_round_trip_restores_every_byte(pages, padding, per_chunk, data):
+    caches = make_caches(pages, padding)
+    layout = ChunkLayout(caches, per_chunk)
+    sizes = [data.draw(st.integers(0, 6)) for _ in pages]
+    firsts = [data.draw(st.integers(0, per_chunk - 1)) for _ in pages]
+    # All groups draw their blocks from one pool: no id twice in a transfer.
+    ids = data.draw(st.permutations(range(NUM_BLOCKS)))[: sum(sizes)]
+    spec = GPULoadStoreSpec(ids, sizes, firsts)
+    num_chunks = sum(
+        -(-(first + size) // per_chunk) if size else 0
+        for first, size in zip(firsts, sizes, strict=True)
+    )
+    slots = data.draw(st.permutations(range(num_chunks + 2)))[:num_chunks]
+    slab = Slab(num_chunks + 2, layout.slot_bytes)
+    copier = CpuCopier(caches, slab, layout)
+    try:
+        moves = layout.moves(spec, slots)
+        before = [tensor.tensor.clone() for tensor in caches.tensors]
+        copier.launch(moves, to_host=True, after=copier.record_fence()).wait()
+        touched = {int(i) for move in moves for i in move.block_ids}
+        for tensor in caches.tensors:
+            tensor.tensor[sorted(touched)] = 0
+        fence = copier.launch(moves, to_host=False, after=copier.record_fence())
+        assert fence.wait(10)
+        assert fence.error is None
+    finally:
+        copier.close()
+    for move in moves:
+        for region in layout.regions[move.group_idx]:
+            ours = caches.tensors[region.tensor_idx].tensor[move.block_ids]
+            assert torch.equal(ours, before[region.tensor_idx][move.block_ids])
+
+
+@pytest.fixture
+def parts():
+    caches = make_caches([[64, 64]], 0)
+    layout = ChunkLayout(caches, 2)
+    slab = Slab(4, layout.slot_bytes)
+    copier = CpuCopier(caches, slab, layout)
+    yield caches, layout, slab, copier
+    copier.close()
+
+
+def move(slot, ids, first=0):
+    return ChunkMove(slot, 0, first, np.array(ids, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("moves", "to_host", "named"),
+    [
+        ([move(0, [1, NUM_BLOCKS])], True, str(NUM_BLOCKS)),
+        ([move(0, [-1])], True, "-1"),
+        ([move(4, [1])], True, r"\[4\]"),
+        ([move(0, [1]), move(0, [2])], True, "written twice"),
+        ([move(0, [1, 1])], False, r"\[1\]: written twice"),
+        ([move(0, [1]), move(1, [1])], False, r"\[1\]: written twice"),
+        ([move(0, [1, 2], first=1)], True, "of a chunk of 2"),
+    ],
+)
+def test_bad_moves_are_refused_before_anything_is_copied(parts, moves, to_host, named):
+    caches, _, slab, copier = parts
+    before = [tensor.tensor.clone() for tensor in caches.tensors]
+    with pytest.raises(ValueError, match=named):
+        copier.launch(moves, to_host, copier.record_fence())
+    assert not slab.rows.any()
+    assert all(torch.equal(a, b.tensor) for a, b in zip(before, caches.tensors, strict=True))
+
+
+def test_a_copy_waits_for_the_fence_it_is_given(parts):
+    """A store launched before compute has written its blocks must copy what compute wrote."""
+    caches, _, slab, copier = parts
+
+    class Compute:
+        error = None
+
+        def done(self):
+            return False
+
+        def wait(self, timeout_s=None):
+            caches.tensors[0].tensor[3] = 42  # the forward pass finishes only now
+            return True
+
+    copier.launch([move(1, [3])], to_host=True, after=Compute()).wait()
+    assert (slab.rows[1][:64] == 42).all()
+
+
+def test_blocks_that_are_not_that_many_chunks_are_refused(parts):
+    _, layout, _, _ = parts
+    with pytest.raises(ValueError, match="are not 1 chunks of 2 blocks"):
+        layout.moves(GPULoadStoreSpec([1, 2, 3]), [0])
+    with pytest.raises(ValueError, match="are not 3 chunks"):
+        layout.moves(GPULoadStoreSpec([1, 2, 3]), [0, 1, 2])
+    entered_midway = layout.moves(GPULoadStoreSpec([7, 8, 9], [3], [5]), [0, 1])
+    assert [(m.first, m.block_ids.tolist()) for m in entered_midway] == [(1, [7]), (0, [8, 9])]
+
+
+@given(st.lists(st.integers(0, 50), max_size=40))
+def test_runs_spell_the_same_blocks(ids):
+    spelled = [first + i for first, count in consecutive_runs(ids) for i in range(count)]
+    assert spelled == ids

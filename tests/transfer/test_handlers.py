@@ -1,0 +1,214 @@
+"""Handlers with a backend leg: one answer per chunk, by the deadline, whatever the store does."""
+
+import hashlib
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from kvoffload import open_backend
+from kvoffload.core.transfers import (
+    BackendLoadStoreSpec,
+    CPULoadStoreSpec,
+    Fetch,
+    GPULoadStoreSpec,
+    StagedLoadStoreSpec,
+    make_offload_key,
+)
+from kvoffload.testing import FaultyBackend, Plan
+from kvoffload.transfer.copier import CpuCopier
+from kvoffload.transfer.handlers import CopyHandler, PersistHandler, StagedLoadHandler
+from kvoffload.transfer.ioloop import IOLoop
+from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.slab import Slab
+from kvoffload.transfer.worker import TransferWorker
+
+KEYS = [make_offload_key(hashlib.sha256(bytes([i])).digest(), 0) for i in range(20)]
+
+
+class StubbornBackend:
+    """Ignores cancellation as a hung disk does: its thread still writes to the caller's memory."""
+
+    def __init__(self):
+        self.let_go = threading.Event()
+
+    async def read(self, keys, into):
+        import asyncio
+
+        def hang():
+            self.let_go.wait(20)
+            into[0][:] = b"\xee" * len(into[0])
+
+        thread = asyncio.get_running_loop().run_in_executor(None, hang)
+        while not thread.done():
+            try:
+                await asyncio.shield(thread)
+            except asyncio.CancelledError:
+                continue
+        return [False] * len(keys)
+
+    async def write(self, keys, chunks):
+        return await self.read(keys, [memoryview(bytearray(1))])
+
+    async def close(self):
+        self.let_go.set()
+
+
+class Half:
+    """A worker half over a memory store that can be made to misbehave."""
+
+    def __init__(self, kv_caches, load_timeout_s=5.0):
+        self.caches = kv_caches
+        self.layout = ChunkLayout(kv_caches, 2)
+        self.slab = Slab(20, self.layout.slot_bytes)
+        self.io = IOLoop()
+        self.copier = CpuCopier(kv_caches, self.slab, self.layout)
+        self.store = FaultyBackend(open_backend("memory", {"capacity": "1MiB"}, "0" * 64))
+        self.stubborn = StubbornBackend()
+        backends = {"store": self.store, "stubborn": self.stubborn}
+        shared = (self.io, backends, self.slab, self.layout)
+        gpu, cpu = GPULoadStoreSpec, CPULoadStoreSpec
+        self.worker = TransferWorker(
+            [
+                (gpu, cpu, CopyHandler(self.copier, self.layout, to_host=True)),
+                (cpu, gpu, CopyHandler(self.copier, self.layout, to_host=False)),
+                (cpu, BackendLoadStoreSpec, PersistHandler(*shared, load_timeout_s)),
+                (
+                    StagedLoadStoreSpec,
+                    gpu,
+                    StagedLoadHandler(*shared, self.copier, load_timeout_s),
+                ),
+            ]
+        )
+
+    def close(self):
+        self.stubborn.let_go.set()
+        self.io.call(self.store.close())
+        self.io.close()
+        self.copier.close()
+
+
+@pytest.fixture
+def half(new_kv_caches):
+    half = Half(new_kv_caches(num_blocks=64), load_timeout_s=0.3)
+    yield half
+    half.close()
+
+
+def store_all(half, until):
+    """Chunks 0..19 (blocks 2i, 2i+1) into host slots, and from there into the store."""
+    blocks = list(range(40))
+    half.worker.submit(0, (GPULoadStoreSpec(blocks), CPULoadStoreSpec(range(20))), 20)
+    (stored,) = until(half.worker.get_finished)
+    half.worker.submit(1, (CPULoadStoreSpec(range(20)), BackendLoadStoreSpec("store", KEYS)), 20)
+    (persisted,) = until(half.worker.get_finished)
+    assert (stored.success, persisted.success) == (True, True)
+    originals = [t.tensor[:40].clone() for t in half.caches.tensors]
+    for t in half.caches.tensors:
+        t.tensor.zero_()
+    half.slab.rows[:] = 0
+    return originals
+
+
+def staged(slots, fetched, tier="store"):
+    return StagedLoadStoreSpec(
+        slots, [Fetch(tier, tuple(fetched), tuple(KEYS[i] for i in fetched))]
+    )
+
+
+def test_a_load_fetches_what_is_missing_and_copies_what_is_here(half, until):
+    originals = store_all(half, until)
+    # Chunks 0 and 1 are in slots already, the other 18 come from the store.
+    half.worker.submit(2, (CPULoadStoreSpec([]), GPULoadStoreSpec([])), 0)
+    views = [half.slab.slot(i, half.layout.payload_bytes[0]) for i in (0, 1)]
+    assert half.io.call(half.store.read(KEYS[:2], views)) == [True, True]
+    target = GPULoadStoreSpec(range(40))
+    half.worker.submit(3, (staged(range(20), range(2, 20)), target), 20)
+    results = until(lambda: [r for r in half.worker.get_finished() if r.job_id == 3])
+    assert results[0].success
+    for original, t in zip(originals, half.caches.tensors, strict=True):
+        assert torch.equal(t.tensor[:40], original)
+
+
+def test_each_chunk_of_a_half_failed_load_has_its_own_answer(half, until):
+    originals = store_all(half, until)
+    half.io.call(half.store.remove([KEYS[5], KEYS[17]]))
+    half.worker.submit(3, (staged(range(20), range(20)), GPULoadStoreSpec(range(40))), 20)
+    (result,) = until(half.worker.get_finished)
+    assert [i for i, ok in enumerate(result.ok) if not ok] == [5, 17]
+    assert (result.reason, result.settled) == ("missing", True)
+    assert half.worker.counters["failed_missing"] == 2
+    for original, t in zip(originals, half.caches.tensors, strict=True):
+        assert not t.tensor[10:12].any()
+        assert torch.equal(t.tensor[12:34], original[12:34])
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+@pytest.mark.parametrize("fault", ["raise", "hang", "miss"])
+def test_a_misbehaving_store_is_a_failed_job_not_an_exception(half, until, verb, fault):
+    store_all(half, until)
+    half.store.plans = [Plan(fault, frozenset({verb}))]
+    if verb == "read":
+        spec = (staged(range(20), range(20)), GPULoadStoreSpec(range(40)))
+    else:
+        spec = (CPULoadStoreSpec(range(20)), BackendLoadStoreSpec("store", KEYS))
+    half.worker.submit(3, spec, 20)
+    (result,) = until(half.worker.get_finished)
+    assert not any(result.ok)
+    expected = {"raise": "error", "hang": "deadline", "miss": "missing"}[fault]
+    assert result.reason == ("refused" if (verb, fault) == ("write", "miss") else expected)
+    assert result.settled  # a cancelled coroutine has let go of the memory
+    assert not half.worker.get_finished()
+
+
+def test_a_hung_read_is_answered_at_the_deadline_and_its_slot_named_when_it_ends(half, until):
+    started = time.monotonic()
+    half.worker.submit(3, (staged([4], [0], "stubborn"), GPULoadStoreSpec([0, 1])), 1)
+    (result,) = until(half.worker.get_finished)
+    assert (result.ok, result.settled, result.reason) == ((False,), False, "deadline")
+    assert time.monotonic() - started < 5
+    before = [t.tensor.clone() for t in half.caches.tensors]
+    assert half.worker.get_settled() == []
+    half.stubborn.let_go.set()  # the late read writes to the slot now
+    assert until(half.worker.get_settled) == [3]
+    assert half.slab.rows[4].any()
+    # Nothing of it reached the GPU, and no second answer comes.
+    assert all(torch.equal(a, t.tensor) for a, t in zip(before, half.caches.tensors, strict=True))
+    assert not half.worker.get_finished()
+
+
+def test_a_transfer_nobody_serves_is_answered_as_failed(half):
+    half.worker.submit(9, (GPULoadStoreSpec([1]), GPULoadStoreSpec([2])), 1)
+    half.worker.submit(10, (GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([77])), 1)
+    half.worker.submit(11, (CPULoadStoreSpec([0]), BackendLoadStoreSpec("gone", KEYS[:1])), 1)
+    results = half.worker.get_finished()
+    assert [(r.job_id, r.ok, r.reason) for r in results] == [
+        (job, (False,), "refused_transfer") for job in (9, 10, 11)
+    ]
+
+
+def test_wait_returns_when_the_job_is_answered(half, until):
+    store_all(half, until)
+    half.worker.submit(3, (staged(range(20), range(20)), GPULoadStoreSpec(range(40))), 20)
+    half.worker.wait([3, 12345])
+    (result,) = half.worker.get_finished()
+    assert result.success
+
+
+def test_shutdown_does_not_wait_for_a_hung_store(new_kv_caches):
+    half = Half(new_kv_caches(), load_timeout_s=60)
+    half.store.plans = [Plan("hang", frozenset({"read"}))]
+    half.worker.submit(3, (staged([4], [0]), GPULoadStoreSpec([0, 1])), 1)
+    started = time.monotonic()
+    half.close()
+    assert time.monotonic() - started < 10
+    (result,) = half.worker.get_finished()
+    assert result.ok == (False,)
+
+
+def test_slots_are_page_aligned_for_direct_io(half):
+    address = np.frombuffer(half.slab.slot(3, 4096), np.uint8).ctypes.data
+    assert address % 4096 == 0
+    assert all(size % 4096 == 0 for size in half.layout.payload_bytes)
