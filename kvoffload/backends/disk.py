@@ -1,29 +1,29 @@
 """The disk backend: bounded, verified on every read, there again after a restart.
 
-One file a chunk. What surrounds this file: ``disk_layout`` where things lie, ``disk_io`` how one
+One file a chunk. What surrounds this module: ``disk_layout`` where things lie, ``disk_io`` how one
 chunk is read and written, ``disk_index`` what is believed to be there, ``disk_keeper`` room,
-eviction and scans, ``disk_ledger`` and ``disk_writers`` what processes share.
+removal and eviction, ``disk_ledger`` and ``disk_writers`` what processes share, ``disk_scan`` and
+``disk_house`` what happens in the background.
 """
 
 import asyncio
 import json
 import logging
 import os
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import aiofiles
 import aiofiles.os
 import msgspec
 
 from kvoffload.backends.base import Removal, Usage
+from kvoffload.backends.disk_house import House
 from kvoffload.backends.disk_index import name_of
 from kvoffload.backends.disk_io import PAGE, ChunkFiles, probe_direct
 from kvoffload.backends.disk_keeper import Bounds, Keeper
 from kvoffload.backends.disk_layout import MANIFEST, prepare_root
 from kvoffload.backends.format import MAX_KEY_BYTES, namespace_digest
-from kvoffload.backends.offloop import spread
+from kvoffload.backends.offloop import Lane
 from kvoffload.backends.vfs import Vfs
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
@@ -58,8 +58,10 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Chunks read at once."""
     write_threads: int = 2
     """Chunks written at once; fewer than reads, because a load has a request waiting."""
+    stall_s: float = 5.0
+    """A device on which every thread waits longer than this is taken for dead: misses at once."""
     quarantine: int = 16
-    """Damaged files kept for inspection; older ones are removed."""
+    """Damaged files kept for inspection, at most; older ones are removed."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -79,6 +81,8 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         for field in ("read_threads", "write_threads"):
             if getattr(self, field) < 1:
                 raise ConfigError(field, getattr(self, field), "must be at least 1")
+        if not self.stall_s > 0:
+            raise ConfigError("stall_s", self.stall_s, "must be a positive number of seconds")
         if self.quarantine < 0:
             raise ConfigError("quarantine", self.quarantine, "must not be negative")
 
@@ -100,28 +104,26 @@ class DiskBackend:
         vfs = vfs or Vfs()
         root = os.path.abspath(os.path.expanduser(options.root))
         policy = load(POLICIES, options.policy, "policy")
+        capacity = int(options.capacity)
         bounds = Bounds(
-            int(options.capacity),
-            int(options.min_free),
-            options.high_watermark,
-            options.low_watermark,
+            capacity_bytes=capacity,
+            min_free_bytes=int(options.min_free),
+            high_bytes=int(capacity * options.high_watermark),
+            low_bytes=int(capacity * options.low_watermark),
+            quarantine_files=options.quarantine,
         )
         prepare_root(vfs, root)
         try:
-            self._keeper = Keeper(vfs, root, self._digest.hex(), bounds, policy, options.quarantine)
+            self._keeper = Keeper(vfs, root, self._digest.hex(), bounds, policy)
         except OSError as error:
             raise ConfigError("root", root, f"cannot be used: {error}") from error
         self.io_mode, self.io_reason = self._choose_io(vfs)
-        self._files = ChunkFiles(
-            vfs, direct=self.io_mode == "direct", durable=options.durability == "fsync"
-        )
-        self._readers = ThreadPoolExecutor(options.read_threads, "kvoffload-disk-read")
-        self._writers = ThreadPoolExecutor(options.write_threads, "kvoffload-disk-write")
+        direct, durable = self.io_mode == "direct", options.durability == "fsync"
+        self._files = ChunkFiles(vfs, direct=direct, durable=durable)
+        self._loads = Lane("kvoffload-disk-load", options.read_threads, options.stall_s)
+        self._stores = Lane("kvoffload-disk-store", options.write_threads, options.stall_s)
         self._closed = False
-        self._stop = threading.Event()
-        self._wake = threading.Event()
-        self._house = threading.Thread(target=self._keep_house, name="kvoffload-disk", daemon=True)
-        self._house.start()
+        self._house = House(self._keeper)
 
     # ---- Backend ---------------------------------------------------------------------------
 
@@ -129,23 +131,21 @@ class DiskBackend:
         """Answer from the index, and from the folder for keys it does not know."""
         if self._closed:
             return [False] * len(keys)
-        return [self.holds(key) for key in keys]
+        answers = [self.holds(key) for key in keys]
+        unknown = [i for i, known in enumerate(answers) if not known]
+        if unknown:
+            there = await self._loads.run(len(unknown), lambda i: self._exists(keys[unknown[i]]))
+            for i, exists in zip(unknown, there, strict=True):
+                answers[i] = exists
+        return answers
 
     async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
         """Fill slots from files, several at once, each verified; see :meth:`Backend.read`."""
         _same_length(keys, into)
         if self._closed:
             return [False] * len(keys)
-        answers = await spread(
-            self._readers,
-            self.options.read_threads,
-            len(keys),
-            lambda i: self._read(keys[i], into[i]),
-        )
-        # The head of a prefix last, so that it is the most recent and its tail leaves first.
-        for key, good in zip(reversed(keys), reversed(answers), strict=True):
-            if good:
-                self._keeper.index.touch(name_of(0, key))
+        answers = await self._loads.run(len(keys), lambda i: self._read(keys[i], into[i]))
+        self._rank(keys, answers)
         return answers
 
     async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
@@ -156,16 +156,9 @@ class DiskBackend:
         for key in keys:
             if not 0 < len(key) <= MAX_KEY_BYTES:
                 raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
-        answers = await spread(
-            self._writers,
-            self.options.write_threads,
-            len(keys),
-            lambda i: self._write(keys[i], chunks[i]),
-        )
-        for key, good in zip(reversed(keys), reversed(answers), strict=True):
-            if good:
-                self._keeper.index.touch(name_of(0, key))
-        self._wake.set()
+        answers = await self._stores.run(len(keys), lambda i: self._write(keys[i], chunks[i]))
+        self._rank(keys, answers)
+        self._house.wake()
         return answers
 
     async def remove(self, keys: Sequence[bytes]) -> None:
@@ -174,12 +167,12 @@ class DiskBackend:
             return
 
         def discard(i: int) -> bool:
-            return self._keeper.discard(name_of(0, keys[i]), "removed") >= 0
+            return self._keeper.discard(name_of(0, keys[i]), "removed")
 
-        await spread(self._writers, self.options.write_threads, len(keys), discard)
+        await self._stores.run(len(keys), discard)
 
     async def close(self) -> None:
-        """Wait for what is running, then let go of the root."""
+        """Wait for what is running, leave a snapshot, let go of the root."""
         if self._closed:
             return
         self._closed = True
@@ -202,7 +195,8 @@ class DiskBackend:
     def usage(self) -> Usage:
         """Bytes allocated under the root and chunks known."""
         keeper = self._keeper
-        return Usage(keeper.ledger.resident_bytes, keeper.bounds.capacity, len(keeper.index))
+        resident = keeper.ledger.resident_bytes
+        return Usage(resident, keeper.bounds.capacity_bytes, len(keeper.index))
 
     def counters(self) -> Mapping[str, int]:
         """Counts by reason; ``docs/disk.md`` explains each."""
@@ -231,9 +225,10 @@ class DiskBackend:
     def _read(self, key: bytes, target: memoryview) -> bool:
         name = name_of(0, key)
         reason, facts = self._files.read(self._keeper.path(name), key, self._digest, target)
-        if reason is None:
+        if reason is None and facts is not None:
+            self._keeper.used(name, facts.st_mtime_ns)
             return True
-        if reason == "missing":
+        if reason is None or reason == "missing":
             self._keeper.count("read_missing")
             if name in self._keeper.index:
                 self._keeper.left(name, "vanished")
@@ -247,7 +242,7 @@ class DiskBackend:
     def _write(self, key: bytes, chunk: memoryview) -> bool:
         keeper = self._keeper
         name = name_of(0, key)
-        if name in keeper.index and self._still_there(name):
+        if name in keeper.index and self._exists(key):
             return True
         reserved = PAGE + -(-chunk.nbytes // PAGE) * PAGE
         if not keeper.reserve(reserved):
@@ -264,12 +259,22 @@ class DiskBackend:
         keeper.unreserve(reserved, reason or "io_unknown")
         return False
 
-    def _still_there(self, name: bytes) -> bool:
+    def _exists(self, key: bytes) -> bool:
+        """Ask the folder; for keys the index does not know, or before relying on it."""
+        name = name_of(0, key)
+        if self._keeper.index.hides(name):
+            return False
         try:
             self._keeper.vfs.lstat(self._keeper.path(name))
         except OSError:
             return False
         return True
+
+    def _rank(self, keys: Sequence[bytes], answers: Sequence[bool]) -> None:
+        """Touch the head of a prefix last: the most recent, so that its tail leaves first."""
+        for key, good in zip(reversed(keys), reversed(answers), strict=True):
+            if good:
+                self._keeper.index.touch(name_of(0, key))
 
     def _made_durable(self, name: bytes) -> bool:
         if not self._files.durable:
@@ -300,26 +305,13 @@ class DiskBackend:
         )
         return "buffered", reason
 
-    # ---- on the housekeeping thread --------------------------------------------------------
-
-    def _keep_house(self) -> None:
-        keeper = self._keeper
-        keeper.clean()
-        if not keeper.ready.is_set():
-            keeper.look(full=True)
-            keeper.ready.set()
-        while not self._stop.is_set():
-            self._wake.wait(1.0)
-            self._wake.clear()
-            if keeper.ownership.held and keeper.ledger.resident_bytes > keeper.bounds.high_bytes:
-                keeper.evict_to(keeper.bounds.low_bytes)
-
     def _shut_down(self) -> None:
-        self._stop.set()
-        self._wake.set()
-        self._readers.shutdown()
-        self._writers.shutdown()
-        self._house.join()
+        ended = [lane.close() for lane in (self._loads, self._stores)]
+        if not all(ended):
+            # Any further call could be stuck as well; locks go with the process.
+            log.warning("disk: %s is stuck, left as it is", self._keeper.root)
+            return
+        self._house.close()
         self._keeper.close()
 
 

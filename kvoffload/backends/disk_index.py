@@ -5,6 +5,7 @@ every namespace under the root. Belief is enough: a read verifies whatever it fi
 """
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from kvoffload.offload.policies.base import Policy
@@ -30,7 +31,8 @@ class Index:
         self._make_policy = make_policy
         self._capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
-        self._sizes: dict[Name, int] = {}
+        self._sizes: OrderedDict[Name, int] = OrderedDict()
+        """In order of recency, whatever the policy, for the snapshot."""
         self._hidden: set[Name] = set()
         self._order: Policy | None = None
 
@@ -41,32 +43,29 @@ class Index:
         # Two look-ups without the lock: each is atomic, and the answer is a belief anyway.
         return name in self._sizes and name not in self._hidden
 
+    def hides(self, name: Name) -> bool:
+        """Whether a name was declared absent although its file may be there."""
+        return name in self._hidden
+
     def add(self, name: Name, allocated_bytes: int) -> None:
         """A chunk was published: it is the most recent one, and no longer hidden."""
         with self._lock:
             self._hidden.discard(name)
-            known = name in self._sizes
-            self._sizes[name] = allocated_bytes
-            order = self._ordered(allocated_bytes)
-            if known and name in order:
-                order.touch(name)
-            else:
-                order.add(name)
+            self._put(name, allocated_bytes)
 
     def found(self, sizes: Iterable[tuple[Name, int]]) -> None:
-        """A scan saw these files, the least recently used first; names known keep their rank."""
+        """These files exist, the least recently used first."""
         with self._lock:
             for name, allocated_bytes in sizes:
-                known = name in self._sizes
-                self._sizes[name] = allocated_bytes
-                if not known:
-                    self._ordered(allocated_bytes).add(name)
+                self._put(name, allocated_bytes)
 
     def touch(self, name: Name) -> None:
         """A chunk was read."""
         with self._lock:
-            if self._order is not None and name in self._order:
-                self._order.touch(name)
+            if name in self._sizes:
+                self._sizes.move_to_end(name)
+                if self._order is not None and name in self._order:
+                    self._order.touch(name)
 
     def drop(self, name: Name) -> bool:
         """A file is gone; say whether it was known."""
@@ -87,18 +86,25 @@ class Index:
         with self._lock:
             return self._order.victims(count) if self._order is not None else ()
 
-    def names(self) -> list[Name]:
-        """A copy of all names."""
+    def spare(self, name: Name) -> None:
+        """Put back a victim that turned out to be in use by another process."""
         with self._lock:
-            return list(self._sizes)
+            if name in self._sizes and self._order is not None and name not in self._order:
+                self._order.add(name)
 
-    def allocated_bytes(self) -> int:
-        """The sum over all names."""
+    def sizes(self) -> list[tuple[Name, int]]:
+        """A copy of everything, the least recently used first."""
         with self._lock:
-            return sum(self._sizes.values())
+            return list(self._sizes.items())
 
-    def _ordered(self, allocated_bytes: int) -> Policy:
-        # A policy wants its capacity in entries: the first chunk tells how big entries are.
+    def _put(self, name: Name, allocated_bytes: int) -> None:
+        self._sizes[name] = allocated_bytes
+        self._sizes.move_to_end(name)
         if self._order is None:
-            self._order = self._make_policy(max(1, self._capacity_bytes // max(1, allocated_bytes)))
-        return self._order
+            # A policy wants its capacity in entries: the first chunk tells how big entries are.
+            entries = self._capacity_bytes // max(1, allocated_bytes)
+            self._order = self._make_policy(max(1, entries))
+        if name in self._order:
+            self._order.touch(name)
+        else:
+            self._order.add(name)

@@ -1,7 +1,7 @@
-"""What a process does for the folder it uses: room for writes, eviction, scans, cleaning.
+"""Room for writes, publication, removal and eviction under a root, on behalf of one process.
 
-Called from the backend's worker threads and from one housekeeping thread of its own. Nothing here
-raises OSError: what cannot be done now is counted and tried again.
+Called from the backend's worker threads and from its housekeeping thread. Nothing here raises
+OSError: what cannot be done is counted, and a caller learns it from the answer.
 """
 
 import contextlib
@@ -10,22 +10,21 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from kvoffload.backends.base import Removal
-from kvoffload.backends.disk_index import Index, Name, name_of, split_name
+from kvoffload.backends.disk_index import Index, Name, split_name
 from kvoffload.backends.disk_io import reason_of
 from kvoffload.backends.disk_layout import (
     LEDGER,
     QUARANTINE,
-    SHARDS,
     chunk_path,
     is_namespace,
-    key_of,
     make_folder,
 )
 from kvoffload.backends.disk_ledger import Ledger
-from kvoffload.backends.disk_writers import Ownership, Writer, clean_up, temporary_bytes
+from kvoffload.backends.disk_writers import Ownership, Writer
 from kvoffload.backends.vfs import Vfs
 from kvoffload.offload.policies.base import Policy
 
@@ -34,17 +33,22 @@ log = logging.getLogger(__name__)
 _MAX_REMOVALS = 1 << 16
 _FULL_PAUSE_S = 1.0
 _STATVFS_EVERY_S = 0.05
-_REMOUNT_OR_FULL = ("io_ENOSPC", "io_EDQUOT", "io_EROFS")
+_MAX_SPARED = 64
+_FULL = ("io_ENOSPC", "io_EDQUOT", "io_EROFS")
+_SILENT = ("removed",)
+"""Reasons of removals the caller asked for itself: it need not be told."""
 
 
-class Bounds:
-    """The limits a keeper keeps, in bytes."""
+class Bounds(NamedTuple):
+    """The limits a keeper keeps."""
 
-    def __init__(self, capacity: int, min_free: int, high: float, low: float) -> None:
-        self.capacity = capacity
-        self.min_free = min_free
-        self.high_bytes = int(capacity * high)
-        self.low_bytes = int(capacity * low)
+    capacity_bytes: int
+    min_free_bytes: int
+    high_bytes: int
+    """Above this the background evicts..."""
+    low_bytes: int
+    """...down to this."""
+    quarantine_files: int
 
 
 class Keeper:
@@ -57,9 +61,8 @@ class Keeper:
         namespace: str,
         bounds: Bounds,
         make_policy: Callable[[int], Policy],
-        quarantine: int,
     ) -> None:
-        """Open the root for the namespace folder of this name.
+        """Open the root, for the namespace folder of this name.
 
         Raises:
             OSError: the folder cannot be used.
@@ -67,26 +70,29 @@ class Keeper:
         self.vfs = vfs
         self.root = root
         self.bounds = bounds
-        self.index = Index(make_policy, bounds.capacity)
+        self.index = Index(make_policy, bounds.capacity_bytes)
         self.namespaces = [namespace]
-        self._quarantine = quarantine
+        """Folder names by number; 0 is this backend's own."""
+        self.others = 0
+        """Other writers alive under the root, as of the last look."""
+        self.horizon_ns = 0
+        """When the chunk evicted last had been used: how far back the stored past reaches."""
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
         self._evicting = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
+        self._used: dict[Name, tuple[int, int]] = {}
         self._writes_off_until = 0.0
         self._free_bytes = 0
         self._free_seen = 0.0
-        self._mtimes: dict[tuple[int, str], int] = {}
-        self.others = 0
-        """Other writers alive under the root, as of the last look."""
         fresh = not any(map(is_namespace, vfs.listdir(root)))
         make_folder(vfs, self.folder(0))
         self.writer = Writer(vfs, root)
         self.ownership = Ownership(vfs, root)
         self.ledger = Ledger(vfs, f"{root}/{LEDGER}", fresh=fresh)
         self.ready = threading.Event()
+        """Set once everything that was on disk at the start is in the index."""
         if self.ownership.take() and fresh:
             self.ready.set()
 
@@ -99,12 +105,20 @@ class Keeper:
         number, key = split_name(name)
         return chunk_path(self.folder(number), key)
 
-    def count(self, reason: str, by: int = 1) -> None:
+    def close(self) -> None:
+        """Let go of everything."""
+        self.writer.close()
+        self.ownership.close()
+        self.ledger.close()
+
+    # ---- figures ---------------------------------------------------------------------------
+
+    def count(self, reason: str) -> None:
         """Count something that happened."""
         with self._lock:
-            self._counts[reason] += by
+            self._counts[reason] += 1
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> Mapping[str, int]:
         """All counts so far."""
         with self._lock:
             return dict(self._counts)
@@ -117,20 +131,39 @@ class Keeper:
                 taken.append(self._removals.popleft())
         return taken
 
+    # ---- recency ---------------------------------------------------------------------------
+
+    def used(self, name: Name, mtime_ns: int) -> None:
+        """A chunk was read well; remembered here, and in the file's access time a little later."""
+        self.index.touch(name)
+        with self._lock:
+            self._used[name] = (time.time_ns(), mtime_ns)
+
+    def record_use(self) -> None:
+        """Write access times, where other processes and the next start find them."""
+        with self._lock:
+            used, self._used = self._used, {}
+        for name, (atime_ns, mtime_ns) in used.items():
+            with contextlib.suppress(OSError):
+                self.vfs.utime(self.path(name), atime_ns, mtime_ns)
+
     # ---- room ------------------------------------------------------------------------------
 
     def reserve(self, allocated_bytes: int) -> bool:
         """Make room for a write and count it; False: there is none, do not try."""
+        capacity = self.bounds.capacity_bytes
+        if allocated_bytes > capacity:
+            self.count("refused_size")
+            return False
         if time.monotonic() < self._writes_off_until:
             self.count("refused_full")
             return False
         if not self._has_free(allocated_bytes):
             self.count("refused_min_free")
             return False
-        capacity = self.bounds.capacity
         if self.ledger.reserve(allocated_bytes, capacity):
             return True
-        if allocated_bytes <= capacity and self.ownership.held and self.ready.is_set():
+        if self._may_evict():
             self.evict_to(capacity - allocated_bytes)
             if self.ledger.reserve(allocated_bytes, capacity):
                 return True
@@ -141,9 +174,34 @@ class Keeper:
         """A write failed: give its bytes back; on a full disk leave writing alone for a while."""
         self.ledger.give_back(allocated_bytes)
         self.count(f"write_{reason}")
-        if reason in _REMOUNT_OR_FULL:
+        if reason in _FULL:
             self._writes_off_until = time.monotonic() + _FULL_PAUSE_S
             log.warning("disk %s: writing paused, %s", self.root, reason)
+
+    def _may_evict(self) -> bool:
+        return self.ownership.held and self.ready.is_set()
+
+    def _has_free(self, allocated_bytes: int) -> bool:
+        """Whether the file system keeps its minimum free after this write."""
+        for attempt in range(2):
+            now = time.monotonic()
+            if attempt or now - self._free_seen > _STATVFS_EVERY_S:
+                try:
+                    space = self.vfs.statvfs(self.root)
+                except OSError:
+                    return False
+                self._free_bytes = space.f_bavail * space.f_frsize
+                self._free_seen = now
+            short = self.bounds.min_free_bytes + allocated_bytes - self._free_bytes
+            if short <= 0:
+                # Counted down between two looks, so that a burst does not slip through.
+                self._free_bytes -= allocated_bytes
+                return True
+            if attempt == 0 and self._may_evict():
+                self.evict_to(self.ledger.resident_bytes - short)
+        return False
+
+    # ---- files come and go -----------------------------------------------------------------
 
     def publish(self, name: Name, temporary: str, reserved: int, allocated: int) -> str | None:
         """Give a wholly written file its name; say why that failed, or None."""
@@ -163,8 +221,8 @@ class Keeper:
             self.ledger.give_back(reserved - allocated + replaced)
         return None
 
-    def discard(self, name: Name, reason: str) -> int:
-        """Remove a chunk's file; return the bytes freed, -1 if it cannot be removed."""
+    def discard(self, name: Name, reason: str) -> bool:
+        """Remove a chunk's file; False if that is impossible."""
         path = self.path(name)
         freed = 0
         with self._publishing:
@@ -176,179 +234,94 @@ class Keeper:
             except OSError as error:
                 self.count("undeletable")
                 log.warning("disk: cannot remove %s: %s", path, error)
-                return -1
-            self.index.drop(name)
+                return False
+            self.left(name, reason)
         if freed:
             self.ledger.give_back(freed)
-        self.left(name, reason)
-        return freed
+        return True
 
     def left(self, name: Name, reason: str) -> None:
         """Note that a chunk is gone."""
-        self.index.drop(name)
+        known = self.index.drop(name)
         self.count(reason)
         number, key = split_name(name)
-        if number == 0:
+        if known and number == 0 and reason not in _SILENT:
             self._removals.append(Removal(key, reason))
 
     def evict_to(self, goal_bytes: int) -> None:
         """Evict until no more than ``goal_bytes`` are allocated, or nothing more can be evicted."""
         with self._evicting:
             while self.ledger.resident_bytes > goal_bytes:
-                victims = self.index.victims(1)
-                if not victims:
+                name = self._victim()
+                if name is None:
                     return
-                self.discard(victims[0], "evicted")
+                # An undeletable one is out of the order now: the next is tried, not this again.
+                self.discard(name, "evicted")
+
+    def _victim(self) -> Name | None:
+        """The next to leave; while others share the root, not one they used lately."""
+        for spared in range(_MAX_SPARED + 1):
+            taken = self.index.victims(1)
+            if not taken:
+                return None
+            name = taken[0]
+            if not self.others:
+                return name
+            try:
+                used_ns = self.vfs.lstat(self.path(name)).st_atime_ns
+            except OSError:
+                return name
+            # Its own order knows nothing of reads by others; access times do. Whatever was used
+            # in the younger half of the stored past gets a second chance.
+            if spared == _MAX_SPARED or used_ns <= (self.horizon_ns + time.time_ns()) // 2:
+                self.horizon_ns = max(self.horizon_ns, used_ns)
+                return name
+            self.index.spare(name)
+        return None
 
     def set_aside(self, name: Name, facts: os.stat_result | None, reason: str) -> None:
         """Take a damaged file out of every reader's sight, keeping a few for a look at them."""
         path = self.path(name)
         log.warning("disk: %s failed verification: %s", path, reason)
         self.count(reason)
+        kept = f"{self.root}/{QUARANTINE}/{time.time_ns()}-{os.path.basename(path)}"
+        moved = False
         with self._publishing:
             try:
                 if facts is not None and self.vfs.lstat(path).st_ino != facts.st_ino:
                     return  # replaced by a newer file meanwhile
-                kept = f"{self.root}/{QUARANTINE}/{time.time_ns()}-{os.path.basename(path)}"
                 self.vfs.rename(path, kept)
+                moved = True
+                self.left(name, "corrupt")
+            except FileNotFoundError:
+                moved = True  # another reader was faster
+                self.left(name, "corrupt")
             except OSError:
-                kept = ""
-        if not kept:
-            self.discard(name, "corrupt")
-            return
-        self.left(name, "corrupt")
-        self._trim_quarantine()
+                pass  # removed below, if that is possible
+        if moved:
+            self._trim_quarantine()
+        elif not self.discard(name, "corrupt"):
+            self.index.hide([name])
 
     def _trim_quarantine(self) -> None:
+        """Keep the newest few, and no more than a sixteenth of the capacity."""
         folder = f"{self.root}/{QUARANTINE}"
+        kept_bytes = 0
         try:
-            names = sorted(self.vfs.listdir(folder))
-            for old in names[: max(0, len(names) - self._quarantine)]:
-                freed = self._allocated(f"{folder}/{old}")
-                self.vfs.unlink(f"{folder}/{old}")
-                self.ledger.give_back(freed)
+            for number, file in enumerate(sorted(self.vfs.listdir(folder), reverse=True)):
+                allocated = self._allocated(f"{folder}/{file}")
+                kept_bytes += allocated
+                if (
+                    number >= self.bounds.quarantine_files
+                    or kept_bytes * 16 > self.bounds.capacity_bytes
+                ):
+                    self.vfs.unlink(f"{folder}/{file}")
+                    self.ledger.give_back(allocated)
         except OSError as error:
             log.warning("disk: cannot trim %s: %s", folder, error)
-
-    def _has_free(self, allocated_bytes: int) -> bool:
-        """Whether the file system keeps its minimum free after this write."""
-        for attempt in range(2):
-            now = time.monotonic()
-            if now - self._free_seen > _STATVFS_EVERY_S or attempt:
-                try:
-                    space = self.vfs.statvfs(self.root)
-                except OSError:
-                    return False
-                self._free_bytes = space.f_bavail * space.f_frsize
-                self._free_seen = now
-            short = self.bounds.min_free + allocated_bytes - self._free_bytes
-            if short <= 0:
-                self._free_bytes -= allocated_bytes
-                return True
-            if not (self.ownership.held and self.ready.is_set()):
-                continue
-            self.evict_to(self.ledger.resident_bytes - short)
-        return False
 
     def _allocated(self, path: str) -> int:
         try:
             return self.vfs.lstat(path).st_blocks * 512
         except FileNotFoundError:
             return 0
-
-    # ---- looking ---------------------------------------------------------------------------
-
-    def look(self, *, full: bool) -> None:
-        """Compare the index with the folders; a full look also sets the ledger right."""
-        if self.ownership.held:
-            self._follow_all()
-        changes = self.ledger.changes if self.ledger.refresh() is not None else None
-        total = 0
-        found: list[tuple[int, Name, int]] = []
-        suspects: set[tuple[int, str]] = set()
-        present: set[Name] = set()
-        for number, shard, names in self._listings(full=full):
-            suspects.add((number, shard))
-            present.update(names)
-            for name in names:
-                if not full and name in self.index:
-                    continue
-                try:
-                    facts = self.vfs.lstat(self.path(name))
-                except OSError:
-                    continue
-                total += facts.st_blocks * 512
-                found.append((facts.st_atime_ns, name, facts.st_blocks * 512))
-        found.sort()
-        self.index.found((name, size) for _, name, size in found)
-        self._forget_vanished(suspects, present)
-        if full and self.ownership.held:
-            self._settle(total, changes)
-
-    def _settle(self, chunk_bytes: int, changes: int | None) -> None:
-        try:
-            total = chunk_bytes + temporary_bytes(self.vfs, self.root)
-            folder = f"{self.root}/{QUARANTINE}"
-            for name in self.vfs.listdir(folder):
-                total += self._allocated(f"{folder}/{name}")
-        except OSError:
-            return
-        if not self.ledger.settle(total, changes) and self.ledger.refresh() is None:
-            self.ledger.settle(total)
-
-    def _follow_all(self) -> None:
-        with contextlib.suppress(OSError):
-            for entry in self.vfs.listdir(self.root):
-                if is_namespace(entry) and entry not in self.namespaces:
-                    self.namespaces.append(entry)
-
-    def _listings(self, *, full: bool) -> Iterator[tuple[int, str, list[Name]]]:
-        """Names in each shard folder, those unchanged since the last look left out unless full."""
-        for number in range(len(self.namespaces)):
-            for shard in SHARDS:
-                folder = f"{self.folder(number)}/{shard}"
-                try:
-                    mtime = self.vfs.lstat(folder).st_mtime_ns
-                    if not full and self._mtimes.get((number, shard)) == mtime:
-                        continue
-                    keys = map(key_of, self.vfs.listdir(folder))
-                    names = [name_of(number, key) for key in keys if key is not None]
-                except OSError:
-                    continue
-                # A folder changed within the clock's last tick may change again unseen.
-                settled = time.time_ns() - mtime > 1_000_000_000
-                self._mtimes[number, shard] = mtime if settled else -1
-                yield number, shard, names
-
-    def _forget_vanished(self, suspects: set[tuple[int, str]], present: set[Name]) -> None:
-        if not suspects:
-            return
-        for name in self.index.names():
-            if name in present:
-                continue
-            path = self.path(name)
-            shard = os.path.basename(os.path.dirname(path))
-            if (split_name(name)[0], shard) not in suspects:
-                continue
-            try:
-                self.vfs.lstat(path)
-            except FileNotFoundError:
-                self.left(name, "vanished")
-            except OSError:
-                continue
-
-    def clean(self) -> None:
-        """Remove what dead writers left."""
-        try:
-            self.others, freed = clean_up(self.vfs, self.root, self.writer.token)
-        except OSError as error:
-            log.warning("disk: cannot clean %s: %s", self.root, error)
-            return
-        if freed:
-            self.ledger.give_back(freed)
-
-    def close(self) -> None:
-        """Let go of everything; the housekeeping thread has ended."""
-        self.writer.close()
-        self.ownership.close()
-        self.ledger.close()

@@ -1,0 +1,116 @@
+"""The housekeeping thread of one disk backend: first look, eviction, polling, snapshots."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from kvoffload.backends.disk_keeper import Keeper
+from kvoffload.backends.disk_scan import Scanner
+from kvoffload.backends.disk_writers import clean_up
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+_ALONE_LOOK_S = 60.0
+"""Between looks when no other process writes: only people with a shell change anything then."""
+_SNAPSHOT_S = 60.0
+_LOOK_SHARE = 0.05
+"""Looking at the folders takes at most this part of the thread's time."""
+
+
+class House:
+    """Does in the background whatever no caller should wait for."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._scanner = Scanner(keeper)
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._settled = keeper.ready.is_set()
+        self._pause_s = _TICK_S
+        self._look_at = time.monotonic() + _TICK_S
+        self._save_at = time.monotonic() + _SNAPSHOT_S
+        self._saved_changes = keeper.ledger.changes
+        self._thread = threading.Thread(target=self._run, name="kvoffload-disk", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Something was written: there may be something to evict."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """Stop the thread; write down what a next start can use."""
+        self._stop.set()
+        self._wake.set()
+        self._thread.join()
+        self._keeper.record_use()
+        self._scanner.remember()
+
+    def _run(self) -> None:
+        self._guarded(self._clean)
+        if not self._keeper.ready.is_set():
+            self._guarded(self._scanner.recall)
+            self._guarded(self._first_look)
+            self._keeper.ready.set()
+        next_tick = 0.0
+        while not self._stop.is_set():
+            self._guarded(self._evict)
+            if (now := time.monotonic()) >= next_tick:
+                next_tick = now + _TICK_S
+                self._guarded(self._tick)
+            self._wake.wait(max(0.0, next_tick - time.monotonic()))
+            self._wake.clear()
+
+    def _guarded(self, step: Callable[[], object]) -> None:
+        """Run one step; a bug in it must not end the thread that keeps the folder bounded."""
+        try:
+            step()
+        except Exception:
+            self._keeper.count("housekeeping_failed")
+            log.exception("disk %s: housekeeping failed", self._keeper.root)
+
+    def _first_look(self) -> None:
+        self._settled = self._scanner.look(full=True)
+
+    def _evict(self) -> None:
+        keeper = self._keeper
+        if keeper.ownership.held and keeper.ledger.resident_bytes > keeper.bounds.high_bytes:
+            keeper.evict_to(keeper.bounds.low_bytes)
+
+    def _tick(self) -> None:
+        keeper = self._keeper
+        self._clean()
+        keeper.record_use()
+        keeper.ledger.refresh()
+        if not keeper.ownership.held and keeper.ownership.take():
+            # The last owner died or closed: its figures may be off and its index is gone.
+            self._settled = False
+            self._look_at = 0.0
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look()
+        if now >= self._save_at and keeper.ledger.changes != self._saved_changes:
+            self._saved_changes = keeper.ledger.changes
+            self._save_at = now + _SNAPSHOT_S
+            self._scanner.remember()
+
+    def _look(self) -> None:
+        began = time.monotonic()
+        settled = self._scanner.look(full=not self._settled)
+        took = time.monotonic() - began
+        if settled or self._settled:
+            self._pause_s = _TICK_S
+        else:
+            self._pause_s = min(_ALONE_LOOK_S, self._pause_s * 2)
+        self._settled = self._settled or settled
+        alone = self._settled and not self._keeper.others
+        pause_s = _ALONE_LOOK_S if alone else max(self._pause_s, took / _LOOK_SHARE)
+        self._look_at = time.monotonic() + pause_s
+
+    def _clean(self) -> None:
+        """Remove what dead writers left, and see how many live."""
+        keeper = self._keeper
+        keeper.others, freed = clean_up(keeper.vfs, keeper.root, keeper.writer.token)
+        if freed:
+            keeper.ledger.give_back(freed)

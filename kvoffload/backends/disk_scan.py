@@ -1,0 +1,137 @@
+"""Looking at the folders: what is there, what others wrote, what has vanished."""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+
+from kvoffload.backends.disk_index import Name, name_of, split_name
+from kvoffload.backends.disk_keeper import Keeper
+from kvoffload.backends.disk_layout import QUARANTINE, SHARDS, SNAPSHOT, is_namespace, key_of
+from kvoffload.backends.disk_snapshot import load, save
+from kvoffload.backends.disk_writers import temporary_bytes
+
+log = logging.getLogger(__name__)
+
+_MAX_NAMESPACES = 1 << 16
+_CLOCK_STEP_NS = 1_000_000_000
+"""More than any file system's resolution of modification times."""
+
+
+class Scanner:
+    """Keeps a keeper's index in agreement with the folders. Used by the housekeeping thread."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._mtimes: dict[tuple[int, str], int] = {}
+
+    def recall(self) -> None:
+        """Believe the snapshot, until a look at the folders."""
+        path = f"{self._keeper.folder(0)}/{SNAPSHOT}"
+        sizes = load(self._keeper.vfs, path)
+        self._keeper.index.found((name_of(0, key), allocated) for key, allocated in sizes)
+
+    def remember(self) -> None:
+        """Write the snapshot for the next start."""
+        keeper = self._keeper
+        everything = keeper.index.sizes()
+        split = ((*split_name(name), allocated) for name, allocated in everything)
+        sizes = [(key, allocated) for number, key, allocated in split if number == 0]
+        try:
+            save(keeper.vfs, f"{keeper.folder(0)}/{SNAPSHOT}", keeper.writer.temporary(), sizes)
+        except OSError as error:
+            keeper.count("snapshot_failed")
+            log.warning("disk %s: no snapshot: %s", keeper.root, error)
+
+    def look(self, *, full: bool) -> bool:
+        """Compare the index with the folders.
+
+        A full look takes in every file with its size and age. The owner's also sets the ledger
+        right; False says that others were writing meanwhile and it has to be repeated for that.
+        """
+        keeper = self._keeper
+        if keeper.ownership.held:
+            self._follow_all()
+        undisturbed = keeper.ledger.changes if keeper.ledger.refresh() is not None else None
+        found: list[tuple[int, Name, int]] = []
+        looked_at: set[tuple[int, str]] = set()
+        present: set[Name] = set()
+        for number, shard, names in self._listings(full=full):
+            looked_at.add((number, shard))
+            present.update(names)
+            for name in names:
+                if not full and name in keeper.index:
+                    continue
+                with contextlib.suppress(OSError):
+                    facts = keeper.vfs.lstat(keeper.path(name))
+                    found.append((facts.st_atime_ns, name, facts.st_blocks * 512))
+        found.sort()
+        keeper.index.found((name, allocated) for _, name, allocated in found)
+        self._forget_vanished(None if full else looked_at, present)
+        if not (full and keeper.ownership.held):
+            return True
+        keeper.horizon_ns = found[0][0] if found else time.time_ns()
+        return self._settle(sum(allocated for _, _, allocated in found), undisturbed)
+
+    def _settle(self, chunk_bytes: int, undisturbed: int | None) -> bool:
+        """Set the ledger to what was found; while others write, only upwards."""
+        keeper = self._keeper
+        folder = f"{keeper.root}/{QUARANTINE}"
+        total = chunk_bytes
+        try:
+            total += temporary_bytes(keeper.vfs, keeper.root)
+            for file in keeper.vfs.listdir(folder):
+                total += keeper.vfs.lstat(f"{folder}/{file}").st_blocks * 512
+        except OSError:
+            return False
+        if undisturbed is not None and keeper.ledger.settle(total, undisturbed):
+            return True
+        resident = keeper.ledger.refresh()
+        if resident is None or resident < total:
+            keeper.ledger.settle(total)
+        return False
+
+    def _follow_all(self) -> None:
+        """The owner evicts in every namespace, so it has to know them all."""
+        keeper = self._keeper
+        with contextlib.suppress(OSError):
+            entries = filter(is_namespace, keeper.vfs.listdir(keeper.root))
+            new = [entry for entry in entries if entry not in keeper.namespaces]
+            keeper.namespaces += new[: _MAX_NAMESPACES - len(keeper.namespaces)]
+
+    def _listings(self, *, full: bool) -> Iterator[tuple[int, str, list[Name]]]:
+        """Names in each shard folder, those unchanged since the last look left out unless full."""
+        vfs = self._keeper.vfs
+        for number in range(len(self._keeper.namespaces)):
+            for shard in SHARDS:
+                folder = f"{self._keeper.folder(number)}/{shard}"
+                try:
+                    mtime_ns = vfs.lstat(folder).st_mtime_ns
+                    if not full and self._mtimes.get((number, shard)) == mtime_ns:
+                        continue
+                    keys = map(key_of, vfs.listdir(folder))
+                    names = [name_of(number, key) for key in keys if key is not None]
+                except OSError:
+                    continue
+                # Within one step of the clock a folder may change again and look the same.
+                settled = time.time_ns() - mtime_ns > _CLOCK_STEP_NS
+                self._mtimes[number, shard] = mtime_ns if settled else -1
+                yield number, shard, names
+
+    def _forget_vanished(self, shards: set[tuple[int, str]] | None, present: set[Name]) -> None:
+        """Drop names whose file is gone, in these shards (None: in all)."""
+        keeper = self._keeper
+        for name, _ in keeper.index.sizes() if shards is None or shards else ():
+            if name in present:
+                continue
+            path = keeper.path(name)
+            place = split_name(name)[0], os.path.basename(os.path.dirname(path))
+            if shards is not None and place not in shards:
+                continue
+            try:
+                keeper.vfs.lstat(path)  # it may have been published since the folder was listed
+            except FileNotFoundError:
+                keeper.left(name, "vanished")
+            except OSError:
+                continue

@@ -1,0 +1,244 @@
+"""The conformance suite of eviction policies, for authors of plug-ins.
+
+Inherit it in a test file; pytest does the rest::
+
+    class TestMyPolicy(PolicySuite):
+        def make(self, capacity):
+            return MyPolicy(capacity)
+
+Work is counted in executed bytecodes and key comparisons, never timed, so that the suite answers
+the same on a busy machine.
+"""
+
+import random
+import sys
+import tracemalloc
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+from kvoffload.offload.policies.base import Policy
+
+__all__ = ["PolicySuite", "work"]
+
+
+class _Key(bytes):
+    """A key that counts how often it is hashed and compared."""
+
+    operations = 0
+
+    def __hash__(self) -> int:
+        _Key.operations += 1
+        return super().__hash__()
+
+    def __eq__(self, other: object) -> bool:
+        _Key.operations += 1
+        return super().__eq__(other)
+
+    def __lt__(self, other: bytes) -> bool:
+        _Key.operations += 1
+        return super().__lt__(other)
+
+
+def _key(number: int) -> bytes:
+    return _Key(number.to_bytes(32, "big") + bytes(4))
+
+
+def _keys(numbers: Iterable[int]) -> list[bytes]:
+    return [_key(number) for number in numbers]
+
+
+def work(action: Callable[[], object]) -> int:
+    """Run ``action`` and return its cost: bytecodes executed plus keys hashed and compared."""
+    executed = 0
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal executed
+        frame.f_trace_opcodes = True
+        executed += event == "opcode"
+        return trace
+
+    before, outer = _Key.operations, sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(outer)
+    return executed + _Key.operations - before
+
+
+def _use(policy: Policy, capacity: int, key: bytes) -> None:
+    """One request for one key: what a store does on a hit, or on a miss."""
+    policy.touch(key)
+    if key not in policy:
+        if len(policy) >= capacity:
+            policy.victims(1)
+        policy.add(key)
+
+
+def _filled(policy: Policy, capacity: int, rng: random.Random) -> Policy:
+    """Use more keys than fit, a part of them often."""
+    for number in range(3 * capacity):
+        _use(policy, capacity, _key(number))
+        _use(policy, capacity, _key(rng.randrange(capacity)))
+    return policy
+
+
+def _fill_up(policy: Policy, capacity: int) -> None:
+    """Add new keys until the store is full."""
+    number = 10**9
+    while len(policy) < capacity:
+        policy.add(_key(number))
+        number += 1
+
+
+class PolicySuite(ABC):
+    """What every policy must do whatever its taste. Override :meth:`make`."""
+
+    @abstractmethod
+    def make(self, capacity: int) -> Policy:
+        """Make a policy for a store of ``capacity`` entries."""
+
+    def test_no_key_is_lost_or_duplicated_whatever_the_calls(self) -> None:
+        """A random walk against a plain set."""
+        for seed in range(30):
+            rng = random.Random(seed)
+            capacity = rng.choice([1, 2, 3, 10, 40])
+            policy = self.make(capacity)
+            order: set[bytes] = set()
+            for _ in range(600):
+                key = _key(rng.randrange(3 * capacity))
+                deed = rng.choice(["add", "add", "touch", "touch", "remove", "victims"])
+                if deed == "add" and (key in order or len(order) < capacity):
+                    policy.add(key)
+                    order.add(key)
+                elif deed == "touch":
+                    policy.touch(key)
+                elif deed == "remove":
+                    policy.remove(key)
+                    order.discard(key)
+                elif deed == "victims":
+                    count = rng.randrange(4)
+                    taken = policy.victims(count)
+                    assert len(taken) == len(set(taken)) == min(count, len(order))
+                    assert order.issuperset(taken), "only keys of the order may leave"
+                    order.difference_update(taken)
+                assert len(policy) == len(order)
+                assert (key in policy) == (key in order)
+            assert set(policy.victims(capacity)) == order
+            assert len(policy) == 0
+
+    def test_victims_stop_at_what_there_is(self) -> None:
+        """Asking for more than the order holds returns all of it."""
+        policy = self.make(4)
+        assert list(policy.victims(3)) == []
+        policy.add(_key(1))
+        assert list(policy.victims(0)) == []
+        assert list(policy.victims(3)) == [_key(1)]
+        assert list(policy.victims(3)) == []
+
+    def test_a_pinned_key_is_no_victim_and_comes_back(self) -> None:
+        """``remove`` protects a key until ``add``, however much is evicted meanwhile."""
+        policy = self.make(8)
+        for key in _keys(range(8)):
+            policy.add(key)
+        policy.remove(_key(3))
+        policy.touch(_key(3))
+        assert _key(3) not in policy
+        for number in range(100, 140):
+            policy.touch(_key(number))
+            if len(policy) >= 7:
+                assert policy.victims(1) != [_key(3)]
+            policy.add(_key(number))
+        policy.victims(1)
+        policy.add(_key(3))
+        assert _key(3) in policy
+        assert _key(3) in policy.victims(8)
+
+    def test_adding_a_key_twice_keeps_it_once(self) -> None:
+        """A second ``add`` is no second entry."""
+        policy = self.make(4)
+        for key in _keys([1, 2, 1, 1]):
+            policy.add(key)
+        assert len(policy) == 2
+        assert sorted(policy.victims(4)) == _keys([1, 2])
+
+    def test_touching_and_removing_an_unknown_key_adds_nothing(self) -> None:
+        """Callers need not know what is idle."""
+        policy = self.make(4)
+        policy.touch(_key(1))
+        policy.remove(_key(2))
+        assert len(policy) == 0
+        assert _key(1) not in policy
+        assert _key(2) not in policy
+
+    def test_the_tail_of_a_prefix_leaves_before_its_head(self) -> None:
+        """Of a prompt used tail first the tail is given up first."""
+        policy = self.make(64)
+        prompts = [_keys(range(100 * p, 100 * p + 8)) for p in range(8)]
+        for prompt in prompts:
+            for key in reversed(prompt):
+                _use(policy, 64, key)
+        for prompt in prompts[::2]:
+            for key in reversed(prompt):
+                _use(policy, 64, key)
+        gone = list(policy.victims(64))
+        for prompt in prompts:
+            assert [key for key in gone if key in prompt] == prompt[::-1]
+
+    def test_the_same_calls_bring_the_same_victims(self) -> None:
+        """Neither time nor chance decides, and ``clear`` makes a policy as good as new."""
+        policies = [self.make(50), self.make(50), _filled(self.make(50), 50, random.Random(1))]
+        policies[2].clear()
+        assert len(policies[2]) == 0
+        orders = [_filled(policy, 50, random.Random(2)).victims(50) for policy in policies]
+        assert list(orders[0]) == list(orders[1]) == list(orders[2])
+
+    def test_work_does_not_grow_with_the_number_of_residents(self) -> None:
+        """Sixteen times the residents: a use and an eviction cost about the same."""
+        costs = []
+        for capacity in (256, 4096):
+            policy = _filled(self.make(capacity), capacity, random.Random(3))
+            uses = _keys(range(capacity - 100, capacity + 100))
+
+            def act(policy: Policy = policy, cap: int = capacity, keys: Any = uses) -> None:
+                for key in keys:
+                    _use(policy, cap, key)
+
+            costs.append(work(act))
+        assert costs[1] < 2.5 * costs[0] + 2000, f"work grew from {costs[0]} to {costs[1]}"
+
+    def test_pinned_keys_cost_nothing(self) -> None:
+        """Evicting one key is as cheap with most keys pinned as with none."""
+        capacity, costs = 2000, []
+        for pinned in (0, 1800):
+            policy = self.make(capacity)
+            _fill_up(policy, capacity)
+            for number in range(10**9, 10**9 + pinned):
+                policy.remove(_key(number))
+
+            def act(policy: Policy = policy) -> None:
+                for number in range(100):
+                    policy.victims(1)
+                    policy.add(_key(number))
+
+            costs.append(work(act))
+        assert costs[1] < 1.5 * costs[0] + 500, f"work grew from {costs[0]} to {costs[1]}"
+
+    def test_memory_is_bounded_by_the_capacity(self) -> None:
+        """History of evicted and removed keys does not grow for ever."""
+        capacity = 100
+        policy = self.make(capacity)
+        held = []
+        tracemalloc.start()
+        try:
+            for number in range(8000):
+                _use(policy, capacity, _key(number))
+                if number % 3 == 0:
+                    policy.remove(_key(number))
+                if number in (3999, 7999):
+                    held.append(tracemalloc.get_traced_memory()[0])
+        finally:
+            tracemalloc.stop()
+        assert held[1] < 1.3 * held[0] + 4096, f"memory grew from {held[0]} to {held[1]} bytes"
