@@ -52,4 +52,10 @@ def open_backend(
         ConfigError: unknown type, unknown or bad option, or a root that cannot be used.
     """
     factory: BackendFactory = load(BACKENDS, type, f"{where}type")
-    return factory(convert(options, factory.Options, where), namespace)
+    settings = convert(options, factory.Options, where)
+    try:
+        return factory(settings, namespace)
+    except ConfigError as error:
+        if error.field.startswith(where):
+            raise
+        raise ConfigError(f"{where}{error.field}", error.value, error.remedy) from error

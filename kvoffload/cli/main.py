@@ -6,7 +6,9 @@ Exit codes: 0 done; 1 the command found something wrong (it says what); 2 wrong 
 import sys
 from importlib import import_module
 
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "bench": "Measure, each row beside the limit taken in the same run.",
+}
 """Command → one-line help. The module ``kvoffload.cli.<command>`` has ``app`` or ``command``."""
 
 

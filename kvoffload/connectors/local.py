@@ -87,6 +87,8 @@ class _RequestState:
     next_store: int = 0
     """First chunk not offered for storing yet."""
     loading: bool = False
+    counted: bool = False
+    """Whether the request counted as a use of its chunks."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,7 @@ class LocalConnector:
         first, per_chunk = state.first_block, self._per_chunk
         end = first + num_external_tokens // self.block_size
         first_chunk = first // per_chunk
+        self._count_use(request, state)
         keys = state.keys[first_chunk : -(-end // per_chunk)]
         source = self._manager.prepare_load(keys, self._context(request))
         keys = keys[: len(source.host_slots)]
@@ -287,6 +290,7 @@ class LocalConnector:
         num_chunks = num_computed_tokens // self.block_size // self._per_chunk
         if num_chunks <= state.next_store:
             return
+        self._count_use(request, state)
         keys = self._chunk_keys(request, state)[state.next_store : num_chunks]
         context = self._context(request)
         output = self._manager.prepare_store(keys, context)
@@ -316,7 +320,7 @@ class LocalConnector:
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return False
-        self._manager.touch(state.keys, self._context(request))
+        self._manager.retire(state.keys, self._context(request))
         return state.loading
 
     # ---- the rest of an engine's life ----
@@ -382,6 +386,12 @@ class LocalConnector:
 
     def _context(self, request: OffloadRequest) -> ReqContext:
         return ReqContext(request.request_id, getattr(request, "kv_transfer_params", None))
+
+    def _count_use(self, request: OffloadRequest, state: _RequestState) -> None:
+        if not state.counted:
+            state.counted = True
+            keys = self._chunk_keys(request, state)
+            self._manager.touch(keys, self._context(request))
 
     def _chunk_keys(self, request: OffloadRequest, state: _RequestState) -> list[OffloadKey]:
         """Return the keys of all full chunks: each named by the hash of its last block."""

@@ -198,7 +198,19 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-        """Mark chunks of one prompt, head to tail, as used: the tail will leave first."""
+        """Count one use of each chunk of a prompt, given from head to tail.
+
+        Call it once a request, before room is made for it; keys that are not here teach policies
+        with a memory of what they evicted.
+        """
+
+    @abstractmethod
+    def retire(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        """The request with these chunks, head to tail, ended: of them the tail is to leave first.
+
+        Chunks of a long prompt are stored over many steps, heads before tails; left so, the heads
+        would leave first and make the tails useless. This is no further use.
+        """
 
     @abstractmethod
     def take_transfers(self) -> list[Transfer]:

@@ -305,6 +305,14 @@ class TieredOffloadingManager(OffloadingManager):
         for key in reversed(keys):
             self._host.policy.touch(key)
 
+    def retire(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        """See :meth:`OffloadingManager.retire`."""
+        policy = self._host.policy
+        for key in reversed(keys):
+            if key in policy:
+                policy.remove(key)
+                policy.add(key)
+
     # ---- write-through ----
 
     def _write_through(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:

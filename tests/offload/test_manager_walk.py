@@ -306,8 +306,10 @@ def random_steps(walk, rng, steps):
                     walk.reset()
                 elif a < 40:
                     walk.tier_answers(a, rng.choice([True, True, False, None]))
-                else:
+                elif a < 70:
                     walk.manager.touch(KEYS[prompt])
+                else:
+                    walk.manager.retire(KEYS[prompt])
         walk.check()
 
 

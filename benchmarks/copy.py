@@ -1,0 +1,72 @@
+"""Slab ↔ KV cache tensors (on a CPU here), against one memcpy of the same bytes in the same run.
+
+``kvoffload bench copy``. Two cache shapes: pages of 64 KiB, as large models have per layer, and of
+4 KiB; blocks lie scattered, as they do after some hours of serving, or in one run, as at the start.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.harness import Row, best_of, report, row
+from kvoffload.core.canonical import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
+from kvoffload.core.transfers import GPULoadStoreSpec
+from kvoffload.transfer.copier import CpuCopier
+from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.slab import Slab
+
+TOTAL_BYTES = 256 << 20
+BLOCKS_PER_CHUNK = 4
+
+
+def run() -> dict[str, Any]:
+    """Measure every shape in both directions."""
+    rows = [
+        measured
+        for page_bytes, num_tensors in ((64 << 10, 64), (4 << 10, 64))
+        for scattered in (False, True)
+        for measured in _case(page_bytes, num_tensors, scattered)
+    ]
+    return report("copy", rows)
+
+
+def _case(page_bytes: int, num_tensors: int, scattered: bool) -> list[Row]:
+    num_blocks = TOTAL_BYTES // page_bytes // num_tensors
+    tensors = [
+        torch.ones((2 * num_blocks, page_bytes), dtype=torch.int8) for _ in range(num_tensors)
+    ]
+    caches = CanonicalKVCaches(
+        tuple(CanonicalKVCacheTensor(tensor, page_bytes) for tensor in tensors),
+        (tuple(CanonicalKVCacheRef(i, page_bytes) for i in range(num_tensors)),),
+    )
+    layout = ChunkLayout(caches, BLOCKS_PER_CHUNK)
+    num_chunks = num_blocks // BLOCKS_PER_CHUNK
+    slab = Slab(num_chunks, layout.slot_bytes)
+    slab.rows[:] = 2  # touched, so that no page fault is measured
+    order = np.random.default_rng(0).permutation(2 * num_blocks)
+    ids = order[:num_blocks] if scattered else np.arange(num_blocks)
+    moves = layout.moves(GPULoadStoreSpec(ids), list(range(num_chunks)))
+    copier = CpuCopier(caches, slab, layout)
+    plain = np.ones(TOTAL_BYTES, np.int8)
+
+    def memcpy() -> None:
+        np.copyto(slab.rows.reshape(-1), plain)
+
+    def copy(to_host: bool) -> None:
+        copier.launch(moves, to_host, copier.record_fence()).wait()
+
+    try:
+        limit_s, store_s, load_s = best_of(memcpy, lambda: copy(True), lambda: copy(False))
+    finally:
+        copier.close()
+    shape = f"{page_bytes >> 10} KiB pages, {'scattered' if scattered else 'consecutive'} blocks"
+    gigabytes = TOTAL_BYTES / 1e9
+    return [
+        row(f"{what}, {shape}", gigabytes / took_s, "GB/s", gigabytes / limit_s, "memcpy")
+        for what, took_s in (("store", store_s), ("load", load_s))
+    ]

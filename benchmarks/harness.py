@@ -1,0 +1,57 @@
+"""What benchmarks share: naming the machine, taking turns, and the shape of a row."""
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def machine() -> str:
+    """Processor, cores and Python, as a table's title names them."""
+    processor = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                processor = line.split(":", 1)[1].strip()
+                break
+    except OSError:
+        pass
+    return f"{processor}, {os.cpu_count()} cores, Python {platform.python_version()}"
+
+
+def best_of(*sides: Callable[[], object], rounds: int = 7) -> list[float]:
+    """Let the sides take turns; return each one's best time in seconds.
+
+    Taking turns makes a disturbance by other work on the machine hit all sides alike.
+    """
+    best = [float("inf")] * len(sides)
+    for _ in range(rounds):
+        for i, side in enumerate(sides):
+            started = time.perf_counter()
+            side()
+            best[i] = min(best[i], time.perf_counter() - started)
+    return best
+
+
+def row(
+    case: str, value: float, unit: str, limit: float | None = None, limit_name: str | None = None
+) -> Row:
+    """One measurement; the ratio is value to limit."""
+    ratio = value / limit if limit else None
+    return {
+        "case": case,
+        "value": value,
+        "unit": unit,
+        "limit": limit,
+        "limit_name": limit_name,
+        "ratio": ratio,
+    }
+
+
+def report(bench: str, rows: list[Row]) -> dict[str, Any]:
+    """What ``run()`` returns."""
+    return {"bench": bench, "machine": machine(), "rows": rows}

@@ -1,0 +1,51 @@
+"""``kvoffload bench NAME``: measurements, each beside the limit measured in the same run."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvoffload.cli.checkout import benchmark, benchmark_names
+
+NEED_MORE = ("vllm",)
+"""Benches that need an engine installed; ``all`` leaves them out."""
+
+
+def command(
+    name: Annotated[str, typer.Argument(help="copy, e2e, core, manager, disk, redis...; or all.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a bench.")] = False,
+) -> None:
+    """Measure; each row shows a limit taken in the same run (physical, or a peer's) and the ratio.
+
+    Exit codes: 0 done, 2 no such bench.
+    """
+    names = benchmark_names()
+    if name != "all" and name not in names:
+        raise typer.BadParameter(f"{name!r}: must be one of {', '.join(names)}, or all")
+    for each in [n for n in names if n not in NEED_MORE] if name == "all" else [name]:
+        report = benchmark(each).run()
+        if as_json:
+            print(json.dumps(report))
+        else:
+            show(report)
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print a report as a table."""
+    table = Table(title=f"{report['bench']} on {report['machine']}")
+    table.add_column("case")
+    for title in ("value", "limit", "ratio"):
+        table.add_column(title, justify="right")
+    table.add_column("limit is")
+    for row in report["rows"]:
+        limit, ratio = row["limit"], row["ratio"]
+        table.add_row(
+            row["case"],
+            f"{row['value']:.4g} {row['unit']}",
+            "" if limit is None else f"{limit:.4g} {row['unit']}",
+            "" if ratio is None else f"{ratio:.2f}",
+            row["limit_name"] or "",
+        )
+    Console().print(table)
