@@ -1,0 +1,85 @@
+"""The examples work, and so does every code block of the documents."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md")])
+FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(language):
+    found = []
+    for document in DOCUMENTS:
+        for i, (info, code) in enumerate(FENCE.findall(document.read_text())):
+            if info.split(":")[0].split()[:1] == [language] and "not run" not in info:
+                found.append(pytest.param(code, id=f"{document.relative_to(ROOT)}-{i}"))
+    return found
+
+
+def run_python(code, folder, **env):
+    result = subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning", "-c", code],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, **env},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_blocks_of_the_documents_run(code, tmp_path):
+    run_python(code, tmp_path)
+
+
+@pytest.mark.parametrize("code", blocks("sh"))
+def test_commands_in_the_documents_exist(code):
+    from kvoffload.cli.main import COMMANDS
+
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for line in code.splitlines():
+        if match := re.match(r"\s*kvoffload ([a-z]+)", line):
+            assert match[1] in COMMANDS, line
+        if match := re.match(r"\s*make ([a-z-]+)", line):
+            assert match[1] in targets, line
+
+
+@pytest.mark.parametrize("code", blocks("json"))
+def test_json_blocks_are_json(code):
+    import json
+
+    json.loads(code)
+
+
+def test_every_relative_link_leads_somewhere():
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
+            if "://" not in target and not target.startswith("mailto:"):
+                assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_the_quickstart_runs(tmp_path):
+    out = run_python((ROOT / "examples/quickstart.py").read_text(), tmp_path)
+    assert "restored bytes are identical: True" in out
+
+
+def test_a_third_party_backend_passes_the_suite_it_inherits(tmp_path):
+    plugin = ROOT / "examples/backend_plugin"
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"],
+        cwd=plugin,
+        env={**os.environ, "PYTHONPATH": str(plugin)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stdout
+    assert " passed" in result.stdout
