@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvoffload.testing.backends import BackendSuite, PersistentBackendSuite, payload_of
     from kvoffload.testing.faults import FaultyBackend, Plan
+    from kvoffload.testing.policies import PolicySuite
 
 _HOMES = {
     "BackendSuite": "kvoffload.testing.backends",
@@ -16,9 +17,17 @@ _HOMES = {
     "payload_of": "kvoffload.testing.backends",
     "FaultyBackend": "kvoffload.testing.faults",
     "Plan": "kvoffload.testing.faults",
+    "PolicySuite": "kvoffload.testing.policies",
 }
 
-__all__ = ["BackendSuite", "FaultyBackend", "PersistentBackendSuite", "Plan", "payload_of"]
+__all__ = [
+    "BackendSuite",
+    "FaultyBackend",
+    "PersistentBackendSuite",
+    "Plan",
+    "PolicySuite",
+    "payload_of",
+]
 
 
 def __getattr__(name: str) -> Any:

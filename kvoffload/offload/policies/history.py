@@ -1,0 +1,79 @@
+"""What policies remember of keys that are not in the order, in bounded memory."""
+
+from array import array
+from collections import OrderedDict
+from random import Random
+from typing import TypeVar
+
+Note = TypeVar("Note")
+
+
+class Away(OrderedDict[bytes, Note]):
+    """Notes on keys taken out of the order, most of them pinned and soon to be back.
+
+    A key may also be gone for good without anybody saying so; therefore the oldest notes are
+    dropped beyond ``limit``.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def keep(self, key: bytes, note: Note) -> None:
+        """Remember a key's note until it comes back."""
+        self[key] = note
+        if len(self) > self.limit:
+            self.popitem(last=False)
+
+
+_rng = Random(0)
+_MASKS = tuple(
+    tuple(sum(1 << bit for bit in _rng.sample(range(64), 3)) for _ in range(4096)) for _ in range(2)
+)
+"""Three bits of a word for "seen once", three others for "seen again"; picked by checksum."""
+
+
+class SeenFilter:
+    """How often evicted keys had been seen, in about two bytes a key instead of the key itself.
+
+    Two generations of a Bloom filter whose bits for one key lie in one 64-bit word. When the
+    younger generation is full the older one is dropped, so the last ``keys`` to ``2 * keys`` noted
+    keys are remembered, all of them: forgetting keys here and there would tear holes into prefixes.
+    About one unknown key in a hundred is taken for known, which misplaces it in the order, nothing
+    else.
+    """
+
+    def __init__(self, keys: int) -> None:
+        self._keys = max(1, keys)
+        self._words = self._keys // 3 + 1
+        self._noted = 0
+        self._young, self._old = self._empty(), self._empty()
+
+    def note(self, checksum: int, again: bool) -> None:
+        """Remember that the key with this checksum had been seen: once, or ``again``."""
+        high, at = divmod(checksum, self._words)
+        mask = _MASKS[0][high & 4095]
+        if again:
+            mask |= _MASKS[1][high & 4095]
+        self._young[at] |= mask
+        self._noted += 1
+        if self._noted == self._keys:
+            self._old, self._young = self._young, self._empty()
+            self._noted = 0
+
+    def recall(self, checksum: int) -> int:
+        """Return how often the key with this checksum had been seen: 0, 1, or 2 for more often."""
+        high, at = divmod(checksum, self._words)
+        once, again = _MASKS[0][high & 4095], _MASKS[1][high & 4095]
+        young, old = self._young[at], self._old[at]
+        if not (young & once == once or old & once == once):
+            return 0
+        return 2 if young & again == again or old & again == again else 1
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        self._noted = 0
+        self._young, self._old = self._empty(), self._empty()
+
+    def _empty(self) -> "array[int]":
+        return array("Q", bytes(8 * self._words))

@@ -1,0 +1,1 @@
+"""Eviction policies against request traces: which policy, how much memory, what hit rate."""
