@@ -68,7 +68,8 @@ def random_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
         elif len(shape) == 1:
             state[name] = 0.1 * values
         elif "embed_tokens" in name:
-            state[name] = values
+            # Small beside what attention adds: a token's own embedding must not drown its context.
+            state[name] = 0.3 * values
         else:
             gain = next((gain for part, gain in gains.items() if part in name), 1.0)
             state[name] = values * (gain / math.sqrt(shape[1]))
