@@ -1,7 +1,7 @@
 """The GPU blocks of a cache: who holds them, who may be reused next, and what can be found in them.
 
 A block is a number. What is known of it lies in arrays, not in objects, so that a prompt's
-thousands of blocks are handled by a few bulk operations. The arrays are shared by two views:
+thousands of blocks are handled by a few bulk operations. The arrays are seen in two ways:
 ``array`` for one element at a time, numpy for many.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.core.block_index import FEW, BlockIndex, Ints
 from kvoffload.core.free_queue import FreeBlockQueue
 from kvoffload.core.stats import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from kvoffload.errors import InsufficientMemoryError, UsageError
@@ -21,11 +21,8 @@ from kvoffload.errors import InsufficientMemoryError, UsageError
 NULL_BLOCK = 0
 """Stands in block tables for a block that is not needed (any more); never given out."""
 
-_FEW = 12
-"""Up to so many blocks a Python loop beats numpy's cost of a call."""
 
-Resident = dict[bytes, int]
-"""Hash → block, for one group. Of several blocks with one hash, the one cached first."""
+_CACHED_ALREADY = "a block to register is cached already; forget it first"
 
 
 class BlockPool:
@@ -39,6 +36,12 @@ class BlockPool:
         num_blocks: including the null block.
         num_groups: KV cache groups that use the blocks; a block belongs to one at a time.
         enable_events: record what becomes findable and what ceases to be.
+
+    Attributes:
+        index: what can be found; read only for others.
+        num_registrations: grows with each :meth:`register`: a lookup might find more than before.
+        num_losses: grows when a block someone watches is forgotten: a lookup might find less.
+        num_moves: grows whenever blocks are taken, adopted or released.
     """
 
     def __init__(self, num_blocks: int, num_groups: int = 1, enable_events: bool = False) -> None:
@@ -47,17 +50,17 @@ class BlockPool:
                 f"num_blocks = {num_blocks}: block 0 is reserved, so at least 2 are needed"
             )
         self.num_blocks = num_blocks
-        self.resident: list[Resident] = [{} for _ in range(num_groups)]
-        self.version = 0
-        """Changes whenever a lookup might answer differently than before."""
+        self.index = BlockIndex(num_blocks)
         self.free_queue = FreeBlockQueue(num_blocks)
+        self.num_registrations = self.num_losses = self.num_moves = 0
         self._ref = array("i", bytes(4 * num_blocks))
-        self._refs: npt.NDArray[np.int32] = np.frombuffer(self._ref, dtype=np.int32)
-        self._hash_of: list[bytes | None] = [None] * num_blocks
-        self._group_of = array("H", bytes(2 * num_blocks))
-        self._copies: dict[tuple[int, bytes], list[int]] = {}
-        """Blocks beyond the first with the same group and hash: rare, so kept aside."""
+        self._refs: Ints = np.frombuffer(self._ref, dtype=np.int32)
         self._ref[NULL_BLOCK] = 1
+        self._cached = bytearray(num_blocks)
+        self._cacheds: npt.NDArray[np.bool_] = np.frombuffer(self._cached, dtype=np.bool_)
+        self._watched: npt.NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
+        self._copies: dict[tuple[int, bytes], list[int]] = {}
+        """Blocks with the same group and hash as one in the index: rare, so kept aside."""
         self._events: list[KVCacheEvent] | None = [] if enable_events else None
         self._removed: list[list[bytes]] = [[] for _ in range(num_groups)]
 
@@ -80,37 +83,30 @@ class BlockPool:
         Raises:
             InsufficientMemoryError: fewer are free; nothing is taken. Plan first.
         """
-        blocks = self.free_queue.pop(count)
-        if len(blocks) <= _FEW:
-            ref = self._ref
-            for block in blocks:
-                ref[block] = 1
-        else:
-            self._refs[blocks] = 1
-        hash_of = self._hash_of
-        self._forget([block for block in blocks if hash_of[block] is not None])
+        self.num_moves += 1
+        if count > FEW:
+            ids = self.free_queue.pop(count)
+            self._refs[ids] = 1
+            self._forget(ids[self._cacheds[ids]])
+            taken: list[int] = ids.tolist()
+            return taken
+        blocks = self.free_queue.pop_few(count)
+        for block in blocks:
+            self._ref[block] = 1
+            if self._cached[block]:
+                self._forget(np.array([block], dtype=np.int32))
         return blocks
 
-    def num_idle(self, blocks: Sequence[int]) -> int:
+    def num_idle(self, blocks: Ints) -> int:
         """Count the blocks among these that nobody holds: adopting them uses up free blocks."""
-        if len(blocks) <= _FEW:
-            ref = self._ref
-            return sum(not ref[block] for block in blocks)
-        return len(blocks) - int(np.count_nonzero(self._refs[_ids(blocks)]))
+        return len(blocks) - int(np.count_nonzero(self._refs[blocks]))
 
-    def adopt(self, blocks: Sequence[int]) -> None:
+    def adopt(self, blocks: Ints) -> None:
         """Hold blocks that were found, once more each. The null block must not be among them."""
-        if len(blocks) <= _FEW:
-            ref = self._ref
-            idle = [block for block in blocks if not ref[block]]
-            for block in blocks:
-                ref[block] += 1
-            self.free_queue.remove(idle)
-            return
-        ids = _ids(blocks)
-        held = self._refs[ids]
-        self._refs[ids] = held + 1
-        self.free_queue.remove(ids[held == 0])
+        self.num_moves += 1
+        held = self._refs[blocks]
+        self._refs[blocks] = held + 1
+        self.free_queue.remove(blocks[held == 0])
 
     def release(self, blocks: Sequence[int]) -> None:
         """Stop holding blocks, each once; give the tail of a prefix first, so that it goes first.
@@ -122,25 +118,22 @@ class BlockPool:
         Raises:
             UsageError: a block is not held (or is the null block); nothing is released.
         """
-        if len(blocks) <= _FEW:
+        self.num_moves += 1
+        if len(blocks) <= FEW:
             self._release_few(blocks)
             return
-        ids = _ids(blocks)
+        ids = np.array(blocks, dtype=np.int32)
         held = self._refs[ids]
         if int(held.min()) < 1 or int(ids.min()) == NULL_BLOCK:
             raise UsageError("released a block that is not held")
         self._refs[ids] = held - 1
-        hash_of = self._hash_of
-        idle = ids[held == 1].tolist()
-        cached = [block for block in idle if hash_of[block] is not None]
-        if len(cached) == len(idle):
-            self.free_queue.append(idle)
-            return
-        self.free_queue.append(cached)
-        self.free_queue.prepend([block for block in idle if hash_of[block] is None])
+        idle = ids[held == 1]
+        cached = self._cacheds[idle]
+        self.free_queue.append(idle[cached])
+        self.free_queue.prepend(idle[~cached])
 
     def _release_few(self, blocks: Sequence[int]) -> None:
-        ref, hash_of = self._ref, self._hash_of
+        ref = self._ref
         for block in blocks:
             if ref[block] < 1 or block == NULL_BLOCK:
                 raise UsageError(f"released block {block}, which is not held")
@@ -149,7 +142,7 @@ class BlockPool:
         for block in blocks:
             ref[block] -= 1
             if not ref[block]:
-                (empty if hash_of[block] is None else cached).append(block)
+                (cached if self._cached[block] else empty).append(block)
         self.free_queue.append(cached)
         self.free_queue.prepend(empty)
 
@@ -162,69 +155,86 @@ class BlockPool:
             Positions of the hashes that could be found before (in another block); seldom any.
 
         Raises:
-            UsageError: a block is registered under another hash.
+            UsageError: a block is registered already.
         """
-        hash_of, group_of = self._hash_of, self._group_of
-        for block, block_hash in zip(blocks, hashes, strict=True):
-            if hash_of[block] is not None:
-                raise UsageError(f"block {block} is cached already; forget it first")
-            hash_of[block] = block_hash
-            group_of[block] = group
-        self.version += 1
-        resident = self.resident[group]
-        if resident.keys().isdisjoint(hashes):
-            resident.update(zip(hashes, blocks, strict=True))
-            return []
+        self.num_registrations += 1
+        if len(blocks) > FEW:
+            return self._register_many(group, np.array(blocks, dtype=np.int32), hashes)
         known = []
         for position, (block, block_hash) in enumerate(zip(blocks, hashes, strict=True)):
-            if block_hash in resident:
+            if self._cached[block]:
+                raise UsageError(_CACHED_ALREADY)
+            self._cached[block] = 1
+            self.index.store(group, (block,), (block_hash,))
+            if self.index.get(group, block_hash):
                 self._copies.setdefault((group, block_hash), []).append(block)
                 known.append(position)
             else:
-                resident[block_hash] = block
+                self.index.add((block,))
         return known
+
+    def _register_many(self, group: int, blocks: Ints, hashes: Sequence[bytes]) -> list[int]:
+        if self._cacheds[blocks].any():
+            raise UsageError(_CACHED_ALREADY)
+        self._cacheds[blocks] = True
+        self.index.store(group, blocks, hashes)
+        known: list[int] = np.flatnonzero(self.index.find(group, hashes)).tolist()
+        for position in known:
+            copies = self._copies.setdefault((group, hashes[position]), [])
+            copies.append(int(blocks[position]))
+        self.index.add(np.delete(blocks, known) if known else blocks)
+        return known
+
+    def watch(self, blocks: Ints) -> None:
+        """Have :attr:`num_losses` grow when one of these blocks is forgotten."""
+        self._watched[blocks] = True
 
     def forget(self, blocks: Sequence[int]) -> None:
         """Make blocks unfindable; whoever holds them goes on holding them."""
-        hash_of = self._hash_of
-        self._forget([block for block in dict.fromkeys(blocks) if hash_of[block] is not None])
+        ids = np.unique(np.array(blocks, dtype=np.int32))
+        self._forget(ids[self._cacheds[ids]])
 
-    def _forget(self, cached: Sequence[int]) -> None:
-        if not cached:
+    def _forget(self, cached: Ints) -> None:
+        if not len(cached):
             return
-        self.version += 1
-        hash_of, group_of, copies = self._hash_of, self._group_of, self._copies
-        events = self._events is not None
-        for block in cached:
-            block_hash = hash_of[block]
-            hash_of[block] = None
-            group = group_of[block]
-            resident = self.resident[group]
-            if copies and (group, block_hash) in copies:
-                self._forget_copy(group, block_hash, block)
-                continue
-            del resident[block_hash]  # type: ignore[arg-type]
-            if events:
-                self._removed[group].append(block_hash)  # type: ignore[arg-type]
+        self._cacheds[cached] = False
+        if self._watched[cached].any():
+            self._watched[cached] = False
+            self.num_losses += 1
+        if self._copies:
+            self._forget_copies(cached)
+            return
+        self.index.remove(cached)
+        if self._events is not None:
+            self._note_removed(cached)
 
-    def _forget_copy(self, group: int, block_hash: Any, block: int) -> None:
-        copies = self._copies[group, block_hash]
-        resident = self.resident[group]
-        if resident[block_hash] == block:
-            resident[block_hash] = copies.pop(0)
-        else:
-            copies.remove(block)
-        if not copies:
-            del self._copies[group, block_hash]
+    def _forget_copies(self, cached: Ints) -> None:
+        """Forget blocks of which some have, or are, copies: a copy takes its original's place."""
+        gone = []
+        for block in cached.tolist():
+            key = self.index.group_of(block), self.index.hash_of(block)
+            copies = self._copies.get(key)
+            if copies is None:
+                gone.append(block)
+            elif block in copies:
+                copies.remove(block)
+            else:
+                self.index.remove([block])
+                self.index.add([copies.pop(0)])
+            if copies is not None and not copies:
+                del self._copies[key]
+        self.index.remove(gone)
+        if gone and self._events is not None:
+            self._note_removed(np.array(gone, dtype=np.int32))
 
     def reset(self) -> bool:
         """Forget all contents; False, and nothing done, while any block is held."""
         if self.num_free != self.num_blocks - 1:
             return False
-        self.version += 1
-        self._hash_of = [None] * self.num_blocks
-        for resident in self.resident:
-            resident.clear()
+        self.num_losses += 1
+        self.index.clear()
+        self._cacheds[:] = False
+        self._watched[:] = False
         self._copies.clear()
         if self._events is not None:
             self._flush_removed()
@@ -252,6 +262,14 @@ class BlockPool:
         events, self._events = self._events, []
         return events
 
+    def _note_removed(self, blocks: Ints) -> None:
+        hashes = self.index.hashes_of(blocks)
+        if len(self._removed) == 1:
+            self._removed[0] += hashes
+            return
+        for block, block_hash in zip(blocks.tolist(), hashes, strict=True):
+            self._removed[self.index.group_of(block)].append(block_hash)
+
     def _flush_removed(self) -> None:
         """Turn removals gathered so far into one event a group, before anything follows them."""
         for group, hashes in enumerate(self._removed):
@@ -265,9 +283,9 @@ class BlockPool:
         """How often a block is held."""
         return self._ref[block]
 
-    def hash_of(self, block: int) -> bytes | None:
-        """Return the hash a block can be found under."""
-        return self._hash_of[block]
+    def is_cached(self, block: int) -> bool:
+        """Whether a block was registered and not forgotten."""
+        return bool(self._cached[block])
 
     def check(self) -> None:
         """Verify all invariants, in O(blocks); for tests.
@@ -276,23 +294,25 @@ class BlockPool:
             UsageError: names the first one broken.
         """
         free = self.free_queue.check()
+        copies = {block for same in self._copies.values() for block in same}
+        listed = 0
         for block in range(1, self.num_blocks):
             if (self._ref[block] == 0) != (block in free):
                 raise UsageError(
                     f"block {block}: {self._ref[block]} holders, free: {block in free}"
                 )
-        found = 0
-        for group, resident in enumerate(self.resident):
-            for block_hash, first in resident.items():
-                for block in (first, *self._copies.get((group, block_hash), ())):
-                    found += 1
-                    if self._hash_of[block] != block_hash or self._group_of[block] != group:
-                        raise UsageError(f"block {block} is found under a hash it does not have")
-        if found != sum(block_hash is not None for block_hash in self._hash_of):
-            raise UsageError("a block has a hash but cannot be found under it")
-        if self._hash_of[NULL_BLOCK] is not None or self._ref[NULL_BLOCK] != 1:
+            if not self._cached[block]:
+                continue
+            key = self.index.group_of(block), self.index.hash_of(block)
+            first = self.index.get(*key)
+            if block in copies:
+                if block not in self._copies[key] or first in (0, block):
+                    raise UsageError(f"block {block} is no copy of block {first}")
+            elif first != block:
+                raise UsageError(f"block {block} is cached, but block {first} is found")
+            else:
+                listed += 1
+        if len(self.index) != listed:
+            raise UsageError(f"{len(self.index)} blocks can be found, {listed} are cached")
+        if self._cached[NULL_BLOCK] or self._ref[NULL_BLOCK] != 1:
             raise UsageError("the null block was used")
-
-
-def _ids(blocks: Sequence[int]) -> npt.NDArray[np.int64]:
-    return np.array(blocks, dtype=np.int64)

@@ -6,126 +6,127 @@ from array import array
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from kvoffload.core.block_index import FEW, Ints
 from kvoffload.errors import InsufficientMemoryError, UsageError
 
-_FEW = 12
 _NOWHERE = -1
 
 
 class FreeBlockQueue:
     """Free blocks in reuse order: a stack of blocks without contents, then a queue of the others.
 
-    The queue is a long row of block ids; ``place[block]`` says where in the row a block's entry
-    is. Taking a block out of the middle only clears its place: the entry left behind is skipped
-    later. When the row's end is reached, live entries move to its front, which happens at most
-    once in ``num_blocks`` appends. All operations are O(1) a block, amortised.
+    The queue is a long row of block numbers; ``place[block]`` says where in the row a block's
+    entry is. Taking a block out of the middle only clears its place: the entry left behind is
+    skipped later. When the row's end is reached, live entries move to its front, at most once in
+    ``num_blocks / 2`` appends. All operations are O(1) a block, amortised.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_free = num_blocks - 1
-        self._capacity = 2 * num_blocks
-        self._stack = list(range(num_blocks - 1, 0, -1))
         self._head = self._tail = 0
-        self._row = array("i", bytes(4 * self._capacity))
+        self._top = num_blocks - 1
+        self._stack = array("i", range(num_blocks - 1, -1, -1))
+        self._row = array("i", bytes(4 * (num_blocks + num_blocks // 2 + FEW)))
         self._place = array("i", [_NOWHERE]) * num_blocks
-        self._rows: npt.NDArray[np.int32] = np.frombuffer(self._row, dtype=np.int32)
-        self._places: npt.NDArray[np.int32] = np.frombuffer(self._place, dtype=np.int32)
+        self._stacks: Ints = np.frombuffer(self._stack, dtype=np.int32)
+        self._rows: Ints = np.frombuffer(self._row, dtype=np.int32)
+        self._places: Ints = np.frombuffer(self._place, dtype=np.int32)
 
-    def pop(self, count: int) -> list[int]:
+    def pop(self, count: int) -> Ints:
         """Take the next ``count`` blocks out of the order.
 
         Raises:
             InsufficientMemoryError: fewer are free; nothing is taken.
         """
-        if count > self.num_free:
-            raise InsufficientMemoryError(f"{count} blocks wanted, {self.num_free} are free")
-        self.num_free -= count
-        stack = self._stack
-        if count == 1 and stack:
-            return [stack.pop()]
-        blocks: list[int] = []
-        if stack and count:
-            blocks = stack[-count:]
-            blocks.reverse()
-            del stack[-count:]
-        missing = count - len(blocks)
-        if missing > _FEW:
-            self._pop_many(missing, blocks)
-        elif missing:
-            self._pop_few(missing, blocks)
-        return blocks
+        self._claim(count)
+        top = self._top
+        self._top = bottom = max(top - count, 0)
+        stacked = self._stacks[bottom:top][::-1]
+        if len(stacked) == count:
+            return stacked.copy()
+        return np.concatenate([stacked, *self._pop_row(count - len(stacked))])
 
-    def _pop_few(self, count: int, into: list[int]) -> None:
-        row, place, head = self._row, self._place, self._head
+    def pop_few(self, count: int) -> list[int]:
+        """Do as :meth:`pop` does, for a handful."""
+        self._claim(count)
+        blocks: list[int] = []
+        while count and self._top:
+            self._top -= 1
+            blocks.append(self._stack[self._top])
+            count -= 1
+        row, place = self._row, self._place
         while count:
+            head = self._head
+            self._head = head + 1
             block = row[head]
             if place[block] == head:
                 place[block] = _NOWHERE
-                into.append(block)
+                blocks.append(block)
                 count -= 1
-            head += 1
-        self._head = head
+        return blocks
 
-    def _pop_many(self, count: int, into: list[int]) -> None:
+    def _claim(self, count: int) -> None:
+        if count > self.num_free:
+            raise InsufficientMemoryError(f"{count} blocks wanted, {self.num_free} are free")
+        self.num_free -= count
+
+    def _pop_row(self, count: int) -> list[Ints]:
+        parts = []
         while count:
             head = self._head
-            end = min(head + count, self._tail)
-            window = self._rows[head:end]
-            live = window[self._places[window] == np.arange(head, end, dtype=np.int32)]
+            self._head = end = min(head + count, self._tail)
+            live = self._live(head, end)
             self._places[live] = _NOWHERE
-            into += live.tolist()
+            parts.append(live)
             count -= len(live)
-            self._head = end
+        return parts
 
-    def remove(self, blocks: Sequence[int] | npt.NDArray[np.int64]) -> None:
+    def _live(self, head: int, end: int) -> Ints:
+        window = self._rows[head:end]
+        live: Ints = window[self._places[window] == np.arange(head, end, dtype=np.int32)]
+        return live
+
+    def remove(self, blocks: Sequence[int] | Ints) -> None:
         """Take these blocks, which have contents, out of the middle of the order."""
         self.num_free -= len(blocks)
-        if len(blocks) <= _FEW:
+        if len(blocks) <= FEW:
             for block in blocks:
                 self._place[block] = _NOWHERE
         else:
             self._places[blocks] = _NOWHERE
 
-    def append(self, blocks: Sequence[int]) -> None:
+    def append(self, blocks: Sequence[int] | Ints) -> None:
         """Add blocks with contents at the end, the first to be reused first."""
         count = len(blocks)
-        if not count:
-            return
-        if self._tail + count > self._capacity:
-            self._compact()
+        if self._tail + count > len(self._row):
+            live = self._live(self._head, self._tail)
+            self._rows[: len(live)] = live
+            self._places[live] = np.arange(len(live), dtype=np.int32)
+            self._head, self._tail = 0, len(live)
         tail = self._tail
         self.num_free += count
         self._tail = tail + count
-        if count <= _FEW:
+        if count <= FEW:
             for offset, block in enumerate(blocks, tail):
                 self._row[offset] = block
                 self._place[block] = offset
-            return
-        ids = np.array(blocks, dtype=np.int32)
-        self._rows[tail : tail + count] = ids
-        self._places[ids] = np.arange(tail, tail + count, dtype=np.int32)
+        else:
+            self._rows[tail : tail + count] = blocks
+            self._places[blocks] = np.arange(tail, tail + count, dtype=np.int32)
 
-    def prepend(self, blocks: Sequence[int]) -> None:
+    def prepend(self, blocks: Sequence[int] | Ints) -> None:
         """Add blocks without contents at the front, in this order."""
-        self.num_free += len(blocks)
-        self._stack += blocks[::-1]
-
-    def _compact(self) -> None:
-        window = self._rows[self._head : self._tail]
-        at = np.arange(self._head, self._tail, dtype=np.int32)
-        live = window[self._places[window] == at]
-        self._rows[: len(live)] = live
-        self._places[live] = np.arange(len(live), dtype=np.int32)
-        self._head, self._tail = 0, len(live)
+        count = len(blocks)
+        self.num_free += count
+        self._stacks[self._top : self._top + count] = blocks[::-1]
+        self._top += count
 
     def in_order(self) -> list[int]:
         """List the free blocks, the next to be reused first."""
-        queued = [
-            self._row[i] for i in range(self._head, self._tail) if self._place[self._row[i]] == i
-        ]
-        return self._stack[::-1] + queued
+        stacked: list[int] = self._stacks[: self._top][::-1].tolist()
+        queued: list[int] = self._live(self._head, self._tail).tolist()
+        return stacked + queued
 
     def check(self) -> set[int]:
         """Verify the invariants and return the free blocks; for tests.

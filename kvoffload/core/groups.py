@@ -3,16 +3,19 @@
 A kind is four small answers; the block manager knows nothing else of it:
 
 * ``find``: the longest reusable prefix, as a block table with null blocks where none is needed;
-* ``first_needed``: which leading blocks of a table are not read any more;
-* ``extend`` (and ``encoder_blocks``): how a table grows to hold more tokens;
+* ``first_needed`` (and ``needed_until``): which leading blocks of a table are not read any more;
+* ``extend`` (and ``holds``, ``encoder_blocks``): how a table grows to hold more tokens;
 * ``first_registrable``: which full blocks can serve a later request.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
-from kvoffload.core.block_pool import NULL_BLOCK, Resident
+import numpy as np
+
+from kvoffload.core.block_index import BlockIndex, Ints
 from kvoffload.core.interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -25,6 +28,8 @@ from kvoffload.core.interface import (
     spec_kind,
 )
 from kvoffload.errors import KVCacheSpecError
+
+_NOTHING: Ints = np.zeros(0, dtype=np.int32)
 
 
 class Group:
@@ -53,17 +58,25 @@ class Group:
         every = self.hashes_per_block
         return chain_hashes if every == 1 else chain_hashes[every - 1 :: every]
 
-    def find(self, resident: Resident, hashes: Sequence[bytes], num_blocks: int) -> list[int]:
+    def find(self, index: BlockIndex, hashes: Sequence[bytes], num_blocks: int) -> Ints:
         """Find the longest reusable prefix of at most ``num_blocks`` blocks.
 
         Returns:
             Its block table, null blocks where the kind needs none.
         """
-        return _leading(resident, hashes, 0, num_blocks)
+        return self._leading(index, hashes, 0, num_blocks)
 
     def first_needed(self, num_computed_tokens: int) -> int:
         """Return the index of the first block that later tokens read."""
         return 0
+
+    def needed_until(self, block: int) -> int:
+        """Return the most computed tokens at which a block is still needed."""
+        return sys.maxsize
+
+    def holds(self, num_blocks: int) -> int:
+        """Return the tokens for which a table of so many blocks is long enough."""
+        return num_blocks * self.block_size
 
     def extend(self, num_blocks: int, num_tokens: int) -> tuple[int, int]:
         """Say how a table of ``num_blocks`` grows to hold ``num_tokens``.
@@ -81,6 +94,21 @@ class Group:
         """Return the blocks to take at admission for encoder states."""
         return 0
 
+    def _leading(self, index: BlockIndex, hashes: Sequence[bytes], start: int, end: int) -> Ints:
+        """Return the blocks of the hashes from ``start`` on, up to the first that is not there."""
+        parts = []
+        size = 8  # a miss mostly shows at once
+        while start < end:
+            part = index.find(self.index, hashes[start : min(start + size, end)])
+            missing = np.flatnonzero(part == 0)
+            if len(missing):
+                parts.append(part[: missing[0]])
+                break
+            parts.append(part)
+            start += size
+            size *= 32
+        return np.concatenate(parts) if parts else _NOTHING
+
 
 class SlidingWindowGroup(Group):
     """A token reads the last ``sliding_window`` tokens, itself included."""
@@ -93,23 +121,26 @@ class SlidingWindowGroup(Group):
         self.window = window
         self.window_blocks = cdiv(window - 1, self.block_size)
 
-    def find(self, resident: Resident, hashes: Sequence[bytes], num_blocks: int) -> list[int]:
+    def find(self, index: BlockIndex, hashes: Sequence[bytes], num_blocks: int) -> Ints:
         """Search from the right for a run that fills the window, or reaches the start."""
-        get = resident.get
-        need = self.window_blocks
         end = num_blocks
         while end > 0:
-            start = max(end - need, 0)
-            run = list(map(get, hashes[start:end]))
-            if None not in run:
-                return [NULL_BLOCK] * start + run  # type: ignore[operator]
-            run.reverse()
-            end -= run.index(None) + 1
-        return []
+            start = max(end - self.window_blocks, 0)
+            run = index.find(self.index, hashes[start:end])
+            missing = np.flatnonzero(run == 0)
+            if not len(missing):
+                return _after_nulls(start, run)
+            # No window that ends further right can spare the first missing block.
+            end = start + int(missing[0])
+        return _NOTHING
 
     def first_needed(self, num_computed_tokens: int) -> int:
         """Return the block of the first token in the next token's window."""
         return max(num_computed_tokens - self.window + 1, 0) // self.block_size
+
+    def needed_until(self, block: int) -> int:
+        """Return the last length at which the window still touches the block."""
+        return (block + 1) * self.block_size + self.window - 2
 
 
 class ChunkedLocalGroup(Group):
@@ -122,21 +153,26 @@ class ChunkedLocalGroup(Group):
         super().__init__(index, spec, hash_block_size)
         self.chunk = chunk
 
-    def find(self, resident: Resident, hashes: Sequence[bytes], num_blocks: int) -> list[int]:
+    def find(self, index: BlockIndex, hashes: Sequence[bytes], num_blocks: int) -> Ints:
         """Search forward through the chunk the prefix ends in, else through the one before."""
         while num_blocks > 0:
             start = self.first_needed(num_blocks * self.block_size)
-            run = _leading(resident, hashes, start, num_blocks)
+            run = self._leading(index, hashes, start, num_blocks)
             end = start + len(run)
             # A chunk may begin inside a block; then a shorter end may belong to an earlier chunk.
             if self.first_needed(end * self.block_size) == start:
-                return [NULL_BLOCK] * start + run
+                return _after_nulls(start, run)
             num_blocks = end
-        return []
+        return _NOTHING
 
     def first_needed(self, num_computed_tokens: int) -> int:
         """Return the block in which the next token's chunk begins."""
         return num_computed_tokens // self.chunk * self.chunk // self.block_size
+
+    def needed_until(self, block: int) -> int:
+        """Return the last length before a chunk that begins after the block."""
+        last_start = ((block + 1) * self.block_size - 1) // self.chunk
+        return (last_start + 1) * self.chunk - 1
 
 
 class MambaGroup(Group):
@@ -150,17 +186,26 @@ class MambaGroup(Group):
     prefix_closed = False
     drops_blocks = True
 
-    def find(self, resident: Resident, hashes: Sequence[bytes], num_blocks: int) -> list[int]:
+    def find(self, index: BlockIndex, hashes: Sequence[bytes], num_blocks: int) -> Ints:
         """Search from the right for one state."""
-        for index in range(num_blocks - 1, -1, -1):
-            block = resident.get(hashes[index])
-            if block is not None:
-                return [NULL_BLOCK] * index + [block]
-        return []
+        end = num_blocks
+        while end > 0:
+            start = max(end - 64, 0)
+            states = index.find(self.index, hashes[start:end])
+            there = np.flatnonzero(states)
+            if len(there):
+                last = int(there[-1])
+                return _after_nulls(start + last, states[last : last + 1])
+            end = start
+        return _NOTHING
 
     def first_needed(self, num_computed_tokens: int) -> int:
         """Return the block of the last computed token."""
         return max(num_computed_tokens - 1, 0) // self.block_size
+
+    def needed_until(self, block: int) -> int:
+        """Return the length at which the block is full."""
+        return (block + 1) * self.block_size
 
     def extend(self, num_blocks: int, num_tokens: int) -> tuple[int, int]:
         """Grow by one real block, the last."""
@@ -181,6 +226,10 @@ class CrossAttentionGroup(Group):
     def extend(self, num_blocks: int, num_tokens: int) -> tuple[int, int]:
         """Decoder tokens need no slots here."""
         return 0, 0
+
+    def holds(self, num_blocks: int) -> int:
+        """Any number of decoder tokens."""
+        return sys.maxsize
 
     def encoder_blocks(self, num_encoder_tokens: int) -> int:
         """Return the blocks the encoder states take."""
@@ -212,17 +261,7 @@ def make_group(index: int, spec: KVCacheSpec, hash_block_size: int) -> Group:
     )
 
 
-def _leading(resident: Resident, hashes: Sequence[bytes], start: int, end: int) -> list[int]:
-    """Return the blocks of the hashes from ``start`` on, up to the first that is not there."""
-    get = resident.get
-    found: list[int] = []
-    size = 16
-    while start < end:
-        part = list(map(get, hashes[start : min(start + size, end)]))
-        if None in part:
-            found += part[: part.index(None)]  # type: ignore[arg-type]
-            break
-        found += part  # type: ignore[arg-type]
-        start += size
-        size *= 4
-    return found
+def _after_nulls(count: int, blocks: Ints) -> Ints:
+    table = np.zeros(count + len(blocks), dtype=np.int32)
+    table[count:] = blocks
+    return table

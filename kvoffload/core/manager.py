@@ -11,6 +11,9 @@ from collections.abc import Iterable, Sequence
 from math import gcd, lcm
 from typing import Protocol
 
+import numpy as np
+
+from kvoffload.core.block_index import Ints
 from kvoffload.core.block_pool import NULL_BLOCK, BlockPool
 from kvoffload.core.groups import Group, make_group
 from kvoffload.core.hashing import HashChain
@@ -35,10 +38,29 @@ class RequestLike(Protocol):
 class KVCacheBlocks:
     """Block tables (or parts of them), one a group. Do not change the lists."""
 
-    __slots__ = ("blocks",)
+    __slots__ = ("_arrays", "_blocks", "refused_at")
 
-    def __init__(self, blocks: tuple[list[int], ...]) -> None:
-        self.blocks = blocks
+    def __init__(
+        self, blocks: tuple[list[int], ...] | None = None, arrays: tuple[Ints, ...] | None = None
+    ) -> None:
+        self._blocks = blocks
+        self._arrays = arrays
+        self.refused_at: object = None
+        """The state of the pool, and the request, when these blocks did not suffice."""
+
+    @property
+    def blocks(self) -> tuple[list[int], ...]:
+        """Block ids by group."""
+        if self._blocks is None:
+            self._blocks = tuple(array.tolist() for array in self._arrays or ())
+        return self._blocks
+
+    @property
+    def arrays(self) -> tuple[Ints, ...]:
+        """Block ids by group, as arrays."""
+        if self._arrays is None:
+            self._arrays = tuple(np.array(ids, dtype=np.int32) for ids in self.blocks)
+        return self._arrays
 
     def get_block_ids(self) -> tuple[list[int], ...]:
         """Return block ids by group."""
@@ -55,7 +77,7 @@ class KVCacheBlocks:
 class _Sequence:
     """What a request holds."""
 
-    __slots__ = ("live", "registered", "tables")
+    __slots__ = ("live", "quiet", "registered", "tables")
 
     def __init__(self, num_groups: int) -> None:
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
@@ -63,16 +85,21 @@ class _Sequence:
         """By group: all blocks before this index are null."""
         self.registered = [0] * num_groups
         """By group: blocks before this index were found, registered, or never will be."""
+        self.quiet = 0
+        """Up to so many tokens, nothing is to be taken, given back or registered."""
 
 
 class _Memo:
     """A lookup that need not be repeated while nothing changed."""
 
-    __slots__ = ("blocks", "num_hashes", "num_tokens", "version")
+    __slots__ = ("blocks", "losses", "max_tokens", "num_tokens", "registrations")
 
-    def __init__(self, version: int, num_hashes: int, blocks: KVCacheBlocks, tokens: int) -> None:
-        self.version = version
-        self.num_hashes = num_hashes
+    def __init__(
+        self, pool: BlockPool, max_tokens: int, blocks: KVCacheBlocks, tokens: int
+    ) -> None:
+        self.losses = pool.num_losses
+        self.registrations = pool.num_registrations
+        self.max_tokens = max_tokens
         self.blocks = blocks
         self.num_tokens = tokens
 
@@ -167,19 +194,33 @@ class KVCacheManager:
         if not self.enable_caching:
             return self._nothing, 0
         chain = request.chain
-        hashes = chain.hashes
+        max_tokens = len(chain.token_ids) - 1
         memo = self._memo.get(request.request_id)
-        if (
-            memo is not None
-            and memo.version == self.pool.version
-            and memo.num_hashes == len(hashes)
-        ):
-            return memo.blocks, memo.num_tokens
-        blocks, num_tokens = self._find(chain, len(chain.token_ids) - 1)
-        self._memo[request.request_id] = _Memo(self.pool.version, len(hashes), blocks, num_tokens)
-        if len(self._memo) > _MEMO_SIZE:
-            self._memo.popitem(last=False)
-        return blocks, num_tokens
+        if memo is None or memo.max_tokens != max_tokens or not self._holds(memo, chain):
+            blocks, num_tokens = self._find(chain, max_tokens)
+            for table in blocks.arrays:
+                self.pool.watch(table)
+            memo = _Memo(self.pool, max_tokens, blocks, num_tokens)
+            self._memo[request.request_id] = memo
+            if len(self._memo) > _MEMO_SIZE:
+                self._memo.popitem(last=False)
+        return memo.blocks, memo.num_tokens
+
+    def _holds(self, memo: _Memo, chain: HashChain) -> bool:
+        """Whether a lookup would answer the same, judged in O(1); False if that cannot be told."""
+        pool = self.pool
+        if memo.losses != pool.num_losses:
+            return False
+        if memo.registrations == pool.num_registrations:
+            return True
+        if memo.max_tokens - memo.num_tokens >= self.block_size:
+            if len(self.groups) > 1 or not self.groups[0].prefix_closed:
+                return False
+            following = chain.hashes[memo.num_tokens // self.block_size]
+            if pool.index.get(0, following):
+                return False
+        memo.registrations = pool.num_registrations
+        return True
 
     def _find(self, chain: HashChain, max_tokens: int) -> tuple[KVCacheBlocks, int]:
         """Shorten the prefix until every group can reuse all of it.
@@ -193,7 +234,7 @@ class KVCacheManager:
                 f"{self.hash_block_size}: make its BlockHasher with the manager's hash_block_size"
             )
         limit = max_tokens - max_tokens % self.block_size
-        tables: dict[int, list[int]] = {}
+        tables: dict[int, Ints] = {}
         agreed = False
         while limit > 0 and not agreed:
             agreed = True
@@ -205,7 +246,7 @@ class KVCacheManager:
                 if table is None or not group.prefix_closed:
                     if table is None or len(table) != num_blocks:
                         hashes = group.hashes(chain.hashes)
-                        table = group.find(self.pool.resident[index], hashes, num_blocks)
+                        table = group.find(self.pool.index, hashes, num_blocks)
                 elif len(table) > num_blocks:
                     table = table[:num_blocks]
                 tables[index] = table
@@ -215,7 +256,7 @@ class KVCacheManager:
                     agreed = False
         if limit <= 0:
             return self._nothing, 0
-        return KVCacheBlocks(tuple(tables[i] for i in range(len(self.groups)))), limit
+        return KVCacheBlocks(None, tuple(tables[i] for i in range(len(self.groups)))), limit
 
     # -- allocating --------------------------------------------------------------------------
 
@@ -268,6 +309,8 @@ class KVCacheManager:
                     f"{request.request_id} holds blocks already: a prefix is adopted only at the "
                     "first allocation; free() the request first"
                 )
+            if num_tokens <= sequence.quiet:
+                return self._nothing
             new = self._grow(sequence, computed, num_tokens)
         else:
             found = self._nothing if new_computed_blocks is None else new_computed_blocks
@@ -277,11 +320,25 @@ class KVCacheManager:
             )  # fmt: skip
             if new is not None:
                 self._count_lookup(len(request.chain), num_new_computed_tokens)
-        if new is not None and not delay_cache_blocks and self.enable_caching:
+        if new is not None and not delay_cache_blocks:
             chain = request.chain
-            done = min(computed + num_new_tokens, len(chain.token_ids))
-            self._register(self._sequences[request.request_id], chain, done)
+            sequence = self._sequences[request.request_id]
+            if self.enable_caching:
+                done = min(computed + num_new_tokens, len(chain.token_ids))
+                self._register(sequence, chain, done)
+            sequence.quiet = self._quiet_until(sequence)
         return new
+
+    def _quiet_until(self, sequence: _Sequence) -> int:
+        """Return the number of tokens up to which an allocation has nothing to do."""
+        quiet = self.max_model_len
+        for group, table, live, registered in zip(
+            self.groups, sequence.tables, sequence.live, sequence.registered, strict=True
+        ):
+            quiet = min(quiet, group.holds(len(table)), group.needed_until(live))
+            if self.enable_caching:
+                quiet = min(quiet, (registered + 1) * group.block_size - 1)
+        return quiet
 
     def _grow(self, sequence: _Sequence, computed: int, num_tokens: int) -> KVCacheBlocks | None:
         """Append blocks to a running request's tables."""
@@ -322,9 +379,12 @@ class KVCacheManager:
         num_encoder_tokens: int,
     ) -> KVCacheBlocks | None:
         """Give a request its first blocks: those found, those to be loaded, those to compute."""
+        attempt = (self.pool.num_moves, computed, external, num_tokens, num_encoder_tokens)
+        if found.refused_at == attempt:
+            return None
         skips, loads, grows = [], [], []
         total = 0
-        for group, hit in zip(self.groups, found.blocks, strict=True):
+        for group, hit in zip(self.groups, found.arrays, strict=True):
             skip = group.first_needed(computed)
             length = max(skip, len(hit))
             load = group.extend(length, computed) if external else (0, 0)
@@ -338,16 +398,17 @@ class KVCacheManager:
         num_free = self.pool.num_free
         if total > num_free:  # known without a look at the blocks found
             return None
-        adopted = [hit[skip:] for hit, skip in zip(found.blocks, skips, strict=True)]
-        if total + sum(self.pool.num_idle(hit) for hit in adopted if hit) > num_free:
+        adopted = [hit[skip:] for hit, skip in zip(found.arrays, skips, strict=True)]
+        if total + sum(self.pool.num_idle(hit) for hit in adopted if len(hit)) > num_free:
+            found.refused_at = attempt
             return None
 
         # Hits of all groups are held before anything is taken, or it might be one of them.
         sequence = _Sequence(len(self.groups))
         for index, (hit, skip) in enumerate(zip(adopted, skips, strict=True)):
-            if hit:
+            if len(hit):
                 self.pool.adopt(hit)
-            sequence.tables[index] = [NULL_BLOCK] * skip + hit
+            sequence.tables[index] = [NULL_BLOCK] * skip + hit.tolist()
             sequence.live[index] = skip
             sequence.registered[index] = skip + len(hit)
         # Slots for loads of all groups come before slots for computing, as the tokens do.
