@@ -9,7 +9,10 @@ has one simply defines its methods. There are no capability flags.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
 
 
 class Backend(Protocol):
@@ -122,4 +125,13 @@ class Describes(Protocol):
 
     async def describe(self, facts: Mapping[str, str]) -> None:
         """Store the facts; failing to is logged, never raised."""
+        ...
+
+
+@runtime_checkable
+class RunsOnLoop(Protocol):
+    """Optional: is told its loop before the first call, to connect early and to answer lookups."""
+
+    def bind(self, loop: "AbstractEventLoop") -> None:
+        """All coroutines will run on this loop. Called once, right after opening, on any thread."""
         ...

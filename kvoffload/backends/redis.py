@@ -1,0 +1,359 @@
+"""Chunks in Redis or Valkey: the tier that many engines share.
+
+One value a chunk, one command a chunk, several connections, straight from and to the caller's
+memory; every value verified. A server that is down, slow or full costs misses, never time: see
+:mod:`~kvoffload.backends.redis_breaker`. ``docs/redis.md`` is for operators.
+
+Where things are: settings in ``redis_options``, the wire format in ``redis_resp``, connections in
+``redis_channel`` and ``redis_connection``, one server in ``redis_node``, several in
+``redis_topology``, loads and stores in ``redis_chunks``, what is known to be there in
+``redis_presence``.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from urllib.parse import quote
+
+from kvoffload.backends.base import Usage
+from kvoffload.backends.format import MAX_KEY_BYTES, namespace_digest
+from kvoffload.backends.redis_chunks import Batch, Load, Sealer, Store
+from kvoffload.backends.redis_connection import Lost, Outcome, Request
+from kvoffload.backends.redis_node import Node
+from kvoffload.backends.redis_options import (
+    Access,
+    RedisOptions,
+    parse_url,
+    redacted,
+    value_key,
+)
+from kvoffload.backends.redis_presence import Verdicts
+from kvoffload.backends.redis_resp import Integers, Line, ServerError, encode
+from kvoffload.backends.redis_topology import Topology, open_topology
+
+log = logging.getLogger(__name__)
+
+PREFIX = "kvoffload"
+_LOOKUP_KEYS = 1000
+"""Keys asked for in one request: other lookups get their turn after so many."""
+
+
+def chunk_prefix(namespace: str, authenticated: bool) -> bytes:
+    """What the names of a namespace's chunks begin with.
+
+    Authenticated values have names of their own: an engine without the secret must not take them
+    for damaged ones.
+    """
+    kind = "mac" if authenticated else "xxh3"
+    return f"{PREFIX}:{quote(namespace, safe='')}:{kind}:".encode()
+
+
+def facts_name(namespace: str) -> bytes:
+    """The name of the value that keeps a namespace's facts readable."""
+    return f"{PREFIX}:{quote(namespace, safe='')}:facts".encode()
+
+
+class RedisBackend:
+    """The backend; see the module. One instance belongs to one event loop.
+
+    Args:
+        options: see :class:`RedisOptions`.
+        namespace: chunks of others are invisible.
+
+    Raises:
+        ConfigError: the URL is none, or a secret or certificate cannot be read.
+    """
+
+    Options = RedisOptions
+
+    def __init__(self, options: RedisOptions, namespace: str) -> None:
+        self._options = options
+        self._namespace = namespace
+        self._target = parse_url(options.url)
+        self._access = Access(options, self._target)
+        secret = value_key(options)
+        self._sealer = Sealer(namespace_digest(namespace), secret)
+        self._prefix = chunk_prefix(namespace, secret is not None)
+        self._ttl_ms = b"%d" % int(options.ttl_s * 1000)
+        self._counters: Counter[str] = Counter()
+        self._verdicts = Verdicts(
+            self._ask, options.lookup_timeout_s, options.present_s, options.absent_s
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._topology: Topology | None = None
+        self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._facts: Mapping[str, str] | None = None
+        self._facts_due = 0.0
+
+    def __repr__(self) -> str:
+        return f"RedisBackend({redacted(self._options.url)!r}, {self._namespace!r})"
+
+    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """See :class:`~kvoffload.backends.base.RunsOnLoop`: lookups work, and connecting begins."""
+        self._loop = loop
+        with contextlib.suppress(RuntimeError):  # the loop is closed: everything is a miss
+            loop.call_soon_threadsafe(self._start)
+
+    # The five coroutines.
+
+    async def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """See :meth:`Backend.contains`."""
+        found = await self._integers(keys, b"EXISTS")
+        return [answer == 1 for answer in found]
+
+    async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
+        """See :meth:`Backend.read`. A value that proves damaged is removed."""
+        _same_length(keys, into)
+        topology = await self._ready()
+        ok = [False] * len(keys)
+        if topology is None:
+            return ok
+        batch = Batch()
+
+        def finish(i: int, why: str) -> None:
+            if not why:
+                ok[i] = True
+                self._counters["read_ok"] += 1
+                return
+            self._counters[f"read_{why}"] += 1
+            if why == "missing":
+                self._verdicts.set(keys[i], False)
+            elif why.startswith("corrupt_") or why == "lost_size":
+                log.warning("redis: a value is not the chunk asked for (%s); it is removed", why)
+                self._verdicts.set(keys[i], False)
+                self._spawn(self.remove([keys[i]]))
+
+        for i, (key, view) in enumerate(zip(keys, into, strict=True)):
+            name, tag = self._name(key)
+            done = _indexed(finish, i)
+            Load(
+                topology, batch, name, tag, done, self._sealer, key, _bytes(view), self._ttl_ms
+            ).send()
+        await batch.wait()
+        return ok
+
+    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
+        """See :meth:`Backend.write`. Chunks already there only have their life prolonged."""
+        _same_length(keys, chunks)
+        for key in keys:
+            if not 0 < len(key) <= MAX_KEY_BYTES:
+                raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
+        prolonged = await self._integers(keys, b"PEXPIRE", self._ttl_ms)
+        topology = await self._ready()
+        ok = [answer == 1 for answer in prolonged]
+        for key, there in zip(keys, ok, strict=True):
+            if there:
+                self._counters["write_present"] += 1
+                self._verdicts.set(key, True)
+        if topology is None:
+            return ok
+        self._keep_facts()
+        batch = Batch()
+
+        def finish(i: int, why: str) -> None:
+            self._counters[f"write_{why}" if why else "write_ok"] += 1
+            if not why:
+                ok[i] = True
+                self._verdicts.set(keys[i], True)
+
+        for i, (key, view) in enumerate(zip(keys, chunks, strict=True)):
+            if not ok[i]:
+                name, tag = self._name(key)
+                done = _indexed(finish, i)
+                Store(
+                    topology, batch, name, tag, done, self._sealer, key, _bytes(view), self._ttl_ms
+                ).send()
+        await batch.wait()
+        return ok
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        """See :meth:`Backend.remove`."""
+        for key in keys:
+            self._verdicts.set(key, False)
+        await self._integers(keys, b"UNLINK")
+
+    async def close(self) -> None:
+        """See :meth:`Backend.close`."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        if self._topology is not None:
+            self._topology.close()
+
+    # On the engine's thread.
+
+    def holds(self, key: bytes) -> bool | None:
+        """See :meth:`~kvoffload.backends.base.Presence.holds`."""
+        topology = self._topology
+        if self._closed or (topology is not None and topology.shut(key.hex().encode())):
+            return False
+        return self._verdicts.holds(key)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """See :meth:`~kvoffload.backends.base.Presence.forget`."""
+        self._verdicts.forget(keys)
+
+    def usage(self) -> Usage:
+        """What the servers said when they were last connected to: of everything they hold."""
+        infos = [node.greeting.info for node in self._nodes()]
+        used = sum(_count(info, "used_memory") for info in infos)
+        limits = [_count(info, "maxmemory") for info in infos]
+        keys = sum(_keys(info, self._target.db) for info in infos)
+        return Usage(used, sum(limits) if limits and all(limits) else None, keys)
+
+    def counters(self) -> Mapping[str, int]:
+        """See :meth:`~kvoffload.backends.base.ReportsUsage.counters`; docs/redis.md explains."""
+        counts = dict(self._counters)
+        counts["connections"] = sum(node.num_connections for node in self._nodes())
+        counts["breakers_open"] = sum(node.is_open for node in self._nodes())
+        counts["verdicts"] = len(self._verdicts)
+        return counts
+
+    async def describe(self, facts: Mapping[str, str]) -> None:
+        """See :class:`~kvoffload.backends.base.Describes`. Kept alive as long as chunks are."""
+        self._facts = dict(facts)
+        self._facts_due = 0.0
+        await self._ready()
+        self._keep_facts()
+
+    # On the loop's thread.
+
+    def _start(self) -> None:
+        if self._topology is None and not self._closed:
+            self._topology = open_topology(
+                self._target, self._options, self._access, self._counters, self._verdicts.clear
+            )
+            self._spawn(self._probe())  # what was asked before there was a loop
+
+    async def _ready(self) -> Topology | None:
+        if self._closed:
+            return None
+        if self._topology is None:
+            self._loop = asyncio.get_running_loop()
+            self._start()
+        if self._topology is not None:
+            await self._topology.ready()
+        return None if self._closed else self._topology
+
+    def _ask(self) -> None:
+        """There are questions: answer them soon. Called on the engine's thread."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed; the deadline answers
+                self._loop.call_soon_threadsafe(lambda: self._spawn(self._probe()))
+
+    async def _probe(self) -> None:
+        if self._topology is None:
+            return  # asked before the loop had its turn: _start() probes
+        keys = self._verdicts.take_questions()
+        if keys:
+            self._verdicts.answer(keys, await self.contains(keys))
+
+    async def _integers(
+        self, keys: Sequence[bytes], command: bytes, *arguments: bytes
+    ) -> list[int | None]:
+        """Ask one command of each key's server, answered by a number; None where it was not."""
+        answers: list[int | None] = [None] * len(keys)
+        topology = await self._ready() if keys else None
+        if topology is None:
+            return answers
+        by_node: dict[Node, list[int]] = {}
+        names = [self._name(key) for key in keys]
+        for i, (_, tag) in enumerate(names):
+            if node := topology.node(tag):
+                by_node.setdefault(node, []).append(i)
+        batch = Batch()
+        for node, indices in by_node.items():
+            for start in range(0, len(indices), _LOOKUP_KEYS):
+                some = indices[start : start + _LOOKUP_KEYS]
+                words = [encode(command, names[i][0], *arguments) for i in some]
+                request = _numbers(node, topology, batch, words, some, answers)
+                batch.send(lambda requests, node=node: node.command(requests[0]), request)  # type: ignore[misc]
+        await batch.wait()
+        return answers
+
+    def _name(self, key: bytes) -> tuple[bytes, bytes]:
+        """The key as the server knows it, and the part in it that decides the cluster slot."""
+        tag = key.hex().encode()
+        return b"%b{%b}" % (self._prefix, tag), tag
+
+    def _nodes(self) -> list[Node]:
+        return list(self._topology.nodes()) if self._topology is not None else []
+
+    def _keep_facts(self) -> None:
+        """Write the facts beside the data, again before they expire."""
+        now = asyncio.get_running_loop().time()
+        if self._facts is None or now < self._facts_due or self._topology is None:
+            return
+        self._facts_due = now + self._options.ttl_s / 4
+        name = facts_name(self._namespace)
+        node = self._topology.node(name)
+        if node is not None:
+            value = json.dumps(dict(self._facts), sort_keys=True).encode()
+            command = encode(b"SET", name, value, b"PX", self._ttl_ms)
+            node.command(Request(lambda: [command], Line(), 0, _facts_stored))
+
+    def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _numbers(
+    node: Node,
+    topology: Topology,
+    batch: Batch,
+    words: list[bytes],
+    indices: list[int],
+    answers: list[int | None],
+) -> Request:
+    """A pipeline of commands answered by numbers, as one request."""
+
+    def done(outcome: Outcome) -> None:
+        if isinstance(outcome, list):
+            for i, value in zip(indices, outcome, strict=True):
+                answers[i] = None if isinstance(value, ServerError) else value
+            errors = {value.code: value for value in outcome if isinstance(value, ServerError)}
+            for error in errors.values():
+                node.judge(error, request.connection)
+                if error.code == "MOVED":
+                    topology.redirect(error)  # corrects the table for the next time
+            if not errors:
+                node.breaker.success()
+        batch.ended()
+
+    request = Request(lambda: [b"".join(words)], Integers(len(words)), 0, done)
+    return request
+
+
+def _facts_stored(outcome: Outcome) -> None:
+    if outcome != b"OK":
+        why = outcome.reason if isinstance(outcome, Lost) else outcome
+        log.info("redis: the facts of the namespace could not be stored: %s", why)
+
+
+def _indexed(finish: Callable[[int, str], None], i: int) -> Callable[[str], None]:
+    return lambda why: finish(i, why)
+
+
+def _bytes(view: memoryview) -> memoryview:
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def _same_length(keys: Sequence[bytes], memory: Sequence[memoryview]) -> None:
+    if len(keys) != len(memory):
+        raise ValueError(f"{len(keys)} keys, but {len(memory)} buffers")
+
+
+def _count(info: Mapping[str, str], field: str) -> int:
+    value = info.get(field, "")
+    return int(value) if value.isdecimal() else 0
+
+
+def _keys(info: Mapping[str, str], db: int) -> int:
+    """The number in ``db0:keys=12,expires=12,...``."""
+    first = info.get(f"db{db}", "").partition(",")[0].removeprefix("keys=")
+    return int(first) if first.isdecimal() else 0

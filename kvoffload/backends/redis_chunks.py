@@ -1,0 +1,299 @@
+"""Loads and stores of single chunks, and the batch that one caller waits for.
+
+A value is ``header + chunk`` (see :mod:`kvoffload.backends.format`), and 32 bytes of keyed BLAKE3
+at the end where values are authenticated. One value a chunk: there are no parts, so no way to put
+together parts of different writes.
+
+Everything here runs on the I/O loop's thread, but for checksums that take long.
+"""
+
+import asyncio
+import hmac
+from collections.abc import Callable
+
+from kvoffload.backends.format import COMPACT_BYTES, check_chunk, pack_header
+from kvoffload.backends.redis_connection import Frames, Lost, Outcome, Request
+from kvoffload.backends.redis_node import Node
+from kvoffload.backends.redis_resp import FILLED, Fill, Line, ServerError, encode
+from kvoffload.backends.redis_topology import Topology
+
+MAC_BYTES = 32
+LARGEST_VALUE_BYTES = 512 << 20
+"""What a Redis string may hold."""
+INLINE_BYTES = 4 << 20
+"""Checksums up to here are made on the loop itself: below a millisecond, and still in cache."""
+
+
+class Sealer:
+    """Makes and checks what stands around a chunk.
+
+    Args:
+        namespace: from :func:`~kvoffload.backends.format.namespace_digest`.
+        secret: authenticates values if given (32 bytes).
+    """
+
+    def __init__(self, namespace: bytes, secret: bytes | None) -> None:
+        self._namespace = namespace
+        self._secret = secret
+        self.tail_bytes = MAC_BYTES if secret else 0
+
+    def value_bytes(self, chunk: memoryview) -> int:
+        """Size of the stored value."""
+        return COMPACT_BYTES + chunk.nbytes + self.tail_bytes
+
+    def slow(self, chunk: memoryview) -> bool:
+        """Whether making or checking the seal takes too long for the loop's thread."""
+        return chunk.nbytes > INLINE_BYTES or self._secret is not None
+
+    def seal(self, key: bytes, chunk: memoryview) -> tuple[bytes, bytes]:
+        """Return what comes before and after the chunk."""
+        header = pack_header(key, self._namespace, chunk)
+        return header, self._mac(header, chunk)
+
+    def broken(self, header: memoryview, tail: memoryview, key: bytes, chunk: memoryview) -> str:
+        """Say why this is not exactly the chunk wanted; empty if it is."""
+        if self._secret is not None and not hmac.compare_digest(self._mac(header, chunk), tail):
+            return "mac"
+        return check_chunk(header, chunk, key, self._namespace) or ""
+
+    def _mac(self, header: bytes | memoryview, chunk: memoryview) -> bytes:
+        if self._secret is None:
+            return b""
+        import blake3
+
+        mac = blake3.blake3(key=self._secret)
+        mac.update(header)
+        mac.update(chunk)
+        digest: bytes = mac.digest()
+        return digest
+
+
+class Batch:
+    """What one call waits for: requests on their way, and checksums on other threads."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._requests: list[Request] = []
+        self._jobs: set[asyncio.Future[None]] = set()
+        self._left = 0
+        self._idle: asyncio.Future[None] | None = None
+        self._cancelled = False
+
+    def send(self, put: Callable[[list[Request]], None], request: Request) -> None:
+        """Hand a request to a node's queue and wait for it; its ``done`` calls :meth:`ended`."""
+        self._left += 1
+        self._requests.append(request)
+        put([request])
+
+    def ended(self) -> None:
+        """One thing less to wait for."""
+        self._left -= 1
+        if not self._left and self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
+
+    def compute(self, work: Callable[[], None], then: Callable[[], None]) -> None:
+        """Do something slow on another thread, then go on with ``then`` on the loop."""
+        self._left += 1
+        job = self._loop.run_in_executor(None, work)
+        self._jobs.add(job)
+
+        def finished(job: "asyncio.Future[None]") -> None:
+            self._jobs.discard(job)
+            if not self._cancelled and job.exception() is None:
+                then()
+            self.ended()
+
+        job.add_done_callback(finished)
+
+    async def wait(self) -> None:
+        """Wait for everything. Cancelled, it returns only when nothing uses the caller's memory."""
+        if not self._left:
+            return
+        self._idle = self._loop.create_future()
+        try:
+            await self._idle
+        except asyncio.CancelledError:
+            self._cancelled = True
+            for request in self._requests:
+                request.withdraw()
+            while self._jobs:
+                try:
+                    await asyncio.wait(list(self._jobs))
+                except asyncio.CancelledError:
+                    continue
+            raise
+
+
+class Job:
+    """What loads and stores share: routing, redirects, and one end.
+
+    Args:
+        topology: finds the server.
+        batch: waits for this.
+        name: the key as the server knows it.
+        tag: the part of it that the slot is computed from.
+        finish: called once with the reason why not; empty if it was done.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch: Batch,
+        name: bytes,
+        tag: bytes,
+        finish: Callable[[str], None],
+    ) -> None:
+        self._topology = topology
+        self._batch = batch
+        self._name = name
+        self._finish = finish
+        self._redirected = False
+        self._node = topology.node(tag)
+        self._request: Request | None = None
+
+    def send(self) -> None:
+        """Put the request on its way."""
+        if self._node is None:
+            self._finish("no_server")
+        else:
+            self._send_to(self._node, asking=False)
+
+    def _send_to(self, node: Node, asking: bool) -> None:
+        self._node = node
+        self._request = request = self._make(asking)
+        self._batch.send(self._queue(node), request)
+
+    def _done(self, outcome: Outcome) -> None:
+        node, request = self._node, self._request
+        if node is not None and request is not None:
+            if isinstance(outcome, Lost):
+                self._finish(f"lost_{outcome.reason.partition(':')[0].lower()}")
+            elif isinstance(outcome, ServerError):
+                self._refused(node, request, outcome)
+            else:
+                node.breaker.success()
+                self._answered(outcome)
+        self._batch.ended()
+
+    def _refused(self, node: Node, request: Request, error: ServerError) -> None:
+        node.judge(error, request.connection)
+        if error.code in ("MOVED", "ASK") and not self._redirected:
+            self._redirected = True  # once: a table in flux is a miss, not a chase
+            target = self._topology.redirect(error)
+            if target is not None:
+                self._send_to(target[0], asking=target[1])
+                return
+        self._finish(f"refused_{error.code.lower()}")
+
+    def _make(self, asking: bool) -> Request:
+        raise NotImplementedError
+
+    def _queue(self, node: Node) -> Callable[[list[Request]], None]:
+        raise NotImplementedError
+
+    def _answered(self, outcome: Outcome) -> None:
+        raise NotImplementedError
+
+
+class Load(Job):
+    """Bring one chunk into the caller's memory, and verify it there."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch: Batch,
+        name: bytes,
+        tag: bytes,
+        finish: Callable[[str], None],
+        sealer: Sealer,
+        key: bytes,
+        into: memoryview,
+        ttl_ms: bytes,
+    ) -> None:
+        super().__init__(topology, batch, name, tag, finish)
+        self._sealer = sealer
+        self._key = key
+        self._into = into
+        self._ttl_ms = ttl_ms
+        seal = memoryview(bytearray(COMPACT_BYTES + sealer.tail_bytes))
+        self._header, self._tail = seal[:COMPACT_BYTES], seal[COMPACT_BYTES:]
+
+    def _make(self, asking: bool) -> Request:
+        # One command reads and prolongs the chunk's life.
+        command = encode(b"GETEX", self._name, b"PX", self._ttl_ms)
+        fill = Fill([self._header, self._into, self._tail])
+        return Request(lambda: [command], fill, self._into.nbytes, self._done, asking)
+
+    def _queue(self, node: Node) -> Callable[[list[Request]], None]:
+        return node.load
+
+    def _answered(self, outcome: Outcome) -> None:
+        if outcome is not FILLED:
+            self._finish("missing")
+        elif not self._sealer.slow(self._into):
+            self._finish(self._verdict())
+        else:
+            verdict: list[str] = []
+            self._batch.compute(
+                lambda: verdict.append(self._verdict()), lambda: self._finish(verdict[0])
+            )
+
+    def _verdict(self) -> str:
+        broken = self._sealer.broken(self._header, self._tail, self._key, self._into)
+        return f"corrupt_{broken}" if broken else ""
+
+
+class Store(Job):
+    """Send one chunk straight from the caller's memory."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch: Batch,
+        name: bytes,
+        tag: bytes,
+        finish: Callable[[str], None],
+        sealer: Sealer,
+        key: bytes,
+        chunk: memoryview,
+        ttl_ms: bytes,
+    ) -> None:
+        super().__init__(topology, batch, name, tag, finish)
+        self._sealer = sealer
+        self._key = key
+        self._chunk = chunk
+        self._ttl_ms = ttl_ms
+        self._sealed: tuple[bytes, bytes] | None = None
+
+    def send(self) -> None:
+        """Put the request on its way, sealed first where that takes long."""
+        if self._node is not None and self._node.full:
+            self._finish("full")
+        elif self._sealer.value_bytes(self._chunk) > LARGEST_VALUE_BYTES:
+            self._finish("too_large")
+        elif self._sealer.slow(self._chunk):
+            self._batch.compute(self._seal, super().send)
+        else:
+            super().send()
+
+    def _seal(self) -> None:
+        self._sealed = self._sealer.seal(self._key, self._chunk)
+
+    def _frames(self) -> Frames:
+        if self._sealed is None:
+            self._seal()
+        header, tail = self._sealed or (b"", b"")
+        name = self._name
+        size = self._sealer.value_bytes(self._chunk)
+        head = b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (len(name), name, size, header)
+        ttl = self._ttl_ms
+        return [head, self._chunk, b"%b\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (tail, len(ttl), ttl)]
+
+    def _make(self, asking: bool) -> Request:
+        return Request(self._frames, Line(), self._chunk.nbytes, self._done, asking)
+
+    def _queue(self, node: Node) -> Callable[[list[Request]], None]:
+        return node.store
+
+    def _answered(self, outcome: Outcome) -> None:
+        self._finish("" if outcome == b"OK" else "unexpected")

@@ -1,0 +1,326 @@
+"""One server: its connections, its queues, its breaker, and what it said about itself.
+
+Requests wait in two queues, loads before everything else, and go to whichever data connection has
+room; lookups and other small commands have a connection of their own, so that they never stand
+behind chunks. A connection takes requests up to its share of the bytes in flight. When the breaker
+opens, every connection is dropped, what waits is answered as lost, and a task probes until the
+server is back.
+
+Everything here runs on the I/O loop's thread; ``is_open`` may be read from any.
+"""
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable
+from typing import NamedTuple
+
+from kvoffload.backends.redis_breaker import Breaker
+from kvoffload.backends.redis_channel import Address, open_channel
+from kvoffload.backends.redis_connection import Connection, Lost, Request
+from kvoffload.backends.redis_options import Access, RedisOptions
+from kvoffload.backends.redis_resp import ServerError
+
+log = logging.getLogger(__name__)
+
+IN_STEP = frozenset({"OOM", "MISCONF", "NOREPLICAS", "WRONGTYPE", "MOVED", "ASK"})
+"""Error replies after which the server is as good as before: refusals and redirects."""
+_MAX_OWED = 64
+"""Requests in flight on a connection, however small."""
+
+
+Resolve = Callable[[], Awaitable[Address]]
+
+
+class Greeting(NamedTuple):
+    """What a server says about itself (``INFO``); empty where the user may not ask."""
+
+    info: dict[str, str]
+
+    @property
+    def run_id(self) -> str:
+        """Changes whenever the server process does."""
+        return self.info.get("run_id", "")
+
+
+class Node:
+    """A server and everything that is open to it.
+
+    Args:
+        resolve: where the server is now; asked before each connect (a Sentinel moves it).
+        access: how to introduce oneself.
+        options: the backend's.
+        counters: the backend's.
+        restarted: called when the server may have lost what it held (another process, or back
+            after an outage).
+        troubled: called when the server refused as one does that is no longer in charge; the
+            topology may have changed.
+    """
+
+    def __init__(
+        self,
+        resolve: Resolve,
+        access: Access,
+        options: RedisOptions,
+        counters: Counter[str],
+        restarted: Callable[[], None],
+        troubled: Callable[[], None],
+    ) -> None:
+        self.breaker = Breaker()
+        self.greeting = Greeting({})
+        self.full_until = 0.0
+        self._resolve = resolve
+        self._access = access
+        self._options = options
+        self._counters = counters
+        self._restarted = restarted
+        self._troubled = troubled
+        self._loop = asyncio.get_running_loop()
+        self._address: Address | None = None
+        self._share = max(1, options.max_inflight_bytes // options.connections)
+        self._loads: deque[Request] = deque()
+        self._stores: deque[Request] = deque()
+        self._smalls: deque[Request] = deque()
+        self._data: list[Connection] = []
+        self._lookup: list[Connection] = []
+        self._connecting = {id(self._data): 0, id(self._lookup): 0}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the server is being left alone."""
+        return self.breaker.is_open
+
+    @property
+    def full(self) -> bool:
+        """Whether the server said a moment ago that it takes nothing more."""
+        return self._loop.time() < self.full_until
+
+    @property
+    def num_connections(self) -> int:
+        """Connections open now."""
+        return len(self._data) + len(self._lookup)
+
+    def load(self, requests: Iterable[Request]) -> None:
+        """Queue requests that bring chunks."""
+        self._queue(self._loads, requests)
+
+    def store(self, requests: Iterable[Request]) -> None:
+        """Queue requests that take chunks away."""
+        self._queue(self._stores, requests)
+
+    def command(self, request: Request) -> None:
+        """Queue a small command; it goes past all chunks."""
+        self._queue(self._smalls, [request])
+
+    def judge(self, error: ServerError, connection: Connection | None) -> None:
+        """Act on an error reply: keep the connection, or drop it and count a failure."""
+        self._counters[f"refused_{error.code.lower()}"] += 1
+        if error.code in IN_STEP:
+            if error.code in ("OOM", "MISCONF", "NOREPLICAS"):
+                self.full_until = self._loop.time() + 1.0
+            return
+        if connection is not None and not connection.closed:
+            connection.abort(error.code)
+
+    def close(self) -> None:
+        """Drop everything; what waits is lost."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        self._drop("shutdown")
+
+    def _queue(self, queue: deque[Request], requests: Iterable[Request]) -> None:
+        if self._closed or self.breaker.is_open:
+            for request in requests:
+                request.end(Lost("shutdown" if self._closed else "breaker_open"))
+            return
+        queue.extend(requests)
+        self._pump()
+
+    def _pump(self) -> None:
+        """Give waiting requests to connections with room; open more where they would help."""
+        if self._closed:
+            return
+        while self._smalls and self._lookup:
+            self._lookup[0].submit(self._smalls.popleft())
+        if self._smalls and not self._lookup:
+            self._connect(self._lookup, 1)
+        for queue in (self._loads, self._stores):
+            while queue and (connection := self._roomy(queue[0])):
+                connection.submit(queue.popleft())
+        waiting = len(self._loads) + len(self._stores)
+        if waiting:
+            self._connect(self._data, min(self._options.connections, len(self._data) + waiting))
+
+    def _roomy(self, request: Request) -> Connection | None:
+        """The data connection with the least on its way, if the request fits its share."""
+        best = min(self._data, key=lambda c: (c.inflight_bytes, c.owed), default=None)
+        if best is None or best.owed >= _MAX_OWED:
+            return None
+        fits = best.inflight_bytes + request.nbytes <= self._share
+        return best if fits or best.owed == 0 else None
+
+    def _connect(self, pool: list[Connection], wanted: int) -> None:
+        missing = wanted - len(pool) - self._connecting[id(pool)]
+        for _ in range(missing):
+            self._connecting[id(pool)] += 1
+            self._start(self._grow(pool))
+
+    def _start(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _grow(self, pool: list[Connection]) -> None:
+        began = self._loop.time()
+        try:
+            connection = await self._open()
+        except (OSError, ValueError) as error:
+            self._connecting[id(pool)] -= 1
+            self._unreachable(error, self._loop.time() - began)
+            return
+        except asyncio.CancelledError:
+            self._connecting[id(pool)] -= 1
+            raise
+        self._connecting[id(pool)] -= 1
+        self._join(pool, connection)
+
+    def _join(self, pool: list[Connection], connection: Connection) -> None:
+        if self._closed or self.breaker.is_open:
+            connection.abort("shutdown")
+            return
+        pool.append(connection)
+        self._pump()
+
+    def _unreachable(self, error: Exception, lasted_s: float) -> None:
+        if self._closed:
+            return
+        self._counters["connect_failed"] += 1
+        log.debug("redis at %s: %s", self._address, error or type(error).__name__)
+        self._fail(lasted_s, str(error) or type(error).__name__)
+        if not self._data:
+            self._lose((self._loads, self._stores), "unreachable")
+        if not self._lookup:
+            self._lose((self._smalls,), "unreachable")
+        self._troubled()
+
+    async def _open(self) -> Connection:
+        """Connect, introduce oneself, and see whether this is a server that can serve.
+
+        Raises:
+            OSError: it cannot be reached, or does not serve (now).
+            ValueError: its name is none, or a secret is gone.
+        """
+        options = self._options
+        async with asyncio.timeout(options.connect_timeout_s):
+            address = await self._resolve()
+            sock, channel = await open_channel(address, self._access.tls)
+            connection = Connection(
+                sock,
+                channel,
+                options.timeout_s,
+                int(options.min_bandwidth * options.timeout_s),
+                lambda _: self._pump(),
+                self._lost,
+            )
+            try:
+                greeting = await self._greet(connection)
+            except BaseException:
+                connection.abort("greeting")
+                raise
+        self._known_as(address, greeting)
+        self._counters["connected"] += 1
+        return connection
+
+    async def _greet(self, connection: Connection) -> Greeting:
+        words: list[tuple[bytes, ...]] = []
+        if password := self._access.password():
+            name = self._access.username
+            words.append((b"AUTH", *([name.encode()] if name else []), password.encode()))
+        if self._access.db:
+            words.append((b"SELECT", b"%d" % self._access.db))
+        for command in words:
+            reply = await connection.ask(*command)
+            if reply != b"OK":
+                raise ConnectionError(f"{command[0].decode()} refused: {_code(reply)}")
+        reply = await connection.ask(b"PING")
+        if reply != b"PONG":
+            raise ConnectionError(f"PING refused: {_code(reply)}")
+        info = await connection.ask(b"INFO")
+        if not isinstance(info, bytes):
+            return Greeting({})  # not allowed to ask: nothing is known of its process then
+        lines = (line.partition(":") for line in info.decode("utf-8", "replace").splitlines())
+        greeting = Greeting({name: value for name, sep, value in lines if sep})
+        if greeting.info.get("role", "master") != "master":
+            raise ConnectionError("a read-only replica")
+        return greeting
+
+    def _known_as(self, address: Address, greeting: Greeting) -> None:
+        """Notice another process behind the name: nothing known of the old one holds."""
+        moved = self._address is not None and address != self._address
+        if moved:  # a failover: the connections left lead to a server no longer in charge
+            self._drop_connections("moved")
+        if moved or not greeting.run_id or greeting.run_id != self.greeting.run_id:
+            self._restarted()
+        self._address, self.greeting = address, greeting
+
+    def _lost(self, connection: Connection, reason: str, silent_s: float, had_owed: bool) -> None:
+        pool = next((p for p in (self._data, self._lookup) if connection in p), None)
+        if pool is None:
+            return  # it never came to serve; whoever opened it hears of it
+        pool.remove(connection)
+        if reason in ("shutdown", "moved", "breaker_open"):
+            return
+        self._counters[f"connection_lost_{reason.partition(':')[0].lower()}"] += 1
+        log.debug("redis at %s: connection lost: %s", self._address, reason)
+        # Closing an idle connection is a server's right, giving one up may be the caller's wish,
+        # and one odd value says nothing about the server.
+        if had_owed and reason not in ("cancelled", "size"):
+            self._fail(silent_s, reason)
+            self._troubled()
+        self._loop.call_soon(self._pump)  # what waits goes to the others, or to a new one
+
+    def _fail(self, lasted_s: float, reason: str) -> None:
+        if self._closed or not self.breaker.failure(lasted_s):
+            return
+        self._counters["breaker_opened"] += 1
+        log.warning("redis at %s is left alone until it answers again: %s", self._address, reason)
+        self._drop("breaker_open")
+        self._start(self._probe())
+
+    async def _probe(self) -> None:
+        """Ask until the server is back; the connection that found it so becomes the first one."""
+        while self.breaker.is_open:
+            await asyncio.sleep(self.breaker.probe_in())
+            self._counters["probes"] += 1
+            try:
+                connection = await self._open()
+            except (OSError, ValueError) as error:
+                log.debug("redis at %s: still away: %s", self._address, error)
+                self.breaker.probe_failed()
+                self._troubled()
+                continue
+            self.breaker.probe_succeeded()
+            self._restarted()  # verdicts of the outage are no longer true
+            self._counters["breaker_closed"] += 1
+            log.warning("redis at %s is back", self._address)
+            self._join(self._lookup, connection)
+
+    def _drop(self, reason: str) -> None:
+        self._drop_connections(reason)
+        self._lose((self._loads, self._stores, self._smalls), reason)
+
+    def _drop_connections(self, reason: str) -> None:
+        for connection in [*self._data, *self._lookup]:
+            connection.abort(reason)
+
+    def _lose(self, queues: Iterable[deque[Request]], reason: str) -> None:
+        for queue in queues:
+            while queue:
+                queue.popleft().end(Lost(reason))
+
+
+def _code(reply: object) -> str:
+    return reply.code if isinstance(reply, ServerError) else "an unexpected reply"

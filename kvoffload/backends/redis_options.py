@@ -1,0 +1,228 @@
+"""Settings of the Redis backend: the URL taken apart, secrets, TLS. Nothing here opens a socket."""
+
+import os
+import ssl
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+import msgspec
+
+from kvoffload.backends.redis_channel import Address
+from kvoffload.config import ByteSize
+from kvoffload.errors import ConfigError
+
+_SCHEMES = ("redis", "rediss", "unix")
+_KINDS = ("", "sentinel", "cluster")
+_REMEDY = (
+    "write redis://host:6379/0, rediss://host, unix:///run/redis.sock?db=0, "
+    "redis+sentinel://host1:26379,host2/service or redis+cluster://host1:7000,host2:7000"
+)
+
+
+class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How to reach the servers, and how long to wait for them.
+
+    Secrets are best left out of ``url``: a password comes from the environment variable or the file
+    named here, read again at each connect, and never shows in logs or errors.
+    """
+
+    url: str
+    """``redis://``, ``rediss://`` (TLS), ``unix://``; ``redis+sentinel://``, ``redis+cluster://``
+    and the same with ``rediss``."""
+    username: str = ""
+    password_env: str = ""
+    password_file: str = ""
+    sentinel_username: str = ""
+    sentinel_password_env: str = ""
+    sentinel_password_file: str = ""
+    ca_file: str = ""
+    """Certificates trusted for TLS; default: the system's. The host name is always checked."""
+    cert_file: str = ""
+    """This client's certificate, for servers that ask for one; its key is in ``key_file``."""
+    key_file: str = ""
+    secret_file: str = ""
+    """Authenticate values with keyed BLAKE3 under this file's content (at least 32 bytes): chunks
+    not written by someone who has it are misses. Needs the ``blake3`` extra."""
+    connections: int = 4
+    """Data connections to each server; one more serves lookups."""
+    max_inflight_bytes: ByteSize = ByteSize(64 << 20)
+    """Bytes of chunks asked for or being sent at once, to each server."""
+    ttl_s: float = 86400.0
+    """A chunk neither written nor read for so long is forgotten by the server."""
+    connect_timeout_s: float = 0.5
+    timeout_s: float = 0.5
+    """A connection on which replies are owed and nothing comes for so long is given up."""
+    min_bandwidth: ByteSize = ByteSize(4 << 20)
+    """Bytes a second: a connection that moves less counts as hung."""
+    lookup_timeout_s: float = 0.25
+    """So long "is this chunk here?" may stay unanswered; then it is not."""
+    present_s: float = 5.0
+    """How long "it is here" is believed."""
+    absent_s: float = 1.0
+    """How long "it is not here" is believed."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        for name in (
+            "ttl_s", "connect_timeout_s", "timeout_s", "lookup_timeout_s", "present_s", "absent_s",
+        ):  # fmt: skip
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(name, getattr(self, name), "must be a positive number of seconds")
+        if not 1 <= self.connections <= 64:
+            raise ConfigError("connections", self.connections, "must be 1 to 64")
+        if self.max_inflight_bytes < 1 << 20:
+            raise ConfigError("max_inflight_bytes", self.max_inflight_bytes, "must be >= 1 MiB")
+        parse_url(self.url)
+
+    def __repr__(self) -> str:
+        return f"RedisOptions(url={redacted(self.url)!r})"
+
+
+class Target(NamedTuple):
+    """What a URL says."""
+
+    kind: str
+    """Empty (one server), ``sentinel`` or ``cluster``."""
+    tls: bool
+    addresses: tuple[Address, ...]
+    db: int
+    service: str
+    username: str
+    password: str
+
+
+def redacted(url: str) -> str:
+    """The URL without its password, for people to read."""
+    head, at, tail = url.rpartition("@")
+    scheme, sep, user = head.partition("://")
+    return f"{scheme}{sep}{user.partition(':')[0]}:***@{tail}" if at and ":" in user else url
+
+
+def parse_url(url: str) -> Target:
+    """Take a URL apart.
+
+    Raises:
+        ConfigError: it is none of ours; the message does not show the password.
+    """
+    try:
+        return _parse(url)
+    except ValueError as error:
+        raise ConfigError("url", redacted(url), str(error)) from None
+
+
+def _parse(url: str) -> Target:
+    parts = urlsplit(url)
+    scheme, _, kind = parts.scheme.partition("+")
+    query = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
+    if scheme not in _SCHEMES or kind not in _KINDS or set(query) - {"db"} or parts.fragment:
+        raise ValueError(_REMEDY)
+    userinfo, _, hosts = parts.netloc.rpartition("@")
+    username, _, password = (unquote(part) for part in userinfo.partition(":"))
+    if scheme == "unix":
+        if kind or hosts or not parts.path:
+            raise ValueError(_REMEDY)
+        addresses: tuple[Address, ...] = (Address("", 0, unquote(parts.path)),)
+        service, db = "", query.get("db", "0")
+    else:
+        default = 26379 if kind == "sentinel" else 6379
+        addresses = tuple(_address(host, default) for host in hosts.split(","))
+        service, db = _path(parts, kind)
+        db = query.get("db", db)
+    if not kind and len(addresses) != 1:
+        raise ValueError("several hosts need redis+sentinel:// or redis+cluster://")
+    if kind == "cluster" and db != "0":
+        raise ValueError("a cluster has database 0 only")
+    if not db.isdecimal():
+        raise ValueError(f"the database is a number, not {db!r}")
+    return Target(kind, scheme == "rediss", addresses, int(db), service, username, password)
+
+
+def _path(parts: SplitResult, kind: str) -> tuple[str, str]:
+    path = parts.path.strip("/")
+    if kind != "sentinel":
+        return "", path or "0"
+    service, _, db = path.partition("/")
+    if not service:
+        raise ValueError("the path names the master's service: redis+sentinel://host/mymaster")
+    return unquote(service), db or "0"
+
+
+def _address(text: str, default_port: int) -> Address:
+    split = urlsplit(f"//{text}")
+    if not split.hostname:
+        raise ValueError(_REMEDY)
+    return Address(split.hostname, split.port or default_port)
+
+
+class Access:
+    """How to introduce oneself to a server: who, with which password, under which TLS."""
+
+    def __init__(self, options: RedisOptions, target: Target) -> None:
+        self.db = target.db
+        self.username = options.username or target.username
+        self.sentinel_username = options.sentinel_username
+        self.tls = _context(options) if target.tls else None
+        self._password = target.password
+        self._options = options
+        self.password()  # a secret that cannot be read is an error at start
+
+    def password(self) -> str:
+        """Read the password, anew each time: it may have been changed.
+
+        Raises:
+            ConfigError: its file or variable is not there.
+        """
+        return _secret(self._options, "password") or self._password
+
+    def sentinel_password(self) -> str:
+        """The password for Sentinels; by default they have none."""
+        return _secret(self._options, "sentinel_password")
+
+
+def _secret(options: RedisOptions, name: str) -> str:
+    variable, file = getattr(options, f"{name}_env"), getattr(options, f"{name}_file")
+    if variable:
+        if variable not in os.environ:
+            raise ConfigError(f"{name}_env", variable, "this environment variable is not set")
+        return os.environ[variable]
+    return _read(f"{name}_file", file).decode().strip("\r\n") if file else ""
+
+
+def _read(field: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(field, path, f"cannot be read: {error.strerror}") from error
+
+
+def value_key(options: RedisOptions) -> bytes | None:
+    """Derive the key that authenticates values from ``secret_file``; None if there is none.
+
+    Raises:
+        ConfigError: the file is missing or too short, or the ``blake3`` extra is not installed.
+    """
+    if not options.secret_file:
+        return None
+    secret = _read("secret_file", options.secret_file).strip()
+    if len(secret) < 32:
+        raise ConfigError("secret_file", options.secret_file, "needs at least 32 bytes of secret")
+    try:
+        import blake3
+    except ImportError:
+        raise ConfigError(
+            "secret_file", options.secret_file, "needs its extra: pip install 'kvoffload[blake3]'"
+        ) from None
+    derived: bytes = blake3.blake3(secret, derive_key_context="kvoffload redis values v1").digest()
+    return derived
+
+
+def _context(options: RedisOptions) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=options.ca_file or None)
+        if options.cert_file:
+            context.load_cert_chain(options.cert_file, options.key_file or None)
+    except (OSError, ssl.SSLError) as error:
+        where = "cert_file" if options.cert_file else "ca_file"
+        raise ConfigError(where, getattr(options, where), f"cannot be used: {error}") from error
+    return context

@@ -1,0 +1,310 @@
+"""Which server has a key: one server, the master Sentinels name, or a cluster's slot table.
+
+A topology gives :class:`~kvoffload.backends.redis_node.Node` objects; it knows nothing of chunks.
+Discovery runs in the background, at most twice a second, and never on anybody's way.
+"""
+
+import asyncio
+import binascii
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Protocol
+
+from redis.asyncio.sentinel import Sentinel
+from redis.exceptions import RedisError
+
+from kvoffload.backends.redis_channel import Address
+from kvoffload.backends.redis_control import client_options, control_client
+from kvoffload.backends.redis_node import Node, Resolve
+from kvoffload.backends.redis_options import Access, RedisOptions, Target
+from kvoffload.backends.redis_resp import ServerError
+
+log = logging.getLogger(__name__)
+
+NUM_SLOTS = 16384
+_REFRESH_EVERY_S = 0.5
+
+Slots = list[tuple[int, int, Address]]
+"""First slot, last slot, master: the rows of a slot table."""
+
+
+class Topology(Protocol):
+    """Finds the server for a key. On the I/O loop's thread, but for :meth:`shut`."""
+
+    async def ready(self) -> None:
+        """Wait until there is something to route by; at most the connect timeout."""
+        ...
+
+    def node(self, key: bytes) -> Node | None:
+        """The server in charge of a key, or None while nobody is known to be."""
+        ...
+
+    def nodes(self) -> Iterable[Node]:
+        """Every server known."""
+        ...
+
+    def redirect(self, error: ServerError) -> tuple[Node, bool] | None:
+        """Where a MOVED or ASK points to, and whether the command there must begin with ASKING."""
+        ...
+
+    def shut(self, key: bytes) -> bool:
+        """Whether the key's server is being left alone; quick, on any thread."""
+        ...
+
+    def close(self) -> None:
+        """Drop everything."""
+        ...
+
+
+class Single:
+    """One server at a time: always the same one, or the one Sentinels say is the master."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    async def ready(self) -> None:
+        """See :class:`Topology`."""
+
+    def node(self, key: bytes) -> Node | None:
+        """See :class:`Topology`."""
+        return self._node
+
+    def nodes(self) -> Iterable[Node]:
+        """See :class:`Topology`."""
+        return (self._node,)
+
+    def redirect(self, error: ServerError) -> tuple[Node, bool] | None:
+        """A single server that redirects is part of a cluster; the URL should have said so."""
+        log.error("this Redis is a cluster: write redis+cluster:// (%s)", error.code)
+        return None
+
+    def shut(self, key: bytes) -> bool:
+        """See :class:`Topology`."""
+        return self._node.is_open
+
+    def close(self) -> None:
+        """See :class:`Topology`."""
+        self._node.close()
+
+
+class SentinelResolver:
+    """Asks Sentinels for the master's address, and remembers it for a moment."""
+
+    def __init__(self, target: Target, options: RedisOptions, access: Access) -> None:
+        self._target = target
+        self._options = options
+        self._access = access
+        self._known: tuple[Address, float] | None = None
+
+    async def __call__(self) -> Address:
+        """Return the master's address.
+
+        Raises:
+            OSError: no Sentinel answers, or none knows a master.
+        """
+        now = asyncio.get_running_loop().time()
+        if self._known and now < self._known[1]:
+            return self._known[0]
+        hosts = [(a.host, a.port) for a in self._target.addresses]
+        # A share of the time for each, so that one that hangs leaves time to ask the next.
+        each_s = self._options.connect_timeout_s / len(hosts)
+        credentials = {
+            "username": self._access.sentinel_username or None,
+            "password": self._access.sentinel_password() or None,
+        }
+        sentinel = Sentinel(  # type: ignore[no-untyped-call]
+            hosts,
+            sentinel_kwargs=client_options(self._options, self._access, each_s) | credentials,
+        )
+        try:
+            host, port = await sentinel.discover_master(self._target.service)
+        except RedisError as error:
+            raise ConnectionError(f"no Sentinel names a master: {error}") from error
+        finally:
+            for client in sentinel.sentinels:
+                await client.aclose()
+        address = Address(host if isinstance(host, str) else host.decode(), int(port))
+        self._known = address, now + _REFRESH_EVERY_S
+        return address
+
+
+class Cluster:
+    """A cluster's slot table, one node for each master.
+
+    Args:
+        seeds: servers to ask first.
+        make_node: makes the node for an address.
+        ask: fetches the slot table from one server; raises OSError.
+        timeout_s: how long :meth:`ready` waits.
+    """
+
+    def __init__(
+        self,
+        seeds: Iterable[Address],
+        make_node: Callable[[Address], Node],
+        ask: Callable[[Address], Coroutine[Any, Any, Slots]],
+        timeout_s: float,
+    ) -> None:
+        self._seeds = list(seeds)
+        self._make_node = make_node
+        self._ask = ask
+        self._timeout_s = timeout_s
+        self._nodes: dict[Address, Node] = {}
+        self._slots: list[Node | None] = [None] * NUM_SLOTS
+        self._loop = asyncio.get_running_loop()
+        self._known = asyncio.Event()
+        self._stale = asyncio.Event()
+        self._failing = False
+        self._stale.set()
+        self._refresher = self._loop.create_task(self._refresh())
+
+    async def ready(self) -> None:
+        """See :class:`Topology`."""
+        if not self._known.is_set() and not self._failing:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._known.wait(), self._timeout_s)
+
+    def node(self, key: bytes) -> Node | None:
+        """See :class:`Topology`."""
+        node = self._slots[slot_of(key)]
+        if node is None:
+            self._stale.set()
+        return node
+
+    def nodes(self) -> Iterable[Node]:
+        """See :class:`Topology`."""
+        return list(self._nodes.values())
+
+    def redirect(self, error: ServerError) -> tuple[Node, bool] | None:
+        """See :class:`Topology`. A MOVED also corrects the table."""
+        words = error.text.split()
+        if len(words) != 3 or not words[1].isdecimal() or int(words[1]) >= NUM_SLOTS:
+            return None
+        host, _, port = words[2].rpartition(":")
+        if not host or not port.isdecimal():
+            self._stale.set()
+            return None
+        node = self._node_at(Address(host.strip("[]"), int(port)))
+        if error.code == "MOVED":
+            self._slots[int(words[1])] = node
+            self._stale.set()
+        return node, error.code == "ASK"
+
+    def shut(self, key: bytes) -> bool:
+        """See :class:`Topology`."""
+        node = self._slots[slot_of(key)]
+        return node.is_open if node is not None else self._failing
+
+    def troubled(self) -> None:
+        """A node behaves as if the table were old."""
+        self._stale.set()
+
+    def close(self) -> None:
+        """See :class:`Topology`."""
+        self._refresher.cancel()
+        for node in self._nodes.values():
+            node.close()
+
+    def _node_at(self, address: Address) -> Node:
+        if address not in self._nodes:
+            self._nodes[address] = self._make_node(address)
+        return self._nodes[address]
+
+    async def _refresh(self) -> None:
+        while True:
+            await self._stale.wait()
+            self._stale.clear()
+            slots = await self._fetch()
+            self._failing = slots is None
+            if slots is None:
+                self._stale.set()  # nobody answered: ask again after the pause
+            else:
+                self._adopt(slots)
+                self._known.set()
+            await asyncio.sleep(_REFRESH_EVERY_S * (2 if self._failing else 1))
+
+    async def _fetch(self) -> Slots | None:
+        healthy = [a for a, node in self._nodes.items() if not node.is_open]
+        for address in dict.fromkeys([*healthy, *self._seeds, *self._nodes]):
+            try:
+                return await self._ask(address)
+            except (OSError, ValueError) as error:
+                log.debug("redis cluster: %s gives no slot table: %s", address, error)
+        return None
+
+    def _adopt(self, slots: Slots) -> None:
+        table: list[Node | None] = [None] * NUM_SLOTS
+        for start, stop, address in slots:
+            table[start : stop + 1] = [self._node_at(address)] * (stop + 1 - start)
+        self._slots = table
+        used = {address for _, _, address in slots}
+        for address in [a for a in self._nodes if a not in used]:
+            self._nodes.pop(address).close()
+
+
+def slot_of(key: bytes) -> int:
+    """The cluster slot of a key, by its hash tag if it has one."""
+    start = key.find(b"{")
+    if start >= 0:
+        stop = key.find(b"}", start + 1)
+        if stop > start + 1:
+            key = key[start + 1 : stop]
+    return binascii.crc_hqx(key, 0) % NUM_SLOTS
+
+
+async def fetch_slots(address: Address, options: RedisOptions, access: Access) -> Slots:
+    """Ask one server for the slot table.
+
+    Raises:
+        OSError: it gives none.
+        ValueError: a secret is gone, or what came is no table.
+    """
+    client = control_client(address, options, access, options.connect_timeout_s)
+    try:
+        async with asyncio.timeout(2 * options.connect_timeout_s):
+            rows = await client.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]
+        slots = []
+        for start, stop, (host, port, *_), *_replicas in rows:
+            name = host.decode() if host else address.host  # empty: the one that was asked
+            slots.append((int(start), int(stop), Address(name, int(port))))
+        return slots
+    except RedisError as error:
+        raise ConnectionError(str(error)) from error
+    except (TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"not a slot table: {error}") from error
+    finally:
+        await client.aclose()
+
+
+def open_topology(
+    target: Target,
+    options: RedisOptions,
+    access: Access,
+    counters: Counter[str],
+    restarted: Callable[[], None],
+) -> Topology:
+    """Make the topology that a URL asks for; on the I/O loop's thread."""
+    if target.kind == "cluster":
+
+        def make_node(address: Address) -> Node:
+            return Node(_always(address), access, options, counters, restarted, cluster.troubled)
+
+        def ask(address: Address) -> Coroutine[Any, Any, Slots]:
+            return fetch_slots(address, options, access)
+
+        cluster = Cluster(target.addresses, make_node, ask, 2 * options.connect_timeout_s)
+        return cluster
+    if target.kind == "sentinel":
+        resolve: Resolve = SentinelResolver(target, options, access)
+    else:
+        resolve = _always(target.addresses[0])
+    return Single(Node(resolve, access, options, counters, restarted, lambda: None))
+
+
+def _always(address: Address) -> Callable[[], Coroutine[Any, Any, Address]]:
+    async def resolve() -> Address:
+        return address
+
+    return resolve
