@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvoffload import registry
 from kvoffload.backends.base import Backend, Describes, Presence, ReportsRemovals
-from kvoffload.config import OffloadConfig, human_bytes
+from kvoffload.config import BackendConfig, OffloadConfig, human_bytes
 from kvoffload.errors import ConfigError
 from kvoffload.offload.base import (
     BackendLoadStoreSpec,
@@ -28,6 +28,14 @@ from kvoffload.transfer.prober import Prober
 from kvoffload.transfer.slab import Slab
 
 log = logging.getLogger(__name__)
+
+
+def tier_names(config: OffloadConfig) -> list[tuple[str, BackendConfig]]:
+    """Name each configured tier: by its type; a second one of a type by its place as well."""
+    named: dict[str, BackendConfig] = {}
+    for i, wanted in enumerate(config.backends):
+        named[wanted.type if wanted.type not in named else f"{wanted.type}{i}"] = wanted
+    return list(named.items())
 
 
 @dataclass
@@ -76,8 +84,7 @@ class TieredOffloadingSpec(OffloadingSpec):
         digest = namespace(**self._facts)
         backends: dict[str, Backend] = {}
         tiers: list[Tier] = []
-        for i, wanted in enumerate(self.config.backends):
-            name = wanted.type if wanted.type not in backends else f"{wanted.type}{i}"
+        for i, (name, wanted) in enumerate(tier_names(self.config)):
             backend = registry.open_backend(
                 wanted.type, wanted.options, digest, where=f"backends[{i}]."
             )
@@ -134,17 +141,22 @@ class TieredOffloadingSpec(OffloadingSpec):
         yield staged, gpu, StagedLoadHandler(*shared, copier, load_s)
 
     def renew(self, manager: TieredOffloadingManager, generation: str) -> None:
-        """Give the stores a new namespace: what they hold no longer means the same.
+        """Give the stores a new namespace: what they hold no longer means the same."""
+        self.renew_stores(generation)
+        manager.replace_tiers(self._opened.tiers)
 
-        No transfer may be in flight.
+    def renew_stores(self, generation: str) -> None:
+        """Give the stores a new namespace, where the manager is in another process.
+
+        Calls still running on the old stores end on those; they are closed in the background.
         """
-        self._close_backends()
+        old = list(self._opened.backends.values())
         self._facts["generation"] = generation
         opened = self._open()
-        self._opened.backends.clear()
         self._opened.backends.update(opened.backends)  # the mapping the handlers look into
         self._opened.tiers = opened.tiers
-        manager.replace_tiers(opened.tiers)
+        for backend in old:
+            self.io.start(backend.close)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Close the stores, the I/O thread and the copier. Idempotent."""

@@ -1,0 +1,30 @@
+"""Attach to vLLM: ``"kv_connector": "KVOffloadConnector"``, loaded from this module's path.
+
+``docs/vllm.md`` has the command line and every option. Names are imported when first asked for, so
+that a vLLM we do not know is refused with a sentence rather than with a traceback of its insides.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvoffload.connectors.vllm.versions import explained
+
+if TYPE_CHECKING:
+    from kvoffload.connectors.vllm.connector import KVOffloadConnector
+    from kvoffload.connectors.vllm.spec import KVOffloadSpec
+    from kvoffload.connectors.vllm.tier import KVOffloadTier
+
+_HOMES = {
+    "KVOffloadConnector": "kvoffload.connectors.vllm.connector",
+    "KVOffloadSpec": "kvoffload.connectors.vllm.spec",
+    "KVOffloadTier": "kvoffload.connectors.vllm.tier",
+}
+
+__all__ = ["KVOffloadConnector", "KVOffloadSpec", "KVOffloadTier"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvoffload.connectors.vllm' has no attribute {name!r}")
+    with explained(name):
+        return getattr(import_module(_HOMES[name]), name)

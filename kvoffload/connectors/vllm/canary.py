@@ -1,0 +1,139 @@
+"""The canary: a pattern goes out and comes back through every tier before anything is trusted.
+
+A layout misunderstood, a copy that goes astray, a store that returns something else: each would
+otherwise show as wrong answers of the model, long after. Sung at the start, on blocks that nobody
+uses yet, through the very handlers that will carry everything else.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+
+import torch
+
+from kvoffload.connectors.spec import TieredOffloadingSpec
+from kvoffload.core.canonical import CanonicalKVCaches
+from kvoffload.core.transfers import (
+    BackendLoadStoreSpec,
+    CPULoadStoreSpec,
+    Fetch,
+    GPULoadStoreSpec,
+    StagedLoadStoreSpec,
+    TransferSpec,
+    make_offload_key,
+)
+from kvoffload.errors import ConfigError
+from kvoffload.transfer.worker import TransferWorker
+
+log = logging.getLogger(__name__)
+
+_JOB = -1
+_SLOT = 0
+
+
+def sing(
+    spec: TieredOffloadingSpec,
+    transfers: TransferWorker,
+    caches: CanonicalKVCaches,
+    blocks_per_chunk: int,
+) -> None:
+    """Carry a pattern out and back for each KV cache group and each tier.
+
+    A tier that does not answer is only warned about: it may come up later, and a miss harms nobody.
+
+    Raises:
+        ConfigError: other bytes came back than were sent; offloading must not begin.
+    """
+    num_blocks = min(len(tensor.tensor) for tensor in caches.tensors)
+    source = range(1, 1 + blocks_per_chunk)
+    target = range(1 + blocks_per_chunk, 1 + 2 * blocks_per_chunk)
+    if target.stop > num_blocks:
+        log.warning("kvoffload: the KV cache is too small for the start-up check; skipped")
+        return
+    for group_idx, refs in enumerate(caches.group_data_refs):
+        if not refs:
+            continue
+        song = _Song(transfers, caches, group_idx, source, target)
+        try:
+            song.host()
+            for name in spec.backends:
+                song.tier(name)
+        finally:
+            song.leave()
+            for name, backend in spec.backends.items():
+                del name
+                key = song.key
+                spec.io.start(lambda backend=backend, key=key: backend.remove([key]))  # type: ignore[misc]
+
+
+class _Song:
+    """The check of one KV cache group."""
+
+    def __init__(
+        self,
+        transfers: TransferWorker,
+        caches: CanonicalKVCaches,
+        group_idx: int,
+        source: Sequence[int],
+        target: Sequence[int],
+    ) -> None:
+        self.key = make_offload_key(os.urandom(32), group_idx)
+        self._transfers = transfers
+        self._group_idx = group_idx
+        self._views = [
+            caches.tensors[ref.tensor_idx].tensor[:, : ref.page_size_bytes]
+            for ref in caches.group_data_refs[group_idx]
+        ]
+        self._source, self._target = list(source), list(target)
+        self._before = [view[: self._target[-1] + 1].clone() for view in self._views]
+        noise = torch.Generator().manual_seed(1 + group_idx)
+        for view in self._views:
+            shape = (len(self._source), view.shape[1])
+            pattern = torch.randint(-128, 128, shape, dtype=torch.int8, generator=noise)
+            view[self._source] = pattern.to(view.device)
+            view[self._target] = 0
+
+    def host(self) -> None:
+        """Out to host memory and back into other blocks."""
+        slot = CPULoadStoreSpec([_SLOT])
+        if not self._carry((self._end(self._source), slot)):
+            raise ConfigError("canary", "host", "storing a block to host memory failed")
+        if not self._carry((slot, self._end(self._target))) or not self._is_back():
+            raise ConfigError(
+                "canary", "host", "a block stored to host memory came back with other bytes"
+            )
+
+    def tier(self, name: str) -> None:
+        """From the host slot to a tier and back."""
+        slot = CPULoadStoreSpec([_SLOT])
+        if not self._carry((slot, BackendLoadStoreSpec(name, [self.key]))):
+            log.warning("kvoffload: tier %s took no chunk at the start; serving without it", name)
+            return
+        for view in self._views:
+            view[self._target] = 0
+        self._carry((self._end(self._target), slot))  # so that nothing is left there to be found
+        staged = StagedLoadStoreSpec([_SLOT], [Fetch(name, (0,), (self.key,))])
+        if not self._carry((staged, self._end(self._target))):
+            log.warning("kvoffload: tier %s gave no chunk back at the start", name)
+        elif not self._is_back():
+            raise ConfigError(
+                "canary", name, "a chunk came back from this tier with other bytes than stored"
+            )
+        self._carry((self._end(self._source), slot))
+
+    def leave(self) -> None:
+        """Put back what was in the blocks."""
+        for view, before in zip(self._views, self._before, strict=True):
+            view[: len(before)] = before
+
+    def _end(self, blocks: Sequence[int]) -> GPULoadStoreSpec:
+        sizes = [0] * self._group_idx + [len(blocks)]
+        return GPULoadStoreSpec(blocks, sizes)
+
+    def _carry(self, ends: TransferSpec) -> bool:
+        self._transfers.submit(_JOB, ends, 1)
+        self._transfers.wait([_JOB])
+        return all(result.success for result in self._transfers.get_finished())
+
+    def _is_back(self) -> bool:
+        return all(torch.equal(view[self._source], view[self._target]) for view in self._views)

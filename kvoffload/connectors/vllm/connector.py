@@ -1,0 +1,131 @@
+"""The connector that vLLM loads: ``KVOffloadConnector``."""
+
+import logging
+from collections.abc import Mapping
+from copy import copy
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+    build_offloading_config,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+from kvoffload.connectors.vllm.facts import hash_root
+from kvoffload.connectors.vllm.messages import RankFacts
+from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
+from kvoffload.connectors.vllm.settings import VllmConfigSettings, read_settings
+from kvoffload.connectors.vllm.spec import HalvesSpec
+from kvoffload.connectors.vllm.worker import KVOffloadWorker
+
+log = logging.getLogger(__name__)
+
+
+class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]
+    """vLLM's offloading connector with our two halves; made by vLLM, once a role and process.
+
+    Raises:
+        ConfigError: a setting in ``kv_connector_extra_config`` is wrong, or vLLM is untested.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        # Past OffloadingConnector's own constructor, which would build vLLM's halves.
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        config = build_offloading_config(vllm_config, kv_cache_config)
+        self._canonical_layout = False
+        self.connector_scheduler: KVOffloadScheduler | None = None
+        self.connector_worker: KVOffloadWorker | None = None
+        spec = HalvesSpec(config, settings)
+        if role == KVConnectorRole.SCHEDULER:
+            warn_of_settings(vllm_config, settings)
+            self.connector_scheduler = KVOffloadScheduler(
+                spec, settings, vllm_config, kv_cache_config
+            )
+        else:
+            self.connector_worker = KVOffloadWorker(spec, settings, vllm_config, kv_cache_config)
+
+    # ---- both halves meet once, before the first request ----
+
+    def get_handshake_metadata(self) -> RankFacts | None:
+        """On a worker: what the scheduler half must know of this rank."""
+        return self.connector_worker.handshake() if self.connector_worker else None
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], RankFacts]
+    ) -> None:
+        """On the scheduler: every rank has said what it is."""
+        if self.connector_scheduler is not None:
+            self.connector_scheduler.meet_workers(metadata[rank] for rank in sorted(metadata))
+
+    # ---- failures ----
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return requests whose loads ended, and which of them must be computed after all."""
+        if self.connector_worker is None:
+            return super().get_transfer_results(finished_req_ids)
+        sent, received = self.connector_worker.get_finished(finished_req_ids)
+        return KVConnectorTransferResults(
+            finished_sending=sent,
+            finished_recving=received,
+            failed_recving=self.connector_worker.take_failed_requests(),
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return blocks that a load should have filled and did not."""
+        return self.connector_worker.take_failed_blocks() if self.connector_worker else set()
+
+    # ---- statistics ----
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No. Asked while the command line is read: a good moment to refuse a bad setting.
+
+        Raises:
+            ConfigError: see :func:`read_settings`.
+        """
+        read_settings(extra_config)
+        return False
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: Any,
+    ) -> KVConnectorPromMetrics:
+        """Register our metrics beside those of vLLM's connector."""
+        described = copy(vllm_config)
+        described.kv_transfer_config = copy(vllm_config.kv_transfer_config)
+        described.kv_transfer_config.kv_connector_extra_config = {
+            "spec_name": "KVOffloadSpec",
+            "spec_module_path": "kvoffload.connectors.vllm",
+        }
+        return super().build_prom_metrics(
+            described, metric_types, labelnames, per_engine_labelvalues
+        )
+
+
+def warn_of_settings(vllm_config: Any, settings: VllmConfigSettings) -> None:
+    """Say loudly what will hurt: a failed load that fails its request, hashes no one else has."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_load_failure_policy != "recompute":
+        log.warning(
+            "kvoffload: kv_load_failure_policy is %r: A FAILED LOAD WILL FAIL ITS REQUEST. "
+            'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config.',
+            transfer.kv_load_failure_policy,
+        )
+    if settings.backends and not hash_root(vllm_config)[1]:
+        log.warning(
+            "kvoffload: prefix hashes start from a random number in each process "
+            "(prefix_caching_hash_algo %r), so NOTHING STORED WILL BE FOUND after a restart or by "
+            "another instance. Set --prefix-caching-hash-algo sha256, or the environment variable "
+            "PYTHONHASHSEED to the same number everywhere.",
+            vllm_config.cache_config.prefix_caching_hash_algo,
+        )

@@ -1,0 +1,167 @@
+"""Our ledger behind the face that vLLM's offloading scheduler calls."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.base import OffloadingEvent as VllmEvent
+from vllm.v1.kv_offload.base import OffloadingManager as VllmManager
+from vllm.v1.kv_offload.base import PrepareStoreOutput as VllmStoreOutput
+from vllm.v1.kv_offload.base import ReqContext as VllmContext
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvoffload.connectors.vllm.metrics import ManagerFigures, StatsPublisher
+from kvoffload.offload.base import (
+    CPULoadStoreSpec,
+    OffloadKey,
+    ReqContext,
+    StagedLoadStoreSpec,
+)
+from kvoffload.offload.manager import CPU, TieredOffloadingManager
+
+_ANSWERS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
+
+
+class Prepared(NamedTuple):
+    """What a ``prepare_*`` call promised: these chunks, in these host slots, in this order."""
+
+    spec: CPULoadStoreSpec
+    keys: tuple[OffloadKey, ...]
+    num_asked: int
+    """Chunks asked for; more than ``keys`` where host memory had no room."""
+
+
+class ManagerAdapter(VllmManager):  # type: ignore[misc]
+    """vLLM's manager verbs over a :class:`TieredOffloadingManager`, which :meth:`attach` brings.
+
+    vLLM's scheduler completes jobs without saying how they ended. So ``complete_*`` do nothing
+    here: whoever owns this adapter takes the preparations with :meth:`take_prepared`, and completes
+    them with the ledger itself, chunk by chunk.
+    """
+
+    def __init__(self) -> None:
+        self.ledger: TieredOffloadingManager | None = None
+        self._num_slots = 0
+        self.stats = StatsPublisher()
+        self._prepared: list[Prepared] = []
+        self._sources: dict[OffloadKey, str] = {}
+
+    def attach(self, ledger: TieredOffloadingManager, num_slots: int) -> None:
+        """Use this ledger from now on; before, every lookup misses and nothing is stored."""
+        self.ledger = ledger
+        self._num_slots = num_slots
+
+    def take_prepared(self) -> list[Prepared]:
+        """Return the preparations since the last call."""
+        taken, self._prepared = self._prepared, []
+        return taken
+
+    # ---- looking up ----
+
+    def on_new_request(self, req_context: VllmContext) -> RequestOffloadingContext:
+        """See vLLM: chunks are offered as they are computed."""
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: VllmContext) -> LookupResult:
+        """See vLLM; RETRY never lasts beyond the lookup deadline of the tiers."""
+        return _ANSWERS[self.ledger.lookup(key) if self.ledger else False]
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey]) -> tuple[int, bool]:
+        """See :meth:`kvoffload.offload.base.OffloadingManager.lookup_prefix`."""
+        return self.ledger.lookup_prefix(keys) if self.ledger else (0, False)
+
+    def get_load_source(self, key: OffloadKey, req_context: VllmContext) -> CacheHitSource:
+        """Name the tier a chunk of the load just prepared comes from."""
+        tier = self._sources.get(key)
+        if tier is None:
+            return CacheHitSource.HOST
+        return (
+            CacheHitSource.DISK if tier.startswith("disk") else CacheHitSource.EXTERNAL_UNSPECIFIED
+        )
+
+    # ---- loading and storing ----
+
+    def prepare_load(
+        self, keys: Collection[OffloadKey], req_context: VllmContext
+    ) -> CPULoadStoreSpec:
+        """See vLLM; the spec may cover only the leading keys."""
+        wanted = list(keys)
+        if self.ledger is None:
+            return CPULoadStoreSpec(())
+        spec = self.ledger.prepare_load(wanted, _context(req_context))
+        self._sources.clear()
+        if isinstance(spec, StagedLoadStoreSpec):
+            for fetch in spec.fetches:
+                self._sources.update(dict.fromkeys(fetch.keys, fetch.tier))
+        self._prepared.append(Prepared(spec, tuple(wanted[: len(spec.host_slots)]), len(wanted)))
+        return spec
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: VllmContext
+    ) -> VllmStoreOutput | None:
+        """See vLLM."""
+        if self.ledger is None:
+            return None
+        output = self.ledger.prepare_store(list(keys), _context(req_context))
+        if output is None:
+            return None
+        if output.keys_to_store:
+            asked = len(output.keys_to_store)
+            self._prepared.append(Prepared(output.store_spec, output.keys_to_store, asked))
+        return VllmStoreOutput(
+            list(output.keys_to_store), output.store_spec, list(output.evicted_keys)
+        )
+
+    # ---- the rest ----
+
+    def on_request_finished(self, req_context: VllmContext) -> None:
+        """Mark the request's chunks as used, so that its tail leaves before its head."""
+        if self.ledger is not None:
+            positions = req_context._offload_key_positions
+            self.ledger.touch(sorted(positions, key=positions.__getitem__))
+
+    def take_events(self) -> Iterable[VllmEvent]:
+        """Translate what became resident, or ceased to be."""
+        for event in self.ledger.take_events() if self.ledger else ():
+            on_host = event.medium == CPU
+            yield VllmEvent(
+                keys=list(event.keys),
+                medium=Medium.CPU if on_host else Medium.STORAGE,
+                removed=event.removed,
+                locality=_locality(event.medium),
+                ownership=None if on_host else event.medium.lower(),
+                removal_expected=True,
+            )
+
+    def reset_cache(self) -> None:
+        """Forget everything in host memory; the tiers' owner renews them."""
+        if self.ledger is not None:
+            self.ledger.reset_cache()
+
+    def get_stats(self) -> Any:
+        """Report what was counted since the last call, under vLLM's metric names where they fit."""
+        if self.ledger is None:
+            return None
+        ledger = self.ledger
+        return self.stats.collect(
+            ManagerFigures(ledger.counters, ledger.resident, ledger.busy_slots, self._num_slots)
+        )
+
+    def count(self, counters: Counter[str]) -> None:
+        """Add what the workers counted."""
+        self.stats.worker_counters.update(counters)
+
+
+def _locality(medium: str) -> Locality:
+    # Only what is known to be shared by several machines is called remote.
+    return Locality.REMOTE if medium.startswith("REDIS") else Locality.LOCAL
+
+
+def _context(context: VllmContext) -> ReqContext:
+    return ReqContext(context.req_id, context.kv_transfer_params)

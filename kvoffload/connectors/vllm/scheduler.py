@@ -1,0 +1,208 @@
+"""The scheduler half: vLLM's own offloading scheduler, with our ledger, and with failures.
+
+What vLLM's does well stays vLLM's: which chunks of which KV cache groups a request could load,
+which blocks a step computes and may be stored, which stores must be flushed before a block is
+reused. Ours is what it has no notion of: transfers that fail, write-through to lower tiers, several
+ranks that must agree, and answers that come too late.
+"""
+
+import itertools
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+
+from kvoffload import registry
+from kvoffload.connectors.vllm.jobs import Job, JobBook, slots_of
+from kvoffload.connectors.vllm.manager import ManagerAdapter
+from kvoffload.connectors.vllm.messages import RankFacts, StepOrders, StepReport
+from kvoffload.connectors.vllm.presence import LookupStores
+from kvoffload.connectors.vllm.settings import VllmConfigSettings
+from kvoffload.offload.base import OffloadKey, Transfer
+from kvoffload.offload.manager import TieredOffloadingManager
+
+log = logging.getLogger(__name__)
+
+MAX_FAILED_LOADS = 2
+"""Loads that may fail for one request; after that it is computed, whatever the tiers promise."""
+
+
+class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
+    """Decides, in the process of vLLM's scheduler; see the module.
+
+    Args:
+        spec: whose ``get_manager()`` returns a :class:`ManagerAdapter`.
+        settings: ours.
+        vllm_config: vLLM's.
+        kv_cache_config: vLLM's.
+    """
+
+    def __init__(
+        self, spec: Any, settings: VllmConfigSettings, vllm_config: Any, kv_cache_config: Any
+    ) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        self.adapter: ManagerAdapter = self.manager
+        self.settings = settings
+        self.stores: LookupStores | None = None
+        self._book: JobBook | None = None
+        self._transfer_ids = itertools.count(-1, -1)
+        self._generation: str | None = None
+        self._failed_loads: Counter[str] = Counter()
+
+    def meet_workers(self, ranks: Iterable[RankFacts]) -> None:
+        """Build the ledger and open the stores for looking up, from what the workers are.
+
+        Raises:
+            ConfigError: a store cannot be opened.
+        """
+        ranks = list(ranks)
+        num_slots = min(rank.num_slots for rank in ranks)
+        self.stores = LookupStores(self.settings, [rank.facts for rank in ranks])
+        policy = registry.load(registry.POLICIES, self.settings.policy, "policy")
+        limit = self.settings.max_inflight_bytes
+        slot_bytes = max(rank.slot_bytes for rank in ranks)
+        ledger = TieredOffloadingManager(
+            num_slots,
+            policy(num_slots),
+            self.stores.tiers,
+            None if limit is None else limit // slot_bytes,
+        )
+        self.adapter.attach(ledger, num_slots)
+        self._book = JobBook(ledger, len(ranks))
+        log.info(
+            "kvoffload: %d host slots on each of %d ranks; tiers: %s; namespace %s",
+            num_slots,
+            len(ranks),
+            ", ".join(tier.name for tier in self.stores.tiers) or "none",
+            self.stores.namespaces[0],
+        )
+
+    # ---- a waiting request ----
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int, *args: Any, **kwargs: Any
+    ) -> tuple[int | None, bool]:
+        """See vLLM; answers "ask again" only for a bounded time."""
+        found, is_async = super().get_num_new_matched_tokens(
+            request, num_computed_tokens, *args, **kwargs
+        )
+        if found == 0:
+            return found, is_async
+        if self._failed_loads[request.request_id] >= MAX_FAILED_LOADS:
+            # Whatever the stores say, their word was broken twice.
+            found = None if self._req_status[request.request_id].transfer_jobs else 0
+        elif found is None and self._waited_long(request):
+            found = 0
+        return found, bool(found) and is_async
+
+    def _waited_long(self, request: Any) -> bool:
+        status = self._req_status[request.request_id]
+        since_s: float | None = status.deferred_lookup_start_time
+        if since_s is None or status.transfer_jobs:
+            return False
+        # Another request's load of the same chunks may be what it waits for.
+        limit_s = self.settings.lookup_timeout_s + self.settings.load_timeout_s
+        if time.monotonic() - since_s < limit_s:
+            return False
+        self._maybe_observe_lookup_async_delay(status)
+        self.adapter.count(Counter(lookup_timeout=1))
+        return True
+
+    def _maximal_prefix_lookup(
+        self, keys: Any, req_context: Any, req: Any, group_config: Any, start_chunk_idx: int
+    ) -> int | None:
+        """Look up consecutive chunks in one call; see vLLM."""
+        wanted: list[OffloadKey] = list(keys)
+        hits, pending = self.adapter.lookup_prefix(wanted)
+        for i in range(hits if self._events_tracker.self_describing_enabled else 0):
+            self._events_tracker.record_lookup(req, group_config, start_chunk_idx + i, wanted[i])
+        return None if pending else hits
+
+    # ---- every step ----
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
+        """See vLLM; adds write-through, and keeps a record of every job."""
+        theirs = super().build_connector_meta(scheduler_output)
+        orders = StepOrders(theirs.load_jobs, theirs.store_jobs, theirs.jobs_to_flush)
+        prepared = {id(it.spec): it for it in self.adapter.take_prepared()}
+        for job_id, job in itertools.chain(orders.load_jobs.items(), orders.store_jobs.items()):
+            is_load = job_id in orders.load_jobs
+            promised = prepared.pop(id(job.src_spec if is_load else job.dst_spec), None)
+            if self._book is None or promised is None:
+                continue
+            self._book.begin(
+                job_id,
+                Job(
+                    "load" if is_load else "store",
+                    promised.keys,
+                    slots_of(promised.spec),
+                    job.req_id,
+                    covers_all=len(promised.keys) == promised.num_asked,
+                ),
+            )
+        self._order_write_through(orders)
+        orders.generation, self._generation = self._generation, None
+        for req_id in scheduler_output.finished_req_ids or ():
+            self._failed_loads.pop(req_id, None)
+        return orders
+
+    def _order_write_through(self, orders: StepOrders) -> None:
+        if self._book is None or self.adapter.ledger is None:
+            return
+        for transfer in self.adapter.ledger.take_transfers():
+            job_id = next(self._transfer_ids)
+            orders.write_through[job_id] = transfer
+            self._book.begin(job_id, Job(transfer, transfer.keys, slots_of(transfer.src)))
+
+    def has_pending_push_work(self) -> bool:
+        """Keep the engine stepping while anything is on its way, so that its end is heard of."""
+        if self._book is not None and (len(self._book) or self._generation):
+            return True
+        return bool(super().has_pending_push_work())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take in what the workers report, first our part and then vLLM's."""
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, StepReport) and self._book is not None:
+            for ended in self._book.take_in(report):
+                self._note(ended.job, ended.ok)
+            if self.stores is not None:
+                for tier, removals in report.removals.items():
+                    self.stores.presences[tier].removed(removals)
+            self.adapter.count(report.counters)
+        super().update_connector_output(connector_output)
+
+    def _note(self, job: Job, ok: tuple[bool, ...]) -> None:
+        if isinstance(job.kind, Transfer):
+            if self.stores is not None and not job.stale:
+                good = [key for key, fine in zip(job.keys, ok, strict=True) if fine]
+                self.stores.presences[job.kind.tier].written(good)
+        elif job.kind == "load" and not (job.covers_all and all(ok)):
+            status = self._req_status.get(job.req_id)
+            if status is not None and not status.finished_signaled:
+                self._failed_loads[job.req_id] += 1
+
+    # ---- the rest of an engine's life ----
+
+    def reset_cache(self) -> None:
+        """Invalidate every tier: what they hold was computed by other weights."""
+        super().reset_cache()
+        if self._book is None or self.stores is None or self.adapter.ledger is None:
+            return
+        self._book.mark_stale()
+        generation = uuid.uuid4().hex
+        self.stores.renew(generation)
+        self.adapter.ledger.replace_tiers(self.stores.tiers)
+        self._generation = generation
+
+    def shutdown(self) -> None:
+        """Release what this half holds."""
+        super().shutdown()
+        if self.stores is not None:
+            self.stores.close()

@@ -1,0 +1,38 @@
+"""``kv_connector_extra_config`` → settings: ours, and the few of vLLM's that still matter."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvoffload.config import OffloadConfig, parse_config
+from kvoffload.connectors.vllm.versions import check_version
+
+_FOR_VLLM = ("spec_name", "spec_module_path")
+"""Read by vLLM itself to find :class:`KVOffloadSpec`; of no meaning here."""
+
+
+class VllmConfigSettings(OffloadConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What may stand in ``kv_connector_extra_config``."""
+
+    offload_prompt_only: bool = False
+    """True: store prompts but not what the model generates (vLLM's own default)."""
+    self_describing_kv_events: bool = False
+    """True: events of stored chunks carry their tokens, as vLLM's own connector offers."""
+    weights_id: str | None = None
+    """A name for the exact weights, where several machines with copies of a local model folder
+    share a tier. By default a fingerprint of the files, which tells copies apart by their times."""
+    canary: bool = True
+    """Store and load a pattern through every tier before the first request is served."""
+    allow_untested_vllm: bool = False
+    """True: go on with a version of vLLM outside the tested range."""
+
+
+def read_settings(extra: Mapping[str, Any]) -> VllmConfigSettings:
+    """Read and check the extra config of a KV transfer config.
+
+    Raises:
+        ConfigError: an unknown key (with a suggestion), a bad value, an untested vLLM.
+    """
+    wanted = {key: value for key, value in extra.items() if key not in _FOR_VLLM}
+    settings = parse_config(wanted, VllmConfigSettings)
+    check_version(settings.allow_untested_vllm)
+    return settings

@@ -1,0 +1,224 @@
+"""The worker half, one a rank: vLLM's, with our transfers, and with failures told.
+
+A failed load is not an error here. Its blocks (one KV cache group) or its request (several groups)
+are reported, and vLLM computes them; the verdicts on each chunk travel to the scheduler half in the
+step's report.
+"""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+    get_offloading_group_ids,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+    OffloadingConnectorWorker,
+)
+
+from kvoffload.backends.base import ReportsRemovals, ReportsUsage
+from kvoffload.connectors.spec import TieredOffloadingSpec
+from kvoffload.connectors.vllm.caches import GpuEnd, canonical
+from kvoffload.connectors.vllm.canary import sing
+from kvoffload.connectors.vllm.facts import resolve_facts
+from kvoffload.connectors.vllm.messages import RankFacts, StepOrders, StepReport
+from kvoffload.connectors.vllm.settings import VllmConfigSettings
+from kvoffload.connectors.vllm.versions import is_synchronous
+from kvoffload.core.transfers import TransferResult
+from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.worker import TransferWorker
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Load:
+    """A load on its way: whose it is, and the blocks of each chunk it was to fill."""
+
+    req_id: str
+    blocks: list[tuple[int, ...]]
+    is_synchronous: bool
+    void: bool = False
+    """A reset came in between: whatever arrives is not to be used."""
+
+
+class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
+    """Moves bytes, in the process of one rank; see the module.
+
+    Args:
+        spec: vLLM's kind of spec, for what its half reads from it.
+        settings: ours.
+        vllm_config: vLLM's.
+        kv_cache_config: vLLM's.
+    """
+
+    def __init__(
+        self, spec: Any, settings: VllmConfigSettings, vllm_config: Any, kv_cache_config: Any
+    ) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        self.settings = settings
+        self._group_ids = get_offloading_group_ids(kv_cache_config)
+        self._report = StepReport()
+        self._loads: dict[int, _Load] = {}
+        self._stores: set[int] = set()
+        self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self._told: dict[str, Counter[str]] = {}
+        self._spec: TieredOffloadingSpec | None = None
+        self._transfers = TransferWorker(())
+        self._facts = RankFacts(0, 0, {})
+
+    # ---- start ----
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """See vLLM; ends in :meth:`_init_worker`."""
+        self._kv_caches = kv_caches
+        super().register_kv_caches(kv_caches)
+
+    def _init_worker(self, kv_caches: Any) -> None:
+        """Take memory, open the stores, and let the canary sing.
+
+        Raises:
+            ConfigError: a setting cannot work, or bytes do not come back as they were stored.
+        """
+        ours = canonical(kv_caches, self._group_ids)
+        layout = ChunkLayout(ours, self.settings.blocks_per_chunk)
+        pages = [[region.page_bytes for region in regions] for regions in layout.regions]
+        facts = resolve_facts(
+            self.vllm_config, self.kv_cache_config, self._kv_caches, self.settings
+        )
+        facts["chunk_layout"] = f"tensor-major-1 {pages}"
+        self._spec = TieredOffloadingSpec(self.settings, layout.slot_bytes, facts)
+        self._transfers = TransferWorker(self._spec.get_handlers(ours))
+        if self.settings.canary:
+            sing(self._spec, self._transfers, ours, self.settings.blocks_per_chunk)
+        self._facts = RankFacts(self._spec.num_slots, layout.slot_bytes, facts)
+        self.worker = self._transfers
+
+    def handshake(self) -> RankFacts:
+        """Return what the scheduler half must know of this rank."""
+        return self._facts
+
+    # ---- every step ----
+
+    def handle_preemptions(self, kv_connector_metadata: StepOrders) -> None:
+        """Before the forward pass: nothing it overwrites may still be read by a store."""
+        orders = kv_connector_metadata
+        flush = orders.jobs_to_flush or set()
+        for job_id in flush:
+            if job := orders.store_jobs.pop(job_id, None):
+                self._unsubmitted_store_jobs.append((job_id, job.src_spec, job.dst_spec))
+        self._submit_stores()
+        if flush:
+            # A request was preempted, or a block is given to another one: the copy out of its
+            # blocks must be over before they are written.
+            self._transfers.wait(flush)
+        if orders.generation is not None and self._spec is not None:
+            for load in self._loads.values():
+                load.void = True
+            self._spec.renew_stores(orders.generation)
+
+    def start_kv_transfers(self, metadata: StepOrders) -> None:
+        """Begin this step's loads and write-throughs, and the last step's stores."""
+        self._submit_stores()
+        for job_id, job in metadata.load_jobs.items():
+            end = GpuEnd(job.dst_spec, self._group_ids, self.settings.blocks_per_chunk)
+            num_chunks = len(job.src_spec.host_slots)
+            sync = is_synchronous(job)
+            self._loads[job_id] = _Load(job.req_id, [blocks for _, blocks in end.chunks], sync)
+            self._transfers.submit(job_id, (job.src_spec, end.leading(num_chunks)), num_chunks)
+            if sync:
+                self._transfers.wait([job_id])
+        for job_id, transfer in metadata.write_through.items():
+            self._transfers.submit(job_id, (transfer.src, transfer.dst), len(transfer.keys))
+
+    def _submit_stores(self) -> None:
+        waiting = list(self._unsubmitted_store_jobs)
+        self._unsubmitted_store_jobs.clear()
+        for job_id, source, target in waiting:
+            end = GpuEnd(source, self._group_ids, self.settings.blocks_per_chunk)
+            num_chunks = len(target.host_slots)
+            self._stores.add(job_id)
+            if all(len(blocks) == self.settings.blocks_per_chunk for _, blocks in end.chunks):
+                self._transfers.submit(job_id, (end.leading(len(end.chunks)), target), num_chunks)
+            else:
+                # Part of a chunk has left the sliding window; only whole chunks are stored.
+                self._end(TransferResult(job_id, (False,) * num_chunks, reason="partial_chunk"))
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Take in what ended; returns no sends, and the requests whose loads ended, well or not."""
+        received: set[str] = set()
+        for result in self._transfers.get_finished():
+            if req_id := self._end(result):
+                received.add(req_id)
+        for job_id in self._transfers.get_settled():
+            self._report.settled[job_id] = 1
+        return set(), received
+
+    def _end(self, result: TransferResult) -> str | None:
+        """Note the end of a job; return the request that waited for it, if one did."""
+        self._report.add(result)
+        if result.reason:
+            self._report.counters[f"failed_{result.reason}"] += result.ok.count(False)
+        load = self._loads.pop(result.job_id, None)
+        if load is None and result.job_id not in self._stores:
+            return None  # write-through: no one in vLLM waits for it
+        self._stores.discard(result.job_id)
+        self._report.mark_completed(result.job_id)
+        stats = self._report.transfer_stats
+        (stats.store if load is None else stats.load).record(
+            result.transfer_bytes, result.transfer_time_s
+        )
+        if load is None:
+            return None
+        ok = (False,) * len(result.ok) if load.void else result.ok
+        bad = [
+            block
+            for i, blocks in enumerate(load.blocks)
+            if i >= len(ok) or not ok[i]
+            for block in blocks
+        ]
+        if bad:
+            self._report.counters["recomputed_blocks"] += len(bad)
+            if len(self.kv_cache_config.kv_cache_groups) == 1:
+                self._failed_blocks.update(bad)
+            else:
+                self._failed_requests.add(load.req_id)
+        return None if load.is_synchronous else load.req_id
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return blocks of loads that failed since the last call."""
+        taken, self._failed_blocks = self._failed_blocks, set()
+        return taken
+
+    def take_failed_requests(self) -> set[str]:
+        """Return requests whose loads failed since the last call, where blocks cannot say it."""
+        taken, self._failed_requests = self._failed_requests, set()
+        return taken
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        """Return what happened since the last call; None for nothing."""
+        self._report_on_stores()
+        if self._report.is_empty:
+            return None
+        report, self._report = self._report, StepReport()
+        return report
+
+    def _report_on_stores(self) -> None:
+        for name, backend in (self._spec.backends if self._spec else {}).items():
+            if isinstance(backend, ReportsRemovals) and (removals := backend.take_removals()):
+                self._report.removals[name] = removals
+            if isinstance(backend, ReportsUsage):
+                now = Counter({f"{name}_{k}": v for k, v in backend.counters().items()})
+                self._report.counters.update(now - self._told.get(name, Counter()))
+                self._told[name] = now
+
+    def shutdown(self) -> None:
+        """Release threads, stores and memory."""
+        self._unsubmitted_store_jobs.clear()
+        self._loads.clear()
+        self._report = StepReport()
+        if self._spec is not None:
+            self._spec.close()
+            self._spec = None
