@@ -112,14 +112,14 @@ class DiskBackend:
             low_bytes=int(capacity * options.low_watermark),
             quarantine_files=options.quarantine,
         )
-        prepare_root(vfs, root)
+        durable = options.durability == "fsync"
+        prepare_root(vfs, root, durable=durable)
         try:
-            self._keeper = Keeper(vfs, root, self._digest.hex(), bounds, policy)
+            self._keeper = Keeper(vfs, root, self._digest.hex(), bounds, policy, durable=durable)
         except OSError as error:
             raise ConfigError("root", root, f"cannot be used: {error}") from error
         self.io_mode, self.io_reason = self._choose_io(vfs)
-        direct, durable = self.io_mode == "direct", options.durability == "fsync"
-        self._files = ChunkFiles(vfs, direct=direct, durable=durable)
+        self._files = ChunkFiles(vfs, direct=self.io_mode == "direct", durable=durable)
         self._loads = Lane("kvoffload-disk-load", options.read_threads, options.stall_s)
         self._stores = Lane("kvoffload-disk-store", options.write_threads, options.stall_s)
         self._closed = False
@@ -280,7 +280,7 @@ class DiskBackend:
         if not self._files.durable:
             return True
         try:
-            self._files.sync_folder(os.path.dirname(self._keeper.path(name)))
+            self._keeper.vfs.sync_folder(os.path.dirname(self._keeper.path(name)))
         except OSError as error:
             # The kernel may have dropped the pages and forgotten: a second fsync proves nothing.
             log.warning("disk: fsync failed, chunk dropped: %s", error)

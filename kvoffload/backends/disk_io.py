@@ -89,14 +89,6 @@ class ChunkFiles:
         finally:
             self.vfs.close_quietly(fd)
 
-    def sync_folder(self, path: str) -> None:
-        """Make the names in a folder durable."""
-        fd = self.vfs.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            self.vfs.fsync(fd)
-        finally:
-            self.vfs.close_quietly(fd)
-
     def _flags(self, flags: int, memory: memoryview) -> int:
         return flags | os.O_DIRECT if self.direct and is_aligned(memory) else flags
 

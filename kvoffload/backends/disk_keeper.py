@@ -61,6 +61,8 @@ class Keeper:
         namespace: str,
         bounds: Bounds,
         make_policy: Callable[[int], Policy],
+        *,
+        durable: bool = False,
     ) -> None:
         """Open the root, for the namespace folder of this name.
 
@@ -77,6 +79,7 @@ class Keeper:
         """Other writers alive under the root, as of the last look."""
         self.horizon_ns = 0
         """When the chunk evicted last had been used: how far back the stored past reaches."""
+        self._durable = durable
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
         self._evicting = threading.Lock()
@@ -87,7 +90,7 @@ class Keeper:
         self._free_bytes = 0
         self._free_seen = 0.0
         fresh = not any(map(is_namespace, vfs.listdir(root)))
-        make_folder(vfs, self.folder(0))
+        make_folder(vfs, self.folder(0), durable=durable)
         self.writer = Writer(vfs, root)
         self.ownership = Ownership(vfs, root)
         self.ledger = Ledger(vfs, f"{root}/{LEDGER}", fresh=fresh)
@@ -212,7 +215,7 @@ class Keeper:
                 try:
                     self.vfs.rename(temporary, path)
                 except FileNotFoundError:
-                    make_folder(self.vfs, os.path.dirname(path))
+                    make_folder(self.vfs, os.path.dirname(path), durable=self._durable)
                     self.vfs.rename(temporary, path)
             except OSError as error:
                 return reason_of(error)

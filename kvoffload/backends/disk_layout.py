@@ -52,13 +52,23 @@ def chunk_path(folder: str, key: bytes) -> str:
     return f"{folder}/{shard_of(key)}/{key.hex()}"
 
 
-def make_folder(vfs: Vfs, path: str) -> None:
-    """Make a folder unless it is there."""
-    with contextlib.suppress(FileExistsError):
+def make_folder(vfs: Vfs, path: str, *, durable: bool = False) -> None:
+    """Make a folder unless it is there; ``durable``: so that it outlasts a power loss."""
+    try:
         vfs.mkdir(path)
+    except FileExistsError:
+        return
+    if durable:
+        try:
+            vfs.sync_folder(os.path.dirname(path))
+        except OSError:
+            # Whoever finds the folder relies on it: it must not stay half made.
+            with contextlib.suppress(OSError):
+                vfs.rmdir(path)
+            raise
 
 
-def prepare_root(vfs: Vfs, root: str) -> None:
+def prepare_root(vfs: Vfs, root: str, *, durable: bool) -> None:
     """Make the root and its inner folders; refuse one that others could tamper with.
 
     Raises:
@@ -67,7 +77,7 @@ def prepare_root(vfs: Vfs, root: str) -> None:
     """
     try:
         os.makedirs(os.path.dirname(root), exist_ok=True)
-        make_folder(vfs, root)
+        make_folder(vfs, root, durable=durable)
         facts = vfs.lstat(root)
         _refuse_unsafe(root, facts)
         for inner in (WRITERS, QUARANTINE):

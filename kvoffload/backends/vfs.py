@@ -44,6 +44,14 @@ class Vfs:
         """Make a file or folder durable."""
         os.fsync(fd)
 
+    def sync_folder(self, path: str) -> None:
+        """Make the names in a folder durable."""
+        fd = self.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self.fsync(fd)
+        finally:
+            self.close_quietly(fd)
+
     def rename(self, source: str, target: str) -> None:
         """Give a file its final name, replacing what had it."""
         os.rename(source, target)
