@@ -131,6 +131,10 @@ class TieredOffloadingSpec(OffloadingSpec):
             raise ValueError(
                 f"a chunk takes {layout.slot_bytes} bytes, slots have {self.slot_bytes}"
             )
+        device = kv_caches.tensors[0].tensor.device
+        if device.type != "cpu":
+            self.close()
+            raise ConfigError("kv_caches", str(device), "only CPU tensors can be copied so far")
         copier = self._copier = CpuCopier(kv_caches, self._slab, layout)
         gpu, cpu, staged = GPULoadStoreSpec, CPULoadStoreSpec, StagedLoadStoreSpec
         load_s, store_s = self.config.load_timeout_s, self.config.store_timeout_s

@@ -156,7 +156,7 @@ def test_two_requests_for_one_prefix_share_the_fetch(connect, new_request, until
 
 
 def test_asking_again_ends_at_the_lookup_deadline(connect, new_request, until, faulty):
-    connector = connect(load_timeout_s=5.0, lookup_timeout_s=0.05)
+    connector = connect(load_timeout_s=1.0, lookup_timeout_s=0.05)
     store(connector, new_request("p", 41))
     push_out(connector, new_request)
     faulty(Plan("hang", frozenset({"read"})))
