@@ -57,7 +57,7 @@ class Copier(Protocol):
 
 
 def check_moves(
-    moves: Sequence[ChunkMove], to_host: bool, layout: ChunkLayout, num_blocks: int, num_slots: int
+    moves: Sequence[ChunkMove], to_host: bool, layout: ChunkLayout, num_blocks: int, slab: Slab
 ) -> None:
     """Refuse moves that would read or write outside, or write one place twice.
 
@@ -65,13 +65,20 @@ def check_moves(
         ValueError: naming the indices.
     """
     slots = [move.host_slot for move in moves]
-    if bad := [slot for slot in slots if not 0 <= slot < num_slots]:
-        raise ValueError(f"host slots {bad}: out of range, there are {num_slots}")
+    num_rows = [-(-size // slab.slot_bytes) for size in layout.payload_bytes]
+    bad = [
+        move.host_slot
+        for move in moves
+        if not 0 <= move.host_slot <= slab.num_slots - num_rows[move.group_idx]
+    ]
+    if bad:
+        raise ValueError(f"host slots {bad}: out of range, there are {slab.num_slots}")
     for move in moves:
-        if move.first + len(move.block_ids) > layout.blocks_per_chunk:
+        per_chunk = layout.per_chunk[move.group_idx]
+        if move.first + len(move.block_ids) > per_chunk:
             raise ValueError(
                 f"host slot {move.host_slot}: blocks {move.first}.."
-                f"{move.first + len(move.block_ids) - 1} of a chunk of {layout.blocks_per_chunk}"
+                f"{move.first + len(move.block_ids) - 1} of a chunk of {per_chunk}"
             )
     ids = np.concatenate([move.block_ids for move in moves]) if moves else np.empty(0, np.int32)
     if ids.size and (ids.min() < 0 or ids.max() >= num_blocks):
@@ -134,7 +141,7 @@ class CpuCopier:
 
     def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> Fence:
         """See :meth:`Copier.launch`."""
-        check_moves(moves, to_host, self._layout, self._num_blocks, self._slab.num_slots)
+        check_moves(moves, to_host, self._layout, self._num_blocks, self._slab)
         fence = _CpuFence()
         self._queue.put((moves, to_host, after, fence))
         return fence
@@ -159,7 +166,7 @@ class CpuCopier:
                 fence.reach(None)
 
     def _copy(self, move: ChunkMove, to_host: bool) -> None:
-        row = self._slab.rows[move.host_slot]
+        row = self._slab.array(move.host_slot, self._layout.payload_bytes[move.group_idx])
         runs = consecutive_runs(move.block_ids)
         for tensor_idx, offset, page_bytes in self._layout.regions[move.group_idx]:
             pages = self._pages[tensor_idx][:, :page_bytes]

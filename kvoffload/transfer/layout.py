@@ -33,24 +33,32 @@ class ChunkMove(NamedTuple):
 
 
 class ChunkLayout:
-    """Sizes and regions of chunks, for each KV cache group."""
+    """Sizes and regions of chunks, for each KV cache group.
 
-    def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> None:
-        self.blocks_per_chunk = blocks_per_chunk
+    Args:
+        kv_caches: the canonical views.
+        blocks_per_chunk: blocks in a chunk; one number for all groups, or one for each.
+    """
+
+    def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int | Sequence[int]) -> None:
+        if isinstance(blocks_per_chunk, int):
+            blocks_per_chunk = [blocks_per_chunk] * len(kv_caches.group_data_refs)
+        self.per_chunk = tuple(blocks_per_chunk)
+        """Blocks in a chunk of each group."""
         self.regions: list[tuple[Region, ...]] = []
         self.payload_bytes: list[int] = []
         """Bytes of a chunk of each group, padded to whole pages: what tiers store."""
-        for refs in kv_caches.group_data_refs:
+        for refs, count in zip(kv_caches.group_data_refs, self.per_chunk, strict=True):
             regions, offset = [], 0
             for ref in refs:
                 regions.append(Region(ref.tensor_idx, offset, ref.page_size_bytes))
-                offset += ref.page_size_bytes * blocks_per_chunk
+                offset += ref.page_size_bytes * count
             self.regions.append(tuple(regions))
             self.payload_bytes.append(-(-offset // PAGE) * PAGE)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a host slot: the largest chunk of any group."""
+        """Bytes of a slot that can hold a chunk of any group."""
         return max(self.payload_bytes)
 
     def moves(self, gpu: GPULoadStoreSpec, host_slots: Sequence[int]) -> list[ChunkMove]:
@@ -59,11 +67,11 @@ class ChunkLayout:
         Raises:
             ValueError: the blocks do not make up exactly that many chunks.
         """
-        per_chunk = self.blocks_per_chunk
         moves: list[ChunkMove] = []
         start = 0
         slots = iter(host_slots)
         for group_idx, size in enumerate(gpu.group_sizes):
+            per_chunk = self.per_chunk[group_idx] if size else 1
             first = gpu.block_indices[group_idx] % per_chunk
             end = start + size
             while start < end:
@@ -81,7 +89,8 @@ class ChunkLayout:
         if start < len(gpu.block_ids) or len(moves) != len(host_slots):
             raise ValueError(
                 f"{len(gpu.block_ids)} blocks in groups of {gpu.group_sizes} from index "
-                f"{gpu.block_indices} are not {len(host_slots)} chunks of {per_chunk} blocks"
+                f"{gpu.block_indices} are not {len(host_slots)} chunks of "
+                f"{' or '.join(map(str, dict.fromkeys(self.per_chunk)))} blocks"
             )
         return moves
 

@@ -1,6 +1,8 @@
-"""The slab: host memory whose rows (*slots*) each hold one whole chunk contiguously.
+"""The slab: host memory in which each chunk lies contiguously, in a *slot*.
 
-One chunk = one memoryview = one file = one Redis value.
+One chunk = one memoryview = one file = one Redis value. A slot is named by the row it begins in.
+Where all chunks are of one size, that is its only row. Where KV cache groups have chunks of several
+sizes, rows are as small as needed to build any of them, and a slot is some consecutive rows.
 """
 
 import mmap
@@ -27,13 +29,19 @@ class Slab:
         self.slot_bytes = slot_bytes
         check_host_memory(num_slots * slot_bytes)
         self._map = mmap.mmap(-1, num_slots * slot_bytes)
-        self.rows: HostBytes = np.frombuffer(self._map, np.int8).reshape(num_slots, slot_bytes)
+        self._flat: HostBytes = np.frombuffer(self._map, np.int8)
+        self.rows: HostBytes = self._flat.reshape(num_slots, slot_bytes)
         self._bytes = memoryview(self._map)
 
     def slot(self, slot: int, length: int) -> memoryview:
         """Return the first ``length`` bytes of a slot: writable, page-aligned, not a copy."""
         start = slot * self.slot_bytes
         return self._bytes[start : start + length]
+
+    def array(self, slot: int, length: int) -> HostBytes:
+        """Return the first ``length`` bytes of a slot as an array, not a copy."""
+        start = slot * self.slot_bytes
+        return self._flat[start : start + length]
 
 
 def check_host_memory(wanted: int, field: str = "cpu_bytes") -> None:
