@@ -24,19 +24,19 @@ TOTAL_BYTES = 256 << 20
 BLOCKS_PER_CHUNK = 4
 
 
-def run() -> dict[str, Any]:
+def run(total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
     """Measure every shape in both directions."""
     rows = [
         measured
         for page_bytes, num_tensors in ((64 << 10, 64), (4 << 10, 64))
         for scattered in (False, True)
-        for measured in _case(page_bytes, num_tensors, scattered)
+        for measured in _case(total_bytes, page_bytes, num_tensors, scattered)
     ]
     return report("copy", rows)
 
 
-def _case(page_bytes: int, num_tensors: int, scattered: bool) -> list[Row]:
-    num_blocks = TOTAL_BYTES // page_bytes // num_tensors
+def _case(total_bytes: int, page_bytes: int, num_tensors: int, scattered: bool) -> list[Row]:
+    num_blocks = total_bytes // page_bytes // num_tensors
     tensors = [
         torch.ones((2 * num_blocks, page_bytes), dtype=torch.int8) for _ in range(num_tensors)
     ]
@@ -52,7 +52,7 @@ def _case(page_bytes: int, num_tensors: int, scattered: bool) -> list[Row]:
     ids = order[:num_blocks] if scattered else np.arange(num_blocks)
     moves = layout.moves(GPULoadStoreSpec(ids), list(range(num_chunks)))
     copier = CpuCopier(caches, slab, layout)
-    plain = np.ones(TOTAL_BYTES, np.int8)
+    plain = np.ones(total_bytes, np.int8)
 
     def memcpy() -> None:
         np.copyto(slab.rows.reshape(-1), plain)
@@ -65,7 +65,7 @@ def _case(page_bytes: int, num_tensors: int, scattered: bool) -> list[Row]:
     finally:
         copier.close()
     shape = f"{page_bytes >> 10} KiB pages, {'scattered' if scattered else 'consecutive'} blocks"
-    gigabytes = TOTAL_BYTES / 1e9
+    gigabytes = total_bytes / 1e9
     return [
         row(f"{what}, {shape}", gigabytes / took_s, "GB/s", gigabytes / limit_s, "memcpy")
         for what, took_s in (("store", store_s), ("load", load_s))
