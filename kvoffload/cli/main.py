@@ -7,7 +7,10 @@ import sys
 from importlib import import_module
 
 COMMANDS: dict[str, str] = {
+    "demo": "Serve long prompts again from host memory and, after a kill, from disk.",
     "bench": "Measure, each row beside the limit taken in the same run.",
+    "replay": "Replay a trace through eviction policies, beside Belady's bound.",
+    "size": "Say how much memory a trace and a model need for what hit rate.",
 }
 """Command → one-line help. The module ``kvoffload.cli.<command>`` has ``app`` or ``command``."""
 
@@ -35,9 +38,9 @@ def main() -> None:
         elif asked == name:
             module = import_module(f"kvoffload.cli.{name}")
             if hasattr(module, "app"):
-                app.add_typer(module.app, name=name, help=summary)
+                app.add_typer(module.app, name=name)
             else:
-                app.command(name, help=summary)(module.command)
+                app.command(name)(module.command)
     if len(COMMANDS) == 1 or asked in COMMANDS:
         app.callback()(lambda: None)  # keep the command's name even when it is the only one
     try:

@@ -1,0 +1,154 @@
+"""``kvoffload replay``: eviction policies against a trace, beside what no policy can beat."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from kvoffload.errors import ConfigError
+from kvoffload.replay import synthetic
+from kvoffload.replay.simulate import Hits
+from kvoffload.replay.study import (
+    INFINITE,
+    Row,
+    default_sizes,
+    parse_count,
+    parse_tiers,
+    study,
+    study_tiers,
+    total_work,
+)
+from kvoffload.replay.trace import Trace, from_ids, read_trace
+
+TRACE_HELP = "JSONL of requests with hash_ids, a folder of conversations, or recorded events."
+SYNTHETIC_HELP = (
+    f"Make requests instead: NAME[:seed=1,requests=6000]; {', '.join(synthetic.WORKLOADS)}."
+)
+
+
+def command(
+    trace: Annotated[Path | None, typer.Argument(help=TRACE_HELP)] = None,
+    policies: Annotated[str, typer.Option(help="Names, by commas.")] = "handicap,lru,arc",
+    sizes: Annotated[str, typer.Option(help="Capacities in blocks: 1k,10k,...")] = "",
+    tiers: Annotated[str, typer.Option(help="Instead of sizes: cpu=10k,disk=100k")] = "",
+    synthetic: Annotated[str, typer.Option(help=SYNTHETIC_HELP)] = "",
+    sample: Annotated[float, typer.Option(help="Share of all blocks to replay.")] = 1.0,
+    plot: Annotated[Path | None, typer.Option(help="Draw hit rates into this PNG file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Replay a trace through eviction policies and print their hit rates.
+
+    A request can use the contiguous prefix of its blocks that is there. Beside the policies stand
+    Belady's bound and a store that holds everything.
+
+    Exit codes: 0 done; 2 wrong usage or a trace that cannot be read (file, line and field named).
+    """
+    if tiers and (sizes or plot):
+        raise ConfigError("tiers", tiers, "goes with neither --sizes nor --plot")
+    if plot is not None and plot.suffix.lower() != ".png":
+        raise ConfigError("plot", str(plot), "must end in .png")
+    names = [name for name in policies.split(",") if name]
+    if not names:
+        raise ConfigError("policies", policies, "must name at least one policy")
+    loaded = open_trace(trace, synthetic).sampled(sample)
+    if tiers:
+        parts = parse_tiers(tiers)
+        with progress_bar(total_work(loaded, len(names), None)) as step:
+            rows = study_tiers(loaded, names, parts, step)
+    else:
+        counts = [parse_count(text, "sizes") for text in sizes.split(",") if text]
+        counts = counts or default_sizes(loaded)
+        with progress_bar(total_work(loaded, len(names), len(counts))) as step:
+            rows = study(loaded, names, counts, step)
+    if plot is not None:
+        from kvoffload.replay.plot import plot as draw
+
+        draw(rows, loaded.name, plot)
+    if as_json:
+        print(json.dumps({"trace": facts(loaded), "rows": [row.plain() for row in rows]}))
+    else:
+        _show(loaded, rows)
+
+
+def open_trace(path: Path | None, made: str) -> Trace:
+    """Read the trace, or make the synthetic one asked for instead.
+
+    Raises:
+        ConfigError: neither or both, or the trace is wrong.
+    """
+    if (path is None) == (not made):
+        raise ConfigError("trace", path and str(path), "give a trace, or --synthetic NAME")
+    if path is not None:
+        return read_trace(path)
+    return from_ids(made, synthetic.generate(*synthetic.parse(made)))
+
+
+def facts(trace: Trace) -> dict[str, Any]:
+    """Return what was replayed, as plain data."""
+    return {
+        "name": trace.name,
+        "requests": len(trace.requests),
+        "block_accesses": trace.accesses,
+        "distinct_blocks": trace.distinct,
+        "sample": trace.sample,
+    }
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on standard error while it is a terminal."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("replaying", total=total)
+        yield lambda blocks: bar.advance(task, blocks)
+
+
+def _show(trace: Trace, rows: Sequence[Row]) -> None:
+    console = Console()
+    console.print(
+        f"{trace.name}: {len(trace.requests):,} requests, {trace.accesses:,} block accesses, "
+        f"{trace.distinct:,} distinct blocks"
+        + (f" (a sample of {trace.sample:.3g})" if trace.sample < 1 else ""),
+        soft_wrap=True,
+    )
+    everything = next(row.hits for row in rows if row.policy == INFINITE)
+    if any(row.levels for row in rows):
+        _show_tiers(console, rows, everything)
+        return
+    _show_rates(console, rows, "contiguous-prefix hits, %", lambda hits: hits.prefix_rate)
+    _show_rates(console, rows, "block hits, %", lambda hits: hits.block_rate)
+
+
+def _show_rates(
+    console: Console, rows: Sequence[Row], title: str, rate: Callable[[Hits], float]
+) -> None:
+    sizes = list(dict.fromkeys(row.capacity for row in rows if row.capacity is not None))
+    table = Table(title=title)
+    table.add_column("policy")
+    for size in sizes:
+        table.add_column(f"{size:,}", justify="right")
+    for name in dict.fromkeys(row.policy for row in rows):
+        cells = {row.capacity: f"{100 * rate(row.hits):.2f}" for row in rows if row.policy == name}
+        table.add_row(name, *(cells.get(size, cells.get(None, "")) for size in sizes))
+    console.print(table)
+
+
+def _show_tiers(console: Console, rows: Sequence[Row], everything: Hits) -> None:
+    table = Table(title="contiguous-prefix hits by tier, %")
+    table.add_column("policy")
+    tiers = list(rows[0].levels)
+    for name in [*tiers, "all tiers", "infinite"]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        if row.policy != INFINITE:
+            shares = [row.levels[name] for name in tiers]
+            rates = [*shares, row.hits.prefix_rate, everything.prefix_rate]
+            table.add_row(row.policy, *(f"{100 * rate:.2f}" for rate in rates))
+    console.print(table)

@@ -1,0 +1,91 @@
+"""``kvoffload size``: how much memory for what hit rate."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvoffload.cli.replay import SYNTHETIC_HELP, TRACE_HELP, facts, open_trace, progress_bar
+from kvoffload.config import human_bytes
+from kvoffload.errors import ConfigError
+from kvoffload.replay.model import bytes_per_token, read_config
+from kvoffload.replay.sizing import Answer, answer, curve, curve_sizes
+
+
+def command(
+    trace: Annotated[Path | None, typer.Argument(help=TRACE_HELP)] = None,
+    model: Annotated[Path, typer.Option(help="The model's config.json, or its folder.")] = Path(),
+    block_tokens: Annotated[int, typer.Option(help="Tokens in a block of the trace.")] = 512,
+    kv_dtype: Annotated[str, typer.Option(help="Type of the KV cache; default: model's.")] = "",
+    tensor_parallel: Annotated[int, typer.Option(help="Ranks of the engine.")] = 1,
+    targets: Annotated[
+        str, typer.Option(help="Shares of what an infinite store would hit, in percent.")
+    ] = "50,80,90,95,99",
+    policy: Annotated[str, typer.Option(help="The store's eviction policy.")] = "handicap",
+    synthetic: Annotated[str, typer.Option(help=SYNTHETIC_HELP)] = "",
+    sample: Annotated[float, typer.Option(help="Share of all blocks to replay.")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say how much memory a trace and a model need for what hit rate.
+
+    Exit codes: 0 done; 2 wrong usage, or a trace or config.json that cannot be used.
+    """
+    if block_tokens < 1:
+        raise ConfigError("block_tokens", block_tokens, "must be at least 1")
+    wanted = [_percent(text) for text in targets.split(",") if text]
+    token_bytes = bytes_per_token(read_config(model), kv_dtype or None, tensor_parallel)
+    loaded = open_trace(trace, synthetic).sampled(sample)
+    with progress_bar(len(curve_sizes(loaded)) * loaded.accesses) as step:
+        points = curve(loaded, policy, step)
+    answers = [answer(points, share) for share in wanted]
+    block_bytes = token_bytes * block_tokens
+    if as_json:
+        rows = [_plain(each, block_bytes) for each in answers]
+        sizes = {"bytes_per_token": token_bytes, "block_bytes": block_bytes}
+        print(
+            json.dumps(
+                {"trace": facts(loaded), "model": sizes, "policy": policy, "rows": rows}
+                | {"curve": [{"blocks": b, "prefix_hit_rate": round(r, 6)} for b, r in points]}
+            )
+        )
+        return
+    console = Console()
+    console.print(
+        f"{human_bytes(token_bytes)} of KV cache a token, {human_bytes(block_bytes)} a block of "
+        f"{block_tokens} tokens; policy {policy}",
+        soft_wrap=True,
+    )
+    table = Table()
+    for title in ("of what can be hit", "prefix hits", "blocks", "tokens", "memory"):
+        table.add_column(title, justify="right")
+    for each in answers:
+        table.add_row(
+            f"{100 * each.share:.4g} %",
+            f"{100 * each.hit_rate:.2f} %",
+            f"{each.blocks:,}",
+            f"{each.blocks * block_tokens:,}",
+            human_bytes(each.blocks * block_bytes),
+        )
+    console.print(table)
+
+
+def _percent(text: str) -> float:
+    try:
+        percent = float(text)
+    except ValueError:
+        percent = 0.0
+    if not 0 < percent <= 100:
+        raise ConfigError("targets", text, "must be percentages above 0, at most 100")
+    return percent / 100
+
+
+def _plain(each: Answer, block_bytes: int) -> dict[str, Any]:
+    return {
+        "share_of_infinite": each.share,
+        "prefix_hit_rate": round(each.hit_rate, 6),
+        "blocks": each.blocks,
+        "bytes": each.blocks * block_bytes,
+    }

@@ -1,0 +1,83 @@
+"""How many bytes of KV cache a token takes, from a model's ``config.json``."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvoffload.errors import ConfigError
+
+_DTYPE_BYTES = {
+    "float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "half": 2.0,
+    "fp8": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "int8": 1.0, "float8_e4m3fn": 1.0,
+}  # fmt: skip
+_WITHOUT_KV = ("linear_attention", "mamba", "recurrent", "conv")
+"""Layer types whose state does not grow with the prompt."""
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a ``config.json``, or the one in a model's folder.
+
+    Raises:
+        ConfigError: no such file, or not a JSON object.
+    """
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise ConfigError("model", str(path), f"cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError("model", str(path), f"is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError("model", str(path), "must be a JSON object")
+    inner = config.get("text_config")  # the language half of a multimodal model
+    return config | inner if isinstance(inner, dict) else config
+
+
+def _number(config: dict[str, Any], *names: str, default: int | None = None) -> int:
+    for name in names:
+        value = config.get(name)
+        if value is not None:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"model.{name}", value, "must be a positive whole number")
+            return value
+    if default is None:
+        raise ConfigError(f"model.{names[0]}", None, "is required")
+    return default
+
+
+def bytes_per_token(
+    config: dict[str, Any], kv_dtype: str | None = None, tensor_parallel: int = 1
+) -> int:
+    """Return the KV cache bytes of one token, all layers and ranks together.
+
+    Layers with a sliding window are counted as if they kept every token, as they do in a store of
+    prefixes. Layers with a recurrent state are left out.
+
+    Args:
+        config: a model's settings as :func:`read_config` returns them.
+        kv_dtype: what the cache is stored in; default: the model's own type.
+        tensor_parallel: ranks. What they must replicate (too few KV heads, MLA) is counted often.
+
+    Raises:
+        ConfigError: a missing or impossible field, or an unknown type.
+    """
+    dtype = kv_dtype or config.get("torch_dtype") or config.get("dtype") or "bfloat16"
+    if dtype not in _DTYPE_BYTES:
+        raise ConfigError("kv_dtype", dtype, f"known types: {', '.join(_DTYPE_BYTES)}")
+    if tensor_parallel < 1:
+        raise ConfigError("tensor_parallel", tensor_parallel, "must be at least 1")
+    layers = _number(config, "num_hidden_layers", "n_layer")
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        layers = sum(not any(word in str(kind) for word in _WITHOUT_KV) for kind in kinds)
+    if config.get("kv_lora_rank"):  # multi-head latent attention: one latent a token, on each rank
+        latent = _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim", default=0)
+        return round(layers * latent * _DTYPE_BYTES[dtype]) * tensor_parallel
+    heads = _number(config, "num_attention_heads", "n_head")
+    kv_heads = _number(config, "num_key_value_heads", default=heads)
+    head_dim = _number(
+        config, "head_dim", default=_number(config, "hidden_size", "n_embd", default=0) // heads
+    )
+    copies = max(1, tensor_parallel // kv_heads)
+    return round(2 * layers * kv_heads * copies * head_dim * _DTYPE_BYTES[dtype])

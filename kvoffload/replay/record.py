@@ -1,0 +1,59 @@
+"""Record what a manager did, as a trace of one's own load.
+
+One JSON object a line::
+
+    {"keys": ["6f1c…", …], "medium": "CPU", "removed": false, "reason": "stored"}
+
+The fields are those of :class:`~kvoffload.offload.base.OffloadingEvent`, keys in hexadecimal, head
+of the prompt first. A line with reason ``used`` names all blocks a request asked for, hits and
+misses; where a file has such lines, they are its requests. Without them only the stored blocks,
+that is the misses, are known: then a replay sees no hits that the recorded cache had.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from kvoffload.offload.base import OffloadingEvent, OffloadKey
+
+
+class Recorder:
+    """Appends events to a file, which it owns until :meth:`close`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
+
+    def events(self, events: Iterable[OffloadingEvent]) -> None:
+        """Write what ``manager.take_events()`` returned."""
+        for event in events:
+            self._write(event.keys, event.medium, event.removed, event.reason.value)
+
+    def used(self, keys: Iterable[OffloadKey]) -> None:
+        """Write that a request asked for these chunks: call it beside ``manager.touch(keys)``."""
+        self._write(keys, "", False, "used")
+
+    def _write(self, keys: Iterable[OffloadKey], medium: str, removed: bool, reason: str) -> None:
+        line = {
+            "keys": [key.hex() for key in keys],
+            "medium": medium,
+            "removed": removed,
+            "reason": reason,
+        }
+        self._file.write(msgspec.json.encode(line) + b"\n")
+
+    def close(self) -> None:
+        """Finish the file."""
+        self._file.close()
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,185 @@
+"""Run requests through policies and count hits: the model of a store, without the store.
+
+A request looks up its blocks from the head; the *contiguous prefix* it finds is what an engine can
+use. Then all its blocks are used, tail first, and those missing are stored in place of victims.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvoffload.offload.policies.base import Policy
+from kvoffload.replay.trace import Keys
+
+Progress = Callable[[int], None]
+"""Told now and then how many blocks were used since it was last told."""
+
+_REPORT_EVERY = 256
+
+
+@dataclass(frozen=True)
+class Hits:
+    """What one replay found, in blocks."""
+
+    accesses: int
+    prefix: int
+    """Blocks found in a contiguous prefix of their request: what an engine would load."""
+    blocks: int
+    """Blocks found anywhere."""
+
+    @property
+    def prefix_rate(self) -> float:
+        """Share of all blocks asked for that a contiguous prefix answered."""
+        return self.prefix / self.accesses if self.accesses else 0.0
+
+    @property
+    def block_rate(self) -> float:
+        """Share of all blocks asked for that were there."""
+        return self.blocks / self.accesses if self.accesses else 0.0
+
+
+@dataclass
+class Level:
+    """One tier of a replay of several, nearest first."""
+
+    name: str
+    capacity: int
+    policy: Policy
+    prefix: int = 0
+    """Blocks of contiguous prefixes that came from here."""
+
+
+def _reported(requests: Sequence[Keys], progress: Progress | None) -> Iterator[Keys]:
+    """Hand out the requests, telling ``progress``."""
+    if progress is None:
+        yield from requests
+        return
+    since = 0
+    for at, request in enumerate(requests):
+        yield request
+        since += len(request)
+        if at % _REPORT_EVERY == 0 or at == len(requests) - 1:
+            progress(since)
+            since = 0
+
+
+def replay(
+    requests: Sequence[Keys], policy: Policy, capacity: int, progress: Progress | None = None
+) -> Hits:
+    """Use one store of ``capacity`` blocks; the policy must be new."""
+    accesses = prefix = blocks = 0
+    touch, add, victims = policy.touch, policy.add, policy.victims
+    held: set[bytes] = set()
+    for request in _reported(requests, progress):
+        accesses += len(request)
+        for key in request:
+            if key not in held:
+                break
+            prefix += 1
+        for key in reversed(request):
+            touch(key)
+            if key in held:
+                blocks += 1
+                continue
+            if len(held) >= capacity:
+                held.difference_update(victims(1))
+            add(key)
+            held.add(key)
+    return Hits(accesses, prefix, blocks)
+
+
+def replay_levels(
+    requests: Sequence[Keys], levels: Sequence[Level], progress: Progress | None = None
+) -> Hits:
+    """Use a chain of stores; every block stored is written to all of them.
+
+    A level counts a use only of the blocks that were read from it, since a hit above never asks
+    below. What is read from below is put into every level above. ``levels`` receive their counts.
+    """
+    accesses = blocks = 0
+    held: list[set[bytes]] = [set() for _ in levels]
+
+    def put(at: int, key: bytes) -> None:
+        level = levels[at]
+        if key not in held[at]:
+            if len(held[at]) >= level.capacity:
+                held[at].difference_update(level.policy.victims(1))
+            level.policy.add(key)
+            held[at].add(key)
+
+    for request in _reported(requests, progress):
+        accesses += len(request)
+        found = [
+            next((at for at, there in enumerate(held) if key in there), None) for key in request
+        ]
+        for source in found:
+            if source is None:
+                break
+            levels[source].prefix += 1
+        for key, source in zip(reversed(request), reversed(found), strict=True):
+            deepest = len(levels) - 1 if source is None else source
+            for level in levels[: deepest + 1]:
+                level.policy.touch(key)
+            for at in range(deepest + 1):
+                put(at, key)
+            blocks += source is not None
+    return Hits(accesses, sum(level.prefix for level in levels), blocks)
+
+
+def infinite(requests: Sequence[Keys]) -> Hits:
+    """Count the hits of a store that holds everything."""
+    accesses = prefix = blocks = 0
+    held: set[bytes] = set()
+    for request in requests:
+        accesses += len(request)
+        for key in request:
+            if key not in held:
+                break
+            prefix += 1
+        blocks += sum(key in held for key in request)
+        held.update(request)
+    return Hits(accesses, prefix, blocks)
+
+
+def belady(requests: Sequence[Keys], capacity: int, progress: Progress | None = None) -> Hits:
+    """Count the hits of a store that knows the future: no policy has more *block* hits.
+
+    It evicts the block whose next use is the farthest (L. Belady, 1966), or does not take the new
+    one if that is the one. It is a bound on block hits; prefix hits follow it closely, but are not
+    what it maximises.
+    """
+    never = 1 << 62
+    uses = [key for request in requests for key in reversed(request)]
+    next_use = [never] * len(uses)
+    seen: dict[bytes, int] = {}
+    for at in range(len(uses) - 1, -1, -1):
+        next_use[at] = seen.get(uses[at], never)
+        seen[uses[at]] = at
+    held: dict[bytes, int] = {}
+    farthest: list[tuple[int, bytes]] = []  # (minus next use, key); stale unless ``held`` agrees
+    accesses = prefix = blocks = at = 0
+    for request in _reported(requests, progress):
+        accesses += len(request)
+        for key in request:
+            if key not in held:
+                break
+            prefix += 1
+        for key in reversed(request):
+            due = next_use[at]
+            at += 1
+            if key in held:
+                blocks += 1
+            elif due == never:
+                continue
+            elif len(held) >= capacity:
+                while held.get(farthest[0][1]) != -farthest[0][0]:
+                    heapq.heappop(farthest)
+                if -farthest[0][0] <= due:
+                    continue
+                del held[heapq.heappop(farthest)[1]]
+            if due == never:
+                del held[key]  # its last use was this one
+                continue
+            held[key] = due
+            heapq.heappush(farthest, (-due, key))
+    return Hits(accesses, prefix, blocks)

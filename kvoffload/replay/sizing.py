@@ -1,0 +1,64 @@
+"""From a trace to the capacity a hit rate needs."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from kvoffload.replay.simulate import Progress
+from kvoffload.replay.study import study_one
+from kvoffload.replay.trace import Trace
+
+Point = tuple[int, float]
+"""A capacity in blocks of the whole trace, and the contiguous-prefix hit rate there."""
+
+_SMALLEST = 1 / 512
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The least capacity found for a share of what an infinite store would hit."""
+
+    share: float
+    hit_rate: float
+    blocks: int
+
+
+def curve_sizes(trace: Trace) -> list[int]:
+    """Capacities to try: from a small part of the distinct blocks to all, doubling."""
+    whole = math.ceil(trace.distinct / trace.sample)
+    sizes = {whole}
+    size = float(whole)
+    while size > max(1.0, whole * _SMALLEST):
+        size /= 2
+        sizes.add(max(1, round(size)))
+    return sorted(sizes)
+
+
+def curve(trace: Trace, policy: str, progress: Progress | None = None) -> list[Point]:
+    """Replay a policy at growing capacities; the last one holds everything.
+
+    Raises:
+        ConfigError: no such policy.
+    """
+    return [
+        (size, study_one(trace, policy, size, progress).hits.prefix_rate)
+        for size in curve_sizes(trace)
+    ]
+
+
+def answer(points: Sequence[Point], share: float) -> Answer:
+    """Read the capacity for a share of the last point's rate off the curve.
+
+    Between two points the rate is taken to grow with the logarithm of the capacity.
+    """
+    goal = share * points[-1][1]
+    first_size, first_rate = points[0]
+    if first_rate >= goal:
+        return Answer(share, first_rate, first_size)
+    for (low, low_rate), (high, high_rate) in pairwise(points):
+        if high_rate >= goal:
+            part = (goal - low_rate) / (high_rate - low_rate)
+            blocks = math.ceil(math.exp(math.log(low) + part * math.log(high / low)))
+            return Answer(share, goal, blocks)
+    return Answer(share, points[-1][1], points[-1][0])

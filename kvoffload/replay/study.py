@@ -1,0 +1,157 @@
+"""One trace, several policies and sizes: the numbers behind a table or a plot."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from kvoffload.errors import ConfigError
+from kvoffload.registry import POLICIES, load
+from kvoffload.replay.simulate import Hits, Level, Progress, belady, infinite, replay, replay_levels
+from kvoffload.replay.trace import Trace
+
+BELADY = "belady"
+INFINITE = "infinite"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One replay."""
+
+    policy: str
+    """A policy's name, ``belady`` (the bound) or ``infinite`` (a store that holds everything)."""
+    capacity: int | None
+    """In blocks of the whole trace; None for the infinite store."""
+    hits: Hits
+    seconds: float
+    levels: dict[str, float] = field(default_factory=dict)
+    """Of a replay of several tiers: the share of all blocks that came from each."""
+
+    def plain(self) -> dict[str, Any]:
+        """Return the row as plain data."""
+        plain: dict[str, Any] = {
+            "policy": self.policy,
+            "capacity_blocks": self.capacity,
+            "prefix_hit_rate": round(self.hits.prefix_rate, 6),
+            "block_hit_rate": round(self.hits.block_rate, 6),
+            "seconds": round(self.seconds, 3),
+        }
+        return plain | ({"tiers": self.levels} if self.levels else {})
+
+
+def parse_count(text: str, name: str) -> int:
+    """Read a number of blocks: ``300``, ``10k``, ``1.5m``.
+
+    Raises:
+        ConfigError: not such a number, or less than one.
+    """
+    factor = {"k": 1_000, "m": 1_000_000}.get(text[-1:].lower(), 1)
+    try:
+        count = round(float(text[:-1] if factor > 1 else text) * factor)
+    except (ValueError, OverflowError):
+        count = 0
+    if count < 1:
+        raise ConfigError(name, text, "must be a number of blocks, such as 300, 10k or 1.5m")
+    return count
+
+
+def parse_tiers(text: str) -> dict[str, int]:
+    """Read ``cpu=10k,disk=100k``, nearest tier first.
+
+    Raises:
+        ConfigError: a tier without a size, or named twice.
+    """
+    tiers: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if not name or name in tiers:
+            raise ConfigError("tiers", text, "must be name=size,...; each name once")
+        tiers[name] = parse_count(size, f"tiers.{name}")
+    return tiers
+
+
+def default_sizes(trace: Trace) -> list[int]:
+    """Sizes worth a look: from a hundredth of the distinct blocks to all of them."""
+    whole = trace.distinct / trace.sample
+    return sorted({max(1, round(whole * share)) for share in (0.01, 0.03, 0.1, 0.3, 1)})
+
+
+def _scaled(capacity: int, trace: Trace) -> int:
+    return max(1, round(capacity * trace.sample))
+
+
+def _policy(name: str) -> Callable[[int], Any]:
+    made: Callable[[int], Any] = load(POLICIES, name, "policies")
+    return made
+
+
+def study(
+    trace: Trace,
+    policies: Iterable[str],
+    sizes: Sequence[int],
+    progress: Progress | None = None,
+) -> list[Row]:
+    """Replay every policy at every size, then Belady's bound, then the infinite store.
+
+    Args:
+        trace: what to replay.
+        policies: names in the ``kvoffload.policies`` entry-point group.
+        sizes: capacities in blocks of the whole trace; scaled if the trace is a sample.
+        progress: told of blocks used, of :func:`total_work` in all.
+
+    Raises:
+        ConfigError: no such policy.
+    """
+    names = list(dict.fromkeys(policies))
+    for name in names:
+        _policy(name)  # a wrong name is to be told now, not after minutes of replaying
+    rows = [study_one(trace, name, size, progress) for name in names for size in sizes]
+    for size in sizes:
+        start = perf_counter()
+        hits = belady(trace.requests, _scaled(size, trace), progress)
+        rows.append(Row(BELADY, size, hits, perf_counter() - start))
+    return [*rows, _everything(trace)]
+
+
+def study_one(trace: Trace, policy: str, size: int, progress: Progress | None = None) -> Row:
+    """Replay one policy at one size.
+
+    Raises:
+        ConfigError: no such policy.
+    """
+    start, capacity = perf_counter(), _scaled(size, trace)
+    hits = replay(trace.requests, _policy(policy)(capacity), capacity, progress)
+    return Row(policy, size, hits, perf_counter() - start)
+
+
+def study_tiers(
+    trace: Trace,
+    policies: Iterable[str],
+    tiers: dict[str, int],
+    progress: Progress | None = None,
+) -> list[Row]:
+    """Replay a chain of tiers, all with the same policy; one row a policy.
+
+    Raises:
+        ConfigError: no such policy.
+    """
+    makers = {name: _policy(name) for name in policies}
+    rows: list[Row] = []
+    for policy, make in makers.items():
+        start = perf_counter()
+        sized = {name: _scaled(size, trace) for name, size in tiers.items()}
+        levels = [Level(name, capacity, make(capacity)) for name, capacity in sized.items()]
+        hits = replay_levels(trace.requests, levels, progress)
+        shares = {level.name: round(level.prefix / hits.accesses, 6) for level in levels}
+        rows.append(Row(policy, sum(tiers.values()), hits, perf_counter() - start, shares))
+    return [*rows, _everything(trace)]
+
+
+def total_work(trace: Trace, policies: int, sizes: int | None) -> int:
+    """Blocks that a study will use; ``sizes`` is None for a study of tiers."""
+    return trace.accesses * (policies if sizes is None else (policies + 1) * sizes)
+
+
+def _everything(trace: Trace) -> Row:
+    start = perf_counter()
+    return Row(INFINITE, None, infinite(trace.requests), perf_counter() - start)

@@ -1,0 +1,244 @@
+"""Traces: which blocks each request asked for, in order, from three kinds of file.
+
+* a JSONL file with one request a line (``hash_ids``, as the Mooncake traces have them);
+* a folder of JSON files, one conversation each, with ``hash_ids`` in their requests;
+* a JSONL file of the manager's events (:mod:`kvoffload.replay.record`).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from kvoffload.errors import ConfigError
+
+Keys = tuple[bytes, ...]
+"""The blocks of one prompt, head first; equal keys mean equal prefixes."""
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class TraceError(ConfigError):
+    """A trace that cannot be read; names the file, the line and the field."""
+
+    def __init__(
+        self, path: Path, line: int | None, field: str, value: object, remedy: str
+    ) -> None:
+        where = f"{path}:{line}" if line else str(path)
+        super().__init__(f"{where}: {field}", value, remedy)
+        self.path = path
+        self.line = line
+
+
+class RequestLine(msgspec.Struct):
+    """One line of a request trace; fields not named here are ignored."""
+
+    hash_ids: list[_Count | str]
+    timestamp: Annotated[float, msgspec.Meta(ge=0)] = 0
+    input_length: _Count = 0
+    output_length: _Count = 0
+
+
+class EventLine(msgspec.Struct):
+    """One line of recorded events; see :mod:`kvoffload.replay.record`."""
+
+    keys: list[str]
+    medium: str = ""
+    removed: bool = False
+    reason: str = "stored"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in order, and what was read to get them."""
+
+    name: str
+    requests: list[Keys]
+    sample: float = 1.0
+    """The share of all conversations that was kept. Capacities are to be scaled by it."""
+
+    @property
+    def accesses(self) -> int:
+        """Blocks asked for, all requests together."""
+        return sum(map(len, self.requests))
+
+    @property
+    def distinct(self) -> int:
+        """Different blocks asked for."""
+        return len({key for request in self.requests for key in request})
+
+    def sampled(self, share: float) -> "Trace":
+        """Keep a share of all conversations, whole.
+
+        Hit rates of these at capacities scaled alike estimate those of all. A conversation is known
+        by its first block that fewer than one request in a hundred has: the blocks before it are
+        system prompts. Single keys cannot be sampled: one that most requests share would decide.
+
+        Raises:
+            ConfigError: the share is not in (0, 1].
+        """
+        if not 0 < share <= 1:
+            raise ConfigError("sample", share, "must be more than 0 and at most 1")
+        if share == 1:
+            return self
+        uses = Counter(key for request in self.requests for key in request)
+        common = max(10, len(self.requests) // 100)
+        limit = int(share * (1 << 32))
+        kept: list[Keys] = []
+        for at, request in enumerate(self.requests):
+            own = next((key for key in request if uses[key] < common), b"%d" % at)
+            if int.from_bytes(blake2b(own, digest_size=4).digest(), "big") < limit:
+                kept.append(request)
+        return Trace(self.name, kept, self.sample * share)
+
+
+class _Interning:
+    """One key object for each id, uniform as the hashes that name blocks in life."""
+
+    def __init__(self) -> None:
+        self._keys: dict[int | str, bytes] = {}
+
+    def __call__(self, ids: Iterable[int | str]) -> Keys:
+        known = self._keys
+        for name in ids:
+            if name not in known:
+                known[name] = blake2b(str(name).encode(), digest_size=16).digest()
+        return tuple([known[name] for name in ids])
+
+
+def from_ids(name: str, requests: Iterable[Iterable[int | str]]) -> Trace:
+    """Make a trace of requests given by block ids, such as a synthetic workload's."""
+    keys = _Interning()
+    return Trace(name, [keys(tuple(ids)) for ids in requests])
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace of any kind.
+
+    Raises:
+        TraceError: names file, line and field.
+    """
+    if path.is_dir():
+        trace = from_ids(path.name, _folder(path))
+    elif path.is_file():
+        trace = from_ids(path.name, _lines(path))
+    else:
+        raise TraceError(path, None, "trace", str(path), "no such file or folder")
+    if not trace.accesses:
+        raise TraceError(path, None, "trace", str(path), "has no block accesses")
+    return trace
+
+
+def _lines(path: Path) -> Iterator[list[int | str]]:
+    """Requests of a JSONL file, of requests or of events, told apart by the first line."""
+    requests = msgspec.json.Decoder(RequestLine)
+    events = msgspec.json.Decoder(EventLine)
+    uses: list[list[int | str]] = []
+    stores: list[list[int | str]] = []
+    is_events: bool | None = None
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            line = raw.strip()
+            if not line:
+                continue
+            if is_events is None:
+                is_events = b'"keys"' in line and b'"hash_ids"' not in line
+            if is_events:
+                event = _decode(events, line, path, number)
+                if event.reason == "used":
+                    uses.append([*event.keys])
+                elif not event.removed:
+                    stores.append([*event.keys])
+            else:
+                yield [*_decode(requests, line, path, number).hash_ids]
+    # Uses name whole prompts, stored blocks included; stores alone are what was missed.
+    yield from uses or stores
+
+
+def _decode(decoder: "msgspec.json.Decoder[Any]", line: bytes, path: Path, number: int) -> Any:
+    try:
+        line.decode()
+        return decoder.decode(line)
+    except UnicodeDecodeError as error:
+        column = f"column {error.start + 1}"
+        raise TraceError(path, number, column, line[:60], "is not UTF-8") from error
+    except msgspec.ValidationError as error:
+        field, remedy = _field(error)
+        raise TraceError(path, number, field, _shown(line, field), remedy) from error
+    except msgspec.DecodeError as error:
+        raise TraceError(path, number, "JSON", line[:60], str(error)) from error
+
+
+def _field(error: msgspec.ValidationError) -> tuple[str, str]:
+    """Take msgspec's message apart: the field, and what would be right."""
+    text, _, at = str(error).rpartition(" - at `$.")
+    if text:
+        return at.rstrip("`"), text
+    if "missing required field" in str(error):
+        return str(error).split("`")[1], "is required"
+    return "line", str(error)
+
+
+def _shown(line: bytes, field: str) -> object:
+    """Return the value of a field, for the message."""
+    data = msgspec.json.decode(line)
+    name = field.split("[", maxsplit=1)[0]
+    return data.get(name) if isinstance(data, dict) and name in data else line[:60].decode()
+
+
+def _folder(root: Path) -> Iterator[list[int | str]]:
+    """Requests of all conversations, merged by their times."""
+    timed: list[tuple[float, int, list[int | str]]] = []
+    for path in sorted(root.glob("*.json")):
+        raw = path.read_bytes()
+        try:
+            raw.decode()
+            data = msgspec.json.decode(raw)
+        except UnicodeDecodeError as error:
+            line = raw.count(b"\n", 0, error.start) + 1
+            raise TraceError(path, line, "text", raw[:60], "is not UTF-8") from error
+        except msgspec.DecodeError as error:
+            raise TraceError(path, _line_of(raw, error), "JSON", raw[:60], str(error)) from error
+        local = isinstance(data, dict) and data.get("hash_id_scope") == "local"
+        scope = f"{path.name}:" if local else ""
+        for time, ids in _conversation(data, path, "", 0.0):
+            timed.append((time, len(timed), [f"{scope}{name}" for name in ids]))
+    timed.sort(key=lambda request: request[:2])
+    for _, _, ids in timed:
+        yield ids
+
+
+def _line_of(raw: bytes, error: msgspec.DecodeError) -> int:
+    """Return the line of msgspec's byte position; the last line if it names none."""
+    _, _, position = str(error).rpartition("(byte ")
+    end = int(position.rstrip(")")) if position.rstrip(")").isdigit() else len(raw)
+    return raw.count(b"\n", 0, end) + 1
+
+
+def _conversation(
+    node: Any, path: Path, where: str, since: float
+) -> Iterator[tuple[float, list[int | str]]]:
+    """Find the requests in a conversation: objects with ``hash_ids``, at any depth of lists."""
+    if isinstance(node, list):
+        for at, item in enumerate(node):
+            yield from _conversation(item, path, f"{where}[{at}]", since)
+    elif isinstance(node, dict):
+        time = node.get("timestamp", node.get("t", since))
+        if isinstance(time, bool) or not isinstance(time, int | float) or time < 0:
+            raise TraceError(path, None, f"{where}.timestamp".lstrip("."), time, "must be a time")
+        if "hash_ids" in node:
+            try:
+                yield time, msgspec.convert(node["hash_ids"], list[_Count | str])
+            except msgspec.ValidationError as error:
+                text, _, place = str(error).rpartition(" - at `$")
+                field = f"{where}.hash_ids{place.rstrip('`')}".lstrip(".")
+                raise TraceError(path, None, field, node["hash_ids"], text or str(error)) from error
+        for name in ("requests", "turns"):
+            if name in node:
+                yield from _conversation(node[name], path, f"{where}.{name}".lstrip("."), time)
+    else:
+        raise TraceError(path, None, where or "file", node, "must be an object or a list of them")
