@@ -78,13 +78,13 @@ class Group:
         """Return the tokens for which a table of so many blocks is long enough."""
         return num_blocks * self.block_size
 
-    def extend(self, num_blocks: int, num_tokens: int) -> tuple[int, int]:
-        """Say how a table of ``num_blocks`` grows to hold ``num_tokens``.
+    def extend(self, num_blocks: int, num_tokens: int, num_lookahead: int) -> tuple[int, int]:
+        """Say how a table of ``num_blocks`` grows to hold ``num_tokens`` and look-ahead slots.
 
         Returns:
             ``(nulls, blocks)``: null blocks to append, then blocks to take and append.
         """
-        return 0, max(cdiv(num_tokens, self.block_size) - num_blocks, 0)
+        return 0, max(cdiv(num_tokens + num_lookahead, self.block_size) - num_blocks, 0)
 
     def first_registrable(self, num_tokens: int) -> int:
         """Return the index of the first full block worth registering at ``num_tokens`` tokens."""
@@ -179,12 +179,17 @@ class MambaGroup(Group):
     """A recurrent layer: block i holds the state after its last token.
 
     A step reads the state of the last computed token and writes that of its own last token, into
-    another block if a block boundary lies between. Only these are real blocks; a state is
-    registered only when it stands exactly at the end of a block.
+    another block if a block boundary lies between. Only these are real blocks, and ``extra`` ones
+    after them for the states of speculative tokens; a state is registered only when it stands
+    exactly at the end of a block.
     """
 
     prefix_closed = False
     drops_blocks = True
+
+    def __init__(self, index: int, spec: KVCacheSpec, hash_block_size: int, extra: int) -> None:
+        super().__init__(index, spec, hash_block_size)
+        self.extra = extra
 
     def find(self, index: BlockIndex, hashes: Sequence[bytes], num_blocks: int) -> Ints:
         """Search from the right for one state."""
@@ -207,10 +212,15 @@ class MambaGroup(Group):
         """Return the length at which the block is full."""
         return (block + 1) * self.block_size
 
-    def extend(self, num_blocks: int, num_tokens: int) -> tuple[int, int]:
-        """Grow by one real block, the last."""
-        missing = cdiv(num_tokens, self.block_size) - num_blocks
-        return (missing - 1, 1) if missing > 0 else (0, 0)
+    def extend(self, num_blocks: int, num_tokens: int, num_lookahead: int) -> tuple[int, int]:
+        """Grow so that the last token's block and the speculative ones after it are real."""
+        missing = max(cdiv(num_tokens, self.block_size) + self.extra - num_blocks, 0)
+        blocks = min(missing, 1 + self.extra)
+        return missing - blocks, blocks
+
+    def holds(self, num_blocks: int) -> int:
+        """Return the tokens for which the table leaves its speculative blocks free."""
+        return (num_blocks - self.extra) * self.block_size
 
     def first_registrable(self, num_tokens: int) -> int:
         """Return the last block, if the state stands at its end."""
@@ -223,7 +233,7 @@ class CrossAttentionGroup(Group):
 
     findable = False
 
-    def extend(self, num_blocks: int, num_tokens: int) -> tuple[int, int]:
+    def extend(self, num_blocks: int, num_tokens: int, num_lookahead: int) -> tuple[int, int]:
         """Decoder tokens need no slots here."""
         return 0, 0
 
@@ -252,8 +262,8 @@ def make_group(index: int, spec: KVCacheSpec, hash_block_size: int) -> Group:
         return SlidingWindowGroup(index, spec, hash_block_size, one.sliding_window)
     if isinstance(one, ChunkedLocalAttentionSpec):
         return ChunkedLocalGroup(index, spec, hash_block_size, one.attention_chunk_size)
-    if kind is MambaSpec:
-        return MambaGroup(index, spec, hash_block_size)
+    if isinstance(one, MambaSpec):
+        return MambaGroup(index, spec, hash_block_size, one.num_speculative_blocks)
     if kind is CrossAttentionSpec:
         return CrossAttentionGroup(index, spec, hash_block_size)
     raise KVCacheSpecError(

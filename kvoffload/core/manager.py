@@ -6,72 +6,16 @@ counted and what is carried out, so the two cannot disagree. The public verbs ar
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from math import gcd, lcm
-from typing import Protocol
 
-import numpy as np
-
-from kvoffload.core.block_index import Ints
 from kvoffload.core.block_pool import NULL_BLOCK, BlockPool
 from kvoffload.core.groups import Group, make_group
 from kvoffload.core.hashing import HashChain
 from kvoffload.core.interface import KVCacheConfig
+from kvoffload.core.prefix import KVCacheBlocks, PrefixFinder, RequestLike
 from kvoffload.core.stats import BlockStored, KVCacheEvent, PrefixCacheStats
 from kvoffload.errors import KVCacheSpecError, UsageError
-
-_MEMO_SIZE = 64
-
-
-class RequestLike(Protocol):
-    """What the manager reads of a request; see :class:`kvoffload.core.request.Request`."""
-
-    num_computed_tokens: int
-
-    @property
-    def request_id(self) -> str: ...  # noqa: D102
-    @property
-    def chain(self) -> HashChain: ...  # noqa: D102
-
-
-class KVCacheBlocks:
-    """Block tables (or parts of them), one a group. Do not change the lists."""
-
-    __slots__ = ("_arrays", "_blocks", "refused_at")
-
-    def __init__(
-        self, blocks: tuple[list[int], ...] | None = None, arrays: tuple[Ints, ...] | None = None
-    ) -> None:
-        self._blocks = blocks
-        self._arrays = arrays
-        self.refused_at: object = None
-        """The state of the pool, and the request, when these blocks did not suffice."""
-
-    @property
-    def blocks(self) -> tuple[list[int], ...]:
-        """Block ids by group."""
-        if self._blocks is None:
-            self._blocks = tuple(array.tolist() for array in self._arrays or ())
-        return self._blocks
-
-    @property
-    def arrays(self) -> tuple[Ints, ...]:
-        """Block ids by group, as arrays."""
-        if self._arrays is None:
-            self._arrays = tuple(np.array(ids, dtype=np.int32) for ids in self.blocks)
-        return self._arrays
-
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        """Return block ids by group."""
-        return self.blocks
-
-    def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
-        pairs = zip(self.blocks, other.blocks, strict=True)
-        return KVCacheBlocks(tuple(mine + theirs for mine, theirs in pairs))
-
-    def __repr__(self) -> str:
-        return f"KVCacheBlocks({self.blocks})"
 
 
 class _Sequence:
@@ -87,21 +31,6 @@ class _Sequence:
         """By group: blocks before this index were found, registered, or never will be."""
         self.quiet = 0
         """Up to so many tokens, nothing is to be taken, given back or registered."""
-
-
-class _Memo:
-    """A lookup that need not be repeated while nothing changed."""
-
-    __slots__ = ("blocks", "losses", "max_tokens", "num_tokens", "registrations")
-
-    def __init__(
-        self, pool: BlockPool, max_tokens: int, blocks: KVCacheBlocks, tokens: int
-    ) -> None:
-        self.losses = pool.num_losses
-        self.registrations = pool.num_registrations
-        self.max_tokens = max_tokens
-        self.blocks = blocks
-        self.num_tokens = tokens
 
 
 class KVCacheManager:
@@ -148,12 +77,10 @@ class KVCacheManager:
             config.num_blocks, len(self.groups), enable_kv_cache_events and self.enable_caching
         )
         self._dropping = tuple(group for group in self.groups if group.drops_blocks)
-        # Kinds whose hits can only be cut short come first: they bound the search of the others.
-        self._search_order = sorted(self.groups, key=lambda group: not group.prefix_closed)
-        self._nothing = KVCacheBlocks(tuple([] for _ in self.groups))
+        self._finder = PrefixFinder(self.pool, self.groups, self.hash_block_size, self.block_size)
+        self._nothing = self._finder.nothing
         self._sequences: dict[str, _Sequence] = {}
         self._deferred: list[tuple[list[int], ...]] = []
-        self._memo: OrderedDict[str, _Memo] = OrderedDict()
         self._stats = PrefixCacheStats() if log_stats else None
 
     # -- figures -----------------------------------------------------------------------------
@@ -193,70 +120,7 @@ class KVCacheManager:
         """
         if not self.enable_caching:
             return self._nothing, 0
-        chain = request.chain
-        max_tokens = len(chain.token_ids) - 1
-        memo = self._memo.get(request.request_id)
-        if memo is None or memo.max_tokens != max_tokens or not self._holds(memo, chain):
-            blocks, num_tokens = self._find(chain, max_tokens)
-            for table in blocks.arrays:
-                self.pool.watch(table)
-            memo = _Memo(self.pool, max_tokens, blocks, num_tokens)
-            self._memo[request.request_id] = memo
-            if len(self._memo) > _MEMO_SIZE:
-                self._memo.popitem(last=False)
-        return memo.blocks, memo.num_tokens
-
-    def _holds(self, memo: _Memo, chain: HashChain) -> bool:
-        """Whether a lookup would answer the same, judged in O(1); False if that cannot be told."""
-        pool = self.pool
-        if memo.losses != pool.num_losses:
-            return False
-        if memo.registrations == pool.num_registrations:
-            return True
-        if memo.max_tokens - memo.num_tokens >= self.block_size:
-            if len(self.groups) > 1 or not self.groups[0].prefix_closed:
-                return False
-            following = chain.hashes[memo.num_tokens // self.block_size]
-            if pool.index.get(0, following):
-                return False
-        memo.registrations = pool.num_registrations
-        return True
-
-    def _find(self, chain: HashChain, max_tokens: int) -> tuple[KVCacheBlocks, int]:
-        """Shorten the prefix until every group can reuse all of it.
-
-        Each group answers with the longest prefix up to the limit it could reuse by itself; the
-        limit only falls, and where it stands still is the longest prefix for all.
-        """
-        if chain.block_size != self.hash_block_size:
-            raise UsageError(
-                f"the request's blocks are hashed by {chain.block_size} tokens, the cache's by "
-                f"{self.hash_block_size}: make its BlockHasher with the manager's hash_block_size"
-            )
-        limit = max_tokens - max_tokens % self.block_size
-        tables: dict[int, Ints] = {}
-        agreed = False
-        while limit > 0 and not agreed:
-            agreed = True
-            for group in self._search_order:
-                if limit <= 0:
-                    break
-                index, num_blocks = group.index, limit // group.block_size
-                table = tables.get(index)
-                if table is None or not group.prefix_closed:
-                    if table is None or len(table) != num_blocks:
-                        hashes = group.hashes(chain.hashes)
-                        table = group.find(self.pool.index, hashes, num_blocks)
-                elif len(table) > num_blocks:
-                    table = table[:num_blocks]
-                tables[index] = table
-                tokens = len(table) * group.block_size
-                if tokens < limit:
-                    limit = tokens - tokens % self.block_size
-                    agreed = False
-        if limit <= 0:
-            return self._nothing, 0
-        return KVCacheBlocks(None, tuple(tables[i] for i in range(len(self.groups)))), limit
+        return self._finder.find(request)
 
     # -- allocating --------------------------------------------------------------------------
 
@@ -301,7 +165,8 @@ class KVCacheManager:
         computed = (
             request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
         )
-        num_tokens = min(computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        num_tokens = min(computed + num_new_tokens, self.max_model_len)
+        num_slots = min(num_tokens + num_lookahead_tokens, self.max_model_len)
         sequence = self._sequences.get(request.request_id)
         if sequence is not None:
             if num_new_computed_tokens or num_external_computed_tokens:
@@ -309,14 +174,14 @@ class KVCacheManager:
                     f"{request.request_id} holds blocks already: a prefix is adopted only at the "
                     "first allocation; free() the request first"
                 )
-            if num_tokens <= sequence.quiet:
+            if num_slots <= sequence.quiet:
                 return self._nothing
-            new = self._grow(sequence, computed, num_tokens)
+            new = self._grow(sequence, computed, num_tokens, num_slots - num_tokens)
         else:
             found = self._nothing if new_computed_blocks is None else new_computed_blocks
             new = self._admit(
                 request.request_id, found, computed, num_external_computed_tokens, num_tokens,
-                num_encoder_tokens,
+                num_slots - num_tokens, num_encoder_tokens,
             )  # fmt: skip
             if new is not None:
                 self._count_lookup(len(request.chain), num_new_computed_tokens)
@@ -340,14 +205,16 @@ class KVCacheManager:
                 quiet = min(quiet, (registered + 1) * group.block_size - 1)
         return quiet
 
-    def _grow(self, sequence: _Sequence, computed: int, num_tokens: int) -> KVCacheBlocks | None:
+    def _grow(
+        self, sequence: _Sequence, computed: int, num_tokens: int, lookahead: int
+    ) -> KVCacheBlocks | None:
         """Append blocks to a running request's tables."""
         for group in self._dropping:
             self._drop(sequence, group, computed)
         plan = []
         total = 0
         for group, table in zip(self.groups, sequence.tables, strict=True):
-            nulls, count = group.extend(len(table), num_tokens)
+            nulls, count = group.extend(len(table), num_tokens, lookahead)
             plan.append((table, nulls, count))
             total += count
         if not total:
@@ -376,10 +243,13 @@ class KVCacheManager:
         computed: int,
         external: int,
         num_tokens: int,
+        lookahead: int,
         num_encoder_tokens: int,
     ) -> KVCacheBlocks | None:
         """Give a request its first blocks: those found, those to be loaded, those to compute."""
-        attempt = (self.pool.num_moves, computed, external, num_tokens, num_encoder_tokens)
+        attempt = (
+            self.pool.num_moves, computed, external, num_tokens, lookahead, num_encoder_tokens,
+        )  # fmt: skip
         if found.refused_at == attempt:
             return None
         skips, loads, grows = [], [], []
@@ -387,9 +257,9 @@ class KVCacheManager:
         for group, hit in zip(self.groups, found.arrays, strict=True):
             skip = group.first_needed(computed)
             length = max(skip, len(hit))
-            load = group.extend(length, computed) if external else (0, 0)
+            load = group.extend(length, computed, 0) if external else (0, 0)
             length += sum(load)
-            nulls, count = group.extend(length, num_tokens)
+            nulls, count = group.extend(length, num_tokens, lookahead)
             count += group.encoder_blocks(num_encoder_tokens)
             skips.append(skip)
             loads.append(load)
@@ -419,7 +289,7 @@ class KVCacheManager:
         ]
         new = self._append(both, total)
         self._sequences[request_id] = sequence
-        self._memo.pop(request_id, None)
+        self._finder.forget(request_id)
         if not external:
             return KVCacheBlocks(new.blocks[len(self.groups) :])
         loaded, grown = new.blocks[: len(self.groups)], new.blocks[len(self.groups) :]
@@ -507,7 +377,7 @@ class KVCacheManager:
         Returns:
             What to hand to :meth:`free_blocks` when nothing touches the blocks any more.
         """
-        self._memo.pop(request.request_id, None)
+        self._finder.forget(request.request_id)
         sequence = self._sequences.pop(request.request_id, None)
         if sequence is None:
             return ()
@@ -540,7 +410,6 @@ class KVCacheManager:
         """Forget everything cached; False, and nothing done, while a request holds blocks."""
         if not self.pool.reset():
             return False
-        self._memo.clear()
         if self._stats is not None:
             self._stats = PrefixCacheStats(reset=True)
         return True

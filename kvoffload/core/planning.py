@@ -1,4 +1,12 @@
-"""From formats and a memory budget to a plan. Pure functions; nothing is allocated here."""
+"""From formats and a memory budget to a plan. Pure functions; nothing is allocated here.
+
+A model's layers are sorted into *groups* that share a block table:
+
+* all layers need the same token slots (one kind, one window): one group, each layer its own tensor;
+* several kinds: groups of equal length, one page size, and the i-th layers of all groups share one
+  tensor, because a block belongs to one group at a time. A model of 10 full and 20 sliding-window
+  layers becomes 3 groups of 10 layers on 10 tensors.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +14,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvoffload.core.interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
+    MambaSpec,
+    MLAAttentionSpec,
     ModelLimits,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
+    cdiv,
 )
 from kvoffload.errors import InsufficientMemoryError, KVCacheSpecError
 
 NULL_BLOCKS = 1
 """Block 0 stands for "no block" in block tables; it takes memory but is never given out."""
 
+Specs = Mapping[str, KVCacheSpec]
+"""Layer name → format, in layer order."""
+
+
+# -- groups --------------------------------------------------------------------------------------
+
 
 def create_kv_cache_group_specs(
-    kv_cache_spec: Mapping[str, KVCacheSpec], grouped_layer_names: Sequence[Sequence[str]]
+    kv_cache_spec: Specs, grouped_layer_names: Sequence[Sequence[str]]
 ) -> list[KVCacheGroupSpec]:
     """Make a group of each list of layers; their formats must merge.
 
@@ -34,9 +56,58 @@ def create_kv_cache_group_specs(
     return groups
 
 
-def is_kv_cache_type_uniform(kv_cache_spec: Mapping[str, KVCacheSpec]) -> bool:
+def is_kv_cache_type_uniform(kv_cache_spec: Specs) -> bool:
     """Whether all layers have formats that merge into one."""
-    specs = list(kv_cache_spec.values())
+    return _mergeable(list(kv_cache_spec.values()))
+
+
+def get_kv_cache_groups(kv_cache_spec: Specs) -> list[KVCacheGroupSpec]:
+    """Decide which layers share a block table. Encoder-only layers keep nothing: left out.
+
+    Raises:
+        KVCacheSpecError: no layer keeps anything, or formats that cannot be served together.
+    """
+    kept = {
+        name: spec
+        for name, spec in kv_cache_spec.items()
+        if not isinstance(spec, EncoderOnlyAttentionSpec)
+    }
+    if not kept:
+        raise KVCacheSpecError("no layer of the model has a KV cache: nothing to plan")
+    if is_kv_cache_type_uniform(kept):
+        return create_kv_cache_group_specs(kept, [list(kept)])
+    uniform = UniformTypeKVCacheSpecs.from_specs(kept)
+    if uniform is not None:
+        return [KVCacheGroupSpec(kept, uniform)]
+    return _groups_of_equal_pages(unify_page_sizes(kept))
+
+
+def _groups_of_equal_pages(kv_cache_spec: Specs) -> list[KVCacheGroupSpec]:
+    """Split each format's layers into groups of one length, so that tensors can be shared.
+
+    The length is the fewest layers any format has, unless longer groups waste less: with 20 full
+    and 21 window layers, one group each (1 page in 42 unused) beats 20-layer groups (19 in 60).
+    """
+    by_format: dict[str, list[str]] = {}
+    for name, spec in kv_cache_spec.items():
+        for names in by_format.values():
+            if _mergeable([*(kv_cache_spec[other] for other in names), spec]):
+                names.append(name)
+                break
+        else:
+            by_format[name] = [name]
+    counts = [len(names) for names in by_format.values()]
+    length = max(counts) if max(counts) < 1.25 * min(counts) else min(counts)
+    grouped = []
+    for names in by_format.values():
+        parts = cdiv(len(names), length)
+        # Every parts-th layer, so that each group spans the whole depth of the model and a
+        # pipeline stage has some layers of each.
+        grouped += [names[part::parts] for part in range(parts)]
+    return create_kv_cache_group_specs(kv_cache_spec, grouped)
+
+
+def _mergeable(specs: Sequence[KVCacheSpec]) -> bool:
     try:
         type(specs[0]).merge(specs)
     except KVCacheSpecError:
@@ -44,11 +115,83 @@ def is_kv_cache_type_uniform(kv_cache_spec: Mapping[str, KVCacheSpec]) -> bool:
     return True
 
 
+def unify_page_sizes(kv_cache_spec: Specs) -> dict[str, KVCacheSpec]:
+    """Give all layers one page size, so that they can share memory.
+
+    A smaller attention page that divides the largest grows by whole blocks (a larger block size);
+    otherwise the page is padded. States of recurrent layers are padded.
+
+    Raises:
+        KVCacheSpecError: a format that can neither grow nor be padded.
+    """
+    largest = max(spec.page_size_bytes for spec in kv_cache_spec.values())
+    unified: dict[str, KVCacheSpec] = {}
+    for name, spec in kv_cache_spec.items():
+        times, rest = divmod(largest, spec.page_size_bytes)
+        if times == 1 and not rest:
+            unified[name] = spec
+        elif isinstance(spec, AttentionSpec) and not rest and spec.page_size_padded is None:
+            unified[name] = replace(spec, block_size=spec.block_size * times)
+        elif isinstance(spec, AttentionSpec | MambaSpec):
+            unified[name] = replace(spec, page_size_padded=largest)
+        else:
+            raise KVCacheSpecError(
+                f"{name}: {type(spec).__name__} has pages of {spec.page_size_bytes} bytes, which "
+                f"cannot be made {largest}"
+            )
+    return unified
+
+
+def unify_hybrid_kv_cache_specs(kv_cache_spec: Specs) -> dict[str, KVCacheSpec]:
+    """Keep windowed layers as full attention, for engines that manage one kind only.
+
+    Where a model has both, sliding-window and chunked layers become full attention that records
+    their window; a model without full attention is left alone.
+
+    Raises:
+        KVCacheSpecError: kinds remain that no conversion unites.
+    """
+    specs = dict(kv_cache_spec)
+    if UniformTypeKVCacheSpecs.is_uniform_type(specs):
+        return specs
+    if any(isinstance(spec, FullAttentionSpec) for spec in specs.values()):
+        latent = any(isinstance(spec, MLAAttentionSpec) for spec in specs.values())
+        if not latent:
+            specs = {name: _as_full_attention(spec) for name, spec in specs.items()}
+    if not UniformTypeKVCacheSpecs.is_uniform_type(specs):
+        kinds = sorted({type(spec).__name__ for spec in specs.values()})
+        raise KVCacheSpecError(
+            f"layers of kinds {', '.join(kinds)} cannot be kept as one kind: plan them as groups "
+            "of their own with get_kv_cache_config()"
+        )
+    return specs
+
+
+def _as_full_attention(spec: KVCacheSpec) -> KVCacheSpec:
+    if not isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
+        return spec
+    return FullAttentionSpec(
+        block_size=spec.block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        dtype=spec.dtype,
+        use_mla=spec.use_mla,
+        page_size_padded=spec.page_size_padded,
+        sliding_window=getattr(spec, "sliding_window", None),
+        attention_chunk_size=getattr(spec, "attention_chunk_size", None),
+    )
+
+
+# -- plans ---------------------------------------------------------------------------------------
+
+
 def get_kv_cache_config(
     limits: ModelLimits,
-    kv_cache_spec: Mapping[str, KVCacheSpec],
+    kv_cache_spec: Specs,
     available_memory_bytes: int,
     num_blocks_override: int | None = None,
+    *,
+    packed: bool = False,
 ) -> KVCacheConfig:
     """Plan the KV cache of a model.
 
@@ -57,79 +200,167 @@ def get_kv_cache_config(
         kv_cache_spec: layer name → format, in layer order.
         available_memory_bytes: for all pages together, the null block's included.
         num_blocks_override: so many blocks, whatever the memory given would hold.
+        packed: lay all layers of a block side by side in one allocation, so that a block is one
+            piece of memory.
 
     Raises:
         KVCacheSpecError: formats that cannot be served together.
         InsufficientMemoryError: one request of ``max_model_len`` tokens does not fit.
     """
     groups = get_kv_cache_groups(kv_cache_spec)
-    num_blocks = _num_blocks(groups, available_memory_bytes, num_blocks_override)
-    _check_one_request_fits(limits, groups, num_blocks, available_memory_bytes)
-    return get_kv_cache_config_from_groups(groups, num_blocks)
-
-
-def get_kv_cache_groups(kv_cache_spec: Mapping[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
-    """Decide which layers share a block table."""
-    if is_kv_cache_type_uniform(kv_cache_spec):
-        return create_kv_cache_group_specs(kv_cache_spec, [list(kv_cache_spec)])
-    uniform = UniformTypeKVCacheSpecs.from_specs(kv_cache_spec)
-    if uniform is not None:
-        return [KVCacheGroupSpec(kv_cache_spec, uniform)]
-    raise KVCacheSpecError("layers of different kinds in one model are not planned yet")
+    num_blocks = max(0, available_memory_bytes) // block_bytes(groups)
+    if num_blocks_override is not None:
+        num_blocks = num_blocks_override
+    check_enough_blocks(limits, groups, num_blocks)
+    return get_kv_cache_config_from_groups(groups, num_blocks, packed=packed)
 
 
 def get_kv_cache_config_from_groups(
-    groups: Sequence[KVCacheGroupSpec], num_blocks: int
+    groups: Sequence[KVCacheGroupSpec], num_blocks: int, *, packed: bool = False
 ) -> KVCacheConfig:
-    """Lay out the pages of groups that are decided: one tensor a layer."""
-    tensors = [
-        KVCacheTensor(group.layer_spec(name).page_size_bytes * num_blocks, (name,))
-        for group in groups
-        for name in group.layer_names
-    ]
+    """Lay out the pages of groups that are decided."""
+    stride = block_bytes(groups) if packed else 0
+    tensors = []
+    offset = 0
+    for layer_names, page in _tensor_slots(groups):
+        if packed:
+            tensors.append(KVCacheTensor(page * num_blocks, layer_names, offset, stride, 0))
+            offset += page
+        else:
+            tensors.append(KVCacheTensor(page * num_blocks, layer_names))
     return KVCacheConfig(num_blocks, tensors, groups)
+
+
+def _tensor_slots(groups: Sequence[KVCacheGroupSpec]) -> list[tuple[list[str], int]]:
+    """List the tensors as (layers that share it, bytes of a page)."""
+    if len(groups) == 1:
+        only = groups[0]
+        return [([name], only.layer_spec(name).page_size_bytes) for name in only.layer_names]
+    pages = {group.kv_cache_spec.page_size_bytes for group in groups}
+    if len(pages) != 1:
+        raise KVCacheSpecError(
+            f"groups have pages of {sorted(pages)} bytes: groups that share tensors need one page "
+            "size; see unify_page_sizes()"
+        )
+    longest = max(len(group.layer_names) for group in groups)
+    page = pages.pop()
+    return [
+        ([g.layer_names[i] for g in groups if i < len(g.layer_names)], page) for i in range(longest)
+    ]
 
 
 def block_bytes(groups: Sequence[KVCacheGroupSpec]) -> int:
     """Bytes one block id stands for, over all tensors."""
-    return sum(g.layer_spec(name).page_size_bytes for g in groups for name in g.layer_names)
+    return sum(page for _, page in _tensor_slots(groups))
 
 
-def _num_blocks(
-    groups: Sequence[KVCacheGroupSpec], available_memory_bytes: int, override: int | None
-) -> int:
-    if override is not None:
-        if override <= NULL_BLOCKS:
-            raise InsufficientMemoryError(
-                f"num_blocks_override = {override}: block 0 is reserved, so at least 2 are needed"
+def unify_kv_cache_configs(configs: Sequence[KVCacheConfig]) -> list[KVCacheConfig]:
+    """Make the workers' plans agree, so that one block manager serves them all.
+
+    Args:
+        configs: one a worker. Layer names may differ (pipeline stages); groups must correspond.
+
+    Returns:
+        The plans, each with the smallest worker's number of blocks and tensors cut to it.
+
+    Raises:
+        KVCacheSpecError: the workers' groups differ in number, kind, or block size.
+    """
+    if not configs:
+        raise KVCacheSpecError("unify_kv_cache_configs() needs the plan of at least one worker")
+    first = configs[0]
+    for rank, config in enumerate(configs[1:], 1):
+        mine, theirs = _group_forms(config), _group_forms(first)
+        if mine != theirs:
+            raise KVCacheSpecError(
+                f"worker {rank} has KV cache groups {mine}, worker 0 has {theirs}: give all "
+                "workers the same kinds of layers in the same order"
             )
-        return override
-    return max(0, available_memory_bytes) // block_bytes(groups)
+    num_blocks = min(config.num_blocks for config in configs)
+    return [
+        KVCacheConfig(
+            num_blocks,
+            [
+                _with_size(tensor, tensor.size // config.num_blocks * num_blocks)
+                for tensor in config.kv_cache_tensors
+            ],
+            config.kv_cache_groups,
+        )
+        for config in configs
+    ]
 
 
-def _blocks_of_one_request(limits: ModelLimits, groups: Sequence[KVCacheGroupSpec]) -> int:
-    total = 0
-    for group in groups:
+def _with_size(tensor: KVCacheTensor, size: int) -> KVCacheTensor:
+    return KVCacheTensor(
+        size, tensor.shared_by, tensor.offset, tensor.block_stride, tensor.allocation
+    )
+
+
+def _group_forms(config: KVCacheConfig) -> list[tuple[object, ...]]:
+    forms: list[tuple[object, ...]] = []
+    for group in config.kv_cache_groups:
         spec = group.kv_cache_spec
-        total += -(-spec.max_memory_usage_bytes(limits) // spec.page_size_bytes)
-    return total
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            forms.append(
+                ("uniform", spec.block_size, type(next(iter(spec.kv_cache_specs.values()))))
+            )
+        else:
+            forms.append((spec,))
+    return forms
 
 
-def _check_one_request_fits(
-    limits: ModelLimits,
-    groups: Sequence[KVCacheGroupSpec],
-    num_blocks: int,
-    available_memory_bytes: int,
+# -- memory --------------------------------------------------------------------------------------
+
+
+def check_enough_kv_cache_memory(
+    limits: ModelLimits, kv_cache_spec: Specs, available_memory_bytes: int
 ) -> None:
-    needed = _blocks_of_one_request(limits, groups) + NULL_BLOCKS
+    """Check that one request of ``max_model_len`` tokens fits, the null block reserved.
+
+    Raises:
+        InsufficientMemoryError: says how much memory, or what length, would do.
+    """
+    groups = get_kv_cache_groups(kv_cache_spec)
+    check_enough_blocks(limits, groups, available_memory_bytes // block_bytes(groups))
+
+
+def check_enough_blocks(
+    limits: ModelLimits, groups: Sequence[KVCacheGroupSpec], num_blocks: int
+) -> None:
+    """Check that one request of ``max_model_len`` tokens fits into so many blocks.
+
+    Raises:
+        InsufficientMemoryError: says how much memory, or what length, would do.
+    """
+    needed = blocks_of_one_request(limits, groups) + NULL_BLOCKS
     if needed <= num_blocks:
         return
+    one_block = block_bytes(groups)
     longest = _longest_fitting_len(limits, groups, num_blocks)
+    shorter = f", or set max_model_len to at most {longest}" if longest else ""
     raise InsufficientMemoryError(
-        f"available_memory_bytes = {available_memory_bytes} holds {num_blocks} blocks, but one "
-        f"request of max_model_len = {limits.max_model_len} tokens needs {needed} (the reserved "
-        f"null block included): give at least {needed * block_bytes(groups)} bytes, or set "
-        f"max_model_len to at most {longest}"
+        f"the memory for the KV cache holds {max(num_blocks, 0)} blocks of {one_block} bytes, but "
+        f"one request of max_model_len = {limits.max_model_len} tokens needs {needed} (the "
+        f"reserved null block included): give at least {needed * one_block} bytes{shorter}"
+    )
+
+
+def estimate_max_model_len(
+    limits: ModelLimits, kv_cache_spec: Specs, available_memory_bytes: int
+) -> int:
+    """Return the longest request, up to ``max_model_len``, that fits; 0 if none does."""
+    groups = get_kv_cache_groups(kv_cache_spec)
+    num_blocks = max(available_memory_bytes, 0) // block_bytes(groups)
+    return _longest_fitting_len(limits, groups, num_blocks)
+
+
+def blocks_of_one_request(limits: ModelLimits, groups: Sequence[KVCacheGroupSpec]) -> int:
+    """Most blocks one request holds at a time, over all groups."""
+    return sum(
+        cdiv(
+            group.kv_cache_spec.max_memory_usage_bytes(limits), group.kv_cache_spec.page_size_bytes
+        )
+        for group in groups
     )
 
 
@@ -139,7 +370,7 @@ def _longest_fitting_len(
     low, high = 0, limits.max_model_len
     while low < high:
         middle = (low + high + 1) // 2
-        needed = _blocks_of_one_request(replace(limits, max_model_len=middle), groups)
+        needed = blocks_of_one_request(replace(limits, max_model_len=middle), groups)
         if needed + NULL_BLOCKS <= num_blocks:
             low = middle
         else:

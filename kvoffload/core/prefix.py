@@ -1,0 +1,183 @@
+"""Finding the longest prefix that every KV cache group can reuse."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from kvoffload.core.block_index import Ints
+from kvoffload.core.block_pool import BlockPool
+from kvoffload.core.groups import Group
+from kvoffload.core.hashing import HashChain
+from kvoffload.errors import UsageError
+
+_MEMO_SIZE = 64
+
+
+class RequestLike(Protocol):
+    """What the manager reads of a request; see :class:`kvoffload.core.request.Request`."""
+
+    num_computed_tokens: int
+
+    @property
+    def request_id(self) -> str: ...  # noqa: D102
+    @property
+    def chain(self) -> HashChain: ...  # noqa: D102
+
+
+class KVCacheBlocks:
+    """Block tables (or parts of them), one a group. Do not change the lists."""
+
+    __slots__ = ("_arrays", "_blocks", "refused_at")
+
+    def __init__(
+        self, blocks: tuple[list[int], ...] | None = None, arrays: tuple[Ints, ...] | None = None
+    ) -> None:
+        self._blocks = blocks
+        self._arrays = arrays
+        self.refused_at: object = None
+        """The state of the pool, and the request, when these blocks did not suffice."""
+
+    @property
+    def blocks(self) -> tuple[list[int], ...]:
+        """Block ids by group."""
+        if self._blocks is None:
+            self._blocks = tuple(array.tolist() for array in self._arrays or ())
+        return self._blocks
+
+    @property
+    def arrays(self) -> tuple[Ints, ...]:
+        """Block ids by group, as arrays."""
+        if self._arrays is None:
+            self._arrays = tuple(np.array(ids, dtype=np.int32) for ids in self.blocks)
+        return self._arrays
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        """Return block ids by group."""
+        return self.blocks
+
+    def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
+        pairs = zip(self.blocks, other.blocks, strict=True)
+        return KVCacheBlocks(tuple(mine + theirs for mine, theirs in pairs))
+
+    def __repr__(self) -> str:
+        return f"KVCacheBlocks({self.blocks})"
+
+
+class _Memo:
+    """A lookup that need not be repeated while nothing changed."""
+
+    __slots__ = ("blocks", "losses", "max_tokens", "num_tokens", "registrations")
+
+    def __init__(
+        self, pool: BlockPool, max_tokens: int, blocks: KVCacheBlocks, tokens: int
+    ) -> None:
+        self.losses = pool.num_losses
+        self.registrations = pool.num_registrations
+        self.max_tokens = max_tokens
+        self.blocks = blocks
+        self.num_tokens = tokens
+
+
+class PrefixFinder:
+    """Answers lookups, and remembers the last answers while they hold.
+
+    A request that cannot be admitted asks again at every step. Its answer is remembered together
+    with what could change it: blocks found being forgotten, and blocks being registered.
+
+    Args:
+        pool: of the cache.
+        groups: of the model.
+        hash_block_size: tokens a hash of a request's chain stands for.
+        block_size: hits are multiples of so many tokens.
+    """
+
+    def __init__(
+        self, pool: BlockPool, groups: Sequence[Group], hash_block_size: int, block_size: int
+    ) -> None:
+        self.pool = pool
+        self.groups = tuple(groups)
+        self.hash_block_size = hash_block_size
+        self.block_size = block_size
+        self.nothing = KVCacheBlocks(tuple([] for _ in groups))
+        # Kinds whose hits can only be cut short come first: they bound the search of the others.
+        self._search_order = sorted(groups, key=lambda group: not group.prefix_closed)
+        self._memo: OrderedDict[str, _Memo] = OrderedDict()
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is remembered for a request."""
+        self._memo.pop(request_id, None)
+
+    def find(self, request: RequestLike) -> tuple[KVCacheBlocks, int]:
+        """Find the longest prefix that is cached in every group; one token is left to compute.
+
+        Raises:
+            UsageError: the request's blocks are hashed by another block size.
+        """
+        chain = request.chain
+        max_tokens = len(chain.token_ids) - 1
+        memo = self._memo.get(request.request_id)
+        if memo is None or memo.max_tokens != max_tokens or not self._holds(memo, chain):
+            blocks, num_tokens = self._find(chain, max_tokens)
+            for table in blocks.arrays:
+                self.pool.watch(table)
+            memo = _Memo(self.pool, max_tokens, blocks, num_tokens)
+            self._memo[request.request_id] = memo
+            if len(self._memo) > _MEMO_SIZE:
+                self._memo.popitem(last=False)
+        return memo.blocks, memo.num_tokens
+
+    def _holds(self, memo: _Memo, chain: HashChain) -> bool:
+        """Whether a lookup would answer the same, judged in O(1); False if that cannot be told."""
+        pool = self.pool
+        if memo.losses != pool.num_losses:
+            return False
+        if memo.registrations == pool.num_registrations:
+            return True
+        if memo.max_tokens - memo.num_tokens >= self.block_size:
+            if len(self.groups) > 1 or not self.groups[0].prefix_closed:
+                return False
+            following = chain.hashes[memo.num_tokens // self.block_size]
+            if pool.index.get(0, following):
+                return False
+        memo.registrations = pool.num_registrations
+        return True
+
+    def _find(self, chain: HashChain, max_tokens: int) -> tuple[KVCacheBlocks, int]:
+        """Shorten the prefix until every group can reuse all of it.
+
+        Each group answers with the longest prefix up to the limit it could reuse by itself; the
+        limit only falls, and where it stands still is the longest prefix for all.
+        """
+        if chain.block_size != self.hash_block_size:
+            raise UsageError(
+                f"the request's blocks are hashed by {chain.block_size} tokens, the cache's by "
+                f"{self.hash_block_size}: make its BlockHasher with the manager's hash_block_size"
+            )
+        limit = max_tokens - max_tokens % self.block_size
+        tables: dict[int, Ints] = {}
+        agreed = False
+        while limit > 0 and not agreed:
+            agreed = True
+            for group in self._search_order:
+                if limit <= 0:
+                    break
+                index, num_blocks = group.index, limit // group.block_size
+                table = tables.get(index)
+                if table is None or not group.prefix_closed:
+                    if table is None or len(table) != num_blocks:
+                        hashes = group.hashes(chain.hashes)
+                        table = group.find(self.pool.index, hashes, num_blocks)
+                elif len(table) > num_blocks:
+                    table = table[:num_blocks]
+                tables[index] = table
+                tokens = len(table) * group.block_size
+                if tokens < limit:
+                    limit = tokens - tokens % self.block_size
+                    agreed = False
+        if limit <= 0:
+            return self.nothing, 0
+        return KVCacheBlocks(None, tuple(tables[i] for i in range(len(self.groups)))), limit

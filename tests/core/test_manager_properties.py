@@ -1,0 +1,238 @@
+"""Random lives of many requests on models of many kinds; all invariants after every step.
+
+Hits are compared with a search that tries every length from the definition of each kind, and the
+events of the walk, replayed, must give what can be found.
+"""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvoffload.core.block_pool import NULL_BLOCK
+from kvoffload.core.hashing import BlockHasher, HashChain
+from kvoffload.core.interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from kvoffload.core.manager import KVCacheManager
+from kvoffload.core.request import Request
+from kvoffload.core.stats import AllBlocksCleared, BlockRemoved, BlockStored
+
+SHAPE = {"num_kv_heads": 1, "head_size": 2, "dtype": torch.float16}
+
+
+def full(block_size=2):
+    return FullAttentionSpec(block_size, **SHAPE)
+
+
+def window(size, block_size=2):
+    return SlidingWindowSpec(block_size, **SHAPE, sliding_window=size)
+
+
+def chunked(size, block_size=2):
+    return ChunkedLocalAttentionSpec(block_size, **SHAPE, attention_chunk_size=size)
+
+
+def mamba(block_size=2, extra=0):
+    return MambaSpec(block_size, ((3,),), (torch.float32,), num_speculative_blocks=extra)
+
+
+MODELS = {
+    "full": [full()],
+    "window": [window(5)],
+    "window of one block": [window(3)],
+    "window of one token": [window(1)],
+    "chunked": [chunked(6)],
+    "chunk that begins inside a block": [chunked(5)],
+    "mamba": [mamba()],
+    "mamba with speculation": [mamba(extra=2)],
+    "full and window": [full(), window(4), window(7)],
+    "full, chunked and mamba": [full(), chunked(6), mamba()],
+    "different block sizes": [full(4), window(5, 2)],
+    "block sizes without common multiple": [full(4), window(5, 6), mamba(2)],
+    "window and mamba": [window(6), mamba(4)],
+}
+
+
+def needed_tokens(spec, length):
+    """Positions whose KV (or state) a request that goes on at ``length`` reads."""
+    if isinstance(spec, SlidingWindowSpec):
+        return range(max(length - spec.sliding_window + 1, 0), length)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return range(length // spec.attention_chunk_size * spec.attention_chunk_size, length)
+    if isinstance(spec, MambaSpec):
+        return range(max(length - 1, 0), length)
+    return range(length)
+
+
+def longest_hit_by_trial(manager, specs, chain):
+    for length in range((len(chain) - 1) // manager.block_size * manager.block_size, 0, -1):
+        if length % manager.block_size:
+            continue
+        found = all(
+            manager.pool.index.get(
+                g,
+                chain.hashes[(p // spec.block_size + 1) * spec.block_size // chain.block_size - 1],
+            )
+            for g, spec in enumerate(specs)
+            for p in needed_tokens(spec, length)
+        )
+        if found:
+            return length
+    return 0
+
+
+class Life(RuleBasedStateMachine):
+    """One cache and its requests; tokens are few, so that prefixes are shared often."""
+
+    @initialize(model=st.sampled_from(sorted(MODELS)), blocks=st.integers(8, 40))
+    def begin(self, model, blocks):
+        self.specs = MODELS[model]
+        groups = [KVCacheGroupSpec([f"l{i}"], spec) for i, spec in enumerate(self.specs)]
+        self.manager = KVCacheManager(
+            KVCacheConfig(blocks, [], groups),
+            max_model_len=60,
+            enable_kv_cache_events=True,
+            log_stats=True,
+        )
+        self.hasher = BlockHasher(self.manager.hash_block_size)
+        self.running, self.loading, self.held = [], [], []
+        self.findable = [set() for _ in groups]
+        self.count = 0
+
+    def new_request(self, tokens):
+        self.count += 1
+        return Request(f"r{self.count}", HashChain(self.hasher, tokens))
+
+    @rule(
+        prompt=st.integers(0, 2),
+        length=st.integers(1, 40),
+        chunk=st.integers(1, 40),
+        external=st.integers(0, 6),
+        lookahead=st.integers(0, 3),
+    )
+    def admit(self, prompt, length, chunk, external, lookahead):
+        request = self.new_request([prompt] * length)
+        found, hit = self.manager.get_computed_blocks(request)
+        assert hit == longest_hit_by_trial(self.manager, self.specs, request.chain)
+        again = self.manager.get_computed_blocks(request)
+        assert (again[0].blocks, again[1]) == (found.blocks, hit)
+        external = min(
+            external * self.manager.block_size, (length - 1 - hit) // self.manager.block_size
+            * self.manager.block_size,
+        )  # fmt: skip
+        before = self.manager.num_free_blocks
+        new = self.manager.allocate_slots(
+            request,
+            0 if external else min(chunk, length - hit),
+            num_new_computed_tokens=hit,
+            new_computed_blocks=found,
+            num_external_computed_tokens=external,
+            num_lookahead_tokens=lookahead,
+            delay_cache_blocks=bool(external),
+        )
+        if new is None:
+            assert self.manager.num_free_blocks == before
+            return
+        if external:
+            self.loading.append((request, hit, external))
+        else:
+            request.num_computed_tokens = hit + min(chunk, length - hit)
+            self.running.append(request)
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data(), worked=st.booleans())
+    def finish_load(self, data, worked):
+        request, hit, external = self.loading.pop(data.draw(st.integers(0, len(self.loading) - 1)))
+        if worked:
+            request.num_computed_tokens = hit + external
+            self.manager.cache_blocks(request, hit + external)
+            self.running.append(request)
+        else:
+            self.manager.free(request)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), tokens=st.integers(1, 5), lookahead=st.integers(0, 3))
+    def step(self, data, tokens, lookahead):
+        request = data.draw(st.sampled_from(self.running))
+        if request.num_computed_tokens == request.num_tokens:
+            if request.num_tokens >= 55:
+                return
+            request.append_token_ids([7])
+            tokens = 1
+        tokens = min(tokens, request.num_tokens - request.num_computed_tokens)
+        new = self.manager.allocate_slots(request, tokens, num_lookahead_tokens=lookahead)
+        if new is not None:
+            self.tables_hold_what_is_read(request, request.num_computed_tokens + tokens)
+            request.num_computed_tokens += tokens
+
+    def tables_hold_what_is_read(self, request, until):
+        tables = self.manager.get_block_ids(request.request_id)
+        for spec, table in zip(self.specs, tables, strict=True):
+            read = set(needed_tokens(spec, request.num_computed_tokens))
+            written = (
+                {until - 1}
+                if isinstance(spec, MambaSpec)
+                else range(request.num_computed_tokens, until)
+            )
+            for position in (*read, *written):
+                assert table[position // spec.block_size] != NULL_BLOCK
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), deferred=st.booleans())
+    def finish(self, data, deferred):
+        request = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        if deferred:
+            self.held.append(self.manager.pop_blocks_for_free(request))
+        else:
+            self.manager.free(request)
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def give_back(self):
+        self.manager.free_blocks(self.held.pop())
+
+    @rule(blocks=st.sets(st.integers(0, 7), max_size=3))
+    def evict(self, blocks):
+        self.manager.evict_blocks(blocks)
+
+    @rule()
+    def reset(self):
+        assert self.manager.reset_prefix_cache() == (
+            self.manager.num_free_blocks == self.manager.config.num_blocks - 1
+        )
+
+    @invariant()
+    def everything_is_consistent(self):
+        if not hasattr(self, "manager"):
+            return
+        self.manager.check()
+        for event in self.manager.take_events():
+            if isinstance(event, AllBlocksCleared):
+                self.findable = [set() for _ in self.specs]
+            elif isinstance(event, BlockRemoved):
+                removed = set(event.block_hashes)
+                assert removed <= self.findable[event.group_idx]
+                self.findable[event.group_idx] -= removed
+            elif isinstance(event, BlockStored):
+                assert len(event.token_ids) == event.block_size * len(event.block_hashes)
+                assert not self.findable[event.group_idx] & set(event.block_hashes)
+                self.findable[event.group_idx] |= set(event.block_hashes)
+        assert sum(map(len, self.findable)) == len(self.manager.pool.index)
+        for group, hashes in enumerate(self.findable):
+            assert all(self.manager.pool.index.get(group, h) for h in hashes)
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.chaos
+class TestLongLife(Life.TestCase):
+    settings = settings(max_examples=3000, stateful_step_count=120, deadline=None)
