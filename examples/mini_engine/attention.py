@@ -8,7 +8,7 @@ from kvoffload.core.attention import CommonAttentionMetadata, SdpaPagedBackend
 
 KEY_SPAN = 512
 """Keys are padded to a multiple of this: PyTorch's CPU kernel adds them up in spans of so many."""
-QUERY_TILE = 32
+QUERY_TILE = 16
 """Queries are padded to a multiple of this, so that the kernel's matrix products keep one shape."""
 QUERY_ROWS = 256
 """Queries attended in one call; the keys after the last of them are left out."""

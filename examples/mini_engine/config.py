@@ -27,14 +27,14 @@ class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The shape of a Llama-architecture decoder; the default is about 50 million weights."""
+    """The shape of a Llama-architecture decoder; the default is about 24 million weights."""
 
-    hidden_size: int = 768
+    hidden_size: int = 512
     num_layers: int = 8
-    num_heads: int = 12
+    num_heads: int = 8
     num_kv_heads: int = 4
     head_size: int = 64
-    intermediate_size: int = 2048
+    intermediate_size: int = 1408
     vocab_size: int = 320
     max_position: int = 8192
     rms_norm_eps: float = 1e-5

@@ -1,0 +1,275 @@
+"""The demo: conversations over long texts, served again from host memory and, after a kill, disk.
+
+Four runs over the same prompts: an engine without offloading (the baseline), an engine that meets
+them for the first time, the same one going on, and a new process on the same folder after the first
+was killed while storing. Run it with ``kvoffload demo``.
+"""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from kvoffload.errors import KVOffloadError
+from mini_engine.config import ModelConfig
+from mini_engine.demo_report import machine, problems, summarize
+from mini_engine.demo_text import QUESTIONS, Conversation, conversations
+from mini_engine.tokenizer import open_tokenizer
+from mini_engine.weights import expected_shapes, read_model_config
+
+CONVERSATIONS_ON_DEVICE = 2.5
+"""How many conversations the KV cache of the engine holds; it serves several times as many."""
+
+Progress = Callable[[str, int], None]
+"""Called with what is going on and how many requests have been served since the last call."""
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the demo runs."""
+
+    out: Path
+    checkpoint: Path | None = None
+    quick: bool = False
+    device: str = "cpu"
+    threads: int = field(default_factory=lambda: max(1, (os.cpu_count() or 2) - 1))
+    """For the model; a core is left for copies and I/O, which go on beside it."""
+
+    @property
+    def num_conversations(self) -> int:
+        return 5 if self.quick else 6
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of each conversation's first turn."""
+        return 400 if self.quick else 2000
+
+    @property
+    def answer_tokens(self) -> int:
+        return 4 if self.quick else 16
+
+    def model(self) -> ModelConfig:
+        """Return the shape of the model that will be served."""
+        if self.checkpoint is not None:
+            return read_model_config(self.checkpoint)[0]
+        if self.quick:
+            return ModelConfig(
+                hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_size=32,
+                intermediate_size=256,
+            )  # fmt: skip
+        return ModelConfig()
+
+
+class DemoError(KVOffloadError):
+    """An engine process ended that should not have."""
+
+
+class EngineProcess:
+    """An engine in a child process; see mini_engine.demo_child."""
+
+    def __init__(self, settings: dict[str, Any], threads: int, log: IO[str]) -> None:
+        folders = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "mini_engine.demo_child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
+        )
+        self._log_name = log.name
+        self._send({"engine": settings, "threads": threads})
+        self._receive()
+
+    def __enter__(self) -> "EngineProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def serve(self, prompt: Sequence[int], params: dict[str, Any]) -> dict[str, Any]:
+        """Serve one prompt and return its result."""
+        self._send({"prompt": prompt, "params": params})
+        return self._receive()
+
+    def kill_while_storing(self, prompt: Sequence[int]) -> int:
+        """Kill the process while it stores the blocks of a prompt; returns chunks on their way."""
+        self._send({"prompt": prompt, "params": {"max_tokens": 1}, "announce": True})
+        storing = int(self._receive().get("storing", 0))
+        self._child.kill()
+        self._child.wait()
+        return storing
+
+    def close(self) -> None:
+        """Let the engine end in order."""
+        if self._child.stdin is not None:
+            self._child.stdin.close()
+        self._child.wait()
+        if self._child.stdout is not None:
+            self._child.stdout.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.write(json.dumps(message) + "\n")
+        self._child.stdin.flush()
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            said = Path(self._log_name).read_text().splitlines()[-1:]
+            raise DemoError(f"an engine process ended: {' '.join(said)} (see {self._log_name})")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def run(options: DemoOptions, progress: Progress = lambda what, done: None) -> dict[str, Any]:
+    """Run everything and return the report; writes only below ``options.out``.
+
+    Raises:
+        ConfigError: a checkpoint or a folder that cannot be used.
+        DemoError: an engine process died unasked.
+    """
+    began = time.monotonic()
+    options.out.mkdir(parents=True, exist_ok=True)
+    shape = options.model()
+    talks = conversations(
+        open_tokenizer(options.checkpoint), options.num_conversations + 1, options.prompt_tokens
+    )
+    talks, victim = talks[:-1], talks[-1]
+    folder = tempfile.mkdtemp(prefix="kv-cache-", dir=options.out)
+    settings = _engine_settings(options, shape, talks)
+    offload = _offload_settings(settings, len(talks), folder)
+    try:
+        with (options.out / "engine.log").open("w") as log:
+
+            def engine(settings: dict[str, Any]) -> EngineProcess:
+                return EngineProcess(settings, options.threads, log)
+
+            demo = _Demo(talks, options.answer_tokens, progress)
+            with engine(settings) as process:
+                baseline = [demo.turn(process, t, "without offloading") for t in range(3)]
+            with engine({**settings, "offload": offload}) as process:
+                cold = demo.turn(process, 0, "1 cold")
+                host = demo.turn(process, 1, "2 from host memory")
+                progress("killing the engine while it stores", 0)
+                storing = process.kill_while_storing(victim.prompt([]))
+            with engine({**settings, "offload": offload}) as process:
+                disk = demo.turn(process, 2, "3 from disk, in a new process")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    passes = [
+        summarize(name, results, without)
+        for name, results, without in zip(
+            ("cold", "host", "disk"), (cold, host, disk), baseline, strict=True
+        )
+    ]
+    return {
+        "demo": "kvoffload",
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "threads": options.threads,
+        "device": options.device,
+        "model": _model_name(options, shape),
+        "engine": {k: v for k, v in settings.items() if k != "model"},
+        "texts": [talk.title for talk in talks],
+        "killed_with_chunks_on_their_way": storing,
+        "passes": passes,
+        "problems": problems(passes),
+        "seconds": time.monotonic() - began,
+    }
+
+
+class _Demo:
+    """The conversations' course: every engine gets the prompts the baseline's answers led to."""
+
+    def __init__(
+        self, talks: Sequence[Conversation], answer_tokens: int, progress: Progress
+    ) -> None:
+        self._talks = talks
+        self._answer_tokens = answer_tokens
+        self._progress = progress
+        self._answers: list[list[list[int]]] = [[] for _ in talks]
+
+    def turn(self, process: EngineProcess, turn: int, what: str) -> list[dict[str, Any]]:
+        """Ask question ``turn`` in every conversation."""
+        results = []
+        self._progress(what, 0)
+        for number, (talk, answers) in enumerate(zip(self._talks, self._answers, strict=True)):
+            params = {
+                "max_tokens": self._answer_tokens,
+                "temperature": number % 2,  # every other conversation greedy
+                "seed": number,
+                "ignore_eos": True,
+            }
+            results.append(process.serve(talk.prompt(answers[:turn]), params))
+            if len(answers) == turn:
+                answers.append(results[-1]["token_ids"])
+            self._progress(what, 1)
+        return results
+
+    @staticmethod
+    def num_requests(num_conversations: int) -> int:
+        """How many requests all passes and the baseline make."""
+        return 2 * len(QUESTIONS) * num_conversations
+
+
+def num_requests(options: DemoOptions) -> int:
+    """Requests of the whole demo, for a progress bar."""
+    return _Demo.num_requests(options.num_conversations)
+
+
+def _engine_settings(
+    options: DemoOptions, shape: ModelConfig, talks: Sequence[Conversation]
+) -> dict[str, Any]:
+    """Return settings with a KV cache on the device for only a few of the conversations."""
+    block_size = 16
+    longest = max(len(talk.opening) + sum(map(len, talk.questions)) for talk in talks)
+    longest += len(QUESTIONS) * options.answer_tokens
+    max_model_len = -(-longest // block_size) * block_size
+    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_size * 4
+    settings: dict[str, Any] = {
+        "device": options.device,
+        "block_size": block_size,
+        "max_model_len": max_model_len,
+        "max_num_batched_tokens": 512,
+        "kv_cache_bytes": int(CONVERSATIONS_ON_DEVICE * max_model_len) * per_token,
+    }
+    if options.checkpoint is not None:
+        return {**settings, "checkpoint": str(options.checkpoint)}
+    return {**settings, "model": msgspec.to_builtins(shape)}
+
+
+def _offload_settings(
+    settings: dict[str, Any], num_conversations: int, folder: str
+) -> dict[str, Any]:
+    """Return settings with host memory for all conversations, and a disk below it."""
+    per_conversation = settings["kv_cache_bytes"] / 2.5
+    return {
+        "cpu_bytes": int(per_conversation * (num_conversations + 2)),
+        "blocks_per_chunk": 4,
+        "backends": [
+            {
+                "type": "disk",
+                "root": folder,
+                "capacity": int(per_conversation * 3 * num_conversations),
+            }
+        ],
+    }
+
+
+def _model_name(options: DemoOptions, shape: ModelConfig) -> str:
+    if options.checkpoint is not None:
+        return options.checkpoint.resolve().name
+    count = sum(math.prod(dimensions) for dimensions in expected_shapes(shape).values())
+    return f"Llama architecture, {count / 1e6:.1f} M random weights, float32"
