@@ -1,12 +1,14 @@
 """Host memory as a ledger: which chunk is in which slot, who uses it, which slots are free.
 
+This one is for slots of one size; :mod:`kvoffload.offload.extents` adds several.
+
 A slot is in exactly one place: free; under a chunk that is *ready* (loadable), *incoming* (being
 stored) or *fetching* (being brought from a tier); under an *orphan* (a chunk forgotten while
 transfers still use its slot); or in *limbo* (its transfer was given up, yet something may still
 touch the memory). Idle ready chunks, and only these, are in the policy's order.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvoffload.core.transfers import OffloadKey
@@ -21,11 +23,18 @@ class _Orphan:
 
 
 class HostLedger:
-    """Slots, pins and the eviction order of one host tier; used by the manager alone."""
+    """Slots, pins and the eviction order of one host tier; used by the manager alone.
 
-    def __init__(self, num_slots: int, policy: Policy) -> None:
+    Args:
+        num_slots: chunks that fit.
+        policy: orders idle chunks; made for this ledger alone.
+        slot_bytes: bytes of a slot, for figures in bytes.
+    """
+
+    def __init__(self, num_slots: int, policy: Policy, slot_bytes: int = 1) -> None:
         self.num_slots = num_slots
         self.policy = policy
+        self.slot_bytes = slot_bytes
         self.ready: dict[OffloadKey, int] = {}
         self.incoming: dict[OffloadKey, int] = {}
         self.fetching: dict[OffloadKey, int] = {}
@@ -44,20 +53,46 @@ class HostLedger:
         """Whether a chunk was forgotten while transfers still use its slot."""
         return key in self._orphans
 
-    @property
-    def room(self) -> int:
-        """Slots that could be reserved now: free ones and those of idle chunks."""
+    def room_for(self, key: OffloadKey) -> int:
+        """Slots that could be reserved now for chunks of this one's size."""
         return len(self._free) + len(self.policy)
+
+    @property
+    def busy_slots(self) -> int:
+        """Slots that a transfer uses, or that wait for one to let go."""
+        return self.num_slots - len(self._free) - len(self.policy)
+
+    # ---- figures ----
+
+    def bytes_of(self, key: OffloadKey) -> int:
+        """Bytes of the slot that a chunk takes."""
+        return self.slot_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.num_slots * self.slot_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the slots of loadable chunks."""
+        return len(self.ready) * self.slot_bytes
+
+    @property
+    def inflight_bytes(self) -> int:
+        """Bytes of slots in use that hold no loadable chunk: written now, or not let go of yet."""
+        return (self.num_slots - len(self._free) - len(self.ready)) * self.slot_bytes
 
     # ---- slots ----
 
     def reserve(
-        self, count: int, protected: Collection[OffloadKey] = ()
+        self, keys: Sequence[OffloadKey], protected: Collection[OffloadKey] = ()
     ) -> tuple[list[int], list[OffloadKey]]:
-        """Take up to ``count`` slots; return them and the chunks evicted for them.
+        """Take slots for as many leading chunks as possible; return them and whom they evicted.
 
         Idle chunks leave in the policy's order, never one that is ``protected``.
         """
+        count = len(keys)
         short = count - len(self._free)
         evicted = self._evict(short, protected) if short > 0 else []
         return [self._free.pop() for _ in range(min(count, len(self._free)))], evicted
@@ -81,10 +116,14 @@ class HostLedger:
             self.policy.add(key)
         return gone
 
+    def _put(self, slot: int) -> None:
+        """A slot is free again."""
+        self._free.append(slot)
+
     def give_back(self, slot: int, settled: bool) -> None:
         """A slot whose chunk never became ready is no longer wanted."""
         if settled:
-            self._free.append(slot)
+            self._put(slot)
         else:
             # A late read could still write here: reused now, it would corrupt another chunk.
             self._limbo.setdefault(slot, []).append(None)
@@ -98,7 +137,7 @@ class HostLedger:
         if not uses:
             del self._limbo[slot]
         if key is None:
-            self._free.append(slot)
+            self._put(slot)
         else:
             self.end_use(key)
         return True
@@ -130,7 +169,7 @@ class HostLedger:
             orphan.users -= 1
             if not orphan.users:
                 del self._orphans[key]
-                self._free.append(orphan.slot)
+                self._put(orphan.slot)
         elif self.pins[key] > 1:
             self.pins[key] -= 1
         else:
@@ -145,7 +184,7 @@ class HostLedger:
             self._orphans[key] = _Orphan(slot, users)
         else:
             self.policy.remove(key)
-            self._free.append(slot)
+            self._put(slot)
 
     def forget_all(self) -> tuple[OffloadKey, ...]:
         """Make every chunk invisible; return those that were ready."""
@@ -154,7 +193,7 @@ class HostLedger:
             if users := self.pins.get(key, 0):
                 self._orphans[key] = _Orphan(slot, users)
             else:
-                self._free.append(slot)
+                self._put(slot)
         for moving in (self.incoming, self.fetching):
             for key, slot in moving.items():
                 self._orphans[key] = _Orphan(slot, 1)
@@ -168,21 +207,26 @@ class HostLedger:
 
     def check(self) -> None:
         """Raise UsageError if the ledger contradicts itself; for tests, O(slots)."""
-        slots: list[Iterable[int]] = [
-            self._free,
-            self.ready.values(),
-            self.incoming.values(),
-            self.fetching.values(),
-            (orphan.slot for orphan in self._orphans.values()),
-            (slot for slot, uses in self._limbo.items() if None in uses),
-        ]
-        used = sorted(slot for place in slots for slot in place)
         idle = [key for key in self.ready if key not in self.pins]
         for broken, what in (
-            (used != list(range(self.num_slots)), "every slot is in exactly one place"),
+            (not self._adds_up(), "every slot is in exactly one place"),
             (len(self.policy) != len(idle), "the policy orders exactly the idle chunks"),
             (any(key not in self.policy for key in idle), "idle chunks are in the order"),
             (not self.pins.keys() <= self.ready.keys(), "only ready chunks are pinned"),
         ):
             if broken:
                 raise UsageError(f"the host ledger is inconsistent: not true that {what}")
+
+    def _taken(self) -> list[int]:
+        """List the slots that are not free, from all places they may be in."""
+        places: list[Iterable[int]] = [
+            self.ready.values(),
+            self.incoming.values(),
+            self.fetching.values(),
+            (orphan.slot for orphan in self._orphans.values()),
+            (slot for slot, uses in self._limbo.items() if None in uses),
+        ]
+        return [slot for place in places for slot in place]
+
+    def _adds_up(self) -> bool:
+        return sorted([*self._free, *self._taken()]) == list(range(self.num_slots))

@@ -144,7 +144,7 @@ class TieredOffloadingManager(OffloadingManager):
                 if not answer:
                     break
                 from_below += 1
-            if from_below and from_below > host.room - idle_hits:
+            if from_below and from_below > host.room_for(key) - idle_hits:
                 answer = False
                 break
             hits += 1
@@ -177,7 +177,8 @@ class TieredOffloadingManager(OffloadingManager):
         # Pin what is here before making room for the rest, or it might be what is evicted.
         for key in here:
             host.pin(key)
-        slots = self._reserve(len(sources) - len(here))
+        slots = self._reserve([key for key, tier in zip(keys, sources, strict=False) if tier])
+        slots.reverse()
         host_slots: list[int] = []
         fetches: dict[Tier, list[int]] = {}
         for i, tier in enumerate(sources):
@@ -263,7 +264,7 @@ class TieredOffloadingManager(OffloadingManager):
         new = [k for k in dict.fromkeys(keys) if k not in host.ready and not host.moving(k)]
         if not new:
             return PrepareStoreOutput((), CPULoadStoreSpec(()), ())
-        slots, evicted = host.reserve(len(new), protected=keys)
+        slots, evicted = host.reserve(new, protected=keys)
         self._evicted(evicted)
         self.counters["store_refused"] += len(new) - len(slots)
         if not slots:
@@ -368,8 +369,8 @@ class TieredOffloadingManager(OffloadingManager):
 
     # ---- events, reset, self-check ----
 
-    def _reserve(self, count: int) -> list[int]:
-        slots, evicted = self._host.reserve(count) if count else ([], [])
+    def _reserve(self, keys: Sequence[OffloadKey]) -> list[int]:
+        slots, evicted = self._host.reserve(keys) if keys else ([], [])
         self._evicted(evicted)
         return slots
 
@@ -416,7 +417,7 @@ class TieredOffloadingManager(OffloadingManager):
     @property
     def busy_slots(self) -> int:
         """Host slots that a transfer uses, or that wait for one to let go; 0 when all is quiet."""
-        return self._host.num_slots - self._host.room
+        return self._host.busy_slots
 
     @property
     def resident(self) -> int:
