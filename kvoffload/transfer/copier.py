@@ -125,8 +125,13 @@ class CpuCopier:
     """Copies for KV caches in CPU memory, on a thread of its own that plays the copy stream."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, slab: Slab, layout: ChunkLayout) -> None:
-        self._pages: list[HostBytes] = [t.tensor.numpy() for t in kv_caches.tensors]
-        self._num_blocks = min(len(pages) for pages in self._pages)
+        tensors: list[HostBytes] = [t.tensor.numpy() for t in kv_caches.tensors]
+        self._num_blocks = min(len(pages) for pages in tensors)
+        # For each group: its tensors' pages, and where these begin in a slot.
+        self._regions = [
+            [(tensors[r.tensor_idx][:, : r.page_bytes], r.offset) for r in regions]
+            for regions in layout.regions
+        ]
         self._slab = slab
         self._layout = layout
         self._queue: queue.SimpleQueue[
@@ -158,36 +163,40 @@ class CpuCopier:
                 # The forward pass may still write these blocks (a store would read too early) or
                 # read them (a load would overwrite them): begin only after it.
                 after.wait()
-                for move in moves:
-                    self._copy(move, to_host)
+                self._copy(moves, to_host)
             except Exception as error:
                 fence.reach(error)
             else:
                 fence.reach(None)
 
-    def _copy(self, move: ChunkMove, to_host: bool) -> None:
-        row = self._slab.array(move.host_slot, self._layout.payload_bytes[move.group_idx])
-        runs = consecutive_runs(move.block_ids)
-        for tensor_idx, offset, page_bytes in self._layout.regions[move.group_idx]:
-            pages = self._pages[tensor_idx][:, :page_bytes]
-            start = offset + move.first * page_bytes
-            for first_id, count in runs:
-                end = start + count * page_bytes
-                in_slot = row[start:end].reshape(count, page_bytes)
-                in_cache = pages[first_id : first_id + count]
-                if to_host:
-                    np.copyto(in_slot, in_cache)
-                else:
-                    np.copyto(in_cache, in_slot)
-                start = end
+    def _copy(self, moves: Sequence[ChunkMove], to_host: bool) -> None:
+        for group_idx, regions in enumerate(self._regions):
+            mine = [
+                (move, consecutive_run(move.block_ids), self._slot(move))
+                for move in moves
+                if move.group_idx == group_idx
+            ]
+            # Tensor by tensor: one tensor's pages stay in the processor's caches and tables.
+            for pages, offset in regions:
+                page_bytes = pages.shape[1]
+                for (_, _, first, ids), run, slot in mine:
+                    start = offset + first * page_bytes
+                    rows = slot[start : start + len(ids) * page_bytes].reshape(-1, page_bytes)
+                    if to_host and run is None:
+                        # "clip" is numpy's way without a buffer; ids were checked at launch.
+                        np.take(pages, ids, axis=0, out=rows, mode="clip")
+                    elif to_host:
+                        np.copyto(rows, pages[run])
+                    else:
+                        pages[ids if run is None else run] = rows
+
+    def _slot(self, move: ChunkMove) -> HostBytes:
+        return self._slab.array(move.host_slot, self._layout.payload_bytes[move.group_idx])
 
 
-def consecutive_runs(block_ids: Sequence[int] | BlockIds) -> list[tuple[int, int]]:
-    """Group block ids into runs ``(first, count)`` of consecutive numbers, each one large copy."""
-    runs: list[tuple[int, int]] = []
-    for block_id in np.asarray(block_ids).tolist():
-        if runs and block_id == runs[-1][0] + runs[-1][1]:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((block_id, 1))
-    return runs
+def consecutive_run(block_ids: BlockIds) -> slice | None:
+    """Return blocks of consecutive numbers as a slice, one large copy; None if they are not."""
+    first = int(block_ids[0])
+    if (np.diff(block_ids) == 1).all():
+        return slice(first, first + len(block_ids))
+    return None

@@ -175,7 +175,7 @@ def test_blocks_are_not_overwritten_before_their_store_has_read_them(
     copier = connector._spec._copier
     gate = threading.Event()
     copy = copier._copy
-    copier._copy = lambda move, to_host: (gate.wait(5), copy(move, to_host))
+    copier._copy = lambda moves, to_host: (gate.wait(5), copy(moves, to_host))
     request = new_request("p", 41)
     blocks = list(range(5, 15))
     original = kv_caches.tensors[0].tensor[blocks].clone()
