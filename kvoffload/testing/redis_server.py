@@ -165,11 +165,11 @@ def make_certificates(folder: Path) -> dict[str, str]:
     extension = folder / "san"
     extension.write_text("subjectAltName=DNS:localhost\n")
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    sign = ["-CA", ca, "-CAkey", ca_key, "-CAcreateserial"]
     for words in (
         ["req", "-x509", *curve, "-keyout", ca_key, "-out", ca, "-days", "2", "-subj", "/CN=test"],
         ["req", *curve, "-keyout", key, "-out", request, "-subj", "/CN=localhost"],
-        ["x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca_key, "-CAcreateserial"]
-        + ["-out", cert, "-days", "2", "-extfile", str(extension)],
+        ["x509", "-req", "-in", request, "-out", cert, "-extfile", str(extension), *sign],
     ):
         subprocess.run(["openssl", *words], check=True, capture_output=True, timeout=60)
     return {"ca": ca, "cert": cert, "key": key}

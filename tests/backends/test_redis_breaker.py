@@ -1,0 +1,79 @@
+"""The breaker on a clock of its own."""
+
+import pytest
+
+from kvoffload.backends.redis_breaker import Breaker
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def test_three_failures_in_a_row_open_it(clock):
+    breaker = Breaker(clock=clock)
+    assert [breaker.failure() for _ in range(3)] == [False, False, True]
+    assert breaker.is_open
+
+
+def test_a_success_between_failures_starts_the_count_anew(clock):
+    breaker = Breaker(clock=clock)
+    for _ in range(10):
+        breaker.failure()
+        breaker.failure()
+        breaker.success()
+    assert not breaker.is_open
+
+
+def test_a_second_of_trouble_opens_it_whatever_the_count(clock):
+    breaker = Breaker(clock=clock)
+    assert not breaker.failure(lasted_s=0.5)
+    clock.now += 0.5
+    assert breaker.failure(lasted_s=0.5)
+
+
+def test_one_failure_that_took_a_second_to_show_opens_it(clock):
+    assert Breaker(clock=clock).failure(lasted_s=1.0)
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.5, 0.999])
+def test_probes_are_at_least_a_second_apart_and_never_all_at_once(clock, jitter):
+    breaker = Breaker(clock=clock, jitter=lambda: jitter)
+    for _ in range(3):
+        breaker.failure()
+    for _ in range(5):
+        assert 1.0 <= breaker.probe_in() < 1.34
+        clock.now += breaker.probe_in()
+        assert breaker.probe_in() == pytest.approx(0.0, abs=1e-9)
+        breaker.probe_failed()
+
+
+def test_a_good_probe_closes_it_and_the_next_failure_opens_it_at_once(clock):
+    breaker = Breaker(clock=clock)
+    for _ in range(3):
+        breaker.failure()
+    breaker.probe_succeeded()
+    assert not breaker.is_open
+    clock.now += 60
+    assert breaker.failure()
+    breaker.probe_succeeded()
+    breaker.success()
+    assert not breaker.failure()
+
+
+def test_open_it_counts_nothing(clock):
+    breaker = Breaker(clock=clock)
+    for _ in range(3):
+        breaker.failure()
+    assert not breaker.failure()
+    breaker.success()
+    assert breaker.is_open
+    assert breaker.opened == 1

@@ -1,0 +1,234 @@
+"""The reply reader on every kind of stream: whole, cut anywhere, damaged, and made up."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvoffload.backends.redis_resp import (
+    FILLED,
+    MAX_LINE_BYTES,
+    SCRATCH_BYTES,
+    Fill,
+    Integers,
+    Line,
+    ProtocolError,
+    ReplyReader,
+    ServerError,
+    WrongSize,
+    encode,
+)
+
+STREAMS = int(os.environ.get("KVOFFLOAD_RESP_STREAMS", "2000"))
+"""Examples for each property; `make chaos` raises it to 200,000."""
+FUZZ = settings(
+    max_examples=STREAMS, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+)
+OUTSIDE = 0x5A
+"""Fills the memory around what a reader was given; must never change."""
+
+
+class Slot:
+    """A caller's memory, inside memory that is not the reader's business."""
+
+    def __init__(self, *sizes):
+        self.memory = bytearray([OUTSIDE]) * (sum(sizes) + 2)
+        view, self.views, at = memoryview(self.memory), [], 1
+        for size in sizes:
+            self.views.append(view[at : at + size])
+            at += size
+
+    @property
+    def content(self):
+        return bytes(self.memory[1:-1])
+
+    def intact(self):
+        return self.memory[0] == self.memory[-1] == OUTSIDE
+
+
+def feed(reader, stream, pieces=()):
+    """Receive a stream in pieces of the given sizes (then as large as possible)."""
+    replies, at, sizes = [], 0, iter(pieces)
+    while at < len(stream):
+        buffer = reader.get_buffer()
+        count = min(len(buffer), len(stream) - at, max(1, next(sizes, len(buffer))))
+        buffer[:count] = stream[at : at + count]
+        at += count
+        replies += reader.received(count)
+    return replies
+
+
+line_texts = st.binary(max_size=40).filter(lambda b: b"\r" not in b and b"\n" not in b)
+small = st.one_of(
+    line_texts.map(lambda b: (b"+" + b + b"\r\n", b)),
+    st.integers(-(2**63), 2**63 - 1).map(lambda n: (b":%d\r\n" % n, n)),
+    st.binary(max_size=3000).map(lambda b: (b"$%d\r\n%b\r\n" % (len(b), b), b)),
+    st.just((b"$-1\r\n", None)),
+    line_texts.map(
+        lambda b: (
+            b"-" + b + b"\r\n",
+            ServerError(
+                b.decode("utf-8", "replace").partition(" ")[0], b.decode("utf-8", "replace")
+            ),
+        )
+    ),
+)
+
+
+@st.composite
+def conversations(draw):
+    """Requests with replies that fit them: (what to expect, its slot, the bytes, the answer)."""
+    turns = []
+    for _ in range(draw(st.integers(1, 6))):
+        kind = draw(st.sampled_from(["line", "integers", "fill", "null", "error"]))
+        if kind == "line":
+            data, reply = draw(small)
+            turns.append((Line(), None, data, reply))
+        elif kind == "integers":
+            values = draw(st.lists(st.sampled_from([0, 1, -2, 77]), min_size=1, max_size=50))
+            turns.append(
+                (Integers(len(values)), None, b"".join(b":%d\r\n" % v for v in values), values)
+            )
+        else:
+            sizes = draw(st.lists(st.integers(0, 2000), min_size=1, max_size=3))
+            slot = Slot(*sizes)
+            body = draw(st.binary(min_size=sum(sizes), max_size=sum(sizes)))
+            data, reply = {
+                "fill": (b"$%d\r\n%b\r\n" % (len(body), body), body),
+                "null": (b"$-1\r\n", None),
+                "error": (b"-OOM no\r\n", ServerError("OOM", "OOM no")),
+            }[kind]
+            turns.append((Fill(slot.views), slot, data, reply))
+    return turns
+
+
+@FUZZ
+@given(conversations(), st.lists(st.integers(1, 700), max_size=60))
+def test_however_a_stream_is_cut_the_replies_are_the_same(turns, pieces):
+    reader = ReplyReader()
+    for expect, *_ in turns:
+        reader.expect(expect)
+    replies = feed(reader, b"".join(data for _, _, data, _ in turns), pieces)
+    assert len(replies) == len(turns)
+    for got, (_, slot, _, wanted) in zip(replies, turns, strict=True):
+        if slot is not None:
+            assert slot.intact()
+        assert (slot.content if got is FILLED else got) == wanted
+
+
+@FUZZ
+@given(
+    conversations(),
+    st.lists(
+        st.tuples(st.integers(0, 10**6), st.integers(0, 3), st.binary(max_size=12)), max_size=4
+    ),
+    st.lists(st.integers(1, 700), max_size=30),
+)
+def test_a_damaged_stream_ends_in_an_error_or_in_wellformed_replies(turns, damages, pieces):
+    """Never another exception, never a byte outside the memory given, never a reply too many."""
+    stream = bytearray(b"".join(data for _, _, data, _ in turns))
+    for where, how, what in damages:
+        at = where % (len(stream) + 1)
+        if how == 0:
+            stream[at:at] = what
+        elif how == 1:
+            del stream[at : at + 1 + len(what)]
+        elif how == 2 and at < len(stream):
+            stream[at] ^= 1 << (where % 8)
+        else:
+            stream[at : at + len(what)] = what
+    reader, replies = ReplyReader(), []
+    for expect, *_ in turns:
+        reader.expect(expect)
+    try:
+        replies = feed(reader, bytes(stream), pieces)
+    except ProtocolError:
+        reader.close()
+    assert len(replies) <= len(turns)
+    assert all(slot is None or slot.intact() for _, slot, _, _ in turns)
+
+
+@FUZZ
+@given(st.binary(max_size=400), st.lists(st.integers(1, 60), max_size=20))
+def test_random_bytes_do_no_harm(stream, pieces):
+    for expect in (Line(), Integers(3), Fill(Slot(5).views)):
+        reader = ReplyReader()
+        reader.expect(expect)
+        try:
+            assert len(feed(reader, stream, pieces)) <= 1
+        except ProtocolError:
+            pass
+
+
+def reading(expect, stream):
+    reader = ReplyReader()
+    reader.expect(expect)
+    return feed(reader, stream)
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        b"*1\r\n$1\r\na\r\n", b"%1\r\n", b"HTTP/1.1 200 OK\r\n", b":\r\n", b":1.5\r\n", b":--1\r\n",
+        b"$5\r\nabcdeXY", b"$-2\r\n", b"$99999999999999999999\r\n", b"$abc\r\n", b"\r\n",
+        b"$70000\r\n", b"+" + b"a" * (MAX_LINE_BYTES + 1), b":" + b"1" * 30 + b"\r\n",
+    ],
+)  # fmt: skip
+def test_what_is_no_reply_is_an_error(stream):
+    with pytest.raises(ProtocolError):
+        reading(Line(), stream)
+
+
+@pytest.mark.parametrize("stream", [b"+OK\r\n", b":4\r\n", b"*0\r\n", b"$4\r\nabcdXY"])
+def test_where_a_chunk_is_due_nothing_else_will_do(stream):
+    with pytest.raises(ProtocolError):
+        reading(Fill(Slot(4).views), stream)
+
+
+@pytest.mark.parametrize("size", [0, 3, 5, 1 << 40])
+def test_a_value_of_another_size_is_never_begun(size):
+    slot = Slot(4)
+    with pytest.raises(WrongSize):
+        reading(Fill(slot.views), b"$%d\r\nabcdefgh" % size)
+    assert slot.content == bytes([OUTSIDE]) * 4
+
+
+def test_replies_before_a_wrong_one_are_given_first():
+    reader = ReplyReader()
+    for expect in (Line(), Fill(Slot(4).views)):
+        reader.expect(expect)
+    assert feed(reader, b"+OK\r\n$9\r\n") == [b"OK"]
+    with pytest.raises(WrongSize):
+        reader.get_buffer()
+
+
+def test_a_reply_nobody_asked_for_is_an_error():
+    with pytest.raises(ProtocolError):
+        reading(Line(), b"+OK\r\n+OK\r\n")
+        ReplyReader().received(0)
+        reader = ReplyReader()
+        reader.get_buffer()[:3] = b"+A\r"
+        reader.received(3)
+
+
+def test_no_reply_fills_more_than_the_scratch_memory():
+    reader = ReplyReader()
+    reader.expect(Integers(10**6))
+    with pytest.raises(ProtocolError):
+        feed(reader, b"1" * (2 * SCRATCH_BYTES))
+
+
+def test_a_closed_reader_holds_no_memory_of_callers():
+    slot = Slot(100)
+    reader = ReplyReader()
+    reader.expect(Fill(slot.views))
+    feed(reader, b"$100\r\nabc")
+    reader.close()
+    for view in slot.views:
+        view.release()
+    del slot.views
+
+
+def test_a_command_is_written_as_redis_wants_it():
+    assert encode(b"GET", b"a\r\n") == b"*2\r\n$3\r\nGET\r\n$3\r\na\r\n\r\n"
