@@ -76,8 +76,9 @@ def bytes_per_token(
         return round(layers * latent * _DTYPE_BYTES[dtype]) * tensor_parallel
     heads = _number(config, "num_attention_heads", "n_head")
     kv_heads = _number(config, "num_key_value_heads", default=heads)
-    head_dim = _number(
-        config, "head_dim", default=_number(config, "hidden_size", "n_embd", default=0) // heads
-    )
+    if config.get("head_dim") is None:
+        head_dim = _number(config, "hidden_size", "n_embd") // heads
+    else:
+        head_dim = _number(config, "head_dim")
     copies = max(1, tensor_parallel // kv_heads)
     return round(2 * layers * kv_heads * copies * head_dim * _DTYPE_BYTES[dtype])

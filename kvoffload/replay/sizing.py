@@ -59,6 +59,6 @@ def answer(points: Sequence[Point], share: float) -> Answer:
     for (low, low_rate), (high, high_rate) in pairwise(points):
         if high_rate >= goal:
             part = (goal - low_rate) / (high_rate - low_rate)
-            blocks = math.ceil(math.exp(math.log(low) + part * math.log(high / low)))
+            blocks = round(low * (high / low) ** part)
             return Answer(share, goal, blocks)
     return Answer(share, points[-1][1], points[-1][0])

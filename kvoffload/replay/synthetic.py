@@ -191,14 +191,43 @@ def _drift(rng: random.Random, blocks: _Blocks) -> Iterator[tuple[float, Request
                 yield next(phase)
 
 
+def _tenants(rng: random.Random, blocks: _Blocks) -> Iterator[tuple[float, Request]]:
+    """Many customers, each with a prompt and conversations of its own; few make most of the load."""
+    prompts = [blocks.fresh(rng.lognormvariate(1.8, 0.8)) for _ in range(250)]
+    which = _zipf(rng, len(prompts), 1.1)
+    return _sessions(
+        blocks,
+        opening=lambda: prompts[which()] + blocks.fresh(rng.lognormvariate(0.8, 0.8)),
+        turns=lambda: rng.expovariate(1 / 4),
+        grows=lambda: rng.lognormvariate(0.5, 0.7),
+        pause=lambda: rng.lognormvariate(4.0, 1.0),
+        arrives=lambda: rng.expovariate(1.0),
+    )
+
+
+def _rollout(rng: random.Random, blocks: _Blocks) -> Iterator[tuple[float, Request]]:
+    """Reinforcement learning: eight attempts a task, each of a few turns; tasks return by epoch."""
+    tasks = [blocks.fresh(rng.lognormvariate(1.8, 0.5)) for _ in range(120)]
+    while True:
+        rng.shuffle(tasks)
+        for start in range(0, len(tasks), 4):
+            attempts = [task for task in tasks[start : start + 4] for _ in range(8)]
+            for _ in range(rng.randrange(1, 5)):
+                rng.shuffle(attempts)
+                yield from ((0.0, attempt) for attempt in attempts)
+                attempts = [a + blocks.fresh(rng.lognormvariate(0.6, 0.6)) for a in attempts]
+
+
 WORKLOADS: dict[str, Callable[[random.Random, _Blocks], Iterator[tuple[float, Request]]]] = {
     "agent": _agent,
     "chat": _chat,
     "drift": _drift,
     "loop": _loop,
     "rag": _rag,
+    "rollout": _rollout,
     "scan": _scan,
     "shared": _shared,
+    "tenants": _tenants,
 }
 """Name → the workload; its docstring says what it keeps of the real thing."""
 

@@ -2,7 +2,8 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from math import inf
+from typing import TypeVar
 from zlib import crc32
 
 from kvoffload.offload.policies.history import Away, SeenFilter
@@ -23,62 +24,55 @@ _HISTORY = 2.7
 
 
 _Name = TypeVar("_Name", bytes, int)
+_Queue = OrderedDict[_Name, int]
+"""Keys in the order of last use, each with the tick of that use."""
 
 
-class _Order(Generic[_Name]):
-    """Keys seen once, twice, more often: three queues, each in the order of last use."""
+def _oldest(queues: Sequence[_Queue[_Name]], handicaps: Sequence[int]) -> tuple[int, float]:
+    """Return the queue whose head counts as the oldest, and the tick until which it does.
 
-    __slots__ = ("handicaps", "queues")
-
-    def __init__(self) -> None:
-        self.queues: tuple[OrderedDict[_Name, int], ...] = tuple(OrderedDict() for _ in range(3))
-        self.handicaps = (0, 0, 0)
-
-    def find(self, key: object) -> int | None:
-        """Return the queue a key is in."""
-        once, twice, more = self.queues
-        if key in more:
-            return 2
-        if key in once:
-            return 0
-        return 1 if key in twice else None
-
-    def oldest(self) -> int:
-        """Return the queue whose head counts as the oldest; one of them has a head."""
-        ages = [
-            (next(iter(queue.values())) - handicap, at)
-            for at, (queue, handicap) in enumerate(zip(self.queues, self.handicaps, strict=True))
-            if queue
-        ]
-        return min(ages)[1]
+    Some queue has a head. The first of two equally old heads is older.
+    """
+    at, least, limit = -1, inf, inf
+    for number, (queue, handicap) in enumerate(zip(queues, handicaps, strict=True)):
+        if queue:
+            tick = next(iter(queue.values())) - handicap
+            if tick < least:
+                at, least, limit = number, tick, least
+            elif tick < limit:
+                limit = tick
+    return at, limit + handicaps[at]
 
 
-class _Shadow(_Order[int]):
+class _Shadow:
     """A small cache of sampled checksums that shows what its handicaps would have hit."""
 
-    __slots__ = ("capacity", "hits")
+    __slots__ = ("capacity", "handicaps", "hits", "queues")
 
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
+    def __init__(self, capacity: int, handicaps: tuple[int, int, int]) -> None:
         self.capacity = capacity
+        self.handicaps = handicaps
         self.hits = 0.0
+        self.queues: tuple[_Queue[int], ...] = (OrderedDict(), OrderedDict(), OrderedDict())
 
     def use(self, checksum: int, queue: int, now: int) -> None:
         """Count a use of a key that belongs in ``queue``."""
-        queues = self.queues
-        found = self.find(checksum)
-        if found is None:
-            if sum(map(len, queues)) >= self.capacity:
-                queues[self.oldest()].popitem(last=False)
-            queues[queue][checksum] = now
+        once, twice, more = self.queues
+        if checksum in more:
+            more[checksum] = now
+            more.move_to_end(checksum)
+        elif checksum in once:
+            del once[checksum]
+            twice[checksum] = now
+        elif checksum in twice:
+            del twice[checksum]
+            more[checksum] = now
+        else:
+            if len(once) + len(twice) + len(more) >= self.capacity:
+                self.queues[_oldest(self.queues, self.handicaps)[0]].popitem(last=False)
+            self.queues[queue][checksum] = now
             return
         self.hits += 1
-        if found == 2:
-            queues[2][checksum] = now
-            queues[2].move_to_end(checksum)
-        else:
-            del queues[found][checksum]
-            queues[found + 1][checksum] = now
 
 
 class HandicapPolicy:
@@ -101,16 +95,19 @@ class HandicapPolicy:
         self._uses_a_tick = max(1, entries // _TICKS)
         self._uses_left = self._uses_a_tick
         self._now = 0
-        self._order: _Order[bytes] = _Order()
+        self._once: _Queue[bytes] = OrderedDict()
+        self._twice: _Queue[bytes] = OrderedDict()
+        self._more: _Queue[bytes] = OrderedDict()
+        self._queues = (self._once, self._twice, self._more)
         self._away: Away[int] = Away(entries)  # notes the queue
         self._seen = SeenFilter(round(_HISTORY * entries))
         self._rate = rate
-        self._shadows = tuple(_Shadow(max(1, entries // rate)) for _ in HANDICAPS)
-        for shadow, (once, twice) in zip(self._shadows, HANDICAPS, strict=True):
-            ticks = entries / self._uses_a_tick
-            shadow.handicaps = (round(once * ticks), round(twice * ticks), 0)
+        ticks = entries / self._uses_a_tick
+        self._shadows = tuple(
+            _Shadow(max(1, entries // rate), (round(once * ticks), round(twice * ticks), 0))
+            for once, twice in HANDICAPS
+        )
         self._chosen = self._shadows[_START]
-        self._order.handicaps = self._chosen.handicaps
 
     @property
     def handicaps(self) -> tuple[float, float]:
@@ -121,49 +118,63 @@ class HandicapPolicy:
         """Put a key at the recent end of the queue it belongs to."""
         queue = self._away.pop(key, None) if self._away else None
         if queue is None:
-            queue = self._order.find(key)
+            queue = self._find(key)
         if queue is None:
             checksum = crc32(key)
             queue = self._seen.recall(checksum)
             self._used(checksum, queue)
-        self._order.queues[queue][key] = self._now
-        self._order.queues[queue].move_to_end(key)
+        self._queues[queue][key] = self._now
+        self._queues[queue].move_to_end(key)
 
     def touch(self, key: bytes) -> None:
         """Count a use of a key that is idle or pinned."""
-        queues = self._order.queues
-        found = self._order.find(key)
-        if found is None:
-            if key not in self._away:
-                return
+        queue = 2
+        if key in self._more:
+            self._more[key] = self._now
+            self._more.move_to_end(key)
+        elif key in self._once:
+            del self._once[key]
+            self._twice[key] = self._now
+            queue = 1
+        elif key in self._twice:
+            del self._twice[key]
+            self._more[key] = self._now
+        elif key in self._away:
             queue = self._away[key] = min(2, self._away[key] + 1)
-        elif found == 2:
-            queue = 2
-            queues[2][key] = self._now
-            queues[2].move_to_end(key)
         else:
-            queue = found + 1
-            del queues[found][key]
-            queues[queue][key] = self._now
+            return
         self._used(crc32(key), queue)
 
     def remove(self, key: bytes) -> None:
         """Take a key out of the order, remembering how often it was seen."""
-        found = self._order.find(key)
+        found = self._find(key)
         if found is not None:
-            del self._order.queues[found][key]
+            del self._queues[found][key]
             self._away.keep(key, found)
 
     def victims(self, count: int) -> Sequence[bytes]:
         """Take the keys that count as the oldest."""
-        order, note = self._order, self._seen.note
+        note = self._seen.note
         taken: list[bytes] = []
-        for _ in range(min(count, len(self))):
-            queue = order.oldest()
-            key = order.queues[queue].popitem(last=False)[0]
-            note(crc32(key), queue > 0)
-            taken.append(key)
+        count = min(count, len(self))
+        while len(taken) < count:
+            at, limit = _oldest(self._queues, self._chosen.handicaps)
+            queue = self._queues[at]
+            while True:
+                key = queue.popitem(last=False)[0]
+                note(crc32(key), at > 0)
+                taken.append(key)
+                if not queue or len(taken) == count or next(iter(queue.values())) >= limit:
+                    break
         return taken
+
+    def _find(self, key: object) -> int | None:
+        """Return the number of the queue a key is in."""
+        if key in self._more:
+            return 2
+        if key in self._once:
+            return 0
+        return 1 if key in self._twice else None
 
     def _used(self, checksum: int, queue: int) -> None:
         """Let time pass and the shadows see the use, if this key is one of the sample."""
@@ -182,15 +193,14 @@ class HandicapPolicy:
         best = max(self._shadows, key=lambda shadow: shadow.hits)
         if best.hits > self._chosen.hits * _ADVANTAGE:
             self._chosen = best
-            self._order.handicaps = best.handicaps
         for shadow in self._shadows:
             shadow.hits *= 1 - 1 / _ROUNDS_REMEMBERED
 
     def __len__(self) -> int:
-        return sum(map(len, self._order.queues))
+        return len(self._once) + len(self._twice) + len(self._more)
 
     def __contains__(self, key: object) -> bool:
-        return self._order.find(key) is not None
+        return self._find(key) is not None
 
     def clear(self) -> None:
         """Forget everything, history and what was learnt included."""

@@ -1,0 +1,149 @@
+"""Traces of three kinds are read, and what is wrong with one is named."""
+
+import json
+
+import pytest
+
+from kvoffload.errors import ConfigError
+from kvoffload.offload.base import OffloadingEvent, Reason, make_offload_key
+from kvoffload.replay.record import Recorder
+from kvoffload.replay.trace import TraceError, from_ids, read_trace
+
+
+def written(path, *lines):
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def request(*ids, **fields):
+    return json.dumps({"timestamp": 0, "input_length": 1, "hash_ids": ids} | fields)
+
+
+def test_a_request_trace_keeps_order_and_equality_of_blocks(tmp_path):
+    trace = read_trace(written(tmp_path / "t.jsonl", request(1, 2), "", request(1, 3, 3)))
+    (a, b), (c, d, e) = trace.requests
+    assert (a, d) == (c, e)
+    assert len({a, b, d}) == 3 == trace.distinct
+    assert trace.accesses == 5
+
+
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        ('{"hash_ids": [1,', "JSON"),
+        ('{"timestamp": 3}', "hash_ids"),
+        ('{"hash_ids": "1 2"}', "hash_ids"),
+        ('{"hash_ids": [1, 2.5]}', "hash_ids[1]"),
+        ('{"hash_ids": [1, -2]}', "hash_ids[1]"),
+        ('{"hash_ids": [1], "input_length": -5}', "input_length"),
+        ('{"hash_ids": [1], "output_length": "many"}', "output_length"),
+        ('{"hash_ids": [1], "timestamp": -1}', "timestamp"),
+        ("[1, 2]", "line"),
+    ],
+)
+def test_a_bad_line_is_named_with_file_line_and_field(tmp_path, line, field):
+    path = written(tmp_path / "bad.jsonl", request(1), line, request(2))
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    assert str(caught.value).startswith(f"{path}:2: {field} = ")
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(request(1).encode() + b'\n{"hash_ids": ["\xff"]}\n')
+    with pytest.raises(TraceError, match=r"bad.jsonl:2: column 16 .*UTF-8"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", request()])
+def test_a_trace_without_accesses_is_an_error(tmp_path, content):
+    path = written(tmp_path / "empty.jsonl", content)
+    with pytest.raises(TraceError, match=r"empty.jsonl: trace .*no block accesses"):
+        read_trace(path)
+
+
+def test_a_missing_trace_is_an_error(tmp_path):
+    with pytest.raises(TraceError, match="no such file"):
+        read_trace(tmp_path / "none.jsonl")
+
+
+def test_a_folder_of_conversations_is_merged_by_time(tmp_path):
+    first = {"requests": [{"t": 0, "hash_ids": [1]}, {"t": 20, "hash_ids": [1, 2]}]}
+    second = [{"timestamp": 10, "hash_ids": [1, 9]}]
+    written(tmp_path / "a.json", json.dumps(first, indent=2))
+    written(tmp_path / "b.json", json.dumps(second))
+    trace = read_trace(tmp_path)
+    assert [len(keys) for keys in trace.requests] == [1, 2, 2]
+    assert trace.requests[0][0] == trace.requests[1][0] == trace.requests[2][0]
+    assert trace.requests[1][1] != trace.requests[2][1]
+
+
+def test_conversations_with_local_ids_share_nothing(tmp_path):
+    for name in ("a", "b"):
+        written(
+            tmp_path / f"{name}.json",
+            json.dumps({"hash_id_scope": "local", "turns": [{"hash_ids": [1, 2]}]}),
+        )
+    assert read_trace(tmp_path).distinct == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "where"),
+    [
+        ('{"requests": [\n{"hash_ids": [1]},\n{"hash_ids": [1}\n]}', "bad.json:3: JSON"),
+        ('{"requests": [{"hash_ids": [1]}, {"hash_ids": [1, -1]}]}', "requests[1].hash_ids[1]"),
+        ('{"requests": [{"t": "noon", "hash_ids": [1]}]}', "requests[0].timestamp"),
+        ('{"requests": 7}', "requests"),
+    ],
+)
+def test_a_bad_conversation_names_its_file_and_field(tmp_path, content, where):
+    (tmp_path / "bad.json").write_text(content)
+    with pytest.raises(TraceError) as caught:
+        read_trace(tmp_path)
+    assert where in str(caught.value)
+    assert str(tmp_path / "bad.json") in str(caught.value)
+
+
+def test_recorded_events_are_a_trace_of_uses(tmp_path):
+    keys = [make_offload_key(bytes([i]) * 32, 0) for i in range(4)]
+    path = tmp_path / "events.jsonl"
+    with Recorder(path) as recorder:
+        recorder.used(keys[:2])
+        recorder.events([OffloadingEvent(tuple(keys[:2]), "CPU", False, Reason.STORED)])
+        recorder.used(keys[:3])
+        recorder.events([OffloadingEvent((keys[0],), "CPU", True, Reason.EVICTED)])
+    assert [len(request) for request in read_trace(path).requests] == [2, 3]
+
+
+def test_events_without_uses_are_a_trace_of_stores(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with Recorder(path) as recorder:
+        for removed, reason in ((False, Reason.STORED), (True, Reason.EVICTED)) * 2:
+            key = make_offload_key(bytes(32), 0)
+            recorder.events([OffloadingEvent((key,), "CPU", removed, reason)])
+    trace = read_trace(path)
+    assert trace.accesses == 2
+    assert trace.distinct == 1
+
+
+def test_a_bad_event_names_its_line(tmp_path):
+    path = written(tmp_path / "events.jsonl", '{"keys": ["00"]}', '{"keys": [3]}')
+    with pytest.raises(TraceError, match=r"events.jsonl:2: keys\[0\]"):
+        read_trace(path)
+
+
+def test_a_sample_keeps_whole_conversations():
+    requests = [[0, 10 * c, 10 * c + 1][: 2 + turn] for c in range(1, 401) for turn in (0, 1)]
+    trace = from_ids("t", requests)
+    some = trace.sampled(0.25)
+    assert some.sample == 0.25
+    assert 0.15 < some.accesses / trace.accesses < 0.35
+    assert {len(request) for request in some.requests} == {2, 3}
+    first_turns = {request[1] for request in some.requests if len(request) == 2}
+    assert first_turns == {request[1] for request in some.requests if len(request) == 3}
+
+
+@pytest.mark.parametrize("share", [0, -1, 1.5])
+def test_a_share_that_is_none_is_refused(share):
+    with pytest.raises(ConfigError, match="sample"):
+        from_ids("t", [[1]]).sampled(share)
