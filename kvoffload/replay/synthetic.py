@@ -192,7 +192,7 @@ def _drift(rng: random.Random, blocks: _Blocks) -> Iterator[tuple[float, Request
 
 
 def _tenants(rng: random.Random, blocks: _Blocks) -> Iterator[tuple[float, Request]]:
-    """Many customers, each with a prompt and conversations of its own; few make most of the load."""
+    """Many customers, each with its prompt and conversations; a few make most of the load."""
     prompts = [blocks.fresh(rng.lognormvariate(1.8, 0.8)) for _ in range(250)]
     which = _zipf(rng, len(prompts), 1.1)
     return _sessions(
@@ -206,7 +206,7 @@ def _tenants(rng: random.Random, blocks: _Blocks) -> Iterator[tuple[float, Reque
 
 
 def _rollout(rng: random.Random, blocks: _Blocks) -> Iterator[tuple[float, Request]]:
-    """Reinforcement learning: eight attempts a task, each of a few turns; tasks return by epoch."""
+    """Reinforcement learning: eight attempts a task, a few turns each; tasks return by epoch."""
     tasks = [blocks.fresh(rng.lognormvariate(1.8, 0.5)) for _ in range(120)]
     while True:
         rng.shuffle(tasks)

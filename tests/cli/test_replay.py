@@ -1,0 +1,146 @@
+"""The replay and size commands as users run them."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from kvoffload.cli.main import main
+
+LLAMA_8B = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+}
+
+
+@pytest.fixture
+def kvoffload(monkeypatch, capsys):
+    """The command line, in this process: returns its exit code and what it printed."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["kvoffload", *words])
+        monkeypatch.setenv("COLUMNS", "120")
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        code = 0 if ended.value.code is None else ended.value.code
+        return SimpleNamespace(returncode=code, stdout=printed.out, stderr=printed.err)
+
+    return run
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    turns = [list(range(turn + 2)) for turn in range(20)]
+    path.write_text("".join(json.dumps({"hash_ids": ids}) + "\n" for ids in turns))
+    return path
+
+
+def test_a_replay_prints_policies_beside_both_bounds(kvoffload, trace):
+    done = kvoffload("replay", str(trace), "--policies", "lru,arc", "--sizes", "3,1k")
+    assert done.returncode == 0, done.stderr
+    for word in ("lru", "arc", "belady", "infinite", "1,000", "contiguous-prefix", "20 requests"):
+        assert word in done.stdout
+
+
+def test_the_json_of_a_replay_is_one_object(kvoffload, trace):
+    done = kvoffload("replay", str(trace), "--policies", "lru", "--sizes", "1k", "--json")
+    report = json.loads(done.stdout)
+    assert report["trace"]["requests"] == 20
+    assert report["trace"]["distinct_blocks"] == 21
+    rows = {row["policy"]: row for row in report["rows"]}
+    assert rows.keys() == {"lru", "belady", "infinite"}
+    assert rows["lru"]["prefix_hit_rate"] == rows["infinite"]["prefix_hit_rate"] == 0.908696
+
+
+def test_several_tiers_share_the_hits(kvoffload, trace):
+    done = kvoffload(
+        "replay", str(trace), "--policies", "lru", "--tiers", "cpu=4,disk=1k", "--json"
+    )
+    row = json.loads(done.stdout)["rows"][0]
+    assert row["tiers"].keys() == {"cpu", "disk"}
+    assert sum(row["tiers"].values()) == pytest.approx(row["prefix_hit_rate"], abs=1e-5)
+    table = kvoffload("replay", str(trace), "--policies", "lru", "--tiers", "cpu=4,disk=1k")
+    assert "disk" in table.stdout
+
+
+def test_a_synthetic_load_is_drawn_as_a_png(kvoffload, tmp_path):
+    picture = tmp_path / "rates.png"
+    words = ("--synthetic", "agent:seed=3,requests=60", "--sample", "0.5", "--plot", str(picture))
+    done = kvoffload("replay", *words)
+    assert done.returncode == 0, done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "a sample of 0.5" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--policies", "lfu"), "policies = 'lfu'"),
+        (("--sizes", "0"), "sizes = '0'"),
+        (("--sizes", "ten"), "sizes = 'ten'"),
+        (("--tiers", "cpu"), "tiers.cpu"),
+        (("--tiers", "cpu=1", "--sizes", "1"), "tiers = 'cpu=1'"),
+        (("--plot", "a.gif"), ".png"),
+        (("--sample", "2"), "sample = 2.0"),
+        (("--synthetic", "agent"), "--synthetic"),
+        (("--policies", ","), "at least one"),
+    ],
+)
+def test_wrong_usage_ends_with_code_2_and_the_field(kvoffload, trace, words, message):
+    done = kvoffload("replay", str(trace), *words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("gossip", "synthetic = 'gossip'"), ("agent:sed=1", "seed"), ("agent:seed=x", "whole number")],
+)
+def test_a_wrong_synthetic_load_is_named(kvoffload, name, message):
+    done = kvoffload("replay", "--synthetic", name)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_a_broken_trace_names_file_line_and_field(kvoffload, trace):
+    with trace.open("a") as file:
+        file.write('{"hash_ids": [1, "x", -3]}\n')
+    done = kvoffload("replay", str(trace))
+    assert done.returncode == 2
+    assert f"{trace}:21: hash_ids[2]" in done.stderr
+
+
+def test_size_says_how_much_memory_for_what_hit_rate(kvoffload, trace, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    words = ("size", str(trace), "--model", str(tmp_path), "--block-tokens", "16")
+    done = kvoffload(*words, "--targets", "50,100", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["model"] == {"bytes_per_token": 131072, "block_bytes": 2 * 1024 * 1024}
+    half, all_of_it = report["rows"]
+    assert 0 < half["blocks"] < all_of_it["blocks"] <= 21
+    assert all_of_it["bytes"] == all_of_it["blocks"] * 2 * 1024 * 1024
+    table = kvoffload(*words)
+    assert "128.0 KiB of KV cache a token" in table.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--targets", "101"), "targets = '101'"),
+        (("--block-tokens", "0"), "block_tokens"),
+        (("--kv-dtype", "int3"), "kv_dtype = 'int3'"),
+        (("--policy", "lfu"), "lfu"),
+    ],
+)
+def test_a_wrong_size_question_ends_with_code_2(kvoffload, trace, tmp_path, words, message):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    done = kvoffload("size", str(trace), "--model", str(tmp_path), *words)
+    assert done.returncode == 2
+    assert message in done.stderr
