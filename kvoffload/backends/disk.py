@@ -216,6 +216,11 @@ class DiskBackend:
         except OSError as error:
             log.warning("disk: cannot write %s: %s", target, error)
 
+    @property
+    def writer_folder(self) -> str:
+        """Where this backend's temporary files are, while it lives."""
+        return self._keeper.writer.folder
+
     def wait_ready(self, timeout_s: float) -> bool:
         """Block until what was on disk at the start is known; False if that takes longer."""
         return self._keeper.ready.wait(timeout_s)

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 _MAX_REMOVALS = 1 << 16
 _FULL_PAUSE_S = 1.0
-_STATVFS_EVERY_S = 0.05
+_ROOM_TRIES = 4
 _MAX_SPARED = 64
 _FULL = ("io_ENOSPC", "io_EDQUOT", "io_EROFS")
 _SILENT = ("removed",)
@@ -87,8 +87,8 @@ class Keeper:
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self._used: dict[Name, tuple[int, int]] = {}
         self._writes_off_until = 0.0
-        self._free_bytes = 0
-        self._free_seen = 0.0
+        self._unwritten_bytes = 0
+        """Reserved by writes under way: the file system does not know of them yet."""
         fresh = not any(map(is_namespace, vfs.listdir(root)))
         make_folder(vfs, self.folder(0), durable=durable)
         self.writer = Writer(vfs, root)
@@ -164,17 +164,31 @@ class Keeper:
         if not self._has_free(allocated_bytes):
             self.count("refused_min_free")
             return False
-        if self.ledger.reserve(allocated_bytes, capacity):
-            return True
-        if self._may_evict():
-            self.evict_to(capacity - allocated_bytes)
-            if self.ledger.reserve(allocated_bytes, capacity):
-                return True
-        self.count("refused_capacity")
+        if not self.ledger.reserve(allocated_bytes, capacity) and not self._evict_for(
+            allocated_bytes
+        ):
+            self.count("refused_capacity")
+            return False
+        with self._lock:
+            self._unwritten_bytes += allocated_bytes
+        return True
+
+    def _evict_for(self, allocated_bytes: int) -> bool:
+        """Evict until a reservation succeeds."""
+        if not self._may_evict():
+            return False
+        # Those who wait here take turns. One who finds room without waiting may still take what
+        # was made for another, hence more than one try.
+        with self._evicting:
+            for _ in range(_ROOM_TRIES):
+                self._evict_to(self.bounds.capacity_bytes - allocated_bytes)
+                if self.ledger.reserve(allocated_bytes, self.bounds.capacity_bytes):
+                    return True
         return False
 
     def unreserve(self, allocated_bytes: int, reason: str) -> None:
         """A write failed: give its bytes back; on a full disk leave writing alone for a while."""
+        self._written(allocated_bytes)
         self.ledger.give_back(allocated_bytes)
         self.count(f"write_{reason}")
         if reason in _FULL:
@@ -185,24 +199,24 @@ class Keeper:
         return self.ownership.held and self.ready.is_set()
 
     def _has_free(self, allocated_bytes: int) -> bool:
-        """Whether the file system keeps its minimum free after this write."""
-        for attempt in range(2):
-            now = time.monotonic()
-            if attempt or now - self._free_seen > _STATVFS_EVERY_S:
-                try:
-                    space = self.vfs.statvfs(self.root)
-                except OSError:
-                    return False
-                self._free_bytes = space.f_bavail * space.f_frsize
-                self._free_seen = now
-            short = self.bounds.min_free_bytes + allocated_bytes - self._free_bytes
+        """Whether the file system keeps its minimum free after this write; evict if it helps."""
+        for _ in range(_ROOM_TRIES):
+            try:
+                space = self.vfs.statvfs(self.root)
+            except OSError:
+                return False
+            needed = self.bounds.min_free_bytes + self._unwritten_bytes + allocated_bytes
+            short = needed - space.f_bavail * space.f_frsize
             if short <= 0:
-                # Counted down between two looks, so that a burst does not slip through.
-                self._free_bytes -= allocated_bytes
                 return True
-            if attempt == 0 and self._may_evict():
-                self.evict_to(self.ledger.resident_bytes - short)
+            if not self._may_evict():
+                return False
+            self.evict_to(self.ledger.resident_bytes - short)
         return False
+
+    def _written(self, allocated_bytes: int) -> None:
+        with self._lock:
+            self._unwritten_bytes -= allocated_bytes
 
     # ---- files come and go -----------------------------------------------------------------
 
@@ -220,6 +234,7 @@ class Keeper:
             except OSError as error:
                 return reason_of(error)
             self.index.add(name, allocated)
+        self._written(reserved)
         if reserved - allocated + replaced:
             self.ledger.give_back(reserved - allocated + replaced)
         return None
@@ -254,12 +269,15 @@ class Keeper:
     def evict_to(self, goal_bytes: int) -> None:
         """Evict until no more than ``goal_bytes`` are allocated, or nothing more can be evicted."""
         with self._evicting:
-            while self.ledger.resident_bytes > goal_bytes:
-                name = self._victim()
-                if name is None:
-                    return
-                # An undeletable one is out of the order now: the next is tried, not this again.
-                self.discard(name, "evicted")
+            self._evict_to(goal_bytes)
+
+    def _evict_to(self, goal_bytes: int) -> None:
+        while self.ledger.resident_bytes > goal_bytes:
+            name = self._victim()
+            if name is None:
+                return
+            # An undeletable one is out of the order now: the next is tried, not this again.
+            self.discard(name, "evicted")
 
     def _victim(self) -> Name | None:
         """The next to leave; while others share the root, not one they used lately."""

@@ -104,7 +104,8 @@ def clean_up(vfs: Vfs, root: str, own: str) -> tuple[int, int]:
         except BlockingIOError:
             alive += 1
         except FileNotFoundError:
-            freed += _remove_old(vfs, folder)
+            with contextlib.suppress(OSError):  # without its lock: half removed by someone killed
+                freed += _remove_folder(vfs, folder)
         except OSError:
             continue  # undeletable: try again next time
         finally:
