@@ -181,6 +181,7 @@ def run(options: DemoOptions, progress: Progress = lambda what, done: None) -> d
         "threads": options.threads,
         "device": options.device,
         "model": _model_name(options, shape),
+        "kv_bytes_per_token": _kv_bytes_per_token(shape),
         "engine": {k: v for k, v in settings.items() if k != "model"},
         "texts": [talk.title for talk in talks],
         "killed_with_chunks_on_their_way": storing,
@@ -237,17 +238,20 @@ def _engine_settings(
     longest = max(len(talk.opening) + sum(map(len, talk.questions)) for talk in talks)
     longest += len(QUESTIONS) * options.answer_tokens
     max_model_len = -(-longest // block_size) * block_size
-    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_size * 4
     settings: dict[str, Any] = {
         "device": options.device,
         "block_size": block_size,
         "max_model_len": max_model_len,
         "max_num_batched_tokens": 512,
-        "kv_cache_bytes": int(CONVERSATIONS_ON_DEVICE * max_model_len) * per_token,
+        "kv_cache_bytes": int(CONVERSATIONS_ON_DEVICE * max_model_len) * _kv_bytes_per_token(shape),
     }
     if options.checkpoint is not None:
         return {**settings, "checkpoint": str(options.checkpoint)}
     return {**settings, "model": msgspec.to_builtins(shape)}
+
+
+def _kv_bytes_per_token(shape: ModelConfig) -> int:
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_size * 4  # float32
 
 
 def _offload_settings(

@@ -79,15 +79,16 @@ def print_table(console: Any, report: Mapping[str, Any]) -> None:
         title=f"{report['model']}\n{where['cpu']}, {report['threads']} compute thread(s)",
         title_justify="left",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=0,
+        show_edge=False,
     )
     table.add_column("pass")
     for heading in (
-        "re-\nquests", "prompt\ntokens", "from\nGPU", "from\nCPU", "from\ndisk", "recom-\nputed",
+        "re-\nquests", "prompt\ntokens", "from\nGPU", "from\nCPU", "from\ndisk", "com-\nputed",
         "median\nTTFT", "with-\nout", "speed-\nup",
     ):  # fmt: skip
         table.add_column(heading, justify="right")
-    table.add_column("same\noutputs", justify="center")
+    table.add_column("same\noutput", justify="right")
     for row in report["passes"]:
         came = row["tokens_from"]
         table.add_row(

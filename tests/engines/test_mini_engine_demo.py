@@ -1,0 +1,112 @@
+"""The demo in its quick form, through the command line, with its kill in the middle."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from mini_engine.demo import DemoOptions, num_requests
+from mini_engine.demo_report import problems
+from mini_engine.demo_text import conversations
+from mini_engine.tokenizer import ByteTokenizer
+
+COMMAND = [sys.executable, "-c", "from kvoffload.cli.main import main; main()", "demo"]
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """Exit code, report and output folder of one quick demo."""
+    out = tmp_path_factory.mktemp("demo")
+    done = subprocess.run(
+        [*COMMAND, "--quick", "--json", "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout), out
+
+
+def test_every_pass_gives_the_outputs_of_no_offloading(quick):
+    code, report, _ = quick
+    assert report["problems"] == []
+    assert code == 0
+    assert [p["pass"] for p in report["passes"]] == ["cold", "host", "disk"]
+    assert all(p["outputs_identical"] for p in report["passes"])
+
+
+def test_host_memory_serves_the_second_pass_and_the_disk_the_third(quick):
+    _, report, _ = quick
+    cold, host, disk = (p["tokens_from"] for p in report["passes"])
+    assert cold["cpu"] == cold["disk"] == 0
+    assert host["cpu"] > 0
+    assert disk["disk"] > 0
+
+
+def test_all_prompt_tokens_are_accounted_for(quick):
+    _, report, _ = quick
+    for row in report["passes"]:
+        came = sum(row["tokens_from"].values())
+        assert came + row["tokens_recomputed"] == row["prompt_tokens"]
+
+
+def test_the_engine_was_killed_while_chunks_were_on_their_way(quick):
+    assert quick[1]["killed_with_chunks_on_their_way"] > 0
+
+
+def test_report_and_plot_are_written_and_the_cache_folder_is_gone(quick):
+    _, report, out = quick
+    assert json.loads((out / "report.json").read_text()) == report
+    assert (out / "ttft.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(out.glob("kv-cache-*"))
+
+
+def test_the_e2e_bench_makes_rows_of_a_report(quick):
+    from benchmarks.e2e import rows
+
+    made = rows(quick[1], copy_rate=1e10, read_rate=1e9)
+    assert {"cold: median TTFT", "host: speed-up", "disk: outputs identical"} <= {
+        row["case"] for row in made
+    }
+    assert all(row["ratio"] == pytest.approx(row["value"] / row["limit"]) for row in made)
+
+
+def test_a_folder_without_a_checkpoint_is_wrong_usage(tmp_path):
+    done = subprocess.run(
+        [*COMMAND, "--checkpoint", str(tmp_path), "--out", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "checkpoint" in done.stderr
+    assert "config.json" in done.stderr
+
+
+def test_other_outputs_and_idle_tiers_are_problems():
+    def row(name, cpu, disk, same):
+        return {
+            "pass": name,
+            "tokens_from": {"gpu": 0, "cpu": cpu, "disk": disk},
+            "outputs_identical": same,
+        }
+
+    good = [row("cold", 0, 0, True), row("host", 5, 0, True), row("disk", 0, 5, True)]
+    assert problems(good) == []
+    bad = [row("cold", 0, 0, True), row("host", 0, 0, False), row("disk", 5, 0, True)]
+    assert len(problems(bad)) == 3
+
+
+def test_each_turn_begins_with_the_turn_before_and_its_answer():
+    talks = conversations(ByteTokenizer(), 3, 500)
+    for talk in talks:
+        first, second = talk.prompt([]), talk.prompt([[1, 2, 3]])
+        assert len(first) == 500
+        assert second[:503] == [*first, 1, 2, 3]
+    assert len({talk.title for talk in talks}) == 3
+
+
+def test_the_progress_bar_knows_all_requests(tmp_path):
+    assert num_requests(DemoOptions(tmp_path, quick=True)) == 30
