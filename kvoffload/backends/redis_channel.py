@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
 import ssl
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 _TLS_READ_BYTES = 256 << 10
 _TLS_WRITE_BYTES = 64 << 10
@@ -123,15 +124,9 @@ async def open_channel(
         OSError: unreachable, refused, or (as ssl.SSLError) a certificate that does not hold.
     """
     loop = asyncio.get_running_loop()
-    if address.path:
-        targets = [(socket.AF_UNIX, socket.SOCK_STREAM, 0, "", address.path)]
-    else:
-        targets = await loop.getaddrinfo(  # type: ignore[assignment]
-            address.host, address.port, type=socket.SOCK_STREAM
-        )
     failure: OSError = OSError(f"no address for {address}")
-    for family, kind, protocol, _, target in targets:
-        sock = socket.socket(family, kind, protocol)
+    for family, target in await _targets(address):
+        sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
             if family != socket.AF_UNIX:
@@ -149,3 +144,18 @@ async def open_channel(
             sock.close()
             raise
     raise failure
+
+
+async def _targets(address: Address) -> list[tuple[int, Any]]:
+    """What to connect to: (address family, socket address). Numbers need no thread to look up."""
+    if address.path:
+        return [(socket.AF_UNIX, address.path)]
+    try:
+        version = ipaddress.ip_address(address.host).version
+    except ValueError:
+        found = await asyncio.get_running_loop().getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM
+        )
+        return [(family, target) for family, _, _, _, target in found]
+    family = socket.AF_INET if version == 4 else socket.AF_INET6
+    return [(family, (address.host, address.port))]

@@ -191,6 +191,9 @@ class Node:
         if self._closed or self.breaker.is_open:
             connection.abort("shutdown")
             return
+        if connection.closed:  # lost between its greeting and now
+            self._unreachable(ConnectionError("closed at once"), 0.0)
+            return
         pool.append(connection)
         self._pump()
 
