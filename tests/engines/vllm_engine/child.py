@@ -1,0 +1,110 @@
+"""A vLLM engine in a process of its own, driven by lines of JSON: what the tests start and kill.
+
+Each line on standard input is ``{"do": NAME, ...}``; each answer is one line ``{"ok": ...}`` behind
+a marker, because vLLM writes to standard output as well.
+"""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+MARK = "@@answer "
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    llm = LLM(**json.loads(sys.argv[1]))
+    engine = llm.llm_engine
+    ids = iter(range(1 << 30))
+
+    def generate(
+        prompts: list[list[int]],
+        max_tokens: int = 16,
+        salts: list[str] | None = None,
+        loras: list[list[Any] | None] | None = None,
+        abort: dict[str, int] | None = None,
+        limit_s: float = 300.0,
+    ) -> dict[str, Any]:
+        """Run prompts together; ``abort`` maps a prompt's place to the step it is aborted at."""
+        numbers: dict[str, int] = {}
+        for i, prompt in enumerate(prompts):
+            name = f"r{next(ids)}"
+            numbers[name] = i
+            asked: dict[str, Any] = {"prompt_token_ids": prompt}
+            if salts and salts[i]:
+                asked["cache_salt"] = salts[i]
+            lora = LoRARequest(*loras[i]) if loras and loras[i] else None
+            params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+            engine.add_request(name, asked, params, lora_request=lora)
+        tokens: list[list[int] | None] = [None] * len(prompts)
+        cached = [0] * len(prompts)
+        reasons = [""] * len(prompts)
+        started, step = time.monotonic(), 0
+        names = {number: name for name, number in numbers.items()}
+        while engine.has_unfinished_requests():
+            step += 1
+            for number, at in (abort or {}).items():
+                if at == step:
+                    engine.abort_request([names[int(number)]])
+                    reasons[int(number)] = "aborted"
+            for out in engine.step():
+                i = _number(numbers, out.request_id)
+                if out.finished:
+                    tokens[i] = list(out.outputs[0].token_ids)
+                    cached[i] = out.num_cached_tokens or 0
+                    reasons[i] = str(out.outputs[0].finish_reason)
+            if time.monotonic() - started > limit_s:
+                return {"stuck": [i for i, done in enumerate(reasons) if not done]}
+        seconds = time.monotonic() - started
+        return {"tokens": tokens, "cached": cached, "reasons": reasons, "seconds": seconds}
+
+    def metrics() -> dict[str, float]:
+        found: dict[str, float] = {}
+        for metric in llm.get_metrics():
+            labels = {k: v for k, v in metric.labels.items() if k not in ("model_name", "engine")}
+            value = getattr(metric, "value", getattr(metric, "sum", 0))
+            found[" ".join([metric.name, *labels.values()])] = value
+        return found
+
+    def reset(connector: bool = False, running: bool = False) -> bool:
+        return llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
+
+    def quiet(limit_s: float = 60.0) -> dict[str, float]:
+        """Idle until no host slot is busy; the engine reports only when it steps."""
+        until = time.monotonic() + limit_s
+        while True:
+            generate([[3, 4, 5]], 1)
+            now = metrics()
+            if not now.get("vllm:kvoffload_host_chunks_busy") or time.monotonic() > until:
+                return now
+            time.sleep(0.1)
+
+    calls = {"generate": generate, "metrics": metrics, "reset": reset, "quiet": quiet}
+    answer({"ready": os.getpid()})
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            answer(calls[order.pop("do")](**order))
+        except Exception as error:
+            answer({"error": f"{type(error).__name__}: {error}"})
+
+
+def _number(numbers: dict[str, int], request_id: str) -> int:
+    # Newer engines add a suffix of their own to the id given.
+    return (
+        numbers[request_id]
+        if request_id in numbers
+        else numbers[request_id.split("-", maxsplit=1)[0]]
+    )
+
+
+def answer(value: Any) -> None:
+    print(MARK + json.dumps({"ok": value}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

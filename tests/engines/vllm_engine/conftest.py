@@ -1,0 +1,250 @@
+"""A real vLLM on the CPU, with tiny models made on the spot; ``make test-vllm`` runs these.
+
+Each engine is a process of its own, so that it can be killed. Starting one takes about half a
+minute of CPU time: tests share engines where they can.
+"""
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+CHILD = Path(__file__).parent / "child.py"
+MARK = "@@answer "
+BLOCK = 32
+
+
+def pytest_collection_modifyitems(items):
+    if importlib.util.find_spec("vllm") and importlib.util.find_spec("vllm.version"):
+        return
+    for item in items:
+        if Path(__file__).parent in Path(item.fspath).parents:
+            item.add_marker(pytest.mark.skip(reason="vLLM is not installed; see make test-vllm"))
+
+
+class Engine:
+    """A vLLM in another process; every call waits for its answer."""
+
+    def __init__(self, model, log_file, extra=None, env=None, policy="recompute", **options):
+        settings = {
+            "model": model,
+            "load_format": "dummy",
+            "enforce_eager": True,
+            "block_size": BLOCK,
+            "enable_prefix_caching": True,
+            "max_model_len": 4096,
+            "seed": 0,
+            "disable_log_stats": False,
+            **options,
+        }
+        if extra is not None:
+            settings["kv_transfer_config"] = {
+                "kv_connector": "KVOffloadConnector",
+                "kv_connector_module_path": "kvoffload.connectors.vllm",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": policy,
+                "kv_connector_extra_config": extra,
+            }
+        settings.update(options)
+        self.log_file = Path(log_file)
+        self._log = open(log_file, "w")
+        self.process = subprocess.Popen(
+            [sys.executable, str(CHILD), json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={
+                **os.environ,
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+                "OMP_NUM_THREADS": "2",
+                **(env or {}),
+            },
+            start_new_session=True,
+        )
+        self._answers = []
+        self._came = threading.Condition()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self):
+        for line in self.process.stdout:
+            if line.startswith(MARK):
+                with self._came:
+                    self._answers.append(json.loads(line[len(MARK) :])["ok"])
+                    self._came.notify()
+            else:
+                self._log.write(line)
+        with self._came:
+            self._answers.append({"error": "the engine's process has ended"})
+            self._came.notify()
+
+    def answer(self, timeout_s=300):
+        with self._came:
+            assert self._came.wait_for(lambda: self._answers, timeout_s), "no answer in time"
+            return self._answers.pop(0)
+
+    def wait_ready(self):
+        started = self.answer()
+        assert "ready" in started, f"{started}; see {self.log_file}\n{self.log[-3000:]}"
+        return self
+
+    def send(self, verb, **arguments):
+        self.process.stdin.write(json.dumps({"do": verb, **arguments}) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, verb, **arguments):
+        self.send(verb, **arguments)
+        return self.answer()
+
+    def generate(self, prompts, max_tokens=16, **more):
+        answer = self.ask("generate", prompts=prompts, max_tokens=max_tokens, **more)
+        assert "tokens" in answer, answer
+        return answer
+
+    @property
+    def log(self):
+        self._log.flush()
+        return self.log_file.read_text()
+
+    def kill(self):
+        """The whole process group, at once: nothing can be tidied up."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+        self._log.close()
+
+    def close(self):
+        self.process.stdin.close()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            pass
+        self.kill()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Make a tiny model of a kind; returns its folder."""
+    spec = importlib.util.spec_from_file_location(
+        "tiny_model", ROOT / "examples/vllm/tiny_model.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made = {}
+
+    def make(kind="llama", **more):
+        if kind not in made:
+            folder = tmp_path_factory.mktemp("models") / kind
+            made[kind] = module.make_model(folder, kind, **more)
+        return made[kind]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def start(models, tmp_path_factory):
+    """Start an engine; all are killed at the end of the module."""
+    running = []
+
+    def begin(extra=None, *, kind="llama", ready=True, **options):
+        log = tmp_path_factory.mktemp("log") / "engine.log"
+        engine = Engine(models(kind), log, extra, **options)
+        running.append(engine)
+        return engine.wait_ready() if ready else engine
+
+    yield begin
+    for engine in running:
+        engine.kill()
+
+
+@pytest.fixture(scope="module")
+def faulty_tier(tmp_path_factory):
+    """Install a backend ``faulty`` for child processes: a disk store that follows a plan on disk.
+
+    Returns the environment to start engines with, and a function that sets the plan.
+    """
+    site = tmp_path_factory.mktemp("site")
+    (site / "faulty_tier.py").write_text(textwrap.dedent(_FAULTY))
+    info = site / "faulty_tier-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-tier\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[kvoffload.backends]\nfaulty = faulty_tier:FaultyTier\n"
+    )
+    plan = site / "plan.json"
+
+    def set_plan(*plans):
+        partial = site / "plan.tmp"
+        partial.write_text(json.dumps(list(plans)))
+        partial.replace(plan)
+
+    set_plan()
+    return {"PYTHONPATH": str(site)}, str(plan), set_plan
+
+
+_FAULTY = '''
+    """A third party's backend that misbehaves by a plan in a file."""
+
+    import json
+    import os
+
+    import msgspec
+
+    from kvoffload.backends.disk import DiskBackend
+    from kvoffload.backends.disk import Options as DiskOptions
+    from kvoffload.testing.faults import FaultyBackend, Plan
+
+
+    class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+        root: str
+        plan: str
+
+
+    class FaultyTier(FaultyBackend):
+        Options = Options
+
+        def __init__(self, options, namespace):
+            super().__init__(DiskBackend(DiskOptions(root=options.root), namespace))
+            self._file = options.plan
+            self._seen = None
+
+        def _strike(self, verb, keys):
+            now = os.stat(self._file).st_mtime_ns
+            if now != self._seen:
+                self._seen = now
+                with open(self._file) as file:
+                    self.plans = msgspec.json.decode(file.read(), type=list[Plan])
+            return super()._strike(verb, keys)
+
+        def __getattr__(self, name):
+            if name == "inner":
+                raise AttributeError(name)
+            return getattr(self.inner, name)
+'''
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Make prompts of random tokens; equal arguments make equal prompts."""
+
+    def make(count, length, seed=0, shared=0):
+        rng = random.Random(seed)
+        head = [rng.randrange(3, 512) for _ in range(shared)]
+        return [
+            head + [rng.randrange(3, 512) for _ in range(length - shared)] for _ in range(count)
+        ]
+
+    return make

@@ -1,0 +1,105 @@
+"""Hits from host memory, from disk after a kill, in a second instance; outputs stay the same."""
+
+import time
+
+import pytest
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def plain(start, prompts):
+    """What vLLM alone answers."""
+    engine = start()
+    answers = engine.generate(prompts(4, 1000))["tokens"]
+    engine.kill()
+    return answers
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("store")
+
+
+def settings(root):
+    return {
+        "cpu_bytes": "256MiB",
+        "backends": [{"type": "disk", "root": str(root), "capacity": "1GiB", "min_free": 0}],
+    }
+
+
+@pytest.fixture(scope="module")
+def first(start, root):
+    return start(settings(root))
+
+
+def test_outputs_are_those_of_vllm_alone(first, plain, prompts):
+    answer = first.generate(prompts(4, 1000))
+    assert answer["tokens"] == plain
+    assert answer["cached"] == [0, 0, 0, 0]
+
+
+def test_after_a_reset_of_the_prefix_cache_host_memory_still_hits(first, plain, prompts):
+    first.ask("quiet")
+    assert first.ask("reset")
+    answer = first.generate(prompts(4, 1000))
+    assert answer["tokens"] == plain
+    assert answer["cached"] == [992] * 4  # all but the last, incomplete block
+
+
+def test_a_second_instance_hits_what_the_first_one_stored(first, start, root, plain, prompts):
+    first.ask("quiet")
+    wait_for_chunks(root, 4 * 31)
+    second = start(settings(root))
+    answer = second.generate(prompts(4, 1000))
+    assert answer["tokens"] == plain
+    assert answer["cached"] == [992] * 4
+    # ... and the other way: what the second stores while both run, the first finds.
+    new = prompts(1, 1000, seed=7)
+    told = second.generate(new)["tokens"]
+    second.ask("quiet")
+    wait_for_chunks(root, 5 * 31)
+    time.sleep(3)
+    answer = first.generate(new)
+    assert answer["tokens"] == told
+    assert answer["cached"] == [992]
+    second.kill()
+
+
+def test_killed_and_started_anew_it_hits_from_disk(first, start, root, plain, prompts):
+    first.kill()
+    again = start(settings(root))
+    answer = again.generate(prompts(4, 1000))
+    assert answer["tokens"] == plain
+    assert answer["cached"] == [992] * 4
+    metrics = again.ask("metrics")
+    assert metrics["vllm:kv_offload_load_bytes"] > 0
+    again.kill()
+
+
+def test_weights_of_another_seed_hit_nothing(start, root, prompts):
+    other = start(settings(root), seed=1)
+    assert other.generate(prompts(4, 1000))["cached"] == [0, 0, 0, 0]
+    other.kill()
+
+
+def test_resetting_the_connector_invalidates_every_tier(start, tmp_path_factory, plain, prompts):
+    engine = start(settings(tmp_path_factory.mktemp("reset")))
+    assert engine.generate(prompts(4, 1000))["tokens"] == plain
+    engine.ask("quiet")
+    assert engine.ask("reset", connector=True)
+    answer = engine.generate(prompts(4, 1000))
+    assert answer["cached"] == [0, 0, 0, 0]
+    assert answer["tokens"] == plain
+    engine.ask("quiet")
+    assert engine.ask("reset")
+    assert engine.generate(prompts(4, 1000))["cached"] == [992] * 4
+    assert engine.ask("quiet")["vllm:kvoffload_host_chunks_busy"] == 0
+    engine.kill()
+
+
+def wait_for_chunks(root, count, limit_s=60):
+    until = time.monotonic() + limit_s
+    while len(list(root.glob("*/??/*"))) < count:
+        assert time.monotonic() < until, f"{len(list(root.glob('*/??/*')))} of {count} chunks"
+        time.sleep(0.1)
