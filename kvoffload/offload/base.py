@@ -74,9 +74,13 @@ class Reason(StrEnum):
 
     STORED = "stored"
     EVICTED = "evicted"
+    """It made room for others."""
     FAILED = "failed"
+    """A transfer showed that it is not there or not good."""
     RESET = "reset"
+    """Everything was to be forgotten."""
     REPLACED = "replaced"
+    """Another store took the place of the one it was in."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +88,21 @@ class OffloadingEvent:
     """A fact about residence, stated after it became true.
 
     ``medium`` is ``"CPU"`` or the upper-cased name of a tier (``"DISK"``). Replaying the events of
-    a medium in order gives exactly the keys resident there.
+    a medium in order gives exactly the keys resident there, as far as they came there while this
+    manager watched. A removal without keys, with the reason REPLACED, is of all keys there.
     """
 
     keys: tuple[OffloadKey, ...]
     medium: str
     removed: bool
     reason: Reason
+
+    def by_group(self) -> dict[int, tuple[OffloadKey, ...]]:
+        """Return the keys by their KV cache group."""
+        groups: dict[int, list[OffloadKey]] = {}
+        for key in self.keys:
+            groups.setdefault(get_offload_group_idx(key), []).append(key)
+        return {group: tuple(keys) for group, keys in groups.items()}
 
 
 @dataclass(frozen=True)
@@ -114,6 +126,8 @@ class Transfer:
     dst: LoadStoreSpec
     keys: tuple[OffloadKey, ...]
     tier: str = field(default="")
+    number: int = 0
+    """Of this transfer, so that it is not taken for answered twice."""
 
 
 class OffloadingManager(ABC):
@@ -161,6 +175,7 @@ class OffloadingManager(ABC):
         req_context: ReqContext | None = None,
         success: bool = True,
         settled: bool = True,
+        reason: str = "",
     ) -> None:
         """Unpin chunks of a load.
 
@@ -171,6 +186,7 @@ class OffloadingManager(ABC):
                 next lookup answers False.
             settled: False if something may still write to their host slots; these stay out of use
                 until :meth:`release_slots`.
+            reason: why not, if not ``success``: :attr:`TransferResult.reason`.
         """
 
     @abstractmethod
@@ -180,7 +196,8 @@ class OffloadingManager(ABC):
         """Reserve host slots for those of these chunks that are not there yet.
 
         Evicts unpinned chunks to make room, never one named in this call. May cover only the
-        leading part of what is missing. None: nothing can be stored now.
+        leading part of what is missing, and leaves out what is not admitted (see
+        ``store_threshold``). None: nothing can be stored now.
         """
 
     @abstractmethod

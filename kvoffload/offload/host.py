@@ -10,10 +10,32 @@ touch the memory). Idle ready chunks, and only these, are in the policy's order.
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from typing import cast
 
 from kvoffload.core.transfers import OffloadKey
 from kvoffload.errors import UsageError
+from kvoffload.offload.bulk import add_all, remove_all
 from kvoffload.offload.policies.base import Policy
+from kvoffload.offload.priority import ByPriority
+
+
+def idle_victims(
+    policy: Policy, count: int, kept: frozenset[OffloadKey]
+) -> tuple[list[OffloadKey], list[OffloadKey]]:
+    """Take victims out of an order: ``count`` to evict, and those met on the way that stay."""
+    gone: list[OffloadKey] = []
+    spared: list[OffloadKey] = []
+    while len(gone) < count:
+        victims = cast(Sequence[OffloadKey], policy.victims(count - len(gone)))
+        if not victims:
+            break
+        if kept.isdisjoint(victims):
+            gone.extend(victims)
+        else:
+            gone.extend(key for key in victims if key not in kept)
+            spared.extend(key for key in victims if key in kept)
+    return gone, spared
 
 
 @dataclass
@@ -33,7 +55,6 @@ class HostLedger:
 
     def __init__(self, num_slots: int, policy: Policy, slot_bytes: int = 1) -> None:
         self.num_slots = num_slots
-        self.policy = policy
         self.slot_bytes = slot_bytes
         self.ready: dict[OffloadKey, int] = {}
         self.incoming: dict[OffloadKey, int] = {}
@@ -42,8 +63,21 @@ class HostLedger:
         self._free = list(range(num_slots - 1, -1, -1))
         self._orphans: dict[OffloadKey, _Orphan] = {}
         self._limbo: dict[int, list[OffloadKey | None]] = {}
+        self._use(policy)
+
+    def _use(self, policy: Policy) -> None:
+        self.policy = policy
+        self._add_all, self._remove_all = add_all(policy), remove_all(policy)
 
     # ---- what is here ----
+
+    def absent(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those chunks, once each, that are neither here nor on their way."""
+        wanted = dict.fromkeys(keys)
+        places = (self.ready, self.incoming, self.fetching, self._orphans)
+        if all(not place or place.keys().isdisjoint(wanted) for place in places):
+            return list(wanted)
+        return [key for key in wanted if key not in self.ready and not self.moving(key)]
 
     def moving(self, key: OffloadKey) -> bool:
         """Whether a chunk's slot is written, or still used though the chunk was forgotten."""
@@ -95,25 +129,16 @@ class HostLedger:
         count = len(keys)
         short = count - len(self._free)
         evicted = self._evict(short, protected) if short > 0 else []
-        return [self._free.pop() for _ in range(min(count, len(self._free)))], evicted
+        count = min(count, len(self._free))
+        slots = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        slots.reverse()
+        return slots, evicted
 
     def _evict(self, count: int, protected: Collection[OffloadKey]) -> list[OffloadKey]:
-        spared: list[OffloadKey] = []
-        gone: list[OffloadKey] = []
-        kept = set(protected)
-        while len(gone) < count:
-            victims = self.policy.victims(count - len(gone))
-            if not victims:
-                break
-            for victim in victims:
-                key = OffloadKey(victim)
-                if key in kept:
-                    spared.append(key)
-                else:
-                    self._free.append(self.ready.pop(key))
-                    gone.append(key)
-        for key in spared:
-            self.policy.add(key)
+        gone, spared = idle_victims(self.policy, count, frozenset(protected))
+        self._free.extend(map(self.ready.pop, gone))
+        self._add_all(spared)
         return gone
 
     def _put(self, slot: int) -> None:
@@ -143,6 +168,45 @@ class HostLedger:
         return True
 
     # ---- uses ----
+
+    def pin_all(self, keys: Sequence[OffloadKey]) -> bool:
+        """Begin the first use of ready chunks; False, and nothing is done, if not all are idle."""
+        uses = dict.fromkeys(keys, 1)
+        if len(uses) < len(keys) or (self.pins and not self.pins.keys().isdisjoint(uses)):
+            return False
+        self._remove_all(keys)
+        if self.pins:
+            self.pins.update(uses)
+        else:
+            self.pins = uses
+        return True
+
+    def unpin_all(self, keys: Sequence[OffloadKey]) -> bool:
+        """End the last use of chunks; False, and nothing is done, if others use one of them.
+
+        They become idle in the order given.
+        """
+        uses = list(map(self.pins.pop, keys, repeat(0)))
+        if uses.count(1) == len(keys):
+            self._add_all(keys)
+            return True
+        self.pins.update((key, count) for key, count in zip(keys, uses, strict=True) if count)
+        return False
+
+    def all_ready(self, keys: Sequence[OffloadKey]) -> bool:
+        """Incoming chunks are ready, in the order given; False, and nothing is done, if not all."""
+        slots = list(map(self.incoming.pop, keys, repeat(-1)))
+        if -1 in slots:
+            for key, slot in zip(keys, slots, strict=True):
+                if slot >= 0:
+                    self.incoming[key] = slot
+            return False
+        self._become_ready_all(keys, slots)
+        return True
+
+    def _become_ready_all(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+        self.ready.update(zip(keys, slots, strict=True))
+        self._add_all(keys)
 
     def become_ready(self, key: OffloadKey, slot: int) -> None:
         """A chunk is wholly in its slot: loadable, idle, evictable."""
@@ -175,6 +239,15 @@ class HostLedger:
         else:
             del self.pins[key]
             self.policy.add(key)
+
+    def prioritise(self, keys: Sequence[OffloadKey], priority: int) -> None:
+        """Chunks about to be stored are of this priority from now on; see :class:`ByPriority`."""
+        if not isinstance(self.policy, ByPriority):
+            if not priority:
+                return
+            self._use(ByPriority(self.policy, self.num_slots))
+        assert isinstance(self.policy, ByPriority)
+        self.policy.mark(keys, priority)
 
     def forget(self, key: OffloadKey) -> None:
         """Make a ready chunk invisible at once; its slot is freed after its last user."""

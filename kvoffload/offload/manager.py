@@ -5,17 +5,16 @@ A chunk's life in host memory (kept in :mod:`kvoffload.offload.host`)::
     prepare_store → incoming ─complete_store→ ready ⇄ ready + pinned ─evicted→ gone
     prepare_load  → fetching ─complete_load─→ ready   (a chunk that was only on a lower tier)
 
-Nothing here does I/O; write-through is handed out by ``take_transfers``.
+Nothing here does I/O; write-through is handed out by ``take_transfers``. Whole batches go through
+the ledger in few calls; a batch with something unusual in it goes chunk by chunk.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from kvoffload.backends.base import Presence, Removal, ReportsRemovals
+from kvoffload.offload.admission import Sightings
 from kvoffload.offload.base import (
-    BackendLoadStoreSpec,
     CPULoadStoreSpec,
     Fetch,
     OffloadingEvent,
@@ -27,87 +26,99 @@ from kvoffload.offload.base import (
     StagedLoadStoreSpec,
     Transfer,
 )
+from kvoffload.offload.departures import DROPPED, EVICTED, Departures
+from kvoffload.offload.figures import Figures
+from kvoffload.offload.hints import NO_HINTS, HintReader, Hints
 from kvoffload.offload.host import HostLedger
 from kvoffload.offload.policies.base import Policy
+from kvoffload.offload.tiers import Tier
+from kvoffload.offload.write_through import WriteThrough
+
+__all__ = ["CPU", "Tier", "TieredOffloadingManager"]
 
 log = logging.getLogger(__name__)
 CPU = "CPU"
-
-
-@dataclass(frozen=True)
-class Tier:
-    """A store below host memory, as the ledger sees it."""
-
-    name: str
-    presence: Presence
-    removals: ReportsRemovals | None = None
-
-    @property
-    def medium(self) -> str:
-        """The name used in events."""
-        return self.name.upper()
-
-    def holds(self, key: OffloadKey) -> bool | None:
-        """Ask the store's presence; whatever a plug-in raises is a miss."""
-        try:
-            return self.presence.holds(key)
-        except Exception:
-            log.exception("%s: looking up a chunk failed; taken as a miss", self.name)
-            return False
-
-    def forget(self, key: OffloadKey) -> None:
-        """Tell the store's presence that a chunk could not be loaded."""
-        try:
-            self.presence.forget([key])
-        except Exception:
-            log.exception("%s: forgetting a chunk failed", self.name)
-
-    def take_removals(self) -> list[Removal]:
-        """Return what the store removed by itself."""
-        try:
-            return self.removals.take_removals() if self.removals else []
-        except Exception:
-            log.exception("%s: reporting removals failed", self.name)
-            return []
+REMEMBERED_DEPARTURES = 1 << 16
+MIN_SIGHTINGS = 1 << 16
 
 
 class TieredOffloadingManager(OffloadingManager):
     """Host memory over any number of tiers, looked up in the order given.
 
     Args:
-        host_slots: chunks that host memory holds.
-        policy: orders idle chunks; made for this manager alone.
-        tiers: stores below, nearest first. Stored chunks are written through to all of them.
-        max_persisting_slots: host slots that write-through may pin at once. Chunks beyond it wait
-            their turn unpinned; one that is evicted first is dropped from write-through and
-            counted: a future miss, nothing else.
+        host: the ledger of host memory; or how many chunks of one size it holds.
+        policy: orders idle chunks, if ``host`` is a number; made for this manager alone.
+        tiers: stores below, nearest first. Stored chunks are written through to all of them; a
+            chunk loaded from one of them also to those nearer than that.
+        max_persisting_slots: host slots (rows, if chunks differ in size) that write-through may pin
+            at once; default: a half. Chunks beyond it wait their turn unpinned; one that is evicted
+            first is dropped from write-through and counted: a future miss, nothing else.
+        slot_bytes: bytes of a slot, if ``host`` is a number; for figures in bytes.
+        store_threshold: requests a chunk must be seen in to be stored.
     """
 
     def __init__(
         self,
-        host_slots: int,
-        policy: Policy,
+        host: HostLedger | int,
+        policy: Policy | None = None,
         tiers: Sequence[Tier] = (),
         max_persisting_slots: int | None = None,
+        *,
+        slot_bytes: int = 1,
+        store_threshold: int = 1,
     ) -> None:
+        if isinstance(host, int):
+            if policy is None:
+                raise TypeError("a number of host slots needs a policy beside it")
+            host = HostLedger(host, policy, slot_bytes)
         self.counters: Counter[str] = Counter()
-        self._host = HostLedger(host_slots, policy)
+        self.figures = Figures()
+        """What connectors measure: see :class:`Figures`."""
+        self._host = host
         self._fetch_tier: dict[OffloadKey, Tier] = {}
-        self._max_persisting = (
-            max(1, host_slots // 2) if max_persisting_slots is None else max_persisting_slots
-        )
-        self._follow_ups: list[Transfer] = []
         self._events: list[OffloadingEvent] = []
+        self._removed: Counter[tuple[str, str]] = Counter()
+        self._departures = Departures(REMEMBERED_DEPARTURES)
+        self._hints = HintReader(self.counters)
+        self._sightings = Sightings(store_threshold, max(MIN_SIGHTINGS, 2 * host.num_slots))
+        # Chunks being stored for a request that wants them on some tiers only.
+        self._only_tiers: dict[OffloadKey, tuple[str, ...]] = {}
+        if max_persisting_slots is None:
+            max_persisting_slots = max(1, host.num_slots // 2)
+        self._write_through = WriteThrough(
+            host,
+            max_persisting_slots * max(1, host.slot_bytes),
+            self.counters,
+            lambda keys: self._departures.note(keys, DROPPED),
+        )
         self._use_tiers(tiers)
 
     def _use_tiers(self, tiers: Sequence[Tier]) -> None:
         self.tiers = tuple(tiers)
-        # Tier name → host slots its write-through pins now. Each tier has its own share of the
-        # limit, so that one that hangs does not hold up the others.
-        self._persisting = {tier.name: 0 for tier in tiers}
-        self._persisting_limit = -(-self._max_persisting // max(1, len(tiers)))
-        # Tier name → chunks waiting for their write-through, oldest first.
-        self._waiting: dict[str, dict[OffloadKey, None]] = {tier.name: {} for tier in tiers}
+        self._tier_names = frozenset(tier.name for tier in tiers)
+        self._write_through.use(tiers)
+
+    # ---- hints ----
+
+    def hints(self, req_context: ReqContext | None) -> Hints:
+        """Return what a request asks for; connectors obey ``max_load_tokens``."""
+        if req_context is None or not req_context.kv_transfer_params:
+            return NO_HINTS
+        return self._hints.hints(req_context, self._tier_names)
+
+    def _tiers_for(self, req_context: ReqContext | None) -> tuple[Tier, ...]:
+        """Return the tiers that a request may be served from or stored to."""
+        wanted = self.hints(req_context).tiers
+        if wanted is None:
+            return self.tiers
+        return tuple(tier for tier in self.tiers if tier.name in wanted)
+
+    def _worth_reading(self, tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
+        """Leave out tiers from which loading takes longer than computing."""
+        if not self.figures.load_rates:
+            return tiers
+        slow = self.figures.slower_than_computing
+        return tuple(tier for tier in tiers if not slow(tier.medium))
 
     # ---- looking up ----
 
@@ -124,7 +135,7 @@ class TieredOffloadingManager(OffloadingManager):
             return None
         if host.moving(key):
             return False
-        return self._find_below(key)[1]
+        return _first_holder(key, self._worth_reading(self._tiers_for(req_context)))[1]
 
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
@@ -133,37 +144,66 @@ class TieredOffloadingManager(OffloadingManager):
 
         Hits on lower tiers count only as far as host memory has room to receive them.
         """
-        host = self._host
-        hits, idle_hits, from_below = 0, 0, 0
-        answer: bool | None = False
+        ready = self._host.ready
+        hits = 0
         for key in keys:
+            if key not in ready:
+                break
+            hits += 1
+        else:
+            self.counters["lookup_hits"] += hits
+            return hits, False
+        in_host = hits
+        answer: bool | None = False
+        allowed = self._tiers_for(req_context)
+        tiers = self._worth_reading(allowed)
+        if tiers or self._host.fetching:
+            hits, answer = self._lookup_below(keys, hits, tiers)
+        pending = answer is None
+        self.counters["lookup_hits"] += in_host
+        self.counters["lookup_pending" if pending else "lookup_misses"] += 1
+        if len(tiers) < len(allowed) and not pending:
+            self._note_declined(keys[hits], [tier for tier in allowed if tier not in tiers])
+        return hits, pending
+
+    def _lookup_below(
+        self, keys: Sequence[OffloadKey], start: int, tiers: tuple[Tier, ...]
+    ) -> tuple[int, bool | None]:
+        """Go on where the first chunk is not in host memory; return hits, and what ended them."""
+        host = self._host
+        # Idle chunks of the prompt itself are not what makes room for the rest of it.
+        idle_hits = sum(key not in host.pins for key in keys[:start]) if host.pins else start
+        from_below = 0
+        found: Counter[str] = Counter()
+        answer: bool | None = False
+        hits = start
+        for key in keys[start:]:
             if key in host.ready:
                 idle_hits += key not in host.pins
             else:
-                answer = self.lookup(key, req_context)
-                if not answer:
+                if key in host.fetching:
+                    answer = None
+                    break
+                tier, answer = (None, False) if host.moving(key) else _first_holder(key, tiers)
+                if tier is None:
                     break
                 from_below += 1
+                found[tier.medium] += 1
             if from_below and from_below > host.room_for(key) - idle_hits:
                 answer = False
                 break
             hits += 1
-        pending = hits < len(keys) and answer is None
-        self.counters["lookup_hits"] += hits
-        if hits < len(keys):
-            self.counters["lookup_pending" if pending else "lookup_misses"] += 1
-        return hits, pending
+        for medium, count in found.items():
+            self.counters[f"lookup_hits_{medium}"] += count
+        self.counters["lookup_hits"] += hits - start
+        return hits, answer if hits < len(keys) else False
 
-    def _find_below(self, key: OffloadKey) -> tuple[Tier | None, bool | None]:
-        """Return the first tier that holds a key, with True; or None with False or "ask again"."""
-        answer: bool | None = False
-        for tier in self.tiers:
-            holds = tier.holds(key)
-            if holds:
-                return tier, True
-            if holds is None:
-                answer = None
-        return None, answer
+    def _note_declined(self, key: OffloadKey, slow: Iterable[Tier]) -> None:
+        """A lookup ended at this chunk: was it because a tier that has it is too slow?"""
+        for tier in slow:
+            if tier.holds(key):
+                self.counters[f"load_declined_{tier.name}"] += 1
+                self.figures.declined(tier.medium)
 
     # ---- loading ----
 
@@ -172,7 +212,20 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> CPULoadStoreSpec:
         """See :meth:`OffloadingManager.prepare_load`."""
         host = self._host
-        sources = self._sources(keys)
+        try:
+            slots = list(map(host.ready.__getitem__, keys))
+        except KeyError:
+            pass
+        else:
+            if host.pin_all(keys):
+                return CPULoadStoreSpec(slots)
+        return self._prepare_staged_load(keys, self._tiers_for(req_context))
+
+    def _prepare_staged_load(
+        self, keys: Sequence[OffloadKey], tiers: tuple[Tier, ...]
+    ) -> CPULoadStoreSpec:
+        host = self._host
+        sources = self._sources(keys, tiers)
         here = [key for key, tier in zip(keys, sources, strict=False) if tier is None]
         # Pin what is here before making room for the rest, or it might be what is evicted.
         for key in here:
@@ -202,7 +255,7 @@ class TieredOffloadingManager(OffloadingManager):
             [Fetch(t.name, tuple(at), tuple(keys[i] for i in at)) for t, at in fetches.items()],
         )
 
-    def _sources(self, keys: Sequence[OffloadKey]) -> list[Tier | None]:
+    def _sources(self, keys: Sequence[OffloadKey], tiers: tuple[Tier, ...]) -> list[Tier | None]:
         """For the leading keys that can be had: None (in host memory) or the tier to fetch from."""
         host = self._host
         sources: list[Tier | None] = []
@@ -212,7 +265,7 @@ class TieredOffloadingManager(OffloadingManager):
             if key not in host.ready:
                 if host.moving(key) or key in named:
                     break
-                tier = self._find_below(key)[0]
+                tier = _first_holder(key, tiers)[0]
                 if tier is None:
                     break
                 named.add(key)
@@ -225,21 +278,30 @@ class TieredOffloadingManager(OffloadingManager):
         req_context: ReqContext | None = None,
         success: bool = True,
         settled: bool = True,
+        reason: str = "",
     ) -> None:
         """See :meth:`OffloadingManager.complete_load`."""
+        # From tail to head, so that of one prompt the tail is the older and leaves first.
+        backwards = list(keys)[::-1]
+        if success and settled and not self._host.fetching and self._host.unpin_all(backwards):
+            return
         host = self._host
         arrived: list[OffloadKey] = []
         lost: list[OffloadKey] = []
-        # From tail to head, so that of one prompt the tail is the older and leaves first.
-        for key in reversed(list(keys)):
+        missed: list[OffloadKey] = []
+        promotions: dict[Tier, list[OffloadKey]] = {}
+        for key in backwards:
             source = self._fetch_tier.pop(key, None)
             if source and not success:
                 source.forget(key)
+                missed.append(key)
             if key in host.fetching:
                 slot = host.fetching.pop(key)
                 if success:
                     host.become_ready(key, slot)
                     arrived.append(key)
+                    if source:
+                        promotions.setdefault(source, []).append(key)
                 else:
                     host.give_back(slot, settled)
             elif key in host.pins:
@@ -251,8 +313,21 @@ class TieredOffloadingManager(OffloadingManager):
                 host.end_use(key, settled)
             else:
                 self._unexpected("complete_load", key)
+        self._departures.note([*lost, *missed], reason or Reason.FAILED)
         self._record(lost[::-1], CPU, Reason.FAILED)
         self._record(arrived[::-1], CPU, Reason.STORED)
+        for source, fetched in promotions.items():
+            self._promote(source, fetched[::-1], req_context)
+        self._write_through.begin()
+
+    def _promote(
+        self, source: Tier, keys: Sequence[OffloadKey], req_context: ReqContext | None
+    ) -> None:
+        """What came from a tier goes to the nearer ones, too: next time it is faster from there."""
+        for tier in self._tiers_for(req_context):
+            if tier is source:
+                return
+            self._write_through.offer(tier, keys)
 
     # ---- storing ----
 
@@ -261,17 +336,37 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         """See :meth:`OffloadingManager.prepare_store`."""
         host = self._host
-        new = [k for k in dict.fromkeys(keys) if k not in host.ready and not host.moving(k)]
+        new = host.absent(keys)
+        hints = self.hints(req_context)
+        if not hints.offload:
+            self.counters["store_not_wanted"] += len(new)
+            self._departures.note(new, "not_wanted")
+            new = []
+        elif self._sightings.threshold > 1:
+            new = self._admit(new)
         if not new:
             return PrepareStoreOutput((), CPULoadStoreSpec(()), ())
         slots, evicted = host.reserve(new, protected=keys)
         self._evicted(evicted)
-        self.counters["store_refused"] += len(new) - len(slots)
-        if not slots:
-            return None
+        if len(slots) < len(new):
+            self.counters["store_refused"] += len(new) - len(slots)
+            self._departures.note(new[len(slots) :], DROPPED)
+            if not slots:
+                return None
         stored = tuple(new[: len(slots)])
         host.incoming.update(zip(stored, slots, strict=True))
+        host.prioritise(stored, hints.priority)
+        if hints.tiers is not None:
+            self._only_tiers.update(dict.fromkeys(stored, hints.tiers))
         return PrepareStoreOutput(stored, CPULoadStoreSpec(slots), tuple(evicted))
+
+    def _admit(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+        admitted = self._sightings.admitted(keys)
+        if len(admitted) < len(keys):
+            here = set(admitted)
+            self.counters["store_not_admitted"] += len(keys) - len(admitted)
+            self._departures.note([key for key in keys if key not in here], "not_admitted")
+        return admitted
 
     def complete_store(
         self,
@@ -281,9 +376,25 @@ class TieredOffloadingManager(OffloadingManager):
         settled: bool = True,
     ) -> None:
         """See :meth:`OffloadingManager.complete_store`."""
+        stored = list(keys)
+        if not (success and settled and self._host.all_ready(stored[::-1])):
+            stored = self._complete_store_one_by_one(stored, success, settled)
+        self._record(stored, CPU, Reason.STORED)
+        only = {key: self._only_tiers.pop(key, None) for key in keys} if self._only_tiers else {}
+        for tier in self.tiers if stored else ():
+            wanted = stored
+            if only:
+                wanted = [k for k in stored if (t := only.get(k)) is None or tier.name in t]
+            self._write_through.offer(tier, wanted)
+
+    def _complete_store_one_by_one(
+        self, keys: Sequence[OffloadKey], success: bool, settled: bool
+    ) -> list[OffloadKey]:
+        """Return what is stored now."""
         host = self._host
         stored: list[OffloadKey] = []
-        for key in reversed(list(keys)):
+        failed: list[OffloadKey] = []
+        for key in reversed(keys):
             if key in host.incoming:
                 slot = host.incoming.pop(key)
                 if success:
@@ -291,18 +402,19 @@ class TieredOffloadingManager(OffloadingManager):
                     stored.append(key)
                 else:
                     host.give_back(slot, settled)
-                    self.counters["store_failed"] += 1
+                    failed.append(key)
             elif host.orphaned(key):
                 host.end_use(key, settled)
             else:
                 self._unexpected("complete_store", key)
+        self.counters["store_failed"] += len(failed)
+        self._departures.note(failed, Reason.FAILED)
         stored.reverse()
-        self._record(stored, CPU, Reason.STORED)
-        for tier in self.tiers:
-            self._write_through(tier, stored)
+        return stored
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         """See :meth:`OffloadingManager.touch`."""
+        self._sightings.see(keys)
         for key in reversed(keys):
             self._host.policy.touch(key)
 
@@ -316,50 +428,23 @@ class TieredOffloadingManager(OffloadingManager):
 
     # ---- write-through ----
 
-    def _write_through(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
-        waiting = self._waiting[tier.name]
-        waiting.update(dict.fromkeys(key for key in keys if not tier.holds(key)))
-        while len(waiting) > self._host.num_slots:  # the oldest cannot all be resident any more
-            del waiting[next(iter(waiting))]
-            self.counters[f"persist_dropped_{tier.name}"] += 1
-        self._begin_persisting(tier)
-
-    def _begin_persisting(self, tier: Tier) -> None:
-        """Hand out write-through for waiting chunks, as far as the limit on pins allows."""
-        waiting = self._waiting[tier.name]
-        batch: list[OffloadKey] = []
-        while waiting and self._persisting[tier.name] < self._persisting_limit:
-            key = next(iter(waiting))
-            del waiting[key]
-            if key in self._host.ready:
-                self._host.pin(key)
-                self._persisting[tier.name] += 1
-                batch.append(key)
-            else:
-                self.counters[f"persist_dropped_{tier.name}"] += 1
-        if batch:
-            source = CPULoadStoreSpec([self._host.ready[key] for key in batch])
-            target = BackendLoadStoreSpec(tier.name, batch)
-            self._follow_ups.append(Transfer(source, target, tuple(batch), tier.name))
-
     def take_transfers(self) -> list[Transfer]:
         """See :meth:`OffloadingManager.take_transfers`."""
-        taken, self._follow_ups = self._follow_ups, []
-        return taken
+        return self._write_through.take()
 
     def complete_transfer(
         self, transfer: Transfer, ok: Sequence[bool], settled: bool = True
     ) -> None:
         """See :meth:`OffloadingManager.complete_transfer`."""
-        if transfer.tier in self._persisting:
-            self._persisting[transfer.tier] -= len(transfer.keys)
+        if not self._write_through.ended(transfer):
+            self._unexpected("complete_transfer", *transfer.keys[:1])
+            return
         for key in reversed(transfer.keys):
             self._host.end_use(key, settled)
         good = [key for key, fine in zip(transfer.keys, ok, strict=True) if fine]
         self.counters[f"persist_failed_{transfer.tier}"] += len(ok) - len(good)
         self._record(good, transfer.tier.upper(), Reason.STORED)
-        for tier in self.tiers:
-            self._begin_persisting(tier)
+        self._write_through.begin()
 
     def release_slots(self, host_slots: Iterable[int]) -> None:
         """See :meth:`OffloadingManager.release_slots`."""
@@ -367,7 +452,7 @@ class TieredOffloadingManager(OffloadingManager):
             if not self._host.release(slot):
                 self.counters["unexpected_release"] += 1
 
-    # ---- events, reset, self-check ----
+    # ---- events, reset ----
 
     def _reserve(self, keys: Sequence[OffloadKey]) -> list[int]:
         slots, evicted = self._host.reserve(keys) if keys else ([], [])
@@ -376,23 +461,32 @@ class TieredOffloadingManager(OffloadingManager):
 
     def _evicted(self, keys: Sequence[OffloadKey]) -> None:
         self.counters["evicted"] += len(keys)
+        self._departures.note(keys, EVICTED)
         self._record(keys, CPU, Reason.EVICTED)
 
     def _record(self, keys: Sequence[OffloadKey], medium: str, reason: Reason) -> None:
         if keys:
             removed = reason is not Reason.STORED
+            if removed:
+                self._removed[medium, reason] += len(keys)
             self._events.append(OffloadingEvent(tuple(keys), medium, removed, reason))
 
-    def _unexpected(self, verb: str, key: OffloadKey) -> None:
+    def _unexpected(self, verb: str, *keys: OffloadKey) -> None:
         self.counters["unexpected_completion"] += 1
-        log.warning("%s for chunk %s, which was not prepared", verb, key.hex())
+        named = keys[0].hex() if keys else "none"
+        log.warning("%s for chunk %s, which was not prepared", verb, named)
 
     def take_events(self) -> list[OffloadingEvent]:
         """See :meth:`OffloadingManager.take_events`; includes what tiers evicted themselves."""
         for tier in self.tiers:
+            gone: dict[str, list[OffloadKey]] = {}
             for removal in tier.take_removals():
-                reason = Reason.EVICTED if removal.reason == "evicted" else Reason.FAILED
-                self._record([OffloadKey(removal.key)], tier.medium, reason)
+                gone.setdefault(removal.reason, []).append(OffloadKey(removal.key))
+            for why, keys in gone.items():
+                self._removed[tier.medium, why] += len(keys)
+                self._departures.note(keys, why)
+                reason = Reason.EVICTED if why == EVICTED else Reason.FAILED
+                self._events.append(OffloadingEvent(tuple(keys), tier.medium, True, reason))
         taken, self._events = self._events, []
         return taken
 
@@ -402,21 +496,77 @@ class TieredOffloadingManager(OffloadingManager):
         This is about host memory. If the bytes changed their meaning, give the tiers a new
         namespace and call :meth:`replace_tiers`.
         """
-        self._record(self._host.forget_all(), CPU, Reason.RESET)
-        for waiting in self._waiting.values():
-            waiting.clear()
+        gone = self._host.forget_all()
+        self._departures.note(gone, Reason.RESET)
+        self._record(gone, CPU, Reason.RESET)
+        self._sightings.clear()
+        self._only_tiers.clear()
+        self._write_through.forget_waiting()
 
     def replace_tiers(self, tiers: Sequence[Tier]) -> None:
-        """Use other stores below from now on; follow-ups not taken yet are dropped."""
-        for waiting in self._waiting.values():
-            waiting.clear()
+        """Use other stores below from now on; follow-ups not taken yet are dropped.
+
+        What is known to have been in the old ones counts as of another namespace.
+        """
+        self._write_through.forget_waiting()
         for transfer in self.take_transfers():
             self.complete_transfer(transfer, [False] * len(transfer.keys))
+        events = self.take_events()  # the old ones' last words
+        for tier in self.tiers:
+            events.append(OffloadingEvent((), tier.medium, True, Reason.REPLACED))
+        self._events = events
+        self._departures.new_namespace()
         self._use_tiers(tiers)
+
+    # ---- figures, self-check ----
+
+    def explain(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> list[str]:
+        """Say for each chunk where it is or why it is not; for people, not for every step.
+
+        Returns:
+            ``CPU`` or the medium of a tier; ``storing``, ``fetching`` or ``pending`` if that is not
+            decided yet; else the reason of the miss, see ``docs/manager.md``.
+        """
+        return [self._explain(key, self._tiers_for(req_context)) for key in keys]
+
+    def _explain(self, key: OffloadKey, tiers: tuple[Tier, ...]) -> str:
+        host = self._host
+        if key in host.ready:
+            return CPU
+        if key in host.fetching:
+            return "fetching"
+        if key in host.incoming:
+            return "storing"
+        tier, answer = _first_holder(key, tiers)
+        if tier is None:
+            return "pending" if answer is None else self._departures.reason(key)
+        return "too_slow" if self.figures.slower_than_computing(tier.medium) else tier.medium
+
+    def stats(self) -> dict[str, object]:
+        """Return all figures as plain data; see ``docs/manager.md``."""
+        host = self._host
+        removed: dict[str, dict[str, int]] = {}
+        for (medium, reason), count in self._removed.items():
+            removed.setdefault(medium, {})[str(reason)] = count
+        return {
+            "host": {
+                "capacity_bytes": host.capacity_bytes,
+                "resident_bytes": host.resident_bytes,
+                "inflight_bytes": host.inflight_bytes,
+                "resident_chunks": self.resident,
+                "busy_chunks": self.busy_slots,
+            },
+            "write_through": {t.name: self._write_through.figures(t.name) for t in self.tiers},
+            "removed": removed,
+            "counters": dict(self.counters),
+            **self.figures.as_dict(),
+        }
 
     @property
     def busy_slots(self) -> int:
-        """Host slots that a transfer uses, or that wait for one to let go; 0 when all is quiet."""
+        """Chunks' slots that a transfer uses, or that wait for one to let go; 0 when quiet."""
         return self._host.busy_slots
 
     @property
@@ -427,3 +577,15 @@ class TieredOffloadingManager(OffloadingManager):
     def check(self) -> None:
         """Raise UsageError if the ledger contradicts itself; for tests, O(host slots)."""
         self._host.check()
+
+
+def _first_holder(key: OffloadKey, tiers: Iterable[Tier]) -> tuple[Tier | None, bool | None]:
+    """Return the first tier that holds a key, with True; or None with False or "ask again"."""
+    answer: bool | None = False
+    for tier in tiers:
+        holds = tier.holds(key)
+        if holds:
+            return tier, True
+        if holds is None:
+            answer = None
+    return None, answer

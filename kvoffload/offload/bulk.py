@@ -1,0 +1,44 @@
+"""Putting many keys into an order, or taking them out, at the price of one call."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import repeat
+from typing import Protocol, runtime_checkable
+
+from kvoffload.offload.policies.base import Policy
+from kvoffload.offload.policies.lru import LRUPolicy
+
+Many = Callable[[Iterable[bytes]], object]
+
+
+@runtime_checkable
+class InBulk(Protocol):
+    """Optional: a policy that takes many keys in a call; equal to as many single calls."""
+
+    def add_all(self, keys: Iterable[bytes]) -> object:
+        """Add keys, none of which is in the order."""
+        ...
+
+    def remove_all(self, keys: Iterable[bytes]) -> object:
+        """Take out keys, all of which are in the order."""
+        ...
+
+
+def add_all(policy: Policy) -> Many:
+    """Return what adds many keys to a policy, none of which is in its order."""
+    if isinstance(policy, InBulk):
+        return policy.add_all
+    if type(policy) is LRUPolicy:
+        put = policy._order.__setitem__
+        return lambda keys: deque(map(put, keys, repeat(None)), maxlen=0)
+    return lambda keys: deque(map(policy.add, keys), maxlen=0)
+
+
+def remove_all(policy: Policy) -> Many:
+    """Return what takes many keys out of a policy, all of which are in its order."""
+    if isinstance(policy, InBulk):
+        return policy.remove_all
+    if type(policy) is LRUPolicy:
+        take_out = policy._order.__delitem__
+        return lambda keys: deque(map(take_out, keys), maxlen=0)
+    return lambda keys: deque(map(policy.remove, keys), maxlen=0)

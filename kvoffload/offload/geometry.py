@@ -1,0 +1,70 @@
+"""How host memory is cut up when KV cache groups have chunks of several sizes.
+
+Memory is rows of one size (see :mod:`kvoffload.transfer.slab`), of which any chunk takes a whole
+number. Some consecutive rows are an *extent*; each extent serves chunks of one size at a time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from kvoffload.config import human_bytes
+from kvoffload.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class HostGeometry:
+    """Rows, extents and sizes of the slots of one host tier."""
+
+    row_bytes: int
+    num_rows: int
+    rows_of_group: tuple[int, ...]
+    """Rows that a chunk of each KV cache group takes."""
+    extent_rows: int
+    """Rows of an extent; 0 where all chunks are one row and there are no extents."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The different numbers of rows a slot may have."""
+        return tuple(sorted(set(self.rows_of_group)))
+
+    @property
+    def num_extents(self) -> int:
+        """Whole extents in the rows there are."""
+        return self.num_rows // self.extent_rows if self.extent_rows else 0
+
+    @classmethod
+    def plan(cls, total_bytes: int, chunk_bytes: Sequence[int]) -> "HostGeometry":
+        """Cut memory up for chunks of these sizes, one for each group; 0 for a group never stored.
+
+        Raises:
+            ConfigError: it cannot hold one chunk of each size at a time.
+        """
+        sizes = sorted({size for size in chunk_bytes if size})
+        row_bytes = gcd(*sizes)
+        num_rows = total_bytes // row_bytes
+        rows = [size // row_bytes for size in sizes]
+        if num_rows < rows[-1] * len(rows):
+            raise ConfigError(
+                "cpu_bytes",
+                human_bytes(total_bytes),
+                f"must hold at least one chunk of each size, {human_bytes(sizes[-1])} the largest; "
+                "raise it or lower blocks_per_chunk",
+            )
+        # A group that is never stored counts as the smallest size: it takes nothing anyway.
+        rows_of_group = tuple(max(size, sizes[0]) // row_bytes for size in chunk_bytes)
+        extent_rows = 0 if len(rows) == 1 else _extent_rows(num_rows, rows)
+        return cls(row_bytes, num_rows, rows_of_group, extent_rows)
+
+
+def _extent_rows(num_rows: int, rows: Sequence[int]) -> int:
+    """Choose an extent: small against the memory, yet with little left over for any size."""
+    largest = rows[-1]
+    most = min(64 * largest, num_rows // (16 * len(rows)))
+    best, least = largest, 1.0
+    step = max(1, (most - largest) // 4096)  # a bounded search
+    for extent in range(largest, max(largest, most) + 1, step):
+        waste = max((extent % size) / extent for size in rows)
+        if waste < least - 1e-3:
+            best, least = extent, waste
+    return best

@@ -1,0 +1,101 @@
+"""Priorities over any policy: chunks of a lower priority leave first, whatever their use."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from kvoffload.offload.policies.base import Policy
+
+
+class ByPriority:
+    """A policy's order between an order of lesser and one of greater chunks.
+
+    Within a priority other than 0 the least recently used leaves first.
+
+    Args:
+        normal: orders the chunks of priority 0; may hold some already.
+        capacity: priorities remembered at most; a chunk whose priority is forgotten is normal.
+    """
+
+    def __init__(self, normal: Policy, capacity: int) -> None:
+        self._normal = normal
+        self._capacity = capacity
+        self._priority: OrderedDict[bytes, int] = OrderedDict()
+        self._orders: dict[int, OrderedDict[bytes, None]] = {}
+
+    def mark(self, keys: Iterable[bytes], priority: int) -> None:
+        """Give chunks that are not in the order a priority."""
+        for key in keys:
+            self._priority.pop(key, None)
+            if priority:
+                self._priority[key] = priority
+        for key in list(self._priority):
+            if len(self._priority) <= self._capacity:
+                break
+            if not self._order_of(key, self._priority[key]):
+                del self._priority[key]
+
+    def _order_of(self, key: bytes, priority: int) -> OrderedDict[bytes, None] | None:
+        order = self._orders.get(priority)
+        return order if order is not None and key in order else None
+
+    def _special(self, key: object) -> OrderedDict[bytes, None] | None:
+        """Return the order a chunk is in if that is not the normal one."""
+        if not isinstance(key, bytes) or key not in self._priority:
+            return None
+        return self._order_of(key, self._priority[key])
+
+    def add(self, key: bytes) -> None:
+        """See :meth:`Policy.add`."""
+        priority = self._priority.get(key)
+        if priority is None:
+            self._normal.add(key)
+        else:
+            order = self._orders.setdefault(priority, OrderedDict())
+            order[key] = None
+            order.move_to_end(key)
+
+    def touch(self, key: bytes) -> None:
+        """See :meth:`Policy.touch`."""
+        order = self._special(key)
+        if order is None:
+            self._normal.touch(key)
+        else:
+            order.move_to_end(key)
+
+    def remove(self, key: bytes) -> None:
+        """See :meth:`Policy.remove`."""
+        order = self._special(key)
+        if order is None:
+            self._normal.remove(key)
+        else:
+            del order[key]
+
+    def victims(self, count: int) -> Sequence[bytes]:
+        """See :meth:`Policy.victims`."""
+        taken: list[bytes] = []
+        priorities = sorted(self._orders)
+        for priority in [p for p in priorities if p < 0]:
+            self._take(priority, count, taken)
+        taken.extend(self._normal.victims(count - len(taken)))
+        for priority in [p for p in priorities if p > 0]:
+            self._take(priority, count, taken)
+        return taken
+
+    def _take(self, priority: int, count: int, taken: list[bytes]) -> None:
+        order = self._orders[priority]
+        while order and len(taken) < count:
+            taken.append(order.popitem(last=False)[0])
+        if not order:
+            del self._orders[priority]
+
+    def __len__(self) -> int:
+        return len(self._normal) + sum(map(len, self._orders.values()))
+
+    def __contains__(self, key: object) -> bool:
+        return self._special(key) is not None or key in self._normal
+
+    def clear(self) -> None:
+        """See :meth:`Policy.clear`."""
+        self._normal.clear()
+        self._orders.clear()
+        self._priority.clear()

@@ -1,0 +1,46 @@
+"""A store below host memory, as the ledger sees it."""
+
+import logging
+from dataclasses import dataclass
+
+from kvoffload.backends.base import Presence, Removal, ReportsRemovals
+from kvoffload.core.transfers import OffloadKey
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A store below host memory; whatever a plug-in raises on the way is a miss."""
+
+    name: str
+    presence: Presence
+    removals: ReportsRemovals | None = None
+
+    @property
+    def medium(self) -> str:
+        """The name used in events."""
+        return self.name.upper()
+
+    def holds(self, key: OffloadKey) -> bool | None:
+        """Ask the store's presence: True, False, or None for "ask again"."""
+        try:
+            return self.presence.holds(key)
+        except Exception:
+            log.exception("%s: looking up a chunk failed; taken as a miss", self.name)
+            return False
+
+    def forget(self, key: OffloadKey) -> None:
+        """Tell the store's presence that a chunk could not be loaded."""
+        try:
+            self.presence.forget([key])
+        except Exception:
+            log.exception("%s: forgetting a chunk failed", self.name)
+
+    def take_removals(self) -> list[Removal]:
+        """Return what the store removed by itself."""
+        try:
+            return self.removals.take_removals() if self.removals else []
+        except Exception:
+            log.exception("%s: reporting removals failed", self.name)
+            return []

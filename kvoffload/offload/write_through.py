@@ -1,0 +1,137 @@
+"""Write-through: stored chunks go on to the tiers, as far as back-pressure lets them."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvoffload.core.transfers import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKey
+from kvoffload.offload.base import Transfer
+from kvoffload.offload.host import HostLedger
+from kvoffload.offload.tiers import Tier
+
+WHILE_LOADING = 4
+"""While something is loaded from a tier, write-through gets this part of its limit: loads first."""
+
+
+class _Lane:
+    """Write-through to one tier."""
+
+    def __init__(self, tier: Tier, limit_bytes: int) -> None:
+        self.tier = tier
+        self.limit_bytes = limit_bytes
+        self.pinned_bytes = 0
+        # Oldest first. They are not pinned: one that is evicted before its turn is dropped.
+        self.waiting: dict[OffloadKey, None] = {}
+
+
+class WriteThrough:
+    """Chunks waiting for tiers, and the transfers under way.
+
+    A chunk beyond the limit waits its turn unpinned; one that is evicted first is dropped and
+    counted: a future miss, nothing else.
+
+    Args:
+        host: pinned while a chunk is read.
+        limit_bytes: high-water mark of host bytes pinned for this. Each tier has an equal share, so
+            that one that hangs does not hold up the others.
+        counters: where drops and failures are counted.
+        dropped: told of drops.
+    """
+
+    def __init__(
+        self,
+        host: HostLedger,
+        limit_bytes: int,
+        counters: Counter[str],
+        dropped: Callable[[Sequence[OffloadKey]], None],
+    ) -> None:
+        self._host = host
+        self._limit_bytes = limit_bytes
+        self._counters = counters
+        self._dropped = dropped
+        self._lanes: dict[str, _Lane] = {}
+        self._handed_out: list[Transfer] = []
+        self._numbers = itertools.count(1)
+        # Transfer number → its lane, though that tier may not be used any more.
+        self._under_way: dict[int, _Lane] = {}
+
+    def use(self, tiers: Sequence[Tier]) -> None:
+        """Write to these tiers from now on; those under way to others end on their own."""
+        slot_bytes = max(1, self._host.slot_bytes)
+        slots = self._limit_bytes // slot_bytes
+        share = -(-slots // max(1, len(tiers))) * slot_bytes
+        self._lanes = {tier.name: _Lane(tier, share) for tier in tiers}
+
+    def offer(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
+        """Chunks just became ready; those the tier has not got are to be written to it."""
+        lane = self._lanes[tier.name]
+        lane.waiting.update(dict.fromkeys(key for key in keys if not tier.holds(key)))
+        too_many = len(lane.waiting) - self._host.num_slots
+        if too_many > 0:  # the oldest cannot all be resident any more
+            self._drop(lane, [key for key, _ in zip(lane.waiting, range(too_many), strict=False)])
+        self._begin(lane)
+
+    def begin(self) -> None:
+        """Hand out what the limits allow now."""
+        for lane in self._lanes.values():
+            if lane.waiting:
+                self._begin(lane)
+
+    def _begin(self, lane: _Lane) -> None:
+        host, waiting = self._host, lane.waiting
+        limit = lane.limit_bytes
+        if host.fetching and limit:
+            limit = max(limit // WHILE_LOADING, host.slot_bytes)
+        batch: list[OffloadKey] = []
+        gone: list[OffloadKey] = []
+        for key in waiting:
+            if key not in host.ready:
+                gone.append(key)
+                continue
+            size = host.bytes_of(key)
+            # A chunk larger than the limit is written when nothing else is.
+            if lane.pinned_bytes + size > limit and (lane.pinned_bytes or not limit):
+                break
+            lane.pinned_bytes += size
+            batch.append(key)
+        for key in batch:
+            del waiting[key]
+            host.pin(key)
+        self._drop(lane, gone)
+        if batch:
+            source = CPULoadStoreSpec([host.ready[key] for key in batch])
+            name = lane.tier.name
+            target = BackendLoadStoreSpec(name, batch)
+            number = next(self._numbers)
+            self._under_way[number] = lane
+            self._handed_out.append(Transfer(source, target, tuple(batch), name, number))
+
+    def _drop(self, lane: _Lane, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            del lane.waiting[key]
+        if keys:
+            self._counters[f"persist_dropped_{lane.tier.name}"] += len(keys)
+            self._dropped(keys)
+
+    def take(self) -> list[Transfer]:
+        """Return transfers handed out since the last call."""
+        taken, self._handed_out = self._handed_out, []
+        return taken
+
+    def ended(self, transfer: Transfer) -> bool:
+        """A transfer was answered; False if it had been answered before."""
+        lane = self._under_way.pop(transfer.number, None)
+        if lane is None:
+            return False
+        lane.pinned_bytes -= sum(map(self._host.bytes_of, transfer.keys))
+        return True
+
+    def forget_waiting(self) -> None:
+        """Nothing that waits is to be written any more."""
+        for lane in self._lanes.values():
+            lane.waiting.clear()
+
+    def figures(self, name: str) -> dict[str, int]:
+        """Bytes under way to a tier, and chunks that wait."""
+        lane = self._lanes[name]
+        return {"inflight_bytes": lane.pinned_bytes, "waiting_chunks": len(lane.waiting)}
