@@ -10,6 +10,8 @@ from mini_engine.demo_report import problems
 from mini_engine.demo_text import conversations
 from mini_engine.tokenizer import ByteTokenizer
 
+from kvoffload.cli.checkout import benchmark
+
 COMMAND = [sys.executable, "-c", "from kvoffload.cli.main import main; main()", "demo"]
 
 
@@ -63,9 +65,7 @@ def test_report_and_plot_are_written_and_the_cache_folder_is_gone(quick):
 
 
 def test_the_e2e_bench_makes_rows_of_a_report(quick):
-    from benchmarks.e2e import rows
-
-    made = rows(quick[1], copy_rate=1e10, read_rate=1e9)
+    made = benchmark("e2e").rows(quick[1], copy_rate=1e10, read_rate=1e9)
     assert {"cold: median TTFT", "host: speed-up", "disk: outputs identical"} <= {
         row["case"] for row in made
     }

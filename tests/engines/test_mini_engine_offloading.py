@@ -27,6 +27,13 @@ PATIENCE_S = 60.0
 """A workload that takes longer hangs; the usual time is a tenth of a second."""
 
 
+class FaultyAsyncBackend(FaultyBackend):
+    """Without optional protocols: whether a chunk is there is known some steps later only."""
+
+    def __getattr__(self, name):
+        raise AttributeError(name)
+
+
 class PageCheck:
     """A connector around another that compares all pages it sees with those seen before."""
 
@@ -269,35 +276,39 @@ def test_files_damaged_meanwhile_change_no_token(tiny, tmp_path, total, first):
     assert total["read_missing"] > 0
 
 
+READ_FAULTS = [
+    ("raise", ["read"]),
+    ("hang", ["read"]),
+    ("delay", ["read"]),
+    ("miss", ["read"]),
+    ("short", ["read"]),
+    ("lie", ["contains"]),
+]
+WRITE_FAULTS = [
+    ("raise", ["write", "remove"]),
+    ("hang", ["write"]),
+    ("delay", ["write"]),
+    ("miss", ["write", "contains"]),
+    ("short", ["write"]),
+    ("lie", ["write"]),
+]
+
+
 @pytest.mark.parametrize("first", range(0, WORKLOADS // 4, PER_TEST))
 def test_stores_that_misbehave_change_no_token(tiny, tmp_path, monkeypatch, total, first):
     opened = []
 
     def open_faulty(*args, **kwargs):
-        opened.append(FaultyBackend(open_backend(*args, **kwargs), *plans))
+        kind = draw.choice([FaultyBackend, FaultyAsyncBackend])
+        opened.append(kind(open_backend(*args, **kwargs), *plans))
         return opened[-1]
 
     open_backend = registry.open_backend
     monkeypatch.setattr(registry, "open_backend", open_faulty)
     for seed in range(2000 + first, 2000 + first + PER_TEST):
         draw = random.Random(seed)
-        plans = [
-            Plan(fault, frozenset(verbs), every=draw.randint(2, 5), seconds=0.005)
-            for fault, verbs in draw.sample(
-                [
-                    ("raise", ["read"]),
-                    ("raise", ["write", "remove"]),
-                    ("hang", ["read"]),
-                    ("hang", ["write"]),
-                    ("delay", ["read", "write"]),
-                    ("miss", ["read", "contains"]),
-                    ("short", ["read"]),
-                    ("short", ["write"]),
-                    ("lie", ["write", "contains"]),
-                ],
-                2,
-            )
-        ]
+        faults = [draw.choice(READ_FAULTS), draw.choice(WRITE_FAULTS)]
+        plans = [Plan(f, frozenset(v), every=draw.randint(1, 3), seconds=0.005) for f, v in faults]
         workload, truth = Workload(tiny, seed, tmp_path / str(seed)), {}
         workload.offload |= {"load_timeout_s": 0.02, "store_timeout_s": 0.02}
         expected = workload.expected(truth)
@@ -357,6 +368,45 @@ def test_a_harmed_file_is_recomputed_and_its_reason_counted(tiny, tmp_path, harm
     assert second.undelivered_tokens > 0
     assert second.computed_prompt_tokens >= second.undelivered_tokens
     assert sum(n for name, n in counted.items() if reason in name) > 0
+
+
+@pytest.mark.parametrize("aborted", [True, False])
+def test_a_load_that_hangs_ends_by_its_deadline_aborted_or_not(
+    tiny, tmp_path, monkeypatch, aborted
+):
+    open_backend, hang = registry.open_backend, []
+    monkeypatch.setattr(
+        registry, "open_backend", lambda *a, **kw: FaultyBackend(open_backend(*a, **kw), *hang)
+    )
+    config = {
+        "model": tiny,
+        "max_model_len": MAX_LEN,
+        "kv_cache_bytes": "256KiB",
+        "offload": {
+            "cpu_bytes": "1MiB",
+            "backends": [{"type": "disk", "root": str(tmp_path), "capacity": "64MiB"}],
+            "load_timeout_s": 0.1,
+        },
+    }
+    prompt = list(range(80))
+    with Engine(config) as engine:
+        (right,) = engine.generate([prompt])
+    hang.append(Plan("hang", frozenset(["read"])))
+    with Engine(config) as engine:
+        wait_for_index(engine, 4)
+        name = engine.add_request(prompt)
+        assert engine.step() == []
+        assert engine.manager.usage > 0  # the load holds the blocks it is to fill
+        if aborted:
+            engine.abort(name)
+            assert engine.manager.usage > 0  # still
+        results = []
+        while engine.has_requests:
+            results += engine.step()
+        assert engine.manager.usage == 0
+        assert reasons(stats(engine))["failed_deadline"] > 0
+    assert [r.finish_reason for r in results] == (["abort"] if aborted else ["length"])
+    assert results[0].token_ids == (() if aborted else right.token_ids)
 
 
 def wait_for_index(engine, chunks):
