@@ -41,22 +41,33 @@ class MultiModalItem:
     length: int
 
 
+@dataclass(frozen=True)
+class Extras:
+    """What else, beside its tokens, decides the KV of a prompt.
+
+    Attributes:
+        lora: name of the adapter it is computed with.
+        mm_items: multi-modal items, ordered by offset.
+        cache_salt: keeps it apart from prompts with other salts.
+    """
+
+    lora: str | None = None
+    mm_items: tuple[MultiModalItem, ...] = ()
+    cache_salt: str | None = None
+
+
 class Hasher(Protocol):
     """What a chain needs of a hasher: where to start, and how to go on."""
 
     @property
     def block_size(self) -> int: ...  # noqa: D102
 
-    def start(self, lora: str | None, cache_salt: str | None) -> bytes:
+    def start(self, extras: Extras) -> bytes:
         """Return the parent of a chain's first block."""
         ...
 
     def extend(
-        self,
-        parent: bytes,
-        token_ids: Sequence[int],
-        first_block: int,
-        mm_items: Sequence[MultiModalItem],
+        self, parent: bytes, token_ids: Sequence[int], first_block: int, extras: Extras
     ) -> list[bytes]:
         """Hash consecutive whole blocks."""
         ...
@@ -132,23 +143,19 @@ class BlockHasher:
             + _field(b"R", root or b"")
         )
 
-    def start(self, lora: str | None, cache_salt: str | None) -> bytes:
+    def start(self, extras: Extras) -> bytes:
         """Return the parent of a chain's first block."""
-        if lora is None and cache_salt is None:
+        if extras.lora is None and extras.cache_salt is None:
             return self.root
         message = self.root
-        if lora is not None:
-            message += _field(b"L", lora.encode())
-        if cache_salt is not None:
-            message += _field(b"S", cache_salt.encode())
+        if extras.lora is not None:
+            message += _field(b"L", extras.lora.encode())
+        if extras.cache_salt is not None:
+            message += _field(b"S", extras.cache_salt.encode())
         return self.digest(message)
 
     def extend(
-        self,
-        parent: bytes,
-        token_ids: Sequence[int],
-        first_block: int,
-        mm_items: Sequence[MultiModalItem],
+        self, parent: bytes, token_ids: Sequence[int], first_block: int, extras: Extras
     ) -> list[bytes]:
         """Hash consecutive whole blocks.
 
@@ -156,11 +163,12 @@ class BlockHasher:
             parent: hash of the block before them.
             token_ids: their tokens, a multiple of ``block_size``.
             first_block: index of the first of them in its chain.
-            mm_items: all items of the prompt, ordered by offset.
+            extras: of the chain.
 
         Raises:
             ValueError: a token id does not fit in 32 bits.
         """
+        mm_items = extras.mm_items
         data = _pack_tokens(token_ids)
         step = 4 * self.block_size
         hashes: list[bytes] = []
@@ -215,12 +223,13 @@ class HashChain:
         cache_salt: requests with different salts share nothing.
 
     Attributes:
+        extras: what else the hashes cover.
         token_ids: all tokens; read only for others than the chain.
         hashes: one for each *full* block; read only.
     """
 
     __slots__ = (
-        "_block_size", "_start", "cache_salt", "hasher", "hashes", "lora", "mm_items", "token_ids",
+        "_block_size", "_start", "extras", "hasher", "hashes", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -233,13 +242,12 @@ class HashChain:
         cache_salt: str | None = None,
     ) -> None:
         self.hasher = hasher
-        self.lora = lora
-        self.cache_salt = cache_salt
-        self.mm_items = tuple(sorted(mm_items, key=lambda item: item.offset))
+        items = tuple(sorted(mm_items, key=lambda item: item.offset))
+        self.extras = Extras(lora, items, cache_salt)
         self.token_ids: list[int] = list(token_ids)
         self.hashes: list[bytes] = []
         self._block_size = hasher.block_size
-        self._start: bytes = hasher.start(lora, cache_salt)
+        self._start: bytes = hasher.start(self.extras)
         self._catch_up()
 
     def __len__(self) -> int:
@@ -271,4 +279,4 @@ class HashChain:
             return
         parent = hashes[-1] if hashes else self._start
         tokens = self.token_ids[done * size : full * size]
-        hashes += self.hasher.extend(parent, tokens, done, self.mm_items)
+        hashes += self.hasher.extend(parent, tokens, done, self.extras)

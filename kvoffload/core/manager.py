@@ -359,7 +359,7 @@ class KVCacheManager:
                         parent_block_hash=hashes[start - 1] if start else None,
                         token_ids=chain.token_ids[start * size : stop * size],
                         block_size=size,
-                        lora_name=chain.lora,
+                        lora_name=chain.extras.lora,
                         group_idx=group.index,
                     )
                 )
