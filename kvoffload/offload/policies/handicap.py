@@ -1,4 +1,4 @@
-"""LRU with a handicap on what was seen once or twice, set by small shadow caches."""
+"""LRU with a handicap on what was seen rarely, set by small shadow caches."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -8,17 +8,24 @@ from zlib import crc32
 
 from kvoffload.offload.policies.history import Away, SeenFilter
 
-HANDICAPS: tuple[tuple[float, float], ...] = ((0, 0), (1, 0), (4, 0.25), (64, 4))
-"""What is chosen from: how much older a key counts if it was seen once, or twice; in capacities.
+HANDICAPS: tuple[tuple[float, float, float], ...] = (
+    (0, 0, 0),
+    (1, 0.25, 0),
+    (8, 4, 1),
+    (64, 32, 16),
+)
+"""What is chosen from: how much older, in capacities, a key counts that was seen 1, 2 or 3 times.
 
-The first is LRU. The last gives up every key seen once before any other, much like LRU-2.
+The first row is LRU. The last one evicts what was seen least often first.
 """
 _START = 1
 _SHADOW_ENTRIES = 1024
-_LEAST_RATE = 8
+_LEAST_RATE = 4
 _TICKS = 256
 _TICKS_A_ROUND = 16
-_ROUNDS_REMEMBERED = 64
+_LEAST_ROUNDS = 64
+_LEAST_SAMPLES = 2048
+"""A choice rests on so many rounds and so many sampled uses: fewer are noise in small stores."""
 _ADVANTAGE = 1.01
 _HISTORY = 2.7
 
@@ -49,40 +56,34 @@ class _Shadow:
 
     __slots__ = ("capacity", "handicaps", "hits", "queues")
 
-    def __init__(self, capacity: int, handicaps: tuple[int, int, int]) -> None:
+    def __init__(self, capacity: int, handicaps: tuple[int, ...]) -> None:
         self.capacity = capacity
         self.handicaps = handicaps
         self.hits = 0.0
-        self.queues: tuple[_Queue[int], ...] = (OrderedDict(), OrderedDict(), OrderedDict())
+        self.queues: tuple[_Queue[int], ...] = tuple(OrderedDict() for _ in range(4))
 
     def use(self, checksum: int, queue: int, now: int) -> None:
         """Count a use of a key that belongs in ``queue``."""
-        once, twice, more = self.queues
-        if checksum in more:
-            more[checksum] = now
-            more.move_to_end(checksum)
-        elif checksum in once:
-            del once[checksum]
-            twice[checksum] = now
-        elif checksum in twice:
-            del twice[checksum]
-            more[checksum] = now
-        else:
-            if len(once) + len(twice) + len(more) >= self.capacity:
-                self.queues[_oldest(self.queues, self.handicaps)[0]].popitem(last=False)
-            self.queues[queue][checksum] = now
-            return
-        self.hits += 1
+        queues = self.queues
+        for number, held in enumerate(queues):
+            if checksum in held:
+                del held[checksum]
+                queues[min(3, number + 1)][checksum] = now
+                self.hits += 1
+                return
+        if sum(map(len, queues)) >= self.capacity:
+            queues[_oldest(queues, self.handicaps)[0]].popitem(last=False)
+        queues[queue][checksum] = now
 
 
 class HandicapPolicy:
     """The key that counts as the oldest leaves first.
 
-    A key's age is the number of uses, of any keys, since its own last one. If it was seen only once
-    (or only twice) a handicap is added: much under scans and one-time prompts, none where
-    recency is all that matters. Four shadow caches, fed with the same small sample of keys, try one
-    set of handicaps each; the order takes over that of the shadow which hit most of late. A filter
-    remembers how often evicted keys had been seen.
+    A key's age is the number of uses, of any keys, since its own last one. A key that was seen only
+    once, twice or three times has a handicap added: much under scans and one-time prompts, none
+    where recency is all that matters. Four shadow caches, fed with the same small sample of keys,
+    try one row of handicaps each; the order takes over that of the shadow which hit most of late. A
+    filter remembers how often evicted keys had been seen.
 
     Every operation is O(1). Decisions depend on keys and calls alone, not on time or chance.
     """
@@ -95,22 +96,22 @@ class HandicapPolicy:
         self._uses_a_tick = max(1, entries // _TICKS)
         self._uses_left = self._uses_a_tick
         self._now = 0
-        self._once: _Queue[bytes] = OrderedDict()
-        self._twice: _Queue[bytes] = OrderedDict()
-        self._more: _Queue[bytes] = OrderedDict()
-        self._queues = (self._once, self._twice, self._more)
+        # Keys seen once, twice, three times, more often.
+        self._queues: tuple[_Queue[bytes], ...] = tuple(OrderedDict() for _ in range(4))
         self._away: Away[int] = Away(entries)  # notes the queue
         self._seen = SeenFilter(round(_HISTORY * entries))
         self._rate = rate
         ticks = entries / self._uses_a_tick
         self._shadows = tuple(
-            _Shadow(max(1, entries // rate), (round(once * ticks), round(twice * ticks), 0))
-            for once, twice in HANDICAPS
+            _Shadow(max(1, entries // rate), (*(round(each * ticks) for each in row), 0))
+            for row in HANDICAPS
         )
         self._chosen = self._shadows[_START]
+        samples_a_round = self._uses_a_tick * _TICKS_A_ROUND / rate
+        self._fades = 1 - 1 / max(_LEAST_ROUNDS, _LEAST_SAMPLES / samples_a_round)
 
     @property
-    def handicaps(self) -> tuple[float, float]:
+    def handicaps(self) -> tuple[float, float, float]:
         """The handicaps in force; one of :data:`HANDICAPS`."""
         return HANDICAPS[self._shadows.index(self._chosen)]
 
@@ -128,19 +129,24 @@ class HandicapPolicy:
 
     def touch(self, key: bytes) -> None:
         """Count a use of a key that is idle or pinned."""
-        queue = 2
-        if key in self._more:
-            self._more[key] = self._now
-            self._more.move_to_end(key)
-        elif key in self._once:
-            del self._once[key]
-            self._twice[key] = self._now
+        once, twice, thrice, more = self._queues
+        queue = 3
+        if key in more:
+            more[key] = self._now
+            more.move_to_end(key)
+        elif key in once:
+            del once[key]
+            twice[key] = self._now
             queue = 1
-        elif key in self._twice:
-            del self._twice[key]
-            self._more[key] = self._now
+        elif key in twice:
+            del twice[key]
+            thrice[key] = self._now
+            queue = 2
+        elif key in thrice:
+            del thrice[key]
+            more[key] = self._now
         elif key in self._away:
-            queue = self._away[key] = min(2, self._away[key] + 1)
+            queue = self._away[key] = min(3, self._away[key] + 1)
         else:
             return
         self._used(crc32(key), queue)
@@ -162,7 +168,7 @@ class HandicapPolicy:
             queue = self._queues[at]
             while True:
                 key = queue.popitem(last=False)[0]
-                note(crc32(key), at > 0)
+                note(crc32(key), min(3, at + 1))
                 taken.append(key)
                 if not queue or len(taken) == count or next(iter(queue.values())) >= limit:
                     break
@@ -170,11 +176,10 @@ class HandicapPolicy:
 
     def _find(self, key: object) -> int | None:
         """Return the number of the queue a key is in."""
-        if key in self._more:
-            return 2
-        if key in self._once:
-            return 0
-        return 1 if key in self._twice else None
+        for number, queue in enumerate(self._queues):
+            if key in queue:
+                return number
+        return None
 
     def _used(self, checksum: int, queue: int) -> None:
         """Let time pass and the shadows see the use, if this key is one of the sample."""
@@ -194,10 +199,10 @@ class HandicapPolicy:
         if best.hits > self._chosen.hits * _ADVANTAGE:
             self._chosen = best
         for shadow in self._shadows:
-            shadow.hits *= 1 - 1 / _ROUNDS_REMEMBERED
+            shadow.hits *= self._fades
 
     def __len__(self) -> int:
-        return len(self._once) + len(self._twice) + len(self._more)
+        return sum(map(len, self._queues))
 
     def __contains__(self, key: object) -> bool:
         return self._find(key) is not None

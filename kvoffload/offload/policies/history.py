@@ -26,11 +26,13 @@ class Away(OrderedDict[bytes, Note]):
             self.popitem(last=False)
 
 
+_LEVELS = 3
 _rng = Random(0)
 _MASKS = tuple(
-    tuple(sum(1 << bit for bit in _rng.sample(range(64), 3)) for _ in range(4096)) for _ in range(2)
+    tuple(sum(1 << bit for bit in _rng.sample(range(64), 3)) for _ in range(4096))
+    for _ in range(_LEVELS)
 )
-"""Three bits of a word for "seen once", three others for "seen again"; picked by checksum."""
+"""Three bits of a word that say "seen", three for "seen twice"...; picked by checksum."""
 
 
 class SeenFilter:
@@ -49,26 +51,27 @@ class SeenFilter:
         self._noted = 0
         self._young, self._old = self._empty(), self._empty()
 
-    def note(self, checksum: int, again: bool) -> None:
-        """Remember that the key with this checksum had been seen: once, or ``again``."""
+    def note(self, checksum: int, times: int) -> None:
+        """Remember that the key with this checksum had been seen 1, 2 or 3 (or more) times."""
         high, at = divmod(checksum, self._words)
-        mask = _MASKS[0][high & 4095]
-        if again:
-            mask |= _MASKS[1][high & 4095]
-        self._young[at] |= mask
+        bits = _MASKS[0][high & 4095]
+        for level in range(1, times):
+            bits |= _MASKS[level][high & 4095]
+        self._young[at] |= bits
         self._noted += 1
         if self._noted == self._keys:
             self._old, self._young = self._young, self._empty()
             self._noted = 0
 
     def recall(self, checksum: int) -> int:
-        """Return how often the key with this checksum had been seen: 0, 1, or 2 for more often."""
+        """Return how often the key with this checksum had been seen: 0 to 3."""
         high, at = divmod(checksum, self._words)
-        once, again = _MASKS[0][high & 4095], _MASKS[1][high & 4095]
         young, old = self._young[at], self._old[at]
-        if not (young & once == once or old & once == once):
-            return 0
-        return 2 if young & again == again or old & again == again else 1
+        for level, masks in enumerate(_MASKS):
+            bits = masks[high & 4095]
+            if young & bits != bits and old & bits != bits:
+                return level
+        return _LEVELS
 
     def clear(self) -> None:
         """Forget all keys."""
