@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import quote
 
+from kvoffload.backends import redis_admin, redis_doctor
 from kvoffload.backends.base import Usage
 from kvoffload.backends.format import MAX_KEY_BYTES, namespace_digest
 from kvoffload.backends.redis_chunks import Batch, Load, Sealer, Store
@@ -33,10 +34,11 @@ from kvoffload.backends.redis_options import (
 from kvoffload.backends.redis_presence import Verdicts
 from kvoffload.backends.redis_resp import Integers, Line, ServerError, encode
 from kvoffload.backends.redis_topology import Topology, open_topology
+from kvoffload.backends.upkeep import Finding, Holding
 
 log = logging.getLogger(__name__)
 
-PREFIX = "kvoffload"
+PREFIX = redis_admin.PREFIX
 _LOOKUP_KEYS = 1000
 """Keys asked for in one request: other lookups get their turn after so many."""
 
@@ -219,6 +221,26 @@ class RedisBackend:
         self._facts_due = 0.0
         await self._ready()
         self._keep_facts()
+
+    # For operators.
+
+    async def survey(self) -> list[Holding]:
+        """See :class:`~kvoffload.backends.upkeep.Surveys`."""
+        return await redis_admin.survey(self._target, self._options, self._access)
+
+    async def purge(self, namespaces: Sequence[str]) -> int:
+        """See :class:`~kvoffload.backends.upkeep.Purges`."""
+        prefixes = [f"{PREFIX}:{quote(namespace, safe='')}:" for namespace in namespaces]
+        return await redis_admin.purge(self._target, self._options, self._access, prefixes)
+
+    async def diagnose(self) -> list[Finding]:
+        """See :class:`~kvoffload.backends.upkeep.Diagnoses`."""
+        return await redis_doctor.diagnose(
+            self._target,
+            self._options,
+            self._access,
+            lambda: RedisBackend(self._options, self._namespace),
+        )
 
     # On the loop's thread.
 

@@ -77,6 +77,7 @@ class Node:
         self._troubled = troubled
         self._loop = asyncio.get_running_loop()
         self._address: Address | None = None
+        self._where = "an address not known yet"
         self._share = max(1, options.max_inflight_bytes // options.connections)
         self._loads: deque[Request] = deque()
         self._stores: deque[Request] = deque()
@@ -201,7 +202,7 @@ class Node:
         if self._closed:
             return
         self._counters["connect_failed"] += 1
-        log.debug("redis at %s: %s", self._address, error or type(error).__name__)
+        log.debug("redis at %s: %s", self._where, error or type(error).__name__)
         self._fail(lasted_s, str(error) or type(error).__name__)
         if not self._data:
             self._lose((self._loads, self._stores), "unreachable")
@@ -219,6 +220,7 @@ class Node:
         options = self._options
         async with asyncio.timeout(options.connect_timeout_s):
             address = await self._resolve()
+            self._where = str(address)
             sock, channel = await open_channel(address, self._access.tls)
             connection = Connection(
                 sock,
@@ -277,7 +279,7 @@ class Node:
         if reason in ("shutdown", "moved", "breaker_open"):
             return
         self._counters[f"connection_lost_{reason.partition(':')[0].lower()}"] += 1
-        log.debug("redis at %s: connection lost: %s", self._address, reason)
+        log.debug("redis at %s: connection lost: %s", self._where, reason)
         # Closing an idle connection is a server's right, giving one up may be the caller's wish,
         # and one odd value says nothing about the server.
         if had_owed and reason not in ("cancelled", "size"):
@@ -289,7 +291,7 @@ class Node:
         if self._closed or not self.breaker.failure(lasted_s):
             return
         self._counters["breaker_opened"] += 1
-        log.warning("redis at %s is left alone until it answers again: %s", self._address, reason)
+        log.warning("redis at %s is left alone until it answers again: %s", self._where, reason)
         self._drop("breaker_open")
         self._start(self._probe())
 
@@ -301,14 +303,14 @@ class Node:
             try:
                 connection = await self._open()
             except (OSError, ValueError) as error:
-                log.debug("redis at %s: still away: %s", self._address, error)
+                log.debug("redis at %s: still away: %s", self._where, error)
                 self.breaker.probe_failed()
                 self._troubled()
                 continue
             self.breaker.probe_succeeded()
             self._restarted()  # verdicts of the outage are no longer true
             self._counters["breaker_closed"] += 1
-            log.warning("redis at %s is back", self._address)
+            log.warning("redis at %s is back", self._where)
             self._join(self._lookup, connection)
 
     def _drop(self, reason: str) -> None:

@@ -10,6 +10,7 @@ COMMANDS: dict[str, str] = {
     "demo": "Serve long prompts again from host memory and, after a kill, from disk.",
     "bench": "Measure, each row beside the limit taken in the same run.",
     "replay": "Replay a trace through eviction policies, beside Belady's bound.",
+    "doctor": "Examine a Redis (or a folder): verdicts and remedies.",
     "size": "Say how much memory a trace and a model need for what hit rate.",
 }
 """Command → one-line help. The module ``kvoffload.cli.<command>`` has ``app`` or ``command``."""

@@ -1,0 +1,236 @@
+"""The Redis backend beside ``redis-benchmark`` and redis-py, on one server, in turns.
+
+``kvoffload bench redis``. Every side moves values of the same size over as many connections; stores
+go to names the server does not hold yet, loads come from 64 names it does. Ours verifies every
+chunk, and moves it from and into a slab larger than the processor's caches; ``redis-benchmark``
+verifies nothing and uses one buffer over and over.
+"""
+
+import asyncio
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import redis
+
+from benchmarks.harness import Row, report, row
+from kvoffload import open_backend
+from kvoffload.testing.redis_server import BINARY, MISSING, RedisServer, make_certificates
+
+ROUNDS = 5
+NAMES = 64
+PRESENCE_KEYS = 1000
+PATIENT = {"timeout_s": 30.0, "connect_timeout_s": 30.0}
+
+
+class Side:
+    """One client: what it stores, what it loads, and the processor time it takes for it."""
+
+    def __init__(self) -> None:
+        self.best_s = {"store": float("inf"), "load": float("inf")}
+        self.cpu_s = {"store": float("inf"), "load": float("inf")}
+
+    def turn(self, what: str, work: Callable[[], float]) -> None:
+        """Measure one round; ``work`` returns its seconds."""
+        began = time.process_time()
+        took_s = work()
+        self.cpu_s[what] = min(self.cpu_s[what], time.process_time() - began)
+        self.best_s[what] = min(self.best_s[what], took_s)
+
+
+def timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+class Bench:
+    """A server, the sides, and the values they move.
+
+    Args:
+        folder: the server's.
+        size: bytes of a value.
+        count: values a round.
+        connections: of every side but redis-py, which has one.
+        tls: whether to encrypt.
+    """
+
+    def __init__(self, folder: Path, size: int, count: int, connections: int, tls: bool) -> None:
+        self.size, self.count, self.connections = size, count, connections
+        self.total_gb = size * count / 1e9
+        self.flags: list[str] = []
+        self.options: dict[str, Any] = {"connections": connections, **PATIENT}
+        self.python: dict[str, Any] = {}
+        self.server = RedisServer(folder)
+        self.options["url"] = self.server.url
+        if tls:
+            files = make_certificates(folder / "certificates")
+            port = self.server.port
+            self.server.stop()
+            self.server = RedisServer(
+                folder, "--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no",
+                "--tls-cert-file", files["cert"], "--tls-key-file", files["key"],
+                "--tls-ca-cert-file", files["ca"], port=port,
+            )  # fmt: skip
+            self.flags = ["--tls", "--cacert", files["ca"]]
+            self.options |= {"url": f"rediss://localhost:{port}", "ca_file": files["ca"]}
+            self.python = {"ssl": True, "ssl_ca_certs": files["ca"]}
+        # More slots than fit a cache, as in a host slab; each name has its own slot when loading.
+        self.slab = np.random.default_rng(0).integers(0, 256, (NAMES, size), np.uint8)
+        self.into = np.zeros((NAMES, size), np.uint8)
+        self.keys = [b"%032d" % i for i in range(count)]
+        self.client = redis.Redis("localhost", self.server.port, **self.python)
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.stop()
+
+    def run(self) -> dict[str, Side]:
+        sides = {"kvoffload": Side(), "redis-benchmark": Side(), "redis-py": Side()}
+        with asyncio.Runner() as runner:
+            backend = runner.run(self._opened())
+            try:
+                for _ in range(ROUNDS):
+                    ours, theirs, python = sides.values()
+                    self.client.flushall()
+                    ours.turn("store", lambda: timed(lambda: runner.run(self._store(backend))))
+                    ours.turn("load", lambda: timed(lambda: runner.run(self._load(backend))))
+                    self.client.flushall()
+                    theirs.turn("store", lambda: self._peer("set", 10**9))
+                    self.client.flushall()
+                    python.turn("store", lambda: timed(self._python_set))
+                    theirs.turn("load", lambda: self._peer("get", NAMES))
+                    python.turn("load", lambda: timed(self._python_get))
+            finally:
+                runner.run(backend.close())
+        return sides
+
+    async def _opened(self) -> Any:
+        backend = open_backend("redis", self.options, "bench")
+        await backend.contains(self.keys[:1])
+        return backend
+
+    async def _store(self, backend: Any) -> None:
+        slots = [memoryview(self.slab[i % NAMES]) for i in range(self.count)]
+        for start in range(0, self.count, NAMES):
+            part = slice(start, start + NAMES)
+            if not all(await backend.write(self.keys[part], slots[part])):
+                raise RuntimeError(f"a store failed: {backend.counters()}")
+
+    async def _load(self, backend: Any) -> None:
+        slots = [memoryview(self.into[i % NAMES]) for i in range(self.count)]
+        for start in range(0, self.count, NAMES):
+            part = slice(start, start + NAMES)
+            if not all(await backend.read(self.keys[part], slots[part])):
+                raise RuntimeError(f"a load failed: {backend.counters()}")
+
+    def _python_set(self) -> None:
+        for i in range(NAMES):
+            self.client.set(f"key:{i:012d}", memoryview(self.slab[i]))
+
+    def _python_get(self) -> None:
+        for i in range(NAMES):
+            if len(self.client.get(f"key:{i:012d}")) != self.size:
+                raise RuntimeError("redis-py lost a value")
+
+    def _peer(self, test: str, names: int) -> float:
+        command = [
+            "redis-benchmark", "-h", "localhost", "-p", str(self.server.port), *self.flags,
+            "-t", test, "-d", str(self.size), "-n", str(self.count),
+            "-c", str(self.connections), "-r", str(names), "--csv",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        requests_per_s = float(done.stdout.splitlines()[-1].split(",")[1].strip('"'))
+        return self.count / requests_per_s
+
+    def presence_s(self) -> tuple[float, float]:
+        """Best time to look up 1,000 keys; then to have each answered while the breaker is open."""
+
+        async def lookups() -> float:
+            backend = open_backend("redis", self.options, "bench")
+            keys = [b"%036d" % i for i in range(PRESENCE_KEYS)]
+            best_s = float("inf")
+            for _ in range(20):
+                started = time.perf_counter()
+                await backend.contains(keys)
+                best_s = min(best_s, time.perf_counter() - started)
+            await backend.close()
+            return best_s
+
+        async def shut_out() -> float:
+            options = {"url": "redis://127.0.0.1:1", "lookup_timeout_s": 0.2}
+            backend = open_backend("redis", options, "bench")
+            keys = [b"%036d" % i for i in range(PRESENCE_KEYS)]
+            while not backend.counters()["breakers_open"]:
+                await backend.read(keys[:1], [memoryview(bytearray(1))])
+            started = time.perf_counter()
+            for key in keys:
+                backend.holds(key)
+            took_s = time.perf_counter() - started
+            await backend.close()
+            return took_s / len(keys)
+
+        return asyncio.run(lookups()), asyncio.run(shut_out())
+
+
+def run() -> dict[str, Any]:
+    """Measure every size, in the clear and under TLS."""
+    if BINARY is None or shutil.which("redis-benchmark") is None:
+        raise SystemExit(f"kvoffload bench redis: {MISSING}, and redis-benchmark")
+    rows: list[Row] = []
+    for size, count, connections, tls in (
+        (2 << 20, 192, 4, False),
+        (2 << 20, 192, 1, False),
+        (256 << 10, 1024, 4, False),
+        (2 << 20, 192, 4, True),
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            bench = Bench(Path(folder), size, count, connections, tls)
+            try:
+                rows += _rows(bench, tls)
+                if size < 1 << 20:
+                    rows += _lookups(*bench.presence_s())
+            finally:
+                bench.close()
+    return report("redis", rows)
+
+
+def _rows(bench: Bench, tls: bool) -> list[Row]:
+    sides = bench.run()
+    ours, theirs, python = sides.values()
+    shape = f"{bench.size >> 10} KiB, {bench.connections} connections{', TLS' if tls else ''}"
+    python_gb = NAMES * bench.size / 1e9
+    rows = []
+    for what, verb in (("store", "SET"), ("load", "GET")):
+        value = bench.total_gb / ours.best_s[what]
+        limit = bench.total_gb / theirs.best_s[what]
+        rows.append(row(f"{what}, {shape}", value, "GB/s", limit, f"redis-benchmark {verb}"))
+        by_python = python_gb / python.best_s[what]
+        rows.append(row(f"{what}, {shape}", value, "GB/s", by_python, f"redis-py {verb.lower()}"))
+        rows.append(
+            row(
+                f"{what}, {shape}, processor time of the client",
+                ours.cpu_s[what] / bench.total_gb,
+                "s/GB",
+                python.cpu_s[what] / python_gb,
+                "redis-py's",
+            )
+        )
+    return rows
+
+
+def _lookups(lookup_s: float, open_s: float) -> Sequence[Row]:
+    return [
+        row(f"look up {PRESENCE_KEYS} keys", lookup_s * 1e3, "ms", 5.0, "the goal (at most)"),
+        row("look up 1 key, server left alone", open_s * 1e6, "µs", 20.0, "the goal (at most)"),
+    ]
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(), indent=1))

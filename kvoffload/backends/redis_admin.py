@@ -1,0 +1,117 @@
+"""Looking at, and emptying, what servers hold: by SCAN in small steps, never by KEYS."""
+
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from kvoffload.backends.redis_channel import Address
+from kvoffload.backends.redis_control import control_client
+from kvoffload.backends.redis_options import Access, RedisOptions, Target
+from kvoffload.backends.redis_topology import SentinelResolver, fetch_slots
+from kvoffload.backends.upkeep import Holding
+
+PREFIX = "kvoffload"
+_STEP = 500
+"""Names a SCAN looks at, and at most as many removed at once: well below a millisecond each."""
+_PATIENCE_S = 10.0
+
+
+async def masters(target: Target, options: RedisOptions, access: Access) -> list[Address]:
+    """Every server that holds a part of the data.
+
+    Raises:
+        OSError: none can be asked.
+    """
+    if target.kind == "sentinel":
+        return [await SentinelResolver(target, options, access)()]
+    if target.kind != "cluster":
+        return [target.addresses[0]]
+    failure: OSError = OSError("no seeds")
+    for seed in target.addresses:
+        try:
+            slots = await fetch_slots(seed, options, access)
+            return list(dict.fromkeys(address for _, _, address in slots))
+        except (OSError, ValueError) as error:
+            failure = OSError(f"{seed}: {error}")
+    raise failure
+
+
+@asynccontextmanager
+async def client_of(
+    address: Address, options: RedisOptions, access: Access
+) -> AsyncIterator[Redis]:
+    """A client for one server; its errors come out as OSError."""
+    client = control_client(address, options, access, _PATIENCE_S)
+    try:
+        yield client
+    except RedisError as error:
+        raise ConnectionError(f"{address}: {error}") from error
+    finally:
+        await client.aclose()
+
+
+async def survey(target: Target, options: RedisOptions, access: Access) -> list[Holding]:
+    """Say what the servers hold; see :class:`~kvoffload.backends.upkeep.Surveys`."""
+    chunks: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    facts: dict[str, dict[str, str]] = {}
+    for address in await masters(target, options, access):
+        async with client_of(address, options, access) as client:
+            async for names in _scan(client, f"{PREFIX}:*"):
+                pipe = client.pipeline(transaction=False)
+                for name in names:
+                    (pipe.get if _is_facts(name) else pipe.strlen)(name)
+                for name, value in zip(names, await pipe.execute(), strict=True):
+                    namespace = unquote(name.split(b":")[1].decode())
+                    if _is_facts(name):
+                        facts[namespace] = _read_facts(value)
+                    else:
+                        chunks[namespace] += 1
+                        sizes[namespace] += value
+    return [
+        Holding(namespace, facts.get(namespace, {}), chunks[namespace], sizes[namespace])
+        for namespace in sorted(chunks.keys() | facts.keys())
+    ]
+
+
+async def purge(
+    target: Target, options: RedisOptions, access: Access, prefixes: Sequence[str]
+) -> int:
+    """Remove every name that begins with one of these; return how many there were."""
+    removed = 0
+    for address in await masters(target, options, access):
+        async with client_of(address, options, access) as client:
+            for prefix in prefixes:
+                async for names in _scan(client, f"{prefix}*"):
+                    pipe = client.pipeline(transaction=False)
+                    for name in names:
+                        pipe.unlink(name)
+                    removed += sum(await pipe.execute())
+    return removed
+
+
+async def _scan(client: Redis, pattern: str) -> AsyncIterator[list[bytes]]:
+    cursor = 0
+    while True:
+        cursor, found = await client.scan(cursor, match=pattern, count=_STEP)
+        if names := list(dict.fromkeys(name for name in found if isinstance(name, bytes))):
+            yield names
+        if not cursor:
+            return
+
+
+def _is_facts(name: bytes) -> bool:
+    return name.endswith(b":facts")
+
+
+def _read_facts(value: Any) -> dict[str, str]:
+    try:
+        return msgspec.json.decode(value or b"{}", type=dict[str, str])
+    except msgspec.DecodeError:
+        return {}

@@ -1,0 +1,66 @@
+"""Optional protocols for operators: look at a whole store, empty a part of it, find what is wrong.
+
+The command line (``inspect``, ``gc``, ``doctor``) opens a backend by its name like everybody else
+and asks for these.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+
+class Holding(NamedTuple):
+    """What a store holds of one namespace."""
+
+    namespace: str
+    facts: Mapping[str, str]
+    """What the namespace is a digest of, as far as it was stored beside the data."""
+    chunks: int
+    stored_bytes: int
+    """Bytes of its values or files, headers included."""
+
+
+@runtime_checkable
+class Surveys(Protocol):
+    """Optional: says what the store holds, of all namespaces."""
+
+    async def survey(self) -> list[Holding]:
+        """Look at everything, in small steps; may take long.
+
+        Raises:
+            OSError: the store cannot be reached, or refuses to be looked at.
+        """
+        ...
+
+
+@runtime_checkable
+class Purges(Protocol):
+    """Optional: removes whole namespaces."""
+
+    async def purge(self, namespaces: Sequence[str]) -> int:
+        """Remove all chunks and facts of these namespaces, in small steps; return how many values.
+
+        Raises:
+            OSError: the store cannot be reached, or refuses.
+        """
+        ...
+
+
+class Finding(NamedTuple):
+    """One thing looked into."""
+
+    check: str
+    """``reachable``, ``policy``, ``rights``..."""
+    verdict: Literal["ok", "warning", "failed"]
+    detail: str
+    """What was found, with figures."""
+    remedy: str = ""
+    """What to do about it; empty where nothing needs doing."""
+
+
+@runtime_checkable
+class Diagnoses(Protocol):
+    """Optional: examines its store and says what an operator should change."""
+
+    async def diagnose(self) -> list[Finding]:
+        """Look into everything that matters, each as one finding; never raises."""
+        ...

@@ -1,0 +1,131 @@
+"""Surveying, purging and examining, on real servers."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvoffload import open_backend
+from kvoffload.backends.upkeep import Diagnoses, Purges, Surveys
+from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of
+from kvoffload.testing.redis_server import BINARY, MISSING, RedisServer, free_port, redis_cluster
+
+pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = RedisServer(tmp_path / "redis")
+    yield server
+    server.stop()
+
+
+async def store(url, namespace, count, facts=None):
+    backend = open_backend("redis", {"url": url, "timeout_s": 5.0}, namespace)
+    keys = keys_of(count, namespace)
+    if facts:
+        await backend.describe(facts)
+    assert all(await backend.write(keys, filled(keys)))
+    await backend.close()
+
+
+async def test_a_survey_counts_each_namespace_and_a_purge_removes_only_what_it_names(server):
+    server.cli("set", "somebody:else", "1")
+    await store(server.url, "one", 3, {"model": "m"})
+    await store(server.url, "one:more", 2)  # its name begins with the other's
+    backend = open_backend("redis", {"url": server.url}, "x")
+    assert isinstance(backend, Surveys | Purges | Diagnoses)
+    one, more = await backend.survey()
+    assert (one.namespace, one.chunks, one.facts) == ("one", 3, {"model": "m"})
+    assert one.stored_bytes == 3 * (CHUNK_BYTES + 256)
+    assert (more.namespace, more.chunks, more.facts) == ("one:more", 2, {})
+    assert await backend.purge(["one"]) == 4
+    (left,) = await backend.survey()
+    assert left.namespace == "one:more"
+    assert server.cli("exists", "somebody:else") == "1"
+    await backend.close()
+
+
+async def test_a_whole_cluster_is_surveyed_and_purged(tmp_path):
+    with redis_cluster(tmp_path) as servers:
+        url = f"redis+cluster://127.0.0.1:{servers[0].port}"
+        await store(url, "spread", 30)
+        backend = open_backend("redis", {"url": url}, "x")
+        assert [holding.chunks for holding in await backend.survey()] == [30]
+        findings = await backend.diagnose()
+        assert not any(finding.verdict == "failed" for finding in findings), findings
+        assert await backend.purge(["spread"]) == 30
+        assert await backend.survey() == []
+        await backend.close()
+
+
+async def test_a_server_away_is_an_error_for_an_operator():
+    backend = open_backend("redis", {"url": f"redis://127.0.0.1:{free_port()}"}, "x")
+    with pytest.raises(OSError, match="connecting"):
+        await backend.survey()
+    (finding,) = await backend.diagnose()
+    assert (finding.check, finding.verdict) == ("reachable", "failed")
+    await backend.close()
+
+
+async def verdicts(url):
+    backend = open_backend("redis", {"url": url, "timeout_s": 5.0}, "x")
+    findings = await backend.diagnose()
+    await backend.close()
+    assert all(finding.remedy for finding in findings if finding.verdict != "ok")
+    return {finding.check: finding.verdict for finding in findings}
+
+
+async def test_an_examination_names_what_should_be_changed(server):
+    assert (await verdicts(server.url))["policy"] == "warning"
+    server.cli("config", "set", "maxmemory", "256mb")
+    assert (await verdicts(server.url))["policy"] == "warning"  # noeviction
+    server.cli("config", "set", "maxmemory-policy", "allkeys-lru")
+    found = await verdicts(server.url)
+    assert set(found.values()) == {"ok"}, found
+    server.cli("config", "set", "appendonly", "yes")
+    assert (await verdicts(server.url))["persistence"] == "warning"
+    assert server.cli("dbsize") == "0"  # it leaves nothing behind
+
+
+async def test_an_examination_finds_rights_that_are_missing(server):
+    server.cli("acl", "setuser", "kv", "reset", "on", ">p", "~kvoffload:*", "+ping", "+set")
+    found = await verdicts(f"redis://kv:p@127.0.0.1:{server.port}")
+    assert found["rights"] == "failed"
+    assert found["info"] == "warning"
+
+
+async def test_an_examination_finds_a_replica(server, tmp_path):
+    replica = RedisServer(tmp_path / "replica", "--replicaof", "127.0.0.1", str(server.port))
+    try:
+        found = await verdicts(replica.url)
+        assert found["role"] == "failed"
+        assert found["rights"] == "failed"
+    finally:
+        replica.stop()
+
+
+def doctor(*words):
+    command = [sys.executable, "-c", "from kvoffload.cli.main import main; main()", "doctor"]
+    return subprocess.run([*command, *words], capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_says_what_it_found(server):
+    done = doctor(server.url, "--json", "-o", "timeout_s=5.0")
+    assert done.returncode == 0, done.stderr
+    checks = [finding["check"] for finding in json.loads(done.stdout)["findings"]]
+    assert checks[0] == "latency"
+    assert checks.count("throughput") == 2
+    assert "maxmemory" in doctor(server.url).stdout
+
+
+def test_the_command_fails_for_a_server_away():
+    assert doctor(f"redis://127.0.0.1:{free_port()}").returncode == 1
+
+
+@pytest.mark.parametrize("words", [("http://x",), ("redis://x", "-o", "tmeout_s=1"), ("redis:x",)])
+def test_the_command_refuses_wrong_usage(words):
+    done = doctor(*words)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
