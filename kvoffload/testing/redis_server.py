@@ -5,6 +5,7 @@ Everything started is ended by :meth:`RedisServer.stop`, also when it was paused
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -19,11 +20,17 @@ _START_S = 20.0
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    """A TCP port nobody listens on now, and the one 10,000 above it (a cluster's second port).
+
+    Below the range the kernel takes ports for outgoing connections from, so that none of those
+    takes it before the server does.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_240, 21_760)
+        with socket.socket() as one, socket.socket() as two, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            two.bind(("127.0.0.1", port + 10_000))
+            return port
 
 
 class RedisServer:
