@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any, Protocol
 
 import torch
 
@@ -235,6 +236,42 @@ def _typed_view(
         )
     view = torch.empty(0, dtype=dtype, device=pages.device)
     return view.set_(pages.untyped_storage(), start // dtype.itemsize, tuple(shape), tuple(strides))
+
+
+class HasKVCache(Protocol):
+    """A layer of a model, as far as :func:`bind_kv_cache` needs it."""
+
+    kv_cache: Any
+
+
+def bind_kv_cache(
+    kv_caches: Mapping[str, LayerCache], layers: Mapping[str, HasKVCache]
+) -> list[LayerCache]:
+    """Give each layer its cache, and return the caches in layer order.
+
+    Raises:
+        KVCacheSpecError: caches and layers do not have the same names.
+    """
+    if kv_caches.keys() != layers.keys():
+        raise KVCacheSpecError(
+            f"caches and layers differ in {sorted(kv_caches.keys() ^ layers.keys())}"
+        )
+    for name, layer in layers.items():
+        layer.kv_cache = kv_caches[name]
+    return [kv_caches[name] for name in layers]
+
+
+def init_kv_cache(
+    config: KVCacheConfig,
+    backends: Mapping[str, AttentionBackend],
+    device: torch.device | str,
+    layers: Mapping[str, HasKVCache] | None = None,
+) -> dict[str, LayerCache]:
+    """Allocate, shape and, if layers are given, bind the caches of a plan."""
+    caches = reshape_kv_cache(config, allocate_kv_cache(config, device), backends)
+    if layers is not None:
+        bind_kv_cache(caches, layers)
+    return caches
 
 
 # -- canonical views -----------------------------------------------------------------------------
