@@ -128,7 +128,8 @@ class Connection:
         # What is still to be sent, each buffer with the request that it completes, if it does.
         self._out: deque[tuple[memoryview, Request | None]] = deque()
         self._writing = False
-        self._moved = 0  # bytes since the watch last looked
+        self._mark = 0.0  # when the connection last did what it should
+        self._moved = 0  # bytes since then
         self._watch: asyncio.TimerHandle | None = None
         self._loop.add_reader(sock.fileno(), self._readable)
 
@@ -153,9 +154,10 @@ class Connection:
         self.inflight_bytes += request.nbytes
         for i, frame in enumerate(frames, 1):
             self._out.append((memoryview(frame), request if i == len(frames) else None))
+        if len(self._owed) == 1:
+            self._progress()
         if self._watch is None:
-            self._moved = 0
-            self._watch = self._loop.call_later(self._timeout_s, self._look, self._owed[0])
+            self._watch = self._loop.call_later(self._timeout_s, self._look)
         if not self._writing:
             self._writable()
 
@@ -225,6 +227,8 @@ class Connection:
 
     def _deliver(self, replies: list[Reply]) -> bool:
         """Hand replies to their requests; False if the connection was given up over one."""
+        if replies:
+            self._progress()
         for reply in replies:
             request = self._owed.popleft()
             self.inflight_bytes -= request.nbytes
@@ -276,13 +280,20 @@ class Connection:
             view, request = self._out[0]
             self._out[0] = (view[count:], request)
 
-    def _look(self, first: Request) -> None:
-        """Judge the time since the last look: was a reply given, or enough moved?"""
+    def _progress(self) -> None:
+        self._mark = self._loop.time()
+        self._moved = 0
+
+    def _look(self) -> None:
+        """Judge the time since the last reply: did enough move?"""
         self._watch = None
         if not self._owed:
             return
-        if self._owed[0] is first and self._moved < self._floor_bytes:
-            self.abort("timeout", self._timeout_s)
-            return
-        self._moved = 0
-        self._watch = self._loop.call_later(self._timeout_s, self._look, self._owed[0])
+        silent_s = self._loop.time() - self._mark
+        if silent_s >= self._timeout_s:
+            if self._moved < self._floor_bytes:
+                self.abort("timeout", silent_s)
+                return
+            self._progress()
+            silent_s = 0.0
+        self._watch = self._loop.call_later(self._timeout_s - silent_s, self._look)
