@@ -1,8 +1,8 @@
 """The demo: conversations over long texts, served again from host memory and, after a kill, disk.
 
-Four runs over the same prompts: an engine without offloading (the baseline), an engine that meets
-them for the first time, the same one going on, and a new process on the same folder after the first
-was killed while storing. Run it with ``kvoffload demo``.
+Three passes over the same conversations: an engine meets them for the first time, it goes on with
+them, and a new process on the same folder goes on after the first was killed while storing. Beside
+it an engine without offloading gets the same prompts. Run it with ``kvoffload demo``.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import msgspec
 
-from kvoffload.errors import KVOffloadError
+from kvoffload.errors import ConfigError, KVOffloadError
 from mini_engine.config import ModelConfig
 from mini_engine.demo_report import machine, problems, summarize
 from mini_engine.demo_text import QUESTIONS, Conversation, conversations
@@ -30,6 +30,7 @@ from mini_engine.weights import expected_shapes, read_model_config
 CONVERSATIONS_ON_DEVICE = 2.5
 """How many conversations the KV cache of the engine holds; it serves several times as many."""
 
+Results = list[dict[str, Any]]
 Progress = Callable[[str, int], None]
 """Called with what is going on and how many requests have been served since the last call."""
 
@@ -130,6 +131,8 @@ class EngineProcess:
             said = Path(self._log_name).read_text().splitlines()[-1:]
             raise DemoError(f"an engine process ended: {' '.join(said)} (see {self._log_name})")
         answer: dict[str, Any] = json.loads(line)
+        if "refused" in answer:
+            raise ConfigError(*answer["refused"])
         return answer
 
 
@@ -146,6 +149,13 @@ def run(options: DemoOptions, progress: Progress = lambda what, done: None) -> d
     talks = conversations(
         open_tokenizer(options.checkpoint), options.num_conversations + 1, options.prompt_tokens
     )
+    if len(talks) <= options.num_conversations:
+        raise ConfigError(
+            "prompt_tokens",
+            options.prompt_tokens,
+            f"only {len(talks)} of the project's texts are so long with this tokenizer; "
+            f"{options.num_conversations + 1} are needed",
+        )
     talks, victim = talks[:-1], talks[-1]
     folder = tempfile.mkdtemp(prefix="kv-cache-", dir=options.out)
     settings = _engine_settings(options, shape, talks)
@@ -156,23 +166,20 @@ def run(options: DemoOptions, progress: Progress = lambda what, done: None) -> d
             def engine(settings: dict[str, Any]) -> EngineProcess:
                 return EngineProcess(settings, options.threads, log)
 
-            demo = _Demo(talks, options.answer_tokens, progress)
-            with engine(settings) as process:
-                baseline = [demo.turn(process, t, "without offloading") for t in range(3)]
-            with engine({**settings, "offload": offload}) as process:
-                cold = demo.turn(process, 0, "1 cold")
-                host = demo.turn(process, 1, "2 from host memory")
-                progress("killing the engine while it stores", 0)
-                storing = process.kill_while_storing(victim.prompt([]))
-            with engine({**settings, "offload": offload}) as process:
-                disk = demo.turn(process, 2, "3 from disk, in a new process")
+            with engine(settings) as without:
+                demo = _Demo(talks, options.answer_tokens, without, progress)
+                with engine({**settings, "offload": offload}) as process:
+                    cold = demo.turn(process, 0, "1 cold")
+                    host = demo.turn(process, 1, "2 from host memory")
+                    progress("killing the engine while it stores", 0)
+                    storing = process.kill_while_storing(victim.prompt([]))
+                with engine({**settings, "offload": offload}) as process:
+                    disk = demo.turn(process, 2, "3 from disk, in a new process")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     passes = [
-        summarize(name, results, without)
-        for name, results, without in zip(
-            ("cold", "host", "disk"), (cold, host, disk), baseline, strict=True
-        )
+        summarize(name, *results)
+        for name, results in {"cold": cold, "host": host, "disk": disk}.items()
     ]
     return {
         "demo": "kvoffload",
@@ -192,42 +199,49 @@ def run(options: DemoOptions, progress: Progress = lambda what, done: None) -> d
 
 
 class _Demo:
-    """The conversations' course: every engine gets the prompts the baseline's answers led to."""
+    """The conversations' course, each turn also asked of an engine without offloading.
+
+    The two take turns, prompt by prompt, so that other work on the machine hits both alike. The
+    answers of the one without become the history of the next turn's prompts for both.
+    """
 
     def __init__(
-        self, talks: Sequence[Conversation], answer_tokens: int, progress: Progress
+        self,
+        talks: Sequence[Conversation],
+        answer_tokens: int,
+        without: EngineProcess,
+        progress: Progress,
     ) -> None:
         self._talks = talks
         self._answer_tokens = answer_tokens
+        self._without = without
         self._progress = progress
         self._answers: list[list[list[int]]] = [[] for _ in talks]
 
-    def turn(self, process: EngineProcess, turn: int, what: str) -> list[dict[str, Any]]:
-        """Ask question ``turn`` in every conversation."""
-        results = []
+    def turn(self, process: EngineProcess, turn: int, what: str) -> tuple[Results, Results]:
+        """Ask question ``turn`` in every conversation; returns results with and without."""
+        ours: Results = []
+        theirs: Results = []
         self._progress(what, 0)
         for number, (talk, answers) in enumerate(zip(self._talks, self._answers, strict=True)):
+            prompt = talk.prompt(answers[:turn])
             params = {
                 "max_tokens": self._answer_tokens,
                 "temperature": number % 2,  # every other conversation greedy
                 "seed": number,
                 "ignore_eos": True,
             }
-            results.append(process.serve(talk.prompt(answers[:turn]), params))
-            if len(answers) == turn:
-                answers.append(results[-1]["token_ids"])
-            self._progress(what, 1)
-        return results
-
-    @staticmethod
-    def num_requests(num_conversations: int) -> int:
-        """How many requests all passes and the baseline make."""
-        return 2 * len(QUESTIONS) * num_conversations
+            pairs = [(process, ours), (self._without, theirs)]
+            for engine, results in pairs if number % 2 else reversed(pairs):
+                results.append(engine.serve(prompt, params))
+                self._progress(what, 1)
+            answers.append(theirs[-1]["token_ids"])
+        return ours, theirs
 
 
 def num_requests(options: DemoOptions) -> int:
     """Requests of the whole demo, for a progress bar."""
-    return _Demo.num_requests(options.num_conversations)
+    return 2 * len(QUESTIONS) * options.num_conversations
 
 
 def _engine_settings(

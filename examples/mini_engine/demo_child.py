@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvoffload.errors import ConfigError
 from mini_engine.engine import Engine
 from mini_engine.request import RequestResult
 from mini_engine.sampling import SamplingParams
@@ -27,7 +28,12 @@ def main() -> None:
     if start is None:
         return
     torch.set_num_threads(start["threads"])
-    with Engine(start["engine"]) as engine:
+    try:
+        engine = Engine(start["engine"])
+    except ConfigError as error:
+        _say(refused=[error.field, str(error.value), error.remedy])
+        return
+    with engine:
         # The first pass through a process pays for thread pools and memory; nobody measures it.
         engine.generate([[1] * 300])
         _say(ready=True)

@@ -85,6 +85,18 @@ def test_a_folder_without_a_checkpoint_is_wrong_usage(tmp_path):
     assert "config.json" in done.stderr
 
 
+def test_a_device_that_is_not_there_is_wrong_usage(tmp_path):
+    done = subprocess.run(
+        [*COMMAND, "--quick", "--device", "cuda:99", "--out", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "device" in done.stderr
+
+
 def test_other_outputs_and_idle_tiers_are_problems():
     def row(name, cpu, disk, same):
         return {
