@@ -11,9 +11,9 @@ from typing import Any
 VOCABULARY = 512
 
 _SIZES: dict[str, dict[str, Any]] = {
-    "llama": dict(num_hidden_layers=4, hidden_size=256, intermediate_size=512),
-    "large": dict(num_hidden_layers=12, hidden_size=768, intermediate_size=2048),
-    "sliding": dict(num_hidden_layers=4, hidden_size=256, intermediate_size=512),
+    "llama": {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512},
+    "large": {"num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 2048},
+    "sliding": {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512},
 }
 
 
@@ -60,9 +60,7 @@ def _write_tokenizer(folder: Path) -> None:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     )
-    fast.chat_template = (
-        "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    )
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     fast.save_pretrained(folder)
 
 

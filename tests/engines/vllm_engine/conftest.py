@@ -4,6 +4,7 @@ Each engine is a process of its own, so that it can be killed. Starting one take
 minute of CPU time: tests share engines where they can.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -56,7 +57,7 @@ class Engine:
             }
         settings.update(options)
         self.log_file = Path(log_file)
-        self._log = open(log_file, "w")
+        self._log = open(log_file, "w")  # noqa: SIM115 - closed when the engine is
         self.process = subprocess.Popen(
             [sys.executable, str(CHILD), json.dumps(settings)],
             stdin=subprocess.PIPE,
@@ -69,13 +70,19 @@ class Engine:
                 "VLLM_CPU_KVCACHE_SPACE": "1",
                 "VLLM_NO_USAGE_STATS": "1",
                 "OMP_NUM_THREADS": "2",
-                **(env or {}),
+                **self._joined(env or {}),
             },
             start_new_session=True,
         )
         self._answers = []
         self._came = threading.Condition()
         threading.Thread(target=self._listen, daemon=True).start()
+
+    @staticmethod
+    def _joined(env):
+        """Where the child finds modules: those of the test beside those of this process."""
+        paths = [env.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+        return {**env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     def _listen(self):
         for line in self.process.stdout:
@@ -119,19 +126,15 @@ class Engine:
 
     def kill(self):
         """The whole process group, at once: nothing can be tidied up."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
         self._log.close()
 
     def close(self):
         self.process.stdin.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            pass
         self.kill()
 
 
@@ -204,7 +207,6 @@ _FAULTY = '''
     import msgspec
 
     from kvoffload.backends.disk import DiskBackend
-    from kvoffload.backends.disk import Options as DiskOptions
     from kvoffload.testing.faults import FaultyBackend, Plan
 
 
@@ -217,7 +219,8 @@ _FAULTY = '''
         Options = Options
 
         def __init__(self, options, namespace):
-            super().__init__(DiskBackend(DiskOptions(root=options.root), namespace))
+            options_below = DiskBackend.Options(root=options.root, min_free=0)
+            super().__init__(DiskBackend(options_below, namespace))
             self._file = options.plan
             self._seen = None
 

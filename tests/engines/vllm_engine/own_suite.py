@@ -1,0 +1,61 @@
+"""A pytest plugin for vLLM's own tests of its offloading connector: with our scheduler half.
+
+vLLM's suite drives a real scheduler with a mocked manager and worker. With this plugin the
+connector's scheduler half is ours; the mocks stay. What is tested is that everything vLLM expects of
+the half it wrote is true of the one we made of it.
+"""
+
+import os
+
+import vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector as theirs
+from vllm.v1.kv_offload.base import LookupResult
+
+from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
+from kvoffload.connectors.vllm.settings import read_settings
+
+
+class _Mocked:
+    """The part of our adapter that our scheduler calls, over vLLM's mocked manager."""
+
+    ledger = None
+
+    def __init__(self, half):
+        self.half = half
+
+    def take_prepared(self):
+        return []
+
+    def lookup_prefix(self, keys):
+        hits, pending = 0, False
+        for key in keys:
+            result = self.half.manager.lookup(key, None)  # some tests replace it
+            if result is LookupResult.MISS:
+                break
+            pending |= result is not LookupResult.HIT
+            hits += result is not LookupResult.RETRY
+        return hits, pending
+
+
+class OurScheduler(KVOffloadScheduler):
+    made = 0
+
+    def __init__(self, spec, vllm_config, kv_cache_config):
+        OurScheduler.made += 1
+        settings = read_settings({"cpu_bytes": 1 << 20})
+        super().__init__(spec, settings, vllm_config, kv_cache_config)
+        self.adapter = _Mocked(self)
+
+
+theirs.OffloadingConnectorScheduler = OurScheduler
+
+
+def pytest_configure(config):
+    import tests.v1.kv_connector.unit.utils as utils
+
+    # Its default is a model on a hub; nothing is to be downloaded.
+    defaults = utils.create_vllm_config.__defaults__
+    utils.create_vllm_config.__defaults__ = (os.environ["KVOFFLOAD_TINY_MODEL"], *defaults[1:])
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.write_line(f"our scheduler half was made {OurScheduler.made} times")

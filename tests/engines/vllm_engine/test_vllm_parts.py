@@ -1,0 +1,504 @@
+"""The connector's parts that need vLLM's classes but no running engine."""
+
+import ast
+import json
+import logging
+import os
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
+
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LookupResult,
+    ReqContext,
+)
+
+from kvoffload.connectors.spec import TieredOffloadingSpec
+from kvoffload.connectors.vllm.caches import GpuEnd, canonical
+from kvoffload.connectors.vllm.canary import sing
+from kvoffload.connectors.vllm.connector import warn_of_settings
+from kvoffload.connectors.vllm.facts import hash_root, weights_fingerprint
+from kvoffload.connectors.vllm.jobs import Job, JobBook
+from kvoffload.connectors.vllm.manager import ManagerAdapter
+from kvoffload.connectors.vllm.messages import StepReport
+from kvoffload.connectors.vllm.metrics import metric_definitions
+from kvoffload.connectors.vllm.presence import LookupStores, RankedPresence
+from kvoffload.connectors.vllm.settings import read_settings
+from kvoffload.connectors.vllm.versions import check_version, is_tested
+from kvoffload.core.transfers import TransferResult, make_offload_key
+from kvoffload.errors import ConfigError
+from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.offload.policies.lru import LRUPolicy
+from kvoffload.transfer.worker import TransferWorker
+
+KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(8)]
+
+
+# ---- settings and versions ----
+
+
+def test_a_misspelt_setting_is_refused_with_a_suggestion():
+    with pytest.raises(ConfigError, match="did you mean 'cpu_bytes'"):
+        read_settings({"cpu_byte": "1GiB"})
+
+
+def test_settings_of_vllm_itself_are_left_to_it():
+    settings = read_settings({"cpu_bytes": "1GiB", "spec_name": "KVOffloadSpec"})
+    assert settings.cpu_bytes == 1 << 30
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0", "not installed"])
+def test_an_untested_vllm_is_refused_and_the_message_names_range_and_override(version):
+    with pytest.raises(ConfigError, match=r"0\.32 to 0\.33.*allow_untested_vllm"):
+        check_version(allow_untested=False, text=version)
+    check_version(allow_untested=True, text=version)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.33.0rc1"])
+def test_tested_versions_pass(version):
+    assert is_tested(version)
+
+
+def _vllm_config(algorithm="sha256", policy="recompute"):
+    return types.SimpleNamespace(
+        cache_config=types.SimpleNamespace(prefix_caching_hash_algo=algorithm),
+        kv_transfer_config=types.SimpleNamespace(kv_load_failure_policy=policy),
+    )
+
+
+def test_a_failure_policy_that_fails_requests_is_warned_about(caplog):
+    settings = read_settings({"cpu_bytes": 1 << 20})
+    warn_of_settings(_vllm_config(policy="fail"), settings)
+    assert "A FAILED LOAD WILL FAIL ITS REQUEST" in caplog.text
+
+
+def test_a_random_hash_root_is_found_out_and_the_remedy_named(caplog, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    settings = read_settings({"cpu_bytes": 1 << 20, "backends": [{"type": "memory"}]})
+    assert not hash_root(_vllm_config("xxhash"))[1]
+    warn_of_settings(_vllm_config("xxhash"), settings)
+    assert "PYTHONHASHSEED" in caplog.text
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert hash_root(_vllm_config("xxhash")) == ("7", True)
+    caplog.clear()
+    warn_of_settings(_vllm_config("sha256"), settings)
+    assert not caplog.text
+
+
+def test_weights_in_a_folder_are_told_apart(tmp_path):
+    config = types.SimpleNamespace(
+        model_config=types.SimpleNamespace(model=str(tmp_path), seed=0),
+        load_config=types.SimpleNamespace(load_format="auto"),
+    )
+    (tmp_path / "model.safetensors").write_bytes(b"a" * 100)
+    first = weights_fingerprint(config)
+    assert first == weights_fingerprint(config)
+    (tmp_path / "model.safetensors").write_bytes(b"b" * 100)
+    assert weights_fingerprint(config) != first
+
+
+# ---- what ranks report ----
+
+
+def report(job_id, ok, settled=True):
+    made = StepReport()
+    made.add(TransferResult(job_id, ok, settled))
+    return made
+
+
+def test_a_chunk_is_well_only_if_it_is_on_every_rank():
+    both = report(1, (True, True, False)).aggregate(report(1, (True, False, True)))
+    assert both.ok == {1: (True, False, False)}
+    assert both.ended == {1: 2}
+
+
+@pytest.fixture
+def ledger():
+    return TieredOffloadingManager(4, LRUPolicy(4))
+
+
+def stored(ledger, keys):
+    output = ledger.prepare_store(keys)
+    return Job("store", output.keys_to_store, tuple(output.store_spec.host_slots.tolist()))
+
+
+def test_a_store_counts_only_after_the_last_rank_and_only_where_all_have_it(ledger):
+    book = JobBook(ledger, num_ranks=2)
+    book.begin(5, stored(ledger, KEYS[:2]))
+    assert book.take_in(report(5, (True, True))) == []
+    assert ledger.lookup(KEYS[0]) is False
+    (ended,) = book.take_in(report(5, (True, False)))
+    assert ended.ok == (True, False)
+    assert [ledger.lookup(key) for key in KEYS[:2]] == [True, False]
+    ledger.check()
+
+
+def test_a_failed_load_is_forgotten_before_anyone_can_look_again(ledger):
+    book = JobBook(ledger, num_ranks=2)
+    book.begin(1, stored(ledger, KEYS[:2]))
+    book.take_in(report(1, (True, True)).aggregate(report(1, (True, True))))
+    spec = ledger.prepare_load(KEYS[:2])
+    book.begin(2, Job("load", tuple(KEYS[:2]), tuple(spec.host_slots.tolist())))
+    book.take_in(report(2, (True, True)))
+    book.take_in(report(2, (False, True)))
+    assert ledger.lookup(KEYS[0]) is False
+    assert ledger.lookup(KEYS[1]) is True
+    assert ledger.busy_slots == 0
+
+
+def test_slots_stay_out_of_use_until_every_rank_has_let_go(ledger):
+    book = JobBook(ledger, num_ranks=2)
+    book.begin(1, stored(ledger, KEYS[:1]))
+    book.take_in(report(1, (False,), settled=False).aggregate(report(1, (True,))))
+    assert ledger.busy_slots == 1
+    later = StepReport()
+    later.settled[1] = 1
+    book.take_in(later)
+    assert ledger.busy_slots == 0
+    ledger.check()
+
+
+def test_what_a_reset_overtook_ends_as_if_it_had_failed(ledger):
+    book = JobBook(ledger, num_ranks=1)
+    book.begin(1, stored(ledger, KEYS[:2]))
+    ledger.reset_cache()
+    book.mark_stale()
+    book.take_in(report(1, (True, True)))
+    assert [ledger.lookup(key) for key in KEYS[:2]] == [False, False]
+    assert ledger.busy_slots == 0
+
+
+def test_a_rank_that_lacks_its_part_makes_the_chunk_absent():
+    class Here:
+        def __init__(self, *keys):
+            self.keys = set(keys)
+
+        def holds(self, key):
+            return key in self.keys
+
+        def forget(self, keys):
+            self.keys -= set(keys)
+
+    presence = RankedPresence([], [Here(*KEYS[:2]), Here(KEYS[0])])
+    assert [presence.holds(key) for key in KEYS[:3]] == [True, False, False]
+    presence.written(KEYS[2:3])
+    assert presence.holds(KEYS[2])
+    presence.forget([KEYS[0], KEYS[2]])
+    assert [presence.holds(key) for key in KEYS[:3]] == [False, False, False]
+
+
+def test_the_scheduler_looks_into_the_namespaces_of_all_ranks_and_of_the_new_generation(tmp_path):
+    settings = read_settings(
+        {"cpu_bytes": 1 << 20, "backends": [{"type": "disk", "root": str(tmp_path / "kv")}]}
+    )
+    stores = LookupStores(settings, [{"rank": 0}, {"rank": 1}])
+    before = stores.namespaces
+    assert len(set(before)) == 2
+    stores.renew("next")
+    assert not set(before) & set(stores.namespaces)
+    stores.close()
+
+
+# ---- the adapter ----
+
+
+def test_the_adapter_says_retry_only_for_what_is_on_its_way(ledger):
+    adapter = ManagerAdapter()
+    context = ReqContext("r")
+    assert adapter.lookup(KEYS[0], context) is LookupResult.MISS
+    adapter.attach(ledger, 4)
+    book = JobBook(ledger, 1)
+    book.begin(1, stored(ledger, KEYS[:1]))
+    book.take_in(report(1, (True,)))
+    assert adapter.lookup(KEYS[0], context) is LookupResult.HIT
+    assert adapter.lookup(KEYS[1], context) is LookupResult.MISS
+    assert adapter.lookup_prefix(KEYS[:2]) == (1, False)
+
+
+def test_every_metric_emitted_was_declared(ledger):
+    adapter = ManagerAdapter()
+    adapter.attach(ledger, 4)
+    adapter.lookup_prefix(KEYS[:2])
+    adapter.stats.worker_counters["failed_missing"] = 2
+    stats = adapter.get_stats()
+    assert set(stats.data["data"]) <= set(metric_definitions())
+    assert adapter.get_stats() is None
+
+
+# ---- blocks, chunks and the canary ----
+
+
+def gpu_end(blocks, sizes, indices, group_ids, per_chunk):
+    theirs = GPULoadStoreSpec(blocks, group_sizes=sizes, block_indices=indices)
+    return GpuEnd(theirs, group_ids, per_chunk)
+
+
+def test_the_gpu_end_is_cut_into_chunks_the_first_of_a_group_may_be_a_part():
+    end = gpu_end([7, 8, 9, 1, 2], [3, 2], [1, 0], [0, 2], per_chunk=2)
+    assert end.chunks == [(0, (7,)), (0, (8, 9)), (2, (1, 2))]
+    part = end.leading(2)
+    assert part.block_ids.tolist() == [7, 8, 9]
+    assert part.group_sizes == (3, 0, 0)
+    assert part.block_indices == (1, 0, 0)
+
+
+def test_groups_that_are_not_offloaded_keep_their_place():
+    tensor = torch.zeros(4, 64, dtype=torch.int8)
+    theirs = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(tensor, 64)],
+        [[CanonicalKVCacheRef(0, 64)], [CanonicalKVCacheRef(0, 32)]],
+    )
+    ours = canonical(theirs, [0, 2])
+    assert [len(refs) for refs in ours.group_data_refs] == [1, 0, 1]
+    assert ours.block_bytes(2) == 32
+
+
+@pytest.fixture
+def attached(tmp_path, faulty):
+    """Make a spec over a small KV cache, with a store that can be made to lie."""
+    made = []
+
+    def make(plans=()):
+        tensor = torch.zeros(8, 4096, dtype=torch.int8)
+        theirs = CanonicalKVCaches(
+            [CanonicalKVCacheTensor(tensor, 4096)], [[CanonicalKVCacheRef(0, 4096)]]
+        )
+        ours = canonical(theirs, [0])
+        settings = read_settings({"cpu_bytes": 1 << 20, "backends": faulty(plans)})
+        spec = TieredOffloadingSpec(settings, 4096, {"test": "canary"})
+        made.append(spec)
+        return spec, TransferWorker(spec.get_handlers(ours)), ours, tensor
+
+    yield make
+    for spec in made:
+        spec.close()
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    from kvoffload import registry
+    from kvoffload.backends.memory import MemoryBackend
+    from kvoffload.testing.faults import FaultyBackend
+
+    def configure(plans):
+        class Factory:
+            Options = MemoryBackend.Options
+
+            def __new__(cls, options, namespace):
+                return FaultyBackend(MemoryBackend(options, namespace), *plans)
+
+        real = registry.load
+        monkeypatch.setattr(
+            registry,
+            "load",
+            lambda group, name, field="type": (
+                Factory if name == "faulty" else real(group, name, field)
+            ),
+        )
+        return [{"type": "faulty"}]
+
+    return configure
+
+
+def test_the_canary_is_content_and_leaves_no_trace(attached):
+    spec, transfers, ours, tensor = attached()
+    sing(spec, transfers, ours, 1)
+    assert not tensor.any()
+
+
+def test_the_canary_refuses_a_store_that_returns_other_bytes(attached):
+    from kvoffload.testing.faults import Plan
+
+    spec, transfers, ours, _ = attached([Plan("flip", frozenset({"read"}))])
+    with pytest.raises(ConfigError, match="other bytes"):
+        sing(spec, transfers, ours, 1)
+
+
+def test_a_store_that_is_down_at_the_start_is_only_warned_about(attached, caplog):
+    from kvoffload.testing.faults import Plan
+
+    caplog.set_level(logging.WARNING)
+    spec, transfers, ours, _ = attached([Plan("raise")])
+    sing(spec, transfers, ours, 1)
+    assert "took no chunk" in caplog.text
+
+
+# ---- vLLM 0.33, from its sources ----
+
+SOURCES = os.environ.get("KVOFFLOAD_VLLM_SOURCES", "")
+"""Folders with unpacked ``vllm`` packages of other versions, joined like a PATH."""
+
+
+def _source_trees():
+    import vllm
+
+    yield Path(vllm.__file__).parent
+    yield from (Path(folder) / "vllm" for folder in SOURCES.split(os.pathsep) if folder)
+
+
+def _definitions(tree, module):
+    """Return what a module of vLLM defines or imports, classes with their methods' parameters."""
+    path = tree.joinpath(*module.split(".")[1:])
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    found = {}
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = {
+                item.name: [a.arg for a in (*item.args.args, *item.args.kwonlyargs)]
+                for item in node.body
+                if isinstance(item, ast.FunctionDef)
+            }
+        elif isinstance(node, ast.FunctionDef):
+            found.setdefault(node.name, {})
+        elif isinstance(node, ast.Assign):
+            found.update((target.id, {}) for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.update((alias.asname or alias.name, {}) for alias in node.names)
+    return found
+
+
+def _our_modules():
+    import kvoffload.connectors.vllm as package
+
+    return sorted(Path(package.__file__).parent.glob("*.py"))
+
+
+@pytest.mark.parametrize("tree", _source_trees(), ids=lambda tree: tree.parent.name)
+def test_every_name_we_import_from_vllm_is_there(tree):
+    missing = []
+    for file in _our_modules():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm."):
+                names = _definitions(tree, node.module)
+                missing += [
+                    f"{file.name}: {node.module}.{alias.name}"
+                    for alias in node.names
+                    if alias.name not in names
+                ]
+    assert not missing
+
+
+OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+
+
+@pytest.mark.parametrize("tree", _source_trees(), ids=lambda tree: tree.parent.name)
+@pytest.mark.parametrize(
+    ("module", "theirs", "methods"),
+    [
+        (
+            f"{OFFLOADING}.scheduler",
+            "OffloadingConnectorScheduler",
+            {
+                "__init__": ["self", "spec", "vllm_config", "kv_cache_config"],
+                "get_num_new_matched_tokens": ["self", "request", "num_computed_tokens"],
+                "_maximal_prefix_lookup": [
+                    "self", "keys", "req_context", "req", "group_config", "start_chunk_idx",
+                ],
+                "build_connector_meta": ["self", "scheduler_output"],
+                "has_pending_push_work": ["self"],
+                "update_connector_output": ["self", "connector_output"],
+                "_maybe_observe_lookup_async_delay": ["self", "req_status"],
+                "reset_cache": ["self"],
+                "shutdown": ["self"],
+            },
+        ),
+        (
+            f"{OFFLOADING}.worker",
+            "OffloadingConnectorWorker",
+            {
+                "__init__": ["self", "spec", "vllm_config", "kv_cache_config"],
+                "_init_worker": ["self", "kv_caches"],
+                "register_kv_caches": ["self", "kv_caches"],
+                "handle_preemptions": ["self", "kv_connector_metadata"],
+                "start_kv_transfers": ["self", "metadata"],
+                "prepare_store_kv": ["self", "metadata"],
+                "get_finished": ["self", "finished_req_ids"],
+                "build_connector_worker_meta": ["self"],
+                "shutdown": ["self"],
+            },
+        ),
+        (
+            "vllm.distributed.kv_transfer.kv_connector.v1.base",
+            "KVConnectorBase_V1",
+            {
+                "get_transfer_results": ["self", "finished_req_ids"],
+                "get_block_ids_with_load_errors": ["self"],
+                "get_handshake_metadata": ["self"],
+                "set_xfer_handshake_metadata_pp_aware": ["self", "metadata"],
+                "requires_piecewise_for_cudagraph": ["cls", "extra_config"],
+            },
+        ),
+        (
+            "vllm.v1.kv_offload.base",
+            "OffloadingManager",
+            {
+                "lookup": ["self", "key", "req_context"],
+                "prepare_load": ["self", "keys", "req_context"],
+                "prepare_store": ["self", "keys", "req_context"],
+                "complete_load": ["self", "keys", "req_context"],
+                "complete_store": ["self", "keys", "req_context", "success"],
+                "on_new_request": ["self", "req_context"],
+                "on_request_finished": ["self", "req_context"],
+                "reset_cache": ["self"],
+                "take_events": ["self"],
+                "get_stats": ["self"],
+            },
+        ),
+        (
+            "vllm.v1.kv_offload.tiering.base",
+            "SecondaryTierManager",
+            {
+                "lookup": ["self", "key", "req_context"],
+                "submit_store": ["self", "job_metadata"],
+                "submit_load": ["self", "job_metadata"],
+                "get_finished_jobs": ["self"],
+                "drain_jobs": ["self"],
+                "on_new_request": ["self", "req_context"],
+            },
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "." not in value else "",
+)  # fmt: skip
+def test_the_methods_we_override_are_called_as_we_expect(tree, module, theirs, methods):
+    found = _definitions(tree, module)[theirs]
+    for name, parameters in methods.items():
+        assert found[name][: len(parameters)] == parameters, name
+
+
+@pytest.mark.parametrize("tree", _source_trees(), ids=lambda tree: tree.parent.name)
+def test_the_state_we_read_of_vllms_scheduler_half_is_there(tree):
+    text = tree.joinpath(*OFFLOADING.split(".")[1:], "scheduler.py").read_text()
+    for attribute in (
+        "self._req_status",
+        "self._events_tracker",
+        "deferred_lookup_start_time",
+        "finished_signaled",
+        "transfer_jobs",
+    ):
+        assert attribute in text
+    worker = tree.joinpath(*OFFLOADING.split(".")[1:], "worker.py").read_text()
+    assert "self._unsubmitted_store_jobs" in worker
+
+
+def test_json_of_the_documentation_is_accepted():
+    text = (Path(__file__).parents[3] / "docs/vllm.md").read_text()
+    examples = [part.split("```")[0] for part in text.split("```json")[1:]]
+    assert examples
+    for example in examples:
+        extra = json.loads(example)["kv_connector_extra_config"]
+        if "secondary_tiers" not in extra:
+            read_settings(extra)
+
+
+def test_block_ids_travel_as_plain_numbers():
+    end = gpu_end(np.array([3, 4]).tolist(), [2], [0], [0], per_chunk=1)
+    assert all(type(block) is int for _, blocks in end.chunks for block in blocks)
