@@ -72,11 +72,16 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """How long a tier may leave "is this chunk here?" unanswered."""
     max_inflight_bytes: ByteSize | None = None
     """Host bytes that write-through may pin at once; default: a half of ``cpu_bytes``."""
+    store_threshold: int = 1
+    """Requests a chunk must be seen in before it is stored; 2 keeps out what is never used again,
+    at the price of one more computation of what is."""
 
     def __post_init__(self) -> None:
         """Refuse values no tier could work with."""
         if self.blocks_per_chunk < 1:
             raise ConfigError("blocks_per_chunk", self.blocks_per_chunk, "must be at least 1")
+        if self.store_threshold < 1:
+            raise ConfigError("store_threshold", self.store_threshold, "must be at least 1")
         for name in ("load_timeout_s", "store_timeout_s", "lookup_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(name, getattr(self, name), "must be a positive number of seconds")

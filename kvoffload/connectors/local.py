@@ -28,7 +28,9 @@ from typing import Any, Protocol
 
 from kvoffload.backends.base import ReportsUsage
 from kvoffload.config import OffloadConfig, parse_config
+from kvoffload.connectors.chunks import NULL_BLOCK, ChunkGroup, ChunkGroups, Piece
 from kvoffload.connectors.spec import TieredOffloadingSpec
+from kvoffload.core.interface import KVCacheConfig
 from kvoffload.offload.base import (
     CanonicalKVCaches,
     CPULoadStoreSpec,
@@ -39,7 +41,6 @@ from kvoffload.offload.base import (
     StagedLoadStoreSpec,
     Transfer,
     TransferResult,
-    make_offload_key,
 )
 from kvoffload.offload.identity import Fact
 from kvoffload.transfer.layout import ChunkLayout
@@ -72,7 +73,11 @@ class LoadOutcome:
 
     request_id: str
     num_loaded_tokens: int
-    """The good prefix: tokens after those in GPU memory that need not be computed."""
+    """The good prefix: tokens after those in GPU memory that need not be computed.
+
+    With several KV cache groups it is mostly all or nothing: a shorter prefix would need blocks of
+    windows that were not loaded. The engine then frees the blocks and admits the request anew.
+    """
     ok: bool
     """Whether that is all that was asked for."""
     tokens_by_medium: dict[str, int] = field(default_factory=dict)
@@ -80,12 +85,13 @@ class LoadOutcome:
 
 @dataclass
 class _RequestState:
-    keys: list[OffloadKey] = field(default_factory=list)
-    first_block: int = 0
-    """Where a load would begin: the first block that GPU memory does not have."""
+    keys: list[list[OffloadKey]]
+    """Of the full chunks, for each KV cache group."""
+    next_store: list[int]
+    """First chunk not offered for storing yet, for each group."""
+    start: int = 0
+    """Where a load would begin: tokens that GPU memory has."""
     pending_since_s: float | None = None
-    next_store: int = 0
-    """First chunk not offered for storing yet."""
     loading: bool = False
     counted: bool = False
     """Whether the request counted as a use of its chunks."""
@@ -94,11 +100,13 @@ class _RequestState:
 @dataclass(frozen=True)
 class _Load:
     request_id: str
+    start: int
+    end: int
+    wanted_tokens: int
+    pieces: tuple[Piece, ...]
     keys: tuple[OffloadKey, ...]
     host_slots: tuple[int, ...]
-    chunk_tokens: tuple[int, ...]
     media: tuple[str, ...]
-    wanted_tokens: int
     gpu_blocks: tuple[int, ...]
 
 
@@ -117,9 +125,12 @@ class LocalConnector:
         config: settings, or plain data to read them from.
         kv_caches: canonical views of the engine's KV cache; the engine owns the memory and keeps it
             until :meth:`close`.
-        block_size: tokens in a GPU block.
+        block_size: tokens that one of a request's block hashes stands for: a GPU block, or with
+            several KV cache groups the greatest common divisor of their blocks.
         facts: what decides the meaning of the bytes as far as only the engine knows it: model,
             revision or weights' digest, dtype, attention backend... The connector adds the layout.
+        kv_cache_config: the cache's groups; None for one group of full attention. In block tables,
+            block 0 is then the null block, which is never stored or loaded.
 
     Raises:
         ConfigError: a setting cannot work; nothing has been started.
@@ -132,23 +143,28 @@ class LocalConnector:
         *,
         block_size: int,
         facts: Mapping[str, Fact],
+        kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
         self.config = config if isinstance(config, OffloadConfig) else parse_config(config)
-        if len(kv_caches.group_data_refs) != 1:
-            raise ValueError("kv_caches: this connector serves one KV cache group")
         self.block_size = block_size
-        self._per_chunk = self.config.blocks_per_chunk
-        layout = ChunkLayout(kv_caches, self._per_chunk)
+        self._groups = ChunkGroups(block_size, self.config.blocks_per_chunk, kv_cache_config)
+        self._has_nulls = kv_cache_config is not None
+        if len(kv_caches.group_data_refs) != len(self._groups.all):
+            raise ValueError(
+                f"kv_caches: has {len(kv_caches.group_data_refs)} KV cache groups, "
+                f"kv_cache_config has {len(self._groups.all)}"
+            )
+        layout = ChunkLayout(kv_caches, [group.per_chunk for group in self._groups.all])
         pages = [[region.page_bytes for region in regions] for regions in layout.regions]
+        layout_facts: dict[str, Fact] = {
+            "block_size": block_size,
+            "blocks_per_chunk": self.config.blocks_per_chunk,
+            "chunk_layout": f"tensor-major-1 {pages}",
+        }
+        if len(pages) > 1:
+            layout_facts["chunk_tokens"] = f"{[group.chunk_tokens for group in self._groups.all]}"
         self._spec = TieredOffloadingSpec(
-            self.config,
-            layout.slot_bytes,
-            {
-                **facts,
-                "block_size": block_size,
-                "blocks_per_chunk": self._per_chunk,
-                "chunk_layout": f"tensor-major-1 {pages}",
-            },
+            self.config, layout.slot_bytes, {**facts, **layout_facts}, layout
         )
         self._manager = self._spec.get_manager()
         self._worker = TransferWorker(self._spec.get_handlers(kv_caches))
@@ -176,28 +192,42 @@ class LocalConnector:
             Whole blocks, never the prompt's last token (the engine must compute something); 0 for
             nothing; None to ask again at the next step, at most for ``lookup_timeout_s``.
         """
-        state = self._requests.setdefault(request.request_id, _RequestState())
-        if num_computed_tokens % self.block_size:
+        state = self._state(request)
+        groups = self._groups
+        if num_computed_tokens % groups.alignment:
             return 0
-        state.first_block = num_computed_tokens // self.block_size
-        last_block = (request.num_tokens - 1) // self.block_size
-        if state.first_block >= last_block:
+        context = self._context(request)
+        state.start = start = num_computed_tokens
+        limit = request.num_tokens - 1
+        most = self._manager.hints(context).max_load_tokens
+        if most is not None:
+            limit = min(limit, start + most)
+        if groups.aligned(limit) <= start:
             return 0
         keys = self._chunk_keys(request, state)
-        first_chunk = state.first_block // self._per_chunk
-        wanted = keys[first_chunk : -(-last_block // self._per_chunk)]
-        if not wanted:
-            return 0
-        hits, pending = self._manager.lookup_prefix(wanted, self._context(request))
+        manager = self._manager
+        end, pending = groups.longest(
+            keys,
+            start,
+            limit,
+            lambda wanted: manager.lookup_prefix(wanted, context),
+            lambda key: manager.lookup(key, context),
+        )
         if pending:
             now_s = time.monotonic()
             if state.pending_since_s is None:
                 state.pending_since_s = now_s
             if now_s - state.pending_since_s < self.config.lookup_timeout_s:
                 return None
+            end, _ = groups.longest(
+                keys,
+                start,
+                limit,
+                lambda wanted: (manager.lookup_prefix(wanted, context)[0], False),
+                lambda key: manager.lookup(key, context) is True,
+            )
         state.pending_since_s = None
-        end_block = min((first_chunk + hits) * self._per_chunk, last_block)
-        return max(0, end_block - state.first_block) * self.block_size
+        return end - start
 
     def update_state_after_alloc(
         self, request: OffloadRequest, block_ids: BlockTables, num_external_tokens: int
@@ -210,37 +240,39 @@ class LocalConnector:
         if not num_external_tokens:
             return
         state = self._requests[request.request_id]
-        first, per_chunk = state.first_block, self._per_chunk
-        end = first + num_external_tokens // self.block_size
-        first_chunk = first // per_chunk
-        self._count_use(request, state)
-        keys = state.keys[first_chunk : -(-end // per_chunk)]
+        end = state.start + num_external_tokens
+        self._count_use(request, state, end)
+        pieces = [
+            piece
+            for group in self._groups.offloaded
+            for piece in group.pieces(self._real(group, block_ids, group.needed(state.start, end)))
+        ]
+        keys = [state.keys[piece.group][piece.chunk] for piece in pieces]
         source = self._manager.prepare_load(keys, self._context(request))
-        keys = keys[: len(source.host_slots)]
-        end = min(end, (first_chunk + len(keys)) * per_chunk)
-        if not keys:
+        count = len(source.host_slots)
+        if not count:
             self._refused_loads.append(LoadOutcome(request.request_id, 0, ok=False))
             return
-        blocks = tuple(block_ids[0][first:end])
-        bounds = [first, *range((first_chunk + 1) * per_chunk, end, per_chunk), end]
-        media = ["CPU"] * len(keys)
+        media = ["CPU"] * count
         if isinstance(source, StagedLoadStoreSpec):
             for fetch in source.fetches:
                 for i in fetch.positions:
                     media[i] = fetch.tier.upper()
+        target = self._gpu_end(pieces[:count], block_ids)
         load = _Load(
             request.request_id,
-            tuple(keys),
-            tuple(source.host_slots.tolist()),
-            tuple((b - a) * self.block_size for a, b in itertools.pairwise(bounds)),
-            tuple(media),
+            state.start,
+            end,
             num_external_tokens,
-            blocks,
+            tuple(pieces[:count]),
+            tuple(keys[:count]),
+            tuple(source.host_slots.tolist()),
+            tuple(media),
+            tuple(target.block_ids.tolist()),
         )
         state.loading = True
-        job_id = self._begin(load, blocks)
-        target = GPULoadStoreSpec(blocks, (len(blocks),), (first,))
-        self._worker.submit(job_id, (source, target), len(keys))
+        job_id = self._begin(load, load.gpu_blocks)
+        self._worker.submit(job_id, (source, target), count)
 
     # ---- every step ----
 
@@ -261,6 +293,12 @@ class LocalConnector:
                 self._store_ended(job, result)
             else:
                 self._manager.complete_transfer(job, result.ok, result.settled)
+                self._manager.figures.stored(
+                    job.tier.upper(),
+                    result.ok.count(True),
+                    result.transfer_bytes if result.success else 0,
+                    result.transfer_time_s,
+                )
                 if not result.settled:
                     assert isinstance(job.src, CPULoadStoreSpec)
                     self._unsettled[result.job_id] = tuple(job.src.host_slots.tolist())
@@ -286,30 +324,52 @@ class LocalConnector:
         self, request: OffloadRequest, block_ids: BlockTables, num_computed_tokens: int
     ) -> None:
         """Offer the chunks that have become full for storing."""
-        state = self._requests.setdefault(request.request_id, _RequestState())
-        num_chunks = num_computed_tokens // self.block_size // self._per_chunk
-        if num_chunks <= state.next_store:
+        state = self._state(request)
+        pieces = self._storable(state, block_ids, num_computed_tokens)
+        if not pieces:
             return
-        self._count_use(request, state)
-        keys = self._chunk_keys(request, state)[state.next_store : num_chunks]
+        self._count_use(request, state, 0)
+        # From head to tail: what does not fit is the tail of all groups.
+        keys_of_groups = self._chunk_keys(request, state)
+        chunk_tokens = [group.chunk_tokens for group in self._groups.all]
+        pieces.sort(key=lambda piece: (piece.chunk + 1) * chunk_tokens[piece.group])
+        piece_of = {keys_of_groups[piece.group][piece.chunk]: piece for piece in pieces}
         context = self._context(request)
-        output = self._manager.prepare_store(keys, context)
+        output = self._manager.prepare_store(list(piece_of), context)
         if output is None:
             return  # offered again with the next chunk
-        chunk_of = {key: state.next_store + i for i, key in enumerate(keys)}
-        state.next_store += len(keys)
+        for group in self._groups.offloaded:
+            state.next_store[group.index] = num_computed_tokens // group.chunk_tokens
         if not output.keys_to_store:
             return
-        blocks = tuple(
-            block
-            for key in output.keys_to_store
-            for block in block_ids[0][
-                chunk_of[key] * self._per_chunk : (chunk_of[key] + 1) * self._per_chunk
-            ]
+        # Transfers list group after group.
+        prepared = sorted(
+            zip(output.keys_to_store, output.store_spec.host_slots.tolist(), strict=True),
+            key=lambda pair: piece_of[pair[0]].group,
         )
-        slots = tuple(output.store_spec.host_slots.tolist())
-        job_id = self._begin(_Store(context, output.keys_to_store, slots, blocks), blocks)
-        self._worker.submit(job_id, (GPULoadStoreSpec(blocks), output.store_spec), len(slots))
+        keys = tuple(key for key, _ in prepared)
+        slots = tuple(slot for _, slot in prepared)
+        source = self._gpu_end([piece_of[key] for key in keys], block_ids)
+        store = _Store(context, keys, slots, tuple(source.block_ids.tolist()))
+        job_id = self._begin(store, store.gpu_blocks)
+        self._worker.submit(job_id, (source, CPULoadStoreSpec(slots)), len(slots))
+
+    def _storable(
+        self, state: _RequestState, block_ids: BlockTables, num_computed_tokens: int
+    ) -> list[Piece]:
+        """List the chunks that have become full and are wholly in GPU memory."""
+        pieces: list[Piece] = []
+        for group in self._groups.offloaded:
+            end = num_computed_tokens // group.chunk_tokens
+            first = state.next_store[group.index]
+            if group.is_state:
+                # Only the state at the last computed token is there; it is kept at block ends.
+                first = max(first, end - 1 if num_computed_tokens % group.block_size == 0 else end)
+            table, per = block_ids[group.index], group.per_chunk
+            for chunk in range(first, end):
+                if not self._has_nulls or NULL_BLOCK not in table[chunk * per : (chunk + 1) * per]:
+                    pieces.append(Piece(group.index, chunk, chunk * per, (chunk + 1) * per))
+        return pieces
 
     def request_finished(self, request: OffloadRequest) -> bool:
         """Forget a request that ended, was aborted or preempted; harmless if unknown.
@@ -320,7 +380,7 @@ class LocalConnector:
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return False
-        self._manager.retire(state.keys, self._context(request))
+        self._manager.retire(self._groups.from_head_to_tail(state.keys), self._context(request))
         return state.loading
 
     # ---- the rest of an engine's life ----
@@ -345,7 +405,7 @@ class LocalConnector:
         self._manager.reset_cache()
         self._spec.renew(self._manager, generation=uuid.uuid4().hex)
         for state in self._requests.values():
-            state.next_store = 0
+            state.next_store = [0] * len(self._groups.all)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End what is under way, as far as time allows, and release threads and memory."""
@@ -361,22 +421,40 @@ class LocalConnector:
     def stats(self) -> dict[str, Any]:
         """Return counters since the start, and what is resident now."""
         tiers: dict[str, Any] = {}
+        manager: dict[str, Any] = self._manager.stats()
         for name, backend in self._spec.backends.items():
             if isinstance(backend, ReportsUsage):
                 tiers[name] = {**backend.usage()._asdict(), "counters": dict(backend.counters())}
         return {
             "namespace": self._spec.namespace,
             "host": {
+                **manager.pop("host"),
                 "capacity_chunks": self._spec.num_slots,
-                "resident_chunks": self._manager.resident,
-                "busy_chunks": self._manager.busy_slots,
                 "slot_bytes": self._spec.slot_bytes,
             },
             "tiers": tiers,
             "loaded_tokens": dict(self._tokens),
-            "manager": dict(self._manager.counters),
+            "manager": manager.pop("counters"),
             "transfers": dict(self._worker.counters),
+            **manager,
         }
+
+    def explain(self, request: OffloadRequest) -> list[list[str]]:
+        """Say where each chunk of a request is or why it is not there, for each KV cache group.
+
+        See :meth:`TieredOffloadingManager.explain`; for people, not for every step.
+        """
+        state = self._state(request)
+        context = self._context(request)
+        keys = self._chunk_keys(request, state)
+        return [self._manager.explain(of_group, context) for of_group in keys]
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Tell how long the engine took to compute tokens of prompts.
+
+        With it, loads that would take longer are declined; without it, none are.
+        """
+        self._manager.figures.prefilled(num_tokens, seconds)
 
     def check(self) -> None:
         """Raise UsageError if the ledger contradicts itself; for tests."""
@@ -387,18 +465,45 @@ class LocalConnector:
     def _context(self, request: OffloadRequest) -> ReqContext:
         return ReqContext(request.request_id, getattr(request, "kv_transfer_params", None))
 
-    def _count_use(self, request: OffloadRequest, state: _RequestState) -> None:
-        if not state.counted:
-            state.counted = True
-            keys = self._chunk_keys(request, state)
-            self._manager.touch(keys, self._context(request))
+    def _state(self, request: OffloadRequest) -> _RequestState:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            count = len(self._groups.all)
+            state = _RequestState([[] for _ in range(count)], [0] * count)
+            self._requests[request.request_id] = state
+        return state
 
-    def _chunk_keys(self, request: OffloadRequest, state: _RequestState) -> list[OffloadKey]:
-        """Return the keys of all full chunks: each named by the hash of its last block."""
-        hashes, per_chunk = request.block_hashes, self._per_chunk
-        for chunk in range(len(state.keys), len(hashes) // per_chunk):
-            state.keys.append(make_offload_key(hashes[(chunk + 1) * per_chunk - 1], 0))
+    def _count_use(self, request: OffloadRequest, state: _RequestState, loaded_end: int) -> None:
+        """Count the request as a use of its chunks; of windows, of those it reads."""
+        if state.counted:
+            return
+        state.counted = True
+        used = self._groups.used(self._chunk_keys(request, state), loaded_end)
+        self._manager.touch(used, self._context(request))
+
+    def _chunk_keys(self, request: OffloadRequest, state: _RequestState) -> list[list[OffloadKey]]:
+        for group in self._groups.offloaded:
+            group.extend_keys(state.keys[group.index], request.block_hashes)
         return state.keys
+
+    def _real(self, group: ChunkGroup, block_ids: BlockTables, blocks: range) -> range:
+        """Leave out leading null blocks: the engine needs nothing there."""
+        table = block_ids[group.index]
+        while self._has_nulls and blocks and table[blocks[0]] == NULL_BLOCK:
+            blocks = blocks[1:]
+        return blocks
+
+    def _gpu_end(self, pieces: Sequence[Piece], block_ids: BlockTables) -> GPULoadStoreSpec:
+        """Name the GPU blocks of chunks, which are listed group after group."""
+        count = len(self._groups.all)
+        blocks: list[int] = []
+        sizes, firsts = [0] * count, [0] * count
+        for piece in pieces:
+            if not sizes[piece.group]:
+                firsts[piece.group] = piece.first_block
+            sizes[piece.group] += piece.end_block - piece.first_block
+            blocks.extend(block_ids[piece.group][piece.first_block : piece.end_block])
+        return GPULoadStoreSpec(blocks, sizes, firsts)
 
     def _begin(self, job: _Load | _Store, blocks: Sequence[int]) -> int:
         job_id = next(self._job_ids)
@@ -418,20 +523,37 @@ class LocalConnector:
         good = [key for key, ok in zip(load.keys, result.ok, strict=True) if ok]
         bad = [key for key, ok in zip(load.keys, result.ok, strict=True) if not ok]
         # Forgotten before the outcome is told, or the next lookup would promise them again.
-        self._manager.complete_load(bad, success=False, settled=result.settled)
+        self._manager.complete_load(
+            bad, success=False, settled=result.settled, reason=result.reason
+        )
         self._manager.complete_load(good)
         if not result.settled:
             self._unsettled[result.job_id] = tuple(
                 slot for slot, ok in zip(load.host_slots, result.ok, strict=True) if not ok
             )
-        by_medium: Counter[str] = Counter()
-        for ok, tokens, medium in zip(result.ok, load.chunk_tokens, load.media, strict=True):
-            if not ok:
-                break  # what comes after a gap cannot be used
-            by_medium[medium] += tokens
+        arrived = {
+            (piece.group, piece.chunk): medium
+            for piece, medium, ok in zip(load.pieces, load.media, result.ok, strict=True)
+            if ok
+        }
+        end = self._groups.usable(load.start, load.end, arrived)
+        by_medium = self._groups.tokens_by_medium(load.start, end, arrived)
         self._tokens.update(by_medium)
-        loaded = by_medium.total()
+        self._measure(load, result, by_medium)
+        loaded = end - load.start
         return LoadOutcome(load.request_id, loaded, loaded == load.wanted_tokens, dict(by_medium))
+
+    def _measure(self, load: _Load, result: TransferResult, by_medium: Mapping[str, int]) -> None:
+        """Tell the manager how fast each medium was; they are read side by side."""
+        chunks = Counter(m for m, ok in zip(load.media, result.ok, strict=True) if ok)
+        for medium, count in chunks.items():
+            num_bytes = result.transfer_bytes * count // len(load.keys)
+            # What came from host memory did not take as long as a load that waited for a tier.
+            rated = medium != "CPU" or len(chunks) == 1
+            tokens = by_medium.get(medium, 0)
+            self._manager.figures.loaded(
+                medium, tokens, count, num_bytes, result.transfer_time_s, rated
+            )
 
     def _store_ended(self, store: _Store, result: TransferResult) -> None:
         self._end(store, result.job_id)
@@ -439,6 +561,8 @@ class LocalConnector:
         bad = [key for key, ok in zip(store.keys, result.ok, strict=True) if not ok]
         self._manager.complete_store(bad, store.context, success=False, settled=result.settled)
         self._manager.complete_store(good, store.context)
+        num_bytes = result.transfer_bytes * len(good) // max(1, len(store.keys))
+        self._manager.figures.stored("CPU", len(good), num_bytes, result.transfer_time_s)
         if not result.settled:
             self._unsettled[result.job_id] = tuple(
                 slot for slot, ok in zip(store.host_slots, result.ok, strict=True) if not ok

@@ -18,6 +18,9 @@ from kvoffload.offload.base import (
     OffloadingSpec,
     StagedLoadStoreSpec,
 )
+from kvoffload.offload.extents import ExtentLedger
+from kvoffload.offload.geometry import HostGeometry
+from kvoffload.offload.host import HostLedger
 from kvoffload.offload.identity import Fact, namespace, readable
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.transfer.copier import Copier, CpuCopier
@@ -53,13 +56,26 @@ class TieredOffloadingSpec(OffloadingSpec):
         config: the settings.
         slot_bytes: bytes of a host slot (:attr:`ChunkLayout.slot_bytes`).
         facts: everything that decides what the bytes mean; see :mod:`kvoffload.offload.identity`.
+        layout: of the chunks, if those of some KV cache groups are of another size: slots are then
+            rows, of which chunks take as many as they need.
 
     Raises:
         ConfigError: before any thread is started or memory taken, where that can be known.
     """
 
-    def __init__(self, config: OffloadConfig, slot_bytes: int, facts: Mapping[str, Fact]) -> None:
+    def __init__(
+        self,
+        config: OffloadConfig,
+        slot_bytes: int,
+        facts: Mapping[str, Fact],
+        layout: ChunkLayout | None = None,
+    ) -> None:
         self.config = config
+        self._layout = layout
+        self._geometry: HostGeometry | None = None
+        if layout is not None and len({size for size in layout.payload_bytes if size}) > 1:
+            self._geometry = HostGeometry.plan(config.cpu_bytes, layout.payload_bytes)
+            slot_bytes = self._geometry.row_bytes
         self.slot_bytes = slot_bytes
         self.num_slots = config.cpu_bytes // slot_bytes
         if self.num_slots < 1:
@@ -115,19 +131,23 @@ class TieredOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> TieredOffloadingManager:
         """See :meth:`OffloadingSpec.get_manager`."""
         limit = self.config.max_inflight_bytes
+        if self._geometry is None:
+            host = HostLedger(self.num_slots, self._policy(self.num_slots), self.slot_bytes)
+        else:
+            host = ExtentLedger(self._geometry, self._policy)
         return TieredOffloadingManager(
-            self.num_slots,
-            self._policy(self.num_slots),
-            self._opened.tiers,
-            None if limit is None else limit // self.slot_bytes,
+            host,
+            tiers=self._opened.tiers,
+            max_persisting_slots=None if limit is None else limit // self.slot_bytes,
+            store_threshold=self.config.store_threshold,
         )
 
     def get_handlers(
         self, kv_caches: CanonicalKVCaches
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
         """See :meth:`OffloadingSpec.get_handlers`."""
-        layout = ChunkLayout(kv_caches, self.config.blocks_per_chunk)
-        if layout.slot_bytes > self.slot_bytes:
+        layout = self._layout or ChunkLayout(kv_caches, self.config.blocks_per_chunk)
+        if self._geometry is None and layout.slot_bytes > self.slot_bytes:
             raise ValueError(
                 f"a chunk takes {layout.slot_bytes} bytes, slots have {self.slot_bytes}"
             )

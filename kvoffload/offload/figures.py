@@ -53,7 +53,15 @@ class Figures:
         self.load_rates: dict[str, Rate] = {}
         self._declines: dict[str, int] = {}
 
-    def loaded(self, medium: str, tokens: int, chunks: int, num_bytes: int, seconds: float) -> None:
+    def loaded(
+        self,
+        medium: str,
+        tokens: int,
+        chunks: int,
+        num_bytes: int,
+        seconds: float,
+        rated: bool = True,
+    ) -> None:
         """A load from a medium to the GPU ended well.
 
         Args:
@@ -62,10 +70,11 @@ class Figures:
             chunks: moved.
             num_bytes: moved.
             seconds: from its beginning to its end.
+            rated: whether this says how fast the medium is.
         """
         _add(self.loads, medium, chunks, num_bytes, seconds)
         self.saved_prefill_tokens += tokens
-        if tokens and seconds > 0:
+        if rated and tokens and seconds > 0:
             self.load_rates.setdefault(medium, Rate()).add(tokens, seconds)
         self._declines.pop(medium, None)
 

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 CPU = "CPU"
 REMEMBERED_DEPARTURES = 1 << 16
 MIN_SIGHTINGS = 1 << 16
+ASKED_AHEAD = 1024
+"""Chunks after one whose answer is on its way that tiers are asked about in the same step."""
 
 
 class TieredOffloadingManager(OffloadingManager):
@@ -193,6 +195,11 @@ class TieredOffloadingManager(OffloadingManager):
                 answer = False
                 break
             hits += 1
+        if answer is None:
+            # What comes after is asked now, too, so that questions to slow tiers travel together.
+            for key in keys[hits + 1 : hits + 1 + ASKED_AHEAD]:
+                if key not in host.ready and _first_holder(key, tiers)[1] is False:
+                    break
         for medium, count in found.items():
             self.counters[f"lookup_hits_{medium}"] += count
         self.counters["lookup_hits"] += hits - start
@@ -343,7 +350,7 @@ class TieredOffloadingManager(OffloadingManager):
             self._departures.note(new, "not_wanted")
             new = []
         elif self._sightings.threshold > 1:
-            new = self._admit(new)
+            new = self._admit(new, req_context)
         if not new:
             return PrepareStoreOutput((), CPULoadStoreSpec(()), ())
         slots, evicted = host.reserve(new, protected=keys)
@@ -360,8 +367,8 @@ class TieredOffloadingManager(OffloadingManager):
             self._only_tiers.update(dict.fromkeys(stored, hints.tiers))
         return PrepareStoreOutput(stored, CPULoadStoreSpec(slots), tuple(evicted))
 
-    def _admit(self, keys: list[OffloadKey]) -> list[OffloadKey]:
-        admitted = self._sightings.admitted(keys)
+    def _admit(self, keys: list[OffloadKey], req_context: ReqContext | None) -> list[OffloadKey]:
+        admitted = self._sightings.admitted(keys, req_context.req_id if req_context else "")
         if len(admitted) < len(keys):
             here = set(admitted)
             self.counters["store_not_admitted"] += len(keys) - len(admitted)
@@ -414,7 +421,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         """See :meth:`OffloadingManager.touch`."""
-        self._sightings.see(keys)
+        self._sightings.see(keys, req_context.req_id if req_context else "")
         for key in reversed(keys):
             self._host.policy.touch(key)
 
