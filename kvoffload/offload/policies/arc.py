@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from math import ceil, floor
 
 from kvoffload.offload.policies.history import Away
 
@@ -27,17 +28,26 @@ class ARCPolicy:
 
     def add(self, key: bytes) -> None:
         """Put a key at the recent end: of ``_again`` if it was seen before, else of ``_once``."""
-        if key in self._once:
-            self._once.move_to_end(key)
+        once, again = self._once, self._again
+        if key in once or key in again:
+            (once if key in once else again).move_to_end(key)
             return
-        seen = self._away.pop(key, None) if self._away else None
-        if seen is None:
-            seen = key in self._again or self._ghost_hit(key)
-        (self._again if seen else self._once)[key] = None
-        if seen:
-            self._again.move_to_end(key)
+        if self._away and key in self._away:
+            (again if self._away.pop(key) else once)[key] = None
+        elif key in self._once_ghosts or key in self._again_ghosts:
+            self._ghost_hit(key)
+            again[key] = None
+        else:
+            once[key] = None
         self._again_missed = False
-        self._trim_ghosts()
+        # The paper's bounds: a list with its ghosts ≤ capacity, all four lists ≤ twice that. Only
+        # this method lets them grow, by one.
+        tried = len(once) + len(self._once_ghosts)
+        if tried > self.capacity and self._once_ghosts:
+            self._once_ghosts.popitem(last=False)
+            tried -= 1
+        if tried + len(again) + len(self._again_ghosts) > 2 * self.capacity and self._again_ghosts:
+            self._again_ghosts.popitem(last=False)
 
     def touch(self, key: bytes) -> None:
         """Count a use; for an evicted key, move the target towards the list it was missed from."""
@@ -63,15 +73,17 @@ class ARCPolicy:
     def victims(self, count: int) -> Sequence[bytes]:
         """Take least recently used keys from the list that is larger than it ought to be."""
         once, again = self._once, self._again
+        once_ghosts, again_ghosts = self._once_ghosts, self._again_ghosts
+        # A key missed from ``_again`` takes from ``_once`` also when that has just its share.
+        enough = ceil(self._target) if self._again_missed else floor(self._target) + 1
         taken: list[bytes] = []
         for _ in range(min(count, len(self))):
-            excess = len(once) - self._target
-            if once and (excess > 0 or (excess == 0 and self._again_missed) or not again):
+            if once and (len(once) >= enough or not again):
                 key = once.popitem(last=False)[0]
-                self._once_ghosts[key] = None
+                once_ghosts[key] = None
             else:
                 key = again.popitem(last=False)[0]
-                self._again_ghosts[key] = None
+                again_ghosts[key] = None
             taken.append(key)
         return taken
 
@@ -91,15 +103,6 @@ class ARCPolicy:
             self._again_missed = True
             return True
         return False
-
-    def _trim_ghosts(self) -> None:
-        """Keep the paper's bounds: a list with its ghosts ≤ capacity, all four ≤ twice that."""
-        once = len(self._once)
-        while self._once_ghosts and once + len(self._once_ghosts) > self.capacity:
-            self._once_ghosts.popitem(last=False)
-        others = once + len(self._once_ghosts) + len(self._again)
-        while self._again_ghosts and others + len(self._again_ghosts) > 2 * self.capacity:
-            self._again_ghosts.popitem(last=False)
 
     def __len__(self) -> int:
         return len(self._once) + len(self._again)

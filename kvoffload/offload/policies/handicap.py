@@ -120,12 +120,13 @@ class HandicapPolicy:
         queue = self._away.pop(key, None) if self._away else None
         if queue is None:
             queue = self._find(key)
-        if queue is None:
-            checksum = crc32(key)
-            queue = self._seen.recall(checksum)
-            self._used(checksum, queue)
+            if queue is not None:
+                self._queues[queue].move_to_end(key)
+            else:
+                checksum = crc32(key)
+                queue = self._seen.recall(checksum)
+                self._used(checksum, queue)
         self._queues[queue][key] = self._now
-        self._queues[queue].move_to_end(key)
 
     def touch(self, key: bytes) -> None:
         """Count a use of a key that is idle or pinned."""
@@ -176,10 +177,14 @@ class HandicapPolicy:
 
     def _find(self, key: object) -> int | None:
         """Return the number of the queue a key is in."""
-        for number, queue in enumerate(self._queues):
-            if key in queue:
-                return number
-        return None
+        once, twice, thrice, more = self._queues
+        if key in once:
+            return 0
+        if key in more:
+            return 3
+        if key in twice:
+            return 1
+        return 2 if key in thrice else None
 
     def _used(self, checksum: int, queue: int) -> None:
         """Let time pass and the shadows see the use, if this key is one of the sample."""

@@ -26,13 +26,21 @@ class Away(OrderedDict[bytes, Note]):
             self.popitem(last=False)
 
 
-_LEVELS = 3
+_MOST = 3
 _rng = Random(0)
-_MASKS = tuple(
-    tuple(sum(1 << bit for bit in _rng.sample(range(64), 3)) for _ in range(4096))
-    for _ in range(_LEVELS)
-)
-"""Three bits of a word that say "seen", three for "seen twice"...; picked by checksum."""
+
+
+def _masks() -> tuple[tuple[int, ...], ...]:
+    """Make masks of 3, 6 and 9 bits of a word, each with the bits of the one before."""
+    orders = [_rng.sample(range(64), 3 * _MOST) for _ in range(4096)]
+    return tuple(
+        tuple(sum(1 << bit for bit in order[: 3 * times]) for order in orders)
+        for times in range(1, _MOST + 1)
+    )
+
+
+_MASKS = _masks()
+"""The bits that say "seen once", "twice", "three times or more"; picked by checksum."""
 
 
 class SeenFilter:
@@ -54,9 +62,7 @@ class SeenFilter:
     def note(self, checksum: int, times: int) -> None:
         """Remember that the key with this checksum had been seen 1, 2 or 3 (or more) times."""
         high, at = divmod(checksum, self._words)
-        bits = _MASKS[0][high & 4095]
-        for level in range(1, times):
-            bits |= _MASKS[level][high & 4095]
+        bits = _MASKS[times - 1][high & 4095]
         self._young[at] |= bits
         self._noted += 1
         if self._noted == self._keys:
@@ -67,11 +73,13 @@ class SeenFilter:
         """Return how often the key with this checksum had been seen: 0 to 3."""
         high, at = divmod(checksum, self._words)
         young, old = self._young[at], self._old[at]
-        for level, masks in enumerate(_MASKS):
+        seen = 0
+        for masks in _MASKS:
             bits = masks[high & 4095]
             if young & bits != bits and old & bits != bits:
-                return level
-        return _LEVELS
+                break
+            seen += 1
+        return seen
 
     def clear(self) -> None:
         """Forget all keys."""
