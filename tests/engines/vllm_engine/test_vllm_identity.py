@@ -1,0 +1,118 @@
+"""Who may hit whose chunks: salts, adapters, ranks; what the engine says when set up wrongly."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def settings(root, **more):
+    return {
+        "cpu_bytes": "64MiB",
+        "backends": [{"type": "disk", "root": str(root), "min_free": 0}],
+        **more,
+    }
+
+
+def test_salts_adapters_and_events(start, models, prompts, tmp_path):
+    adapters = [make_adapter(tmp_path / name, models(), seed) for seed, name in enumerate("ab")]
+    engine = start(
+        settings(tmp_path / "kv"),
+        enable_lora=True,
+        max_lora_rank=8,
+        max_loras=2,
+    )
+    prompt = prompts(1, 1000)
+
+    def cached(**who):
+        engine.ask("quiet")
+        engine.ask("reset")
+        answer = engine.generate(prompt, **who)
+        return answer["cached"][0], answer["tokens"][0]
+
+    assert cached(salts=["anna"])[0] == 0
+    assert cached(salts=["anna"])[0] == 992
+    assert cached(salts=["ben"])[0] == 0
+    assert cached()[0] == 0
+    one, other = (["a", 1, adapters[0]], ["b", 2, adapters[1]])
+    computed = cached(loras=[one])
+    assert computed[0] == 0
+    assert cached(loras=[one]) == (992, computed[1])
+    assert cached(loras=[other])[0] == 0
+    engine.kill()
+
+
+def make_adapter(folder, model, seed):
+    """Write a LoRA adapter with random weights for the tiny model."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    sizes = json.loads((Path(model) / "config.json").read_text())
+    hidden, layers = sizes["hidden_size"], sizes["num_hidden_layers"]
+    noise = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(layers):
+        for name, width in (("q_proj", 256), ("v_proj", 128)):
+            base = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{base}.lora_A.weight"] = torch.randn(8, hidden, generator=noise)
+            weights[f"{base}.lora_B.weight"] = torch.randn(width, 8, generator=noise)
+    save_file(weights, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(
+        json.dumps(
+            {
+                "peft_type": "LORA",
+                "r": 8,
+                "lora_alpha": 8,
+                "target_modules": ["q_proj", "v_proj"],
+                "bias": "none",
+                "task_type": "CAUSAL_LM",
+            }
+        )
+    )
+    return str(folder)
+
+
+def test_two_ranks_hit_after_a_restart_and_lose_a_chunk_when_one_rank_does(
+    start, prompts, tmp_path
+):
+    root = tmp_path / "kv"
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    engine = start(settings(root), **options)
+    prompt = prompts(1, 1000)
+    told = engine.generate(prompt)["tokens"]
+    engine.ask("quiet")
+    engine.ask("reset")
+    answer = engine.generate(prompt)
+    assert (answer["cached"], answer["tokens"]) == ([992], told)
+    engine.ask("quiet")
+    engine.kill()
+    folders = [folder for folder in root.iterdir() if len(folder.name) == 64]
+    assert len(folders) == 2, "each rank has a namespace of its own"
+    # One rank's part of some chunks in the middle is gone.
+    names = [{file.name for file in folder.glob("??/*")} for folder in folders]
+    assert names[0] == names[1]
+    assert len(names[0]) >= 31
+    for file in sorted(folders[1].glob("??/*"))[::4]:
+        file.write_bytes(file.read_bytes()[:-8])
+    again = start(settings(root), **options)
+    answer = again.generate(prompt)
+    assert answer["tokens"] == told
+    assert answer["cached"][0] < 992
+    assert again.ask("quiet")["vllm:kvoffload_host_chunks_busy"] == 0
+    again.kill()
+
+
+def test_a_misspelt_setting_stops_the_engine_with_a_sentence(start, tmp_path):
+    engine = start({"cpu_bites": "1GiB"}, ready=False)
+    assert "error" in engine.answer()
+    assert "unknown key; did you mean 'cpu_bytes'?" in engine.log
+    engine.kill()
+
+
+def test_a_failure_policy_that_fails_requests_is_warned_about_loudly(start, tmp_path):
+    engine = start({"cpu_bytes": "16MiB"}, policy="fail")
+    assert "A FAILED LOAD WILL FAIL ITS REQUEST" in engine.log
+    engine.kill()
