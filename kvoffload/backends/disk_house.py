@@ -66,6 +66,9 @@ class House:
         """Run one step; a bug in it must not end the thread that keeps the folder bounded."""
         try:
             step()
+        except OSError as error:
+            self._keeper.count("housekeeping_failed")
+            log.warning("disk %s: housekeeping failed: %s", self._keeper.root, error)
         except Exception:
             self._keeper.count("housekeeping_failed")
             log.exception("disk %s: housekeeping failed", self._keeper.root)
@@ -82,7 +85,10 @@ class House:
         keeper = self._keeper
         self._clean()
         keeper.record_use()
-        keeper.ledger.refresh()
+        if keeper.ledger.refresh() is None and keeper.ownership.held:
+            # Damaged: writes are refused until a look at everything has set it right.
+            self._settled = False
+            self._look_at = 0.0
         if not keeper.ownership.held and keeper.ownership.take():
             # The last owner died or closed: its figures may be off and its index is gone.
             self._settled = False

@@ -77,7 +77,7 @@ class Keeper:
         """Folder names by number; 0 is this backend's own."""
         self.others = 0
         """Other writers alive under the root, as of the last look."""
-        self.horizon_ns = 0
+        self.horizon_ns = time.time_ns()
         """When the chunk evicted last had been used: how far back the stored past reaches."""
         self._durable = durable
         self._lock = threading.Lock()
@@ -92,8 +92,12 @@ class Keeper:
         fresh = not any(map(is_namespace, vfs.listdir(root)))
         make_folder(vfs, self.folder(0), durable=durable)
         self.writer = Writer(vfs, root)
-        self.ownership = Ownership(vfs, root)
-        self.ledger = Ledger(vfs, f"{root}/{LEDGER}", fresh=fresh)
+        try:
+            self.ownership = Ownership(vfs, root)
+            self.ledger = Ledger(vfs, f"{root}/{LEDGER}", fresh=fresh)
+        except OSError:
+            self.writer.close()
+            raise
         self.ready = threading.Event()
         """Set once everything that was on disk at the start is in the index."""
         if self.ownership.take() and fresh:
@@ -164,9 +168,9 @@ class Keeper:
         if not self._has_free(allocated_bytes):
             self.count("refused_min_free")
             return False
-        if not self.ledger.reserve(allocated_bytes, capacity) and not self._evict_for(
-            allocated_bytes
-        ):
+        # Whoever waits for an eviction is to get the room it makes: no one passes by.
+        at_once = not self._evicting.locked() and self.ledger.reserve(allocated_bytes, capacity)
+        if not at_once and not self._evict_for(allocated_bytes):
             self.count("refused_capacity")
             return False
         with self._lock:
@@ -174,15 +178,14 @@ class Keeper:
         return True
 
     def _evict_for(self, allocated_bytes: int) -> bool:
-        """Evict until a reservation succeeds."""
+        """Evict until a reservation succeeds; another process may be faster, hence the tries."""
+        capacity = self.bounds.capacity_bytes
         if not self._may_evict():
-            return False
-        # Those who wait here take turns. One who finds room without waiting may still take what
-        # was made for another, hence more than one try.
+            return self.ledger.reserve(allocated_bytes, capacity)
         with self._evicting:
             for _ in range(_ROOM_TRIES):
-                self._evict_to(self.bounds.capacity_bytes - allocated_bytes)
-                if self.ledger.reserve(allocated_bytes, self.bounds.capacity_bytes):
+                self._evict_to(capacity - allocated_bytes)
+                if self.ledger.reserve(allocated_bytes, capacity):
                     return True
         return False
 

@@ -12,10 +12,15 @@ import struct
 import threading
 import time
 
+import xxhash
+
 from kvoffload.backends.vfs import Vfs
 
+# magic, version, resident bytes, changes; then a checksum, because a write may be torn
 _RECORD = struct.Struct("<8sQqQ")
+_SEAL = struct.Struct("<Q")
 _MAGIC = b"KVOLEDGR"
+_VERSION = 1
 _LOCK_TRIES = 100
 _LOCK_PAUSE_S = 0.001
 
@@ -104,18 +109,20 @@ class Ledger:
             self._unlocked()
 
     def _load(self) -> int | None:
-        record = bytearray(_RECORD.size)
-        if self._vfs.preadv(self._fd, [record], 0) != _RECORD.size:
+        data = bytearray(_RECORD.size + _SEAL.size)
+        if self._vfs.preadv(self._fd, [data], 0) != len(data):
             return None
-        magic, version, resident, changes = _RECORD.unpack(record)
-        if magic != _MAGIC or version != 1 or resident < 0:
+        magic, version, resident, changes = _RECORD.unpack_from(data)
+        (seal,) = _SEAL.unpack_from(data, _RECORD.size)
+        if (magic, version, seal) != (_MAGIC, _VERSION, _seal_of(data[: _RECORD.size])):
             return None
         self.resident_bytes, self.changes = resident, changes
         return int(resident)
 
     def _store(self, resident: int) -> bool:
-        record = _RECORD.pack(_MAGIC, 1, resident, self.changes + 1)
-        if self._vfs.pwritev(self._fd, [record], 0) != len(record):
+        record = _RECORD.pack(_MAGIC, _VERSION, resident, self.changes + 1)
+        data = record + _SEAL.pack(_seal_of(record))
+        if self._vfs.pwritev(self._fd, [data], 0) != len(data):
             return False
         self.resident_bytes = resident
         self.changes += 1
@@ -136,3 +143,7 @@ class Ledger:
     def _unlocked(self) -> None:
         with contextlib.suppress(OSError):
             self._vfs.flock(self._fd, fcntl.LOCK_UN)
+
+
+def _seal_of(record: bytes | bytearray) -> int:
+    return xxhash.xxh3_64_intdigest(record)

@@ -1,6 +1,5 @@
 """Looking at the folders: what is there, what others wrote, what has vanished."""
 
-import contextlib
 import logging
 import os
 import time
@@ -25,6 +24,8 @@ class Scanner:
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
         self._mtimes: dict[tuple[int, str], int] = {}
+        self._complete = True
+        """Whether the look under way has seen everything so far."""
 
     def recall(self) -> None:
         """Believe the snapshot, until a look at the folders."""
@@ -51,6 +52,7 @@ class Scanner:
         right; False says that others were writing meanwhile and it has to be repeated for that.
         """
         keeper = self._keeper
+        self._complete = True
         if keeper.ownership.held:
             self._follow_all()
         undisturbed = keeper.ledger.changes if keeper.ledger.refresh() is not None else None
@@ -63,9 +65,11 @@ class Scanner:
             for name in names:
                 if not full and name in keeper.index:
                     continue
-                with contextlib.suppress(OSError):
+                try:
                     facts = keeper.vfs.lstat(keeper.path(name))
                     found.append((facts.st_atime_ns, name, facts.st_blocks * 512))
+                except OSError as error:
+                    self._missed(error)
         found.sort()
         keeper.index.found((name, allocated) for _, name, allocated in found)
         self._forget_vanished(None if full else looked_at, present)
@@ -75,7 +79,7 @@ class Scanner:
         return self._settle(sum(allocated for _, _, allocated in found), undisturbed)
 
     def _settle(self, chunk_bytes: int, undisturbed: int | None) -> bool:
-        """Set the ledger to what was found; while others write, only upwards."""
+        """Set the ledger to what was found; only upwards if others write or something failed."""
         keeper = self._keeper
         folder = f"{keeper.root}/{QUARANTINE}"
         total = chunk_bytes
@@ -83,22 +87,31 @@ class Scanner:
             total += temporary_bytes(keeper.vfs, keeper.root)
             for file in keeper.vfs.listdir(folder):
                 total += keeper.vfs.lstat(f"{folder}/{file}").st_blocks * 512
-        except OSError:
-            return False
-        if undisturbed is not None and keeper.ledger.settle(total, undisturbed):
+        except OSError as error:
+            self._missed(error)
+        if self._complete and undisturbed is not None and keeper.ledger.settle(total, undisturbed):
             return True
         resident = keeper.ledger.refresh()
-        if resident is None or resident < total:
+        if resident < total if resident is not None else self._complete:
             keeper.ledger.settle(total)
         return False
 
     def _follow_all(self) -> None:
         """The owner evicts in every namespace, so it has to know them all."""
         keeper = self._keeper
-        with contextlib.suppress(OSError):
+        try:
             entries = filter(is_namespace, keeper.vfs.listdir(keeper.root))
             new = [entry for entry in entries if entry not in keeper.namespaces]
             keeper.namespaces += new[: _MAX_NAMESPACES - len(keeper.namespaces)]
+        except OSError as error:
+            self._missed(error)
+
+    def _missed(self, error: OSError) -> None:
+        """Note that something may be there that this look did not see."""
+        if not isinstance(error, FileNotFoundError):
+            self._complete = False
+            self._keeper.count("look_failed")
+            log.warning("disk: %s", error)
 
     def _listings(self, *, full: bool) -> Iterator[tuple[int, str, list[Name]]]:
         """Names in each shard folder, those unchanged since the last look left out unless full."""
@@ -112,7 +125,8 @@ class Scanner:
                         continue
                     keys = map(key_of, vfs.listdir(folder))
                     names = [name_of(number, key) for key in keys if key is not None]
-                except OSError:
+                except OSError as error:
+                    self._missed(error)
                     continue
                 # Within one step of the clock a folder may change again and look the same.
                 settled = time.time_ns() - mtime_ns > _CLOCK_STEP_NS

@@ -32,9 +32,13 @@ class Writer:
         # Made and locked under a name that clean_up() ignores, so that it is never seen unlocked.
         unborn = f"{self._root}/{_UNBORN}{self.token}"
         vfs.mkdir(unborn)
-        self._fd = vfs.open(f"{unborn}/{_LOCK}", os.O_RDWR | os.O_CREAT)
-        vfs.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        vfs.rename(unborn, self.folder)
+        with contextlib.ExitStack() as undo:
+            undo.callback(_remove_quietly, vfs, unborn)
+            self._fd = vfs.open(f"{unborn}/{_LOCK}", os.O_RDWR | os.O_CREAT)
+            undo.callback(vfs.close_quietly, self._fd)
+            vfs.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            vfs.rename(unborn, self.folder)
+            undo.pop_all()
 
     def temporary(self) -> str:
         """A path no one else uses."""
@@ -42,8 +46,7 @@ class Writer:
 
     def close(self) -> None:
         """Remove the folder and let go of the lock."""
-        with contextlib.suppress(OSError):  # the next process to open the root cleans up
-            _remove_folder(self._vfs, self.folder)
+        _remove_quietly(self._vfs, self.folder)
         self._vfs.close_quietly(self._fd)
 
 
@@ -104,8 +107,7 @@ def clean_up(vfs: Vfs, root: str, own: str) -> tuple[int, int]:
         except BlockingIOError:
             alive += 1
         except FileNotFoundError:
-            with contextlib.suppress(OSError):  # without its lock: half removed by someone killed
-                freed += _remove_folder(vfs, folder)
+            freed += _remove_quietly(vfs, folder)  # without its lock: half removed by the dead
         except OSError:
             continue  # undeletable: try again next time
         finally:
@@ -128,11 +130,16 @@ def temporary_bytes(vfs: Vfs, root: str) -> int:
 
 def _remove_old(vfs: Vfs, folder: str) -> int:
     # Being made at this moment, or left half made or half removed: only age tells.
-    try:
+    with contextlib.suppress(OSError):
         if time.time() - vfs.lstat(folder).st_mtime > _BIRTH_S:
             return _remove_folder(vfs, folder)
-    except OSError:
-        pass
+    return 0
+
+
+def _remove_quietly(vfs: Vfs, folder: str) -> int:
+    """Remove a folder; whatever stays is for the next process that opens the root."""
+    with contextlib.suppress(OSError):
+        return _remove_folder(vfs, folder)
     return 0
 
 

@@ -64,7 +64,7 @@ class Lane:
             await _undisturbed(_without_unbegun(jobs, ended))
             raise
         for end in ended:
-            if not end.cancelled():
+            if end.done() and not end.cancelled():  # those taken back are neither, or will be
                 end.result()
         return answers
 

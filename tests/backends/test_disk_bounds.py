@@ -72,7 +72,8 @@ async def test_the_tail_of_a_prefix_leaves_before_its_head(tmp_path):
 
 async def test_many_writers_never_pass_the_capacity(tmp_path):
     capacity = 12 * ON_DISK
-    backend = open_disk(tmp_path, capacity=ByteSize(capacity), write_threads=3)
+    settings = {"high_watermark": 1.0, "low_watermark": 1.0, "write_threads": 3}
+    backend = open_disk(tmp_path, capacity=ByteSize(capacity), **settings)
     peak = 0
     for turn in range(12):
         writing = asyncio.ensure_future(

@@ -1,0 +1,222 @@
+"""Several processes on one folder: no wrong byte, one owner, the capacity kept."""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvoffload.backends.disk import DiskBackend, DiskOptions
+from kvoffload.config import ByteSize
+from kvoffload.testing import payload_of
+from kvoffload.testing.backends import filled, keys_of, slots
+
+SIZE = 28 * 1024
+ON_DISK = 32 * 1024
+
+
+def open_disk(root, namespace="shared", **settings):
+    settings = {"capacity": ByteSize(64 << 20), "min_free": ByteSize(0), **settings}
+    backend = DiskBackend(DiskOptions(root=str(root), **settings), namespace)
+    assert backend.wait_ready(20)
+    return backend
+
+
+def allocated(root):
+    total = 0
+    for folder, _, files in os.walk(root):
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(f"{folder}/{file}").st_blocks * 512
+    return total
+
+
+async def until(condition, timeout_s=10.0):
+    for _ in range(int(timeout_s / 0.02)):
+        if condition():
+            return True
+        await asyncio.sleep(0.02)
+    return condition()
+
+
+async def write(backend, keys):
+    return await backend.write(keys, filled(keys, SIZE))
+
+
+async def test_what_one_writes_the_other_comes_to_know(tmp_path):
+    one, two = open_disk(tmp_path), open_disk(tmp_path)
+    keys = keys_of(4)
+    await write(one, keys)
+    assert await two.contains(keys) == [True] * 4
+    assert await until(lambda: all(two.holds(key) for key in keys))
+    await one.remove(keys[:2])
+    assert await until(lambda: not any(two.holds(key) for key in keys[:2]))
+    assert {(r.key, r.reason) for r in two.take_removals()} == {(k, "vanished") for k in keys[:2]}
+    await one.close()
+    await two.close()
+
+
+async def test_only_one_evicts_and_the_next_takes_over_when_it_goes(tmp_path):
+    settings = {"capacity": ByteSize(10 * ON_DISK), "high_watermark": 0.9, "low_watermark": 0.5}
+    one, two = open_disk(tmp_path, **settings), open_disk(tmp_path, "another", **settings)
+    assert [b._keeper.ownership.held for b in (one, two)] == [True, False]
+    # The second may use what is free, and the owner makes room for it among all namespaces.
+    assert await write(one, keys_of(5, "one")) == [True] * 5
+    assert await write(two, keys_of(5, "two")) == [True] * 5
+    assert await until(lambda: allocated(tmp_path) <= 7 * ON_DISK)
+    assert await write(two, keys_of(2, "more")) == [True] * 2
+    await one.close()
+    assert await until(lambda: two._keeper.ownership.held)
+    assert await until(lambda: (two._keeper.ledger.refresh() or 0) > 0)
+    for i in range(4):
+        await write(two, keys_of(5, f"later{i}"))
+        await asyncio.sleep(0.05)
+    assert allocated(tmp_path) <= 10 * ON_DISK + 8192
+    assert two.counters()["evicted"] > 0
+    await two.close()
+
+
+async def test_the_owner_sees_what_others_use(tmp_path):
+    settings = {"capacity": ByteSize(8 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+    owner = open_disk(tmp_path, **settings)
+    keys = keys_of(8)
+    for key in keys:
+        await write(owner, [key])
+    reader = open_disk(tmp_path, **settings)
+    assert await until(lambda: owner._keeper.others == 1)
+    await asyncio.sleep(0.05)
+    assert await reader.read(keys[:3], slots(3, SIZE)) == [True] * 3
+    reader._keeper.record_use()
+    assert await write(owner, keys_of(4, "new")) == [True] * 4
+    assert [owner.holds(key) for key in keys] == [True] * 3 + [False] * 4 + [True]
+    await reader.close()
+    await owner.close()
+
+
+async def test_a_file_removed_under_a_reader_stays_whole_for_it(tmp_path):
+    one, two = open_disk(tmp_path), open_disk(tmp_path)
+    keys = keys_of(24)
+
+    async def churn():
+        for _ in range(20):
+            await write(one, keys)
+            await one.remove(keys)
+
+    churning = asyncio.ensure_future(churn())
+    reads = 0
+    while not churning.done():
+        into = slots(24, SIZE)
+        for key, slot, good in zip(keys, into, await two.read(keys, into), strict=True):
+            assert not good or bytes(slot) == payload_of(key, SIZE)
+            reads += good
+    await churning
+    assert not any(reason.startswith("corrupt") for reason in two.counters())
+    assert reads > 0
+    assert one.usage().resident_bytes == 0
+    for backend in (one, two):
+        await backend.close()
+
+
+SWARM = """
+import asyncio, json, os, random, sys
+from kvoffload.backends.disk import DiskBackend, DiskOptions
+from kvoffload.config import ByteSize
+from kvoffload.testing.backends import filled, keys_of, payload_of, slots
+
+async def main(root, seed, capacity, size, seconds):
+    rng = random.Random(seed)
+    backend = DiskBackend(
+        DiskOptions(root=root, capacity=ByteSize(capacity), min_free=ByteSize(0)),
+        f"rank{seed % 2}",
+    )
+    keys = keys_of(120)
+    wrong = reads = writes = 0
+    print("up", flush=True)
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    while loop.time() < end:
+        some = rng.sample(keys, 6)
+        if rng.random() < 0.5:
+            writes += sum(await backend.write(some, filled(some, size)))
+        elif rng.random() < 0.1:
+            await backend.remove(some[:2])
+        else:
+            into = slots(6, size)
+            for key, slot, good in zip(some, into, await backend.read(some, into)):
+                reads += good
+                wrong += good and bytes(slot) != payload_of(key, size)
+        print(json.dumps([wrong, reads, writes]), flush=True)
+    await backend.close()
+
+root, *figures, seconds = sys.argv[1:]
+asyncio.run(main(root, *map(int, figures), float(seconds)))
+"""
+
+
+def swarm(root, *, kills, pause_s):
+    """Four processes, two namespaces, one folder; one after the other is killed and replaced."""
+    capacity = 100 * ON_DISK
+    rng = random.Random(1)
+
+    def start(seed):
+        words = [str(root), str(seed), str(capacity), str(SIZE), str(kills * pause_s + 60)]
+        command = [sys.executable, "-c", SWARM, *words]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        process.stdout.readline()
+        return process
+
+    running = [start(seed) for seed in range(4)]
+    totals = [0, 0, 0]
+    peak = 0
+    for kill in range(kills):
+        deadline = time.monotonic() + pause_s * rng.random() * 2
+        while time.monotonic() < deadline:
+            peak = max(peak, allocated(root))
+            time.sleep(0.01)
+        victim = rng.randrange(4)
+        finish(running[victim], totals)
+        running[victim] = start(4 + kill)
+    for process in running:
+        finish(process, totals)
+    return totals, peak, capacity
+
+
+def finish(process, totals):
+    process.send_signal(signal.SIGKILL)
+    lines = process.communicate()[0].splitlines()
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):
+            for i, figure in enumerate(json.loads(line)):
+                totals[i] += figure
+            return
+
+
+def check_swarm(root, kills, pause_s):
+    (wrong, reads, writes), peak, capacity = swarm(root, kills=kills, pause_s=pause_s)
+    assert wrong == 0
+    assert reads > 100
+    assert writes > 100
+    # Two store threads a process, and what the few small files beside the chunks take up.
+    assert peak <= capacity + 4 * 2 * ON_DISK + (64 << 10)
+    backend = open_disk(root, "rank0", capacity=ByteSize(capacity))
+    left = sum(path.lstat().st_blocks * 512 for path in root.glob("*/??/*"))
+    aside = sum(path.lstat().st_blocks * 512 for path in root.glob(".quarantine/*"))
+    assert backend.usage().resident_bytes == left + aside
+    assert not backend.counters().get("corrupt")
+    backend._shut_down()
+
+
+def test_four_processes_and_random_kills(ram_path):
+    check_swarm(ram_path, kills=4, pause_s=0.3)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1800)
+def test_four_processes_and_random_kills_for_long(ram_path):
+    check_swarm(ram_path, kills=300, pause_s=1.0)
