@@ -2,8 +2,8 @@
 
 A small Llama with random weights, made on the spot, is served over vLLM's OpenAI-compatible HTTP
 interface on the CPU. Its KV cache holds fewer conversations than there are, so each turn finds the
-turns before evicted from it. Three passes over the same conversations: met for the first time; again
-while host memory has them; and again by a new process, after the first was killed, from disk.
+turns before evicted from it. Three passes over the same conversations: met for the first time;
+again, from host memory; and again by a new process, after the first was killed, from disk.
 
     python examples/vllm/demo.py [--quick] [--out FOLDER]
 

@@ -1,8 +1,8 @@
 """A pytest plugin for vLLM's own tests of its offloading connector: with our scheduler half.
 
 vLLM's suite drives a real scheduler with a mocked manager and worker. With this plugin the
-connector's scheduler half is ours; the mocks stay. What is tested is that all vLLM expects of the half
-it wrote is true of the one we made of it.
+connector's scheduler half is ours; the mocks stay. What is tested is that all vLLM expects of the
+half it wrote is true of the one we made of it.
 """
 
 import os
