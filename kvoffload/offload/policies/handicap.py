@@ -161,18 +161,19 @@ class HandicapPolicy:
 
     def victims(self, count: int) -> Sequence[bytes]:
         """Take the keys that count as the oldest."""
-        note = self._seen.note
         taken: list[bytes] = []
         count = min(count, len(self))
         while len(taken) < count:
             at, limit = _oldest(self._queues, self._chosen.handicaps)
-            queue = self._queues[at]
-            while True:
-                key = queue.popitem(last=False)[0]
-                note(crc32(key), min(3, at + 1))
-                taken.append(key)
-                if not queue or len(taken) == count or next(iter(queue.values())) >= limit:
+            queue, wanted, run = self._queues[at], count - len(taken), 0
+            # Those behind the oldest head go with it, until they are younger than another head.
+            for tick in queue.values():
+                if run == wanted or (run and tick >= limit):
                     break
+                run += 1
+            leaving = [queue.popitem(last=False)[0] for _ in range(run)]
+            self._seen.note([crc32(key) for key in leaving], min(3, at + 1))
+            taken += leaving
         return taken
 
     def _find(self, key: object) -> int | None:

@@ -2,6 +2,7 @@
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 from random import Random
 from typing import TypeVar
 
@@ -59,15 +60,16 @@ class SeenFilter:
         self._noted = 0
         self._young, self._old = self._empty(), self._empty()
 
-    def note(self, checksum: int, times: int) -> None:
-        """Remember that the key with this checksum had been seen 1, 2 or 3 (or more) times."""
-        high, at = divmod(checksum, self._words)
-        bits = _MASKS[times - 1][high & 4095]
-        self._young[at] |= bits
-        self._noted += 1
-        if self._noted == self._keys:
-            self._old, self._young = self._young, self._empty()
-            self._noted = 0
+    def note(self, checksums: Sequence[int], times: int) -> None:
+        """Remember that the keys with these checksums had been seen 1, 2 or 3 (or more) times."""
+        masks, words = _MASKS[times - 1], self._words
+        for checksum in checksums:
+            high, at = divmod(checksum, words)
+            self._young[at] |= masks[high & 4095]
+            self._noted += 1
+            if self._noted == self._keys:
+                self._old, self._young = self._young, self._empty()
+                self._noted = 0
 
     def recall(self, checksum: int) -> int:
         """Return how often the key with this checksum had been seen: 0 to 3."""

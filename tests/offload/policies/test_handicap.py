@@ -84,7 +84,7 @@ def test_the_filter_remembers_all_of_the_last_keys_and_forgets_older_ones():
     seen = SeenFilter(1000)
     sums = [zlib.crc32(b"%d" % i) for i in range(6000)]
     for at, checksum in enumerate(sums):
-        seen.note(checksum, at % 3 + 1)
+        seen.note([checksum], at % 3 + 1)
     assert all(seen.recall(sums[at]) >= at % 3 + 1 for at in range(5000, 6000))
     assert sum(seen.recall(checksum) > 0 for checksum in sums[:3000]) < 200
     exact = sum(seen.recall(sums[at]) == at % 3 + 1 for at in range(5000, 6000))
@@ -93,7 +93,7 @@ def test_the_filter_remembers_all_of_the_last_keys_and_forgets_older_ones():
 
 def test_a_fresh_filter_knows_nothing_and_so_does_a_cleared_one():
     seen = SeenFilter(10)
-    seen.note(3, 1)
+    seen.note([3], 1)
     seen.clear()
     assert [seen.recall(checksum) for checksum in range(100)] == [0] * 100
 
