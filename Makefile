@@ -3,14 +3,21 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# As root, or through sudo where it asks for no password.
+SUDO    = $$([ "$$(id -u)" = 0 ] || echo "sudo -n")
+INSTALL = sh -c '$(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$$0"'
 
-.PHONY: demo test check bench setup redis-server demo-vllm test-vllm clean
+.PHONY: demo test check chaos bench setup redis-server clean demo-vllm test-vllm
 
 demo: $(READY)
 	$(BIN)/kvoffload demo
 
 test: check redis-server
 	$(BIN)/python -m pytest
+
+# The long forms: 10,000 kills, a million steps of the manager, every fault at full length.
+chaos: $(READY) redis-server
+	$(BIN)/python -m pytest -m chaos --timeout=3600
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -27,7 +34,7 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "kvoffload needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	@$(PYTHON) -m venv $(VENV) \
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); $(INSTALL) python3-venv >/dev/null 2>&1; $(PYTHON) -m venv $(VENV); } \
 	  || { echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -37,8 +44,7 @@ $(READY): pyproject.toml constraints.txt
 redis-server:
 	@command -v redis-server >/dev/null && exit 0; \
 	 echo "redis-server is missing; installing it with apt-get"; \
-	 SUDO=; [ "$$(id -u)" = 0 ] || SUDO="sudo -n"; \
-	 { $$SUDO apt-get update -qq && $$SUDO env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server; } >/dev/null 2>&1 \
+	 $(INSTALL) redis-server >/dev/null 2>&1 \
 	 || echo "COULD NOT INSTALL redis-server: the tests that need it will be skipped"
 
 # vLLM for CPU in an environment of its own: about 2 minutes and 3.5 GB, once.
