@@ -75,8 +75,8 @@ class LoadOutcome:
     num_loaded_tokens: int
     """The good prefix: tokens after those in GPU memory that need not be computed.
 
-    With several KV cache groups it is mostly all or nothing: a shorter prefix would need blocks of
-    windows that were not loaded. The engine then frees the blocks and admits the request anew.
+    With windows or recurrent states it is mostly all or nothing: a shorter prefix would need blocks
+    that the engine did not even allocate. It then frees the request and admits it anew.
     """
     ok: bool
     """Whether that is all that was asked for."""
