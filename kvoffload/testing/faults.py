@@ -10,7 +10,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvoffload.backends.base import Backend
+from kvoffload.backends.base import (
+    Backend,
+    Describes,
+    Presence,
+    ReportsRemovals,
+    ReportsUsage,
+)
 
 Verb = Literal["contains", "read", "write", "remove"]
 Fault = Literal["raise", "hang", "delay", "flip", "lie", "miss", "short"]
@@ -48,6 +54,13 @@ class FaultyBackend:
         """How many calls a fault struck."""
         self._calls: dict[tuple[int, str], int] = {}
         self._released = asyncio.Event()
+        # Optional protocols are the inner one's own. Set as attributes, because isinstance() of a
+        # protocol does not ask __getattr__ from Python 3.12 on.
+        for protocol in (Presence, ReportsRemovals, ReportsUsage, Describes):
+            if isinstance(inner, protocol):
+                for name in vars(protocol):
+                    if not name.startswith("_"):
+                        setattr(self, name, getattr(inner, name))
 
     def release(self) -> None:
         """Let hanging calls go on; they answer False."""
@@ -107,7 +120,6 @@ class FaultyBackend:
         await self.inner.close()
 
     def __getattr__(self, name: str) -> Any:
-        # Optional protocols: present here exactly if they are there.
         return getattr(self.inner, name)
 
     def _strike(self, verb: Verb, keys: Sequence[bytes]) -> Plan | None:
