@@ -1,6 +1,8 @@
 """Who may hit whose chunks: salts, adapters, ranks; what the engine says when set up wrongly."""
 
 import json
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,12 +19,19 @@ def settings(root, **more):
 
 
 def test_salts_adapters_and_events(start, models, prompts, tmp_path):
+    port = free_port()
+    events = listen(port)
     adapters = [make_adapter(tmp_path / name, models(), seed) for seed, name in enumerate("ab")]
     engine = start(
         settings(tmp_path / "kv"),
         enable_lora=True,
         max_lora_rank=8,
         max_loras=2,
+        kv_events_config={
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{port}",
+        },
     )
     prompt = prompts(1, 1000)
 
@@ -41,7 +50,35 @@ def test_salts_adapters_and_events(start, models, prompts, tmp_path):
     assert computed[0] == 0
     assert cached(loras=[one]) == (992, computed[1])
     assert cached(loras=[other])[0] == 0
+    engine.ask("quiet")
     engine.kill()
+    told = b"".join(events)
+    assert b"BlockStored" in told
+    assert b"CPU" in told
+    assert b"STORAGE" in told
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def listen(port):
+    """Collect what the engine publishes."""
+    import zmq
+
+    subscriber = zmq.Context.instance().socket(zmq.SUB)
+    subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+    subscriber.connect(f"tcp://127.0.0.1:{port}")
+    collected = []
+
+    def run():
+        while True:
+            collected.append(subscriber.recv_multipart()[-1])
+
+    threading.Thread(target=run, daemon=True).start()
+    return collected
 
 
 def make_adapter(folder, model, seed):
@@ -115,4 +152,25 @@ def test_a_misspelt_setting_stops_the_engine_with_a_sentence(start, tmp_path):
 def test_a_failure_policy_that_fails_requests_is_warned_about_loudly(start, tmp_path):
     engine = start({"cpu_bytes": "16MiB"}, policy="fail")
     assert "A FAILED LOAD WILL FAIL ITS REQUEST" in engine.log
+    engine.kill()
+
+
+def test_vllms_own_connector_with_our_host_memory(start, prompts):
+    engine = start(
+        kv_transfer_config={
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "KVOffloadSpec",
+                "spec_module_path": "kvoffload.connectors.vllm",
+                "cpu_bytes": "64MiB",
+            },
+        }
+    )
+    prompt = prompts(2, 1000)
+    told = engine.generate(prompt)["tokens"]
+    engine.ask("quiet")
+    engine.ask("reset")
+    answer = engine.generate(prompt)
+    assert (answer["cached"], answer["tokens"]) == ([992, 992], told)
     engine.kill()

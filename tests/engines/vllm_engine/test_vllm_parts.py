@@ -332,6 +332,67 @@ def test_a_store_that_is_down_at_the_start_is_only_warned_about(attached, caplog
     assert "took no chunk" in caplog.text
 
 
+# ---- our backends under vLLM's own tiering ----
+
+
+@pytest.fixture
+def tier(tmp_path):
+    from kvoffload.connectors.vllm.tier import KVOffloadTier
+
+    rows = memoryview(bytearray(8 * 4096)).cast("B", (8, 4096))
+    config = types.SimpleNamespace(
+        model=types.SimpleNamespace(name="m", dtype="bfloat16"),
+        kv_cache_layout="LBNHC",
+        canonical_layout=False,
+        groups=(),
+        cache=types.SimpleNamespace(tokens_per_hash=32, blocks_per_chunk=1),
+        parallel=types.SimpleNamespace(world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1),
+    )
+    made = KVOffloadTier(
+        types.SimpleNamespace(config=config),
+        rows,
+        "KVOffloadTier",
+        backend="disk",
+        root=str(tmp_path / "kv"),
+        min_free=0,
+    )
+    yield made, rows.cast("B")
+    made.shutdown()
+
+
+def _finished(tier):
+    tier.drain_jobs()
+    (result,) = tier.get_finished_jobs()
+    return result
+
+
+def test_a_backend_serves_as_a_secondary_tier_of_vllms_own_tiering(tier):
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+    made, rows = tier
+    context = ReqContext("r")
+    rows[:4096] = b"a" * 4096
+    rows[4096:8192] = b"b" * 4096
+    made.submit_store(TransferJob(1, KEYS[:2], np.array([0, 1]), False, context))
+    assert _finished(made).success
+    assert made.lookup(KEYS[0], context) is LookupResult.HIT
+    assert made.lookup(KEYS[2], context) is LookupResult.MISS
+    made.submit_load(TransferJob(2, [KEYS[1], KEYS[2]], np.array([5, 6]), True, context))
+    result = _finished(made)
+    assert not result.success
+    assert result.successful_keys == [KEYS[1]]
+    assert bytes(rows[5 * 4096 : 6 * 4096]) == b"b" * 4096
+    assert not made.has_pending_work()
+
+
+def test_an_unknown_option_of_the_tier_is_refused(tmp_path):
+    from kvoffload.config import convert
+    from kvoffload.connectors.vllm.tier import TierOptions
+
+    with pytest.raises(ConfigError, match="backend"):
+        convert({"backand": "disk"}, TierOptions)
+
+
 # ---- vLLM 0.33, from its sources ----
 
 SOURCES = os.environ.get("KVOFFLOAD_VLLM_SOURCES", "")
