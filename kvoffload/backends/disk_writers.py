@@ -116,6 +116,23 @@ def clean_up(vfs: Vfs, root: str, own: str) -> tuple[int, int]:
     return alive, freed
 
 
+def count_alive(vfs: Vfs, root: str) -> int:
+    """How many writers live under a root; changes nothing."""
+    alive = 0
+    for name in vfs.listdir(f"{root}/{WRITERS}"):
+        try:
+            fd = vfs.open(f"{root}/{WRITERS}/{name}/{_LOCK}", os.O_RDONLY)
+        except OSError:
+            continue
+        try:
+            vfs.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            alive += 1
+        finally:
+            vfs.close_quietly(fd)
+    return alive
+
+
 def temporary_bytes(vfs: Vfs, root: str) -> int:
     """Bytes allocated by temporary files at this moment."""
     total = 0

@@ -56,7 +56,8 @@ class FaultyBackend:
         self._released = asyncio.Event()
         # Optional protocols are the inner one's own. Set as attributes, because isinstance() of a
         # protocol does not ask __getattr__ from Python 3.12 on.
-        for protocol in (Presence, ReportsRemovals, ReportsUsage, Describes):
+        protocols: tuple[Any, ...] = (Presence, ReportsRemovals, ReportsUsage, Describes)
+        for protocol in protocols:
             if isinstance(inner, protocol):
                 for name in vars(protocol):
                     if not name.startswith("_"):

@@ -1,0 +1,248 @@
+"""A root of the disk backend seen from outside: for ``kvoffload inspect``, ``verify`` and ``gc``.
+
+Works on files and locks alone, beside any number of running engines: everything is re-checked at
+the moment it is touched, and removals are booked in the shared ledger.
+"""
+
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import xxhash
+
+from kvoffload.backends.disk_io import PAGE, reason_of
+from kvoffload.backends.disk_layout import (
+    LEDGER,
+    MANIFEST,
+    OWNER,
+    QUARANTINE,
+    SHARDS,
+    SNAPSHOT,
+    WRITERS,
+    is_namespace,
+    key_of,
+    shard_of,
+)
+from kvoffload.backends.disk_ledger import Ledger
+from kvoffload.backends.disk_writers import clean_up, count_alive
+from kvoffload.backends.format import Header, parse_header
+from kvoffload.backends.vfs import Vfs
+from kvoffload.errors import ConfigError
+
+
+class ChunkFile(NamedTuple):
+    """One stored chunk."""
+
+    namespace: str
+    """Name of its folder."""
+    key: bytes
+    path: str
+    allocated_bytes: int
+    stored_ns: int
+    used_ns: int
+    inode: int
+
+
+class Survey:
+    """A root, looked at without opening a backend on it."""
+
+    def __init__(self, root: str, vfs: Vfs | None = None) -> None:
+        """Look at a root.
+
+        Raises:
+            ConfigError: it is no root of the disk backend.
+        """
+        self.root = os.path.abspath(os.path.expanduser(root))
+        self.vfs = vfs or Vfs()
+        self._booked: Ledger | None = None
+        if not os.path.isdir(f"{self.root}/{WRITERS}"):
+            raise ConfigError("root", root, "is no folder of the disk backend")
+
+    def namespaces(self) -> list[str]:
+        """Folder names of all namespaces."""
+        return sorted(filter(is_namespace, self.vfs.listdir(self.root)))
+
+    def named(self, wanted: str) -> str:
+        """The namespace meant by its folder's name, the beginning of that, or its own name.
+
+        Raises:
+            ConfigError: there is none, or more than one.
+        """
+        fits = [
+            folder
+            for folder in self.namespaces()
+            if folder.startswith(wanted) or self.manifest(folder).get("namespace") == wanted
+        ]
+        if len(fits) != 1:
+            problem = "there is no such namespace" if not fits else f"{len(fits)} begin like that"
+            raise ConfigError("namespace", wanted, problem)
+        return fits[0]
+
+    def manifest(self, namespace: str) -> dict[str, Any]:
+        """The facts behind a namespace; empty if none were written."""
+        try:
+            with open(f"{self.root}/{namespace}/{MANIFEST}", encoding="utf-8") as file:
+                found = json.loads(file.read(1 << 20))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def chunks(self, namespace: str | None = None) -> Iterator[ChunkFile]:
+        """All chunks, of one namespace or of all."""
+        for folder in self.namespaces() if namespace is None else [namespace]:
+            for shard in SHARDS:
+                where = f"{self.root}/{folder}/{shard}"
+                try:
+                    names = self.vfs.listdir(where)
+                except OSError:
+                    continue
+                for name in names:
+                    chunk = self._chunk(folder, f"{where}/{name}", name)
+                    if chunk is not None:
+                        yield chunk
+
+    def _chunk(self, namespace: str, path: str, name: str) -> ChunkFile | None:
+        key = key_of(name)
+        if key is None:
+            return None
+        try:
+            facts = self.vfs.lstat(path)
+        except OSError:
+            return None
+        return ChunkFile(
+            namespace,
+            key,
+            path,
+            facts.st_blocks * 512,
+            facts.st_mtime_ns,
+            facts.st_atime_ns,
+            facts.st_ino,
+        )
+
+    def quarantined(self) -> list[str]:
+        """Paths of the files set aside."""
+        folder = f"{self.root}/{QUARANTINE}"
+        try:
+            return [f"{folder}/{name}" for name in sorted(self.vfs.listdir(folder))]
+        except OSError:
+            return []
+
+    def processes(self) -> int:
+        """How many backends have this root open."""
+        return count_alive(self.vfs, self.root)
+
+    def has_owner(self) -> bool:
+        """Whether one of them evicts."""
+        try:
+            fd = self.vfs.open(f"{self.root}/{OWNER}", os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            self.vfs.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except OSError:
+            return True
+        finally:
+            self.vfs.close_quietly(fd)
+
+    def booked_bytes(self) -> int | None:
+        """What the shared ledger says is allocated."""
+        return self._ledger().refresh() if os.path.exists(f"{self.root}/{LEDGER}") else None
+
+    def verify(self, chunk: ChunkFile, buffer: memoryview) -> tuple[str | None, int]:
+        """Read a chunk in pieces of ``buffer``; say what is wrong with it, and the bytes read."""
+        try:
+            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOATIME
+            fd = self.vfs.open(chunk.path, flags)
+        except OSError as error:
+            return reason_of(error), 0
+        try:
+            return self._verify(fd, chunk, buffer)
+        except OSError as error:
+            return reason_of(error), 0
+        finally:
+            self.vfs.close_quietly(fd)
+
+    def _verify(self, fd: int, chunk: ChunkFile, buffer: memoryview) -> tuple[str | None, int]:
+        facts = self.vfs.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode):
+            return "corrupt_link", 0
+        read = self.vfs.preadv(fd, [buffer[:PAGE]], 0)
+        header = parse_header(buffer[:read])
+        if not isinstance(header, Header):
+            return f"corrupt_{header}", read
+        shard = os.path.basename(os.path.dirname(chunk.path))
+        if header.key != chunk.key or shard != shard_of(chunk.key):
+            return "corrupt_key", read
+        if header.namespace.hex() != chunk.namespace:
+            return "corrupt_namespace", read
+        if facts.st_size != PAGE + header.payload_bytes or header.header_bytes != PAGE:
+            return "corrupt_size", read
+        digest = xxhash.xxh3_128()
+        while piece := self.vfs.preadv(fd, [buffer], read):
+            digest.update(buffer[:piece])
+            read += piece
+        if read != facts.st_size:
+            return "corrupt_short", read
+        return (None if digest.digest() == header.checksum else "corrupt_payload"), read
+
+    def remove(self, chunk: ChunkFile) -> int | None:
+        """Remove a chunk unless it was replaced since; return the bytes freed, None: impossible."""
+        try:
+            if self.vfs.lstat(chunk.path).st_ino != chunk.inode:
+                return 0
+            self.vfs.unlink(chunk.path)
+        except FileNotFoundError:
+            return 0
+        except OSError:
+            return None
+        self._ledger().give_back(chunk.allocated_bytes)
+        return chunk.allocated_bytes
+
+    def remove_leftovers(self) -> int:
+        """Remove temporary files of dead processes; return the bytes freed."""
+        freed = clean_up(self.vfs, self.root, "")[1]
+        if freed:
+            self._ledger().give_back(freed)
+        return freed
+
+    def remove_quarantined(self) -> int:
+        """Remove everything set aside; return the bytes freed."""
+        freed = 0
+        for path in self.quarantined():
+            try:
+                allocated = self.vfs.lstat(path).st_blocks * 512
+                self.vfs.unlink(path)
+            except OSError:
+                continue
+            freed += allocated
+        if freed:
+            self._ledger().give_back(freed)
+        return freed
+
+    def remove_namespace_folder(self, namespace: str) -> bool:
+        """Remove a namespace's folder if it holds no chunk and nobody has the root open."""
+        folder = f"{self.root}/{namespace}"
+        if self.processes():
+            return False
+        try:
+            for shard in SHARDS:
+                try:
+                    self.vfs.rmdir(f"{folder}/{shard}")
+                except FileNotFoundError:
+                    continue
+            for name in (MANIFEST, SNAPSHOT):
+                if os.path.lexists(f"{folder}/{name}"):
+                    self.vfs.unlink(f"{folder}/{name}")
+            self.vfs.rmdir(folder)
+        except OSError:
+            return False
+        return True
+
+    def _ledger(self) -> Ledger:
+        if self._booked is None:
+            self._booked = Ledger(self.vfs, f"{self.root}/{LEDGER}", fresh=False)
+        return self._booked

@@ -1,0 +1,103 @@
+"""``kvoffload inspect ROOT``: what a folder of the disk backend holds."""
+
+import json
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvoffload.backends.disk_survey import Survey
+from kvoffload.config import human_bytes
+
+AGES = (("1 min", 60), ("1 hour", 3600), ("1 day", 86400), ("1 week", 7 * 86400))
+
+
+def command(
+    root: Annotated[str, typer.Argument(help="The disk backend's root folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show namespaces, chunks, bytes, ages and how lately chunks were used. Changes nothing.
+
+    Exit codes: 0 done, 2 no such folder.
+    """
+    report = survey(Survey(root))
+    if as_json:
+        print(json.dumps(report))
+    else:
+        show(report)
+
+
+def survey(found: Survey) -> dict[str, Any]:
+    """Collect the figures that ``--json`` prints."""
+    namespaces = [_namespace(found, name, time.time()) for name in found.namespaces()]
+    return {
+        "root": found.root,
+        "processes": found.processes(),
+        "owner": found.has_owner(),
+        "allocated_bytes": sum(each["allocated_bytes"] for each in namespaces),
+        "ledger_bytes": found.booked_bytes(),
+        "quarantined": found.quarantined(),
+        "namespaces": namespaces,
+    }
+
+
+def _namespace(found: Survey, name: str, now: float) -> dict[str, Any]:
+    manifest = found.manifest(name)
+    count = allocated = 0
+    oldest = newest = last_used = None
+    used = dict.fromkeys([label for label, _ in AGES], 0)
+    for chunk in found.chunks(name):
+        count += 1
+        allocated += chunk.allocated_bytes
+        stored_s, used_s = now - chunk.stored_ns / 1e9, now - chunk.used_ns / 1e9
+        oldest = stored_s if oldest is None else max(oldest, stored_s)
+        newest = stored_s if newest is None else min(newest, stored_s)
+        last_used = used_s if last_used is None else min(last_used, used_s)
+        for label, seconds in AGES:
+            used[label] += used_s <= seconds
+    return {
+        "folder": name,
+        "namespace": manifest.get("namespace"),
+        "facts": manifest.get("facts", {}),
+        "chunks": count,
+        "allocated_bytes": allocated,
+        "oldest_s": oldest,
+        "newest_s": newest,
+        "last_used_s": last_used,
+        "used_within": used,
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the report for people."""
+    console = Console(highlight=False)
+    owner = "one of them evicts" if report["owner"] else "nobody evicts"
+    booked = report["ledger_bytes"]
+    console.print(f"[bold]{report['root']}[/bold]: {report['processes']} open, {owner}")
+    console.print(
+        f"allocated by chunks: {human_bytes(report['allocated_bytes'])}, in the ledger: "
+        f"{'unknown' if booked is None else human_bytes(booked)}, "
+        f"set aside as damaged: {len(report['quarantined'])} files"
+    )
+    for each in report["namespaces"]:
+        facts = ", ".join(f"{name}={value}" for name, value in sorted(each["facts"].items()))
+        oldest, newest, used = (
+            _age(each[field]) for field in ("oldest_s", "newest_s", "last_used_s")
+        )
+        console.print(f"\n[bold]{each['folder'][:16]}[/bold]  {facts or 'no facts stored'}")
+        console.print(
+            f"  {each['chunks']} chunks, {human_bytes(each['allocated_bytes'])}, "
+            f"stored {oldest} to {newest} ago, last used {used} ago"
+        )
+        within = ", ".join(f"{label}: {count}" for label, count in each["used_within"].items())
+        console.print(f"  used within {within}")
+
+
+def _age(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

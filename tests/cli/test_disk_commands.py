@@ -1,0 +1,175 @@
+"""``inspect``, ``verify`` and ``gc`` on folders as engines leave them, and beside one at work."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvoffload import open_backend
+from kvoffload.testing.backends import filled, keys_of, slots
+
+SIZE = 28 * 1024
+ON_DISK = 32 * 1024
+
+
+def kvoffload(*words):
+    return subprocess.run(
+        [sys.executable, "-c", "from kvoffload.cli.main import main; main()", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def answered(*words, code=0):
+    result = kvoffload(*words, "--json")
+    assert result.returncode == code, result.stderr
+    return json.loads(result.stdout)
+
+
+def open_disk(root, namespace):
+    backend = open_backend("disk", {"root": str(root), "capacity": "64MiB"}, namespace)
+    assert backend.wait_ready(10)
+    return backend
+
+
+@pytest.fixture
+async def root(tmp_path):
+    for namespace, count in (("llama", 6), ("qwen", 3)):
+        backend = open_disk(tmp_path / "kv", namespace)
+        await backend.describe({"model": namespace, "dtype": "bfloat16"})
+        await backend.write(keys_of(count), filled(keys_of(count), SIZE))
+        await backend.close()
+    return tmp_path / "kv"
+
+
+def files_of(root, namespace_dir="*"):
+    return sorted(root.glob(f"{namespace_dir}/??/*"))
+
+
+def used_long_ago(path, days):
+    facts = path.stat()
+    os.utime(path, (facts.st_atime - days * 86400, facts.st_mtime - days * 86400))
+
+
+def test_inspect_shows_namespaces_bytes_ages_and_use(root):
+    used_long_ago(files_of(root)[0], 2)
+    report = answered("inspect", str(root))
+    assert report["processes"] == 0
+    assert report["owner"] is False
+    assert report["allocated_bytes"] == report["ledger_bytes"] == 9 * ON_DISK
+    by_name = {each["namespace"]: each for each in report["namespaces"]}
+    assert {name: each["chunks"] for name, each in by_name.items()} == {"llama": 6, "qwen": 3}
+    assert by_name["qwen"]["facts"] == {"model": "qwen", "dtype": "bfloat16"}
+    assert sum(each["used_within"]["1 hour"] for each in by_name.values()) == 8
+    assert max(each["oldest_s"] for each in by_name.values()) > 86400
+    text = kvoffload("inspect", str(root)).stdout
+    assert "model=llama" in text.replace("\n", "")
+
+
+def test_verify_reads_everything_and_repairs_on_request(root):
+    assert answered("verify", str(root))["damaged"] == []
+    damaged, truncated, strange = files_of(root)[:3]
+    with damaged.open("r+b") as file:
+        file.seek(9000)
+        file.write(b"damage")
+    os.truncate(truncated, 5000)
+    os.replace(files_of(root)[3], strange)
+    report = answered("verify", str(root), code=1)
+    assert report["reasons"] == {"corrupt_payload": 1, "corrupt_size": 1, "corrupt_key": 1}
+    assert not any(each["removed"] for each in report["damaged"])
+    report = answered("verify", str(root), "--repair", code=1)
+    assert all(each["removed"] for each in report["damaged"])
+    report = answered("verify", str(root))
+    assert (report["damaged"], report["chunks"]) == ([], 5)
+    assert kvoffload("verify", str(root)).stdout.startswith("5 chunks")
+
+
+def test_gc_by_capacity_removes_the_least_recently_used(root):
+    old = files_of(root)[4:6]
+    for path in old:
+        used_long_ago(path, 1)
+    assert answered("gc", str(root), "--capacity", str(7 * ON_DISK), "--dry-run")["removed"] == 2
+    assert len(files_of(root)) == 9
+    report = answered("gc", str(root), "--capacity", str(7 * ON_DISK))
+    assert (report["removed"], report["kept"], report["freed_bytes"]) == (2, 7, 2 * ON_DISK)
+    assert not any(path.exists() for path in old)
+    assert answered("inspect", str(root))["ledger_bytes"] == 7 * ON_DISK
+
+
+def test_gc_by_age(root):
+    for path in files_of(root)[:4]:
+        used_long_ago(path, 3)
+    assert answered("gc", str(root), "--older-than", "4d")["removed"] == 0
+    assert answered("gc", str(root), "--older-than", "36h")["removed"] == 4
+
+
+def test_gc_of_a_namespace_by_its_name_or_the_beginning_of_its_folders(root):
+    assert answered("gc", str(root), "--namespace", "qwen")["removed"] == 3
+    (left,) = answered("inspect", str(root))["namespaces"]
+    assert left["namespace"] == "llama"
+    assert answered("gc", str(root), "--namespace", left["folder"][:10])["removed"] == 6
+    assert answered("inspect", str(root))["namespaces"] == []
+
+
+def test_gc_alone_removes_only_what_is_of_no_use(root):
+    dead = root / ".writers" / "0123456789abcdef"
+    dead.mkdir()
+    (dead / "lock").write_text("")
+    (dead / "0").write_bytes(bytes(20_000))
+    (root / ".quarantine" / "1-aa").write_bytes(bytes(20_000))
+    report = answered("gc", str(root))
+    assert (report["removed"], report["kept"]) == (0, 9)
+    assert not dead.exists()
+    assert not list((root / ".quarantine").iterdir())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("inspect", "/nowhere"),
+        ("verify", "/nowhere"),
+        ("gc", "/nowhere"),
+        ("gc", "{root}", "--older-than", "soon"),
+        ("gc", "{root}", "--capacity", "much"),
+        ("gc", "{root}", "--namespace", "unknown"),
+    ],
+)
+def test_wrong_words_are_named_and_end_with_two(root, words):
+    result = kvoffload(*(word.format(root=root) for word in words))
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert result.stderr.startswith("kvoffload: ")
+
+
+async def test_beside_an_engine_at_work(root):
+    backend = open_disk(root, "llama")
+    keys = keys_of(40, "live")
+    results = []
+
+    async def work():
+        while len(results) < 4:
+            await backend.write(keys, filled(keys, SIZE))
+            into = slots(40, SIZE)
+            await backend.read(keys, into)
+
+    async def tools():
+        for words in (
+            ("inspect", str(root)),
+            ("verify", str(root)),
+            ("gc", str(root), "--capacity", str(10 * ON_DISK)),
+            ("verify", str(root), "--repair"),
+        ):
+            results.append(await asyncio.to_thread(answered, *words))
+
+    await asyncio.gather(work(), tools())
+    assert (results[0]["processes"], results[0]["owner"]) == (1, True)
+    assert results[1]["damaged"] == results[3]["damaged"] == []
+    assert results[2]["removed"] > 0
+    assert not any(reason.startswith("corrupt") for reason in backend.counters())
+    await backend.write(keys, filled(keys, SIZE))
+    assert backend.usage().resident_bytes == sum(p.stat().st_blocks * 512 for p in files_of(root))
+    await backend.close()
