@@ -1,0 +1,235 @@
+"""The offloading manager against vLLM's ``CPUOffloadingManager``, LRU and ARC, in the same run.
+
+``kvoffload bench manager``. Batches of 2,048 chunks over a capacity of 100,000, full. Where vLLM
+cannot be imported its rows are missing, which a line on standard error says; run it with an
+environment that has both. The peers take turns, each row is the best of several rounds, and every
+key is a new object, as it is when an engine computes it.
+"""
+
+import gc
+import statistics
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.harness import Row, report, row
+from kvoffload.core.transfers import OffloadKey, make_offload_key
+from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.offload.policies.arc import ARCPolicy
+from kvoffload.offload.policies.lru import LRUPolicy
+
+CAPACITY = 100_000
+BATCH = 2048
+ROUNDS = 15
+PINNED = 20_000
+LARGE = 2_000_000
+
+
+class Side:
+    """One manager, driven the same way as the others."""
+
+    def __init__(self, name: str, manager: Any, new_context: Callable[[int], Any]) -> None:
+        self.name = name
+        self.manager = manager
+        self._new_context = new_context
+        self._count = 0
+        self.best: dict[str, float] = {}
+
+    def context(self) -> Any:
+        """Make the context of a new request."""
+        self._count += 1
+        return self._new_context(self._count)
+
+    def time(self, verb: str, count: int, call: Callable[[], object]) -> None:
+        """Keep the best time of a verb, in seconds a chunk."""
+        started = time.perf_counter()
+        call()
+        took = (time.perf_counter() - started) / count
+        self.best[verb] = min(self.best.get(verb, took), took)
+
+    def look_up(self, keys: Sequence[OffloadKey]) -> Callable[[], object]:
+        """Look up chunks in the cheapest way this manager has."""
+        context = self.context()
+        if isinstance(self.manager, TieredOffloadingManager):
+            return lambda: self.manager.lookup_prefix(keys, context)
+        return lambda: [self.manager.lookup(key, context) for key in keys]
+
+    def has(self, key: OffloadKey) -> bool:
+        """Whether a chunk is there and ready."""
+        answer = self.manager.lookup(key, self.context())
+        return answer is True or getattr(answer, "name", "") == "HIT"
+
+    def store(self, keys: Sequence[OffloadKey]) -> None:
+        """Store chunks and drop what is told of it."""
+        context = self.context()
+        self.manager.prepare_store(keys, context)
+        self.manager.complete_store(keys, context)
+        list(self.manager.take_events())
+
+
+def sides() -> list[Side]:
+    """Ours, and vLLM's where it is installed."""
+    found = [
+        Side("ours, LRU", ours(CAPACITY), lambda _: None),
+        Side("ours, ARC", ours(CAPACITY, ARCPolicy), lambda _: None),
+    ]
+    try:
+        from vllm.v1.kv_offload.base import ReqContext
+        from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+    except ImportError as error:
+        print(f"manager: no rows against vLLM, which cannot be imported: {error}", file=sys.stderr)
+        return found
+    for policy in ("lru", "arc"):
+        peer = CPUOffloadingManager(CAPACITY, policy, enable_events=True)
+        found.append(Side(f"vLLM, {policy.upper()}", peer, lambda i: ReqContext(f"r{i}")))
+    return found
+
+
+def ours(capacity: int, policy: type = LRUPolicy) -> TieredOffloadingManager:
+    """Make a manager with host memory alone."""
+    return TieredOffloadingManager(capacity, policy(capacity))
+
+
+def new_keys(first: int, count: int) -> list[OffloadKey]:
+    """Make keys with 32-byte hashes."""
+    return [make_offload_key(i.to_bytes(8, "big") * 4, 0) for i in range(first, first + count)]
+
+
+def run() -> dict[str, Any]:
+    """Measure cycles, pins, memory and growth."""
+    measured = sides()
+    _cycles(measured)
+    rows = _cycle_rows(measured)
+    rows += [_pinned_row(side) for side in sides()]
+    rows.append(_entry_row())
+    rows += _growth_rows()
+    return report("manager", rows)
+
+
+def _cycles(measured: Sequence[Side]) -> None:
+    first = 0
+    while first < CAPACITY + BATCH:
+        for side in measured:
+            side.store(new_keys(first, BATCH))
+        first += BATCH
+    for _ in range(ROUNDS):
+        for side in measured:
+            _one_round(side, first)
+        first += BATCH
+
+
+def _one_round(side: Side, first: int) -> None:
+    keys, again = new_keys(first, BATCH), new_keys(first, BATCH)
+    manager, context = side.manager, side.context()
+    side.time("prepare_store", BATCH, lambda: manager.prepare_store(keys, context))
+    side.time("complete_store", BATCH, lambda: manager.complete_store(keys, context))
+    list(manager.take_events())
+    side.time("lookup", BATCH, side.look_up(again))
+    side.time("lookup, miss", BATCH, side.look_up(new_keys(1 << 40, BATCH)[:1] * BATCH))
+    loading = side.context()
+    side.time("prepare_load", BATCH, lambda: manager.prepare_load(again, loading))
+    side.time("complete_load", BATCH, lambda: manager.complete_load(again, loading))
+
+
+def _cycle_rows(measured: Sequence[Side]) -> list[Row]:
+    cases = {
+        "store cycle with eviction": ("prepare_store", "complete_store"),
+        "load cycle": ("prepare_load", "complete_load"),
+        "lookup of a hit": ("lookup",),
+        "prepare_store": ("prepare_store",),
+        "complete_store": ("complete_store",),
+        "prepare_load": ("prepare_load",),
+        "complete_load": ("complete_load",),
+    }
+    mine = [side for side in measured if side.name.startswith("ours")]
+    peers = [side for side in measured if side not in mine]
+    rows = []
+    for case, verbs in cases.items():
+        for side in mine:
+            value = sum(side.best[verb] for verb in verbs)
+            if not peers:
+                rows.append(row(f"{case}; {side.name}", value * 1e6, "us/chunk"))
+            for peer in peers:
+                limit = sum(peer.best[verb] for verb in verbs)
+                rows.append(
+                    row(f"{case}; {side.name}", value * 1e6, "us/chunk", limit * 1e6, peer.name)
+                )
+    return rows
+
+
+def _pinned_row(side: Side) -> Row:
+    """Store one chunk at a time with the oldest chunks pinned, and with none pinned."""
+    for first in range(0, CAPACITY, BATCH):
+        side.store(new_keys(first, BATCH))
+    oldest = [
+        key for key in new_keys(0, PINNED + BATCH) if side.manager.lookup(key, side.context())
+    ]
+    free_s = _one_by_one(side, 1 << 32)
+    pinned = [key for key in oldest if side.has(key)][:PINNED]
+    context = side.context()
+    side.manager.prepare_load(pinned, context)
+    pinned_s = _one_by_one(side, 1 << 33)
+    side.manager.complete_load(pinned, context)
+    return row(
+        f"one-chunk store with {len(pinned)} oldest pinned; {side.name}",
+        pinned_s * 1e6,
+        "us",
+        free_s * 1e6,
+        "none pinned",
+    )
+
+
+def _one_by_one(side: Side, first: int) -> float:
+    times = []
+    for i in range(300):
+        keys, context = new_keys(first + i, 1), side.context()
+        started = time.perf_counter()
+        side.manager.prepare_store(keys, context)
+        side.manager.complete_store(keys, context)
+        times.append(time.perf_counter() - started)
+        list(side.manager.take_events())
+    return statistics.median(times)
+
+
+def _entry_row() -> Row:
+    gc.collect()
+    tracemalloc.start()
+    manager = ours(CAPACITY)
+    side = Side("", manager, lambda _: None)
+    for first in range(0, CAPACITY, BATCH):
+        side.store(new_keys(first, BATCH))
+    manager.take_events()
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return row("memory of an entry with its key", used / manager.resident, "bytes", 250, "goal")
+
+
+def _growth_rows() -> list[Row]:
+    """Compare cycles at 2 million entries with those at 100,000, both with keys just made."""
+    best = {}
+    for capacity in (CAPACITY, LARGE):
+        side = Side("", ours(capacity), lambda _: None)
+        first = 0
+        while first < capacity:
+            side.store(new_keys(first, BATCH))
+            first += BATCH
+        for _ in range(ROUNDS):
+            _one_round(side, first)
+            first += BATCH
+        best[capacity] = side.best
+    return [
+        row(
+            f"{case} at {LARGE:,} entries",
+            sum(best[LARGE][verb] for verb in verbs) * 1e6,
+            "us/chunk",
+            sum(best[CAPACITY][verb] for verb in verbs) * 1e6,
+            f"at {CAPACITY:,}",
+        )
+        for case, verbs in (
+            ("store cycle with eviction", ("prepare_store", "complete_store")),
+            ("load cycle", ("prepare_load", "complete_load")),
+            ("lookup of a hit", ("lookup",)),
+        )
+    ]
