@@ -4,7 +4,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvoffload.core.attention import CommonAttentionMetadata, SdpaPagedBackend
+from kvoffload.core.attention import (
+    CommonAttentionMetadata,
+    LatentPagedBackend,
+    SdpaPagedBackend,
+)
 
 KEY_SPAN = 512
 """Keys are padded to a multiple of this: PyTorch's CPU kernel adds them up in spans of so many."""
@@ -31,11 +35,28 @@ class InvariantPagedBackend(SdpaPagedBackend):
         lengths = metadata.seq_lens_cpu.tolist()
         for i, length in enumerate(lengths):
             rows = slice(starts[i], starts[i + 1])
-            out[rows] = _attend_one(query[rows], kv_cache, metadata.block_table_tensor[i], length)
+            table = metadata.block_table_tensor[i]
+            out[rows] = _attend_one(
+                query[rows], kv_cache, table, length, self.sliding_window, self.scale
+            )
         return out
 
 
-def _attend_one(query: Tensor, kv_cache: Tensor, block_ids: Tensor, length: int) -> Tensor:
+class InvariantLatentBackend(LatentPagedBackend, InvariantPagedBackend):
+    """Latent attention, request by request and in whole tiles."""
+
+    def get_name(self) -> str:
+        return "SDPA_LATENT_INVARIANT"
+
+
+def _attend_one(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_ids: Tensor,
+    length: int,
+    window: int | None,
+    scale: float | None,
+) -> Tensor:
     """Attend one request's last ``len(query)`` tokens; it has ``length`` with them."""
     block_size = kv_cache.shape[2]
     span = -(-length // KEY_SPAN) * KEY_SPAN
@@ -55,14 +76,16 @@ def _attend_one(query: Tensor, kv_cache: Tensor, block_ids: Tensor, length: int)
             padded,
             key[:, :, :keys],
             value[:, :, :keys],
-            attn_mask=_causal(first, rows, keys, query),
+            attn_mask=_causal(first, rows, keys, window, query),
+            scale=scale,
             enable_gqa=True,
         )
         out[begin : begin + len(part)] = mixed[0, :, : len(part)].transpose(0, 1)
     return out
 
 
-def _causal(first: int, rows: int, keys: int, like: Tensor) -> Tensor:
+def _causal(first: int, rows: int, keys: int, window: int | None, like: Tensor) -> Tensor:
     """Additive mask: row r stands at position ``first + r`` and sees the keys up to there."""
     hidden = torch.full((rows, keys), float("-inf"), dtype=like.dtype, device=like.device)
-    return hidden.triu(first + 1)
+    mask = hidden.triu(first + 1)
+    return mask if window is None else mask + hidden.tril(first - window)

@@ -8,6 +8,8 @@ import msgspec
 from kvoffload.config import ByteSize, convert
 from kvoffload.errors import ConfigError
 
+LAYER_KINDS = ("full", "window", "latent", "state")
+
 
 def _positive(settings: msgspec.Struct, *names: str) -> None:
     for name in names:
@@ -45,6 +47,17 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     output_bias: bool = False
     tie_embeddings: bool = False
     """Use the token embeddings as the output matrix too."""
+    layer_kinds: tuple[str, ...] = ()
+    """What mixes tokens in each layer: ``full``, ``window``, ``latent`` or ``state`` (see
+    mini_engine.mixers); repeated over the layers. Empty: ``full`` everywhere."""
+    sliding_window: int = 256
+    """Tokens a ``window`` layer sees, itself included."""
+    latent_size: int = 128
+    """Elements of a ``latent`` layer's vector, beside ``head_size`` for positions."""
+    state_channels: int = 256
+    """Channels of a ``state`` layer."""
+    state_size: int = 8
+    """Elements of a channel's state."""
 
     def __post_init__(self) -> None:
         """Refuse shapes that no decoder can have."""
@@ -58,7 +71,14 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             "intermediate_size",
             "vocab_size",
             "max_position",
+            "sliding_window",
+            "latent_size",
+            "state_channels",
+            "state_size",
         )
+        for kind in self.layer_kinds:
+            if kind not in LAYER_KINDS:
+                raise ConfigError("layer_kinds", kind, f"use {', '.join(LAYER_KINDS)}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 "num_kv_heads",
@@ -67,6 +87,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             )
         if self.head_size % 2:
             raise ConfigError("head_size", self.head_size, "must be even: RoPE turns pairs")
+
+    def kind_of(self, layer: int) -> str:
+        """Return what mixes tokens in a layer."""
+        return self.layer_kinds[layer % len(self.layer_kinds)] if self.layer_kinds else "full"
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -129,13 +153,6 @@ def parse_engine_config(raw: Mapping[str, Any]) -> EngineConfig:
         ConfigError: names the field, its value and what would be right.
     """
     data = dict(raw)
-    try:
-        if isinstance(data.get("model"), Mapping):
-            data["model"] = msgspec.structs.asdict(convert(data["model"], ModelConfig, "model."))
-        return convert(data, EngineConfig)
-    except ConfigError as error:
-        # A refusal by __post_init__ arrives wrapped, without the name of its field.
-        inner = error.__cause__ and error.__cause__.__cause__
-        if isinstance(inner, ConfigError):
-            raise inner from None
-        raise
+    if isinstance(data.get("model"), Mapping):
+        data["model"] = msgspec.structs.asdict(convert(data["model"], ModelConfig, "model."))
+    return convert(data, EngineConfig)

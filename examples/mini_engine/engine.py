@@ -80,9 +80,11 @@ class Engine:
                     "dtype": config.dtype,
                     "attention": self.runner.attention_name,
                 },
-                block_size=config.block_size,
+                block_size=self.manager.hash_block_size,
+                # Windows and states: several block tables, or tables with blocks left out.
+                **({} if self.manager.keeps_all_blocks else {"kv_cache_config": kv_cache_config}),
             )
-        self._hasher = BlockHasher(config.block_size)
+        self._hasher = BlockHasher(self.manager.hash_block_size)
         self._scheduler = Scheduler(
             self.manager,
             self.connector,
@@ -164,15 +166,15 @@ class Engine:
         return [results[name] for name in ids]
 
     def _compute(self, work: Sequence[Work]) -> None:
-        block_size = self.config.block_size
+        block_sizes = [group.block_size for group in self.manager.groups]
         # Transfers may still read blocks that were given away: let them end before overwriting.
         self.connector.before_forward(
-            block_id for item in work for block_id in item.written_blocks(block_size)
+            block_id for item in work for block_id in item.written_blocks(block_sizes)
         )
         logits = self.runner.forward(work)
         for item in work:
             item.request.num_computed_tokens = item.end
-            self.connector.after_forward(item.request, (item.block_ids,), item.end)
+            self.connector.after_forward(item.request, item.block_ids, item.end)
         for item, row in zip((item for item in work if item.samples), logits, strict=True):
             request = item.request
             token = sample(row, request.params, request.num_output_tokens)

@@ -1,18 +1,21 @@
 """A Llama-architecture decoder in plain PyTorch: RMSNorm, RoPE, grouped queries, SwiGLU.
 
-The model does not know how keys and values are kept: it hands them to an ``attend`` function, layer
-by layer. The engine passes one that writes and reads KV cache blocks.
+Layers may mix tokens in other ways too, see :mod:`mini_engine.mixers`. The model does not know how
+keys and values are kept: it hands them to an ``attend`` function, layer by layer. The engine passes
+one that writes and reads KV cache blocks.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mini_engine.config import ModelConfig
+from mini_engine.mixers import Mixer, make_mixer
 
 ROW_TILE = 16
 """Rows of a batch are padded to a multiple of this.
@@ -22,15 +25,14 @@ many. Whole tiles keep them in one, so that a token's result does not depend on 
 batch: a chunked, batched or resumed request gives bit for bit what it gives alone (CPU, float32).
 """
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""``(layer, query[T, heads, D], key[T, kv_heads, D], value[T, kv_heads, D]) -> [T, heads, D]``"""
+Attend = Callable[..., Tensor]
+"""``(layer, *what the layer's mixer passes) -> a row for each token``; keeps and reads KV."""
 
 
 @dataclass(frozen=True)
 class _Layer:
     attention_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    mixer: Mixer
     output: Tensor
     output_bias: Tensor | None
     mlp_norm: Tensor
@@ -69,7 +71,8 @@ class Model:
 
         self._embedding = take("model.embed_tokens.weight")
         self._layers = [
-            _pack_layer(config, f"model.layers.{i}.", take) for i in range(config.num_layers)
+            _pack_layer(config, config.kind_of(i), f"model.layers.{i}.", take)
+            for i in range(config.num_layers)
         ]
         self._norm = take("model.norm.weight")
         self._head = self._embedding if config.tie_embeddings else take("lm_head.weight")
@@ -91,17 +94,12 @@ class Model:
         padding = (0, -count % ROW_TILE)
         token_ids, positions = F.pad(token_ids, padding), F.pad(positions, padding)
         x = self._embedding[token_ids]
-        rows, heads, kv_heads, size = len(x), cfg.num_heads, cfg.num_kv_heads, cfg.head_size
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
 
         for index, layer in enumerate(self._layers):
             h = rms_norm(x, layer.attention_norm, cfg.rms_norm_eps)
-            qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(rows, heads + 2 * kv_heads, size)
-            q, k, v = qkv.tensor_split([heads, heads + kv_heads], dim=1)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            mixed = x.new_zeros(rows, heads, size)
-            mixed[:count] = attend(index, q[:count], k[:count], v[:count])
-            x = x + F.linear(mixed.view(rows, heads * size), layer.output, layer.output_bias)
+            mixed = layer.mixer(h, cos, sin, count, partial(attend, index))
+            x = x + F.linear(mixed, layer.output, layer.output_bias)
 
             h = rms_norm(x, layer.mlp_norm, cfg.rms_norm_eps)
             gate, up = F.linear(h, layer.gate_up).chunk(2, dim=-1)
@@ -116,13 +114,11 @@ class Model:
         return F.linear(padded, self._head)[:count].float()
 
 
-def _pack_layer(config: ModelConfig, prefix: str, take: Callable[..., Tensor]) -> _Layer:
+def _pack_layer(config: ModelConfig, kind: str, prefix: str, take: Callable[..., Tensor]) -> _Layer:
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
-    qkv = [f"{attention}{part}_proj" for part in "qkv"]
     return _Layer(
         attention_norm=take(prefix + "input_layernorm.weight"),
-        qkv=take(*(name + ".weight" for name in qkv)),
-        qkv_bias=take(*(name + ".bias" for name in qkv)) if config.qkv_bias else None,
+        mixer=make_mixer(config, kind, attention, take),
         output=take(attention + "o_proj.weight"),
         output_bias=take(attention + "o_proj.bias") if config.output_bias else None,
         mlp_norm=take(prefix + "post_attention_layernorm.weight"),
@@ -136,18 +132,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs ``(x[i], x[i + D/2])`` of each head by their position's angles.
-
-    Args:
-        x: ``[T, heads, D]``.
-        cos: ``[T, 1, D/2]`` float32.
-        sin: likewise.
-    """
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 def rope_tables(config: ModelConfig, max_len: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,11 @@
 """A request on its way through the engine, and one step's work on it."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from kvoffload.core.block_pool import NULL_BLOCK
 from kvoffload.core.hashing import HashChain
 from kvoffload.core.request import Request
 from mini_engine.sampling import SamplingParams
@@ -56,17 +57,22 @@ class Work:
     request: EngineRequest
     start: int
     end: int
-    block_ids: tuple[int, ...]
-    """All blocks of the request so far, in order."""
+    block_ids: tuple[tuple[int, ...], ...]
+    """All blocks of the request so far, in order, for each KV cache group."""
 
     @property
     def samples(self) -> bool:
         """Whether a new token is to be chosen: every known one is computed then."""
         return self.end == self.request.num_tokens
 
-    def written_blocks(self, block_size: int) -> tuple[int, ...]:
-        """Blocks this work writes keys and values into."""
-        return self.block_ids[self.start // block_size : -(-self.end // block_size)]
+    def written_blocks(self, block_sizes: Sequence[int]) -> list[int]:
+        """Blocks this work may write into: those of its tokens, in each group."""
+        return [
+            block
+            for table, size in zip(self.block_ids, block_sizes, strict=True)
+            for block in table[self.start // size : -(-self.end // size)]
+            if block != NULL_BLOCK
+        ]
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,30 @@
 """Runs one step's work through the model, with keys and values in KV cache blocks."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvoffload.core.attention import SdpaPagedBackend, init_attn_backend, prepare_attn_metadata
+from kvoffload.core.attention import (
+    AttentionBackend,
+    CommonAttentionMetadata,
+    LatentPagedBackend,
+    SdpaPagedBackend,
+    init_attn_backend,
+    prepare_attn_metadata,
+)
 from kvoffload.core.canonical import CanonicalKVCaches
-from kvoffload.core.interface import FullAttentionSpec, KVCacheConfig, ModelLimits
+from kvoffload.core.interface import KVCacheConfig, KVCacheSpec, ModelLimits
 from kvoffload.core.planning import get_kv_cache_config
-from kvoffload.core.tensors import allocate_kv_cache, canonicalize_kv_caches, reshape_kv_cache
+from kvoffload.core.tensors import canonicalize_kv_caches, init_kv_cache
 from kvoffload.errors import ConfigError, InsufficientMemoryError
-from mini_engine.attention import InvariantPagedBackend
+from mini_engine.attention import InvariantLatentBackend, InvariantPagedBackend
 from mini_engine.config import EngineConfig, ModelConfig
+from mini_engine.mixers import kv_cache_spec
 from mini_engine.model import Model
 from mini_engine.request import Work
+from mini_engine.states import StateBackend
 
 
 def plan_kv_cache(config: EngineConfig, shape: ModelConfig, dtype: torch.dtype) -> KVCacheConfig:
@@ -23,11 +33,15 @@ def plan_kv_cache(config: EngineConfig, shape: ModelConfig, dtype: torch.dtype) 
     Raises:
         ConfigError: it cannot hold one request of the greatest length.
     """
-    spec = FullAttentionSpec(config.block_size, shape.num_kv_heads, shape.head_size, dtype)
     limits = ModelLimits(
         max_model_len=config.max_model_len, max_num_batched_tokens=config.max_num_batched_tokens
     )
-    layers = {f"model.layers.{i}.self_attn": spec for i in range(shape.num_layers)}
+    layers = {
+        f"model.layers.{i}.self_attn": kv_cache_spec(
+            shape, shape.kind_of(i), config.block_size, dtype
+        )
+        for i in range(shape.num_layers)
+    }
     try:
         return get_kv_cache_config(limits, layers, config.kv_cache_bytes)
     except InsufficientMemoryError as error:
@@ -46,18 +60,19 @@ class Runner:
     def __init__(self, config: EngineConfig, model: Model, kv_cache_config: KVCacheConfig) -> None:
         self.model = model
         self._plan = kv_cache_config
-        self._layer_names = tuple(kv_cache_config.layer_specs)
-        self._backend = _attention_backend(config, model)
-        self._backends = dict.fromkeys(self._layer_names, self._backend)
-        raw = allocate_kv_cache(kv_cache_config, model.device)
-        caches = reshape_kv_cache(kv_cache_config, raw, self._backends)
-        self._kv_caches = {n: c for n, c in caches.items() if isinstance(c, Tensor)}
+        self._layer_names = [f"model.layers.{i}.self_attn" for i in range(model.config.num_layers)]
+        specs = kv_cache_config.layer_specs
+        self._backends = {
+            name: _backend(config, model, model.config.kind_of(i), specs[name])
+            for i, name in enumerate(self._layer_names)
+        }
+        self._kv_caches = init_kv_cache(kv_cache_config, self._backends, model.device)
         self._builders = init_attn_backend(kv_cache_config, self._backends, model.device)
 
     @property
     def attention_name(self) -> str:
         """Which attention computes, for the facts about stored bytes."""
-        return self._backend.get_name()
+        return "+".join(sorted({backend.get_name() for backend in self._backends.values()}))
 
     def canonical_kv_caches(self) -> CanonicalKVCaches:
         """See the cache as rows of bytes, a row a block, for transfers."""
@@ -76,15 +91,13 @@ class Runner:
             self._builders,
             [item.end - item.start for item in work],
             [item.start for item in work],
-            [(item.block_ids,) for item in work],
+            [item.block_ids for item in work],
             device,
         )
 
-        def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend(index: int, *given: Any) -> Tensor:
             name = self._layer_names[index]
-            cache = self._kv_caches[name]
-            self._backend.write_kv(cache, key, value, metadata[name].slot_mapping)
-            return self._backend.attend(query, cache, metadata[name])
+            return _attend(self._backends[name], self._kv_caches[name], metadata[name], *given)
 
         tokens = [t for item in work for t in item.request.token_ids[item.start : item.end]]
         positions = [p for item in work for p in range(item.start, item.end)]
@@ -99,10 +112,35 @@ class Runner:
         return self.model.logits(hidden[last])
 
 
-def _attention_backend(config: EngineConfig, model: Model) -> SdpaPagedBackend:
+def _attend(
+    backend: AttentionBackend, cache: Any, metadata: CommonAttentionMetadata, *given: Any
+) -> Tensor:
+    """Keep what a layer's mixer gives of this step, and answer what it asks."""
+    if isinstance(backend, StateBackend):
+        return backend.advance(*given, cache, metadata)
+    if isinstance(backend, LatentPagedBackend):
+        query, latent = given
+        backend.write_latent(cache, latent, metadata.slot_mapping)
+        return backend.attend(query, cache, metadata)
+    if isinstance(backend, SdpaPagedBackend):
+        query, key, value = given
+        backend.write_kv(cache, key, value, metadata.slot_mapping)
+        return backend.attend(query, cache, metadata)
+    raise TypeError(backend)
+
+
+def _backend(config: EngineConfig, model: Model, kind: str, spec: KVCacheSpec) -> AttentionBackend:
     # What invariance costs in padding is only repaid where it holds.
     exact = model.device.type == "cpu" and model.dtype == torch.float32
-    wanted = config.attention
-    if wanted == "auto":
-        wanted = "invariant" if exact else "sdpa"
-    return InvariantPagedBackend() if wanted == "invariant" else SdpaPagedBackend()
+    invariant = config.attention == "invariant" or (config.attention == "auto" and exact)
+    shape = model.config
+    if kind == "state":
+        return StateBackend(spec.block_size)
+    if kind == "latent":
+        # Scores are of a head's own key and its rotated part, whatever the latent space's size.
+        scale = (2 * shape.head_size) ** -0.5
+        latent = InvariantLatentBackend if invariant else LatentPagedBackend
+        return latent(shape.latent_size, scale)
+    window = shape.sliding_window if kind == "window" else None
+    attention = InvariantPagedBackend if invariant else SdpaPagedBackend
+    return attention(sliding_window=window)

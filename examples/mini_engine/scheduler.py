@@ -8,6 +8,7 @@ from bisect import insort
 from collections.abc import Mapping
 from operator import attrgetter
 
+from kvoffload.core.groups import MambaGroup
 from kvoffload.core.manager import KVCacheManager
 from mini_engine.offloading import Connector
 from mini_engine.request import EngineRequest, State, Work
@@ -31,6 +32,7 @@ class Scheduler:
         self._connector = connector
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._stops_at_blocks = any(isinstance(g, MambaGroup) for g in manager.groups)
         # Both in order of arrival: a preempted request stays ahead of those that came after it.
         self._waiting: list[EngineRequest] = []
         self._running: list[EngineRequest] = []
@@ -60,7 +62,7 @@ class Scheduler:
         for request in list(self._running):
             if budget == 0:
                 break
-            count = min(request.num_tokens - request.num_computed_tokens, budget)
+            count = self._count(request, request.num_computed_tokens, budget)
             if request.state is State.RUNNING and self._find_blocks(request, count):
                 work.append(self._work(request, count))
                 budget -= count
@@ -79,6 +81,10 @@ class Scheduler:
             request.num_undelivered_tokens += (
                 request.num_promised_tokens - outcome.num_loaded_tokens
             )
+            if not outcome.ok and not self._manager.keeps_all_blocks:
+                # Its tables were laid out for all it was promised: begin again without it.
+                self._give_up_blocks(request)
+                continue
             self._manager.cache_blocks(request, request.num_computed_tokens)
             self._run(request, outcome.tokens_by_medium)
 
@@ -107,10 +113,13 @@ class Scheduler:
 
     def _preempt(self, request: EngineRequest) -> None:
         self._running.remove(request)
+        request.num_preemptions += 1
+        self._give_up_blocks(request)
+
+    def _give_up_blocks(self, request: EngineRequest) -> None:
         self._connector.request_finished(request)
         self._manager.free(request)
         request.num_computed_tokens = 0
-        request.num_preemptions += 1
         request.state = State.WAITING
         insort(self._waiting, request, key=_by_arrival)
 
@@ -123,7 +132,7 @@ class Scheduler:
             external = self._connector.get_num_new_matched_tokens(request, num_hits)
             if external is None:
                 continue  # a tier has not answered yet: ask again next step, let others pass
-            count = 0 if external else min(request.num_tokens - num_hits, budget)
+            count = 0 if external else self._count(request, num_hits, budget)
             blocks = self._manager.allocate_slots(
                 request,
                 count,
@@ -159,6 +168,19 @@ class Scheduler:
             request.cached_tokens = {GPU: on_gpu, **loaded}
 
     def _work(self, request: EngineRequest, count: int) -> Work:
-        (block_ids,) = self._manager.get_block_ids(request.request_id)
+        tables = self._manager.get_block_ids(request.request_id)
         start = request.num_computed_tokens
-        return Work(request, start, start + count, tuple(block_ids))
+        return Work(request, start, start + count, tuple(map(tuple, tables)))
+
+    def _count(self, request: EngineRequest, num_computed_tokens: int, budget: int) -> int:
+        """How many tokens to compute next.
+
+        A recurrent layer's state can be kept for others only where a step ends with a block, so
+        such models stop at the last block boundary within reach.
+        """
+        count = min(request.num_tokens - num_computed_tokens, budget)
+        end = num_computed_tokens + count
+        boundary = end - end % self._manager.block_size
+        if self._stops_at_blocks and num_computed_tokens < boundary:
+            count = boundary - num_computed_tokens
+        return count

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvoffload.errors import ConfigError
 from mini_engine.config import ModelConfig, RopeScaling
+from mini_engine.mixers import output_size, weight_shapes
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 """``model_type`` of the checkpoints this engine computes correctly → their class."""
@@ -23,15 +24,13 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name every weight of a model of this shape."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    query, kv = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for i in range(config.num_layers):
         at = f"model.layers.{i}."
-        for part, rows in (("q", query), ("k", kv), ("v", kv)):
-            shapes[f"{at}self_attn.{part}_proj.weight"] = (rows, hidden)
-            if config.qkv_bias:
-                shapes[f"{at}self_attn.{part}_proj.bias"] = (rows,)
-        shapes[f"{at}self_attn.o_proj.weight"] = (hidden, query)
+        kind = config.kind_of(i)
+        for name, shape in weight_shapes(config, kind).items():
+            shapes[f"{at}self_attn.{name}"] = shape
+        shapes[f"{at}self_attn.o_proj.weight"] = (hidden, output_size(config, kind))
         if config.output_bias:
             shapes[f"{at}self_attn.o_proj.bias"] = (hidden,)
         shapes[f"{at}mlp.gate_proj.weight"] = (inner, hidden)

@@ -91,6 +91,15 @@ class KVCacheManager:
         return self.pool.usage
 
     @property
+    def keeps_all_blocks(self) -> bool:
+        """Whether tables hold every block from the start, so that a gap can be computed in place.
+
+        Where windows or states leave blocks out, a request whose load brought less than promised
+        must be freed and admitted anew.
+        """
+        return not self._dropping
+
+    @property
     def num_free_blocks(self) -> int:
         """Blocks that can be given out, cached ones that nobody holds included."""
         return self.pool.num_free

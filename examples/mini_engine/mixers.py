@@ -1,0 +1,191 @@
+"""What mixes the tokens of a sequence in a layer, and what of it has to be kept between steps.
+
+Each kind says which weights it has and which KV cache format, and computes everything but the part
+that reads what was kept: that is handed to ``attend``, which the engine passes in.
+
+| kind | keeps | as in |
+|---|---|---|
+| ``full`` | keys and values of all tokens | Llama, Qwen |
+| ``window`` | keys and values of the last ``sliding_window`` tokens | gpt-oss, Gemma |
+| ``latent`` | one latent vector a token, shared by all heads | DeepSeek |
+| ``state`` | one state, whatever the length | Mamba, Jamba |
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvoffload.core.interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from mini_engine.config import ModelConfig
+
+Take = Callable[..., Tensor]
+Attend = Callable[..., Tensor]
+"""Takes this step's rows of what a kind keeps and asks; gives a row for each. No padding rows."""
+Shapes = dict[str, tuple[int, ...]]
+
+CONV_WIDTH = 4
+"""Tokens the short convolution before a state sees, itself included."""
+
+
+class Mixer(Protocol):
+    """One layer's mixing of tokens, its output projection not included."""
+
+    def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, count: int, attend: Attend) -> Tensor:
+        """Mix: ``h[rows, hidden]`` to ``[rows, output_size]``; rows after ``count`` are padding."""
+        ...
+
+
+def output_size(config: ModelConfig, kind: str) -> int:
+    """Columns of what a kind's mixer returns."""
+    return config.state_channels if kind == "state" else config.num_heads * config.head_size
+
+
+def kv_cache_spec(
+    config: ModelConfig, kind: str, block_size: int, dtype: torch.dtype
+) -> KVCacheSpec:
+    """Return the format of what a layer of this kind keeps."""
+    heads = (config.num_kv_heads, config.head_size)
+    if kind == "window":
+        return SlidingWindowSpec(block_size, *heads, dtype, sliding_window=config.sliding_window)
+    if kind == "latent":
+        return MLAAttentionSpec(block_size, 1, config.latent_size + config.head_size, dtype)
+    if kind == "state":
+        channels = config.state_channels
+        shapes = ((channels, config.state_size), (CONV_WIDTH - 1, channels))
+        return MambaSpec(block_size, shapes, (torch.float32, dtype))
+    return FullAttentionSpec(block_size, *heads, dtype)
+
+
+def weight_shapes(config: ModelConfig, kind: str) -> Shapes:
+    """Name a mixer's weights; for ``full`` and ``window`` as Hugging Face does."""
+    hidden, size = config.hidden_size, config.head_size
+    query, kv = config.num_heads * size, config.num_kv_heads * size
+    if kind == "state":
+        inner = config.state_channels
+        return {
+            "in_proj.weight": (2 * inner, hidden),
+            "conv.weight": (CONV_WIDTH, inner),
+            "x_proj.weight": (1 + 2 * config.state_size, inner),
+        }
+    if kind == "latent":
+        return {
+            "q_proj.weight": (2 * query, hidden),
+            "kv_a_proj.weight": (config.latent_size + size, hidden),
+            "k_b_proj.weight": (config.latent_size * config.num_heads, size),
+            "v_b_proj.weight": (query, config.latent_size),
+        }
+    shapes: Shapes = {}
+    for part, rows in (("q", query), ("k", kv), ("v", kv)):
+        shapes[f"{part}_proj.weight"] = (rows, hidden)
+        if config.qkv_bias:
+            shapes[f"{part}_proj.bias"] = (rows,)
+    return shapes
+
+
+def make_mixer(config: ModelConfig, kind: str, prefix: str, take: Take) -> Mixer:
+    """Take a layer's mixer out of the model's weights."""
+    if kind == "latent":
+        return _Latent(config, prefix, take)
+    if kind == "state":
+        return _State(config, prefix, take)
+    return _Attention(config, prefix, take)
+
+
+class _Attention:
+    """Grouped queries with rotary positions; a window is the business of ``attend``."""
+
+    def __init__(self, config: ModelConfig, prefix: str, take: Take) -> None:
+        names = [f"{prefix}{part}_proj" for part in "qkv"]
+        self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
+        self._size = config.head_size
+        self._qkv = take(*(name + ".weight" for name in names))
+        self._bias = take(*(name + ".bias" for name in names)) if config.qkv_bias else None
+
+    def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, count: int, attend: Attend) -> Tensor:
+        heads, kv_heads, rows = self._heads, self._kv_heads, len(h)
+        qkv = F.linear(h, self._qkv, self._bias).view(rows, heads + 2 * kv_heads, self._size)
+        q, k, v = qkv.tensor_split([heads, heads + kv_heads], dim=1)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        mixed = h.new_zeros(rows, heads, self._size)
+        mixed[:count] = attend(q[:count], k[:count], v[:count])
+        return mixed.view(rows, -1)
+
+
+class _Latent:
+    """Multi-head latent attention, computed in the latent space.
+
+    A token keeps ``latent | rotated key``. The key projection of each head is absorbed into its
+    query, the value projection applied to the attended latent.
+    """
+
+    def __init__(self, config: ModelConfig, prefix: str, take: Take) -> None:
+        self._heads, self._size, self._latent = (
+            config.num_heads, config.head_size, config.latent_size,
+        )  # fmt: skip
+        self._query = take(prefix + "q_proj.weight")
+        self._down = take(prefix + "kv_a_proj.weight")
+        self._key_up = take(prefix + "k_b_proj.weight").chunk(self._heads)
+        self._value_up = take(prefix + "v_b_proj.weight").chunk(self._heads)
+
+    def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, count: int, attend: Attend) -> Tensor:
+        rows = len(h)
+        query = F.linear(h, self._query).view(rows, self._heads, 2 * self._size)
+        plain, turned = query.split(self._size, dim=-1)
+        absorbed = [F.linear(plain[:, i], up) for i, up in enumerate(self._key_up)]
+        query = torch.cat([torch.stack(absorbed, 1), rotate(turned, cos, sin)], dim=-1)
+        latent, key = F.linear(h, self._down).split([self._latent, self._size], dim=-1)
+        kept = torch.cat([latent, rotate(key[:, None], cos, sin)[:, 0]], dim=-1)
+        mixed = h.new_zeros(rows, self._heads, self._latent)
+        mixed[:count] = attend(query[:count], kept[:count])
+        values = [F.linear(mixed[:, i], up) for i, up in enumerate(self._value_up)]
+        return torch.cat(values, dim=-1)
+
+
+class _State:
+    """A small selective state-space layer: short convolution, gated diagonal recurrence."""
+
+    def __init__(self, config: ModelConfig, prefix: str, take: Take) -> None:
+        self._size = config.state_size
+        self._in = take(prefix + "in_proj.weight")
+        self._conv = take(prefix + "conv.weight")
+        self._select = take(prefix + "x_proj.weight")
+
+    def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, count: int, attend: Attend) -> Tensor:
+        x, gate = F.linear(h, self._in).chunk(2, dim=-1)
+        mixed = torch.zeros_like(x)
+        mixed[:count] = attend(x[:count], self._convolve, self._step)
+        return mixed * F.silu(gate)
+
+    def _convolve(self, recent: Tensor) -> Tensor:
+        """Mix the last tokens: ``[CONV_WIDTH, channels]`` to ``[channels]``."""
+        return F.silu((recent * self._conv).sum(0))
+
+    def _step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Advance ``state[channels, size]``, float32, by one token; returns output and state."""
+        wide = x.float()
+        # Products and sums of one token at a time: the same bits however tokens are batched.
+        selected = (self._select.float() * wide).sum(-1)
+        step, read, write = selected.split([1, self._size, self._size])
+        state = state * torch.sigmoid(2 - step) + (wide / len(x) ** 0.5)[:, None] * write
+        return ((state * read).sum(-1) + wide).to(x.dtype), state
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs ``(x[i], x[i + D/2])`` of each head by their position's angles.
+
+    Args:
+        x: ``[T, heads, D]``.
+        cos: ``[T, 1, D/2]`` float32.
+        sin: likewise.
+    """
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
