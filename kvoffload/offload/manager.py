@@ -443,14 +443,16 @@ class TieredOffloadingManager(OffloadingManager):
         self, transfer: Transfer, ok: Sequence[bool], settled: bool = True
     ) -> None:
         """See :meth:`OffloadingManager.complete_transfer`."""
-        if not self._write_through.ended(transfer):
+        tier = self._write_through.ended(transfer)
+        if tier is None:
             self._unexpected("complete_transfer", *transfer.keys[:1])
             return
         for key in reversed(transfer.keys):
             self._host.end_use(key, settled)
         good = [key for key, fine in zip(transfer.keys, ok, strict=True) if fine]
         self.counters[f"persist_failed_{transfer.tier}"] += len(ok) - len(good)
-        self._record(good, transfer.tier.upper(), Reason.STORED)
+        if any(tier is current for current in self.tiers):  # not replaced meanwhile
+            self._record(good, tier.medium, Reason.STORED)
         self._write_through.begin()
 
     def release_slots(self, host_slots: Iterable[int]) -> None:

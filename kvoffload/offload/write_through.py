@@ -118,13 +118,13 @@ class WriteThrough:
         taken, self._handed_out = self._handed_out, []
         return taken
 
-    def ended(self, transfer: Transfer) -> bool:
-        """A transfer was answered; False if it had been answered before."""
+    def ended(self, transfer: Transfer) -> Tier | None:
+        """A transfer to this tier was answered; None if it had been answered before."""
         lane = self._under_way.pop(transfer.number, None)
         if lane is None:
-            return False
+            return None
         lane.pinned_bytes -= sum(map(self._host.bytes_of, transfer.keys))
-        return True
+        return lane.tier
 
     def forget_waiting(self) -> None:
         """Nothing that waits is to be written any more."""
