@@ -48,7 +48,8 @@ class SeenFilter:
     """How often evicted keys had been seen, in about two bytes a key instead of the key itself.
 
     Two generations of a Bloom filter whose bits for one key lie in one 64-bit word. When the
-    younger generation is full the older one is dropped, so the last ``keys`` to ``2 * keys`` noted
+    younger generation is full the older one is dropped (a third one, cleared a word at a time so
+    that no call is slow, becomes the younger), so the last ``keys`` to ``2 * keys`` noted
     keys are remembered, all of them: forgetting keys here and there would tear holes into prefixes.
     About one unknown key in a hundred is taken for known, which misplaces it in the order, nothing
     else.
@@ -56,9 +57,9 @@ class SeenFilter:
 
     def __init__(self, keys: int) -> None:
         self._keys = max(1, keys)
-        self._words = self._keys // 3 + 1
+        self._words = max(1, self._keys // 3)
         self._noted = 0
-        self._young, self._old = self._empty(), self._empty()
+        self._young, self._old, self._next = self._empty()
 
     def note(self, checksums: Sequence[int], times: int) -> None:
         """Remember that the keys with these checksums had been seen 1, 2 or 3 (or more) times."""
@@ -66,9 +67,11 @@ class SeenFilter:
         for checksum in checksums:
             high, at = divmod(checksum, words)
             self._young[at] |= masks[high & 4095]
+            if self._noted < words:
+                self._next[self._noted] = 0
             self._noted += 1
-            if self._noted == self._keys:
-                self._old, self._young = self._young, self._empty()
+            if self._noted >= self._keys:
+                self._old, self._young, self._next = self._young, self._next, self._old
                 self._noted = 0
 
     def recall(self, checksum: int) -> int:
@@ -86,7 +89,8 @@ class SeenFilter:
     def clear(self) -> None:
         """Forget all keys."""
         self._noted = 0
-        self._young, self._old = self._empty(), self._empty()
+        self._young, self._old, self._next = self._empty()
 
-    def _empty(self) -> "array[int]":
-        return array("Q", bytes(8 * self._words))
+    def _empty(self) -> "tuple[array[int], array[int], array[int]]":
+        empty = array("Q", [0]) * self._words
+        return empty, empty[:], empty[:]

@@ -53,7 +53,7 @@ def test_a_scan_does_not_flush_what_is_used_again_and_again():
                 policy.victims(1)
             policy.add(key)
 
-    for _ in range(400):
+    for _ in range(150):
         for key in hot:
             use(key)
         for _ in range(rng.randrange(100, 300)):
