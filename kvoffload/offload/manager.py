@@ -161,8 +161,10 @@ class TieredOffloadingManager(OffloadingManager):
         tiers = self._worth_reading(allowed)
         if tiers or self._host.fetching:
             hits, answer = self._lookup_below(keys, hits, tiers)
-        pending = answer is None
         self.counters["lookup_hits"] += in_host
+        if hits == len(keys):
+            return hits, False
+        pending = answer is None
         self.counters["lookup_pending" if pending else "lookup_misses"] += 1
         if len(tiers) < len(allowed) and not pending:
             self._note_declined(keys[hits], [tier for tier in allowed if tier not in tiers])
@@ -203,7 +205,7 @@ class TieredOffloadingManager(OffloadingManager):
         for medium, count in found.items():
             self.counters[f"lookup_hits_{medium}"] += count
         self.counters["lookup_hits"] += hits - start
-        return hits, answer if hits < len(keys) else False
+        return hits, answer
 
     def _note_declined(self, key: OffloadKey, slow: Iterable[Tier]) -> None:
         """A lookup ended at this chunk: was it because a tier that has it is too slow?"""
@@ -546,12 +548,17 @@ class TieredOffloadingManager(OffloadingManager):
             return CPU
         if key in host.fetching:
             return "fetching"
-        if key in host.incoming:
+        if host.moving(key):
             return "storing"
-        tier, answer = _first_holder(key, tiers)
-        if tier is None:
-            return "pending" if answer is None else self._departures.reason(key)
-        return "too_slow" if self.figures.slower_than_computing(tier.medium) else tier.medium
+        quick = self._worth_reading(tiers)
+        tier, answer = _first_holder(key, quick)
+        if tier is not None:
+            return tier.medium
+        if answer is None:
+            return "pending"
+        if any(tier.holds(key) for tier in tiers if tier not in quick):
+            return "too_slow"
+        return self._departures.reason(key)
 
     def stats(self) -> dict[str, object]:
         """Return all figures as plain data; see ``docs/manager.md``."""
