@@ -118,6 +118,8 @@ class BlockPool:
         Raises:
             UsageError: a block is not held (or is the null block); nothing is released.
         """
+        if not blocks:
+            return
         self.num_moves += 1
         if len(blocks) <= FEW:
             self._release_few(blocks)

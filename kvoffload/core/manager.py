@@ -12,25 +12,11 @@ from math import gcd, lcm
 from kvoffload.core.block_pool import NULL_BLOCK, BlockPool
 from kvoffload.core.groups import Group, make_group
 from kvoffload.core.hashing import HashChain
+from kvoffload.core.held_blocks import HeldBlocks
 from kvoffload.core.interface import KVCacheConfig
 from kvoffload.core.prefix import KVCacheBlocks, PrefixFinder, RequestLike
 from kvoffload.core.stats import BlockStored, KVCacheEvent, PrefixCacheStats
 from kvoffload.errors import KVCacheSpecError, UsageError
-
-
-class _Sequence:
-    """What a request holds."""
-
-    __slots__ = ("live", "quiet", "registered", "tables")
-
-    def __init__(self, num_groups: int) -> None:
-        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
-        self.live = [0] * num_groups
-        """By group: all blocks before this index are null."""
-        self.registered = [0] * num_groups
-        """By group: blocks before this index were found, registered, or never will be."""
-        self.quiet = 0
-        """Up to so many tokens, nothing is to be taken, given back or registered."""
 
 
 class KVCacheManager:
@@ -79,7 +65,7 @@ class KVCacheManager:
         self._dropping = tuple(group for group in self.groups if group.drops_blocks)
         self._finder = PrefixFinder(self.pool, self.groups, self.hash_block_size, self.block_size)
         self._nothing = self._finder.nothing
-        self._sequences: dict[str, _Sequence] = {}
+        self._sequences: dict[str, HeldBlocks] = {}
         self._deferred: list[tuple[list[int], ...]] = []
         self._stats = PrefixCacheStats() if log_stats else None
 
@@ -200,26 +186,15 @@ class KVCacheManager:
             if self.enable_caching:
                 done = min(computed + num_new_tokens, len(chain.token_ids))
                 self._register(sequence, chain, done)
-            sequence.quiet = self._quiet_until(sequence)
+            sequence.settle(self.groups, self.max_model_len, self.enable_caching)
         return new
 
-    def _quiet_until(self, sequence: _Sequence) -> int:
-        """Return the number of tokens up to which an allocation has nothing to do."""
-        quiet = self.max_model_len
-        for group, table, live, registered in zip(
-            self.groups, sequence.tables, sequence.live, sequence.registered, strict=True
-        ):
-            quiet = min(quiet, group.holds(len(table)), group.needed_until(live))
-            if self.enable_caching:
-                quiet = min(quiet, (registered + 1) * group.block_size - 1)
-        return quiet
-
     def _grow(
-        self, sequence: _Sequence, computed: int, num_tokens: int, lookahead: int
+        self, sequence: HeldBlocks, computed: int, num_tokens: int, lookahead: int
     ) -> KVCacheBlocks | None:
         """Append blocks to a running request's tables."""
         for group in self._dropping:
-            self._drop(sequence, group, computed)
+            self.pool.release(sequence.drop(group, computed))
         plan = []
         total = 0
         for group, table in zip(self.groups, sequence.tables, strict=True):
@@ -283,7 +258,7 @@ class KVCacheManager:
             return None
 
         # Hits of all groups are held before anything is taken, or it might be one of them.
-        sequence = _Sequence(len(self.groups))
+        sequence = HeldBlocks(len(self.groups))
         for index, (hit, skip) in enumerate(zip(adopted, skips, strict=True)):
             if len(hit):
                 self.pool.adopt(hit)
@@ -304,20 +279,6 @@ class KVCacheManager:
         loaded, grown = new.blocks[: len(self.groups)], new.blocks[len(self.groups) :]
         return KVCacheBlocks(tuple(a + b for a, b in zip(loaded, grown, strict=True)))
 
-    def _drop(self, sequence: _Sequence, group: Group, computed: int) -> None:
-        """Give back the blocks that no later token reads."""
-        index = group.index
-        table = sequence.tables[index]
-        live = sequence.live[index]
-        first = min(group.first_needed(computed), len(table))
-        if first <= live:
-            return
-        dead = [block for block in table[live:first] if block]
-        dead.reverse()
-        table[live:first] = [NULL_BLOCK] * (first - live)
-        sequence.live[index] = first
-        self.pool.release(dead)
-
     # -- registering -------------------------------------------------------------------------
 
     def cache_blocks(self, request: RequestLike, num_computed_tokens: int) -> None:
@@ -330,7 +291,7 @@ class KVCacheManager:
             done = min(num_computed_tokens, len(request.chain))
             self._register(sequence, request.chain, done)
 
-    def _register(self, sequence: _Sequence, chain: HashChain, num_tokens: int) -> None:
+    def _register(self, sequence: HeldBlocks, chain: HashChain, num_tokens: int) -> None:
         registered = sequence.registered
         for group in self.groups:
             index = group.index
@@ -390,10 +351,7 @@ class KVCacheManager:
         sequence = self._sequences.pop(request.request_id, None)
         if sequence is None:
             return ()
-        held = tuple(
-            [block for block in reversed(table[live:]) if block]
-            for table, live in zip(sequence.tables, sequence.live, strict=True)
-        )
+        held = sequence.tails_first()
         self._deferred.append(held)
         return held
 
@@ -459,7 +417,7 @@ class KVCacheManager:
                 counted = self.pool.ref_count(block)
                 raise UsageError(f"block {block}: in {holders[block]} tables, {counted} holders")
 
-    def _held(self, request_id: str) -> _Sequence:
+    def _held(self, request_id: str) -> HeldBlocks:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             raise UsageError(f"{request_id} holds no blocks: allocate_slots() comes first")
