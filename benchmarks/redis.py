@@ -7,17 +7,22 @@ verifies nothing and uses one buffer over and over.
 """
 
 import asyncio
+import functools
+import importlib.util
 import json
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import redis
+import redis.asyncio
 
 from benchmarks.harness import Row, report, row
 from kvoffload import open_backend
@@ -48,6 +53,29 @@ def timed(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
+
+
+@functools.cache
+def lmcache_client() -> Any:
+    """LMCache's ``resp`` client, if that package is installed; its package itself needs a GPU."""
+    found = importlib.util.find_spec("lmcache")
+    if found is None or not found.submodule_search_locations:
+        return None
+    import torch  # noqa: F401 - its extension is linked against it
+
+    top = Path(found.submodule_search_locations[0])
+    loaded = {}
+    package = types.ModuleType("lmcache")
+    sys.modules["lmcache"] = package
+    for name, pattern in (
+        ("lmcache.lmcache_redis", "lmcache_redis*.so"),
+        ("lmcache_resp_client", "v1/storage_backend/resp_client.py"),
+    ):
+        spec = importlib.util.spec_from_file_location(name, next(top.glob(pattern)))
+        loaded[name] = importlib.util.module_from_spec(spec)
+        sys.modules[name] = loaded[name]
+        spec.loader.exec_module(loaded[name])
+    return loaded["lmcache_resp_client"].RESPClient
 
 
 class Bench:
@@ -92,24 +120,55 @@ class Bench:
         self.server.stop()
 
     def run(self) -> dict[str, Side]:
-        sides = {"kvoffload": Side(), "redis-benchmark": Side(), "redis-py": Side()}
+        """Let the sides take turns, each beginning with an empty server."""
+        sides = {name: Side() for name in ("kvoffload", "redis-benchmark", "redis-py", "asyncio")}
+        ours, theirs, python, aio = sides.values()
+        lmcache = None if self.flags else lmcache_client()
+        if lmcache is not None:
+            sides["lmcache"] = peer = Side()
         with asyncio.Runner() as runner:
             backend = runner.run(self._opened())
-            try:
-                for _ in range(ROUNDS):
-                    ours, theirs, python = sides.values()
+            for _ in range(ROUNDS):
+                self.client.flushall()
+                ours.turn("store", lambda: timed(lambda: runner.run(self._store(backend))))
+                ours.turn("load", lambda: timed(lambda: runner.run(self._load(backend))))
+                self.client.flushall()
+                theirs.turn("store", lambda: self._peer("set", 10**9))
+                self.client.flushall()
+                python.turn("store", lambda: timed(self._python_set))
+                theirs.turn("load", lambda: self._peer("get", NAMES))
+                python.turn("load", lambda: timed(self._python_get))
+                aio.turn("load", lambda: runner.run(self._asyncio_get()))
+                if lmcache is not None:
                     self.client.flushall()
-                    ours.turn("store", lambda: timed(lambda: runner.run(self._store(backend))))
-                    ours.turn("load", lambda: timed(lambda: runner.run(self._load(backend))))
-                    self.client.flushall()
-                    theirs.turn("store", lambda: self._peer("set", 10**9))
-                    self.client.flushall()
-                    python.turn("store", lambda: timed(self._python_set))
-                    theirs.turn("load", lambda: self._peer("get", NAMES))
-                    python.turn("load", lambda: timed(self._python_get))
-            finally:
-                runner.run(backend.close())
+                    took = runner.run(self._lmcache(lmcache))
+                    peer.turn("store", lambda took=took: took[0])
+                    peer.turn("load", lambda took=took: took[1])
+            runner.run(backend.close())
         return sides
+
+    async def _asyncio_get(self) -> float:
+        client = redis.asyncio.Redis(port=self.server.port, **self.python)
+        await client.ping()
+        started = time.perf_counter()
+        for start in range(0, NAMES, self.connections):
+            some = range(start, min(NAMES, start + self.connections))
+            await asyncio.gather(*(client.get(f"key:{i:012d}") for i in some))
+        took_s = time.perf_counter() - started
+        await client.aclose()
+        return took_s
+
+    async def _lmcache(self, client_class: Any) -> tuple[float, float]:
+        """Its C++ client, as many workers as connections; it checks nothing it reads."""
+        client = client_class("127.0.0.1", self.server.port, self.connections)
+        names = [f"key:{i:012d}" for i in range(NAMES)]
+        started = time.perf_counter()
+        await client.batch_set(names, [memoryview(slot) for slot in self.slab])
+        stored = time.perf_counter()
+        await client.batch_get(names, [memoryview(slot) for slot in self.into])
+        loaded = time.perf_counter()
+        client.close()
+        return stored - started, loaded - stored
 
     async def _opened(self) -> Any:
         backend = open_backend("redis", self.options, "bench")
@@ -203,22 +262,27 @@ def run() -> dict[str, Any]:
 
 def _rows(bench: Bench, tls: bool) -> list[Row]:
     sides = bench.run()
-    ours, theirs, python = sides.values()
+    ours, python = sides["kvoffload"], sides["redis-py"]
     shape = f"{bench.size >> 10} KiB, {bench.connections} connections{', TLS' if tls else ''}"
-    python_gb = NAMES * bench.size / 1e9
+    few_gb = NAMES * bench.size / 1e9
     rows = []
     for what, verb in (("store", "SET"), ("load", "GET")):
         value = bench.total_gb / ours.best_s[what]
-        limit = bench.total_gb / theirs.best_s[what]
-        rows.append(row(f"{what}, {shape}", value, "GB/s", limit, f"redis-benchmark {verb}"))
-        by_python = python_gb / python.best_s[what]
-        rows.append(row(f"{what}, {shape}", value, "GB/s", by_python, f"redis-py {verb.lower()}"))
+        peers = {
+            f"redis-benchmark {verb}": bench.total_gb / sides["redis-benchmark"].best_s[what],
+            f"redis-py {verb.lower()}": few_gb / python.best_s[what],
+        }
+        if what == "load":
+            peers["redis-py get, asyncio"] = few_gb / sides["asyncio"].best_s[what]
+        if "lmcache" in sides:
+            peers[f"LMCache resp (C++) {what}"] = few_gb / sides["lmcache"].best_s[what]
+        rows += [row(f"{what}, {shape}", value, "GB/s", peer, name) for name, peer in peers.items()]
         rows.append(
             row(
                 f"{what}, {shape}, processor time of the client",
                 ours.cpu_s[what] / bench.total_gb,
                 "s/GB",
-                python.cpu_s[what] / python_gb,
+                python.cpu_s[what] / few_gb,
                 "redis-py's",
             )
         )

@@ -90,6 +90,7 @@ class RedisBackend:
         self._tasks: set[asyncio.Task[None]] = set()
         self._facts: Mapping[str, str] | None = None
         self._facts_due = 0.0
+        self._warned_until = 0.0
 
     def __repr__(self) -> str:
         return f"RedisBackend({redacted(self._options.url)!r}, {self._namespace!r})"
@@ -125,7 +126,7 @@ class RedisBackend:
             if why == "missing":
                 self._verdicts.set(keys[i], False)
             elif why.startswith("corrupt_") or why == "lost_size":
-                log.warning("redis: a value is not the chunk asked for (%s); it is removed", why)
+                self._warn("redis: a value is not the chunk asked for (%s); it is removed", why)
                 self._verdicts.set(keys[i], False)
                 self._spawn(self.remove([keys[i]]))
 
@@ -181,10 +182,12 @@ class RedisBackend:
     async def close(self) -> None:
         """See :meth:`Backend.close`."""
         self._closed = True
-        for task in self._tasks:
+        ending = list(self._tasks)
+        for task in ending:
             task.cancel()
         if self._topology is not None:
-            self._topology.close()
+            ending += self._topology.close()
+        await asyncio.gather(*ending, return_exceptions=True)
 
     # On the engine's thread.
 
@@ -293,7 +296,7 @@ class RedisBackend:
                 some = indices[start : start + _LOOKUP_KEYS]
                 words = [encode(command, names[i][0], *arguments) for i in some]
                 request = _numbers(node, topology, batch, words, some, answers)
-                batch.send(lambda requests, node=node: node.command(requests[0]), request)  # type: ignore[misc]
+                batch.send(node.command, request)
         await batch.wait()
         return answers
 
@@ -316,7 +319,14 @@ class RedisBackend:
         if node is not None:
             value = json.dumps(dict(self._facts), sort_keys=True).encode()
             command = encode(b"SET", name, value, b"PX", self._ttl_ms)
-            node.command(Request(lambda: [command], Line(), 0, _facts_stored))
+            node.command([Request(lambda: [command], Line(), 0, _facts_stored)])
+
+    def _warn(self, text: str, *values: object) -> None:
+        """Log at most once a second; the counters have the rest."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._warned_until:
+            self._warned_until = now + 1.0
+            log.warning(text, *values)
 
     def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
         task = asyncio.get_running_loop().create_task(work)

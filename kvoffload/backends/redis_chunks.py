@@ -78,12 +78,17 @@ class Batch:
         self._left = 0
         self._idle: asyncio.Future[None] | None = None
         self._cancelled = False
+        # Requests for each node's queue, until wait() hands them over: a queue is asked once.
+        self._unsent: dict[Callable[[list[Request]], None], list[Request]] = {}
 
     def send(self, put: Callable[[list[Request]], None], request: Request) -> None:
         """Hand a request to a node's queue and wait for it; its ``done`` calls :meth:`ended`."""
         self._left += 1
         self._requests.append(request)
-        put([request])
+        if self._idle is None:
+            self._unsent.setdefault(put, []).append(request)
+        else:
+            put([request])
 
     def ended(self) -> None:
         """One thing less to wait for."""
@@ -107,9 +112,11 @@ class Batch:
 
     async def wait(self) -> None:
         """Wait for everything. Cancelled, it returns only when nothing uses the caller's memory."""
+        self._idle = self._loop.create_future()
+        for put, requests in self._unsent.items():
+            put(requests)
         if not self._left:
             return
-        self._idle = self._loop.create_future()
         try:
             await self._idle
         except asyncio.CancelledError:

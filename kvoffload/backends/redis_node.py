@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
+from operator import attrgetter
 from typing import NamedTuple
 
 from kvoffload.backends.redis_breaker import Breaker
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 IN_STEP = frozenset({"OOM", "MISCONF", "NOREPLICAS", "WRONGTYPE", "MOVED", "ASK"})
 """Error replies after which the server is as good as before: refusals and redirects."""
+_INFLIGHT = attrgetter("inflight_bytes")
 _MAX_OWED = 64
 """Requests in flight on a connection, however small."""
 
@@ -111,9 +113,9 @@ class Node:
         """Queue requests that take chunks away."""
         self._queue(self._stores, requests)
 
-    def command(self, request: Request) -> None:
-        """Queue a small command; it goes past all chunks."""
-        self._queue(self._smalls, [request])
+    def command(self, requests: Iterable[Request]) -> None:
+        """Queue small commands; they go past all chunks."""
+        self._queue(self._smalls, requests)
 
     def judge(self, error: ServerError, connection: Connection | None) -> None:
         """Act on an error reply: keep the connection, or drop it and count a failure."""
@@ -125,12 +127,13 @@ class Node:
         if connection is not None and not connection.closed:
             connection.abort(error.code)
 
-    def close(self) -> None:
-        """Drop everything; what waits is lost."""
+    def close(self) -> list[asyncio.Task[None]]:
+        """Drop everything; what waits is lost. Returns what still has to come to its end."""
         self._closed = True
+        self._drop("shutdown")
         for task in self._tasks:
             task.cancel()
-        self._drop("shutdown")
+        return list(self._tasks)
 
     def _queue(self, queue: deque[Request], requests: Iterable[Request]) -> None:
         if self._closed or self.breaker.is_open:
@@ -151,21 +154,19 @@ class Node:
         for queue in (self._loads, self._stores):
             while queue and (connection := self._roomy(queue[0])):
                 connection.submit(queue.popleft())
-        waiting = len(self._loads) + len(self._stores)
-        if waiting:
+        if waiting := len(self._loads) + len(self._stores):
             self._connect(self._data, min(self._options.connections, len(self._data) + waiting))
 
     def _roomy(self, request: Request) -> Connection | None:
         """The data connection with the least on its way, if the request fits its share."""
-        best = min(self._data, key=lambda c: (c.inflight_bytes, c.owed), default=None)
+        best = min(self._data, key=_INFLIGHT, default=None)
         if best is None or best.owed >= _MAX_OWED:
             return None
         fits = best.inflight_bytes + request.nbytes <= self._share
         return best if fits or best.owed == 0 else None
 
     def _connect(self, pool: list[Connection], wanted: int) -> None:
-        missing = wanted - len(pool) - self._connecting[id(pool)]
-        for _ in range(missing):
+        for _ in range(wanted - len(pool) - self._connecting[id(pool)]):
             self._connecting[id(pool)] += 1
             self._start(self._grow(pool))
 
@@ -278,6 +279,8 @@ class Node:
         pool.remove(connection)
         if reason in ("shutdown", "moved", "breaker_open"):
             return
+        if reason == "closed":  # perhaps by its end
+            self._restarted()
         self._counters[f"connection_lost_{reason.partition(':')[0].lower()}"] += 1
         log.debug("redis at %s: connection lost: %s", self._where, reason)
         # Closing an idle connection is a server's right, giving one up may be the caller's wish,

@@ -62,16 +62,21 @@ class Verdicts:
             self._verdicts.pop(key, None)
         self._make_room()
         self._verdicts[key] = _Verdict(None, now + self._timeout_s)
-        questions = self._questions
-        questions.append(key)
-        if len(questions) == 1:
+        if len(self._questions) >= MAX_VERDICTS:  # nobody takes them up
+            return False
+        self._questions.append(key)
+        if len(self._questions) == 1:
             self._ask()
         return None
 
     def take_questions(self) -> list[bytes]:
         """The keys asked for since the last call. On the I/O loop's thread."""
-        questions, self._questions = self._questions, []
-        return questions
+        taken: list[bytes] = []
+        # Until none is left: whoever adds one to others does not ask again.
+        while questions := self._questions[:]:
+            del self._questions[: len(questions)]
+            taken += questions
+        return taken
 
     def answer(self, keys: Sequence[bytes], present: Sequence[bool]) -> None:
         """Fill in what a question brought; later verdicts on the same keys stand."""

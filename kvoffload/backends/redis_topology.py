@@ -53,8 +53,8 @@ class Topology(Protocol):
         """Whether the key's server is being left alone; quick, on any thread."""
         ...
 
-    def close(self) -> None:
-        """Drop everything."""
+    def close(self) -> list[asyncio.Task[None]]:
+        """Drop everything; returns what still has to come to its end."""
         ...
 
 
@@ -63,6 +63,7 @@ class Single:
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        self._said = False
 
     async def ready(self) -> None:
         """See :class:`Topology`."""
@@ -77,16 +78,18 @@ class Single:
 
     def redirect(self, error: ServerError) -> tuple[Node, bool] | None:
         """A single server that redirects is part of a cluster; the URL should have said so."""
-        log.error("this Redis is a cluster: write redis+cluster:// (%s)", error.code)
+        if not self._said:
+            self._said = True
+            log.error("this Redis is a cluster: write redis+cluster:// (%s)", error.code)
         return None
 
     def shut(self, key: bytes) -> bool:
         """See :class:`Topology`."""
         return self._node.is_open
 
-    def close(self) -> None:
+    def close(self) -> list[asyncio.Task[None]]:
         """See :class:`Topology`."""
-        self._node.close()
+        return self._node.close()
 
 
 class SentinelResolver:
@@ -201,11 +204,10 @@ class Cluster:
         """A node behaves as if the table were old."""
         self._stale.set()
 
-    def close(self) -> None:
+    def close(self) -> list[asyncio.Task[None]]:
         """See :class:`Topology`."""
         self._refresher.cancel()
-        for node in self._nodes.values():
-            node.close()
+        return [self._refresher, *(task for node in self._nodes.values() for task in node.close())]
 
     def _node_at(self, address: Address) -> Node:
         if address not in self._nodes:
@@ -229,7 +231,8 @@ class Cluster:
         healthy = [a for a, node in self._nodes.items() if not node.is_open]
         for address in dict.fromkeys([*healthy, *self._seeds, *self._nodes]):
             try:
-                return await self._ask(address)
+                if slots := await self._ask(address):
+                    return slots
             except (OSError, ValueError) as error:
                 log.debug("redis cluster: %s gives no slot table: %s", address, error)
         return None

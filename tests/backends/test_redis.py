@@ -294,6 +294,14 @@ async def test_chunks_spread_over_a_cluster(cluster):
     assert all(int(server.cli("dbsize")) > 0 for server in cluster)
 
 
+async def test_in_a_cluster_a_user_with_few_rights_suffices(cluster):
+    for server in cluster:
+        rights = [*MINIMAL_RIGHTS.split(), "+cluster|slots"]
+        server.cli("acl", "setuser", "kv", "reset", "on", ">geheim", "~kvoffload:*", *rights)
+    url = f"redis+cluster://kv:geheim@127.0.0.1:{cluster[2].port}"
+    assert await stores_and_loads({"url": url}, "rights", count=16)
+
+
 async def test_a_slot_that_moves_is_followed(cluster):
     """ASK while it moves, MOVED afterwards: both lead to the chunk at once."""
     url = f"redis+cluster://127.0.0.1:{cluster[0].port}"

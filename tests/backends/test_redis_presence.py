@@ -92,6 +92,13 @@ def test_another_server_process_ends_all_verdicts_but_not_the_questions(world):
     assert verdicts.holds(b"b") is None
 
 
+def test_questions_nobody_takes_up_do_not_pile_up(world, monkeypatch):
+    monkeypatch.setattr(redis_presence, "MAX_VERDICTS", 100)
+    for i in range(1000):
+        world.verdicts.holds(b"%d" % i)
+    assert len(world.verdicts.take_questions()) <= 100
+
+
 def test_memory_is_bounded_and_the_oldest_go_first(world, monkeypatch):
     monkeypatch.setattr(redis_presence, "MAX_VERDICTS", 100)
     for i in range(1000):
