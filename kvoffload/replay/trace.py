@@ -122,12 +122,11 @@ def read_trace(path: Path) -> Trace:
     Raises:
         TraceError: names file, line and field.
     """
-    if path.is_dir():
-        trace = from_ids(path.name, _folder(path))
-    elif path.is_file():
-        trace = from_ids(path.name, _lines(path))
-    else:
-        raise TraceError(path, None, "trace", str(path), "no such file or folder")
+    try:
+        trace = from_ids(path.name, _folder(path) if path.is_dir() else _lines(path))
+    except OSError as error:
+        remedy = f"cannot be read: {error.strerror}"
+        raise TraceError(path, None, "trace", str(path), remedy) from error
     if not trace.accesses:
         raise TraceError(path, None, "trace", str(path), "has no block accesses")
     return trace

@@ -63,7 +63,7 @@ def test_a_trace_without_accesses_is_an_error(tmp_path, content):
 
 
 def test_a_missing_trace_is_an_error(tmp_path):
-    with pytest.raises(TraceError, match="no such file"):
+    with pytest.raises(TraceError, match="No such file"):
         read_trace(tmp_path / "none.jsonl")
 
 

@@ -1,0 +1,47 @@
+"""A replay predicts what the real manager hits, and a manager's record replays to the same."""
+
+import pytest
+
+from kvoffload.offload.base import make_offload_key
+from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.registry import POLICIES, load
+from kvoffload.replay.record import Recorder
+from kvoffload.replay.simulate import replay
+from kvoffload.replay.synthetic import SyntheticOptions, generate
+from kvoffload.replay.trace import from_ids, read_trace
+
+SLOTS = 400
+
+
+def serve(manager, recorder, prompts):
+    """Offer every prompt to the manager as a connector does; returns the chunks loaded."""
+    loaded = 0
+    for keys in prompts:
+        recorder.used(keys)
+        manager.touch(keys)
+        hits, _ = manager.lookup_prefix(keys)
+        loaded += hits
+        manager.prepare_load(keys[:hits])
+        manager.complete_load(keys[:hits])
+        output = manager.prepare_store(keys)
+        if output is not None:
+            manager.complete_store(output.keys_to_store)
+        manager.retire(keys)
+        recorder.events(manager.take_events())
+    return loaded
+
+
+@pytest.mark.parametrize("name", ["lru", "arc", "handicap"])
+@pytest.mark.parametrize("workload", ["chat", "agent", "shared"])
+def test_the_replay_of_a_manager_s_record_has_the_manager_s_hit_rate(tmp_path, name, workload):
+    policy = load(POLICIES, name)
+    trace = from_ids(workload, generate(workload, SyntheticOptions(seed=2, requests=600)))
+    prompts = [[make_offload_key(key * 2, 0) for key in request] for request in trace.requests]
+    manager = TieredOffloadingManager(SLOTS, policy(SLOTS))
+    with Recorder(tmp_path / "events.jsonl") as recorder:
+        loaded = serve(manager, recorder, prompts)
+    manager.check()
+    recorded = read_trace(tmp_path / "events.jsonl")
+    hits = replay(recorded.requests, policy(SLOTS), SLOTS)
+    assert hits.accesses == trace.accesses
+    assert hits.prefix_rate == pytest.approx(loaded / trace.accesses, abs=0.02)
