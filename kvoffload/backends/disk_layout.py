@@ -39,7 +39,11 @@ def is_namespace(name: str) -> bool:
 
 def key_of(name: str) -> bytes | None:
     """The key a chunk's file name spells, or None for a name that is none of ours."""
-    return bytes.fromhex(name) if name and len(name) % 2 == 0 and _is_hex(name) else None
+    try:
+        key = bytes.fromhex(name)
+    except ValueError:
+        return None
+    return key if key and key.hex() == name else None  # fromhex() takes spaces and capitals too
 
 
 def shard_of(key: bytes) -> str:

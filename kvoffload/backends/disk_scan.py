@@ -59,17 +59,10 @@ class Scanner:
         found: list[tuple[int, Name, int]] = []
         looked_at: set[tuple[int, str]] = set()
         present: set[Name] = set()
-        for number, shard, names in self._listings(full=full):
+        for number, shard, files in self._listings(full=full):
             looked_at.add((number, shard))
-            present.update(names)
-            for name in names:
-                if not full and name in keeper.index:
-                    continue
-                try:
-                    facts = keeper.vfs.lstat(keeper.path(name))
-                    found.append((facts.st_atime_ns, name, facts.st_blocks * 512))
-                except OSError as error:
-                    self._missed(error)
+            present.update(name for _, name, _ in files)
+            found += files if full else [file for file in files if file[1] not in keeper.index]
         found.sort()
         keeper.index.found((name, allocated) for _, name, allocated in found)
         self._forget_vanished(None if full else looked_at, present)
@@ -113,25 +106,30 @@ class Scanner:
             self._keeper.count("look_failed")
             log.warning("disk: %s", error)
 
-    def _listings(self, *, full: bool) -> Iterator[tuple[int, str, list[Name]]]:
-        """Names in each shard folder, those unchanged since the last look left out unless full."""
+    def _listings(self, *, full: bool) -> Iterator[tuple[int, str, list[tuple[int, Name, int]]]]:
+        """Files of each shard folder: last use, name, bytes; unchanged folders only if full."""
         vfs = self._keeper.vfs
         for number in range(len(self._keeper.namespaces)):
+            prefix = name_of(number, b"")
             for shard in SHARDS:
                 folder = f"{self._keeper.folder(number)}/{shard}"
                 try:
                     mtime_ns = vfs.lstat(folder).st_mtime_ns
                     if not full and self._mtimes.get((number, shard)) == mtime_ns:
                         continue
-                    keys = map(key_of, vfs.listdir(folder))
-                    names = [name_of(number, key) for key in keys if key is not None]
+                    listed = vfs.listfacts(folder)
                 except OSError as error:
                     self._missed(error)
                     continue
                 # Within one step of the clock a folder may change again and look the same.
                 settled = time.time_ns() - mtime_ns > _CLOCK_STEP_NS
                 self._mtimes[number, shard] = mtime_ns if settled else -1
-                yield number, shard, names
+                files = [
+                    (facts.st_atime_ns, prefix + key, facts.st_blocks * 512)
+                    for name, facts in listed
+                    if (key := key_of(name)) is not None
+                ]
+                yield number, shard, files
 
     def _forget_vanished(self, shards: set[tuple[int, str]] | None, present: set[Name]) -> None:
         """Drop names whose file is gone, in these shards (None: in all)."""

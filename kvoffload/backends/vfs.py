@@ -77,6 +77,15 @@ class Vfs:
         """Names in a folder."""
         return os.listdir(path)
 
+    def listfacts(self, path: str) -> list[tuple[str, os.stat_result]]:
+        """Names in a folder with the facts of each; those that vanish meanwhile are left out."""
+        listed = []
+        with os.scandir(path) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    listed.append((entry.name, entry.stat(follow_symlinks=False)))
+        return listed
+
     def statvfs(self, path: str) -> os.statvfs_result:
         """Space of a file system."""
         return os.statvfs(path)

@@ -44,8 +44,8 @@ POINTS = (
     # open and scan
     "mkdir:writer:after", "open:lock:after", "flock:lock:before", "rename:writer:before",
     "rename:writer:after", "flock:owner:after", "listdir:shard:before", "listdir:shard:after",
-    "lstat:chunk:after", "unlink:temporary:before", "unlink:temporary:after", "unlink:lock:after",
-    "preadv:snapshot:after",
+    "lstat:chunk:after", "unlink:temporary:before", "unlink:temporary:after",
+    "unlink:lock:after", "preadv:snapshot:after",
     # snapshot and close
     "rename:snapshot:before", "rename:snapshot:after", "rmdir:writer:before", "rmdir:writer:after",
 )  # fmt: skip

@@ -92,6 +92,10 @@ class HookedVfs(Vfs):
         """See :class:`Vfs`."""
         return self.around("listdir", path, lambda: Vfs.listdir(self, path))
 
+    def listfacts(self, path: str) -> list[tuple[str, os.stat_result]]:
+        """See :class:`Vfs`."""
+        return self.around("listdir", path, lambda: Vfs.listfacts(self, path))
+
     def statvfs(self, path: str) -> os.statvfs_result:
         """See :class:`Vfs`."""
         return self.around("statvfs", path, lambda: Vfs.statvfs(self, path))

@@ -1,0 +1,327 @@
+"""The disk backend against plain system calls on the same files, in turns, in the same run.
+
+``kvoffload bench disk``. The limit of loads and stores is a loop that opens, ``preadv``s or
+``pwritev``s, and closes one file a chunk, on as many threads, with nothing verified, published or
+accounted. If ``lmcache`` is installed (``pip install --no-deps lmcache`` is enough), its C++ file
+connector reads the same number of chunks as well.
+"""
+
+import asyncio
+import importlib.machinery
+import importlib.util
+import mmap
+import os
+import select
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks.harness import Row, best_of, report, row
+from kvoffload.backends.disk import DiskBackend, DiskOptions
+from kvoffload.backends.disk_index import name_of
+from kvoffload.backends.disk_layout import SHARDS, SNAPSHOT
+from kvoffload.backends.format import check_chunk, namespace_digest, pack_header
+from kvoffload.config import ByteSize
+from kvoffload.testing.backends import keys_of
+
+TOTAL_BYTES = 128 << 20
+ROUNDS = 7
+READERS, WRITERS = 4, 2
+RAW_READ = "open, preadv, close"
+RAW_WRITE = "open, pwritev, close"
+
+
+def run(folder: str | None = None, total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
+    """Measure everything in a scratch folder below ``folder`` (default: TMPDIR)."""
+    scratch = tempfile.mkdtemp(prefix="kvoffload-bench-", dir=folder)
+    try:
+        rows: list[Row] = []
+        for size, label in ((2 << 20, "2 MiB"), (256 << 10, "256 KiB")):
+            for io in ("direct", "buffered"):
+                rows += _Transfers(scratch, io, size, label, total_bytes).measured()
+        rows += [*_verification(scratch), *_lookup(scratch), *_restart(scratch), *_latency(scratch)]
+        return report("disk", rows)
+    finally:
+        shutil.rmtree(scratch)
+
+
+def _open(root: str, io: str = "buffered", namespace: str = "bench") -> DiskBackend:
+    options = DiskOptions(
+        root=root,
+        io=io,
+        capacity=ByteSize(64 << 30),
+        min_free=ByteSize(0),
+        read_threads=READERS,
+        write_threads=WRITERS,
+    )
+    backend = DiskBackend(options, namespace)
+    backend.wait_ready(60)
+    return backend
+
+
+def _slots(count: int, size: int) -> list[memoryview]:
+    slab = memoryview(mmap.mmap(-1, count * size))
+    slab[:] = os.urandom(1 << 20) * (count * size >> 20)
+    return [slab[i * size : (i + 1) * size] for i in range(count)]
+
+
+class _Transfers:
+    """Stores and loads of one size, one way of I/O, beside the raw loops."""
+
+    def __init__(self, scratch: str, io: str, size: int, label: str, total: int) -> None:
+        self.io, self.size, self.label = io, size, label
+        self.root, self.raw = f"{scratch}/{io}-{size}", f"{scratch}/raw-{io}-{size}"
+        os.mkdir(self.raw)
+        self.count = total // size
+        self.keys = keys_of(self.count)
+        self.slots = _slots(self.count, size)
+        self.header = memoryview(mmap.mmap(-1, 4096))
+        self.flags = os.O_DIRECT if io == "direct" else 0
+
+    def measured(self) -> list[Row]:
+        loop = asyncio.new_event_loop()
+        backend = _open(self.root, self.io)
+        readers, writers = ThreadPoolExecutor(READERS), ThreadPoolExecutor(WRITERS)
+        try:
+            stores = self._stores(loop, backend, writers)
+            loads = self._loads(loop, backend, readers)
+        finally:
+            loop.run_until_complete(backend.close())
+            loop.close()
+            readers.shutdown()
+            writers.shutdown()
+        return [*stores, *loads]
+
+    def _row(self, case: str, seconds: float, limit: float | None, name: str | None) -> Row:
+        gigabytes = self.count * self.size / 1e9
+        case = f"{case}, {self.label}, {self.io}"
+        return row(case, gigabytes / seconds, "GB/s", limit and gigabytes / limit, name)
+
+    def _stores(
+        self, loop: asyncio.AbstractEventLoop, backend: DiskBackend, pool: ThreadPoolExecutor
+    ) -> list[Row]:
+        ours, raw = [], []
+        for turn in range(ROUNDS):
+            if turn:
+                loop.run_until_complete(backend.remove(self.keys))
+            ours.append(
+                _timed(lambda: _all(loop.run_until_complete(backend.write(self.keys, self.slots))))
+            )
+            for i in range(self.count):
+                if os.path.exists(f"{self.raw}/{i}"):
+                    os.unlink(f"{self.raw}/{i}")
+            raw.append(_timed(lambda: list(pool.map(self._raw_write, range(self.count)))))
+        return [self._row("store", min(ours), min(raw), RAW_WRITE)]
+
+    def _loads(
+        self, loop: asyncio.AbstractEventLoop, backend: DiskBackend, pool: ThreadPoolExecutor
+    ) -> list[Row]:
+        def ours() -> None:
+            _all(loop.run_until_complete(backend.read(self.keys, self.slots)))
+
+        def raw() -> None:
+            list(pool.map(self._raw_read, range(self.count)))
+
+        peer = _lmcache(self) if self.io == "buffered" else None
+        sides = [ours, raw, *([peer] if peer else [])]
+        for side in sides:
+            side()
+        seconds = best_of(*sides, rounds=ROUNDS)
+        case = "load" if self.io == "direct" else "load, page cache warm"
+        rows = [self._row(case, seconds[0], seconds[1], RAW_READ)]
+        if peer:
+            rows.append(self._row(case, seconds[0], seconds[2], "LMCache fs_native (C++)"))
+        return rows
+
+    def _raw_write(self, i: int) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self.flags
+        fd = os.open(f"{self.raw}/{i}", flags, 0o600)
+        _complete(os.pwritev(fd, [self.header, self.slots[i]], 0), self.size)
+        os.close(fd)
+
+    def _raw_read(self, i: int) -> None:
+        fd = os.open(f"{self.raw}/{i}", os.O_RDONLY | self.flags)
+        _complete(os.preadv(fd, [self.header, self.slots[i]], 0), self.size)
+        os.close(fd)
+
+
+def _lmcache(case: _Transfers) -> Callable[[], None] | None:
+    """Loads through LMCache's C++ file connector, from as many threads, or None without it."""
+    package = importlib.util.find_spec("lmcache")
+    if package is None or not package.submodule_search_locations:
+        return None
+    import torch  # noqa: F401 - the extension is linked against its libraries
+
+    finder = importlib.machinery.PathFinder
+    spec = finder.find_spec("lmcache_fs", list(package.submodule_search_locations))
+    if spec is None or spec.loader is None:
+        return None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    client = module.LMCacheFSClient(f"{case.root}-lmcache", READERS, "", False, 0)
+    names = [f"bench@1@0@{i:064x}" for i in range(case.count)]
+
+    def wait() -> None:
+        select.select([client.event_fd()], [], [], 60)
+        done = client.drain_completions()
+        if len(done) != 1 or not done[0][1]:
+            raise RuntimeError(f"LMCache answered {done}")
+
+    client.submit_batch_set(names, case.slots)
+    wait()
+
+    def load() -> None:
+        client.submit_batch_get(names, case.slots)
+        wait()
+
+    return load
+
+
+def _verification(scratch: str) -> list[Row]:
+    """What a load spends on checking a chunk, against the whole of a direct load of it."""
+    (slot,) = _slots(1, 2 << 20)
+    digest = namespace_digest("bench")
+    (key,) = keys_of(1)
+    header = pack_header(key, digest, slot, header_bytes=4096)
+
+    def check() -> None:
+        for _ in range(20):
+            if check_chunk(header, slot, key, digest) is not None:
+                raise RuntimeError("a whole chunk was refused")
+
+    (seconds,) = best_of(check, rounds=50)
+    with tempfile.NamedTemporaryFile(dir=scratch) as file:
+        file.write(bytes(2 << 20))
+        file.flush()
+        os.fsync(file.fileno())
+        fd = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
+        (device,) = best_of(lambda: os.preadv(fd, [slot], 0), rounds=50)
+        os.close(fd)
+    return [row("verify 2 MiB", seconds / 20 * 1e6, "µs", device * 1e6, "direct read of 2 MiB")]
+
+
+def _lookup(scratch: str) -> list[Row]:
+    backend = _open(f"{scratch}/lookup")
+    keys = keys_of(100_000)
+    backend._keeper.index.found((name_of(0, key), 4096) for key in keys)
+    plain = dict.fromkeys(keys)
+    sides = (
+        lambda: [backend.holds(key) for key in keys],
+        lambda: [key in plain for key in keys],
+    )
+    ours, limit = (seconds / len(keys) * 1e6 for seconds in best_of(*sides))
+    asyncio.run(backend.close())
+    return [row("lookup, 100,000 chunks known", ours, "µs", limit, "key in dict")]
+
+
+def _restart(scratch: str) -> list[Row]:
+    """How long until 100,000 chunks are known again; their contents are not looked at."""
+    root = f"{scratch}/restart"
+    asyncio.run(_open(root).close())
+    folder = f"{root}/{namespace_digest('bench').hex()}"
+    for shard in SHARDS:
+        os.mkdir(f"{folder}/{shard}", 0o700)
+    backend = _open(root)
+    for key in keys_of(100_000):
+        os.close(os.open(backend._keeper.path(name_of(0, key)), os.O_WRONLY | os.O_CREAT, 0o600))
+    asyncio.run(backend.close())
+
+    ours, limit = [], []
+    for _ in range(3):
+        os.unlink(f"{folder}/{SNAPSHOT}")
+        began = time.perf_counter()
+        backend = _open(root)
+        ours.append(time.perf_counter() - began)
+        if len(backend._keeper.index) != 100_000:
+            raise RuntimeError(f"only {len(backend._keeper.index)} chunks were found again")
+        asyncio.run(backend.close())
+        limit.append(_timed(lambda: _walk(folder)))
+    began = time.perf_counter()
+    backend = DiskBackend(DiskOptions(root=root, min_free=ByteSize(0)), "bench")
+    opened = time.perf_counter() - began
+    while len(backend._keeper.index) < 100_000:
+        time.sleep(0.001)
+    recalled = time.perf_counter() - began
+    backend.wait_ready(60)
+    asyncio.run(backend.close())
+    return [
+        row("open", opened * 1e3, "ms"),
+        row("100,000 chunks known, by the snapshot", recalled * 1e3, "ms"),
+        row(
+            "100,000 chunks known, without snapshot",
+            min(ours),
+            "s",
+            min(limit),
+            "scandir and stat of each",
+        ),
+    ]
+
+
+def _walk(folder: str) -> None:
+    for shard in SHARDS:
+        for entry in os.scandir(f"{folder}/{shard}"):
+            entry.stat(follow_symlinks=False)
+
+
+def _latency(scratch: str) -> list[Row]:
+    """The 99th percentile of loads of one 2 MiB chunk, alone and while stores go on."""
+    loop = asyncio.new_event_loop()
+    backend = _open(f"{scratch}/latency", "direct")
+    keys, memory = keys_of(32), _slots(48, 2 << 20)
+    into = memory[32:33]
+
+    async def loads(count: int) -> list[float]:
+        taken = []
+        for i in range(count):
+            began = time.perf_counter()
+            _all(await backend.read([keys[i % 32]], into))
+            taken.append(time.perf_counter() - began)
+            await asyncio.sleep(0.001)
+        return taken
+
+    async def busy(count: int) -> list[float]:
+        async def store() -> None:
+            while not done.is_set():
+                others = keys_of(8, "other")
+                await backend.write(others, memory[40:])
+                await backend.remove(others)
+
+        done = asyncio.Event()
+        storing = asyncio.ensure_future(store())
+        taken = await loads(count)
+        done.set()
+        await storing
+        return taken
+
+    try:
+        _all(loop.run_until_complete(backend.write(keys, memory[:32])))
+        idle: list[float] = []
+        loaded: list[float] = []
+        for _ in range(4):
+            idle += loop.run_until_complete(loads(100))
+            loaded += loop.run_until_complete(busy(100))
+    finally:
+        loop.run_until_complete(backend.close())
+        loop.close()
+    ours, limit = (statistics.quantiles(taken, n=100)[98] * 1e3 for taken in (loaded, idle))
+    return [row("load of 2 MiB beside stores, p99", ours, "ms", limit, "idle, p99")]
+
+
+def _timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _all(answers: list[bool]) -> None:
+    if not all(answers):
+        raise RuntimeError("a chunk was refused or missed")
+
+
+def _complete(moved: int, size: int) -> None:
+    if moved != size + 4096:
+        raise RuntimeError("short transfer")
