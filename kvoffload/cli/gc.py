@@ -1,4 +1,4 @@
-"""``kvoffload gc ROOT``: make room in a folder of the disk backend."""
+"""``kvoffload gc``: make room in a folder of the disk backend, or on a server."""
 
 import json
 import re
@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from kvoffload.backends.disk_survey import ChunkFile, Survey
+from kvoffload.cli import stores
 from kvoffload.config import ByteSize, human_bytes
 from kvoffload.errors import ConfigError
 
@@ -18,7 +19,7 @@ _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def command(
-    root: Annotated[str, typer.Argument(help="The disk backend's root folder.")],
+    root: Annotated[str, typer.Argument(help="The disk backend's root folder, or redis://...")],
     capacity: Annotated[
         str | None, typer.Option(help="Remove the least recently used chunks above this size.")
     ] = None,
@@ -29,6 +30,9 @@ def command(
         str | None,
         typer.Option(help="Only this namespace; without other options, all of it goes."),
     ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", help=stores.OPTION_HELP)
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -36,6 +40,12 @@ def command(
 
     Exit codes: 0 done, 1 something could not be removed, 2 no such folder or wrong options.
     """
+    if stores.is_url(root):
+        if capacity is not None or older_than is not None:
+            remedy = "a server evicts by its own maxmemory-policy, and by ttl_s"
+            raise ConfigError("capacity / older-than", capacity or older_than, remedy)
+        stores.gc(root, option, namespace, dry_run, as_json)
+        return
     limit = None if capacity is None else ByteSize.parse(capacity, "capacity")
     age_s = None if older_than is None else parse_age(older_than)
     report = collect(Survey(root), limit=limit, age_s=age_s, namespace=namespace, dry_run=dry_run)

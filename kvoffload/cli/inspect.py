@@ -1,4 +1,4 @@
-"""``kvoffload inspect ROOT``: what a folder of the disk backend holds."""
+"""``kvoffload inspect``: what a folder of the disk backend, or a server, holds."""
 
 import json
 import time
@@ -8,19 +8,26 @@ import typer
 from rich.console import Console
 
 from kvoffload.backends.disk_survey import Survey
+from kvoffload.cli import stores
 from kvoffload.config import human_bytes
 
 AGES = (("1 min", 60), ("1 hour", 3600), ("1 day", 86400), ("1 week", 7 * 86400))
 
 
 def command(
-    root: Annotated[str, typer.Argument(help="The disk backend's root folder.")],
+    root: Annotated[str, typer.Argument(help="The disk backend's root folder, or redis://...")],
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", help=stores.OPTION_HELP)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show namespaces, chunks, bytes, ages and how lately chunks were used. Changes nothing.
 
-    Exit codes: 0 done, 2 no such folder.
+    Exit codes: 0 done, 1 the server cannot be asked, 2 no such folder.
     """
+    if stores.is_url(root):
+        stores.inspect(root, option, as_json)
+        return
     report = survey(Survey(root))
     if as_json:
         print(json.dumps(report))

@@ -106,9 +106,13 @@ async def test_an_examination_finds_a_replica(server, tmp_path):
         replica.stop()
 
 
-def doctor(*words):
-    command = [sys.executable, "-c", "from kvoffload.cli.main import main; main()", "doctor"]
+def kvoffload(*words):
+    command = [sys.executable, "-c", "from kvoffload.cli.main import main; main()"]
     return subprocess.run([*command, *words], capture_output=True, text=True, timeout=60)
+
+
+def doctor(*words):
+    return kvoffload("doctor", *words)
 
 
 def test_the_command_says_what_it_found(server):
@@ -129,3 +133,35 @@ def test_the_command_refuses_wrong_usage(words):
     done = doctor(*words)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+async def test_inspect_and_gc_show_and_remove_a_namespace(server):
+    for namespace in ("one", "two"):
+        await store(server.url, namespace, 3, {"model": namespace})
+
+    def held():
+        shown = kvoffload("inspect", server.url, "--json")
+        assert shown.returncode == 0, shown.stderr
+        return {n["namespace"]: n["chunks"] for n in json.loads(shown.stdout)["namespaces"]}
+
+    assert held() == {"one": 3, "two": 3}
+    assert "model=two" in kvoffload("inspect", server.url).stdout
+    would = kvoffload("gc", server.url, "--namespace", "one", "--dry-run", "--json")
+    assert json.loads(would.stdout)["removed"] == 3
+    assert held() == {"one": 3, "two": 3}
+    assert kvoffload("gc", server.url, "--namespace", "one").returncode == 0
+    assert held() == {"two": 3}
+
+
+def test_inspect_and_gc_say_what_is_wrong(server):
+    away = f"redis://127.0.0.1:{free_port()}"
+    for words, code in (
+        (("inspect", away), 1),
+        (("gc", away, "--namespace", "x"), 1),
+        (("gc", server.url), 2),
+        (("gc", server.url, "--capacity", "1GB"), 2),
+    ):
+        done = kvoffload(*words)
+        assert done.returncode == code, words
+        assert "kvoffload: " in done.stderr
+        assert "Traceback" not in done.stderr

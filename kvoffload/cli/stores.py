@@ -1,0 +1,126 @@
+"""Stores named by a URL on the command line: opening, looking into, and emptying one."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from kvoffload.backends.base import Backend
+from kvoffload.backends.upkeep import Holding, Purges, Surveys
+from kvoffload.config import human_bytes
+from kvoffload.errors import ConfigError
+from kvoffload.registry import open_backend
+
+OPTION_HELP = "A setting of the backend: -o ca_file=/etc/ca.pem"
+_SCHEMES = ("redis", "rediss", "unix")
+_T = TypeVar("_T")
+
+
+def is_url(target: str) -> bool:
+    """Whether a target is a URL rather than a folder."""
+    return "://" in target
+
+
+def backend_of(target: str) -> tuple[str, dict[str, Any]]:
+    """The backend a target means, and the option that names the target to it.
+
+    Raises:
+        ConfigError: it is neither a URL known nor a folder.
+    """
+    if is_url(target) and target.partition("://")[0].partition("+")[0] in _SCHEMES:
+        return "redis", {"url": target}
+    if not is_url(target) and Path(target).is_dir():
+        return "disk", {"root": target}
+    raise ConfigError("target", target, "must be a redis:// URL (see docs/redis.md) or a folder")
+
+
+def run_on(target: str, settings: list[str] | None, work: Callable[[Backend], Awaitable[_T]]) -> _T:
+    """Open the backend a target means, do something with it, and close it.
+
+    Args:
+        target: a URL or a folder.
+        settings: ``name=value`` texts, as given with ``-o``.
+        work: what to do.
+
+    Raises:
+        ConfigError: the target or a setting is wrong.
+        typer.Exit: with code 1 when the store cannot be reached; it says why.
+    """
+    kind, options = backend_of(target)
+    options |= _parsed(settings or [])
+
+    async def whole() -> _T:
+        backend = open_backend(kind, options, "kvoffload-command-line")
+        try:
+            return await work(backend)
+        finally:
+            await backend.close()
+
+    try:
+        return asyncio.run(whole())
+    except OSError as error:
+        Console(stderr=True).print(f"kvoffload: {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def inspect(target: str, settings: list[str] | None, as_json: bool) -> None:
+    """Show what a store holds of each namespace."""
+    found = run_on(target, settings, _survey)
+    if as_json:
+        print(json.dumps({"namespaces": [holding._asdict() for holding in found]}))
+        return
+    console = Console(highlight=False)
+    for each in found:
+        facts = ", ".join(f"{name}={value}" for name, value in sorted(each.facts.items()))
+        console.print(f"[bold]{each.namespace[:16]}[/bold]  {facts or 'no facts stored'}")
+        console.print(f"  {each.chunks} chunks, {human_bytes(each.stored_bytes)}")
+    if not found:
+        console.print("nothing of kvoffload's is stored here")
+
+
+def gc(
+    target: str, settings: list[str] | None, namespace: str | None, dry_run: bool, as_json: bool
+) -> None:
+    """Remove one namespace from a store, or say what would go.
+
+    Raises:
+        ConfigError: no namespace is named: what is not used expires by itself.
+    """
+    if namespace is None:
+        raise ConfigError("namespace", None, "name one; what is not used expires by itself")
+
+    async def collect(backend: Backend) -> tuple[int, int]:
+        held = [each for each in await _survey(backend) if each.namespace == namespace]
+        if not dry_run and isinstance(backend, Purges):
+            await backend.purge([namespace])
+        return sum(each.chunks for each in held), sum(each.stored_bytes for each in held)
+
+    chunks, stored_bytes = run_on(target, settings, collect)
+    if as_json:
+        print(json.dumps({"dry_run": dry_run, "removed": chunks, "freed_bytes": stored_bytes}))
+    else:
+        verb = "would remove" if dry_run else "removed"
+        Console().print(f"{verb} {chunks} chunks, {human_bytes(stored_bytes)}")
+
+
+async def _survey(backend: Backend) -> list[Holding]:
+    if not isinstance(backend, Surveys):
+        raise ConfigError("target", type(backend).__name__, "this backend cannot be looked into")
+    return await backend.survey()
+
+
+def _parsed(assignments: list[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for text in assignments:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError("--option", text, "must be name=value")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
