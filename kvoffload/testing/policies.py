@@ -195,6 +195,24 @@ class PolicySuite(ABC):
         orders = [_filled(policy, 50, random.Random(2)).victims(50) for policy in policies]
         assert list(orders[0]) == list(orders[1]) == list(orders[2])
 
+    def test_calls_for_many_keys_equal_as_many_calls(self) -> None:
+        """``add_all`` and ``remove_all``, where a policy has them, only save time."""
+        policies = [_filled(self.make(60), 60, random.Random(4)) for _ in range(2)]
+        left = list(policies[0].victims(20))
+        assert left == list(policies[1].victims(20))
+        pinned = [key for key in _keys(range(180)) if key in policies[0]][::2]
+        new = _keys(range(500, 510))
+        for policy, in_bulk in zip(policies, (True, False), strict=True):
+            for name, keys in (("remove", pinned), ("add", pinned), ("add", new)):
+                many = getattr(policy, f"{name}_all", None) if in_bulk else None
+                if many is not None:
+                    many(keys)
+                else:
+                    for key in keys:
+                        getattr(policy, name)(key)
+        assert len(policies[0]) == len(policies[1]) == 50
+        assert list(policies[0].victims(50)) == list(policies[1].victims(50))
+
     def test_work_does_not_grow_with_the_number_of_residents(self) -> None:
         """Sixteen times the residents: a use and an eviction cost about the same."""
         costs = []

@@ -1,7 +1,8 @@
 """Least recently used."""
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 
 class LRUPolicy:
@@ -24,6 +25,14 @@ class LRUPolicy:
     def remove(self, key: bytes) -> None:
         """Take a key out of the order."""
         self._order.pop(key, None)
+
+    def add_all(self, keys: Iterable[bytes]) -> None:
+        """Add keys, none of which is in the order, without a Python step for each."""
+        deque(map(self._order.__setitem__, keys, repeat(None)), maxlen=0)
+
+    def remove_all(self, keys: Iterable[bytes]) -> None:
+        """Take out keys, all of which are in the order."""
+        deque(map(self._order.__delitem__, keys), maxlen=0)
 
     def victims(self, count: int) -> Sequence[bytes]:
         """Take the ``count`` least recently used keys."""
