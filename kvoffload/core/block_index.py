@@ -124,7 +124,9 @@ class BlockIndex:
             result[position] = self.get(group, hashes[position])
         # Eight equal bytes are no proof: compare all.
         found = np.flatnonzero(result)
-        if rows.take(result[found], axis=0).tobytes() != wanted.take(found, axis=0).tobytes():
+        if len(found) < count:
+            wanted = wanted.take(found, axis=0)
+        if rows.take(result[found], axis=0).tobytes() != wanted.tobytes():
             return np.array([self.get(group, h) for h in hashes], dtype=np.int32)
         return result
 

@@ -97,7 +97,7 @@ class Group:
     def _leading(self, index: BlockIndex, hashes: Sequence[bytes], start: int, end: int) -> Ints:
         """Return the blocks of the hashes from ``start`` on, up to the first that is not there."""
         parts = []
-        size = 8  # a miss mostly shows at once
+        size = 1  # a prompt never seen shows at its first block
         while start < end:
             part = index.find(self.index, hashes[start : min(start + size, end)])
             missing = np.flatnonzero(part == 0)
@@ -106,7 +106,7 @@ class Group:
                 break
             parts.append(part)
             start += size
-            size *= 32
+            size = 4096
         return np.concatenate(parts) if parts else _NOTHING
 
 
