@@ -563,9 +563,24 @@ class TieredOffloadingManager(OffloadingManager):
     def stats(self) -> dict[str, object]:
         """Return all figures as plain data; see ``docs/manager.md``."""
         host = self._host
+        count = self.counters
         removed: dict[str, dict[str, int]] = {}
-        for (medium, reason), count in self._removed.items():
-            removed.setdefault(medium, {})[str(reason)] = count
+        for (medium, why), number in self._removed.items():
+            removed.setdefault(medium, {})[str(why)] = number
+        below = {tier.medium: count[f"lookup_hits_{tier.medium}"] for tier in self.tiers}
+        not_stored = {
+            CPU: {
+                "no_room": count["store_refused"],
+                "not_admitted": count["store_not_admitted"],
+                "not_wanted": count["store_not_wanted"],
+                "failed": count["store_failed"],
+            }
+        }
+        for tier in self.tiers:
+            not_stored[tier.medium] = {
+                "back_pressure": count[f"persist_dropped_{tier.name}"],
+                "failed": count[f"persist_failed_{tier.name}"],
+            }
         return {
             "host": {
                 "capacity_bytes": host.capacity_bytes,
@@ -574,9 +589,16 @@ class TieredOffloadingManager(OffloadingManager):
                 "resident_chunks": self.resident,
                 "busy_chunks": self.busy_slots,
             },
-            "write_through": {t.name: self._write_through.figures(t.name) for t in self.tiers},
+            "lookups": {
+                "hits": {CPU: count["lookup_hits"] - sum(below.values()), **below},
+                "misses": count["lookup_misses"],
+                "pending": count["lookup_pending"],
+                "declined": {t.medium: count[f"load_declined_{t.name}"] for t in self.tiers},
+            },
+            "write_through": {t.medium: self._write_through.figures(t.name) for t in self.tiers},
             "removed": removed,
-            "counters": dict(self.counters),
+            "not_stored": not_stored,
+            "counters": dict(count),
             **self.figures.as_dict(),
         }
 
