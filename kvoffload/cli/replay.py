@@ -39,7 +39,7 @@ def command(
     sizes: Annotated[str, typer.Option(help="Capacities in blocks: 1k,10k,...")] = "",
     tiers: Annotated[str, typer.Option(help="Instead of sizes: cpu=10k,disk=100k")] = "",
     synthetic: Annotated[str, typer.Option(help=SYNTHETIC_HELP)] = "",
-    sample: Annotated[float, typer.Option(help="Share of all blocks to replay.")] = 1.0,
+    sample: Annotated[float, typer.Option(help="Share of all conversations to replay.")] = 1.0,
     plot: Annotated[Path | None, typer.Option(help="Draw hit rates into this PNG file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -26,7 +26,7 @@ def command(
     ] = "50,80,90,95,99",
     policy: Annotated[str, typer.Option(help="The store's eviction policy.")] = "handicap",
     synthetic: Annotated[str, typer.Option(help=SYNTHETIC_HELP)] = "",
-    sample: Annotated[float, typer.Option(help="Share of all blocks to replay.")] = 1.0,
+    sample: Annotated[float, typer.Option(help="Share of all conversations to replay.")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say how much memory a trace and a model need for what hit rate.

@@ -164,12 +164,17 @@ def _decode(decoder: "msgspec.json.Decoder[Any]", line: bytes, path: Path, numbe
         return decoder.decode(line)
     except UnicodeDecodeError as error:
         column = f"column {error.start + 1}"
-        raise TraceError(path, number, column, line[:60], "is not UTF-8") from error
+        raise TraceError(path, number, column, _text(line), "is not UTF-8") from error
     except msgspec.ValidationError as error:
         field, remedy = _field(error)
         raise TraceError(path, number, field, _shown(line, field), remedy) from error
     except msgspec.DecodeError as error:
-        raise TraceError(path, number, "JSON", line[:60], str(error)) from error
+        raise TraceError(path, number, "JSON", _text(line), str(error)) from error
+
+
+def _text(raw: bytes) -> str:
+    """Return the beginning of a line or file, for the message."""
+    return raw[:60].decode(errors="replace")
 
 
 def _field(error: msgspec.ValidationError) -> tuple[str, str]:
@@ -186,7 +191,7 @@ def _shown(line: bytes, field: str) -> object:
     """Return the value of a field, for the message."""
     data = msgspec.json.decode(line)
     name = field.split("[", maxsplit=1)[0]
-    return data.get(name) if isinstance(data, dict) and name in data else line[:60].decode()
+    return data.get(name) if isinstance(data, dict) and name in data else _text(line)
 
 
 def _folder(root: Path) -> Iterator[list[int | str]]:
@@ -199,9 +204,9 @@ def _folder(root: Path) -> Iterator[list[int | str]]:
             data = msgspec.json.decode(raw)
         except UnicodeDecodeError as error:
             line = raw.count(b"\n", 0, error.start) + 1
-            raise TraceError(path, line, "text", raw[:60], "is not UTF-8") from error
+            raise TraceError(path, line, "text", _text(raw), "is not UTF-8") from error
         except msgspec.DecodeError as error:
-            raise TraceError(path, _line_of(raw, error), "JSON", raw[:60], str(error)) from error
+            raise TraceError(path, _line_of(raw, error), "JSON", _text(raw), str(error)) from error
         local = isinstance(data, dict) and data.get("hash_id_scope") == "local"
         scope = f"{path.name}:" if local else ""
         for time, ids in _conversation(data, path, "", 0.0):
