@@ -1,7 +1,5 @@
 """First in, first out: the yardstick that ignores every use."""
 
-from collections.abc import Sequence
-
 from kvoffload.offload.policies.lru import LRUPolicy
 
 
@@ -10,7 +8,3 @@ class FIFOPolicy(LRUPolicy):
 
     def touch(self, key: bytes) -> None:
         """Uses do not count."""
-
-    def victims(self, count: int) -> Sequence[bytes]:
-        """Take the ``count`` keys added longest ago."""
-        return super().victims(count)
