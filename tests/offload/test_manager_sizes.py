@@ -1,0 +1,111 @@
+"""Host memory shared by chunks of several sizes."""
+
+import pytest
+
+from kvoffload.errors import ConfigError
+from kvoffload.offload.base import make_offload_key
+from kvoffload.offload.extents import ExtentLedger
+from kvoffload.offload.geometry import HostGeometry
+from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.offload.policies.lru import LRUPolicy
+
+KIB = 1024
+
+
+def keys(group, prompt, count):
+    return [make_offload_key(f"{prompt} {i}".encode().ljust(32), group) for i in range(count)]
+
+
+def new_manager(total_kib, *chunk_kib):
+    geometry = HostGeometry.plan(total_kib * KIB, [size * KIB for size in chunk_kib])
+    return TieredOffloadingManager(ExtentLedger(geometry, LRUPolicy))
+
+
+def put(manager, wanted):
+    output = manager.prepare_store(wanted)
+    if output is None:
+        return 0
+    manager.complete_store(output.keys_to_store)
+    manager.check()
+    return len(output.keys_to_store)
+
+
+def resident_kib(manager, group, size_kib):
+    ready = manager._host.ready
+    return sum(key[-4:] == group.to_bytes(4, "big") for key in ready) * size_kib
+
+
+def test_equal_sizes_need_no_extents():
+    geometry = HostGeometry.plan(100 * KIB, [8 * KIB, 8 * KIB, 0])
+    assert (geometry.row_bytes, geometry.num_rows, geometry.extent_rows) == (8 * KIB, 12, 0)
+    assert geometry.rows_of_group == (1, 1, 1)
+
+
+def test_any_one_size_may_take_nearly_all_memory():
+    for group, size in ((0, 4), (1, 36)):
+        manager = new_manager(8192, 4, 36)
+        for i in range(50):
+            put(manager, keys(group, i, 8192 // size // 25))
+        assert resident_kib(manager, group, size) > 0.95 * 8192
+
+
+def test_memory_follows_demand_from_one_size_to_the_other():
+    manager = new_manager(4096, 4, 20)
+    for i in range(30):
+        put(manager, keys(0, f"small {i}", 100))
+    assert resident_kib(manager, 0, 4) > 3800
+    for i in range(60):
+        put(manager, keys(1, f"large {i}", 20))
+    assert resident_kib(manager, 1, 20) > 3300
+    for i in range(60):
+        put(manager, keys(0, f"small again {i}", 100))
+    assert resident_kib(manager, 0, 4) > 3300
+
+
+def test_sizes_in_equal_demand_by_bytes_share_equally():
+    manager = new_manager(4096, 4, 20)
+    for i in range(100):
+        put(manager, keys(0, f"s{i}", 50))
+        put(manager, keys(1, f"l{i}", 10))
+    assert resident_kib(manager, 0, 4) == pytest.approx(2048, rel=0.15)
+    assert resident_kib(manager, 1, 20) == pytest.approx(2048, rel=0.15)
+
+
+def test_a_pinned_chunk_keeps_its_extent():
+    manager = new_manager(240, 4, 20)
+    small = keys(0, "a", 60)
+    stored = put(manager, small)
+    manager.prepare_load(small[:stored])
+    assert put(manager, keys(1, "b", 3)) == 0  # every extent has a chunk that is loaded
+    assert manager.counters["store_refused"] > 0
+    manager.complete_load(small[:stored])
+    assert put(manager, keys(1, "b", 3)) == 3
+    assert manager.lookup_prefix(keys(1, "b", 3)) == (3, False)
+    manager.check()
+
+
+def test_a_store_of_both_sizes_is_cut_at_the_tail_of_what_was_given():
+    manager = new_manager(120, 4, 20)
+    small, large = keys(0, "a", 12), keys(1, "a", 12)
+    mixed = [key for pair in zip(small, large, strict=True) for key in pair]
+    output = manager.prepare_store(mixed)
+    assert output.keys_to_store == tuple(mixed[: len(output.keys_to_store)])
+    assert 0 < len(output.keys_to_store) < len(mixed)
+    manager.complete_store(output.keys_to_store)
+    manager.check()
+
+
+def test_figures_in_bytes_never_mix_what_is_resident_with_what_is_on_its_way():
+    manager = new_manager(4096, 4, 20)
+    put(manager, keys(1, "a", 3))
+    manager.prepare_store(keys(0, "b", 2))
+    host = manager.stats()["host"]
+    assert (host["resident_bytes"], host["inflight_bytes"]) == (60 * KIB, 8 * KIB)
+    assert host["capacity_bytes"] == 4096 * KIB
+    manager.complete_store(keys(0, "b", 2), success=False)
+    assert manager.stats()["host"]["inflight_bytes"] == 0
+
+
+def test_too_little_memory_for_one_chunk_of_each_size_is_refused():
+    with pytest.raises(ConfigError, match="cpu_bytes"):
+        HostGeometry.plan(39 * KIB, [4 * KIB, 20 * KIB])

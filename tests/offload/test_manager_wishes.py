@@ -1,0 +1,302 @@
+"""Admission, hints, rates, back-pressure, promotion, and why a chunk is missing: one by one."""
+
+import pytest
+
+from kvoffload.backends.base import Removal
+from kvoffload.offload.base import ReqContext, StagedLoadStoreSpec, make_offload_key
+from kvoffload.offload.manager import Tier, TieredOffloadingManager
+from kvoffload.offload.policies.lru import LRUPolicy
+
+
+def keys(prompt, count):
+    return [make_offload_key(f"{prompt}{i}".encode() * 8, 0) for i in range(count)]
+
+
+class Store:
+    def __init__(self, held=()):
+        self.held, self.removals = set(held), []
+
+    def holds(self, key):
+        return key in self.held
+
+    def forget(self, gone):
+        self.held.difference_update(gone)
+
+    def take_removals(self):
+        taken, self.removals = self.removals, []
+        return taken
+
+
+def new_manager(slots=10, stores=(), **settings):
+    tiers = [Tier(f"tier{i}", store, store) for i, store in enumerate(stores)]
+    return TieredOffloadingManager(slots, LRUPolicy(slots), tiers, **settings)
+
+
+def put(manager, wanted, hint=None, name="r"):
+    context = ReqContext(name, {"kvoffload": hint} if hint else None)
+    output = manager.prepare_store(wanted, context)
+    manager.complete_store(output.keys_to_store, context)
+    return output
+
+
+def take_written(manager):
+    return {(transfer.tier, *transfer.keys) for transfer in manager.take_transfers()}
+
+
+def fetch(manager, wanted):
+    hits, _ = manager.lookup_prefix(wanted)
+    spec = manager.prepare_load(wanted[:hits])
+    manager.complete_load(wanted[:hits])
+    return spec
+
+
+# ---- admission ----
+
+
+def test_with_a_threshold_a_chunk_is_stored_when_enough_requests_have_used_it():
+    manager = new_manager(store_threshold=2)
+    a = keys("a", 3)
+    assert put(manager, a, name="first").keys_to_store == ()
+    assert put(manager, a, name="first").keys_to_store == ()  # the same request once more
+    assert put(manager, [*a[:2], *keys("b", 1)], name="second").keys_to_store == tuple(a[:2])
+    assert manager.counters["store_not_admitted"] == 3 + 3 + 1
+    assert manager.explain([a[2]]) == ["not_admitted"]
+
+
+def test_the_memory_of_sightings_is_bounded(monkeypatch):
+    monkeypatch.setattr("kvoffload.offload.manager.MIN_SIGHTINGS", 16)
+    manager = new_manager(slots=4, store_threshold=2)
+    for i in range(100):
+        put(manager, keys(f"prompt {i} ", 4), name=f"r{i}")
+    assert len(manager._sightings) == 16
+
+
+# ---- hints ----
+
+
+def test_a_request_may_ask_not_to_be_offloaded():
+    manager = new_manager()
+    a = keys("a", 2)
+    assert put(manager, a, {"offload": False}).keys_to_store == ()
+    assert manager.explain(a) == ["not_wanted"] * 2
+    assert manager.counters["store_not_wanted"] == 2
+
+
+def test_a_request_may_ask_for_some_tiers_only():
+    near, far = Store(), Store()
+    manager = new_manager(stores=[near, far])
+    (a,), (b,), (c,) = keys("a", 1), keys("b", 1), keys("c", 1)
+    put(manager, [a], {"tiers": ["tier1"]}, "r1")
+    put(manager, [b], {"tiers": []}, "r2")
+    put(manager, [c])
+    assert take_written(manager) == {("tier1", a), ("tier0", c), ("tier1", c)}
+    near.held.add(keys("d", 1)[0])
+    only_far = ReqContext("r3", {"kvoffload": {"tiers": ["tier1"]}})
+    assert manager.lookup_prefix(keys("d", 1), only_far) == (0, False)
+    assert manager.lookup_prefix(keys("d", 1)) == (1, False)
+
+
+def test_priorities_decide_who_leaves_host_memory_first():
+    manager = new_manager(slots=3)
+    low, normal, high = keys("low", 1), keys("normal", 1), keys("high", 1)
+    put(manager, high, {"priority": 1}, "r1")
+    put(manager, normal)
+    put(manager, low, {"priority": -1}, "r2")
+    assert put(manager, keys("x", 1)).evicted_keys == tuple(low)
+    assert put(manager, keys("y", 2)).evicted_keys == (*normal, *keys("x", 1))
+    assert put(manager, keys("z", 3)).evicted_keys == (*keys("y", 2)[::-1], *high)
+    manager.check()
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        "nonsense",
+        {"ofload": False},
+        {"tiers": "disk"},
+        {"tiers": ["tape"]},
+        {"max_load_tokens": -1},
+        {"max_load_tokens": "many"},
+        {"priority": 1.5},
+        {"offload": None},
+    ],
+)
+def test_a_hint_that_makes_no_sense_is_ignored_counted_and_warned_about_once(hint, caplog):
+    manager = new_manager(stores=[Store()])
+    for name in ("r1", "r2"):
+        context = ReqContext(name, {"kvoffload": hint, "do_remote_prefill": True})
+        manager.hints(context)
+        hints = manager.hints(context)
+        assert (hints.offload, hints.max_load_tokens, hints.priority) == (True, None, 0)
+    assert manager.counters["hints_ignored"] == 2  # once a request
+    assert len(caplog.records) == 1
+
+
+def test_good_hints_beside_bad_ones_are_obeyed():
+    manager = new_manager()
+    hints = manager.hints(ReqContext("r", {"kvoffload": {"priority": 3, "speed": "high"}}))
+    assert hints.priority == 3
+
+
+# ---- loading costs ----
+
+
+def measure(manager, medium, load_tokens_per_s, prefill_tokens_per_s=1000):
+    for _ in range(5):
+        manager.figures.loaded(medium, load_tokens_per_s, 1, 1 << 20, 1.0)
+        manager.figures.prefilled(prefill_tokens_per_s, 1.0)
+
+
+def test_a_tier_slower_than_computing_is_not_read():
+    a = keys("a", 4)
+    manager = new_manager(stores=[Store(a)])
+    put(manager, a[:2])
+    assert manager.lookup_prefix(a) == (4, False)  # rates are unknown: nothing is declined
+    measure(manager, "TIER0", 10)
+    assert manager.lookup_prefix(a) == (2, False)  # what host memory has is still used
+    assert manager.lookup(a[3]) is False
+    assert manager.counters["load_declined_tier0"] == 1
+    assert manager.explain(a) == ["CPU", "CPU", "too_slow", "too_slow"]
+
+
+def test_a_slow_tier_is_tried_again_after_a_while():
+    a = keys("a", 1)
+    manager = new_manager(stores=[Store(a)])
+    measure(manager, "TIER0", 10)
+    answers = [manager.lookup_prefix(a)[0] for _ in range(80)]
+    assert 0 < answers.index(1) < 80
+    measure(manager, "TIER0", 100_000)  # it has become fast
+    assert manager.lookup_prefix(a) == (1, False)
+
+
+# ---- write-through ----
+
+
+def test_the_high_water_mark_of_write_through_is_in_bytes():
+    manager = new_manager(stores=[Store()], max_persisting_slots=3, slot_bytes=1 << 20)
+    put(manager, keys("a", 5))
+    (first,) = manager.take_transfers()
+    assert len(first.keys) == 3
+    stats = manager.stats()["write_through"]["TIER0"]
+    assert stats == {"inflight_bytes": 3 << 20, "waiting_chunks": 2}
+    manager.complete_transfer(first, [True] * 3)
+    (second,) = manager.take_transfers()
+    assert len(second.keys) == 2
+
+
+def test_while_something_is_loaded_from_a_tier_less_is_written():
+    a = keys("a", 1)
+    manager = new_manager(slots=20, stores=[Store(a)], max_persisting_slots=8)
+    manager.prepare_load(a)
+    put(manager, keys("b", 8))
+    (some,) = manager.take_transfers()
+    assert len(some.keys) == 2
+    manager.complete_load(a)  # the rest may go
+    (rest,) = manager.take_transfers()
+    assert len(rest.keys) == 6
+
+
+def test_what_comes_from_a_far_tier_goes_to_the_nearer_ones():
+    near, far = Store(), Store(keys("a", 3))
+    near.held.add(keys("a", 1)[0])
+    manager = new_manager(stores=[near, far])
+    spec = fetch(manager, keys("a", 3))
+    assert isinstance(spec, StagedLoadStoreSpec)
+    assert take_written(manager) == {("tier0", *keys("a", 3)[1:])}
+
+
+def test_what_comes_from_the_nearest_tier_is_written_nowhere():
+    manager = new_manager(stores=[Store(keys("a", 3)), Store()])
+    fetch(manager, keys("a", 3))
+    assert take_written(manager) == set()
+
+
+def test_an_answer_that_comes_twice_changes_nothing(caplog):
+    manager = new_manager(stores=[Store()])
+    put(manager, keys("a", 2))
+    (transfer,) = manager.take_transfers()
+    manager.complete_transfer(transfer, [True, True])
+    manager.complete_transfer(transfer, [True, True])
+    manager.complete_load(keys("a", 2))
+    manager.complete_store(keys("a", 2))
+    assert manager.counters["unexpected_completion"] == 5
+    assert len(manager.take_events()) == 2
+    manager.check()
+
+
+def test_what_was_written_to_a_replaced_store_is_not_announced():
+    manager = new_manager(stores=[Store()])
+    put(manager, keys("a", 1))
+    (transfer,) = manager.take_transfers()
+    manager.take_events()
+    manager.replace_tiers([Tier("tier0", Store())])
+    manager.complete_transfer(transfer, [True])
+    (replaced,) = manager.take_events()
+    assert (replaced.keys, replaced.medium, replaced.reason) == ((), "TIER0", "replaced")
+    assert manager.stats()["write_through"]["TIER0"]["inflight_bytes"] == 0
+
+
+# ---- why a chunk is missing ----
+
+
+def test_why_a_chunk_is_missing():
+    store = Store()
+    manager = new_manager(slots=2, stores=[store], max_persisting_slots=1)
+    a, b = keys("a", 2), keys("b", 2)
+    put(manager, a)  # one is written through, the other waits
+    (transfer,) = manager.take_transfers()
+    manager.complete_transfer(transfer, [False])
+    for late in manager.take_transfers():
+        manager.complete_transfer(late, [True])
+        store.held.update(late.keys)
+    put(manager, b)
+    assert manager.explain([*a, *b, *keys("c", 1)]) == [
+        "evicted",
+        "TIER0",
+        "CPU",
+        "CPU",
+        "never_stored",
+    ]
+    store.held.clear()
+    for reason in ("expired", "corrupt"):
+        store.removals = [Removal(a[1], reason)]
+        manager.take_events()
+        assert manager.explain(a[1:]) == [reason]
+
+
+def test_a_chunk_dropped_on_its_way_down_is_missing_because_of_that():
+    manager = new_manager(slots=2, stores=[Store()], max_persisting_slots=1)
+    put(manager, keys("a", 2))
+    (transfer,) = manager.take_transfers()
+    put(manager, keys("b", 1))  # evicts the one that waits
+    manager.complete_transfer(transfer, [True])
+    waiting = next(key for key in keys("a", 2) if key not in transfer.keys)
+    assert manager.explain([waiting]) == ["dropped"]
+    assert manager.counters["persist_dropped_tier0"] == 1
+
+
+def test_after_a_change_of_namespace_what_was_known_belongs_to_the_other_one():
+    manager = new_manager(slots=2)
+    put(manager, keys("a", 1))
+    manager.reset_cache()
+    assert manager.explain(keys("a", 1)) == ["reset"]
+    manager.replace_tiers([])
+    assert manager.explain([*keys("a", 1), *keys("b", 1)]) == ["other_namespace", "never_stored"]
+
+
+def test_a_failed_load_is_explained_by_what_the_transfer_said():
+    store = Store(keys("a", 1))
+    manager = new_manager(stores=[store])
+    manager.prepare_load(keys("a", 1))
+    manager.complete_load(keys("a", 1), success=False, reason="deadline")
+    assert manager.explain(keys("a", 1)) == ["deadline"]
+
+
+def test_the_memory_of_departures_is_bounded(monkeypatch):
+    monkeypatch.setattr("kvoffload.offload.manager.REMEMBERED_DEPARTURES", 8)
+    manager = new_manager(slots=4)
+    for i in range(20):
+        put(manager, keys(f"prompt {i} ", 4))
+    assert manager.explain(keys("prompt 0 ", 1)) == ["never_stored"]
+    assert manager.explain(keys("prompt 18 ", 1)) == ["evicted"]
+    assert len(manager._departures._index) <= 8
