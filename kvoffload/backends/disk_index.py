@@ -7,11 +7,15 @@ every namespace under the root. Belief is enough: a read verifies whatever it fi
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from kvoffload.offload.policies.base import Policy
 
 Name = bytes
 """Two bytes of namespace number, then the key."""
+
+
+_SLICE = 256
 
 
 def name_of(number: int, key: bytes) -> Name:
@@ -55,9 +59,12 @@ class Index:
 
     def found(self, sizes: Iterable[tuple[Name, int]]) -> None:
         """These files exist, the least recently used first."""
-        with self._lock:
-            for name, allocated_bytes in sizes:
-                self._put(name, allocated_bytes)
+        remaining = iter(sizes)
+        # In slices, because the engine's thread may be waiting for the lock.
+        while part := list(islice(remaining, _SLICE)):
+            with self._lock:
+                for name, allocated_bytes in part:
+                    self._put(name, allocated_bytes)
 
     def touch(self, name: Name) -> None:
         """A chunk was read."""

@@ -194,20 +194,21 @@ async def test_without_direct_io_the_page_cache_is_used_and_that_is_said(tmp_pat
     assert not os.listdir(tmp_path / WRITERS)
 
 
-async def test_neither_memory_nor_descriptors_grow(ram_path):
-    """Stores, hits, misses, evictions and removals by the thousand."""
+@pytest.mark.parametrize("turns", [500, pytest.param(6_000, marks=pytest.mark.chaos)])
+async def test_neither_memory_nor_descriptors_grow(ram_path, turns):
+    """Eighteen operations a turn: stores, hits, misses, evictions, removals."""
     psutil = pytest.importorskip("psutil")
     process = psutil.Process()
     backend = DiskBackend(options(ram_path), "soak")
     figures = []
     into = slots(8, 512)
-    for turn in range(500):
+    for turn in range(turns):
         keys = keys_of(8, f"{turn % 100}")
         await backend.write(keys, filled(keys, 512))
         await backend.read(keys, into)
         await backend.remove(keys[:2])
         backend.take_removals()
-        if turn % 100 == 99:
+        if turn % (turns // 5) == turns // 5 - 1:
             figures.append((process.num_fds(), process.memory_info().rss))
     await backend.close()
     assert figures[-1][0] <= figures[0][0]

@@ -4,10 +4,11 @@ import asyncio
 import os
 import time
 
+import psutil
 import pytest
 
 from kvoffload.backends.disk import DiskBackend, DiskOptions
-from kvoffload.backends.disk_layout import LEDGER, SNAPSHOT, WRITERS
+from kvoffload.backends.disk_layout import LEDGER, SHARDS, SNAPSHOT, WRITERS, chunk_path
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of, payload_of, slots
 from kvoffload.testing.vfs import StuckVfs
@@ -232,4 +233,31 @@ async def test_many_lives_of_one_folder(tmp_path):
         assert backend.usage().resident_bytes == len(known) * ON_DISK
         new = keys[life * 6 : life * 6 + 6]
         assert await backend.write(new, filled(new, SIZE)) == [True] * 6
+        await backend.close()
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1800)
+async def test_a_million_entries(tmp_path):
+    """No huge folder, an index that fits, and every chunk known again; their contents are not."""
+    backend = open_disk(tmp_path)
+    (namespace,) = (path for path in tmp_path.iterdir() if len(path.name) == 64)
+    for shard in SHARDS:
+        (namespace / shard).mkdir(mode=0o700)
+    for i in range(1_000_000):
+        path = chunk_path(str(namespace), i.to_bytes(36, "big"))
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+    await backend.close()
+    assert max(len(os.listdir(namespace / shard)) for shard in SHARDS) < 5_000
+    before = psutil.Process().memory_info().rss
+    for _ in range(2):  # by the folders, then with a snapshot
+        backend = open_disk(tmp_path, ready=False)
+        assert await asyncio.to_thread(backend.wait_ready, 600)
+        assert backend.usage().chunks == 1_000_000
+        assert backend.holds((999_999).to_bytes(36, "big"))
+        key = keys_of(1, "real")
+        assert await backend.write(key, filled(key, SIZE)) == [True]
+        assert await backend.read(key, slots(1, SIZE)) == [True]
+        await backend.remove(key)
+        assert psutil.Process().memory_info().rss - before < 1 << 30
         await backend.close()
