@@ -2,11 +2,9 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import repeat
 from typing import Protocol, runtime_checkable
 
 from kvoffload.offload.policies.base import Policy
-from kvoffload.offload.policies.lru import LRUPolicy
 
 Many = Callable[[Iterable[bytes]], object]
 
@@ -28,9 +26,6 @@ def add_all(policy: Policy) -> Many:
     """Return what adds many keys to a policy, none of which is in its order."""
     if isinstance(policy, InBulk):
         return policy.add_all
-    if type(policy) is LRUPolicy:
-        put = policy._order.__setitem__
-        return lambda keys: deque(map(put, keys, repeat(None)), maxlen=0)
     return lambda keys: deque(map(policy.add, keys), maxlen=0)
 
 
@@ -38,7 +33,4 @@ def remove_all(policy: Policy) -> Many:
     """Return what takes many keys out of a policy, all of which are in its order."""
     if isinstance(policy, InBulk):
         return policy.remove_all
-    if type(policy) is LRUPolicy:
-        take_out = policy._order.__delitem__
-        return lambda keys: deque(map(take_out, keys), maxlen=0)
     return lambda keys: deque(map(policy.remove, keys), maxlen=0)

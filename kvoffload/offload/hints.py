@@ -45,7 +45,8 @@ class HintReader:
 
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
-        self._read: OrderedDict[str, Hints] = OrderedDict()
+        # Request → its hints as they were given, and as they were read.
+        self._read: OrderedDict[str, tuple[object, Hints]] = OrderedDict()
         self._warned: set[str] = set()
 
     def hints(self, context: ReqContext | None, tier_names: frozenset[str]) -> Hints:
@@ -55,9 +56,10 @@ class HintReader:
         raw = context.kv_transfer_params.get(PARAM)
         if raw is None:
             return NO_HINTS
-        hints = self._read.get(context.req_id)
-        if hints is None:
-            hints = self._read[context.req_id] = self._parse(raw, tier_names)
+        given, hints = self._read.get(context.req_id, (None, NO_HINTS))
+        if given != raw:
+            hints = self._parse(raw, tier_names)
+            self._read[context.req_id] = raw, hints
             while len(self._read) > REMEMBERED_REQUESTS:
                 self._read.popitem(last=False)
         return hints
