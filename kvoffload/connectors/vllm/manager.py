@@ -70,11 +70,23 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
 
     def lookup(self, key: OffloadKey, req_context: VllmContext) -> LookupResult:
         """See vLLM; RETRY never lasts beyond the lookup deadline of the tiers."""
-        return _ANSWERS[self.ledger.lookup(key) if self.ledger else False]
+        if self.ledger is None:
+            return LookupResult.MISS
+        return _ANSWERS[self.ledger.lookup(key, _context(req_context))]
 
-    def lookup_prefix(self, keys: Sequence[OffloadKey]) -> tuple[int, bool]:
+    def lookup_prefix(
+        self, keys: Sequence[OffloadKey], req_context: VllmContext
+    ) -> tuple[int, bool]:
         """See :meth:`kvoffload.offload.base.OffloadingManager.lookup_prefix`."""
-        return self.ledger.lookup_prefix(keys) if self.ledger else (0, False)
+        if self.ledger is None:
+            return 0, False
+        return self.ledger.lookup_prefix(keys, _context(req_context))
+
+    def most_tokens(self, req_context: VllmContext) -> int | None:
+        """Return how many tokens a request wishes to have loaded at most; None for any number."""
+        if self.ledger is None:
+            return None
+        return self.ledger.hints(_context(req_context)).max_load_tokens
 
     def get_load_source(self, key: OffloadKey, req_context: VllmContext) -> CacheHitSource:
         """Name the tier a chunk of the load just prepared comes from."""

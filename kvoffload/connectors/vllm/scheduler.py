@@ -72,6 +72,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             policy(num_slots),
             self.stores.tiers,
             None if limit is None else limit // slot_bytes,
+            slot_bytes=slot_bytes,
+            store_threshold=self.settings.store_threshold,
         )
         self.adapter.attach(ledger, num_slots)
         self._book = JobBook(ledger, len(ranks))
@@ -86,17 +88,24 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
     # ---- a waiting request ----
 
     def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int, *args: Any, **kwargs: Any
+        self, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
         """See vLLM; answers "ask again" only for a bounded time."""
+        status = self._req_status[request.request_id]
+        wished = self.adapter.most_tokens(status.req_context)
+        if wished is not None:
+            wanted = wished if max_num_new_tokens is None else min(wished, max_num_new_tokens)
+            # Whole chunks, or a load would end inside one.
+            size = max(group.tokens_per_chunk for group in self.config.kv_group_configs)
+            max_num_new_tokens = wanted // size * size
         found, is_async = super().get_num_new_matched_tokens(
-            request, num_computed_tokens, *args, **kwargs
+            request, num_computed_tokens, max_num_new_tokens
         )
         if found == 0:
             return found, is_async
         if self._failed_loads[request.request_id] >= MAX_FAILED_LOADS:
             # Whatever the stores say, their word was broken twice.
-            found = None if self._req_status[request.request_id].transfer_jobs else 0
+            found = None if status.transfer_jobs else 0
         elif found is None and self._waited_long(request):
             found = 0
         return found, bool(found) and is_async
@@ -119,7 +128,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
     ) -> int | None:
         """Look up consecutive chunks in one call; see vLLM."""
         wanted: list[OffloadKey] = list(keys)
-        hits, pending = self.adapter.lookup_prefix(wanted)
+        hits, pending = self.adapter.lookup_prefix(wanted, req_context)
         for i in range(hits if self._events_tracker.self_describing_enabled else 0):
             self._events_tracker.record_lookup(req, group_config, start_chunk_idx + i, wanted[i])
         return None if pending else hits

@@ -78,7 +78,13 @@ class KVOffloadSpec(HalvesSpec):
         num_slots = self.settings.cpu_bytes // self._slot_bytes
         policy = registry.load(registry.POLICIES, self.settings.policy, "policy")
         adapter = TrustingManager()
-        adapter.attach(TieredOffloadingManager(num_slots, policy(num_slots)), num_slots)
+        ledger = TieredOffloadingManager(
+            num_slots,
+            policy(num_slots),
+            slot_bytes=self._slot_bytes,
+            store_threshold=self.settings.store_threshold,
+        )
+        adapter.attach(ledger, num_slots)
         return adapter
 
     def get_worker(self, kv_caches: VllmCaches) -> VllmWorker:

@@ -25,10 +25,13 @@ class _Mocked:
     def take_prepared(self):
         return []
 
-    def lookup_prefix(self, keys):
+    def most_tokens(self, context):
+        return None
+
+    def lookup_prefix(self, keys, context):
         hits, pending = 0, False
         for key in keys:
-            result = self.half.manager.lookup(key, None)  # some tests replace it
+            result = self.half.manager.lookup(key, context)  # some tests replace it
             if result is LookupResult.MISS:
                 break
             pending |= result is not LookupResult.HIT

@@ -116,7 +116,11 @@ def test_two_ranks_hit_after_a_restart_and_lose_a_chunk_when_one_rank_does(
     start, prompts, tmp_path
 ):
     root = tmp_path / "kv"
-    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    options = {
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+    }
     engine = start(settings(root), **options)
     prompt = prompts(1, 1000)
     told = engine.generate(prompt)["tokens"]
@@ -137,8 +141,9 @@ def test_two_ranks_hit_after_a_restart_and_lose_a_chunk_when_one_rank_does(
     again = start(settings(root), **options)
     answer = again.generate(prompt)
     assert answer["tokens"] == told
-    assert answer["cached"][0] < 992
-    assert again.ask("quiet")["vllm:kvoffload_host_chunks_busy"] == 0
+    metrics = again.ask("quiet")
+    assert metrics["vllm:kvoffload_worker_events recomputed_blocks"] > 0
+    assert metrics["vllm:kvoffload_host_chunks_busy"] == 0
     again.kill()
 
 

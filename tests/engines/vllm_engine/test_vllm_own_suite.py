@@ -43,9 +43,15 @@ def sources():
         cache.mkdir(parents=True, exist_ok=True)
         _download(number, cache)
         with tarfile.open(cache / f"vllm-{number}.tar.gz") as archive:
-            wanted = [m for m in archive if m.name.startswith(f"vllm-{number}/tests/")]
+            wanted = [m for m in archive if _is_wanted(m.name.partition("/")[2])]
             archive.extractall(cache, wanted, filter="data")
     return folder
+
+
+def _is_wanted(name):
+    # Not the conftest of all tests, which needs more packages than these tests do.
+    package = ("tests/__init__.py", "tests/utils.py", "tests/v1/__init__.py")
+    return name in package or name.startswith("tests/v1/kv_connector/")
 
 
 def _download(number, cache):

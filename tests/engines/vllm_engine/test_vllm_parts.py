@@ -221,13 +221,13 @@ def test_the_adapter_says_retry_only_for_what_is_on_its_way(ledger):
     book.take_in(report(1, (True,)))
     assert adapter.lookup(KEYS[0], context) is LookupResult.HIT
     assert adapter.lookup(KEYS[1], context) is LookupResult.MISS
-    assert adapter.lookup_prefix(KEYS[:2]) == (1, False)
+    assert adapter.lookup_prefix(KEYS[:2], context) == (1, False)
 
 
 def test_every_metric_emitted_was_declared(ledger):
     adapter = ManagerAdapter()
     adapter.attach(ledger, 4)
-    adapter.lookup_prefix(KEYS[:2])
+    adapter.lookup_prefix(KEYS[:2], ReqContext("r"))
     adapter.stats.worker_counters["failed_missing"] = 2
     stats = adapter.get_stats()
     assert set(stats.data["data"]) <= set(metric_definitions())

@@ -14,7 +14,7 @@ def test_five_hundred_requests_with_aborts_and_preemptions(start, prompts, kind,
         "backends": [{"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}],
     }
     engine = start(
-        extra, kind=kind, num_gpu_blocks_override=100, max_num_seqs=16, max_model_len=2048
+        extra, kind=kind, num_gpu_blocks_override=100, max_num_seqs=16, max_model_len=1024
     )
     rng = random.Random(3)
     heads = [rng.choices(range(3, 512), k=64 * n) for n in range(1, 9)]

@@ -1,0 +1,112 @@
+"""vLLM's own tiering on a CPU: our backends as its tier, and its file tier to compare with."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(900)
+
+HERE = Path(__file__).parent
+CHUNKS = 31
+
+
+def tiering(tier, **more):
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "CpuTieringSpec",
+            "spec_module_path": "peer",
+            "cpu_bytes_to_use": 70 * 65536,
+            "offload_prompt_only": False,
+            "secondary_tiers": [tier],
+            **more,
+        },
+    }
+
+
+def told_alone(engine, prompts):
+    answers = []
+    for prompt in prompts(6, 1000):
+        answers += engine.generate([prompt])["tokens"]
+        engine.generate([[3, 4, 5]], 8)
+    return answers
+
+
+def test_our_disk_backend_serves_vllms_own_tiering(start, prompts, tmp_path):
+    root = tmp_path / "kv"
+    tier = {
+        "type": "KVOffloadTier",
+        "module_path": "kvoffload.connectors.vllm",
+        "backend": "disk",
+        "root": str(root),
+        "min_free": 0,
+    }
+    engine = start(kv_transfer_config=tiering(tier), env={"PYTHONPATH": str(HERE)})
+    told = told_alone(engine, prompts)
+    for file in sorted(root.glob("*/??/*"))[::3]:
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 4
+        file.write_bytes(data)
+    cached = 0
+    for i in range(6):
+        engine.ask("reset")
+        answer = engine.generate(prompts(6, 1000)[i : i + 1])
+        assert answer["tokens"] == told[i : i + 1]
+        cached += answer["cached"][0]
+    assert cached > 0
+    engine.kill()
+
+
+def test_the_same_damage_under_vllms_own_file_tier_for_the_table(
+    start, prompts, tmp_path, record_property
+):
+    """Nothing is asserted of vLLM; what it does is printed and goes into docs/vllm.md by hand."""
+    outcomes = {}
+    for fault in ("flipped", "swapped", "transfer failed"):
+        root = tmp_path / fault.replace(" ", "-")
+        tier = {"type": "fs", "root_dir": str(root)}
+        more = {"fail_after": 9} if fault == "transfer failed" else {}
+        engine = start(
+            kv_transfer_config=tiering(tier, **more), env={"PYTHONPATH": str(HERE)}, ready=False
+        )
+        outcomes[fault] = outcome(engine, prompts, root, fault)
+        engine.kill()
+    print("vLLM's own tiering:", json.dumps(outcomes, indent=1))
+    record_property("vllm_own_tiering", outcomes)
+
+
+def outcome(engine, prompts, root, fault):
+    started = engine.answer()
+    if "ready" not in started:
+        return f"did not start: {engine.log[-500:]}"
+    try:
+        told = told_alone(engine, prompts)
+    except (AssertionError, BrokenPipeError):
+        return "engine ended while prompts were stored"
+    files = sorted(
+        file for file in root.rglob("*") if file.is_file() and file.stat().st_size > 9999
+    )
+    if fault == "flipped":
+        for file in files[::3]:
+            data = bytearray(file.read_bytes())
+            for at in range(0, len(data), 64):
+                data[at] ^= 64
+            file.write_bytes(data)
+    elif fault == "swapped":
+        for one, other in zip(files[0:60:2], files[1:60:2], strict=False):
+            first, second = one.read_bytes(), other.read_bytes()
+            one.write_bytes(second)
+            other.write_bytes(first)
+    same = cached = 0
+    for i in range(6):
+        try:
+            engine.ask("reset")
+            answer = engine.generate(prompts(6, 1000)[i : i + 1])
+        except (AssertionError, BrokenPipeError):
+            return f"engine ended at request {i + 1}"
+        same += answer["tokens"] == told[i : i + 1]
+        cached += answer["cached"][0]
+    return f"{same} of 6 outputs the same, {cached} tokens loaded, {len(files)} files"
