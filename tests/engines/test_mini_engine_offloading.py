@@ -19,6 +19,7 @@ from kvoffload import registry
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.errors import ConfigError
 from kvoffload.testing import FaultyBackend, Plan
+from kvoffload.transfer.copier import CpuCopier
 
 MAX_LEN = 96
 RANDOM, DAMAGED, MISBEHAVING = 120, 40, 40
@@ -44,6 +45,7 @@ class PageCheck:
         self.block_size = block_size
         self.truth = truth
         self.loading = {}
+        self.compared = {}
         self.checked = Counter()
 
     def __getattr__(self, name):
@@ -70,7 +72,9 @@ class PageCheck:
 
     def after_forward(self, request, block_ids, num_computed_tokens):
         full = num_computed_tokens // self.block_size
-        first = max(0, full - 2)  # the newest; older ones were compared when they were new
+        first = self.compared.get(request.request_id, 0)  # each block when it is new
+        first = first if first <= full else 0  # ...and again after a preemption
+        self.compared[request.request_id] = full
         self._compare("computed", request.block_hashes[first:full], block_ids[0][first:full])
         self.inner.after_forward(request, block_ids, num_computed_tokens)
 
@@ -131,7 +135,7 @@ class Workload:
     def expected(self, truth):
         """Tokens and pages without offloading, from an engine with room for everything."""
 
-        def connect(_, kv_caches, *, facts, block_size):
+        def connect(_, kv_caches, *, block_size, **rest):
             return PageCheck(NoOffloading(), kv_caches, block_size, truth)
 
         config = {
@@ -160,8 +164,8 @@ class Workload:
         return results, counts
 
     def _serve(self, todo, aborts, results, counts, truth, meanwhile):
-        def connect(settings, kv_caches, *, facts, block_size):
-            inner = LocalConnector(settings, kv_caches, facts=facts, block_size=block_size)
+        def connect(settings, kv_caches, *, block_size, **rest):
+            inner = LocalConnector(settings, kv_caches, block_size=block_size, **rest)
             return PageCheck(inner, kv_caches, block_size, truth)
 
         todo, give_up_at, step = list(todo), time.monotonic() + PATIENCE_S, 0
@@ -319,6 +323,55 @@ def test_stores_that_misbehave_change_no_token(tiny, tmp_path, monkeypatch, tota
     assert sum(backend.struck for backend in opened) > 0
     assert total["undelivered"] > 0
     assert sum(n for reason, n in total.items() if reason.startswith("failed_")) > 0
+
+
+class LateFence:
+    """A fence that is reached some time after the one it stands for."""
+
+    error = None
+
+    def __init__(self, inner, seconds):
+        self.inner, self.seconds = inner, seconds
+
+    def done(self):
+        return False
+
+    def wait(self, timeout_s=None):
+        time.sleep(self.seconds)
+        return self.inner.wait(timeout_s)
+
+
+def test_blocks_written_again_before_a_late_store_read_them_are_stored_right(tiny, monkeypatch):
+    """The second prompt needs the very blocks that the first one's store has yet to read."""
+    launch = CpuCopier.launch
+    monkeypatch.setattr(
+        CpuCopier,
+        "launch",
+        lambda self, moves, to_host, after: launch(self, moves, to_host, LateFence(after, 0.2)),
+    )
+    truth = {}
+
+    def connect(settings, kv_caches, *, block_size, **rest):
+        inner = LocalConnector(settings, kv_caches, block_size=block_size, **rest)
+        return PageCheck(inner, kv_caches, block_size, truth)
+
+    config = {
+        "model": tiny,
+        "block_size": 4,
+        "max_model_len": MAX_LEN,
+        "kv_cache_bytes": (MAX_LEN // 4 + 1) * 2 * 2 * 4 * 2 * 16 * 4,  # one longest request
+        "max_num_batched_tokens": MAX_LEN,
+        "offload": {"cpu_bytes": "1MiB"},
+    }
+    first, second = list(range(94)), list(range(94, 188))
+    params = SamplingParams(max_tokens=1)
+    with Engine(config, connect) as engine:
+        results = [engine.generate([prompt], params)[0] for prompt in (first, second)]
+        engine.connector.flush()
+        results += engine.generate([first], params)
+        assert engine.connector.checked["loaded"] > 0  # compared with what was computed before
+    assert results[2].cached_tokens["CPU"] > 80
+    assert results[0].token_ids == results[2].token_ids
 
 
 HARM = {
