@@ -354,7 +354,7 @@ def _numbers(
                 if error.code == "MOVED":
                     topology.redirect(error)  # corrects the table for the next time
             if not errors:
-                node.breaker.success()
+                node.answered(request)
         batch.ended()
 
     request = Request(lambda: [b"".join(words)], Integers(len(words)), 0, done)

@@ -56,7 +56,9 @@ class Request:
         asking: say ASKING first: a cluster is moving the key's slot here.
     """
 
-    __slots__ = ("asking", "connection", "done", "ended", "expect", "frames", "nbytes", "sent")
+    __slots__ = (
+        "asking", "begun", "connection", "done", "ended", "expect", "frames", "nbytes", "sent",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -72,6 +74,7 @@ class Request:
         self.nbytes = nbytes
         self.done = done
         self.connection: Connection | None = None
+        self.begun = 0.0  # when it was handed to a connection, by the loop's clock
         self.sent = False
         self.ended = False
 
@@ -82,13 +85,16 @@ class Request:
             self.done(outcome)
 
     def withdraw(self) -> None:
-        """Nobody waits any more; on return nothing touches the caller's memory."""
+        """Nobody waits any more; on return nothing touches or refers to the caller's memory."""
         if self.ended:
             return
         self.ended = True
         uses_memory = isinstance(self.expect, Fill) or (self.nbytes > 0 and not self.sent)
-        if self.connection is not None and uses_memory:
+        if self.connection is None:
+            self.expect = Line()  # it stays in a queue until its turn would have come
+        elif uses_memory:
             self.connection.abort("cancelled")
+        self.frames, self.done = tuple, _ignore
 
 
 class Connection:
@@ -146,9 +152,11 @@ class Connection:
             request.end(Lost("closed"))
             return
         if request.asking:
-            self.submit(Request(lambda: [encode(b"ASKING")], Line(), 0, lambda _: None))
+            self.submit(Request(lambda: [encode(b"ASKING")], Line(), 0, _ignore))
         frames = request.frames()
+        request.frames = tuple  # it is not needed again, and refers to the caller's memory
         request.connection = self
+        request.begun = self._loop.time()
         self._owed.append(request)
         self._reader.expect(request.expect)
         self.inflight_bytes += request.nbytes
@@ -297,3 +305,7 @@ class Connection:
             self._progress()
             silent_s = 0.0
         self._watch = self._loop.call_later(self._timeout_s - silent_s, self._look)
+
+
+def _ignore(outcome: Outcome) -> None:
+    """Nobody wants to know."""

@@ -127,6 +127,15 @@ class Node:
         if connection is not None and not connection.closed:
             connection.abort(error.code)
 
+    def answered(self, request: Request) -> None:
+        """A small command was answered as it should; too late counts as a failure all the same."""
+        took_s = self._loop.time() - request.begun
+        if took_s <= self._options.lookup_timeout_s:
+            self.breaker.success()
+        else:
+            self._counters["lookup_late"] += 1
+            self._fail(took_s, f"lookups take {took_s:.2f} s")
+
     def close(self) -> list[asyncio.Task[None]]:
         """Drop everything; what waits is lost. Returns what still has to come to its end."""
         self._closed = True
@@ -251,9 +260,12 @@ class Node:
             reply = await connection.ask(*command)
             if reply != b"OK":
                 raise ConnectionError(f"{command[0].decode()} refused: {_code(reply)}")
+        began = self._loop.time()
         reply = await connection.ask(b"PING")
         if reply != b"PONG":
             raise ConnectionError(f"PING refused: {_code(reply)}")
+        if (took_s := self._loop.time() - began) > self._options.lookup_timeout_s:
+            raise ConnectionError(f"a PING takes {took_s:.2f} s")
         info = await connection.ask(b"INFO")
         if not isinstance(info, bytes):
             return Greeting({})  # not allowed to ask: nothing is known of its process then

@@ -43,7 +43,8 @@ class Engine:
     """Stores and loads as an engine does, and checks every byte that comes back."""
 
     def __init__(self, url, **options):
-        options = {"timeout_s": 0.3, "connect_timeout_s": 0.3, "connections": 2} | options
+        quick = {"timeout_s": 0.3, "connect_timeout_s": 0.3, "lookup_timeout_s": 2.0}
+        options = {"connections": 2} | quick | options
         self.backend = open_backend("redis", {"url": url, **options}, "faults")
         self.keys = keys_of(8, "faults")
 
@@ -101,7 +102,7 @@ async def until(condition):
 
 async def test_killed_it_is_left_alone_and_found_again(server):
     async with Engine(server.url) as engine:
-        assert await engine.whole()
+        await engine.back()
         server.kill()
         await engine.shut_out()
         assert await engine.load() == [False] * 8
@@ -139,7 +140,7 @@ async def test_restarted_empty_old_verdicts_are_dropped(server):
 
 async def test_paused_it_is_left_alone_and_found_again(server):
     async with Engine(server.url) as engine:
-        assert await engine.whole()
+        await engine.back()
         server.pause()
         try:
             await engine.shut_out()
@@ -152,7 +153,7 @@ async def test_paused_it_is_left_alone_and_found_again(server):
 @pytest.mark.chaos
 async def test_paused_for_half_a_minute(server):
     async with Engine(server.url) as engine:
-        assert await engine.whole()
+        await engine.back()
         server.pause()
         try:
             for _ in range(300):
@@ -165,14 +166,14 @@ async def test_paused_for_half_a_minute(server):
 
 async def test_a_short_client_pause_costs_nothing_but_time(server):
     async with Engine(server.url, timeout_s=5.0) as engine:
-        assert await engine.whole()
+        await engine.back()
         server.cli("client", "pause", "200", "all")
         assert await engine.hits()
 
 
 async def test_a_long_client_pause_is_an_outage(server):
     async with Engine(server.url) as engine:
-        assert await engine.whole()
+        await engine.back()
         server.cli("client", "pause", "1500", "all")
         await engine.shut_out()
         await until(engine.hits)
@@ -203,7 +204,7 @@ async def test_loading_its_snapshot_it_is_not_used_before_it_is_done(tmp_path):
 
 async def test_full_it_refuses_stores_and_still_serves_loads(server):
     async with Engine(server.url) as engine:
-        assert await engine.whole()
+        await engine.back()
         used = server.cli("info", "memory").split("used_memory:")[1].split()[0]
         server.cli("config", "set", "maxmemory", used)
         more = keys_of(8, "more")
@@ -225,7 +226,7 @@ async def test_made_a_replica_it_is_left_alone_until_it_is_a_master_again(server
     other = RedisServer(tmp_path / "other")
     try:
         async with Engine(server.url) as engine:
-            assert await engine.whole()
+            await engine.back()
             server.cli("replicaof", "127.0.0.1", str(other.port))
             await engine.shut_out()
             server.cli("replicaof", "no", "one")
@@ -236,7 +237,7 @@ async def test_made_a_replica_it_is_left_alone_until_it_is_a_master_again(server
 
 async def test_with_another_password_it_is_left_alone_until_it_is_right_again(server):
     async with Engine(server.url) as engine:
-        assert await engine.whole()
+        await engine.back()
         server.cli("config", "set", "requirepass", "changed")
         server.cli("-a", "changed", "--no-auth-warning", "client", "kill", "type", "normal")
         await engine.shut_out()
@@ -247,7 +248,7 @@ async def test_with_another_password_it_is_left_alone_until_it_is_right_again(se
 async def test_a_right_taken_away_is_an_outage(server):
     server.cli("acl", "setuser", "kv", "reset", "on", ">p", "~kvoffload:*", "+@all")
     async with Engine(f"redis://kv:p@127.0.0.1:{server.port}") as engine:
-        assert await engine.whole()
+        await engine.back()
         server.cli("acl", "setuser", "kv", "-getex")
         await engine.shut_out()
         server.cli("acl", "setuser", "kv", "+getex")
@@ -333,7 +334,7 @@ HARMLESS = {"latency", "bandwidth"}
 async def test_faults_on_the_wire(server, name, way):
     async with FaultProxy("127.0.0.1", server.port) as proxy:
         async with Engine(f"redis://127.0.0.1:{proxy.port}", lookup_timeout_s=2.0) as engine:
-            assert await engine.whole()
+            await engine.back()
             setattr(proxy, way, [FAULTS[name]])
             stored = await engine.store(keys_of(8, "new"))
             loaded = await engine.load()
@@ -343,6 +344,23 @@ async def test_faults_on_the_wire(server, name, way):
             await engine.load()
             setattr(proxy, way, [])
             await engine.back()
+
+
+async def test_too_slow_for_lookups_it_is_left_alone_until_it_is_quick_again(server):
+    """It answers everything, but every request in the engine would wait for it in vain."""
+    async with FaultProxy("127.0.0.1", server.port) as proxy:
+        options = {"timeout_s": 5.0, "connect_timeout_s": 5.0, "lookup_timeout_s": 0.1}
+        async with Engine(f"redis://127.0.0.1:{proxy.port}", **options) as engine:
+            await engine.back()
+            proxy.to_client = [Latency(0.2)]
+
+            async def opened():
+                await engine.backend.contains(engine.keys)
+                return engine.open
+
+            await until(opened)
+            proxy.to_client = []
+            await until(engine.hits)
 
 
 async def test_one_changed_byte_anywhere_is_a_miss_or_harmless(server):
@@ -371,10 +389,11 @@ async def test_one_changed_byte_anywhere_is_a_miss_or_harmless(server):
 async def test_a_cancelled_call_leaves_the_memory_alone_on_a_bad_line(server, name):
     async with FaultProxy("127.0.0.1", server.port) as proxy:
         async with Engine(f"redis://127.0.0.1:{proxy.port}") as engine:
-            assert await engine.whole()
+            await engine.back()
             proxy.to_client = [FAULTS[name]]
             for pause in (0, 0.001, 0.01, 0.03):
-                into = slots(8)
+                memory = [bytearray(CHUNK_BYTES) for _ in engine.keys]
+                into = [memoryview(block) for block in memory]
                 task = asyncio.ensure_future(engine.backend.read(engine.keys, into))
                 await asyncio.sleep(pause)
                 task.cancel()
@@ -383,13 +402,16 @@ async def test_a_cancelled_call_leaves_the_memory_alone_on_a_bad_line(server, na
                     slot[:] = b"\xaa" * CHUNK_BYTES
                 await asyncio.sleep(0.05)
                 assert all(bytes(slot) == b"\xaa" * CHUNK_BYTES for slot in into)
+                for slot, block in zip(into, memory, strict=True):
+                    slot.release()
+                    block.clear()  # BufferError if anything still has a hold on it
 
 
 async def test_memory_of_the_caller_is_not_held_after_a_call(server):
     """Views of a slab can be released at once, also after failures."""
     async with FaultProxy("127.0.0.1", server.port) as proxy:
         async with Engine(f"redis://127.0.0.1:{proxy.port}") as engine:
-            assert await engine.whole()
+            await engine.back()
             for fault in ([], [CutAfter(100_000)], [HangAfter(1000)], [Garbage(50_000)]):
                 proxy.to_client = fault
                 memory = [bytearray(CHUNK_BYTES) for _ in engine.keys]
