@@ -17,6 +17,7 @@ import aiofiles.os
 import msgspec
 
 from kvoffload.backends.base import Removal, Usage
+from kvoffload.backends.disk_doctor import diagnose
 from kvoffload.backends.disk_house import House
 from kvoffload.backends.disk_index import name_of
 from kvoffload.backends.disk_io import PAGE, ChunkFiles, probe_direct
@@ -24,6 +25,7 @@ from kvoffload.backends.disk_keeper import Bounds, Keeper
 from kvoffload.backends.disk_layout import MANIFEST, prepare_root
 from kvoffload.backends.format import MAX_KEY_BYTES, namespace_digest
 from kvoffload.backends.offloop import Lane
+from kvoffload.backends.upkeep import Finding
 from kvoffload.backends.vfs import Vfs
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
@@ -215,6 +217,11 @@ class DiskBackend:
             await aiofiles.os.replace(partial, target)
         except OSError as error:
             log.warning("disk: cannot write %s: %s", target, error)
+
+    async def diagnose(self) -> list[Finding]:
+        """See :class:`~kvoffload.backends.upkeep.Diagnoses`."""
+        await asyncio.to_thread(self.wait_ready, 60.0)
+        return await diagnose(self, self._keeper, self.io_mode, self.io_reason)
 
     @property
     def writer_folder(self) -> str:

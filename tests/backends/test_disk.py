@@ -27,3 +27,23 @@ class TestBuffered(DiskSuite):
 
 class TestDurable(DiskSuite):
     settings: ClassVar = {"durability": "fsync"}
+
+
+async def test_an_examination_names_medium_io_space_sharing_and_speed(tmp_path):
+    backend = open_backend("disk", {"root": str(tmp_path / "kv"), "capacity": "1TiB"}, "ns")
+    findings = {finding.check: finding for finding in await backend.diagnose()}
+    assert list(findings) == ["file system", "io", "space", "sharing", "throughput"]
+    assert findings["space"].verdict in ("ok", "warning")
+    assert "capacity 1.0 TiB" in findings["space"].detail
+    assert findings["throughput"].verdict != "failed"
+    assert backend.usage().chunks == 0
+    await backend.close()
+
+
+async def test_an_examination_finds_a_disk_too_full_to_be_of_use(tmp_path):
+    backend = open_backend("disk", {"root": str(tmp_path / "kv"), "min_free": "1000TiB"}, "ns")
+    findings = {finding.check: finding for finding in await backend.diagnose()}
+    assert findings["space"].verdict == "failed"
+    assert findings["space"].remedy
+    assert findings["throughput"].verdict == "failed"
+    await backend.close()
