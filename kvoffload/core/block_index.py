@@ -126,7 +126,7 @@ class BlockIndex:
         found = np.flatnonzero(result)
         if len(found) < count:
             wanted = wanted.take(found, axis=0)
-        if rows.take(result[found], axis=0).tobytes() != wanted.tobytes():
+        if not np.array_equal(rows.take(result[found], axis=0), wanted):
             return np.array([self.get(group, h) for h in hashes], dtype=np.int32)
         return result
 

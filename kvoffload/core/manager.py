@@ -262,7 +262,8 @@ class KVCacheManager:
         for index, (hit, skip) in enumerate(zip(adopted, skips, strict=True)):
             if len(hit):
                 self.pool.adopt(hit)
-            sequence.tables[index] = [NULL_BLOCK] * skip + hit.tolist()
+            table: list[int] = hit.tolist()
+            sequence.tables[index] = [NULL_BLOCK] * skip + table if skip else table
             sequence.live[index] = skip
             sequence.registered[index] = skip + len(hit)
         # Slots for loads of all groups come before slots for computing, as the tokens do.
