@@ -75,6 +75,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     store_threshold: int = 1
     """Requests a chunk must be seen in before it is stored; 2 keeps out what is never used again,
     at the price of one more computation of what is."""
+    promote: bool = True
+    """Whether a chunk loaded from a tier is also written to the nearer tiers that lack it."""
 
     def __post_init__(self) -> None:
         """Refuse values no tier could work with."""

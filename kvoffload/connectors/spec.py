@@ -140,6 +140,7 @@ class TieredOffloadingSpec(OffloadingSpec):
             tiers=self._opened.tiers,
             max_persisting_slots=None if limit is None else limit // self.slot_bytes,
             store_threshold=self.config.store_threshold,
+            promote=self.config.promote,
         )
 
     def get_handlers(

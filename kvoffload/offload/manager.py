@@ -50,13 +50,13 @@ class TieredOffloadingManager(OffloadingManager):
     Args:
         host: the ledger of host memory; or how many chunks of one size it holds.
         policy: orders idle chunks, if ``host`` is a number; made for this manager alone.
-        tiers: stores below, nearest first. Stored chunks are written through to all of them; a
-            chunk loaded from one of them also to those nearer than that.
+        tiers: stores below, nearest first. Stored chunks are written through to all of them.
         max_persisting_slots: host slots (rows, if chunks differ in size) that write-through may pin
             at once; default: a half. Chunks beyond it wait their turn unpinned; one that is evicted
             first is dropped from write-through and counted: a future miss, nothing else.
         slot_bytes: bytes of a slot, if ``host`` is a number; for figures in bytes.
         store_threshold: requests a chunk must be seen in to be stored.
+        promote: whether what is loaded from a tier is also written to the nearer ones.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class TieredOffloadingManager(OffloadingManager):
         *,
         slot_bytes: int = 1,
         store_threshold: int = 1,
+        promote: bool = True,
     ) -> None:
         if isinstance(host, int):
             if policy is None:
@@ -81,6 +82,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._events: list[OffloadingEvent] = []
         self._removed: Counter[tuple[str, str]] = Counter()
         self._departures = Departures(REMEMBERED_DEPARTURES)
+        self._promotes = promote
         self._hints = HintReader(self.counters)
         self._sightings = Sightings(store_threshold, max(MIN_SIGHTINGS, 2 * host.num_slots))
         # Chunks being stored for a request that wants them on some tiers only.
@@ -309,7 +311,7 @@ class TieredOffloadingManager(OffloadingManager):
                 if success:
                     host.become_ready(key, slot)
                     arrived.append(key)
-                    if source:
+                    if source and self._promotes:
                         promotions.setdefault(source, []).append(key)
                 else:
                     host.give_back(slot, settled)

@@ -205,6 +205,12 @@ def test_what_comes_from_a_far_tier_goes_to_the_nearer_ones():
     assert take_written(manager) == {("tier0", *keys("a", 3)[1:])}
 
 
+def test_without_promotion_what_is_loaded_is_written_nowhere():
+    manager = new_manager(stores=[Store(), Store(keys("a", 3))], promote=False)
+    fetch(manager, keys("a", 3))
+    assert take_written(manager) == set()
+
+
 def test_what_comes_from_the_nearest_tier_is_written_nowhere():
     manager = new_manager(stores=[Store(keys("a", 3)), Store()])
     fetch(manager, keys("a", 3))
