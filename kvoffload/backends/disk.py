@@ -156,7 +156,7 @@ class DiskBackend:
         if self._closed:
             return [False] * len(keys)
         for key in keys:
-            if not 0 < len(key) <= MAX_KEY_BYTES:
+            if not _is_key(key):
                 raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
         answers = await self._stores.run(len(keys), lambda i: self._write(keys[i], chunks[i]))
         self._rank(keys, answers)
@@ -169,7 +169,7 @@ class DiskBackend:
             return
 
         def discard(i: int) -> bool:
-            return self._keeper.discard(name_of(0, keys[i]), "removed")
+            return _is_key(keys[i]) and self._keeper.discard(name_of(0, keys[i]), "removed")
 
         await self._stores.run(len(keys), discard)
 
@@ -235,6 +235,8 @@ class DiskBackend:
     # ---- on worker threads -----------------------------------------------------------------
 
     def _read(self, key: bytes, target: memoryview) -> bool:
+        if not _is_key(key):
+            return False
         name = name_of(0, key)
         reason, facts = self._files.read(self._keeper.path(name), key, self._digest, target)
         if reason is None and facts is not None:
@@ -274,7 +276,7 @@ class DiskBackend:
     def _exists(self, key: bytes) -> bool:
         """Ask the folder; for keys the index does not know, or before relying on it."""
         name = name_of(0, key)
-        if self._keeper.index.hides(name):
+        if self._keeper.index.hides(name) or not _is_key(key):
             return False
         try:
             self._keeper.vfs.lstat(self._keeper.path(name))
@@ -329,6 +331,11 @@ class DiskBackend:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _is_key(key: bytes) -> bool:
+    """Whether this can have been stored; the file name of an empty key would be its folder's."""
+    return 0 < len(key) <= MAX_KEY_BYTES
 
 
 def _same_length(keys: Sequence[bytes], memory: Sequence[memoryview]) -> None:

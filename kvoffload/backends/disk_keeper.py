@@ -332,17 +332,18 @@ class Keeper:
         folder = f"{self.root}/{QUARANTINE}"
         kept_bytes = 0
         try:
-            for number, file in enumerate(sorted(self.vfs.listdir(folder), reverse=True)):
-                allocated = self._allocated(f"{folder}/{file}")
-                kept_bytes += allocated
-                if (
-                    number >= self.bounds.quarantine_files
-                    or kept_bytes * 16 > self.bounds.capacity_bytes
-                ):
-                    self.vfs.unlink(f"{folder}/{file}")
-                    self.ledger.give_back(allocated)
+            files = sorted(self.vfs.listdir(folder), reverse=True)
         except OSError as error:
             log.warning("disk: cannot trim %s: %s", folder, error)
+            return
+        for number, file in enumerate(files):
+            with contextlib.suppress(OSError):  # tried again with the next one set aside
+                allocated = self._allocated(f"{folder}/{file}")
+                kept_bytes += allocated
+                too_many = number >= self.bounds.quarantine_files
+                if too_many or kept_bytes * 16 > self.bounds.capacity_bytes:
+                    self.vfs.unlink(f"{folder}/{file}")
+                    self.ledger.give_back(allocated)
 
     def _allocated(self, path: str) -> int:
         try:

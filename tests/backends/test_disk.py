@@ -2,8 +2,11 @@
 
 from typing import ClassVar
 
+import pytest
+
 from kvoffload import open_backend
 from kvoffload.testing import PersistentBackendSuite
+from kvoffload.testing.backends import filled, keys_of, slots
 
 
 class DiskSuite(PersistentBackendSuite):
@@ -27,6 +30,21 @@ class TestBuffered(DiskSuite):
 
 class TestDurable(DiskSuite):
     settings: ClassVar = {"durability": "fsync"}
+
+
+async def test_keys_that_cannot_have_been_stored_are_absent_and_harm_nothing(tmp_path):
+    backend = open_backend("disk", {"root": str(tmp_path / "kv")}, "ns")
+    keys = keys_of(40)
+    await backend.write(keys, filled(keys, 4096))
+    strange = [b"", bytes(121), bytes(5000)]
+    assert await backend.contains(strange) == [False] * 3
+    assert await backend.read(strange, slots(3, 4096)) == [False] * 3
+    await backend.remove(strange)
+    for key in strange:
+        with pytest.raises(ValueError, match="a key has"):
+            await backend.write([key], slots(1, 4096))
+    assert await backend.read(keys, slots(40, 4096)) == [True] * 40
+    await backend.close()
 
 
 async def test_an_examination_names_medium_io_space_sharing_and_speed(tmp_path):
