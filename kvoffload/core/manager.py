@@ -156,7 +156,14 @@ class KVCacheManager:
 
         Raises:
             UsageError: blocks were found for a request that holds some already.
+            ValueError: a negative number of tokens.
         """
+        if min(num_new_tokens, num_lookahead_tokens, num_external_computed_tokens) < 0:
+            raise ValueError(
+                f"num_new_tokens = {num_new_tokens}, num_lookahead_tokens = "
+                f"{num_lookahead_tokens}, num_external_computed_tokens = "
+                f"{num_external_computed_tokens}: counts of tokens must be 0 or more"
+            )
         computed = (
             request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
         )
@@ -371,8 +378,18 @@ class KVCacheManager:
                 self.pool.release(blocks)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Make blocks unfindable, for instance because a load into them failed."""
-        self.pool.forget([block for block in block_ids if block != NULL_BLOCK])
+        """Make blocks unfindable, for instance because a load into them failed.
+
+        Raises:
+            ValueError: no block has such a number.
+        """
+        blocks = [block for block in block_ids if block != NULL_BLOCK]
+        if blocks and not 0 < min(blocks) <= max(blocks) < self.pool.num_blocks:
+            raise ValueError(
+                f"block_ids from {min(blocks)} to {max(blocks)}: the cache has blocks 1 to "
+                f"{self.pool.num_blocks - 1}"
+            )
+        self.pool.forget(blocks)
 
     def reset_prefix_cache(self) -> bool:
         """Forget everything cached; False, and nothing done, while a request holds blocks."""

@@ -70,14 +70,15 @@ class KVCacheBlocks:
 class _Memo:
     """A lookup that need not be repeated while nothing changed."""
 
-    __slots__ = ("blocks", "losses", "max_tokens", "num_tokens", "registrations")
+    __slots__ = ("blocks", "chain", "losses", "max_tokens", "num_tokens", "registrations")
 
     def __init__(
-        self, pool: BlockPool, max_tokens: int, blocks: KVCacheBlocks, tokens: int
+        self, pool: BlockPool, chain: HashChain, blocks: KVCacheBlocks, tokens: int
     ) -> None:
+        self.chain = chain
         self.losses = pool.num_losses
         self.registrations = pool.num_registrations
-        self.max_tokens = max_tokens
+        self.max_tokens = len(chain) - 1
         self.blocks = blocks
         self.num_tokens = tokens
 
@@ -118,13 +119,12 @@ class PrefixFinder:
             UsageError: the request's blocks are hashed by another block size.
         """
         chain = request.chain
-        max_tokens = len(chain.token_ids) - 1
         memo = self._memo.get(request.request_id)
-        if memo is None or memo.max_tokens != max_tokens or not self._holds(memo, chain):
-            blocks, num_tokens = self._find(chain, max_tokens)
+        if memo is None or not self._holds(memo, chain):
+            blocks, num_tokens = self._find(chain, len(chain) - 1)
             for table in blocks.arrays:
                 self.pool.watch(table)
-            memo = _Memo(self.pool, max_tokens, blocks, num_tokens)
+            memo = _Memo(self.pool, chain, blocks, num_tokens)
             self._memo[request.request_id] = memo
             if len(self._memo) > _MEMO_SIZE:
                 self._memo.popitem(last=False)
@@ -133,6 +133,9 @@ class PrefixFinder:
     def _holds(self, memo: _Memo, chain: HashChain) -> bool:
         """Whether a lookup would answer the same, judged in O(1); False if that cannot be told."""
         pool = self.pool
+        # A request's id may have been that of another before; its chain is its own.
+        if memo.chain is not chain or memo.max_tokens != len(chain) - 1:
+            return False
         if memo.losses != pool.num_losses:
             return False
         if memo.registrations == pool.num_registrations:

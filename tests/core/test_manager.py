@@ -170,3 +170,39 @@ def test_a_chain_hashed_by_another_block_size_is_refused(make_manager):
     manager = make_manager(10)
     with pytest.raises(UsageError, match="hash_block_size"):
         manager.get_computed_blocks(Request("r", HashChain(BlockHasher(8), range(20))))
+
+
+def test_a_request_is_not_answered_for_another_that_had_its_id(make_manager, make_request):
+    manager = make_manager(20)
+    admit(manager, make_request(list(range(13))))
+    gone, here = make_request(list(range(13))), make_request(list(range(100, 113)))
+    assert manager.get_computed_blocks(gone)[1] == 12
+    here.request_id = gone.request_id
+    assert manager.get_computed_blocks(here)[1] == 0
+
+
+def test_numbers_that_cannot_be_are_refused(make_manager, make_request):
+    manager = make_manager(20)
+    for wrong in ({-1}, {3, 20}, {5000}):
+        with pytest.raises(ValueError, match="blocks 1 to 19"):
+            manager.evict_blocks(wrong)
+    for wrong in (
+        {"num_new_tokens": -1},
+        {"num_new_tokens": 1, "num_lookahead_tokens": -1},
+        {"num_new_tokens": 1, "num_external_computed_tokens": -4},
+    ):
+        with pytest.raises(ValueError, match="0 or more"):
+            manager.allocate_slots(make_request([1, 2]), **wrong)
+
+
+def test_lookups_are_counted_when_a_request_is_admitted(make_manager, make_request):
+    manager = make_manager(20, log_stats=True)
+    admit(manager, make_request(list(range(13))))
+    waiting = make_request(list(range(13)))
+    for _ in range(3):
+        manager.get_computed_blocks(waiting)
+    admit(manager, waiting)
+    stats = manager.make_prefix_cache_stats()
+    assert (stats.requests, stats.queries, stats.hits) == (2, 26, 12)
+    assert manager.make_prefix_cache_stats().requests == 0
+    assert make_manager(20).make_prefix_cache_stats() is None

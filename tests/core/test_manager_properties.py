@@ -251,7 +251,7 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=500, stateful_step_count=40, deadline=None)
+TestLife.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.chaos
