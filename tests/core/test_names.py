@@ -54,7 +54,7 @@ VERBS = [
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in NAMES.items() for n in names])
 def test_a_known_name_is_there_and_documented(module, name):
     thing = getattr(importlib.import_module(f"kvoffload.core.{module}"), name)
-    if inspect.isclass(thing) or inspect.isfunction(thing) and not name.startswith("_"):
+    if inspect.isclass(thing) or (inspect.isfunction(thing) and not name.startswith("_")):
         assert inspect.getdoc(thing)
 
 
