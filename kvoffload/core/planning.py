@@ -118,8 +118,8 @@ def _mergeable(specs: Sequence[KVCacheSpec]) -> bool:
 def unify_page_sizes(kv_cache_spec: Specs) -> dict[str, KVCacheSpec]:
     """Give all layers one page size, so that they can share memory.
 
-    A smaller attention page that divides the largest grows by whole blocks (a larger block size);
-    otherwise the page is padded. States of recurrent layers are padded.
+    A smaller attention page takes in as many blocks as fit in the largest (a larger block size),
+    and is padded by what remains. States of recurrent layers are padded.
 
     Raises:
         KVCacheSpecError: a format that can neither grow nor be padded.
@@ -130,8 +130,12 @@ def unify_page_sizes(kv_cache_spec: Specs) -> dict[str, KVCacheSpec]:
         times, rest = divmod(largest, spec.page_size_bytes)
         if times == 1 and not rest:
             unified[name] = spec
-        elif isinstance(spec, AttentionSpec) and not rest and spec.page_size_padded is None:
-            unified[name] = replace(spec, block_size=spec.block_size * times)
+        elif isinstance(spec, AttentionSpec) and spec.page_size_padded is None:
+            unified[name] = replace(
+                spec,
+                block_size=spec.block_size * times,
+                page_size_padded=largest if rest else None,
+            )
         elif isinstance(spec, AttentionSpec | MambaSpec):
             unified[name] = replace(spec, page_size_padded=largest)
         else:

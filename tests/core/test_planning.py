@@ -91,8 +91,12 @@ def test_pages_of_unequal_size_are_made_equal():
     assert unified["mamba"].page_size_padded == 3 * PAGE
     odd = FullAttentionSpec(16, 5, 64, torch.float16)
     unified = unify_page_sizes({"odd": odd, "window": WINDOW})
-    assert unified["window"].block_size == 16
+    assert unified["window"].block_size == 32  # two blocks fit, half a page is left
     assert unified["window"].page_size_padded == odd.page_size_bytes
+    again = unify_page_sizes({"odd": odd, "window": unified["window"]})
+    assert again == unified
+    padded = FullAttentionSpec(*SHAPE, page_size_padded=PAGE + 8)
+    assert unify_page_sizes({"odd": odd, "padded": padded})["padded"].block_size == 16
 
 
 def test_packed_layers_of_a_block_lie_side_by_side():
