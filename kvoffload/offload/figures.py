@@ -1,6 +1,10 @@
 """What was moved and how fast: totals for statistics, rates for decisions."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+
+from kvoffload.offload.tiers import Tier
 
 FORGET_PER_SAMPLE = 0.8
 """Weight of what was known before each sample of a rate."""
@@ -122,3 +126,31 @@ def _add(table: dict[str, Moved], medium: str, chunks: int, num_bytes: int, seco
     moved.chunks += chunks
     moved.bytes += num_bytes
     moved.seconds += seconds
+
+
+def by_tier(count: Counter[str], tiers: Iterable[Tier]) -> dict[str, object]:
+    """Sort the manager's counters of lookups and of what was not stored by medium."""
+    tiers = list(tiers)
+    below = {tier.medium: count[f"lookup_hits_{tier.medium}"] for tier in tiers}
+    not_stored = {
+        "CPU": {
+            "no_room": count["store_refused"],
+            "not_admitted": count["store_not_admitted"],
+            "not_wanted": count["store_not_wanted"],
+            "failed": count["store_failed"],
+        }
+    }
+    for tier in tiers:
+        not_stored[tier.medium] = {
+            "back_pressure": count[f"persist_dropped_{tier.name}"],
+            "failed": count[f"persist_failed_{tier.name}"],
+        }
+    return {
+        "lookups": {
+            "hits": {"CPU": count["lookup_hits"] - sum(below.values()), **below},
+            "misses": count["lookup_misses"],
+            "pending": count["lookup_pending"],
+            "declined": {tier.medium: count[f"load_declined_{tier.name}"] for tier in tiers},
+        },
+        "not_stored": not_stored,
+    }

@@ -26,22 +26,21 @@ from kvoffload.offload.base import (
     StagedLoadStoreSpec,
     Transfer,
 )
-from kvoffload.offload.departures import DROPPED, EVICTED, Departures
-from kvoffload.offload.figures import Figures
-from kvoffload.offload.hints import NO_HINTS, HintReader, Hints
+from kvoffload.offload.departures import DROPPED
+from kvoffload.offload.figures import Figures, by_tier
+from kvoffload.offload.hints import Hints
 from kvoffload.offload.host import HostLedger
+from kvoffload.offload.lookups import Lookups
 from kvoffload.offload.policies.base import Policy
-from kvoffload.offload.tiers import Tier
+from kvoffload.offload.residence import CPU, Residence
+from kvoffload.offload.tiers import Tier, first_holder
 from kvoffload.offload.write_through import WriteThrough
 
 __all__ = ["CPU", "Tier", "TieredOffloadingManager"]
 
 log = logging.getLogger(__name__)
-CPU = "CPU"
 REMEMBERED_DEPARTURES = 1 << 16
 MIN_SIGHTINGS = 1 << 16
-ASKED_AHEAD = 1024
-"""Chunks after one whose answer is on its way that tiers are asked about in the same step."""
 
 
 class TieredOffloadingManager(OffloadingManager):
@@ -79,11 +78,9 @@ class TieredOffloadingManager(OffloadingManager):
         """What connectors measure: see :class:`Figures`."""
         self._host = host
         self._fetch_tier: dict[OffloadKey, Tier] = {}
-        self._events: list[OffloadingEvent] = []
-        self._removed: Counter[tuple[str, str]] = Counter()
-        self._departures = Departures(REMEMBERED_DEPARTURES)
+        self._residence = Residence(REMEMBERED_DEPARTURES)
+        self._lookups = Lookups(host, self.figures, self.counters)
         self._promotes = promote
-        self._hints = HintReader(self.counters)
         self._sightings = Sightings(store_threshold, max(MIN_SIGHTINGS, 2 * host.num_slots))
         # Chunks being stored for a request that wants them on some tiers only.
         self._only_tiers: dict[OffloadKey, tuple[str, ...]] = {}
@@ -93,38 +90,19 @@ class TieredOffloadingManager(OffloadingManager):
             host,
             max_persisting_slots * max(1, host.slot_bytes),
             self.counters,
-            lambda keys: self._departures.note(keys, DROPPED),
+            lambda keys: self._residence.departures.note(keys, DROPPED),
         )
         self._use_tiers(tiers)
 
     def _use_tiers(self, tiers: Sequence[Tier]) -> None:
-        self.tiers = tuple(tiers)
-        self._tier_names = frozenset(tier.name for tier in tiers)
+        self.tiers = self._lookups.tiers = tuple(tiers)
         self._write_through.use(tiers)
 
-    # ---- hints ----
+    # ---- looking up ----
 
     def hints(self, req_context: ReqContext | None) -> Hints:
         """Return what a request asks for; connectors obey ``max_load_tokens``."""
-        if req_context is None or not req_context.kv_transfer_params:
-            return NO_HINTS
-        return self._hints.hints(req_context, self._tier_names)
-
-    def _tiers_for(self, req_context: ReqContext | None) -> tuple[Tier, ...]:
-        """Return the tiers that a request may be served from or stored to."""
-        wanted = self.hints(req_context).tiers
-        if wanted is None:
-            return self.tiers
-        return tuple(tier for tier in self.tiers if tier.name in wanted)
-
-    def _worth_reading(self, tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
-        """Leave out tiers from which loading takes longer than computing."""
-        if not self.figures.load_rates:
-            return tiers
-        slow = self.figures.slower_than_computing
-        return tuple(tier for tier in tiers if not slow(tier.medium))
-
-    # ---- looking up ----
+        return self._lookups.hints(req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
         """See :meth:`OffloadingManager.lookup`.
@@ -132,14 +110,7 @@ class TieredOffloadingManager(OffloadingManager):
         A chunk being fetched for another request is None: it is about to be ready. One being stored
         is False: it is still in GPU memory, where the engine's own prefix cache finds it.
         """
-        host = self._host
-        if key in host.ready:
-            return True
-        if key in host.fetching:
-            return None
-        if host.moving(key):
-            return False
-        return _first_holder(key, self._worth_reading(self._tiers_for(req_context)))[1]
+        return key in self._host.ready or self._lookups.find(key, req_context)
 
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
@@ -148,73 +119,22 @@ class TieredOffloadingManager(OffloadingManager):
 
         Hits on lower tiers count only as far as host memory has room to receive them.
         """
-        ready = self._host.ready
-        hits = 0
-        for key in keys:
-            if key not in ready:
-                break
-            hits += 1
-        else:
-            self.counters["lookup_hits"] += hits
-            return hits, False
-        in_host = hits
-        answer: bool | None = False
-        allowed = self._tiers_for(req_context)
-        tiers = self._worth_reading(allowed)
-        if tiers or self._host.fetching:
-            hits, answer = self._lookup_below(keys, hits, tiers)
-        self.counters["lookup_hits"] += in_host
-        if hits == len(keys):
-            return hits, False
-        pending = answer is None
-        self.counters["lookup_pending" if pending else "lookup_misses"] += 1
-        if len(tiers) < len(allowed) and not pending:
-            self._note_declined(keys[hits], [tier for tier in allowed if tier not in tiers])
-        return hits, pending
+        return self._lookups.find_prefix(keys, req_context)
 
-    def _lookup_below(
-        self, keys: Sequence[OffloadKey], start: int, tiers: tuple[Tier, ...]
-    ) -> tuple[int, bool | None]:
-        """Go on where the first chunk is not in host memory; return hits, and what ended them."""
-        host = self._host
-        # Idle chunks of the prompt itself are not what makes room for the rest of it.
-        idle_hits = sum(key not in host.pins for key in keys[:start]) if host.pins else start
-        from_below = 0
-        found: Counter[str] = Counter()
-        answer: bool | None = False
-        hits = start
-        for key in keys[start:]:
-            if key in host.ready:
-                idle_hits += key not in host.pins
-            else:
-                if key in host.fetching:
-                    answer = None
-                    break
-                tier, answer = (None, False) if host.moving(key) else _first_holder(key, tiers)
-                if tier is None:
-                    break
-                from_below += 1
-                found[tier.medium] += 1
-            if from_below and from_below > host.room_for(key) - idle_hits:
-                answer = False
-                break
-            hits += 1
-        if answer is None:
-            # What comes after is asked now, too, so that questions to slow tiers travel together.
-            for key in keys[hits + 1 : hits + 1 + ASKED_AHEAD]:
-                if key not in host.ready and _first_holder(key, tiers)[1] is False:
-                    break
-        for medium, count in found.items():
-            self.counters[f"lookup_hits_{medium}"] += count
-        self.counters["lookup_hits"] += hits - start
-        return hits, answer
+    def explain(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> list[str]:
+        """Say for each chunk where it is or why it is not; for people, not for every step.
 
-    def _note_declined(self, key: OffloadKey, slow: Iterable[Tier]) -> None:
-        """A lookup ended at this chunk: was it because a tier that has it is too slow?"""
-        for tier in slow:
-            if tier.holds(key):
-                self.counters[f"load_declined_{tier.name}"] += 1
-                self.figures.declined(tier.medium)
+        Returns:
+            ``CPU`` or the medium of a tier; ``storing``, ``fetching`` or ``pending`` if that is not
+            decided yet; else the reason of the miss, see ``docs/manager.md``.
+        """
+        where = [self._lookups.whereabouts(key, req_context) for key in keys]
+        return [
+            place or self._residence.departures.reason(key)
+            for key, place in zip(keys, where, strict=True)
+        ]
 
     # ---- loading ----
 
@@ -230,7 +150,7 @@ class TieredOffloadingManager(OffloadingManager):
         else:
             if host.pin_all(keys):
                 return CPULoadStoreSpec(slots)
-        return self._prepare_staged_load(keys, self._tiers_for(req_context))
+        return self._prepare_staged_load(keys, self._lookups.tiers_for(req_context))
 
     def _prepare_staged_load(
         self, keys: Sequence[OffloadKey], tiers: tuple[Tier, ...]
@@ -276,7 +196,7 @@ class TieredOffloadingManager(OffloadingManager):
             if key not in host.ready:
                 if host.moving(key) or key in named:
                     break
-                tier = _first_holder(key, tiers)[0]
+                tier = first_holder(key, tiers)[0]
                 if tier is None:
                     break
                 named.add(key)
@@ -324,9 +244,9 @@ class TieredOffloadingManager(OffloadingManager):
                 host.end_use(key, settled)
             else:
                 self._unexpected("complete_load", key)
-        self._departures.note([*lost, *missed], reason or Reason.FAILED)
-        self._record(lost[::-1], CPU, Reason.FAILED)
-        self._record(arrived[::-1], CPU, Reason.STORED)
+        self._residence.departures.note([*lost, *missed], reason or Reason.FAILED)
+        self._residence.record(lost[::-1], CPU, Reason.FAILED)
+        self._residence.record(arrived[::-1], CPU, Reason.STORED)
         for source, fetched in promotions.items():
             self._promote(source, fetched[::-1], req_context)
         self._write_through.begin()
@@ -335,7 +255,7 @@ class TieredOffloadingManager(OffloadingManager):
         self, source: Tier, keys: Sequence[OffloadKey], req_context: ReqContext | None
     ) -> None:
         """What came from a tier goes to the nearer ones, too: next time it is faster from there."""
-        for tier in self._tiers_for(req_context):
+        for tier in self._lookups.tiers_for(req_context):
             if tier is source:
                 return
             self._write_through.offer(tier, keys)
@@ -348,20 +268,21 @@ class TieredOffloadingManager(OffloadingManager):
         """See :meth:`OffloadingManager.prepare_store`."""
         host = self._host
         new = host.absent(keys)
-        hints = self.hints(req_context)
+        hints = self._lookups.hints(req_context)
         if not hints.offload:
             self.counters["store_not_wanted"] += len(new)
-            self._departures.note(new, "not_wanted")
+            self._residence.departures.note(new, "not_wanted")
             new = []
         elif self._sightings.threshold > 1:
             new = self._admit(new, req_context)
         if not new:
             return PrepareStoreOutput((), CPULoadStoreSpec(()), ())
         slots, evicted = host.reserve(new, protected=keys)
-        self._evicted(evicted)
+        self.counters["evicted"] += len(evicted)
+        self._residence.evicted(evicted)
         if len(slots) < len(new):
             self.counters["store_refused"] += len(new) - len(slots)
-            self._departures.note(new[len(slots) :], DROPPED)
+            self._residence.departures.note(new[len(slots) :], DROPPED)
             if not slots:
                 return None
         stored = tuple(new[: len(slots)])
@@ -376,7 +297,9 @@ class TieredOffloadingManager(OffloadingManager):
         if len(admitted) < len(keys):
             here = set(admitted)
             self.counters["store_not_admitted"] += len(keys) - len(admitted)
-            self._departures.note([key for key in keys if key not in here], "not_admitted")
+            self._residence.departures.note(
+                [key for key in keys if key not in here], "not_admitted"
+            )
         return admitted
 
     def complete_store(
@@ -390,7 +313,7 @@ class TieredOffloadingManager(OffloadingManager):
         stored = list(keys)
         if not (success and settled and self._host.all_ready(stored[::-1])):
             stored = self._complete_store_one_by_one(stored, success, settled)
-        self._record(stored, CPU, Reason.STORED)
+        self._residence.record(stored, CPU, Reason.STORED)
         only = {key: self._only_tiers.pop(key, None) for key in keys} if self._only_tiers else {}
         for tier in self.tiers if stored else ():
             wanted = stored
@@ -419,7 +342,7 @@ class TieredOffloadingManager(OffloadingManager):
             else:
                 self._unexpected("complete_store", key)
         self.counters["store_failed"] += len(failed)
-        self._departures.note(failed, Reason.FAILED)
+        self._residence.departures.note(failed, Reason.FAILED)
         stored.reverse()
         return stored
 
@@ -456,7 +379,7 @@ class TieredOffloadingManager(OffloadingManager):
         good = [key for key, fine in zip(transfer.keys, ok, strict=True) if fine]
         self.counters[f"persist_failed_{transfer.tier}"] += len(ok) - len(good)
         if any(tier is current for current in self.tiers):  # not replaced meanwhile
-            self._record(good, tier.medium, Reason.STORED)
+            self._residence.written(tier, good)
         self._write_through.begin()
 
     def release_slots(self, host_slots: Iterable[int]) -> None:
@@ -469,20 +392,9 @@ class TieredOffloadingManager(OffloadingManager):
 
     def _reserve(self, keys: Sequence[OffloadKey]) -> list[int]:
         slots, evicted = self._host.reserve(keys) if keys else ([], [])
-        self._evicted(evicted)
+        self.counters["evicted"] += len(evicted)
+        self._residence.evicted(evicted)
         return slots
-
-    def _evicted(self, keys: Sequence[OffloadKey]) -> None:
-        self.counters["evicted"] += len(keys)
-        self._departures.note(keys, EVICTED)
-        self._record(keys, CPU, Reason.EVICTED)
-
-    def _record(self, keys: Sequence[OffloadKey], medium: str, reason: Reason) -> None:
-        if keys:
-            removed = reason is not Reason.STORED
-            if removed:
-                self._removed[medium, reason] += len(keys)
-            self._events.append(OffloadingEvent(tuple(keys), medium, removed, reason))
 
     def _unexpected(self, verb: str, *keys: OffloadKey) -> None:
         self.counters["unexpected_completion"] += 1
@@ -491,17 +403,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     def take_events(self) -> list[OffloadingEvent]:
         """See :meth:`OffloadingManager.take_events`; includes what tiers evicted themselves."""
-        for tier in self.tiers:
-            gone: dict[str, list[OffloadKey]] = {}
-            for removal in tier.take_removals():
-                gone.setdefault(removal.reason, []).append(OffloadKey(removal.key))
-            for why, keys in gone.items():
-                self._removed[tier.medium, why] += len(keys)
-                self._departures.note(keys, why)
-                reason = Reason.EVICTED if why == EVICTED else Reason.FAILED
-                self._events.append(OffloadingEvent(tuple(keys), tier.medium, True, reason))
-        taken, self._events = self._events, []
-        return taken
+        return self._residence.take_events(self.tiers)
 
     def reset_cache(self) -> None:
         """See :meth:`OffloadingManager.reset_cache`.
@@ -510,8 +412,8 @@ class TieredOffloadingManager(OffloadingManager):
         namespace and call :meth:`replace_tiers`.
         """
         gone = self._host.forget_all()
-        self._departures.note(gone, Reason.RESET)
-        self._record(gone, CPU, Reason.RESET)
+        self._residence.departures.note(gone, Reason.RESET)
+        self._residence.record(gone, CPU, Reason.RESET)
         self._sightings.clear()
         self._only_tiers.clear()
         self._write_through.forget_waiting()
@@ -524,65 +426,14 @@ class TieredOffloadingManager(OffloadingManager):
         self._write_through.forget_waiting()
         for transfer in self.take_transfers():
             self.complete_transfer(transfer, [False] * len(transfer.keys))
-        events = self.take_events()  # the old ones' last words
-        for tier in self.tiers:
-            events.append(OffloadingEvent((), tier.medium, True, Reason.REPLACED))
-        self._events = events
-        self._departures.new_namespace()
+        self._residence.replaced(self.tiers)
         self._use_tiers(tiers)
 
     # ---- figures, self-check ----
 
-    def explain(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> list[str]:
-        """Say for each chunk where it is or why it is not; for people, not for every step.
-
-        Returns:
-            ``CPU`` or the medium of a tier; ``storing``, ``fetching`` or ``pending`` if that is not
-            decided yet; else the reason of the miss, see ``docs/manager.md``.
-        """
-        return [self._explain(key, self._tiers_for(req_context)) for key in keys]
-
-    def _explain(self, key: OffloadKey, tiers: tuple[Tier, ...]) -> str:
-        host = self._host
-        if key in host.ready:
-            return CPU
-        if key in host.fetching:
-            return "fetching"
-        if host.moving(key):
-            return "storing"
-        quick = self._worth_reading(tiers)
-        tier, answer = _first_holder(key, quick)
-        if tier is not None:
-            return tier.medium
-        if answer is None:
-            return "pending"
-        if any(tier.holds(key) for tier in tiers if tier not in quick):
-            return "too_slow"
-        return self._departures.reason(key)
-
     def stats(self) -> dict[str, object]:
         """Return all figures as plain data; see ``docs/manager.md``."""
         host = self._host
-        count = self.counters
-        removed: dict[str, dict[str, int]] = {}
-        for (medium, why), number in self._removed.items():
-            removed.setdefault(medium, {})[str(why)] = number
-        below = {tier.medium: count[f"lookup_hits_{tier.medium}"] for tier in self.tiers}
-        not_stored = {
-            CPU: {
-                "no_room": count["store_refused"],
-                "not_admitted": count["store_not_admitted"],
-                "not_wanted": count["store_not_wanted"],
-                "failed": count["store_failed"],
-            }
-        }
-        for tier in self.tiers:
-            not_stored[tier.medium] = {
-                "back_pressure": count[f"persist_dropped_{tier.name}"],
-                "failed": count[f"persist_failed_{tier.name}"],
-            }
         return {
             "host": {
                 "capacity_bytes": host.capacity_bytes,
@@ -591,16 +442,10 @@ class TieredOffloadingManager(OffloadingManager):
                 "resident_chunks": self.resident,
                 "busy_chunks": self.busy_slots,
             },
-            "lookups": {
-                "hits": {CPU: count["lookup_hits"] - sum(below.values()), **below},
-                "misses": count["lookup_misses"],
-                "pending": count["lookup_pending"],
-                "declined": {t.medium: count[f"load_declined_{t.name}"] for t in self.tiers},
-            },
             "write_through": {t.medium: self._write_through.figures(t.name) for t in self.tiers},
-            "removed": removed,
-            "not_stored": not_stored,
-            "counters": dict(count),
+            "removed": self._residence.removed_by_medium(),
+            "counters": dict(self.counters),
+            **by_tier(self.counters, self.tiers),
             **self.figures.as_dict(),
         }
 
@@ -617,15 +462,3 @@ class TieredOffloadingManager(OffloadingManager):
     def check(self) -> None:
         """Raise UsageError if the ledger contradicts itself; for tests, O(host slots)."""
         self._host.check()
-
-
-def _first_holder(key: OffloadKey, tiers: Iterable[Tier]) -> tuple[Tier | None, bool | None]:
-    """Return the first tier that holds a key, with True; or None with False or "ask again"."""
-    answer: bool | None = False
-    for tier in tiers:
-        holds = tier.holds(key)
-        if holds:
-            return tier, True
-        if holds is None:
-            answer = None
-    return None, answer

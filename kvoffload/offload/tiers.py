@@ -1,6 +1,7 @@
 """A store below host memory, as the ledger sees it."""
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvoffload.backends.base import Presence, Removal, ReportsRemovals
@@ -44,3 +45,15 @@ class Tier:
         except Exception:
             log.exception("%s: reporting removals failed", self.name)
             return []
+
+
+def first_holder(key: OffloadKey, tiers: Iterable[Tier]) -> tuple[Tier | None, bool | None]:
+    """Return the first tier that holds a key, with True; or None with False or "ask again"."""
+    answer: bool | None = False
+    for tier in tiers:
+        holds = tier.holds(key)
+        if holds:
+            return tier, True
+        if holds is None:
+            answer = None
+    return None, answer

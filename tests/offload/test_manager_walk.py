@@ -89,7 +89,7 @@ class Walk:
         )
         self.threshold = threshold
         self.seen = {key: set() for prompt in KEYS for key in prompt}
-        self.requests = 0
+        self.requests = self.checks = 0
         self.content = dict.fromkeys(range(rows), GARBAGE)
         self.loads, self.saves, self.transfers, self.unsettled = [], [], [], []
         self.replayed = {medium: set() for medium in ("CPU", *map(str.upper, self.stores))}
@@ -293,6 +293,12 @@ class Walk:
             used += host.bytes_of(key)
         assert host.resident_bytes == used
         assert 0 <= host.inflight_bytes <= host.capacity_bytes - used
+        self.checks += 1
+        if self.checks % 3 == 0:
+            self.replay()
+
+    def replay(self):
+        """The events so far say what is resident now."""
         for event in self.manager.take_events():
             here = self.replayed[event.medium]
             if event.removed and not event.keys:
@@ -319,6 +325,7 @@ class Walk:
         while self.unsettled:
             self.settle(0)
         self.check()
+        self.replay()
         assert self.manager.busy_slots == 0
 
 

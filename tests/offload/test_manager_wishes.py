@@ -305,4 +305,25 @@ def test_the_memory_of_departures_is_bounded(monkeypatch):
         put(manager, keys(f"prompt {i} ", 4))
     assert manager.explain(keys("prompt 0 ", 1)) == ["never_stored"]
     assert manager.explain(keys("prompt 18 ", 1)) == ["evicted"]
-    assert len(manager._departures._index) <= 8
+    assert len(manager._residence.departures._index) <= 8
+
+
+# ---- events ----
+
+
+@pytest.mark.parametrize("still_there", [True, False])
+def test_a_tier_that_gave_a_chunk_up_and_got_it_again_or_the_other_way_round(still_there):
+    store = Store()
+    manager = new_manager(stores=[store])
+    a = keys("a", 1)
+    put(manager, a)
+    (transfer,) = manager.take_transfers()
+    # Before anyone heard of either: it was given up, and written; only the store knows the order.
+    store.removals = [Removal(a[0], "evicted")]
+    store.held = set(a if still_there else ())
+    manager.complete_transfer(transfer, [True])
+    resident = set()
+    for event in manager.take_events():
+        if event.medium == "TIER0":
+            (resident.difference_update if event.removed else resident.update)(event.keys)
+    assert resident == store.held

@@ -1,0 +1,85 @@
+"""What became resident and what ceased to be: events, counts by reason, memory of departures."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from kvoffload.core.transfers import OffloadKey
+from kvoffload.offload.base import OffloadingEvent, Reason
+from kvoffload.offload.departures import EVICTED, Departures
+from kvoffload.offload.tiers import Tier
+
+CPU = "CPU"
+
+
+class Residence:
+    """Keeps events in an order whose replay gives what is resident.
+
+    Args:
+        remembered: departures to remember.
+    """
+
+    def __init__(self, remembered: int) -> None:
+        self.departures = Departures(remembered)
+        self._events: list[OffloadingEvent] = []
+        self._removed: Counter[tuple[str, str]] = Counter()
+
+    def record(self, keys: Sequence[OffloadKey], medium: str, reason: Reason) -> None:
+        """Chunks became resident (STORED), or ceased to be."""
+        if keys:
+            removed = reason is not Reason.STORED
+            if removed:
+                self._removed[medium, reason] += len(keys)
+            self._events.append(OffloadingEvent(tuple(keys), medium, removed, reason))
+
+    def evicted(self, keys: Sequence[OffloadKey]) -> None:
+        """Chunks made room in host memory."""
+        self.departures.note(keys, EVICTED)
+        self.record(keys, CPU, Reason.EVICTED)
+
+    def written(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
+        """Chunks were written to a tier."""
+        # What the tier gave up may have been these, before they were written or already again:
+        # then only the tier knows.
+        gone = self._take_removals(tier)
+        if gone:
+            keys = [key for key in keys if key not in gone or tier.holds(key)]
+        self.record(keys, tier.medium, Reason.STORED)
+
+    def _take_removals(self, tier: Tier) -> set[OffloadKey]:
+        """Record what a tier gave up by itself since the last time."""
+        removals = tier.take_removals()
+        if not removals:
+            return set()
+        by_reason: dict[str, list[OffloadKey]] = {}
+        for removal in removals:
+            by_reason.setdefault(removal.reason, []).append(OffloadKey(removal.key))
+        for why, keys in by_reason.items():
+            self._removed[tier.medium, why] += len(keys)
+            self.departures.note(keys, why)
+            reason = Reason.EVICTED if why == EVICTED else Reason.FAILED
+            self._events.append(OffloadingEvent(tuple(keys), tier.medium, True, reason))
+        return {OffloadKey(removal.key) for removal in removals}
+
+    def replaced(self, tiers: Iterable[Tier]) -> None:
+        """Other stores take the place of these: what was known to be there is not there any more.
+
+        All that is known so far counts as of another namespace.
+        """
+        for tier in tiers:
+            self._take_removals(tier)
+            self._events.append(OffloadingEvent((), tier.medium, True, Reason.REPLACED))
+        self.departures.new_namespace()
+
+    def take_events(self, tiers: Iterable[Tier]) -> list[OffloadingEvent]:
+        """Return the events since the last call, with what tiers gave up by themselves."""
+        for tier in tiers:
+            self._take_removals(tier)
+        taken, self._events = self._events, []
+        return taken
+
+    def removed_by_medium(self) -> dict[str, dict[str, int]]:
+        """Count what left, by medium and reason."""
+        table: dict[str, dict[str, int]] = {}
+        for (medium, why), count in self._removed.items():
+            table.setdefault(medium, {})[str(why)] = count
+        return table
