@@ -23,18 +23,18 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from kvoffload.backends.base import ReportsUsage
 from kvoffload.config import OffloadConfig, parse_config
-from kvoffload.connectors.chunks import NULL_BLOCK, ChunkGroup, ChunkGroups, Piece
+from kvoffload.connectors.block_tables import BlockTables, gpu_end, to_load, to_store
+from kvoffload.connectors.chunks import ChunkGroups
+from kvoffload.connectors.local_jobs import Load, LoadOutcome, OffloadRequest, RequestState, Store
 from kvoffload.connectors.spec import TieredOffloadingSpec
 from kvoffload.core.interface import KVCacheConfig
 from kvoffload.offload.base import (
     CanonicalKVCaches,
     CPULoadStoreSpec,
-    GPULoadStoreSpec,
     OffloadingEvent,
     OffloadKey,
     ReqContext,
@@ -46,76 +46,9 @@ from kvoffload.offload.identity import Fact
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.worker import TransferWorker
 
+__all__ = ["BlockTables", "LoadOutcome", "LocalConnector", "OffloadRequest"]
+
 log = logging.getLogger(__name__)
-BlockTables = Sequence[Sequence[int]]
-"""GPU block ids of a request from its first token on, for each KV cache group."""
-
-
-class OffloadRequest(Protocol):
-    """What the connector needs to know of a request."""
-
-    request_id: str
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the prompt and what was generated so far."""
-        ...
-
-    @property
-    def block_hashes(self) -> Sequence[bytes]:
-        """Chained hashes of the full blocks."""
-        ...
-
-
-@dataclass(frozen=True)
-class LoadOutcome:
-    """How a load ended."""
-
-    request_id: str
-    num_loaded_tokens: int
-    """The good prefix: tokens after those in GPU memory that need not be computed.
-
-    With windows or recurrent states it is mostly all or nothing: a shorter prefix would need blocks
-    that the engine did not even allocate. It then frees the request and admits it anew.
-    """
-    ok: bool
-    """Whether that is all that was asked for."""
-    tokens_by_medium: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass
-class _RequestState:
-    keys: list[list[OffloadKey]]
-    """Of the full chunks, for each KV cache group."""
-    next_store: list[int]
-    """First chunk not offered for storing yet, for each group."""
-    start: int = 0
-    """Where a load would begin: tokens that GPU memory has."""
-    pending_since_s: float | None = None
-    loading: bool = False
-    counted: bool = False
-    """Whether the request counted as a use of its chunks."""
-
-
-@dataclass(frozen=True)
-class _Load:
-    request_id: str
-    start: int
-    end: int
-    wanted_tokens: int
-    pieces: tuple[Piece, ...]
-    keys: tuple[OffloadKey, ...]
-    host_slots: tuple[int, ...]
-    media: tuple[str, ...]
-    gpu_blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Store:
-    context: ReqContext
-    keys: tuple[OffloadKey, ...]
-    host_slots: tuple[int, ...]
-    gpu_blocks: tuple[int, ...]
 
 
 class LocalConnector:
@@ -169,9 +102,9 @@ class LocalConnector:
         self._manager = self._spec.get_manager()
         self._worker = TransferWorker(self._spec.get_handlers(kv_caches))
         self._job_ids = itertools.count()
-        self._jobs: dict[int, _Load | _Store | Transfer] = {}
+        self._jobs: dict[int, Load | Store | Transfer] = {}
         self._unsettled: dict[int, tuple[int, ...]] = {}
-        self._requests: dict[str, _RequestState] = {}
+        self._requests: dict[str, RequestState] = {}
         self._refused_loads: list[LoadOutcome] = []
         # GPU block → the job that still reads it (a store) or writes it (a load).
         self._busy_blocks: dict[int, int] = {}
@@ -242,11 +175,7 @@ class LocalConnector:
         state = self._requests[request.request_id]
         end = state.start + num_external_tokens
         self._count_use(request, state, end)
-        pieces = [
-            piece
-            for group in self._groups.offloaded
-            for piece in group.pieces(self._real(group, block_ids, group.needed(state.start, end)))
-        ]
+        pieces = to_load(self._groups, block_ids, state.start, end, self._has_nulls)
         keys = [state.keys[piece.group][piece.chunk] for piece in pieces]
         source = self._manager.prepare_load(keys, self._context(request))
         count = len(source.host_slots)
@@ -258,8 +187,8 @@ class LocalConnector:
             for fetch in source.fetches:
                 for i in fetch.positions:
                     media[i] = fetch.tier.upper()
-        target = self._gpu_end(pieces[:count], block_ids)
-        load = _Load(
+        target = gpu_end(self._groups, pieces[:count], block_ids)
+        load = Load(
             request.request_id,
             state.start,
             end,
@@ -287,9 +216,9 @@ class LocalConnector:
         outcomes, self._refused_loads = self._refused_loads, []
         for result in self._worker.get_finished():
             job = self._jobs.pop(result.job_id)
-            if isinstance(job, _Load):
+            if isinstance(job, Load):
                 outcomes.append(self._load_ended(job, result))
-            elif isinstance(job, _Store):
+            elif isinstance(job, Store):
                 self._store_ended(job, result)
             else:
                 self._manager.complete_transfer(job, result.ok, result.settled)
@@ -325,14 +254,13 @@ class LocalConnector:
     ) -> None:
         """Offer the chunks that have become full for storing."""
         state = self._state(request)
-        pieces = self._storable(state, block_ids, num_computed_tokens)
+        pieces = to_store(
+            self._groups, block_ids, state.next_store, num_computed_tokens, self._has_nulls
+        )
         if not pieces:
             return
         self._count_use(request, state, 0)
-        # From head to tail: what does not fit is the tail of all groups.
         keys_of_groups = self._chunk_keys(request, state)
-        chunk_tokens = [group.chunk_tokens for group in self._groups.all]
-        pieces.sort(key=lambda piece: (piece.chunk + 1) * chunk_tokens[piece.group])
         piece_of = {keys_of_groups[piece.group][piece.chunk]: piece for piece in pieces}
         context = self._context(request)
         output = self._manager.prepare_store(list(piece_of), context)
@@ -349,27 +277,10 @@ class LocalConnector:
         )
         keys = tuple(key for key, _ in prepared)
         slots = tuple(slot for _, slot in prepared)
-        source = self._gpu_end([piece_of[key] for key in keys], block_ids)
-        store = _Store(context, keys, slots, tuple(source.block_ids.tolist()))
+        source = gpu_end(self._groups, [piece_of[key] for key in keys], block_ids)
+        store = Store(context, keys, slots, tuple(source.block_ids.tolist()))
         job_id = self._begin(store, store.gpu_blocks)
         self._worker.submit(job_id, (source, CPULoadStoreSpec(slots)), len(slots))
-
-    def _storable(
-        self, state: _RequestState, block_ids: BlockTables, num_computed_tokens: int
-    ) -> list[Piece]:
-        """List the chunks that have become full and are wholly in GPU memory."""
-        pieces: list[Piece] = []
-        for group in self._groups.offloaded:
-            end = num_computed_tokens // group.chunk_tokens
-            first = state.next_store[group.index]
-            if group.is_state:
-                # Only the state at the last computed token is there; it is kept at block ends.
-                first = max(first, end - 1 if num_computed_tokens % group.block_size == 0 else end)
-            table, per = block_ids[group.index], group.per_chunk
-            for chunk in range(first, end):
-                if not self._has_nulls or NULL_BLOCK not in table[chunk * per : (chunk + 1) * per]:
-                    pieces.append(Piece(group.index, chunk, chunk * per, (chunk + 1) * per))
-        return pieces
 
     def request_finished(self, request: OffloadRequest) -> bool:
         """Forget a request that ended, was aborted or preempted; harmless if unknown.
@@ -465,15 +376,15 @@ class LocalConnector:
     def _context(self, request: OffloadRequest) -> ReqContext:
         return ReqContext(request.request_id, getattr(request, "kv_transfer_params", None))
 
-    def _state(self, request: OffloadRequest) -> _RequestState:
+    def _state(self, request: OffloadRequest) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None:
             count = len(self._groups.all)
-            state = _RequestState([[] for _ in range(count)], [0] * count)
+            state = RequestState([[] for _ in range(count)], [0] * count)
             self._requests[request.request_id] = state
         return state
 
-    def _count_use(self, request: OffloadRequest, state: _RequestState, loaded_end: int) -> None:
+    def _count_use(self, request: OffloadRequest, state: RequestState, loaded_end: int) -> None:
         """Count the request as a use of its chunks; of windows, of those it reads."""
         if state.counted:
             return
@@ -481,42 +392,23 @@ class LocalConnector:
         used = self._groups.used(self._chunk_keys(request, state), loaded_end)
         self._manager.touch(used, self._context(request))
 
-    def _chunk_keys(self, request: OffloadRequest, state: _RequestState) -> list[list[OffloadKey]]:
+    def _chunk_keys(self, request: OffloadRequest, state: RequestState) -> list[list[OffloadKey]]:
         for group in self._groups.offloaded:
             group.extend_keys(state.keys[group.index], request.block_hashes)
         return state.keys
 
-    def _real(self, group: ChunkGroup, block_ids: BlockTables, blocks: range) -> range:
-        """Leave out leading null blocks: the engine needs nothing there."""
-        table = block_ids[group.index]
-        while self._has_nulls and blocks and table[blocks[0]] == NULL_BLOCK:
-            blocks = blocks[1:]
-        return blocks
-
-    def _gpu_end(self, pieces: Sequence[Piece], block_ids: BlockTables) -> GPULoadStoreSpec:
-        """Name the GPU blocks of chunks, which are listed group after group."""
-        count = len(self._groups.all)
-        blocks: list[int] = []
-        sizes, firsts = [0] * count, [0] * count
-        for piece in pieces:
-            if not sizes[piece.group]:
-                firsts[piece.group] = piece.first_block
-            sizes[piece.group] += piece.end_block - piece.first_block
-            blocks.extend(block_ids[piece.group][piece.first_block : piece.end_block])
-        return GPULoadStoreSpec(blocks, sizes, firsts)
-
-    def _begin(self, job: _Load | _Store, blocks: Sequence[int]) -> int:
+    def _begin(self, job: Load | Store, blocks: Sequence[int]) -> int:
         job_id = next(self._job_ids)
         self._jobs[job_id] = job
         self._busy_blocks.update(dict.fromkeys(blocks, job_id))
         return job_id
 
-    def _end(self, job: _Load | _Store, job_id: int) -> None:
+    def _end(self, job: Load | Store, job_id: int) -> None:
         for block in job.gpu_blocks:
             if self._busy_blocks.get(block) == job_id:
                 del self._busy_blocks[block]
 
-    def _load_ended(self, load: _Load, result: TransferResult) -> LoadOutcome:
+    def _load_ended(self, load: Load, result: TransferResult) -> LoadOutcome:
         self._end(load, result.job_id)
         if state := self._requests.get(load.request_id):
             state.loading = False
@@ -543,7 +435,7 @@ class LocalConnector:
         loaded = end - load.start
         return LoadOutcome(load.request_id, loaded, loaded == load.wanted_tokens, dict(by_medium))
 
-    def _measure(self, load: _Load, result: TransferResult, by_medium: Mapping[str, int]) -> None:
+    def _measure(self, load: Load, result: TransferResult, by_medium: Mapping[str, int]) -> None:
         """Tell the manager how fast each medium was; they are read side by side."""
         chunks = Counter(m for m, ok in zip(load.media, result.ok, strict=True) if ok)
         for medium, count in chunks.items():
@@ -555,7 +447,7 @@ class LocalConnector:
                 medium, tokens, count, num_bytes, result.transfer_time_s, rated
             )
 
-    def _store_ended(self, store: _Store, result: TransferResult) -> None:
+    def _store_ended(self, store: Store, result: TransferResult) -> None:
         self._end(store, result.job_id)
         good = [key for key, ok in zip(store.keys, result.ok, strict=True) if ok]
         bad = [key for key, ok in zip(store.keys, result.ok, strict=True) if not ok]
