@@ -150,15 +150,21 @@ class ExtentLedger(HostLedger):
             size = self._size_of(key)
             wanted[size] = wanted.get(size, 0) + 1
         evicted: list[OffloadKey] = []
+        taken: dict[_Size, list[int]] = {}
         for size, count in wanted.items():
             self._note_demand(size, count)
             self._make_room(size, count, kept, evicted)
+            # Taken at once, or the next size might be given the extent they are in.
+            taken[size] = [self._take(size) for _ in range(min(count, size.num_free))]
+            taken[size].reverse()
         slots: list[int] = []
         for key in keys:
-            size = self._size_of(key)
-            if not size.num_free:
+            left = taken[self._size_of(key)]
+            if not left:
                 break
-            slots.append(self._take(size))
+            slots.append(left.pop())
+        for slot in (slot for left in taken.values() for slot in left):
+            self._put(slot)
         return slots, evicted
 
     def _make_room(

@@ -41,6 +41,8 @@ __all__ = ["CPU", "Tier", "TieredOffloadingManager"]
 log = logging.getLogger(__name__)
 REMEMBERED_DEPARTURES = 1 << 16
 MIN_SIGHTINGS = 1 << 16
+MAX_WARNINGS = 20
+"""Unexpected answers that are logged; the others are only counted."""
 
 
 class TieredOffloadingManager(OffloadingManager):
@@ -398,8 +400,9 @@ class TieredOffloadingManager(OffloadingManager):
 
     def _unexpected(self, verb: str, *keys: OffloadKey) -> None:
         self.counters["unexpected_completion"] += 1
-        named = keys[0].hex() if keys else "none"
-        log.warning("%s for chunk %s, which was not prepared", verb, named)
+        if self.counters["unexpected_completion"] <= MAX_WARNINGS:
+            named = keys[0].hex() if keys else "none"
+            log.warning("%s for chunk %s, which was not prepared", verb, named)
 
     def take_events(self) -> list[OffloadingEvent]:
         """See :meth:`OffloadingManager.take_events`; includes what tiers evicted themselves."""

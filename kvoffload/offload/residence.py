@@ -42,7 +42,7 @@ class Residence:
         # then only the tier knows.
         gone = self._take_removals(tier)
         if gone:
-            keys = [key for key in keys if key not in gone or tier.holds(key)]
+            keys = [key for key in keys if key not in gone or tier.holds(key) is not False]
         self.record(keys, tier.medium, Reason.STORED)
 
     def _take_removals(self, tier: Tier) -> set[OffloadKey]:

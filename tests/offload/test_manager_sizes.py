@@ -95,6 +95,13 @@ def test_a_store_of_both_sizes_is_cut_at_the_tail_of_what_was_given():
     manager.check()
 
 
+def test_room_made_for_one_size_is_not_taken_for_another_of_the_same_store():
+    manager = new_manager(4000, 4, 20)
+    for i in range(40):
+        mixed = [k for pair in zip(keys(0, i, 80), keys(1, i, 80), strict=True) for k in pair]
+        assert put(manager, mixed) == len(mixed)
+
+
 def test_figures_in_bytes_never_mix_what_is_resident_with_what_is_on_its_way():
     manager = new_manager(4096, 4, 20)
     put(manager, keys(1, "a", 3))

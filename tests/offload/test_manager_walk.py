@@ -215,7 +215,8 @@ class Walk:
         transfer, store = self.transfers.pop(which % len(self.transfers))
         assert isinstance(transfer.src, CPULoadStoreSpec)
         slots = transfer.src.host_slots.tolist()
-        ok = [bool((good >> i) & 1) for i in range(len(slots))]
+        up = store.answer_for_stored is not False
+        ok = [up and bool((good >> i) & 1) for i in range(len(slots))]
         for key, slot, fine in zip(transfer.keys, slots, ok, strict=True):
             assert self.holds(slot, key), "write-through read another chunk's bytes"
             if fine:
