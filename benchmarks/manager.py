@@ -22,7 +22,9 @@ from kvoffload.offload.policies.lru import LRUPolicy
 
 CAPACITY = 100_000
 BATCH = 2048
-ROUNDS = 15
+ROUNDS = 6
+TURN = 4
+"""Batches a side has in a turn: with one, each would find the caches full of the others' data."""
 PINNED = 20_000
 LARGE = 2_000_000
 
@@ -116,8 +118,9 @@ def _cycles(measured: Sequence[Side]) -> None:
         first += BATCH
     for _ in range(ROUNDS):
         for side in measured:
-            _one_round(side, first)
-        first += BATCH
+            for batch in range(TURN):
+                _one_round(side, first + batch * BATCH)
+        first += TURN * BATCH
 
 
 def _one_round(side: Side, first: int) -> None:
@@ -215,7 +218,7 @@ def _growth_rows() -> list[Row]:
         while first < capacity:
             side.store(new_keys(first, BATCH))
             first += BATCH
-        for _ in range(ROUNDS):
+        for _ in range(ROUNDS * TURN):
             _one_round(side, first)
             first += BATCH
         best[capacity] = side.best

@@ -279,7 +279,9 @@ class TieredOffloadingManager(OffloadingManager):
             new = self._admit(new, req_context)
         if not new:
             return PrepareStoreOutput((), CPULoadStoreSpec(()), ())
-        slots, evicted = host.reserve(new, protected=keys)
+        # What is named and not here needs no protection: mostly that is all of it.
+        protected = keys if len(new) < len(keys) else ()
+        slots, evicted = host.reserve(new, protected)
         self.counters["evicted"] += len(evicted)
         self._residence.evicted(evicted)
         if len(slots) < len(new):
