@@ -79,6 +79,8 @@ class Keeper:
         """Other writers alive under the root, as of the last look."""
         self.horizon_ns = time.time_ns()
         """When the chunk evicted last had been used: how far back the stored past reaches."""
+        self.bytes_under_way = 0
+        """Of files on their way in or out: folders and ledger may disagree by these."""
         self._durable = durable
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
@@ -87,8 +89,6 @@ class Keeper:
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self._used: dict[Name, tuple[int, int]] = {}
         self._writes_off_until = 0.0
-        self._unwritten_bytes = 0
-        """Reserved by writes under way: the file system does not know of them yet."""
         fresh = not any(map(is_namespace, vfs.listdir(root)))
         make_folder(vfs, self.folder(0), durable=durable)
         self.writer = Writer(vfs, root)
@@ -168,13 +168,13 @@ class Keeper:
         if not self._has_free(allocated_bytes):
             self.count("refused_min_free")
             return False
+        self._under_way(allocated_bytes)
         # Whoever waits for an eviction is to get the room it makes: no one passes by.
         at_once = not self._evicting.locked() and self.ledger.reserve(allocated_bytes, capacity)
         if not at_once and not self._evict_for(allocated_bytes):
+            self._under_way(-allocated_bytes)
             self.count("refused_capacity")
             return False
-        with self._lock:
-            self._unwritten_bytes += allocated_bytes
         return True
 
     def _evict_for(self, allocated_bytes: int) -> bool:
@@ -191,8 +191,8 @@ class Keeper:
 
     def unreserve(self, allocated_bytes: int, reason: str) -> None:
         """A write failed: give its bytes back; on a full disk leave writing alone for a while."""
-        self._written(allocated_bytes)
         self.ledger.give_back(allocated_bytes)
+        self._under_way(-allocated_bytes)
         self.count(f"write_{reason}")
         if reason in _FULL:
             self._writes_off_until = time.monotonic() + _FULL_PAUSE_S
@@ -208,7 +208,7 @@ class Keeper:
                 space = self.vfs.statvfs(self.root)
             except OSError:
                 return False
-            needed = self.bounds.min_free_bytes + self._unwritten_bytes + allocated_bytes
+            needed = self.bounds.min_free_bytes + self.bytes_under_way + allocated_bytes
             short = needed - space.f_bavail * space.f_frsize
             if short <= 0:
                 return True
@@ -217,9 +217,9 @@ class Keeper:
             self.evict_to(self.ledger.resident_bytes - short)
         return False
 
-    def _written(self, allocated_bytes: int) -> None:
+    def _under_way(self, allocated_bytes: int) -> None:
         with self._lock:
-            self._unwritten_bytes -= allocated_bytes
+            self.bytes_under_way += allocated_bytes
 
     # ---- files come and go -----------------------------------------------------------------
 
@@ -237,29 +237,35 @@ class Keeper:
             except OSError as error:
                 return reason_of(error)
             self.index.add(name, allocated)
-        self._written(reserved)
         if reserved - allocated + replaced:
             self.ledger.give_back(reserved - allocated + replaced)
+        self._under_way(-reserved)
         return None
 
     def discard(self, name: Name, reason: str) -> bool:
         """Remove a chunk's file; False if that is impossible."""
         path = self.path(name)
-        freed = 0
         with self._publishing:
             try:
-                freed = self._allocated(path)
-                self.vfs.unlink(path)
+                self._unlink(path)
             except FileNotFoundError:
-                freed = 0
+                pass  # someone else was faster, and has booked it
             except OSError as error:
                 self.count("undeletable")
                 log.warning("disk: cannot remove %s: %s", path, error)
                 return False
             self.left(name, reason)
-        if freed:
-            self.ledger.give_back(freed)
         return True
+
+    def _unlink(self, path: str) -> None:
+        """Remove a file and book its bytes; raises OSError if it stays."""
+        allocated = self.vfs.lstat(path).st_blocks * 512
+        self._under_way(allocated)
+        try:
+            self.vfs.unlink(path)
+            self.ledger.give_back(allocated)
+        finally:
+            self._under_way(-allocated)
 
     def left(self, name: Name, reason: str) -> None:
         """Note that a chunk is gone."""
@@ -342,8 +348,7 @@ class Keeper:
                 kept_bytes += allocated
                 too_many = number >= self.bounds.quarantine_files
                 if too_many or kept_bytes * 16 > self.bounds.capacity_bytes:
-                    self.vfs.unlink(f"{folder}/{file}")
-                    self.ledger.give_back(allocated)
+                    self._unlink(f"{folder}/{file}")
 
     def _allocated(self, path: str) -> int:
         try:

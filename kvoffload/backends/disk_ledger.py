@@ -11,6 +11,7 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Callable
 
 import xxhash
 
@@ -65,14 +66,22 @@ class Ledger:
             finally:
                 self._unlocked()
 
-    def settle(self, resident_bytes: int, if_changes: int | None = None) -> bool:
-        """Set the figure to what a scan found, if nobody changed it since ``if_changes``."""
+    def settle(
+        self,
+        resident_bytes: int,
+        if_changes: int | None = None,
+        if_quiet: Callable[[], bool] = lambda: True,
+    ) -> bool:
+        """Set the figure to what a scan found, if nobody changed it since ``if_changes``.
+
+        ``if_quiet`` has the last word, asked when no one else can change the figure.
+        """
         with self._lock:
             if not self._locked():
                 return False
             try:
                 self._load()
-                if if_changes is not None and self.changes != if_changes:
+                if if_changes is not None and (self.changes != if_changes or not if_quiet()):
                     return False
                 self._owed = 0
                 return self._store(resident_bytes)

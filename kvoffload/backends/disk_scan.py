@@ -55,6 +55,7 @@ class Scanner:
         self._complete = True
         if keeper.ownership.held:
             self._follow_all()
+        moving_bytes = self._moving_bytes() if full else 0
         undisturbed = keeper.ledger.changes if keeper.ledger.refresh() is not None else None
         found: list[tuple[int, Name, int]] = []
         looked_at: set[tuple[int, str]] = set()
@@ -69,25 +70,38 @@ class Scanner:
         if not (full and keeper.ownership.held):
             return True
         keeper.horizon_ns = found[0][0] if found else time.time_ns()
-        return self._settle(sum(allocated for _, _, allocated in found), undisturbed)
+        chunk_bytes = sum(allocated for _, _, allocated in found)
+        return self._settle(chunk_bytes, moving_bytes, undisturbed)
 
-    def _settle(self, chunk_bytes: int, undisturbed: int | None) -> bool:
-        """Set the ledger to what was found; only upwards if others write or something failed."""
+    def _settle(self, chunk_bytes: int, moving_bytes: int, undisturbed: int | None) -> bool:
+        """Set the ledger right: exactly if nothing moved during the look, else only upwards."""
         keeper = self._keeper
         folder = f"{keeper.root}/{QUARANTINE}"
         total = chunk_bytes
         try:
-            total += temporary_bytes(keeper.vfs, keeper.root)
             for file in keeper.vfs.listdir(folder):
                 total += keeper.vfs.lstat(f"{folder}/{file}").st_blocks * 512
         except OSError as error:
             self._missed(error)
-        if self._complete and undisturbed is not None and keeper.ledger.settle(total, undisturbed):
+        still = self._complete and not moving_bytes and undisturbed is not None
+        if still and keeper.ledger.settle(total, undisturbed, lambda: not self._moving_bytes()):
             return True
         resident = keeper.ledger.refresh()
-        if resident < total if resident is not None else self._complete:
+        if resident is None and self._complete:
+            keeper.ledger.settle(total + moving_bytes)
+        elif resident is not None and resident < total:
             keeper.ledger.settle(total)
         return False
+
+    def _moving_bytes(self) -> int:
+        """Bytes of files on their way in or out, here and in other processes."""
+        keeper = self._keeper
+        try:
+            others = temporary_bytes(keeper.vfs, keeper.root, keeper.writer.token)
+        except OSError as error:
+            self._missed(error)
+            others = 0
+        return keeper.bytes_under_way + others
 
     def _follow_all(self) -> None:
         """The owner evicts in every namespace, so it has to know them all."""

@@ -133,10 +133,12 @@ def count_alive(vfs: Vfs, root: str) -> int:
     return alive
 
 
-def temporary_bytes(vfs: Vfs, root: str) -> int:
-    """Bytes allocated by temporary files at this moment."""
+def temporary_bytes(vfs: Vfs, root: str, own: str) -> int:
+    """Bytes that temporary files of other writers take up at this moment."""
     total = 0
     for token in vfs.listdir(f"{root}/{WRITERS}"):
+        if token == own:
+            continue
         try:
             for name in vfs.listdir(f"{root}/{WRITERS}/{token}"):
                 total += vfs.lstat(f"{root}/{WRITERS}/{token}/{name}").st_blocks * 512
