@@ -2,8 +2,8 @@
 
 ``kvoffload bench redis``. Every side moves values of the same size over as many connections; stores
 go to names the server does not hold yet, loads come from 64 names it does. Ours verifies every
-chunk, and moves it from and into a slab larger than the processor's caches; ``redis-benchmark``
-verifies nothing and uses one buffer over and over.
+chunk, and moves it from and into a slab of 64 slots; ``redis-benchmark`` verifies nothing and uses
+one buffer over and over. LMCache's C++ client takes part where that package is installed.
 """
 
 import asyncio
