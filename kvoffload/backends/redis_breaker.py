@@ -33,7 +33,6 @@ class Breaker:
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self.is_open = False
-        self.opened = 0
         self._max_failures = max_failures
         self._patience_s = patience_s
         self._probe_every_s = probe_every_s
@@ -54,7 +53,6 @@ class Breaker:
         if self._failures < self._max_failures and now - self._since < self._patience_s:
             return False
         self.is_open = True
-        self.opened += 1
         self._schedule(now)
         return True
 
