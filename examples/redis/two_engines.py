@@ -1,7 +1,7 @@
 """Two engines in two processes, one Redis: what the first computed, the second loads.
 
 Run it: ``python examples/redis/two_engines.py redis://127.0.0.1:6379``. Without a URL it starts a
-``redis-server`` of its own for as long as it runs. The engines are small (``examples/mini_engine``),
+``redis-server`` of its own while it runs. The engines are small (``examples/mini_engine``),
 but real: the same prompt must lead to the same tokens, loaded or computed.
 """
 
