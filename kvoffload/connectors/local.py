@@ -200,7 +200,7 @@ class LocalConnector:
             tuple(target.block_ids.tolist()),
         )
         state.loading = True
-        # A store of the blocks' last owner may still read them: it would store what this load writes.
+        # A store of the blocks' last owner that still reads them would store what is loaded.
         self.before_forward(load.gpu_blocks)
         job_id = self._begin(load, load.gpu_blocks)
         self._worker.submit(job_id, (source, target), count)
