@@ -234,7 +234,7 @@ def report(out: Path, passes: dict[str, Any], baseline: dict[str, Any], model: s
             )
         )
     widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
-    print(f"\n{Path(model).name} model on {os.cpu_count()} cores; tokens of prompts, median TTFT\n")
+    print(f"\nA small Llama on {os.cpu_count()} cores; tokens of prompts, median TTFT\n")
     for row in (heads, *rows):
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
     (out / "report.json").write_text(json.dumps({"baseline": baseline, "passes": passes}, indent=1))

@@ -13,6 +13,7 @@ from vllm.v1.kv_offload.base import TransferResult as VllmResult
 
 from kvoffload import registry
 from kvoffload.connectors.spec import TieredOffloadingSpec
+from kvoffload.connectors.vllm.affinity import unbound
 from kvoffload.connectors.vllm.caches import GpuEnd, canonical, slot_bytes
 from kvoffload.connectors.vllm.manager import ManagerAdapter
 from kvoffload.connectors.vllm.metrics import metric_definitions
@@ -120,8 +121,9 @@ class HostWorker(VllmWorker):  # type: ignore[misc]
         ours = canonical(kv_caches, group_ids)
         self._group_ids = group_ids
         self._per_chunk = settings.blocks_per_chunk
-        self._spec = TieredOffloadingSpec(settings, slot_bytes, {"use": "host memory only"})
-        self._transfers = TransferWorker(self._spec.get_handlers(ours))
+        with unbound():
+            self._spec = TieredOffloadingSpec(settings, slot_bytes, {"use": "host memory only"})
+            self._transfers = TransferWorker(self._spec.get_handlers(ours))
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: CPULoadStoreSpec) -> bool:
         """GPU → host."""

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 
 from kvoffload.backends.base import ReportsRemovals, ReportsUsage
 from kvoffload.connectors.spec import TieredOffloadingSpec
+from kvoffload.connectors.vllm.affinity import unbound
 from kvoffload.connectors.vllm.caches import GpuEnd, canonical
 from kvoffload.connectors.vllm.canary import sing
 from kvoffload.connectors.vllm.facts import resolve_facts
@@ -89,10 +90,11 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
             self.vllm_config, self.kv_cache_config, self._kv_caches, self.settings
         )
         facts["chunk_layout"] = f"tensor-major-1 {pages}"
-        self._spec = TieredOffloadingSpec(self.settings, layout.slot_bytes, facts)
-        self._transfers = TransferWorker(self._spec.get_handlers(ours))
-        if self.settings.canary:
-            sing(self._spec, self._transfers, ours, self.settings.blocks_per_chunk)
+        with unbound():
+            self._spec = TieredOffloadingSpec(self.settings, layout.slot_bytes, facts)
+            self._transfers = TransferWorker(self._spec.get_handlers(ours))
+            if self.settings.canary:
+                sing(self._spec, self._transfers, ours, self.settings.blocks_per_chunk)
         self._facts = RankFacts(self._spec.num_slots, layout.slot_bytes, facts)
         self.worker = self._transfers
 
@@ -117,7 +119,8 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         if orders.generation is not None and self._spec is not None:
             for load in self._loads.values():
                 load.void = True
-            self._spec.renew_stores(orders.generation)
+            with unbound():
+                self._spec.renew_stores(orders.generation)
 
     def start_kv_transfers(self, metadata: StepOrders) -> None:
         """Begin this step's loads and write-throughs, and the last step's stores."""
