@@ -107,6 +107,8 @@ def parse_config(
         ConfigError: names the field, the value and what would be right. The options of each
             backend are checked when it is opened, by its own options struct.
     """
+    if not isinstance(raw, Mapping):
+        raise ConfigError("config", raw, "must be an object of settings")
     data = dict(raw)
     backends = data.get("backends", [])
     if not isinstance(backends, (list, tuple)):

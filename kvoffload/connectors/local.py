@@ -106,8 +106,10 @@ class LocalConnector:
         self._unsettled: dict[int, tuple[int, ...]] = {}
         self._requests: dict[str, RequestState] = {}
         self._refused_loads: list[LoadOutcome] = []
-        # GPU block → the job that still reads it (a store) or writes it (a load).
-        self._busy_blocks: dict[int, int] = {}
+        # GPU block → the jobs that still read it (stores) or write it (a load).
+        self._busy_blocks: dict[int, list[int]] = {}
+        # Loads that were under way at a reset and did not end in time.
+        self._before_reset: set[int] = set()
         self._tokens: Counter[str] = Counter()
 
     # ---- a waiting request ----
@@ -199,10 +201,9 @@ class LocalConnector:
             tuple(media),
             tuple(target.block_ids.tolist()),
         )
-        state.loading = True
         # A store of the blocks' last owner that still reads them would store what is loaded.
         self.before_forward(load.gpu_blocks)
-        job_id = self._begin(load, load.gpu_blocks)
+        job_id = state.loading = self._begin(load, load.gpu_blocks)
         self._worker.submit(job_id, (source, target), count)
 
     # ---- every step ----
@@ -216,6 +217,8 @@ class LocalConnector:
             had ended meanwhile.
         """
         outcomes, self._refused_loads = self._refused_loads, []
+        # Read first: a job that settles while its result is taken in is settled at the next poll.
+        settled = self._worker.get_settled()
         for result in self._worker.get_finished():
             job = self._jobs.pop(result.job_id)
             if isinstance(job, Load):
@@ -233,7 +236,7 @@ class LocalConnector:
                 if not result.settled:
                     assert isinstance(job.src, CPULoadStoreSpec)
                     self._unsettled[result.job_id] = tuple(job.src.host_slots.tolist())
-        for job_id in self._worker.get_settled():
+        for job_id in settled:
             self._manager.release_slots(self._unsettled.pop(job_id))
         for transfer in self._manager.take_transfers():
             job_id = next(self._job_ids)
@@ -248,7 +251,7 @@ class LocalConnector:
         Blocks are seldom reused while their copy is under way, so this rarely waits at all.
         """
         busy = self._busy_blocks
-        if busy and (jobs := {busy[block] for block in block_ids if block in busy}):
+        if busy and (jobs := {job for block in block_ids for job in busy.get(block, ())}):
             self._worker.wait(jobs)
 
     def after_forward(
@@ -256,6 +259,8 @@ class LocalConnector:
     ) -> None:
         """Offer the chunks that have become full for storing."""
         state = self._state(request)
+        if state.barred:
+            return
         pieces = to_store(
             self._groups, block_ids, state.next_store, num_computed_tokens, self._has_nulls
         )
@@ -294,7 +299,7 @@ class LocalConnector:
         if state is None:
             return False
         self._manager.retire(self._groups.from_head_to_tail(state.keys), self._context(request))
-        return state.loading
+        return state.loading is not None
 
     # ---- the rest of an engine's life ----
 
@@ -313,12 +318,20 @@ class LocalConnector:
             time.sleep(0.001)
 
     def reset_cache(self) -> None:
-        """Forget everything offloaded, on every tier, as after a change of the weights."""
+        """Forget everything offloaded, on every tier, as after a change of the weights.
+
+        Waits for transfers under way. Requests that are running store nothing more, and loads
+        that ended but were not polled bring nothing: their bytes are of before. The new generation
+        of the tiers' namespace is this process's own: what a restarted engine finds is decided by
+        its facts, so these must say which weights are loaded.
+        """
         self.flush()
+        self._before_reset.update(i for i, job in self._jobs.items() if isinstance(job, Load))
+        self._refused_loads = [LoadOutcome(o.request_id, 0, ok=False) for o in self._refused_loads]
+        for state in self._requests.values():
+            state.barred = True
         self._manager.reset_cache()
         self._spec.renew(self._manager, generation=uuid.uuid4().hex)
-        for state in self._requests.values():
-            state.next_store = [0] * len(self._groups.all)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End what is under way, as far as time allows, and release threads and memory."""
@@ -357,9 +370,12 @@ class LocalConnector:
 
         See :meth:`TieredOffloadingManager.explain`; for people, not for every step.
         """
+        known = request.request_id in self._requests
         state = self._state(request)
         context = self._context(request)
         keys = self._chunk_keys(request, state)
+        if not known:
+            del self._requests[request.request_id]
         return [self._manager.explain(of_group, context) for of_group in keys]
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
@@ -402,18 +418,22 @@ class LocalConnector:
     def _begin(self, job: Load | Store, blocks: Sequence[int]) -> int:
         job_id = next(self._job_ids)
         self._jobs[job_id] = job
-        self._busy_blocks.update(dict.fromkeys(blocks, job_id))
+        for block in blocks:
+            self._busy_blocks.setdefault(block, []).append(job_id)
         return job_id
 
     def _end(self, job: Load | Store, job_id: int) -> None:
         for block in job.gpu_blocks:
-            if self._busy_blocks.get(block) == job_id:
+            jobs = self._busy_blocks[block]
+            jobs.remove(job_id)
+            if not jobs:
                 del self._busy_blocks[block]
 
     def _load_ended(self, load: Load, result: TransferResult) -> LoadOutcome:
         self._end(load, result.job_id)
-        if state := self._requests.get(load.request_id):
-            state.loading = False
+        state = self._requests.get(load.request_id)
+        if state is not None and state.loading == result.job_id:
+            state.loading = None
         good = [key for key, ok in zip(load.keys, result.ok, strict=True) if ok]
         bad = [key for key, ok in zip(load.keys, result.ok, strict=True) if not ok]
         # Forgotten before the outcome is told, or the next lookup would promise them again.
@@ -435,6 +455,9 @@ class LocalConnector:
         self._tokens.update(by_medium)
         self._measure(load, result, by_medium)
         loaded = end - load.start
+        if result.job_id in self._before_reset:
+            self._before_reset.remove(result.job_id)
+            return LoadOutcome(load.request_id, 0, ok=False)
         return LoadOutcome(load.request_id, loaded, loaded == load.wanted_tokens, dict(by_medium))
 
     def _measure(self, load: Load, result: TransferResult, by_medium: Mapping[str, int]) -> None:

@@ -51,7 +51,10 @@ class RequestState:
     start: int = 0
     """Where a load would begin: tokens that GPU memory has."""
     pending_since_s: float | None = None
-    loading: bool = False
+    loading: int | None = None
+    """The job that loads for it now."""
+    barred: bool = False
+    """Its blocks were computed before a reset: they are not to be stored any more."""
     counted: bool = False
     """Whether the request counted as a use of its chunks."""
 

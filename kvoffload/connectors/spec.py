@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kvoffload import registry
-from kvoffload.backends.base import Backend, Describes, Presence, ReportsRemovals
+from kvoffload.backends.base import Backend, Describes, ReportsRemovals
 from kvoffload.config import BackendConfig, OffloadConfig, human_bytes
 from kvoffload.errors import ConfigError
 from kvoffload.offload.base import (
@@ -27,7 +27,7 @@ from kvoffload.transfer.copier import Copier, CpuCopier
 from kvoffload.transfer.handlers import CopyHandler, PersistHandler, StagedLoadHandler
 from kvoffload.transfer.ioloop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.prober import Prober
+from kvoffload.transfer.prober import presence_on
 from kvoffload.transfer.slab import Slab
 
 log = logging.getLogger(__name__)
@@ -85,6 +85,13 @@ class TieredOffloadingSpec(OffloadingSpec):
                 f"must hold at least one chunk, which takes {human_bytes(slot_bytes)}; "
                 "raise it or lower blocks_per_chunk",
             )
+        inflight = config.max_inflight_bytes
+        if inflight is not None and inflight < slot_bytes:
+            raise ConfigError(
+                "max_inflight_bytes",
+                human_bytes(inflight),
+                f"must hold at least one chunk, which takes {human_bytes(slot_bytes)}",
+            )
         self._policy = registry.load(registry.POLICIES, config.policy, "policy")
         self._facts = dict(facts)
         self._slab = Slab(self.num_slots, slot_bytes)
@@ -97,19 +104,23 @@ class TieredOffloadingSpec(OffloadingSpec):
             raise
 
     def _open(self) -> _Opened:
-        digest = namespace(**self._facts)
         backends: dict[str, Backend] = {}
+        try:
+            return self._open_into(backends)
+        except BaseException:
+            # What opened before the one that cannot holds threads, descriptors and locks.
+            self._close_all(backends)
+            raise
+
+    def _open_into(self, backends: dict[str, Backend]) -> _Opened:
+        digest = namespace(**self._facts)
         tiers: list[Tier] = []
         for i, (name, wanted) in enumerate(tier_names(self.config)):
             backend = registry.open_backend(
                 wanted.type, wanted.options, digest, where=f"backends[{i}]."
             )
             backends[name] = backend
-            presence = (
-                backend
-                if isinstance(backend, Presence)
-                else Prober(self.io, backend, self.config.lookup_timeout_s)
-            )
+            presence = presence_on(self.io, backend, self.config.lookup_timeout_s)
             tiers.append(
                 Tier(name, presence, backend if isinstance(backend, ReportsRemovals) else None)
             )
@@ -167,8 +178,14 @@ class TieredOffloadingSpec(OffloadingSpec):
 
     def renew(self, manager: TieredOffloadingManager, generation: str) -> None:
         """Give the stores a new namespace: what they hold no longer means the same."""
-        self.renew_stores(generation)
-        manager.replace_tiers(self._opened.tiers)
+        # Let go of the old ones first: if new ones cannot be opened there are none, not stale ones.
+        manager.replace_tiers(())
+        try:
+            self.renew_stores(generation)
+        except Exception:
+            log.exception("the tiers could not be opened anew; going on with host memory alone")
+        else:
+            manager.replace_tiers(self._opened.tiers)
 
     def renew_stores(self, generation: str) -> None:
         """Give the stores a new namespace, where the manager is in another process.
@@ -177,22 +194,24 @@ class TieredOffloadingSpec(OffloadingSpec):
         """
         old = list(self._opened.backends.values())
         self._facts["generation"] = generation
-        opened = self._open()
-        self._opened.backends.update(opened.backends)  # the mapping the handlers look into
-        self._opened.tiers = opened.tiers
-        for backend in old:
-            self.io.start(backend.close)
+        try:
+            opened = self._open()
+            self._opened.backends.update(opened.backends)  # the mapping the handlers look into
+            self._opened.tiers = opened.tiers
+        finally:
+            for backend in old:
+                self.io.start(backend.close)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Close the stores, the I/O thread and the copier. Idempotent."""
-        self._close_backends(timeout_s)
+        self._close_all(self._opened.backends, timeout_s)
         self.io.close(timeout_s)
         if self._copier is not None:
             self._copier.close()
             self._copier = None
 
-    def _close_backends(self, timeout_s: float = 5.0) -> None:
-        for name, backend in self._opened.backends.items():
+    def _close_all(self, backends: Mapping[str, Backend], timeout_s: float = 5.0) -> None:
+        for name, backend in backends.items():
             if self.io.loop.is_closed():
                 return
             try:

@@ -53,7 +53,11 @@ class HintReader:
         """Return what a request asks for; ``tier_names`` are those that exist."""
         if context is None or not context.kv_transfer_params:
             return NO_HINTS
-        raw = context.kv_transfer_params.get(PARAM)
+        params: object = context.kv_transfer_params  # from a client: may be anything
+        if not isinstance(params, Mapping):
+            self._ignore("kv_transfer_params", params, "must be an object")
+            return NO_HINTS
+        raw = params.get(PARAM)
         if raw is None:
             return NO_HINTS
         given, hints = self._read.get(context.req_id, (None, NO_HINTS))

@@ -314,7 +314,7 @@ class TieredOffloadingManager(OffloadingManager):
         settled: bool = True,
     ) -> None:
         """See :meth:`OffloadingManager.complete_store`."""
-        stored = list(keys)
+        keys = stored = list(keys)
         if not (success and settled and self._host.all_ready(stored[::-1])):
             stored = self._complete_store_one_by_one(stored, success, settled)
         self._residence.record(stored, CPU, Reason.STORED)

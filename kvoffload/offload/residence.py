@@ -1,6 +1,6 @@
 """What became resident and what ceased to be: events, counts by reason, memory of departures."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 from kvoffload.core.transfers import OffloadKey
@@ -9,6 +9,8 @@ from kvoffload.offload.departures import EVICTED, Departures
 from kvoffload.offload.tiers import Tier
 
 CPU = "CPU"
+MAX_EVENTS = 1 << 16
+"""Events kept for a listener that may never ask; the oldest are lost to it."""
 
 
 class Residence:
@@ -20,7 +22,7 @@ class Residence:
 
     def __init__(self, remembered: int) -> None:
         self.departures = Departures(remembered)
-        self._events: list[OffloadingEvent] = []
+        self._events: deque[OffloadingEvent] = deque(maxlen=MAX_EVENTS)
         self._removed: Counter[tuple[str, str]] = Counter()
 
     def record(self, keys: Sequence[OffloadKey], medium: str, reason: Reason) -> None:
@@ -74,7 +76,8 @@ class Residence:
         """Return the events since the last call, with what tiers gave up by themselves."""
         for tier in tiers:
             self._take_removals(tier)
-        taken, self._events = self._events, []
+        taken = list(self._events)
+        self._events.clear()
         return taken
 
     def removed_by_medium(self) -> dict[str, dict[str, int]]:

@@ -15,6 +15,8 @@ from kvoffload.core.transfers import BlockIds
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
 from kvoffload.transfer.slab import HostBytes, Slab
 
+CLOSE_TIMEOUT_S = 5.0
+
 
 class Fence(Protocol):
     """A point in a stream of work."""
@@ -152,9 +154,9 @@ class CpuCopier:
         return fence
 
     def close(self) -> None:
-        """Finish the queue and join the thread."""
+        """Finish the queue and join the thread, for as long as a copy may reasonably take."""
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:

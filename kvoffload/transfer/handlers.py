@@ -26,6 +26,7 @@ from kvoffload.core.transfers import (
 from kvoffload.transfer.copier import Copier, Fence
 from kvoffload.transfer.ioloop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
+from kvoffload.transfer.prober import same_length
 from kvoffload.transfer.slab import Slab
 
 log = logging.getLogger(__name__)
@@ -204,7 +205,7 @@ class PersistHandler(_TierHandler):
 
         async def write() -> None:
             try:
-                job.ok[:] = await backend.write(target.keys, views)
+                job.ok[:] = same_length(await backend.write(target.keys, views), target.keys)
                 job.reason = "" if all(job.ok) else "refused"
             except Exception as error:
                 log.warning("%s: write of %d chunks failed: %s", target.tier, len(views), error)
@@ -290,7 +291,7 @@ class StagedLoadHandler(_TierHandler):
         assert job.io_done is not None
         views = self._views(keys, [moves[i].host_slot for i in positions])
         try:
-            ok = await self._backends[tier].read(keys, views)
+            ok = same_length(await self._backends[tier].read(keys, views), keys)
         except Exception as error:
             log.warning("%s: read of %d chunks failed: %s", tier, len(keys), error)
             job.reason = "error"

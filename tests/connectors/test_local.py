@@ -233,6 +233,102 @@ def test_host_memory_full_of_loads_shortens_a_load_instead_of_failing(
     assert connector.get_num_new_matched_tokens(q, 0) == 32
 
 
+def test_a_store_is_waited_for_even_if_a_load_into_its_blocks_has_failed_since(
+    connect, new_request, until, faulty
+):
+    connector = connect()
+    loaded = new_request("p", 41)
+    store(connector, loaded)
+    push_out(connector, new_request)
+    copier = connector._spec._copier
+    gate, copy = threading.Event(), copier._copy
+    copier._copy = lambda moves, to_host: (gate.wait(5), copy(moves, to_host))
+    connector.after_forward(new_request("q", 41), [range(20, 30)], 40)  # copied only later
+    waited = []
+    connector._worker.wait = waited.append
+    faulty(Plan("miss", frozenset({"read"})))
+    assert not load(connector, loaded, range(20, 31), until).ok
+    connector.before_forward([25])
+    assert len(waited) == 2  # by the load, and still by the forward pass
+    del connector._worker.wait
+    gate.set()
+
+
+def test_a_request_id_used_again_while_its_aborted_load_runs(connect, new_request, until, faulty):
+    connector = connect(load_timeout_s=5.0, lookup_timeout_s=0.01)
+    for name in ("p", "q"):
+        store(connector, new_request(name, 41))
+    push_out(connector, new_request)
+    faulty(Plan("delay", frozenset({"read"}), seconds=0.1))
+    first = new_request("p", 41, request_id="same")
+    tokens = connector.get_num_new_matched_tokens(first, 0)
+    connector.update_state_after_alloc(first, [range(20, 31)], tokens)
+    assert connector.request_finished(first) is True
+    time.sleep(0.03)  # its read has begun
+    faulty(Plan("delay", frozenset({"read"}), seconds=0.5))
+    second = new_request("q", 41, request_id="same")
+    tokens = connector.get_num_new_matched_tokens(second, 0)
+    connector.update_state_after_alloc(second, [range(40, 51)], tokens)
+    until(connector.poll)  # the first one's load ends
+    assert connector.request_finished(second) is True
+    until(connector.poll)
+
+
+def test_requests_running_at_a_reset_store_nothing_of_before(connect, new_request, tmp_path):
+    connector = connect(backend={"type": "disk", "root": str(tmp_path), "capacity": "1MiB"})
+    running = new_request("p", 80)
+    connector.after_forward(running, [range(5, 25)], 40)
+    connector.reset_cache()
+    connector.after_forward(running, [range(5, 25)], 80)
+    connector.flush()
+    assert connector.get_num_new_matched_tokens(new_request("p", 81), 0) == 0
+
+
+def test_a_load_that_ended_before_a_reset_but_was_not_polled_brings_nothing(
+    connect, new_request, until
+):
+    connector = connect()
+    store(connector, new_request("p", 41))
+    request = new_request("p", 41)
+    tokens = connector.get_num_new_matched_tokens(request, 0)
+    connector.update_state_after_alloc(request, [range(20, 31)], tokens)
+    connector.reset_cache()
+    (outcome,) = until(connector.poll)
+    assert (outcome.num_loaded_tokens, outcome.ok) == (0, False)
+
+
+def test_tiers_that_cannot_be_opened_anew_at_a_reset_are_left_out(
+    connect, new_request, monkeypatch
+):
+    connector = connect()
+    store(connector, new_request("p", 41))
+    monkeypatch.setattr(registry, "open_backend", lambda *_, **__: 1 / 0)
+    connector.reset_cache()
+    assert connector.get_num_new_matched_tokens(new_request("p", 41), 0) == 0
+    store(connector, new_request("p", 41))
+    assert connector.get_num_new_matched_tokens(new_request("p", 41), 0) == 40
+
+
+def test_a_second_tier_that_cannot_open_leaves_the_first_one_closed(kv_caches, tmp_path):
+    threads = set(threading.enumerate())
+    disk = {"type": "disk", "root": str(tmp_path), "capacity": "1MiB"}
+    with pytest.raises(ConfigError):
+        LocalConnector(
+            {"cpu_bytes": "64KiB", "backends": [disk, {"type": "memroy"}]},
+            kv_caches,
+            block_size=BLOCK,
+            facts={"model": "m"},
+        )
+    assert {t for t in threading.enumerate() if t.is_alive()} <= threads
+
+
+@pytest.mark.parametrize("params", [[1], "x", {"kvoffload": 3}, {"kvoffload": {"tiers": 5}}])
+def test_what_a_client_sends_as_parameters_never_raises(connect, new_request, params):
+    request = new_request("p", 41)
+    request.kv_transfer_params = params
+    assert connect().get_num_new_matched_tokens(request, 0) == 0
+
+
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
@@ -245,6 +341,7 @@ def test_host_memory_full_of_loads_shortens_a_load_instead_of_failing(
         ({"backends": [{"type": "disk", "root": "/proc/none"}]}, "backends[0].root"),
         ({"load_timeout": 3}, "load_timeout"),
         ({"load_timeout_s": -1}, "load_timeout_s"),
+        ({"max_inflight_bytes": "1KiB"}, "max_inflight_bytes"),
     ],
 )
 def test_bad_settings_name_the_field_and_start_nothing(kv_caches, settings, field):

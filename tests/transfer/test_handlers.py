@@ -179,6 +179,23 @@ def test_a_hung_read_is_answered_at_the_deadline_and_its_slot_named_when_it_ends
     assert not half.worker.get_finished()
 
 
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_store_that_answers_the_wrong_number_of_verdicts_is_a_failed_job(half, until, verb):
+    store_all(half, until)
+
+    async def confused(*_):
+        return [True]
+
+    setattr(half.store, verb, confused)
+    if verb == "read":
+        spec = (staged(range(20), range(20)), GPULoadStoreSpec(range(40)))
+    else:
+        spec = (CPULoadStoreSpec(range(20)), BackendLoadStoreSpec("store", KEYS))
+    half.worker.submit(3, spec, 20)
+    (result,) = until(half.worker.get_finished)
+    assert (result.ok, result.reason) == ((False,) * 20, "error")
+
+
 def test_a_transfer_nobody_serves_is_answered_as_failed(half):
     half.worker.submit(9, (GPULoadStoreSpec([1]), GPULoadStoreSpec([2])), 1)
     half.worker.submit(10, (GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([77])), 1)

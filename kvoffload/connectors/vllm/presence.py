@@ -9,13 +9,13 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from kvoffload import registry
-from kvoffload.backends.base import Backend, Presence, Removal, ReportsRemovals
+from kvoffload.backends.base import Backend, Presence, Removal, ReportsRemovals, RunsOnLoop
 from kvoffload.config import OffloadConfig
 from kvoffload.connectors.spec import tier_names
 from kvoffload.offload.identity import Fact, namespace
 from kvoffload.offload.manager import Tier
 from kvoffload.transfer.ioloop import IOLoop
-from kvoffload.transfer.prober import Prober
+from kvoffload.transfer.prober import presence_on
 
 log = logging.getLogger(__name__)
 
@@ -138,9 +138,9 @@ class LookupStores:
         return tuple(tiers)
 
     def _presence(self, store: Backend) -> Presence:
-        if isinstance(store, Presence):
-            return store
-        return Prober(self._loop(), store, self._config.lookup_timeout_s)
+        if isinstance(store, Presence) and not isinstance(store, RunsOnLoop):
+            return store  # needs no loop
+        return presence_on(self._loop(), store, self._config.lookup_timeout_s)
 
     def _loop(self) -> IOLoop:
         if self._io is None:

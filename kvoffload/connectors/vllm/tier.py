@@ -24,12 +24,12 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvoffload import registry
-from kvoffload.backends.base import Describes, Presence
+from kvoffload.backends.base import Describes
 from kvoffload.config import convert
 from kvoffload.connectors.vllm.versions import installed_version
 from kvoffload.offload.identity import Fact, namespace, readable
 from kvoffload.transfer.ioloop import IOLoop
-from kvoffload.transfer.prober import Prober
+from kvoffload.transfer.prober import presence_on
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +72,7 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]
         facts = tier_facts(offloading_spec, self.block_size_bytes)
         self._backend = registry.open_backend(self._options.backend, config, namespace(**facts))
         self._io = IOLoop()
-        self._presence: Presence = (
-            self._backend
-            if isinstance(self._backend, Presence)
-            else Prober(self._io, self._backend, self._options.lookup_timeout_s)
-        )
+        self._presence = presence_on(self._io, self._backend, self._options.lookup_timeout_s)
         if isinstance(self._backend, Describes):
             describe = self._backend.describe
             self._io.start(lambda: describe(readable(facts)))

@@ -152,10 +152,12 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Take in what ended; returns no sends, and the requests whose loads ended, well or not."""
         received: set[str] = set()
+        # Read first: a job that settles while its result is taken in is settled the next time.
+        settled = self._transfers.get_settled()
         for result in self._transfers.get_finished():
             if req_id := self._end(result):
                 received.add(req_id)
-        for job_id in self._transfers.get_settled():
+        for job_id in settled:
             self._report.settled[job_id] = 1
         return set(), received
 

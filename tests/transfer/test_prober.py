@@ -1,0 +1,80 @@
+"""Presence by probing: batched, bounded in time, never stuck."""
+
+import time
+
+import pytest
+
+from kvoffload.transfer.ioloop import IOLoop
+from kvoffload.transfer.prober import Prober
+
+
+class Store:
+    def __init__(self, held):
+        self.held, self.batches = set(held), []
+
+    async def contains(self, keys):
+        self.batches.append(list(keys))
+        return [key in self.held for key in keys]
+
+
+class Liar(Store):
+    async def contains(self, keys):
+        return [True]
+
+
+@pytest.fixture
+def io():
+    io = IOLoop()
+    yield io
+    io.close()
+
+
+def answer(prober, key, until):
+    return until(lambda: [a] if (a := prober.holds(key)) is not None else None)[0]
+
+
+def test_a_probe_answers_and_is_believed_for_a_while(io, until):
+    store = Store([b"here"])
+    prober = Prober(io, store, timeout_s=5.0)
+    assert prober.holds(b"here") is None
+    assert answer(prober, b"here", until) is True
+    assert answer(prober, b"gone", until) is False
+    assert sum(batch.count(b"here") for batch in store.batches) == 1
+
+
+def test_questions_never_stop_being_answered(io, until):
+    """A key that comes while a probe takes the list away must not wait for ever."""
+    store = Store(str(i).encode() for i in range(0, 4000, 2))
+    prober = Prober(io, store, timeout_s=30.0)
+    keys = [str(i).encode() for i in range(4000)]
+    for key in keys:
+        prober.holds(key)
+        if len(key) % 2:
+            time.sleep(0)
+    assert [answer(prober, key, until) for key in keys] == [i % 2 == 0 for i in range(4000)]
+
+
+def test_no_answer_in_time_is_no(io):
+    now = [0.0]
+    prober = Prober(io, Liar([]), timeout_s=1.0, clock=lambda: now[0])
+    assert prober.holds(b"a") is None
+    now[0] = 1.1
+    assert prober.holds(b"a") is False
+
+
+def test_a_wrong_number_of_answers_is_no(io, until):
+    prober = Prober(io, Liar([]), timeout_s=5.0)
+    prober.holds(b"a"), prober.holds(b"b"), prober.holds(b"c")
+    answers = [answer(prober, key, until) for key in (b"a", b"b", b"c")]
+    assert answers.count(False) >= 2
+
+
+def test_a_chunk_that_could_not_be_loaded_is_not_promised_again_soon(io, until):
+    now = [0.0]
+    prober = Prober(io, Store([b"a"]), timeout_s=5.0, clock=lambda: now[0])
+    assert answer(prober, b"a", until) is True
+    prober.forget([b"a"])
+    now[0] = 30.0
+    assert prober.holds(b"a") is False
+    now[0] = 100.0
+    assert answer(prober, b"a", until) is True
