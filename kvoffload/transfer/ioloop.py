@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
@@ -15,6 +16,9 @@ class IOLoop:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        # For what is off the hot path (aiofiles); of our own, so that closing ends its threads.
+        self._executor = ThreadPoolExecutor(2, "kvoffload-io-file")
+        self.loop.set_default_executor(self._executor)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._run, name="kvoffload-io", daemon=True)
         self._thread.start()
@@ -56,6 +60,7 @@ class IOLoop:
             )
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout_s)
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _cancel_all(self, timeout_s: float) -> None:
         tasks = set(self._tasks)
