@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from kvoffload.connectors.local import LocalConnector
@@ -77,6 +78,9 @@ class Engine:
                 facts={
                     "engine": "mini_engine",
                     "weights": fingerprint(state),
+                    # What else the numbers come from: positions, windows, norms...
+                    "model": msgspec.json.encode(shape, order="sorted").decode(),
+                    "device": device.type,
                     "dtype": config.dtype,
                     "attention": self.runner.attention_name,
                 },

@@ -32,6 +32,7 @@ from kvoffload.connectors.chunks import ChunkGroups
 from kvoffload.connectors.local_jobs import Load, LoadOutcome, OffloadRequest, RequestState, Store
 from kvoffload.connectors.spec import TieredOffloadingSpec
 from kvoffload.core.interface import KVCacheConfig
+from kvoffload.errors import ConfigError
 from kvoffload.offload.base import (
     CanonicalKVCaches,
     CPULoadStoreSpec,
@@ -61,7 +62,8 @@ class LocalConnector:
         block_size: tokens that one of a request's block hashes stands for: a GPU block, or with
             several KV cache groups the greatest common divisor of their blocks.
         facts: what decides the meaning of the bytes as far as only the engine knows it: model,
-            revision or weights' digest, dtype, attention backend... The connector adds the layout.
+            revision or weights' digest, dtype, attention backend... Never empty. The connector adds
+            the layout and the formats of the groups.
         kv_cache_config: the cache's groups; None for one group of full attention. In block tables,
             block 0 is then the null block, which is never stored or loaded.
 
@@ -79,6 +81,10 @@ class LocalConnector:
         kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
         self.config = config if isinstance(config, OffloadConfig) else parse_config(config)
+        if not facts:
+            raise ConfigError(
+                "facts", dict(facts), "must tell models apart: name the weights, dtype and kernels"
+            )
         self.block_size = block_size
         self._groups = ChunkGroups(block_size, self.config.blocks_per_chunk, kv_cache_config)
         self._has_nulls = kv_cache_config is not None
@@ -96,6 +102,12 @@ class LocalConnector:
         }
         if len(pages) > 1:
             layout_facts["chunk_tokens"] = f"{[group.chunk_tokens for group in self._groups.all]}"
+        if kv_cache_config is not None:
+            # What a window or a state is decides what its bytes were computed from.
+            layout_facts["kv_cache_groups"] = "\n".join(
+                f"{group.layer_names} {group.kv_cache_spec}"
+                for group in kv_cache_config.kv_cache_groups
+            )
         self._spec = TieredOffloadingSpec(
             self.config, layout.slot_bytes, {**facts, **layout_facts}, layout
         )

@@ -85,7 +85,7 @@ def needed_tokens(spec, length):
 class Engine:
     """Admits one request at a time; computes by hashing."""
 
-    def __init__(self, specs, settings, num_blocks=40, seed=0):
+    def __init__(self, specs, settings, num_blocks=40, seed=0, facts=None):
         config = KVCacheConfig(
             num_blocks,
             [],
@@ -113,7 +113,7 @@ class Engine:
             settings,
             caches,
             block_size=self.manager.hash_block_size,
-            facts={"model": "hashes"},
+            facts={"model": "hashes"} if facts is None else facts,
             kv_cache_config=config,
         )
         self.count = 0
@@ -319,3 +319,17 @@ def test_a_window_group_stores_no_null_blocks_and_needs_only_its_window():
 def test_memory_that_cannot_hold_a_chunk_of_each_size_is_refused_at_start():
     with pytest.raises(ConfigError, match="one chunk of each size"):
         Engine([full(512), mamba(512)], settings(64, cpu_bytes="200KiB"))
+
+
+def test_facts_that_tell_nothing_are_refused_at_start():
+    with pytest.raises(ConfigError, match="facts"):
+        Engine([full()], settings(), facts={})
+
+
+def test_groups_of_the_same_layout_but_another_window_share_no_chunks(engine, tmp_path):
+    backends = [{"type": "disk", "root": str(tmp_path), "capacity": "1MiB", "min_free": 0}]
+    names = [
+        engine([window(size)], settings(1, backends=backends)).connector.stats()["namespace"]
+        for size in (6, 6, 7)
+    ]
+    assert names[0] == names[1] != names[2]

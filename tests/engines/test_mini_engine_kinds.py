@@ -199,3 +199,29 @@ def test_a_layer_of_each_kind_sees_what_it_should(tiny, kinds):
             engine.generate([tokens], SamplingParams(max_tokens=1))
     same = torch.equal(scores[0], scores[1])
     assert same == (kinds == "window")
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("full", {"rope_theta": 500000.0}),
+        ("full", {"rms_norm_eps": 0.1}),
+        ("full", {"rope_scaling": {"kind": "linear", "factor": 4.0}}),
+        ("window", {"sliding_window": 9}),
+    ],
+)
+def test_the_same_weights_under_another_config_share_no_chunks(tiny, tmp_path, kind, change):
+    offload = {
+        "cpu_bytes": "256KiB",
+        "backends": [{"type": "disk", "root": str(tmp_path), "capacity": "64MiB", "min_free": 0}],
+    }
+    config = settings(tiny, [kind], offload=offload)
+    other = {**config, "model": {**config["model"], **change}}
+    prompt = list(range(1, 70))
+    serve(config, [(prompt, SamplingParams(max_tokens=1))])
+    expected, _, _ = serve({**other, "offload": None}, [(prompt, SamplingParams(max_tokens=8))])
+    got, media, _ = serve(other, [(prompt, SamplingParams(max_tokens=8))])
+    assert got == expected
+    assert not media.get("DISK")
+    _, media, _ = serve(config, [(prompt, SamplingParams(max_tokens=1))])
+    assert media["DISK"]
