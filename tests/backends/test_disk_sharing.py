@@ -206,9 +206,19 @@ def check_swarm(root, kills, pause_s):
     # the few small files beside the chunks take up.
     assert peak <= capacity + 4 * 2 * 2 * ON_DISK + (64 << 10)
     backend = open_disk(root, "rank0", capacity=ByteSize(capacity))
-    left = sum(path.lstat().st_blocks * 512 for path in root.glob("*/??/*"))
-    aside = sum(path.lstat().st_blocks * 512 for path in root.glob(".quarantine/*"))
-    assert backend.usage().resident_bytes == left + aside
+
+    def counted_and_there():
+        chunks = sum(path.lstat().st_blocks * 512 for path in root.glob("*/??/*"))
+        aside = sum(path.lstat().st_blocks * 512 for path in root.glob(".quarantine/*"))
+        return backend.usage().resident_bytes, chunks + aside
+
+    # The new owner may be evicting down to its watermark while this counts files.
+    until = time.monotonic() + 10
+    counted, there = counted_and_there()
+    while counted != there and time.monotonic() < until:
+        time.sleep(0.05)
+        counted, there = counted_and_there()
+    assert counted == there
     assert not backend.counters().get("corrupt")
     backend._shut_down()
 
