@@ -6,6 +6,7 @@ state at that token. What one group lacks shortens the prefix for all, which may
 the groups with windows: so the end is sought until all agree.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,6 +111,10 @@ Keys = Sequence[Sequence[OffloadKey]]
 """For each group, the keys of a request's full chunks from the first on."""
 Prefix = Callable[[Sequence[OffloadKey]], tuple[int, bool]]
 """Looks up consecutive chunks: how many there are, and whether the next may come soon."""
+Find = Callable[[OffloadKey], bool | None]
+"""Looks up one chunk; None: it may come soon."""
+HasRoom = Callable[[Sequence[OffloadKey]], bool]
+"""Whether chunks can be loaded all at once."""
 
 
 class ChunkGroups:
@@ -134,6 +139,8 @@ class ChunkGroups:
         self.offloaded = [group for group in self.all if group.offloaded]
         # Full attention first: what it lacks, nothing else can make up for.
         self._by_reach = sorted(self.offloaded, key=lambda group: not group.reads_all)
+        self.keeps_prefixes = len(self.offloaded) == 1 and self.offloaded[0].reads_all
+        """Whether any part of a load from the start on is of use."""
         self.alignment = lcm(*(group.block_size for group in self.all))
 
     def aligned(self, tokens: int) -> int:
@@ -143,7 +150,13 @@ class ChunkGroups:
     # ---- what can be loaded ----
 
     def longest(
-        self, keys: Keys, start: int, limit: int, find_prefix: Prefix, find: "Find"
+        self,
+        keys: Keys,
+        start: int,
+        limit: int,
+        find_prefix: Prefix,
+        find: Find,
+        has_room: HasRoom,
     ) -> tuple[int, bool]:
         """Find how far a prompt can be loaded.
 
@@ -153,6 +166,7 @@ class ChunkGroups:
             limit: tokens to load up to at most.
             find_prefix: looks up consecutive chunks.
             find: looks up one chunk.
+            has_room: asked about the chunks of all groups together; ``find_prefix`` asks for its.
 
         Returns:
             ``(end, pending)``: tokens up to which all is there, ``start`` for nothing; and whether
@@ -175,6 +189,7 @@ class ChunkGroups:
         agreed = False
         while end > start and not agreed:
             agreed = True
+            before = end
             for group in self._by_reach:
                 if group.reads_all:
                     continue
@@ -183,7 +198,28 @@ class ChunkGroups:
                     return start, True
                 agreed = agreed and shorter == end
                 end = shorter
+            if agreed and not self.keeps_prefixes:
+                end = self._last_with_room(keys, start, end, has_room)
+                agreed = end == before
         return max(end, start), False
+
+    def _last_with_room(self, keys: Keys, start: int, end: int, has_room: HasRoom) -> int:
+        """Return the last end up to which all groups' chunks have room; ``start`` for none.
+
+        A longer prefix is taken to need more room than a shorter one.
+        """
+        if end <= start or has_room(self._to_load(keys, start, end)):
+            return end
+        ends = range(start, end, self.alignment)
+        too_long = bisect_left(
+            ends, True, lo=1, key=lambda e: not has_room(self._to_load(keys, start, e))
+        )
+        return ends[too_long - 1]
+
+    def _to_load(self, keys: Keys, start: int, end: int) -> list[OffloadKey]:
+        """List the chunks of all groups that a load reads."""
+        chunks = [(group.index, group.chunks(group.needed(start, end))) for group in self.offloaded]
+        return [key for index, span in chunks for key in keys[index][span.start : span.stop]]
 
     def _window_end(
         self,
@@ -191,7 +227,7 @@ class ChunkGroups:
         keys: Sequence[OffloadKey],
         start: int,
         end: int,
-        has: "Find",
+        has: Find,
     ) -> int | None:
         """Return the last end at which a group has what it reads; None if that is not known yet."""
         while end > start:
@@ -271,9 +307,6 @@ class ChunkGroups:
             needed = group.chunks(group.needed(0, loaded_end))
             masked.update(k for c, k in enumerate(keys[group.index]) if c not in needed)
         return [key for key in self.from_head_to_tail(keys) if key not in masked]
-
-
-Find = Callable[[OffloadKey], bool | None]
 
 
 def _reach(

@@ -30,6 +30,7 @@ from kvoffload.config import OffloadConfig, parse_config
 from kvoffload.connectors.block_tables import BlockTables, gpu_end, to_load, to_store
 from kvoffload.connectors.chunks import ChunkGroups
 from kvoffload.connectors.local_jobs import Load, LoadOutcome, OffloadRequest, RequestState, Store
+from kvoffload.connectors.short_loads import ShortLoads
 from kvoffload.connectors.spec import TieredOffloadingSpec
 from kvoffload.core.interface import KVCacheConfig
 from kvoffload.errors import ConfigError
@@ -122,6 +123,8 @@ class LocalConnector:
         self._busy_blocks: dict[int, list[int]] = {}
         # Loads that were under way at a reset and did not end in time.
         self._before_reset: set[int] = set()
+        # Where a good prefix is kept, an engine gets on with it.
+        self._short_loads = ShortLoads(tolerated=int(self._groups.keeps_prefixes))
         self._tokens: Counter[str] = Counter()
 
     # ---- a waiting request ----
@@ -141,7 +144,7 @@ class LocalConnector:
         """
         state = self._state(request)
         groups = self._groups
-        if num_computed_tokens % groups.alignment:
+        if num_computed_tokens % groups.alignment or self._short_loads.declined(request.request_id):
             return 0
         context = self._context(request)
         state.start = start = num_computed_tokens
@@ -159,6 +162,7 @@ class LocalConnector:
             limit,
             lambda wanted: manager.lookup_prefix(wanted, context),
             lambda key: manager.lookup(key, context),
+            manager.has_room,
         )
         if pending:
             now_s = time.monotonic()
@@ -172,6 +176,7 @@ class LocalConnector:
                 limit,
                 lambda wanted: (manager.lookup_prefix(wanted, context)[0], False),
                 lambda key: manager.lookup(key, context) is True,
+                manager.has_room,
             )
         state.pending_since_s = None
         return end - start
@@ -194,6 +199,7 @@ class LocalConnector:
         source = self._manager.prepare_load(keys, self._context(request))
         count = len(source.host_slots)
         if not count:
+            self._note_short_load(request.request_id)
             self._refused_loads.append(LoadOutcome(request.request_id, 0, ok=False))
             return
         media = ["CPU"] * count
@@ -270,6 +276,7 @@ class LocalConnector:
         self, request: OffloadRequest, block_ids: BlockTables, num_computed_tokens: int
     ) -> None:
         """Offer the chunks that have become full for storing."""
+        self._short_loads.computed(request.request_id)
         state = self._state(request)
         if state.barred:
             return
@@ -307,6 +314,7 @@ class LocalConnector:
         Returns:
             True if a load still writes its blocks: free them only when :meth:`poll` names it.
         """
+        self._short_loads.gave_up(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return False
@@ -444,7 +452,8 @@ class LocalConnector:
     def _load_ended(self, load: Load, result: TransferResult) -> LoadOutcome:
         self._end(load, result.job_id)
         state = self._requests.get(load.request_id)
-        if state is not None and state.loading == result.job_id:
+        still_waits = state is not None and state.loading == result.job_id
+        if state is not None and still_waits:
             state.loading = None
         good = [key for key, ok in zip(load.keys, result.ok, strict=True) if ok]
         bad = [key for key, ok in zip(load.keys, result.ok, strict=True) if not ok]
@@ -467,10 +476,16 @@ class LocalConnector:
         self._tokens.update(by_medium)
         self._measure(load, result, by_medium)
         loaded = end - load.start
+        if still_waits and loaded < load.wanted_tokens:
+            self._note_short_load(load.request_id)
         if result.job_id in self._before_reset:
             self._before_reset.remove(result.job_id)
             return LoadOutcome(load.request_id, 0, ok=False)
         return LoadOutcome(load.request_id, loaded, loaded == load.wanted_tokens, dict(by_medium))
+
+    def _note_short_load(self, request_id: str) -> None:
+        if self._short_loads.note(request_id):
+            self._manager.counters["declined_after_short_load"] += 1
 
     def _measure(self, load: Load, result: TransferResult, by_medium: Mapping[str, int]) -> None:
         """Tell the manager how fast each medium was; they are read side by side."""

@@ -112,6 +112,22 @@ class ExtentLedger(HostLedger):
         size = self._size_of(key)
         return size.num_free + len(size.policy) + len(self._unowned) * size.per_extent
 
+    def has_room(self, keys: Sequence[OffloadKey]) -> bool:
+        """See :meth:`HostLedger.has_room`.
+
+        Extents of nobody are shared among the sizes, and so is what sizes have beyond their needs.
+        Of the latter not all can be taken away, if chunks in use are strewn over it.
+        """
+        if all(key in self.ready for key in keys):
+            return True
+        left = {size: size.num_free + len(size.policy) for size in self._sizes}
+        for key in keys:
+            if key not in self.pins:  # takes a slot, or is idle and does not make room
+                left[self._size_of(key)] -= 1
+        lacking = sum(-(count // size.per_extent) for size, count in left.items() if count < 0)
+        spare = sum(count // size.per_extent for size, count in left.items() if count > 0)
+        return lacking <= len(self._unowned) + spare
+
     @property
     def busy_slots(self) -> int:
         """See :meth:`HostLedger.busy_slots`."""

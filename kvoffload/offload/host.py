@@ -91,6 +91,13 @@ class HostLedger:
         """Slots that could be reserved now for chunks of this one's size."""
         return len(self._free) + len(self.policy)
 
+    def has_room(self, keys: Sequence[OffloadKey]) -> bool:
+        """Whether all these chunks could be here at once: those that are not yet need slots."""
+        needed = len(keys) - sum(map(self.ready.__contains__, keys))
+        # Idle chunks among them are not what makes room for the rest.
+        idle = sum(key in self.ready and key not in self.pins for key in keys) if needed else 0
+        return needed <= len(self._free) + len(self.policy) - idle
+
     @property
     def busy_slots(self) -> int:
         """Slots that a transfer uses, or that wait for one to let go."""

@@ -123,6 +123,10 @@ class TieredOffloadingManager(OffloadingManager):
         """
         return self._lookups.find_prefix(keys, req_context)
 
+    def has_room(self, keys: Sequence[OffloadKey]) -> bool:
+        """Whether host memory can take all these chunks at once, as a load of them needs it."""
+        return self._host.has_room(keys)
+
     def explain(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> list[str]:

@@ -16,6 +16,8 @@ from mini_engine.model import Model
 from mini_engine.runner import plan_kv_cache
 from mini_engine.weights import random_weights
 
+from kvoffload.errors import ConfigError
+
 KINDS = {
     "full and window": ["full", "window"],
     "one full, two windows": ["window", "window", "full"],
@@ -92,6 +94,8 @@ def serve(config, requests, damage=None):
     """Serve the requests a few at a time; returns tokens of each, and what came from where."""
     results, media, preemptions = [], {}, 0
     with Engine(config) as engine:
+        if config.get("offload"):
+            engine.connector._spec.backends["disk"].wait_ready(10)
         for start in range(0, len(requests), 3):
             batch = requests[start : start + 3]
             begun = time.monotonic()
@@ -225,3 +229,24 @@ def test_the_same_weights_under_another_config_share_no_chunks(tiny, tmp_path, k
     assert not media.get("DISK")
     _, media, _ = serve(config, [(prompt, SamplingParams(max_tokens=1))])
     assert media["DISK"]
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_a_prompt_on_disk_that_host_memory_cannot_take_whole_is_served(tiny, tmp_path, kinds):
+    """A load is all or nothing here, and needs room for the chunks of all groups at once."""
+    disk = {"type": "disk", "root": str(tmp_path), "capacity": "64MiB", "min_free": 0}
+    offload = {"cpu_bytes": "4MiB", "load_timeout_s": 5.0, "backends": [disk]}
+    config = settings(tiny, KINDS[kinds], offload=offload)
+    requests = [(list(range(1, 90)), SamplingParams(max_tokens=6))]
+    expected, _, _ = serve(config, requests)
+    loaded = set()
+    for kib in (16, 32, 64, 96, 128):
+        try:
+            got, media, _ = serve(
+                {**config, "offload": {**offload, "cpu_bytes": f"{kib}KiB"}}, requests
+            )
+        except ConfigError:
+            continue  # not even one chunk of each size
+        assert got == expected
+        loaded.add(media.get("DISK", 0))
+    assert max(loaded) > 0
