@@ -108,7 +108,7 @@ class Usage(NamedTuple):
 
 @runtime_checkable
 class ReportsUsage(Protocol):
-    """Optional: figures for statistics and ``kvoffload top``."""
+    """Optional: figures for statistics."""
 
     def usage(self) -> Usage:
         """Current residency; called on the engine's thread, never blocks."""
