@@ -353,3 +353,25 @@ def test_bad_settings_name_the_field_and_start_nothing(kv_caches, settings, fiel
     assert caught.value.field == field
     assert caught.value.remedy
     assert set(threading.enumerate()) <= threads
+
+
+def test_a_request_whose_loads_are_short_twice_is_promised_nothing_until_it_computes(
+    connect, new_request, until, faulty
+):
+    connector = connect(load_timeout_s=5.0)
+    request = new_request("p", 81)
+    store(connector, request)
+    faulty(Plan("short", frozenset({"read"})))
+    promised = []
+    for _ in range(2):
+        push_out(connector, new_request)
+        promised.append(connector.get_num_new_matched_tokens(request, 0))
+        outcome = load(connector, request, range(20, 41), until)
+        assert 0 < outcome.num_loaded_tokens < promised[-1]  # the good prefix is kept
+        connector.request_finished(request)  # preempted before it got on
+    faulty()
+    assert 80 == promised[0] > promised[1]
+    assert connector.get_num_new_matched_tokens(request, 0) == 0
+    assert connector.stats()["manager"]["declined_after_short_load"] == 1
+    connector.after_forward(request, [range(20, 41)], 4)
+    assert connector.get_num_new_matched_tokens(request, 0) > 0

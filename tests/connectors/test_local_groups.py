@@ -14,6 +14,7 @@ import torch
 from kvoffload import registry
 from kvoffload.connectors.chunks import ChunkGroups
 from kvoffload.connectors.local import LocalConnector
+from kvoffload.connectors.short_loads import ShortLoads
 from kvoffload.core.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -333,3 +334,36 @@ def test_groups_of_the_same_layout_but_another_window_share_no_chunks(engine, tm
         for size in (6, 6, 7)
     ]
     assert names[0] == names[1] != names[2]
+
+
+def test_a_request_that_can_use_no_part_of_its_load_is_promised_nothing_until_it_computes(
+    engine, faults
+):
+    backends = [{"type": "memory", "capacity": "1MiB"}]
+    served = engine([full(), window(7)], settings(1, cpu_bytes="64KiB", backends=backends))
+    prompt = list(range(100, 125))
+    for first in (prompt[0], 1, 2, 3):  # the others push it out of host memory
+        served.run([first, *prompt[1:]], 1)
+        served.connector.flush()
+    served.manager.reset_prefix_cache()
+    faults[:] = [Plan("short", frozenset({"read"}))]
+    assert served.run(prompt, 1) == 0
+    assert served.connector.stats()["manager"]["declined_after_short_load"] == 1
+    faults.clear()
+    served.connector.flush()
+    served.manager.reset_prefix_cache()
+    assert served.run(prompt, 1) > 0
+
+
+@pytest.mark.parametrize("tolerated", [0, 1])
+def test_short_loads_of_requests_that_never_come_back_are_forgotten(tolerated):
+    loads = ShortLoads(tolerated)
+    for i in range(5000):
+        for _ in range(tolerated + 1):
+            loads.note(f"r{i}")
+    assert loads.declined("r4999")
+    assert not loads.declined("r0")
+    loads.gave_up("r4999")
+    assert loads.declined("r4999")  # to be admitted anew
+    loads.gave_up("r4999")
+    assert not loads.declined("r4999")  # aborted while it waited

@@ -116,3 +116,31 @@ def test_figures_in_bytes_never_mix_what_is_resident_with_what_is_on_its_way():
 def test_too_little_memory_for_one_chunk_of_each_size_is_refused():
     with pytest.raises(ConfigError, match="cpu_bytes"):
         HostGeometry.plan(39 * KIB, [4 * KIB, 20 * KIB])
+
+
+def test_room_is_for_the_chunks_of_all_sizes_together():
+    manager = new_manager(1024, 4, 36)
+    small, large = keys(0, "p", 200), keys(1, "p", 20)
+    assert manager.has_room(small)
+    assert manager.has_room(large)
+    assert not manager.has_room([*small, *large])
+    assert manager.has_room([*small[:80], *large[:10]])
+
+
+def test_what_is_to_be_loaded_makes_no_room_for_the_rest_of_it():
+    for manager in (
+        TieredOffloadingManager(4, LRUPolicy(4)),
+        new_manager(256, 4, 36),
+    ):
+        prompt = keys(0, "p", 100)
+        here = put(manager, prompt[:4])
+        assert manager.has_room(prompt[:here])
+        assert not manager.has_room(prompt)
+        while manager.has_room(prompt[: here + 1]):
+            here += 1
+        others = keys(0, "q", here)
+        assert manager.has_room(others)  # what is idle may go
+        manager.prepare_load(prompt[:1])
+        assert not manager.has_room(others)
+        assert manager.has_room(others[1:])
+        manager.complete_load(prompt[:1])
