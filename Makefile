@@ -52,9 +52,9 @@ VLLM  := .venv-vllm
 demo-vllm: $(VLLM)/.ready
 	$(VLLM)/bin/python examples/vllm/demo.py $(DEMO_ARGS)
 
+VLLM_TESTS ?= tests/engines/vllm_engine $(wildcard tests/engines/test_vllm_*.py)
 test-vllm: $(VLLM)/.ready
-	$(VLLM)/bin/python -m pytest -W ignore -p no:cacheprovider tests/engines/vllm_engine \
-	  $(wildcard tests/engines/test_vllm_*.py) $(TEST_ARGS)
+	$(VLLM)/bin/python -m pytest -W ignore -p no:cacheprovider $(VLLM_TESTS) $(TEST_ARGS)
 
 $(VLLM)/.ready: pyproject.toml
 	@$(PYTHON) -m venv $(VLLM) \

@@ -59,6 +59,11 @@ def test_json_blocks_are_json(code):
     json.loads(code)
 
 
+def test_no_document_has_a_placeholder_left():
+    for document in DOCUMENTS:
+        assert not re.search(r"^[A-Z_]{5,}$|TODO|TBD", document.read_text(), re.MULTILINE), document
+
+
 def test_every_relative_link_leads_somewhere():
     for document in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
