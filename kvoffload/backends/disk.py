@@ -125,6 +125,7 @@ class DiskBackend:
         self._loads = Lane("kvoffload-disk-load", options.read_threads, options.stall_s)
         self._stores = Lane("kvoffload-disk-store", options.write_threads, options.stall_s)
         self._closed = False
+        self._describing: asyncio.Future[None] | None = None
         self._house = House(self._keeper)
 
     # ---- Backend ---------------------------------------------------------------------------
@@ -178,6 +179,8 @@ class DiskBackend:
         if self._closed:
             return
         self._closed = True
+        if self._describing is not None:
+            await asyncio.wait([self._describing])
         await asyncio.to_thread(self._shut_down)
 
     # ---- optional protocols ----------------------------------------------------------------
@@ -206,6 +209,13 @@ class DiskBackend:
 
     async def describe(self, facts: Mapping[str, str]) -> None:
         """Keep the facts behind the namespace readable beside its chunks."""
+        if self._closed:
+            return
+        # Ends by itself, and close() waits for it: cancelled halfway it would leave a file open.
+        self._describing = asyncio.ensure_future(self._write_manifest(facts))
+        await asyncio.shield(self._describing)
+
+    async def _write_manifest(self, facts: Mapping[str, str]) -> None:
         manifest = {"format": 1, "namespace": self.namespace, "facts": dict(facts)}
         target = f"{self._keeper.folder(0)}/{MANIFEST}"
         try:
