@@ -82,6 +82,8 @@ class LocalConnector:
         kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
         self.config = config if isinstance(config, OffloadConfig) else parse_config(config)
+        if block_size < 1:
+            raise ConfigError("block_size", block_size, "must be at least 1 token")
         if not facts:
             raise ConfigError(
                 "facts", dict(facts), "must tell models apart: name the weights, dtype and kernels"

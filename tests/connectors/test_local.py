@@ -375,3 +375,11 @@ def test_a_request_whose_loads_are_short_twice_is_promised_nothing_until_it_comp
     assert connector.stats()["manager"]["declined_after_short_load"] == 1
     connector.after_forward(request, [range(20, 41)], 4)
     assert connector.get_num_new_matched_tokens(request, 0) > 0
+
+
+@pytest.mark.parametrize("block_size", [0, -4])
+def test_a_block_size_that_holds_nothing_is_refused(kv_caches, block_size):
+    with pytest.raises(ConfigError, match="block_size"):
+        LocalConnector(
+            {"cpu_bytes": "64KiB"}, kv_caches, block_size=block_size, facts={"model": "m"}
+        )
