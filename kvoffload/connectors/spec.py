@@ -23,7 +23,8 @@ from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.host import HostLedger
 from kvoffload.offload.identity import Fact, namespace, readable
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
-from kvoffload.transfer.copier import Copier, CpuCopier
+from kvoffload.transfer.base import Copier
+from kvoffload.transfer.copier import CpuCopier
 from kvoffload.transfer.handlers import CopyHandler, PersistHandler, StagedLoadHandler
 from kvoffload.transfer.ioloop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout

@@ -23,7 +23,7 @@ from kvoffload.core.transfers import (
     TransferSpec,
     get_offload_group_idx,
 )
-from kvoffload.transfer.copier import Copier, Fence
+from kvoffload.transfer.base import Copier, Fence
 from kvoffload.transfer.ioloop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
 from kvoffload.transfer.prober import same_length
