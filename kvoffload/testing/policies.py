@@ -60,6 +60,8 @@ def work(action: Callable[[], object]) -> int:
         return trace
 
     before, outer = _Key.operations, sys.gettrace()
+    # Python 3.12 sends opcodes only if a frame had asked for them when tracing began.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         action()
