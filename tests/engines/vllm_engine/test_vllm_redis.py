@@ -1,0 +1,150 @@
+"""Two vLLMs, one Redis: each hits what the other stored, and goes on while the server is in trouble.
+
+A real redis-server, two real engines in processes of their own. The first engine has host memory
+for two of six prompts, so that what it asks for again comes from Redis while the server is killed.
+"""
+
+import time
+from collections import Counter
+
+import pytest
+
+from kvoffload.testing import redis_server
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(redis_server.BINARY is None, reason=redis_server.MISSING),
+]
+
+LENGTH, CACHED, CHUNKS = 1000, 992, 31  # whole blocks of 32 tokens in a prompt
+PROMPTS = 6
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    running = redis_server.RedisServer(tmp_path_factory.mktemp("redis"))
+    yield running
+    running.stop()
+
+
+def settings(server, host):
+    return {
+        "cpu_bytes": host,
+        "backends": [{"type": "redis", "url": server.url}],
+        "load_timeout_s": 2.0,
+        "store_timeout_s": 2.0,
+    }
+
+
+@pytest.fixture(scope="module")
+def first(start, server):
+    return start(settings(server, 70 * 65536))
+
+
+@pytest.fixture(scope="module")
+def told(first, server, prompts):
+    """Answers computed before anything was stored; and all of it stored in Redis."""
+    answers = []
+    for prompt in prompts(PROMPTS, LENGTH):
+        answer = first.generate([prompt])
+        assert answer["cached"] == [0]
+        answers += answer["tokens"]
+        first.ask("quiet")
+    wait_until(lambda: num_keys(server) >= PROMPTS * CHUNKS)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def second(start, server, told):
+    """Started when the first has stored: nothing is in its host memory or its KV cache."""
+    return start(settings(server, "64MiB"))
+
+
+def num_keys(server):
+    return int(server.cli("dbsize"))
+
+
+def wait_until(true, limit_s=60):
+    until = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < until, "did not happen in time"
+        time.sleep(0.05)
+
+
+def events(engine):
+    """Return what the workers and the tiers of an engine have counted, by name."""
+    marker = "vllm:kvoffload_worker_events "
+    metrics = engine.ask("quiet")
+    assert metrics["vllm:kvoffload_host_chunks_busy"] == 0
+    return Counter({k[len(marker) :]: v for k, v in metrics.items() if k.startswith(marker)})
+
+
+def test_a_second_instance_hits_through_redis_what_the_first_stored(second, told, prompts):
+    answer = second.generate(prompts(PROMPTS, LENGTH))
+    assert answer["cached"] == [CACHED] * PROMPTS
+    assert answer["tokens"] == told
+    metrics = second.ask("quiet")
+    source = "vllm:prompt_tokens_cached_by_source external_unspecified"
+    assert metrics[source] == CACHED * PROMPTS
+    assert events(second)["redis_read_ok"] == CHUNKS * PROMPTS + 1  # one is the canary's
+
+
+def test_the_first_hits_what_the_second_stores_while_both_run(first, second, prompts, server):
+    before = num_keys(server)
+    new = prompts(1, LENGTH, seed=7)
+    answer = second.generate(new)
+    second.ask("quiet")
+    wait_until(lambda: num_keys(server) >= before + CHUNKS)
+    again = first.generate(new)
+    assert again["tokens"] == answer["tokens"]
+    assert again["cached"] == [CACHED]
+
+
+def killed(server):
+    server.kill()
+    yield
+    server.start()
+
+
+def paused(server):
+    server.pause()
+    yield
+    server.resume()
+
+
+def restarted_empty(server):
+    server.kill()
+    server.start()
+    yield
+
+
+@pytest.mark.parametrize(
+    ("trouble", "why"),
+    [
+        (killed, ("redis_connect_failed", "redis_breaker_opened")),
+        (paused, ("redis_connection_lost_timeout", "redis_breaker_opened")),
+        (restarted_empty, ("redis_read_missing", "redis_connection_lost_closed")),
+    ],
+    ids=["killed", "paused", "restarted empty"],
+)
+def test_requests_go_on_while_redis_is(first, told, prompts, server, traffic, trouble, why):
+    before = events(first)
+    with traffic(first, prompts(PROMPTS, LENGTH), told) as running:
+        running.wait_for(2 * PROMPTS)
+        steps = trouble(server)
+        next(steps)
+        running.wait_for(2 * PROMPTS)
+        list(steps)  # undone
+        running.wait_for(PROMPTS)
+    told_why = events(first) - before
+    assert any(told_why[reason] for reason in why), told_why
+    with traffic(first, prompts(PROMPTS, LENGTH), told) as running:
+        running.wait_for_hits(PROMPTS * CACHED // 2)  # back, and used again
+
+
+def test_at_the_end_the_second_instance_is_served_again(first, second, told, prompts, server):
+    wait_until(lambda: num_keys(server) >= PROMPTS * CHUNKS)
+    assert second.ask("reset")
+    answer = second.generate(prompts(PROMPTS, LENGTH))
+    assert answer["tokens"] == told
+    assert answer["cached"] == [CACHED] * PROMPTS  # from its own host memory
