@@ -1,5 +1,6 @@
 """Presence by probing: batched, bounded in time, never stuck."""
 
+import asyncio
 import time
 
 import pytest
@@ -15,6 +16,11 @@ class Store:
     async def contains(self, keys):
         self.batches.append(list(keys))
         return [key in self.held for key in keys]
+
+
+class Silent(Store):
+    async def contains(self, keys):
+        await asyncio.Event().wait()
 
 
 class Liar(Store):
@@ -56,7 +62,7 @@ def test_questions_never_stop_being_answered(io, until):
 
 def test_no_answer_in_time_is_no(io):
     now = [0.0]
-    prober = Prober(io, Liar([]), timeout_s=1.0, clock=lambda: now[0])
+    prober = Prober(io, Silent([]), timeout_s=1.0, clock=lambda: now[0])
     assert prober.holds(b"a") is None
     now[0] = 1.1
     assert prober.holds(b"a") is False
