@@ -1,23 +1,23 @@
 """Putting many keys into an order, or taking them out, at the price of one call."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from kvoffload.offload.policies.base import Policy
 
-Many = Callable[[Iterable[bytes]], object]
+Many = Callable[[Sequence[bytes]], object]
 
 
 @runtime_checkable
 class InBulk(Protocol):
     """Optional: a policy that takes many keys in a call; equal to as many single calls."""
 
-    def add_all(self, keys: Iterable[bytes]) -> object:
+    def add_all(self, keys: Sequence[bytes]) -> object:
         """Add keys, none of which is in the order."""
         ...
 
-    def remove_all(self, keys: Iterable[bytes]) -> object:
+    def remove_all(self, keys: Sequence[bytes]) -> object:
         """Take out keys, all of which are in the order."""
         ...
 

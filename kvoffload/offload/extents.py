@@ -7,10 +7,11 @@ bytes asked for lately, which is the part it would have if all chunks were in on
 """
 
 from collections.abc import Callable, Collection, Sequence
+from typing import cast
 
 from kvoffload.core.transfers import OffloadKey
 from kvoffload.offload.geometry import HostGeometry
-from kvoffload.offload.host import HostLedger, idle_victims
+from kvoffload.offload.host import HostLedger
 from kvoffload.offload.policies.base import Policy
 from kvoffload.offload.priority import ByPriority
 
@@ -118,11 +119,11 @@ class ExtentLedger(HostLedger):
         Extents of nobody are shared among the sizes, and so is what sizes have beyond their needs.
         Of the latter not all can be taken away, if chunks in use are strewn over it.
         """
-        if all(key in self.ready for key in keys):
+        if all(map(self.is_ready, keys)):
             return True
         left = {size: size.num_free + len(size.policy) for size in self._sizes}
         for key in keys:
-            if key not in self.pins:  # takes a slot, or is idle and does not make room
+            if key not in self.pinned:  # takes a slot, or is idle and does not make room
                 left[self._size_of(key)] -= 1
         lacking = sum(-(count // size.per_extent) for size, count in left.items() if count < 0)
         spare = sum(count // size.per_extent for size, count in left.items() if count > 0)
@@ -197,7 +198,14 @@ class ExtentLedger(HostLedger):
                 return
 
     def _evict_of(self, size: _Size, count: int, kept: frozenset[OffloadKey]) -> list[OffloadKey]:
-        gone, spared = idle_victims(size.policy, count, kept)
+        gone: list[OffloadKey] = []
+        spared: list[OffloadKey] = []
+        while len(gone) < count:
+            victims = cast(Sequence[OffloadKey], size.policy.victims(count - len(gone)))
+            if not victims:
+                break
+            for key in victims:
+                (spared if key in kept else gone).append(key)
         for key in gone:
             self._vacate(key)
         for key in spared:
@@ -206,13 +214,13 @@ class ExtentLedger(HostLedger):
 
     def _vacate(self, key: OffloadKey) -> None:
         """An idle chunk, taken out of its order, leaves its slot."""
-        self._put(self._unready(key))
+        slot = self.idle.slots.pop(key)
+        self._unready(key, slot)
+        self._put(slot)
 
-    def _unready(self, key: OffloadKey) -> int:
-        slot = self.ready.pop(key)
+    def _unready(self, key: OffloadKey, slot: int) -> None:
         del self._key_in[slot]
         self._size_of(key).num_ready -= 1
-        return slot
 
     def _take(self, size: _Size) -> int:
         extent, free = next(iter(size.free.items()))
@@ -279,7 +287,7 @@ class ExtentLedger(HostLedger):
                 if not victims:
                     return False
                 spared.extend(map(OffloadKey, victims))
-                extent = self.ready[spared[-1]] // self._extent_rows
+                extent = self.idle.slots[spared[-1]] // self._extent_rows
                 inside = self._idle_in(size, extent, kept)
                 if inside is None:
                     continue
@@ -307,7 +315,7 @@ class ExtentLedger(HostLedger):
             if slot in free:
                 continue
             key = self._key_in.get(slot)
-            if key is None or key in self.pins or key in kept:
+            if key is None or key in self.pinned or key in kept:
                 return None
             inside.append(key)
         return inside
@@ -334,16 +342,14 @@ class ExtentLedger(HostLedger):
 
     def forget(self, key: OffloadKey) -> None:
         """See :meth:`HostLedger.forget`."""
-        del self._key_in[self.ready[key]]
-        self._size_of(key).num_ready -= 1
+        slot = self.pinned[key] if key in self.pinned else self.idle.slots[key]
+        self._unready(key, slot)
         super().forget(key)
 
-    def forget_all(self) -> tuple[OffloadKey, ...]:
-        """See :meth:`HostLedger.forget_all`."""
-        self._key_in.clear()
-        for size in self._sizes:
-            size.num_ready = 0
-        return super().forget_all()
+    def _free_idle(self) -> None:
+        for key, slot in self.idle.slots.items():
+            self._unready(key, slot)
+            self._put(slot)
 
     # ---- self-check ----
 
@@ -364,5 +370,5 @@ class ExtentLedger(HostLedger):
         return (
             sorted([*free, *self._taken()]) == sorted(owned)
             and sorted(self._unowned) == unowned
-            and self._key_in == {slot: key for key, slot in self.ready.items()}
+            and self._key_in == {slot: key for key, slot in self.ready()}
         )

@@ -10,32 +10,13 @@ touch the memory). Idle ready chunks, and only these, are in the policy's order.
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from typing import cast
+from itertools import chain, repeat
 
 from kvoffload.core.transfers import OffloadKey
 from kvoffload.errors import UsageError
-from kvoffload.offload.bulk import add_all, remove_all
+from kvoffload.offload.idle import Idle, idle_in
 from kvoffload.offload.policies.base import Policy
 from kvoffload.offload.priority import ByPriority
-
-
-def idle_victims(
-    policy: Policy, count: int, kept: frozenset[OffloadKey]
-) -> tuple[list[OffloadKey], list[OffloadKey]]:
-    """Take victims out of an order: ``count`` to evict, and those met on the way that stay."""
-    gone: list[OffloadKey] = []
-    spared: list[OffloadKey] = []
-    while len(gone) < count:
-        victims = cast(Sequence[OffloadKey], policy.victims(count - len(gone)))
-        if not victims:
-            break
-        if kept.isdisjoint(victims):
-            gone.extend(victims)
-        else:
-            gone.extend(key for key in victims if key not in kept)
-            spared.extend(key for key in victims if key in kept)
-    return gone, spared
 
 
 @dataclass
@@ -56,28 +37,39 @@ class HostLedger:
     def __init__(self, num_slots: int, policy: Policy, slot_bytes: int = 1) -> None:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
-        self.ready: dict[OffloadKey, int] = {}
+        self.policy = policy
+        self.idle: Idle = idle_in(policy)
+        self.pinned: dict[OffloadKey, int] = {}
         self.incoming: dict[OffloadKey, int] = {}
         self.fetching: dict[OffloadKey, int] = {}
-        self.pins: dict[OffloadKey, int] = {}
+        # Pinned chunks with several users: how many beyond the first.
+        self._more_users: dict[OffloadKey, int] = {}
         self._free = list(range(num_slots - 1, -1, -1))
         self._orphans: dict[OffloadKey, _Orphan] = {}
         self._limbo: dict[int, list[OffloadKey | None]] = {}
-        self._use(policy)
-
-    def _use(self, policy: Policy) -> None:
-        self.policy = policy
-        self._add_all, self._remove_all = add_all(policy), remove_all(policy)
 
     # ---- what is here ----
 
     def absent(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return those chunks, once each, that are neither here nor on their way."""
         wanted = dict.fromkeys(keys)
-        places = (self.ready, self.incoming, self.fetching, self._orphans)
+        places = (self.idle.slots, self.pinned, self.incoming, self.fetching, self._orphans)
         if all(not place or place.keys().isdisjoint(wanted) for place in places):
             return list(wanted)
-        return [key for key in wanted if key not in self.ready and not self.moving(key)]
+        return [key for key in wanted if not self.is_ready(key) and not self.moving(key)]
+
+    def is_ready(self, key: OffloadKey) -> bool:
+        """Whether a chunk can be loaded from here."""
+        return key in self.idle.slots or key in self.pinned
+
+    @property
+    def num_ready(self) -> int:
+        """Chunks that can be loaded from here."""
+        return len(self.idle.slots) + len(self.pinned)
+
+    def ready(self) -> Iterable[tuple[OffloadKey, int]]:
+        """List the chunks that can be loaded from here, with their slots; O(slots)."""
+        return chain(self.idle.slots.items(), self.pinned.items())
 
     def moving(self, key: OffloadKey) -> bool:
         """Whether a chunk's slot is written, or still used though the chunk was forgotten."""
@@ -89,19 +81,19 @@ class HostLedger:
 
     def room_for(self, key: OffloadKey) -> int:
         """Slots that could be reserved now for chunks of this one's size."""
-        return len(self._free) + len(self.policy)
+        return len(self._free) + len(self.idle.slots)
 
     def has_room(self, keys: Sequence[OffloadKey]) -> bool:
         """Whether all these chunks could be here at once: those that are not yet need slots."""
-        needed = len(keys) - sum(map(self.ready.__contains__, keys))
+        idle = sum(map(self.idle.slots.__contains__, keys))
+        needed = len(keys) - idle - sum(map(self.pinned.__contains__, keys))
         # Idle chunks among them are not what makes room for the rest.
-        idle = sum(key in self.ready and key not in self.pins for key in keys) if needed else 0
-        return needed <= len(self._free) + len(self.policy) - idle
+        return not needed or needed <= len(self._free) + len(self.idle.slots) - idle
 
     @property
     def busy_slots(self) -> int:
         """Slots that a transfer uses, or that wait for one to let go."""
-        return self.num_slots - len(self._free) - len(self.policy)
+        return self.num_slots - len(self._free) - len(self.idle.slots)
 
     # ---- figures ----
 
@@ -117,12 +109,12 @@ class HostLedger:
     @property
     def resident_bytes(self) -> int:
         """Bytes of the slots of loadable chunks."""
-        return len(self.ready) * self.slot_bytes
+        return self.num_ready * self.slot_bytes
 
     @property
     def inflight_bytes(self) -> int:
         """Bytes of slots in use that hold no loadable chunk: written now, or not let go of yet."""
-        return (self.num_slots - len(self._free) - len(self.ready)) * self.slot_bytes
+        return (self.num_slots - len(self._free) - self.num_ready) * self.slot_bytes
 
     # ---- slots ----
 
@@ -143,9 +135,25 @@ class HostLedger:
         return slots, evicted
 
     def _evict(self, count: int, protected: Collection[OffloadKey]) -> list[OffloadKey]:
-        gone, spared = idle_victims(self.policy, count, frozenset(protected))
-        self._free.extend(map(self.ready.pop, gone))
-        self._add_all(spared)
+        kept = frozenset(protected)
+        gone: list[OffloadKey] = []
+        spared: list[tuple[OffloadKey, int]] = []
+        while len(gone) < count:
+            keys, slots = self.idle.victims(count - len(gone))
+            if not keys:
+                break
+            if kept.isdisjoint(keys):
+                gone += keys
+                self._free += slots
+                continue
+            for key, slot in zip(keys, slots, strict=True):
+                if key in kept:
+                    spared.append((key, slot))
+                else:
+                    gone.append(key)
+                    self._free.append(slot)
+        for key, slot in spared:
+            self.idle.put(key, slot)
         return gone
 
     def _put(self, slot: int) -> None:
@@ -176,28 +184,37 @@ class HostLedger:
 
     # ---- uses ----
 
-    def pin_all(self, keys: Sequence[OffloadKey]) -> bool:
-        """Begin the first use of ready chunks; False, and nothing is done, if not all are idle."""
-        uses = dict.fromkeys(keys, 1)
-        if len(uses) < len(keys) or (self.pins and not self.pins.keys().isdisjoint(uses)):
-            return False
-        self._remove_all(keys)
-        if self.pins:
-            self.pins.update(uses)
+    def pin_all(self, keys: Sequence[OffloadKey]) -> list[int] | None:
+        """Begin the first use of idle chunks and return their slots.
+
+        None, and nothing is done, if not all are idle or one is named twice.
+        """
+        try:
+            slots = list(map(self.idle.slots.__getitem__, keys))
+        except KeyError:
+            return None
+        uses = dict(zip(keys, slots, strict=True))
+        if len(uses) < len(keys):
+            return None
+        self.idle.take_all(keys)
+        if self.pinned:
+            self.pinned.update(uses)
         else:
-            self.pins = uses
-        return True
+            self.pinned = uses
+        return slots
 
     def unpin_all(self, keys: Sequence[OffloadKey]) -> bool:
         """End the last use of chunks; False, and nothing is done, if others use one of them.
 
         They become idle in the order given.
         """
-        uses = list(map(self.pins.pop, keys, repeat(0)))
-        if uses.count(1) == len(keys):
-            self._add_all(keys)
+        if self._more_users and not self._more_users.keys().isdisjoint(keys):
+            return False
+        slots = list(map(self.pinned.pop, keys, repeat(-1)))
+        if -1 not in slots:
+            self.idle.put_all(keys, slots)
             return True
-        self.pins.update((key, count) for key, count in zip(keys, uses, strict=True) if count)
+        self.pinned.update((k, slot) for k, slot in zip(keys, slots, strict=True) if slot >= 0)
         return False
 
     def all_ready(self, keys: Sequence[OffloadKey]) -> bool:
@@ -212,20 +229,19 @@ class HostLedger:
         return True
 
     def _become_ready_all(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
-        self.ready.update(zip(keys, slots, strict=True))
-        self._add_all(keys)
+        self.idle.put_all(keys, slots)
 
     def become_ready(self, key: OffloadKey, slot: int) -> None:
         """A chunk is wholly in its slot: loadable, idle, evictable."""
-        self.ready[key] = slot
-        self.policy.add(key)
+        self.idle.put(key, slot)
 
-    def pin(self, key: OffloadKey) -> None:
-        """Begin a use of a ready chunk: it leaves the order with its first user."""
-        pins = self.pins.get(key, 0)
-        if not pins:
-            self.policy.remove(key)
-        self.pins[key] = pins + 1
+    def pin(self, key: OffloadKey) -> int:
+        """Begin a use of a ready chunk, which leaves the order with its first user; its slot."""
+        if key in self.pinned:
+            self._more_users[key] = self._more_users.get(key, 0) + 1
+        else:
+            self.pinned[key] = self.idle.take(key)
+        return self.pinned[key]
 
     def end_use(self, key: OffloadKey, settled: bool = True) -> None:
         """End one use of a pinned or orphaned chunk.
@@ -234,65 +250,66 @@ class HostLedger:
         """
         orphan = self._orphans.get(key)
         if not settled:
-            slot = orphan.slot if orphan else self.ready[key]
+            slot = orphan.slot if orphan else self.pinned[key]
             self._limbo.setdefault(slot, []).append(key)
         elif orphan:
             orphan.users -= 1
             if not orphan.users:
                 del self._orphans[key]
                 self._put(orphan.slot)
-        elif self.pins[key] > 1:
-            self.pins[key] -= 1
+        elif key in self._more_users:
+            self._more_users[key] -= 1
+            if not self._more_users[key]:
+                del self._more_users[key]
         else:
-            del self.pins[key]
-            self.policy.add(key)
+            self.idle.put(key, self.pinned.pop(key))
 
     def prioritise(self, keys: Sequence[OffloadKey], priority: int) -> None:
         """Chunks about to be stored are of this priority from now on; see :class:`ByPriority`."""
         if not isinstance(self.policy, ByPriority):
             if not priority:
                 return
-            self._use(ByPriority(self.policy, self.num_slots))
+            # Once in a ledger's life: from the first priority on, slots are kept beside the order.
+            self.policy = ByPriority(self.policy, self.num_slots)
+            self.idle = idle_in(self.policy, self.idle.slots)
         assert isinstance(self.policy, ByPriority)
         self.policy.mark(keys, priority)
 
     def forget(self, key: OffloadKey) -> None:
         """Make a ready chunk invisible at once; its slot is freed after its last user."""
-        slot = self.ready.pop(key)
-        users = self.pins.pop(key, 0)
-        if users:
-            self._orphans[key] = _Orphan(slot, users)
+        if key in self.pinned:
+            users = 1 + self._more_users.pop(key, 0)
+            self._orphans[key] = _Orphan(self.pinned.pop(key), users)
         else:
-            self.policy.remove(key)
-            self._put(slot)
+            self._put(self.idle.take(key))
 
     def forget_all(self) -> tuple[OffloadKey, ...]:
         """Make every chunk invisible; return those that were ready."""
-        gone = tuple(self.ready)
-        for key, slot in self.ready.items():
-            if users := self.pins.get(key, 0):
-                self._orphans[key] = _Orphan(slot, users)
-            else:
-                self._put(slot)
+        gone = tuple(key for key, _ in self.ready())
+        self._free_idle()
+        self.idle.clear()
+        for key in list(self.pinned):
+            self.forget(key)
         for moving in (self.incoming, self.fetching):
             for key, slot in moving.items():
                 self._orphans[key] = _Orphan(slot, 1)
             moving.clear()
-        self.ready.clear()
-        self.pins.clear()
-        self.policy.clear()
         return gone
+
+    def _free_idle(self) -> None:
+        self._free.extend(self.idle.slots.values())
 
     # ---- self-check ----
 
     def check(self) -> None:
         """Raise UsageError if the ledger contradicts itself; for tests, O(slots)."""
-        idle = [key for key in self.ready if key not in self.pins]
+        idle = self.idle.slots
         for broken, what in (
             (not self._adds_up(), "every slot is in exactly one place"),
             (len(self.policy) != len(idle), "the policy orders exactly the idle chunks"),
             (any(key not in self.policy for key in idle), "idle chunks are in the order"),
-            (not self.pins.keys() <= self.ready.keys(), "only ready chunks are pinned"),
+            (not self.pinned.keys().isdisjoint(idle), "a pinned chunk is not idle"),
+            (not self._more_users.keys() <= self.pinned.keys(), "chunks in use are pinned"),
         ):
             if broken:
                 raise UsageError(f"the host ledger is inconsistent: not true that {what}")
@@ -300,7 +317,8 @@ class HostLedger:
     def _taken(self) -> list[int]:
         """List the slots that are not free, from all places they may be in."""
         places: list[Iterable[int]] = [
-            self.ready.values(),
+            self.idle.slots.values(),
+            self.pinned.values(),
             self.incoming.values(),
             self.fetching.values(),
             (orphan.slot for orphan in self._orphans.values()),

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from kvoffload.core.transfers import OffloadKey
 from kvoffload.offload.base import ReqContext
@@ -61,7 +62,7 @@ class Lookups:
     def whereabouts(self, key: OffloadKey, req_context: ReqContext | None) -> str:
         """Name the place of a chunk; "" if it is nowhere."""
         host = self._host
-        if key in host.ready:
+        if host.is_ready(key):
             return CPU
         if key in host.fetching:
             return "fetching"
@@ -82,13 +83,8 @@ class Lookups:
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None
     ) -> tuple[int, bool]:
         """See :meth:`OffloadingManager.lookup_prefix`."""
-        ready = self._host.ready
-        hits = 0
-        for key in keys:
-            if key not in ready:
-                break
-            hits += 1
-        else:
+        hits = self._ready_prefix(keys)
+        if hits == len(keys):
             self._counters["lookup_hits"] += hits
             return hits, False
         in_host = hits
@@ -106,21 +102,30 @@ class Lookups:
             self._note_declined(keys[hits], [tier for tier in allowed if tier not in tiers])
         return hits, pending
 
+    def _ready_prefix(self, keys: Sequence[OffloadKey]) -> int:
+        host = self._host
+        hits = sum(takewhile(bool, map(host.idle.slots.__contains__, keys)))
+        if host.pinned:
+            while hits < len(keys) and host.is_ready(keys[hits]):
+                hits += 1
+        return hits
+
     def _find_below(
         self, keys: Sequence[OffloadKey], start: int, tiers: tuple[Tier, ...]
     ) -> tuple[int, bool | None]:
         """Go on where the first chunk is not in host memory; return hits, and what ended them."""
         host = self._host
         # Idle chunks of the prompt itself are not what makes room for the rest of it.
-        idle_hits = sum(key not in host.pins for key in keys[:start]) if host.pins else start
+        idle = host.idle.slots
+        idle_hits = sum(map(idle.__contains__, keys[:start])) if host.pinned else start
         from_below = 0
         found: Counter[str] = Counter()
         answer: bool | None = False
         hits = start
         for key in keys[start:]:
-            if key in host.ready:
-                idle_hits += key not in host.pins
-            else:
+            if key in idle:
+                idle_hits += 1
+            elif key not in host.pinned:
                 if key in host.fetching:
                     answer = None
                     break
@@ -136,7 +141,7 @@ class Lookups:
         if answer is None:
             # What comes after is asked now, too, so that questions to slow tiers travel together.
             for key in keys[hits + 1 : hits + 1 + ASKED_AHEAD]:
-                if key not in host.ready and first_holder(key, tiers)[1] is False:
+                if not host.is_ready(key) and first_holder(key, tiers)[1] is False:
                     break
         for medium, count in found.items():
             self._counters[f"lookup_hits_{medium}"] += count

@@ -85,7 +85,7 @@ class WriteThrough:
         batch: list[OffloadKey] = []
         gone: list[OffloadKey] = []
         for key in waiting:
-            if key not in host.ready:
+            if not host.is_ready(key):
                 gone.append(key)
                 continue
             size = host.bytes_of(key)
@@ -94,12 +94,12 @@ class WriteThrough:
                 break
             lane.pinned_bytes += size
             batch.append(key)
+        slots = list(map(host.pin, batch))
         for key in batch:
             del waiting[key]
-            host.pin(key)
         self._drop(lane, gone)
         if batch:
-            source = CPULoadStoreSpec([host.ready[key] for key in batch])
+            source = CPULoadStoreSpec(slots)
             name = lane.tier.name
             target = BackendLoadStoreSpec(name, batch)
             number = next(self._numbers)

@@ -31,7 +31,7 @@ def put(manager, wanted):
 
 
 def resident_kib(manager, group, size_kib):
-    ready = manager._host.ready
+    ready = dict(manager._host.ready())
     return sum(key[-4:] == group.to_bytes(4, "big") for key in ready) * size_kib
 
 

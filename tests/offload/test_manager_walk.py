@@ -158,7 +158,7 @@ class Walk:
         self.manager.complete_load(fine)
         if twice:
             host = self.manager._host
-            idle = [k for k in fine if k not in host.pins and not host.moving(k)]
+            idle = [k for k in fine if k not in host.pinned and not host.moving(k)]
             self.unexpected(len(idle), self.manager.complete_load, idle)
 
     def unexpected(self, count, complete, *args):
@@ -202,7 +202,7 @@ class Walk:
         fine = [key for key, fine in zip(keys, ok, strict=True) if fine]
         self.manager.complete_store(fine)
         if twice:
-            ready = [k for k in fine if k in self.manager._host.ready]
+            ready = [k for k in fine if self.manager._host.is_ready(k)]
             self.unexpected(len(ready), self.manager.complete_store, ready)
 
     def take_transfers(self):
@@ -279,9 +279,7 @@ class Walk:
                 assert key not in self.resident()
 
     def resident(self):
-        return {
-            key for prompt in KEYS for key in prompt if self.manager._host.ready.get(key, -1) >= 0
-        }
+        return {key for prompt in KEYS for key in prompt if self.manager._host.is_ready(key)}
 
     # What must be true after every step
 
@@ -289,7 +287,7 @@ class Walk:
         self.manager.check()
         host = self.manager._host
         used = 0
-        for key, slot in host.ready.items():
+        for key, slot in host.ready():
             assert self.holds(slot, key), "a loadable chunk's slot holds something else"
             used += host.bytes_of(key)
         assert host.resident_bytes == used

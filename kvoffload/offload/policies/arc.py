@@ -1,10 +1,27 @@
 """ARC, the adaptive replacement cache (N. Megiddo, D. Modha: FAST 2003)."""
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from itertools import compress, repeat
 from math import ceil, floor
+from operator import not_
 
 from kvoffload.offload.policies.history import Away
+
+_List = OrderedDict[bytes, None]
+
+
+def _append(recent: _List, keys: Iterable[bytes]) -> None:
+    """Put keys that are not in a list at its recent end."""
+    deque(map(recent.__setitem__, keys, repeat(None)), maxlen=0)
+
+
+def _move(recent: _List, ghosts: _List, count: int) -> list[bytes]:
+    """Take the oldest keys of a list, which become ghosts."""
+    pop = recent.popitem
+    keys = [pop(last=False)[0] for _ in range(count)]
+    _append(ghosts, keys)
+    return keys
 
 
 class ARCPolicy:
@@ -18,10 +35,10 @@ class ARCPolicy:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._once: OrderedDict[bytes, None] = OrderedDict()
-        self._again: OrderedDict[bytes, None] = OrderedDict()
-        self._once_ghosts: OrderedDict[bytes, None] = OrderedDict()
-        self._again_ghosts: OrderedDict[bytes, None] = OrderedDict()
+        self._once: _List = OrderedDict()
+        self._again: _List = OrderedDict()
+        self._once_ghosts: _List = OrderedDict()
+        self._again_ghosts: _List = OrderedDict()
         self._away: Away[bool] = Away(capacity)  # notes whether the key was seen again
         self._target = 0.0
         self._again_missed = False
@@ -40,14 +57,40 @@ class ARCPolicy:
         else:
             once[key] = None
         self._again_missed = False
-        # The paper's bounds: a list with its ghosts ≤ capacity, all four lists ≤ twice that. Only
-        # this method lets them grow, by one.
-        tried = len(once) + len(self._once_ghosts)
-        if tried > self.capacity and self._once_ghosts:
-            self._once_ghosts.popitem(last=False)
+        self._trim()
+
+    def add_all(self, keys: Sequence[bytes]) -> None:
+        """Add keys, none of which is in the order; what is learnt and decided is as one by one."""
+        once_ghosts, again_ghosts, away = self._once_ghosts, self._again_ghosts, self._away
+        were_again = list(map(away.get, keys)) if away else [None] * len(keys)
+        unknown = were_again.count(None)
+        if not unknown:
+            deque(map(away.__delitem__, keys), maxlen=0)
+            _append(self._again, compress(keys, were_again))
+            _append(self._once, compress(keys, map(not_, were_again)))
+        elif unknown == len(keys) and all(
+            ghosts.keys().isdisjoint(keys) for ghosts in (once_ghosts, again_ghosts)
+        ):
+            _append(self._once, keys)
+        else:
+            deque(map(self.add, keys), maxlen=0)
+        self._again_missed = False
+        self._trim()
+
+    def _trim(self) -> None:
+        """Keep the paper's bounds: a list with its ghosts ≤ capacity, all four lists ≤ twice that.
+
+        Only adding lets them grow; an excess of ghosts may be taken after each key or after many.
+        """
+        once_ghosts, again_ghosts = self._once_ghosts, self._again_ghosts
+        tried = len(self._once) + len(once_ghosts)
+        while tried > self.capacity and once_ghosts:
+            once_ghosts.popitem(last=False)
             tried -= 1
-        if tried + len(again) + len(self._again_ghosts) > 2 * self.capacity and self._again_ghosts:
-            self._again_ghosts.popitem(last=False)
+        excess = tried + len(self._again) + len(again_ghosts) - 2 * self.capacity
+        while excess > 0 and again_ghosts:
+            again_ghosts.popitem(last=False)
+            excess -= 1
 
     def touch(self, key: bytes) -> None:
         """Count a use; for an evicted key, move the target towards the list it was missed from."""
@@ -70,22 +113,26 @@ class ARCPolicy:
             del self._again[key]
             self._away.keep(key, True)
 
+    def remove_all(self, keys: Sequence[bytes]) -> None:
+        """Take out keys, all of which are in the order."""
+        were_again = list(map(self._again.__contains__, keys))
+        once = list(compress(keys, map(not_, were_again))) if True in were_again else keys
+        deque(map(self._once.__delitem__, once), maxlen=0)
+        if len(once) < len(keys):
+            deque(map(self._again.__delitem__, compress(keys, were_again)), maxlen=0)
+        self._away.keep_all(keys, were_again)
+
     def victims(self, count: int) -> Sequence[bytes]:
         """Take least recently used keys from the list that is larger than it ought to be."""
         once, again = self._once, self._again
-        once_ghosts, again_ghosts = self._once_ghosts, self._again_ghosts
+        count = min(count, len(self))
         # A key missed from ``_again`` takes from ``_once`` also when that has just its share.
         enough = ceil(self._target) if self._again_missed else floor(self._target) + 1
-        taken: list[bytes] = []
-        for _ in range(min(count, len(self))):
-            if once and (len(once) >= enough or not again):
-                key = once.popitem(last=False)[0]
-                once_ghosts[key] = None
-            else:
-                key = again.popitem(last=False)[0]
-                again_ghosts[key] = None
-            taken.append(key)
-        return taken
+        beyond = max(0, min(count, len(once) - max(enough, 1) + 1))
+        taken = _move(once, self._once_ghosts, beyond)
+        taken += _move(again, self._again_ghosts, min(count - beyond, len(again)))
+        # Where ``_again`` runs out, ``_once`` gives more than it ought to.
+        return taken + _move(once, self._once_ghosts, count - len(taken))
 
     def _ghost_hit(self, key: bytes) -> bool:
         """Learn from a miss of an evicted key; False if the key is unknown."""

@@ -1,30 +1,43 @@
 """What policies remember of keys that are not in the order, in bounded memory."""
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 from random import Random
 from typing import TypeVar
 
 Note = TypeVar("Note")
+_SLACK = 32
 
 
-class Away(OrderedDict[bytes, Note]):
+class Away(dict[bytes, Note]):
     """Notes on keys taken out of the order, most of them pinned and soon to be back.
 
     A key may also be gone for good without anybody saying so; therefore the oldest notes are
-    dropped beyond ``limit``.
+    dropped beyond ``limit``, give or take a few: many at a time, since to find a dict's oldest keys
+    is to step over those deleted before them.
     """
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self.limit = limit
+        self._most = limit + limit // _SLACK
 
     def keep(self, key: bytes, note: Note) -> None:
         """Remember a key's note until it comes back."""
         self[key] = note
-        if len(self) > self.limit:
-            self.popitem(last=False)
+        if len(self) > self._most:
+            self._drop()
+
+    def keep_all(self, keys: Sequence[bytes], notes: Sequence[Note]) -> None:
+        """Remember a note for each key."""
+        self.update(zip(keys, notes, strict=True))
+        if len(self) > self._most:
+            self._drop()
+
+    def _drop(self) -> None:
+        for key in list(islice(self, len(self) - self.limit)):
+            del self[key]
 
 
 _MOST = 3

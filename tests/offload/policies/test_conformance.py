@@ -25,7 +25,7 @@ class Scanning(LRUPolicy):
     """Looks at a part of all keys to find one."""
 
     def victims(self, count: int) -> Sequence[bytes]:
-        for _ in zip(range(len(self) // 16), self._order, strict=False):
+        for _ in zip(range(len(self) // 16), self.numbers, strict=False):
             pass
         return super().victims(count)
 
@@ -47,19 +47,19 @@ class SkipsPinned(LRUPolicy):
 
     def victims(self, count):
         taken = []
-        for key in list(self._order):
+        for key in list(self.numbers):
             if len(taken) == count:
                 break
             if key not in self.pinned:
                 taken.append(key)
-                del self._order[key]
+                del self.numbers[key]
         return taken
 
     def __len__(self):
-        return len(self._order) - len(self.pinned)
+        return len(self.numbers) - len(self.pinned)
 
     def __contains__(self, key):
-        return key in self._order and key not in self.pinned
+        return key in self.numbers and key not in self.pinned
 
 
 class Hoards(LRUPolicy):
@@ -78,7 +78,7 @@ class HeadFirst(LRUPolicy):
     """Evicts the most recent key."""
 
     def victims(self, count):
-        return [self._order.popitem()[0] for _ in range(min(count, len(self)))]
+        return [self.numbers.popitem()[0] for _ in range(min(count, len(self)))]
 
 
 @pytest.mark.parametrize(

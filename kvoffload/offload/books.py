@@ -1,0 +1,43 @@
+"""What loading, storing and looking up have in common: the accounts of one manager."""
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from kvoffload.core.transfers import OffloadKey
+from kvoffload.offload.host import HostLedger
+from kvoffload.offload.lookups import Lookups
+from kvoffload.offload.residence import Residence
+from kvoffload.offload.write_through import WriteThrough
+
+log = logging.getLogger(__name__)
+MAX_WARNINGS = 20
+"""Unexpected answers that are logged; the others are only counted."""
+
+
+@dataclass(frozen=True)
+class Books:
+    """Made and owned by the manager; each part changes them by their own methods."""
+
+    host: HostLedger
+    lookups: Lookups
+    residence: Residence
+    write_through: WriteThrough
+    counters: Counter[str]
+
+    def reserve(
+        self, keys: Sequence[OffloadKey], protected: Collection[OffloadKey] = ()
+    ) -> tuple[list[int], list[OffloadKey]]:
+        """Take slots for as many leading chunks as possible; record and return what had to go."""
+        slots, evicted = self.host.reserve(keys, protected)
+        self.counters["evicted"] += len(evicted)
+        self.residence.evicted(evicted)
+        return slots, evicted
+
+    def unexpected(self, verb: str, *keys: OffloadKey) -> None:
+        """A transfer was answered that is not under way."""
+        self.counters["unexpected_completion"] += 1
+        if self.counters["unexpected_completion"] <= MAX_WARNINGS:
+            named = keys[0].hex() if keys else "none"
+            log.warning("%s for chunk %s, which was not prepared", verb, named)
