@@ -19,12 +19,12 @@ import msgspec
 from kvoffload.backends.base import Removal, Usage
 from kvoffload.backends.disk_doctor import diagnose
 from kvoffload.backends.disk_house import House
-from kvoffload.backends.disk_index import name_of
+from kvoffload.backends.disk_index import Name, name_of
 from kvoffload.backends.disk_io import PAGE, ChunkFiles, probe_direct
 from kvoffload.backends.disk_keeper import Bounds, Keeper
 from kvoffload.backends.disk_layout import MANIFEST, prepare_root
 from kvoffload.backends.format import MAX_KEY_BYTES, namespace_digest
-from kvoffload.backends.offloop import Lane
+from kvoffload.backends.offloop import DaemonThreads, Lane, once
 from kvoffload.backends.upkeep import Finding
 from kvoffload.backends.vfs import Vfs
 from kvoffload.config import ByteSize
@@ -148,7 +148,7 @@ class DiskBackend:
         if self._closed:
             return [False] * len(keys)
         answers = await self._loads.run(len(keys), lambda i: self._read(keys[i], into[i]))
-        self._rank(keys, answers)
+        self._keeper.used(_head_last(keys, answers))
         return answers
 
     async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
@@ -160,7 +160,7 @@ class DiskBackend:
             if not _is_key(key):
                 raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
         answers = await self._stores.run(len(keys), lambda i: self._write(keys[i], chunks[i]))
-        self._rank(keys, answers)
+        self._keeper.index.rank(_head_last(keys, answers))
         self._house.wake()
         return answers
 
@@ -181,7 +181,7 @@ class DiskBackend:
         self._closed = True
         if self._describing is not None:
             await asyncio.wait([self._describing])
-        await asyncio.to_thread(self._shut_down)
+        await once(self._shut_down)
 
     # ---- optional protocols ----------------------------------------------------------------
 
@@ -218,19 +218,20 @@ class DiskBackend:
     async def _write_manifest(self, facts: Mapping[str, str]) -> None:
         manifest = {"format": 1, "namespace": self.namespace, "facts": dict(facts)}
         target = f"{self._keeper.folder(0)}/{MANIFEST}"
+        threads = DaemonThreads()
         try:
-            if await aiofiles.os.path.exists(target):
+            if await aiofiles.os.path.exists(target, executor=threads):
                 return
             partial = self._keeper.writer.temporary()
-            async with aiofiles.open(partial, "w", opener=_private) as file:
+            async with aiofiles.open(partial, "w", opener=_private, executor=threads) as file:
                 await file.write(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
-            await aiofiles.os.replace(partial, target)
+            await aiofiles.os.replace(partial, target, executor=threads)
         except OSError as error:
             log.warning("disk: cannot write %s: %s", target, error)
 
     async def diagnose(self) -> list[Finding]:
         """See :class:`~kvoffload.backends.upkeep.Diagnoses`."""
-        await asyncio.to_thread(self.wait_ready, 60.0)
+        await once(self.wait_ready, 60.0)
         return await diagnose(self, self._keeper, self.io_mode, self.io_reason)
 
     @property
@@ -249,10 +250,9 @@ class DiskBackend:
             return False
         name = name_of(0, key)
         reason, facts = self._files.read(self._keeper.path(name), key, self._digest, target)
-        if reason is None and facts is not None:
-            self._keeper.used(name, facts.st_mtime_ns)
+        if reason is None:
             return True
-        if reason is None or reason == "missing":
+        if reason == "missing":
             self._keeper.count("read_missing")
             if name in self._keeper.index:
                 self._keeper.left(name, "vanished")
@@ -293,12 +293,6 @@ class DiskBackend:
         except OSError:
             return False
         return True
-
-    def _rank(self, keys: Sequence[bytes], answers: Sequence[bool]) -> None:
-        """Touch the head of a prefix last: the most recent, so that its tail leaves first."""
-        for key, good in zip(reversed(keys), reversed(answers), strict=True):
-            if good:
-                self._keeper.index.touch(name_of(0, key))
 
     def _made_durable(self, name: bytes) -> bool:
         if not self._files.durable:
@@ -341,6 +335,12 @@ class DiskBackend:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _head_last(keys: Sequence[bytes], answers: Sequence[bool]) -> list[Name]:
+    """Names of what went well: the head of a prefix is to be the most recent, its tail leaves."""
+    names = [name_of(0, key) for key, good in zip(keys, answers, strict=True) if good]
+    return names[::-1]
 
 
 def _is_key(key: bytes) -> bool:

@@ -1,6 +1,5 @@
 """Is this folder fit to be a tier? What ``kvoffload doctor ROOT`` looks into."""
 
-import asyncio
 import mmap
 import os
 import secrets
@@ -8,6 +7,7 @@ import time
 
 from kvoffload.backends.base import Backend
 from kvoffload.backends.disk_keeper import Keeper
+from kvoffload.backends.offloop import once
 from kvoffload.backends.upkeep import Finding
 from kvoffload.config import human_bytes
 
@@ -22,7 +22,7 @@ async def diagnose(
 ) -> list[Finding]:
     """Examine a root that has just been opened."""
     findings = [_medium(keeper.root), _io(io, io_reason)]
-    findings += [await asyncio.to_thread(_space, keeper), _sharing(keeper)]
+    findings += [await once(_space, keeper), _sharing(keeper)]
     findings.append(await _throughput(backend))
     return findings
 

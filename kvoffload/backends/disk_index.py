@@ -66,13 +66,21 @@ class Index:
                 for name, allocated_bytes in part:
                     self._put(name, allocated_bytes)
 
-    def touch(self, name: Name) -> None:
-        """A chunk was read."""
+    def touch(self, names: Iterable[Name]) -> None:
+        """These chunks were read, the last named is the most recent."""
         with self._lock:
-            if name in self._sizes:
-                self._sizes.move_to_end(name)
-                if self._order is not None and name in self._order:
-                    self._order.touch(name)
+            for name in names:
+                if name in self._sizes:
+                    self._sizes.move_to_end(name)
+                    if self._order is not None and name in self._order:
+                        self._order.touch(name)
+
+    def rank(self, names: Iterable[Name]) -> None:
+        """These chunks were stored together: put them in this order, which is no use of them."""
+        with self._lock:
+            for name in names:
+                if name in self._sizes:
+                    self._put(name, self._sizes[name])
 
     def drop(self, name: Name) -> bool:
         """A file is gone; say whether it was known."""
@@ -111,7 +119,7 @@ class Index:
             # A policy wants its capacity in entries: the first chunk tells how big entries are.
             entries = self._capacity_bytes // max(1, allocated_bytes)
             self._order = self._make_policy(max(1, entries))
+        # To be found once more is no use: a policy that counts uses would take it for one.
         if name in self._order:
-            self._order.touch(name)
-        else:
-            self._order.add(name)
+            self._order.remove(name)
+        self._order.add(name)

@@ -29,6 +29,9 @@ class Outcome(NamedTuple):
     """The file's facts, where it could be opened."""
 
 
+_DONE = Outcome(None)
+
+
 def reason_of(error: OSError) -> str:
     """A counter's name for an error of the operating system."""
     if isinstance(error, FileNotFoundError):
@@ -48,27 +51,47 @@ class ChunkFiles:
         self._local = threading.local()
 
     def read(self, path: str, key: bytes, namespace: bytes, target: memoryview) -> Outcome:
-        """Fill ``target`` with the chunk at ``path``, if it is exactly the one wanted."""
+        """Fill ``target`` with the chunk at ``path``, if it is exactly the one wanted.
+
+        As few calls as possible, because each gives the interpreter away and has to wait for it
+        again: the page behind the chunk's end tells a file that is too long, no ``fstat``.
+        """
+        vfs = self.vfs
         try:
-            fd = self.vfs.open(path, self._flags(os.O_RDONLY | os.O_NONBLOCK, target))
+            fd = vfs.open(path, self._flags(os.O_RDONLY | os.O_NONBLOCK, target))
         except OSError as error:
             return Outcome(reason_of(error))
-        facts = None
+        try:
+            header, beyond = self._pages()
+            wanted = PAGE + target.nbytes
+            moved = vfs.preadv(fd, [header, target, beyond], 0)
+            if 0 < moved < wanted:
+                moved = _go_on(vfs.preadv, fd, [header, target, beyond], moved)
+            reason = check_chunk(header, target, key, namespace) if moved == wanted else "size"
+            if reason is None:
+                return _DONE
+            return self._damaged(fd, reason, wanted)
+        except OSError as error:
+            return self._unreadable(fd, error)
+        finally:
+            vfs.close_quietly(fd)
+
+    def _damaged(self, fd: int, reason: str, wanted: int) -> Outcome:
+        """Say what is wrong with a file that could be read but is not the chunk wanted."""
+        facts = self.vfs.fstat(fd)
+        if reason == "size" and facts.st_size == wanted:
+            reason = "short"
+        return Outcome(f"corrupt_{reason}", facts)
+
+    def _unreadable(self, fd: int, error: OSError) -> Outcome:
+        """Tell a file that gives an error from something that is no file."""
         try:
             facts = self.vfs.fstat(fd)
-            if not stat.S_ISREG(facts.st_mode):
-                return Outcome("corrupt_link", facts)
-            if facts.st_size != PAGE + target.nbytes:
-                return Outcome("corrupt_size", facts)
-            header = self._header_page()
-            if _transfer(self.vfs.preadv, fd, header, target) != PAGE + target.nbytes:
-                return Outcome("corrupt_short", facts)
-            reason = check_chunk(header, target, key, namespace)
-            return Outcome(reason and f"corrupt_{reason}", facts)
-        except OSError as error:
-            return Outcome(reason_of(error), facts)
-        finally:
-            self.vfs.close_quietly(fd)
+        except OSError:
+            return Outcome(reason_of(error))
+        if not stat.S_ISREG(facts.st_mode):
+            return Outcome("corrupt_link", facts)
+        return Outcome(reason_of(error), facts)
 
     def write(self, path: str, key: bytes, namespace: bytes, chunk: memoryview) -> Outcome:
         """Write a chunk under a temporary name; the caller gives it its own, or removes it."""
@@ -77,9 +100,9 @@ class ChunkFiles:
         except OSError as error:
             return Outcome(reason_of(error))
         try:
-            header = self._header_page()
+            header, _ = self._pages()
             header[:] = pack_header(key, namespace, chunk, header_bytes=PAGE)
-            if _transfer(self.vfs.pwritev, fd, header, chunk) != PAGE + chunk.nbytes:
+            if _go_on(self.vfs.pwritev, fd, [header, chunk], 0) != PAGE + chunk.nbytes:
                 return Outcome("io_short")
             if self.durable:
                 self.vfs.fsync(fd)
@@ -92,11 +115,13 @@ class ChunkFiles:
     def _flags(self, flags: int, memory: memoryview) -> int:
         return flags | os.O_DIRECT if self.direct and is_aligned(memory) else flags
 
-    def _header_page(self) -> memoryview:
-        page: memoryview | None = getattr(self._local, "page", None)
-        if page is None:
-            page = self._local.page = memoryview(mmap.mmap(-1, PAGE))
-        return page
+    def _pages(self) -> tuple[memoryview, memoryview]:
+        """Two pages of this thread's own: for a header, and for what should not be there."""
+        pages: tuple[memoryview, memoryview] | None = getattr(self._local, "pages", None)
+        if pages is None:
+            both = memoryview(mmap.mmap(-1, 2 * PAGE))
+            pages = self._local.pages = both[:PAGE], both[PAGE:]
+        return pages
 
 
 def is_aligned(memory: memoryview) -> bool:
@@ -126,21 +151,24 @@ def probe_direct(vfs: Vfs, path: str) -> str | None:
         vfs.unlink_quietly(path)
 
 
-def _transfer(
-    call: Callable[[int, Buffers, int], int], fd: int, header: memoryview, body: memoryview
+def _go_on(
+    call: Callable[[int, Buffers, int], int], fd: int, buffers: list[memoryview], done: int
 ) -> int:
-    """Move header and body in one call, going on after short ones; return the bytes moved."""
-    body = body.cast("B")
-    total = len(header) + len(body)
-    done = 0
-    while done < total:
-        buffers = [header[done:], body] if done < PAGE else [body[done - PAGE :]]
-        moved = call(fd, buffers, done)
-        if moved <= 0:
+    """Read or write the rest of what was begun, as often as it takes; return the bytes moved."""
+    rest = [buffer.cast("B") for buffer in buffers]
+    skip = done
+    while rest:
+        while rest and skip >= len(rest[0]):
+            skip -= len(rest.pop(0))
+        if not rest:
             break
-        done += moved
-        if done < total and done % PAGE:
+        rest[0] = rest[0][skip:]
+        if done % PAGE:
             # The rest no longer begins on a page: go on through the page cache.
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
             fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        skip = call(fd, rest, done)
+        if skip <= 0:
+            break
+        done += skip
     return done

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvoffload.backends.base import Removal
@@ -87,7 +87,7 @@ class Keeper:
         self._evicting = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
-        self._used: dict[Name, tuple[int, int]] = {}
+        self._used: dict[Name, int] = {}
         self._writes_off_until = 0.0
         fresh = not any(map(is_namespace, vfs.listdir(root)))
         make_folder(vfs, self.folder(0), durable=durable)
@@ -140,19 +140,23 @@ class Keeper:
 
     # ---- recency ---------------------------------------------------------------------------
 
-    def used(self, name: Name, mtime_ns: int) -> None:
-        """A chunk was read well; remembered here, and in the file's access time a little later."""
-        self.index.touch(name)
+    def used(self, names: Sequence[Name]) -> None:
+        """These were read well, the last named is the most recent.
+
+        Remembered here, and in the files' access times a little later.
+        """
+        self.index.touch(names)
         with self._lock:
-            self._used[name] = (time.time_ns(), mtime_ns)
+            self._used.update(dict.fromkeys(names, time.time_ns()))
 
     def record_use(self) -> None:
         """Write access times, where other processes and the next start find them."""
         with self._lock:
             used, self._used = self._used, {}
-        for name, (atime_ns, mtime_ns) in used.items():
+        for name, atime_ns in used.items():
+            path = self.path(name)
             with contextlib.suppress(OSError):
-                self.vfs.utime(self.path(name), atime_ns, mtime_ns)
+                self.vfs.utime(path, atime_ns, self.vfs.lstat(path).st_mtime_ns)
 
     # ---- room ------------------------------------------------------------------------------
 

@@ -1,9 +1,21 @@
-"""Blocking work beside the I/O loop, without ever leaving the caller's memory in use."""
+"""Blocking work beside the I/O loop, without ever leaving the caller's memory in use.
+
+All threads here are daemons: a system call on a dead device may never return, and an interpreter
+that ends must not wait for it, as it would for the threads of ``concurrent.futures``.
+"""
 
 import asyncio
+import contextlib
+import itertools
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_names = itertools.count(1)
 
 
 class Lane:
@@ -17,8 +29,17 @@ class Lane:
     def __init__(self, name: str, threads: int, stall_s: float) -> None:
         self.threads = threads
         self.stall_s = stall_s
-        self._executor = ThreadPoolExecutor(threads, name)
-        self._begun: dict[object, float] = {}
+        self._queue: SimpleQueue[_Batch | None] = SimpleQueue()
+        self._begun: list[float | None] = [None] * threads
+        """Since when each thread has been inside an item."""
+        self._closing = threading.Lock()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._serve, args=(i,), name=f"{name}_{i}", daemon=True)
+            for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def stalled(self) -> bool:
         """Whether every thread is stuck in an item."""
@@ -27,70 +48,154 @@ class Lane:
     async def run(self, count: int, work: Callable[[int], bool]) -> list[bool]:
         """Do ``work(0) .. work(count - 1)`` on the threads; return the answers in order.
 
-        Each thread takes the next item until none is left: a batch crosses to the threads a few
-        times, not once an item. When cancelled, no further item begins, and the call returns only
-        after those begun have ended. ``work`` must not raise.
+        Each thread takes the next item until none is left, and the last one reports: a batch
+        crosses to the threads and back once, not once an item. When cancelled, no further item
+        begins, and the call returns only after those begun have ended. ``work`` must not raise.
         """
-        answers = [False] * count
-        if self.stalled():
-            return answers
-        todo = list(range(count - 1, -1, -1))
-
-        def strand() -> None:
-            while todo:
-                try:
-                    i = todo.pop()  # atomic: no two threads get the same item
-                except IndexError:
-                    return
-                token = object()
-                self._begun[token] = time.monotonic()
-                try:
-                    answers[i] = work(i)
-                finally:
-                    del self._begun[token]
-
-        jobs = [self._executor.submit(strand) for _ in range(min(self.threads, count))]
-        ended = [asyncio.ensure_future(asyncio.wrap_future(job)) for job in jobs]
-        pending = set(ended)
+        if not count or self.stalled():
+            return [False] * count
+        batch = _Batch(count, work)
+        with self._closing:
+            if self._closed:
+                return batch.answers
+            for _ in range(min(self.threads, count)):
+                self._queue.put(batch)
         try:
-            while pending:
-                # wait() leaves the futures alone when it is cancelled; gather() would cancel them.
-                _, pending = await asyncio.wait(pending, timeout=self.stall_s)
-                if pending and self.stalled():
-                    todo.clear()
-                    pending = _without_unbegun(jobs, ended)
+            while not batch.ended.done():
+                # wait() leaves the future alone when it is cancelled; wait_for() would cancel it.
+                await asyncio.wait([batch.ended], timeout=self.stall_s)
+                if not batch.ended.done() and self.stalled():
+                    batch.give_up()
         except asyncio.CancelledError:
-            todo.clear()
-            await _undisturbed(_without_unbegun(jobs, ended))
+            batch.give_up()
+            await _undisturbed(batch.ended)
             raise
-        for end in ended:
-            if end.done() and not end.cancelled():  # those taken back are neither, or will be
-                end.result()
-        return answers
+        batch.ended.result()
+        return batch.answers
 
     def close(self) -> bool:
         """Wait for what is running, unless it is stuck; say whether everything has ended."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        while self._begun and not self._stuck():
-            time.sleep(0.001)
-        return not self._begun
+        with self._closing:  # what comes later would find no thread
+            self._closed = True
+        try:
+            while (batch := self._queue.get_nowait()) is not None:
+                batch.give_up()
+        except Empty:
+            pass
+        for _ in self._threads:
+            self._queue.put(None)
+        while any(thread.is_alive() for thread in self._threads) and not self._stuck():
+            for thread in self._threads:
+                thread.join(min(0.05, self.stall_s))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _serve(self, me: int) -> None:
+        while (batch := self._queue.get()) is not None:
+            while (i := batch.take()) is not None:
+                self._begun[me] = time.monotonic()
+                try:
+                    batch.answers[i] = batch.work(i)
+                except BaseException as error:
+                    batch.error = error
+                finally:
+                    self._begun[me] = None
+                    batch.put_back()
+            del batch  # or its memory stays referenced until the next one comes
 
     def _stuck(self) -> int:
         now = time.monotonic()
-        return sum(now - begun > self.stall_s for begun in list(self._begun.values()))
+        return sum(begun is not None and now - begun > self.stall_s for begun in self._begun)
 
 
-def _without_unbegun(
-    jobs: "list[Future[None]]", ended: "list[asyncio.Future[None]]"
-) -> "set[asyncio.Future[None]]":
-    """Take back the jobs no thread has begun; return the futures of the others."""
-    return {end for job, end in zip(jobs, ended, strict=True) if not job.cancel()}
+class _Batch:
+    """One call of :meth:`Lane.run`."""
+
+    def __init__(self, count: int, work: Callable[[int], bool]) -> None:
+        self.work = work
+        self.answers = [False] * count
+        self.error: BaseException | None = None
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self._lock = threading.Lock()
+        self._next = 0
+        self._busy = 0
+        self._reported = False
+
+    def take(self) -> int | None:
+        """The next item to do, if one is left; :meth:`put_back` once it is done."""
+        with self._lock:
+            if self._next >= len(self.answers):
+                return None
+            self._next += 1
+            self._busy += 1
+            return self._next - 1
+
+    def put_back(self) -> None:
+        """An item was done."""
+        with self._lock:
+            self._busy -= 1
+            last = self._is_over()
+        if last:
+            self._report()
+
+    def give_up(self) -> None:
+        """Begin no more items."""
+        with self._lock:
+            self._next = len(self.answers)
+            last = self._is_over()
+        if last:
+            self._report()
+
+    def _is_over(self) -> bool:
+        """Whether nothing is left to do and nothing is being done; True only once."""
+        if self._busy or self._reported or self._next < len(self.answers):
+            return False
+        self._reported = True
+        return True
+
+    def _report(self) -> None:
+        # A loop closed without waiting for us refuses.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._settle)
+
+    def _settle(self) -> None:
+        if self.error is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(self.error)
 
 
-async def _undisturbed(futures: "set[asyncio.Future[None]]") -> None:
-    """Wait for futures, whatever cancellation arrives meanwhile."""
-    while futures := {future for future in futures if not future.done()}:
+class DaemonThreads(Executor):
+    """An executor with a daemon thread for each call, for rare work off the hot path."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
+        """See :class:`concurrent.futures.Executor`."""
+        future: Future[T] = Future()
+
+        def perform() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        name = f"kvoffload-once-{next(_names)}"
+        threading.Thread(target=perform, name=name, daemon=True).start()
+        return future
+
+
+async def once(work: Callable[..., T], *args: Any) -> T:
+    """Do one blocking call on a daemon thread of its own."""
+    return await asyncio.get_running_loop().run_in_executor(DaemonThreads(), work, *args)
+
+
+async def _undisturbed(future: "asyncio.Future[None]") -> None:
+    """Wait for a future, whatever cancellation arrives meanwhile."""
+    while not future.done():
         try:
-            await asyncio.wait(futures)
+            await asyncio.wait([future])
         except asyncio.CancelledError:
             continue
