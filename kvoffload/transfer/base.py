@@ -3,10 +3,9 @@
 A *fence* is a point in a stream of work: it is done when everything before it is done.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
-
-import numpy as np
 
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
 from kvoffload.transfer.slab import Slab
@@ -30,7 +29,11 @@ class Fence(Protocol):
 
 
 class Copier(Protocol):
-    """Launches copies that run by themselves, in the order launched for each direction."""
+    """Launches copies that run by themselves.
+
+    Copies that were launched run in any order, also those of one direction: whoever launches one
+    that must follow another waits for the other's fence first.
+    """
 
     def record_fence(self) -> Fence:
         """Mark the engine's stream of work as it is now; called on the engine's thread."""
@@ -47,6 +50,10 @@ class Copier(Protocol):
         """
         ...
 
+    def stats(self) -> dict[str, str | int]:
+        """Say how bytes are copied here and why so, for logs and ``stats()`` of connectors."""
+        ...
+
     def close(self) -> None:
         """Finish what was launched and release threads, streams and buffers."""
         ...
@@ -60,28 +67,35 @@ def check_moves(
     Raises:
         ValueError: naming the indices.
     """
-    slots = [move.host_slot for move in moves]
+    # Plain Python: it is on the way of every submission, mostly of few moves.
     num_rows = [-(-size // slab.slot_bytes) for size in layout.payload_bytes]
-    bad = [
-        move.host_slot
-        for move in moves
-        if not 0 <= move.host_slot <= slab.num_slots - num_rows[move.group_idx]
-    ]
-    if bad:
-        raise ValueError(f"host slots {bad}: out of range, there are {slab.num_slots}")
-    for move in moves:
-        per_chunk = layout.per_chunk[move.group_idx]
-        if move.first + len(move.block_ids) > per_chunk:
+    last = [slab.num_slots - rows for rows in num_rows]
+    per_chunk = layout.per_chunk
+    outside = []
+    for slot, group_idx, first, ids in moves:
+        if not 0 <= slot <= last[group_idx]:
+            outside.append(slot)
+        if first + len(ids) > per_chunk[group_idx]:
             raise ValueError(
-                f"host slot {move.host_slot}: blocks {move.first}.."
-                f"{move.first + len(move.block_ids) - 1} of a chunk of {per_chunk}"
+                f"host slot {slot}: blocks {first}..{first + len(ids) - 1} "
+                f"of a chunk of {per_chunk[group_idx]}"
             )
-    ids = np.concatenate([move.block_ids for move in moves]) if moves else np.empty(0, np.int32)
-    if ids.size and (ids.min() < 0 or ids.max() >= num_blocks):
-        bad = ids[(ids < 0) | (ids >= num_blocks)].tolist()
-        raise ValueError(f"block ids {bad}: out of range, there are {num_blocks}")
-    if to_host and len(set(slots)) < len(slots):
-        raise ValueError(f"host slots {slots}: one is written twice")
-    if not to_host and len(np.unique(ids)) < len(ids):
-        values, counts = np.unique(ids, return_counts=True)
-        raise ValueError(f"block ids {values[counts > 1].tolist()}: written twice")
+    if outside:
+        raise ValueError(f"host slots {outside}: out of range, there are {slab.num_slots}")
+    blocks = [block for move in moves for block in move.block_ids.tolist()]
+    if blocks and (min(blocks) < 0 or max(blocks) >= num_blocks):
+        strange = [block for block in blocks if not 0 <= block < num_blocks]
+        raise ValueError(f"block ids {strange}: out of range, there are {num_blocks}")
+    if to_host:
+        # A chunk larger than a row takes the rows after it as well.
+        _refuse_repeated(
+            "host slots", [slot + i for slot, group, _, _ in moves for i in range(num_rows[group])]
+        )
+    else:
+        _refuse_repeated("block ids", blocks)
+
+
+def _refuse_repeated(what: str, numbers: list[int]) -> None:
+    if len(set(numbers)) < len(numbers):
+        again = sorted(number for number, count in Counter(numbers).items() if count > 1)
+        raise ValueError(f"{what} {again}: written twice")

@@ -75,6 +75,10 @@ class CpuCopier:
         self._queue.put((moves, to_host, after, fence))
         return fence
 
+    def stats(self) -> dict[str, str | int]:
+        """See :meth:`kvoffload.transfer.base.Copier.stats`."""
+        return {"copier": "cpu"}
+
     def close(self) -> None:
         """Finish the queue and join the thread, for as long as a copy may reasonably take."""
         self._queue.put(None)

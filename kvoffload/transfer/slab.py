@@ -5,7 +5,10 @@ Where all chunks are of one size, that is its only row. Where KV cache groups ha
 sizes, rows are as small as needed to build any of them, and a slot is some consecutive rows.
 """
 
+import contextlib
+import fcntl
 import mmap
+import os
 from pathlib import Path
 
 import numpy as np
@@ -18,20 +21,55 @@ HostBytes = npt.NDArray[np.int8]
 
 
 class Slab:
-    """One anonymous mapping of exactly ``num_slots * slot_bytes`` bytes; owns the memory.
+    """One mapping of exactly ``num_slots * slot_bytes`` bytes, rounded up to pages; owns it.
 
     Made on the engine's thread at start; slots may then be used from any thread, each by one
-    transfer at a time: the manager sees to that.
+    transfer at a time: the manager sees to that. The memory is taken as it is first written; for a
+    GPU it is pinned by :class:`kvoffload.transfer.pinning.Pinning`.
+
+    Args:
+        num_slots: rows.
+        slot_bytes: bytes of a row.
+        fd: a memory file from :func:`create_shared_memory` to map instead of private memory, so
+            that several processes of this host use one slab. The caller keeps the descriptor.
+
+    Raises:
+        ConfigError: there is not that much memory.
+        ValueError: the memory file is of another size.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+    def __init__(self, num_slots: int, slot_bytes: int, fd: int | None = None) -> None:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
-        check_host_memory(num_slots * slot_bytes)
-        self._map = mmap.mmap(-1, num_slots * slot_bytes)
+        self.num_bytes = num_slots * slot_bytes
+        if fd is None:
+            check_host_memory(self.num_bytes)
+            self._map = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # After a fork, a write of ours would go to a copy of the page while the GPU goes on
+            # with the page it knows. A child without this memory has nothing to copy.
+            self._advise("MADV_DONTFORK")
+        else:
+            if (size := os.fstat(fd).st_size) != page_rounded(self.num_bytes):
+                raise ValueError(
+                    f"fd: a memory file of {size} bytes, {num_slots} slots of {slot_bytes} bytes "
+                    f"take {page_rounded(self.num_bytes)}"
+                )
+            self._map = mmap.mmap(fd, self.num_bytes)
+        # Fewer page faults at first use, fewer entries in the tables of processor and GPU.
+        self._advise("MADV_HUGEPAGE")
         self._flat: HostBytes = np.frombuffer(self._map, np.int8)
         self.rows: HostBytes = self._flat.reshape(num_slots, slot_bytes)
         self._bytes = memoryview(self._map)
+
+    @property
+    def address(self) -> int:
+        """Where the mapping begins."""
+        return int(self._flat.ctypes.data)
+
+    @property
+    def flat(self) -> HostBytes:
+        """All of it, not a copy."""
+        return self._flat
 
     def slot(self, slot: int, length: int) -> memoryview:
         """Return the first ``length`` bytes of a slot: writable, page-aligned, not a copy."""
@@ -42,6 +80,47 @@ class Slab:
         """Return the first ``length`` bytes of a slot as an array, not a copy."""
         start = slot * self.slot_bytes
         return self._flat[start : start + length]
+
+    def populate(self, start: int, length: int) -> None:
+        """Take the pages of this range now, keeping what they hold; where the kernel can."""
+        self._advise("MADV_POPULATE_WRITE", start, length)
+
+    def _advise(self, name: str, start: int = 0, length: int | None = None) -> None:
+        """Give the kernel advice it may not know: an older one has other ways, only slower."""
+        advice = getattr(mmap, name, _ADVICE.get(name))
+        with contextlib.suppress(OSError):
+            if advice is not None:
+                self._map.madvise(advice, start, self.num_bytes if length is None else length)
+
+
+_ADVICE = {"MADV_POPULATE_WRITE": 23}
+"""What Python's mmap does not name; Linux has it since 5.14."""
+
+
+def page_rounded(num_bytes: int) -> int:
+    """Round up to whole pages."""
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def create_shared_memory(num_bytes: int, name: str = "kvoffload-slab") -> int:
+    """Make memory that several processes can map, and return its descriptor.
+
+    It has no name in any file system: it goes to other processes as a descriptor (inherited, or
+    over a socket) and is gone when the last of them has ended, however that came about. Its size
+    is sealed, so that none can take pages away from under another.
+
+    Raises:
+        ConfigError: there is not that much memory.
+    """
+    check_host_memory(num_bytes)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, page_rounded(num_bytes))
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def check_host_memory(wanted: int, field: str = "cpu_bytes") -> None:

@@ -106,6 +106,21 @@ def test_bad_moves_are_refused_before_anything_is_copied(parts, moves, to_host, 
     assert all(torch.equal(a, b.tensor) for a, b in zip(before, caches.tensors, strict=True))
 
 
+def test_chunks_of_several_rows_may_not_reach_into_each_other():
+    caches = make_caches([[4096, 4096]], 0)
+    layout = ChunkLayout(caches, 1)
+    slab = Slab(6, 4096)  # a chunk takes two rows
+    copier = CpuCopier(caches, slab, layout)
+    try:
+        with pytest.raises(ValueError, match=r"host slots \[3\]: written twice"):
+            copier.launch([move(2, [1]), move(3, [2])], True, copier.record_fence())
+        with pytest.raises(ValueError, match=r"host slots \[5\]: out of range"):
+            copier.launch([move(5, [1])], True, copier.record_fence())
+        assert copier.launch([move(4, [1]), move(2, [2])], True, copier.record_fence()).wait(10)
+    finally:
+        copier.close()
+
+
 def test_a_copy_waits_for_the_fence_it_is_given(parts):
     """A store launched before compute has written its blocks must copy what compute wrote."""
     caches, _, slab, copier = parts

@@ -1,0 +1,118 @@
+"""The slab is the memory asked for, is not copied by forks, and can be of several processes."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvoffload.errors import ConfigError
+from kvoffload.transfer import slab as slab_module
+from kvoffload.transfer.slab import Slab, create_shared_memory
+
+SLOT = 8192
+
+
+def mapped_bytes(address):
+    """Size of the mapping that begins at or contains an address."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(number, 16) for number in line.split()[0].split("-"))
+        if first <= address < last:
+            return last - first
+    return 0
+
+
+def resident_bytes(address):
+    """What of the mapping is in memory, and its flags."""
+    inside, resident, flags = False, 0, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0] and ":" not in line.split()[0]:
+            first, last = (int(number, 16) for number in line.split()[0].split("-"))
+            inside = first <= address < last
+        elif inside and line.startswith("Rss:"):
+            resident += int(line.split()[1]) * 1024
+        elif inside and line.startswith("VmFlags:"):
+            flags = line
+    return resident, flags
+
+
+def test_a_slab_maps_what_was_asked_for_and_takes_it_as_it_is_used():
+    slab = Slab(4096, SLOT)
+    assert slab.num_bytes == 4096 * SLOT
+    # The kernel may join it with a neighbour, never give less.
+    assert mapped_bytes(slab.address) >= slab.num_bytes
+    assert resident_bytes(slab.address)[0] < slab.num_bytes
+    slab.slot(7, 3)[:] = b"abc"
+    slab.populate(0, slab.num_bytes)
+    assert bytes(slab.slot(7, 4)) == b"abc\0"
+    assert slab.array(7, 3).tolist() == [97, 98, 99]
+
+
+def test_a_child_process_does_not_share_pages_that_a_gpu_writes():
+    slab = Slab(4, SLOT)
+    slab.rows[:] = 1
+    assert " dc" in resident_bytes(slab.address)[1]  # "do not copy area on fork"
+
+
+def test_more_memory_than_the_container_has_left_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(slab_module, "_cgroup_headroom", lambda: 10 * SLOT)
+    Slab(10, SLOT)
+    with pytest.raises(ConfigError, match=r"cpu_bytes.*only 80\.0 KiB of host memory"):
+        Slab(11, SLOT)
+    with pytest.raises(ConfigError, match="cpu_bytes"):
+        create_shared_memory(11 * SLOT)
+
+
+CHILD = """
+import sys, time
+from kvoffload.transfer.slab import Slab, create_shared_memory
+fd, num_slots, slot_bytes = map(int, sys.argv[1:])
+if fd < 0:
+    fd = create_shared_memory(num_slots * slot_bytes)
+    print(fd, flush=True)
+slab = Slab(num_slots, slot_bytes, fd)
+slab.slot(2, 5)[:] = b"child"
+print("written", flush=True)
+time.sleep(60)
+"""
+
+
+def start(fd, num_slots, pass_fds=()):
+    command = [sys.executable, "-c", CHILD, str(fd), str(num_slots), str(SLOT)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=pass_fds)
+
+
+def test_a_slab_in_a_memory_file_is_one_for_several_processes():
+    fd = create_shared_memory(4 * SLOT)
+    try:
+        ours = Slab(4, SLOT, fd)
+        child = start(fd, 4, pass_fds=(fd,))
+        with child:
+            assert child.stdout.readline() == "written\n"
+            assert bytes(ours.slot(2, 5)) == b"child"
+            child.kill()
+        assert bytes(ours.slot(2, 5)) == b"child"  # what died had it mapped, no more
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, SLOT)
+        with pytest.raises(ValueError, match=r"32768 bytes, 5 slots of 8192 bytes take 40960"):
+            Slab(5, SLOT, fd)
+    finally:
+        os.close(fd)
+
+
+def test_nothing_of_a_shared_slab_is_left_when_all_its_processes_were_killed():
+    maker = start(-1, 1000)
+    with maker:
+        fd = int(maker.stdout.readline())
+        assert maker.stdout.readline() == "written\n"
+        borrowed = os.open(f"/proc/{maker.pid}/fd/{fd}", os.O_RDWR)
+        slab = Slab(1000, SLOT, borrowed)
+        assert bytes(slab.slot(2, 5)) == b"child"
+        maker.send_signal(signal.SIGKILL)
+    assert bytes(slab.slot(2, 5)) == b"child"  # it lives as long as one has it
+    # It never had a name in /dev/shm or elsewhere, so there is none to be left behind.
+    assert os.fstat(borrowed).st_nlink == 0
+    assert os.readlink(f"/proc/self/fd/{borrowed}") == "/memfd:kvoffload-slab (deleted)"
+    os.close(borrowed)
