@@ -1,9 +1,10 @@
 """The offloading manager against vLLM's ``CPUOffloadingManager``, LRU and ARC, in the same run.
 
-``kvoffload bench manager``. Batches of 2,048 chunks over a capacity of 100,000, full. Where vLLM
-cannot be imported its rows are missing, which a line on standard error says; run it with an
-environment that has both. The peers take turns, each row is the best of several rounds, and every
-key is a new object, as it is when an engine computes it.
+``kvoffload bench manager``. Batches of 2,048 chunks over a capacity of 100,000, full; then at
+2 million. Where vLLM cannot be imported its rows are missing, which a line on standard error says;
+run it with an environment that has both. At 100,000 the peers take turns. Each row is the best of
+several rounds, and every key is a new object, as it is when an engine computes it. Takes 1 minute
+and 2 GB of memory.
 """
 
 import gc
@@ -27,6 +28,11 @@ TURN = 4
 """Batches a side has in a turn: with one, each would find the caches full of the others' data."""
 PINNED = 20_000
 LARGE = 2_000_000
+CYCLES = (
+    ("store cycle with eviction", ("prepare_store", "complete_store")),
+    ("load cycle", ("prepare_load", "complete_load")),
+    ("lookup of a hit", ("lookup",)),
+)
 
 
 class Side:
@@ -71,27 +77,37 @@ class Side:
         list(self.manager.take_events())
 
 
-def sides() -> list[Side]:
+Maker = Callable[[int], Side]
+"""Makes a side with a manager of so many chunks."""
+
+
+def makers() -> dict[str, Maker]:
     """Ours, and vLLM's where it is installed."""
-    found = [
-        Side("ours, LRU", ours(CAPACITY), lambda _: None),
-        Side("ours, ARC", ours(CAPACITY, ARCPolicy), lambda _: None),
-    ]
+    found: dict[str, Maker] = {
+        "ours, LRU": lambda capacity: ours(capacity, "ours, LRU", LRUPolicy),
+        "ours, ARC": lambda capacity: ours(capacity, "ours, ARC", ARCPolicy),
+    }
     try:
         from vllm.v1.kv_offload.base import ReqContext
         from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
     except ImportError as error:
         print(f"manager: no rows against vLLM, which cannot be imported: {error}", file=sys.stderr)
         return found
-    for policy in ("lru", "arc"):
-        peer = CPUOffloadingManager(CAPACITY, policy, enable_events=True)
-        found.append(Side(f"vLLM, {policy.upper()}", peer, lambda i: ReqContext(f"r{i}")))
-    return found
+
+    def peer(policy: str) -> Maker:
+        return lambda capacity: Side(
+            f"vLLM, {policy.upper()}",
+            CPUOffloadingManager(capacity, policy, enable_events=True),
+            lambda i: ReqContext(f"r{i}"),
+        )
+
+    return found | {"vLLM, LRU": peer("lru"), "vLLM, ARC": peer("arc")}
 
 
-def ours(capacity: int, policy: type = LRUPolicy) -> TieredOffloadingManager:
-    """Make a manager with host memory alone."""
-    return TieredOffloadingManager(capacity, policy(capacity))
+def ours(capacity: int, name: str, policy: type) -> Side:
+    """Make a side of ours with host memory alone."""
+    manager = TieredOffloadingManager(capacity, policy(capacity))
+    return Side(name, manager, lambda _: None)
 
 
 def new_keys(first: int, count: int) -> list[OffloadKey]:
@@ -101,12 +117,14 @@ def new_keys(first: int, count: int) -> list[OffloadKey]:
 
 def run() -> dict[str, Any]:
     """Measure cycles, pins, memory and growth."""
-    measured = sides()
+    made = makers()
+    measured = [make(CAPACITY) for make in made.values()]
     _cycles(measured)
     rows = _cycle_rows(measured)
-    rows += [_pinned_row(side) for side in sides()]
-    rows.append(_entry_row())
-    rows += _growth_rows()
+    del measured
+    rows += [_pinned_row(make(CAPACITY)) for make in made.values()]
+    rows += [row for make in made.values() for row in _entry_rows(make)]
+    rows += _growth_rows(made)
     return report("manager", rows)
 
 
@@ -138,9 +156,7 @@ def _one_round(side: Side, first: int) -> None:
 
 def _cycle_rows(measured: Sequence[Side]) -> list[Row]:
     cases = {
-        "store cycle with eviction": ("prepare_store", "complete_store"),
-        "load cycle": ("prepare_load", "complete_load"),
-        "lookup of a hit": ("lookup",),
+        **dict(CYCLES),
         "prepare_store": ("prepare_store",),
         "complete_store": ("complete_store",),
         "prepare_load": ("prepare_load",),
@@ -196,43 +212,70 @@ def _one_by_one(side: Side, first: int) -> float:
     return statistics.median(times)
 
 
-def _entry_row() -> Row:
+def _entry_rows(make: Maker) -> list[Row]:
+    """Count bytes when the store has just become full, and when it has turned over twice."""
     gc.collect()
     tracemalloc.start()
-    manager = ours(CAPACITY)
-    side = Side("", manager, lambda _: None)
-    for first in range(0, CAPACITY, BATCH):
-        side.store(new_keys(first, BATCH))
-    manager.take_events()
-    used, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return row("memory of an entry with its key", used / manager.resident, "bytes", 250, "goal")
-
-
-def _growth_rows() -> list[Row]:
-    """Compare cycles at 2 million entries with those at 100,000, both with keys just made."""
-    best = {}
-    for capacity in (CAPACITY, LARGE):
-        side = Side("", ours(capacity), lambda _: None)
-        first = 0
-        while first < capacity:
+    side = make(CAPACITY)
+    rows = []
+    first = 0
+    for state, turns in (("just filled", 1), ("turned over twice", 3)):
+        while first < turns * CAPACITY:
             side.store(new_keys(first, BATCH))
             first += BATCH
-        for _ in range(ROUNDS * TURN):
-            _one_round(side, first)
-            first += BATCH
-        best[capacity] = side.best
-    return [
-        row(
-            f"{case} at {LARGE:,} entries",
-            sum(best[LARGE][verb] for verb in verbs) * 1e6,
-            "us/chunk",
-            sum(best[CAPACITY][verb] for verb in verbs) * 1e6,
-            f"at {CAPACITY:,}",
-        )
-        for case, verbs in (
-            ("store cycle with eviction", ("prepare_store", "complete_store")),
-            ("load cycle", ("prepare_load", "complete_load")),
-            ("lookup of a hit", ("lookup",)),
-        )
-    ]
+        used, _ = tracemalloc.get_traced_memory()
+        case = f"memory of an entry with its key, {state}; {side.name}"
+        rows.append(row(case, used / CAPACITY, "bytes", 250, "goal"))
+    tracemalloc.stop()
+    return rows
+
+
+def _growth_rows(made: dict[str, Maker]) -> list[Row]:
+    """Compare cycles at 2 million entries with those at 100,000, and with vLLM's."""
+    best = {
+        name: {size: _grown(make, size) for size in (CAPACITY, LARGE)}
+        for name, make in made.items()
+    }
+    peers = [name for name in made if name.startswith("vLLM")]
+    rows = []
+    for case, verbs in CYCLES:
+        took = {
+            name: {size: sum(times[verb] for verb in verbs) * 1e6 for size, times in sizes.items()}
+            for name, sizes in best.items()
+        }
+        for name in made:
+            title, value = f"{case} at {LARGE:,} entries; {name}", took[name][LARGE]
+            rows.append(row(title, value, "us/chunk", took[name][CAPACITY], f"at {CAPACITY:,}"))
+            rows += [
+                row(title, value, "us/chunk", took[peer][LARGE], peer)
+                for peer in (peers if name not in peers else ())
+            ]
+    small, large = _dict_get(CAPACITY), _dict_get(LARGE)
+    title = f"dict.get at {LARGE:,} entries; a bare dict"
+    rows.append(row(title, large * 1e6, "us/chunk", small * 1e6, f"at {CAPACITY:,}"))
+    return rows
+
+
+def _grown(make: Maker, capacity: int) -> dict[str, float]:
+    """Return the best times of a manager that is full."""
+    side = make(capacity)
+    first = 0
+    while first < capacity:
+        side.store(new_keys(first, BATCH))
+        first += BATCH
+    for _ in range(ROUNDS * TURN):
+        _one_round(side, first)
+        first += BATCH
+    return side.best
+
+
+def _dict_get(entries: int) -> float:
+    """Return the seconds a bare ``dict`` takes for a key: what the processor's caches cost."""
+    table = {key: i for i, key in enumerate(new_keys(0, entries))}
+    best = float("inf")
+    for first in range(0, entries - BATCH, entries // 24):
+        keys = new_keys(first, BATCH)
+        started = time.perf_counter()
+        list(map(table.get, keys))
+        best = min(best, (time.perf_counter() - started) / BATCH)
+    return best

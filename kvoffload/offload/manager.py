@@ -38,7 +38,7 @@ from kvoffload.offload.write_through import WriteThrough
 
 __all__ = ["CPU", "Tier", "TieredOffloadingManager"]
 
-REMEMBERED_DEPARTURES = 1 << 16
+REMEMBERED_DEPARTURES = 1 << 15
 MIN_SIGHTINGS = 1 << 16
 
 
