@@ -1,12 +1,35 @@
-"""Where our threads may run: not only on the core that vLLM has bound its own thread to.
+"""Which cores compute, on the CPU, and where our threads may run.
 
-On the CPU vLLM binds a worker's threads to a core each. Threads made afterwards inherit the binding
-of the one that makes them: copies, checksums and I/O would all wait for the core that computes.
+vLLM binds a worker's threads to a core each. Threads made afterwards inherit the binding of the one
+that makes them: copies, checksums and I/O would all wait for the core that computes.
 """
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
+
+from vllm import envs
+
+RESERVED = "VLLM_CPU_NUM_OF_RESERVED_CPU"
+
+log = logging.getLogger(__name__)
+
+
+def warn_of_cores(device_type: str) -> None:
+    """Say so where vLLM, on the CPU, computes on other cores than it would without a connector.
+
+    With any connector it keeps one core more free, for each rank. On a machine that has not so many
+    it keeps none: its scheduler, which polls, then takes turns with the model.
+    """
+    chosen = RESERVED in os.environ or envs.VLLM_CPU_OMP_THREADS_BIND != "auto"
+    if device_type == "cpu" and not chosen:
+        log.warning(
+            "kvoffload: on the CPU vLLM keeps one core more free with a connector than without, "
+            "or none at all if it has too few. Set the environment variable %s to the number of "
+            "ranks: then it computes on as many cores as without.",
+            RESERVED,
+        )
 
 
 @contextlib.contextmanager

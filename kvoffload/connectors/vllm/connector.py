@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
+from kvoffload.connectors.vllm.affinity import warn_of_cores
 from kvoffload.connectors.vllm.facts import hash_root
 from kvoffload.connectors.vllm.messages import RankFacts
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
@@ -44,6 +45,7 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]
         spec = HalvesSpec(config, settings)
         if role == KVConnectorRole.SCHEDULER:
             warn_of_settings(vllm_config, settings)
+            warn_of_cores(vllm_config.device_config.device_type)
             self.connector_scheduler = KVOffloadScheduler(
                 spec, settings, vllm_config, kv_cache_config
             )

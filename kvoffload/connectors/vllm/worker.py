@@ -6,6 +6,7 @@ step's report.
 """
 
 import logging
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,9 @@ from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.worker import TransferWorker
 
 log = logging.getLogger(__name__)
+
+COUNTERS_PERIOD_S = 0.5
+"""How often tiers are asked for their counters while no job ends: a step may take only 2 ms."""
 
 
 @dataclass
@@ -66,6 +70,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._told: dict[str, Counter[str]] = {}
+        self._told_s = 0.0
         self._spec: TieredOffloadingSpec | None = None
         self._transfers = TransferWorker(())
         self._facts = RankFacts(0, 0, {})
@@ -211,9 +216,15 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         return report
 
     def _report_on_stores(self) -> None:
-        for name, backend in (self._spec.backends if self._spec else {}).items():
+        backends = self._spec.backends if self._spec else {}
+        for name, backend in backends.items():
             if isinstance(backend, ReportsRemovals) and (removals := backend.take_removals()):
                 self._report.removals[name] = removals
+        now_s = time.monotonic()
+        if self._report.is_empty and now_s - self._told_s < COUNTERS_PERIOD_S:
+            return
+        self._told_s = now_s
+        for name, backend in backends.items():
             if isinstance(backend, ReportsUsage):
                 now = Counter({f"{name}_{k}": v for k, v in backend.counters().items()})
                 self._report.counters.update(now - self._told.get(name, Counter()))
