@@ -15,7 +15,8 @@ import contextlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from urllib.parse import quote
 
 from kvoffload.backends import redis_admin, redis_doctor
@@ -130,12 +131,9 @@ class RedisBackend:
                 self._verdicts.set(keys[i], False)
                 self._spawn(self.remove([keys[i]]))
 
+        load = partial(Load, topology, self._sealer, self._ttl_ms, batch)
         for i, (key, view) in enumerate(zip(keys, into, strict=True)):
-            name, tag = self._name(key)
-            done = _indexed(finish, i)
-            Load(
-                topology, batch, name, tag, done, self._sealer, key, _bytes(view), self._ttl_ms
-            ).send()
+            load(*self._name(key), key, _bytes(view), partial(finish, i)).send()
         await batch.wait()
         return ok
 
@@ -163,13 +161,10 @@ class RedisBackend:
                 ok[i] = True
                 self._verdicts.set(keys[i], True)
 
+        store = partial(Store, topology, self._sealer, self._ttl_ms, batch)
         for i, (key, view) in enumerate(zip(keys, chunks, strict=True)):
             if not ok[i]:
-                name, tag = self._name(key)
-                done = _indexed(finish, i)
-                Store(
-                    topology, batch, name, tag, done, self._sealer, key, _bytes(view), self._ttl_ms
-                ).send()
+                store(*self._name(key), key, _bytes(view), partial(finish, i)).send()
         await batch.wait()
         return ok
 
@@ -318,7 +313,7 @@ class RedisBackend:
         node = self._topology.node(name)
         if node is not None:
             value = json.dumps(dict(self._facts), sort_keys=True).encode()
-            command = encode(b"SET", name, value, b"PX", self._ttl_ms)
+            command = encode(b"PSETEX", name, self._ttl_ms, value)
             node.command([Request(lambda: [command], Line(), 0, _facts_stored)])
 
     def _warn(self, text: str, *values: object) -> None:
@@ -365,10 +360,6 @@ def _facts_stored(outcome: Outcome) -> None:
     if outcome != b"OK":
         why = outcome.reason if isinstance(outcome, Lost) else outcome
         log.info("redis: the facts of the namespace could not be stored: %s", why)
-
-
-def _indexed(finish: Callable[[int, str], None], i: int) -> Callable[[str], None]:
-    return lambda why: finish(i, why)
 
 
 def _bytes(view: memoryview) -> memoryview:

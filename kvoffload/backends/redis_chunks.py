@@ -136,23 +136,35 @@ class Job:
 
     Args:
         topology: finds the server.
+        sealer: makes and checks what stands around the chunk.
+        ttl_ms: how long the server keeps the chunk from now on, in decimal.
         batch: waits for this.
         name: the key as the server knows it.
         tag: the part of it that the slot is computed from.
+        key: the key as the caller knows it.
+        chunk: the caller's memory, read or written until ``finish`` is called.
         finish: called once with the reason why not; empty if it was done.
     """
 
     def __init__(
         self,
         topology: Topology,
+        sealer: Sealer,
+        ttl_ms: bytes,
         batch: Batch,
         name: bytes,
         tag: bytes,
+        key: bytes,
+        chunk: memoryview,
         finish: Callable[[str], None],
     ) -> None:
         self._topology = topology
+        self._sealer = sealer
+        self._ttl_ms = ttl_ms
         self._batch = batch
         self._name = name
+        self._key = key
+        self._chunk = chunk
         self._finish = finish
         self._redirected = False
         self._node = topology.node(tag)
@@ -205,31 +217,15 @@ class Job:
 class Load(Job):
     """Bring one chunk into the caller's memory, and verify it there."""
 
-    def __init__(
-        self,
-        topology: Topology,
-        batch: Batch,
-        name: bytes,
-        tag: bytes,
-        finish: Callable[[str], None],
-        sealer: Sealer,
-        key: bytes,
-        into: memoryview,
-        ttl_ms: bytes,
-    ) -> None:
-        super().__init__(topology, batch, name, tag, finish)
-        self._sealer = sealer
-        self._key = key
-        self._into = into
-        self._ttl_ms = ttl_ms
-        seal = memoryview(bytearray(COMPACT_BYTES + sealer.tail_bytes))
-        self._header, self._tail = seal[:COMPACT_BYTES], seal[COMPACT_BYTES:]
+    _header = _tail = memoryview(b"")
 
     def _make(self, asking: bool) -> Request:
+        seal = memoryview(bytearray(COMPACT_BYTES + self._sealer.tail_bytes))
+        self._header, self._tail = seal[:COMPACT_BYTES], seal[COMPACT_BYTES:]
         # One command reads and prolongs the chunk's life.
         command = encode(b"GETEX", self._name, b"PX", self._ttl_ms)
-        fill = Fill([self._header, self._into, self._tail])
-        return Request(lambda: [command], fill, self._into.nbytes, self._done, asking)
+        fill = Fill([self._header, self._chunk, self._tail])
+        return Request(lambda: [command], fill, self._chunk.nbytes, self._done, asking)
 
     def _queue(self, node: Node) -> Callable[[list[Request]], None]:
         return node.load
@@ -237,7 +233,7 @@ class Load(Job):
     def _answered(self, outcome: Outcome) -> None:
         if outcome is not FILLED:
             self._finish("missing")
-        elif not self._sealer.slow(self._into):
+        elif not self._sealer.slow(self._chunk):
             self._finish(self._verdict())
         else:
             verdict: list[str] = []
@@ -246,31 +242,14 @@ class Load(Job):
             )
 
     def _verdict(self) -> str:
-        broken = self._sealer.broken(self._header, self._tail, self._key, self._into)
+        broken = self._sealer.broken(self._header, self._tail, self._key, self._chunk)
         return f"corrupt_{broken}" if broken else ""
 
 
 class Store(Job):
     """Send one chunk straight from the caller's memory."""
 
-    def __init__(
-        self,
-        topology: Topology,
-        batch: Batch,
-        name: bytes,
-        tag: bytes,
-        finish: Callable[[str], None],
-        sealer: Sealer,
-        key: bytes,
-        chunk: memoryview,
-        ttl_ms: bytes,
-    ) -> None:
-        super().__init__(topology, batch, name, tag, finish)
-        self._sealer = sealer
-        self._key = key
-        self._chunk = chunk
-        self._ttl_ms = ttl_ms
-        self._sealed: tuple[bytes, bytes] | None = None
+    _sealed: tuple[bytes, bytes] | None = None
 
     def send(self) -> None:
         """Put the request on its way, sealed first where that takes long."""
@@ -290,11 +269,12 @@ class Store(Job):
         if self._sealed is None:
             self._seal()
         header, tail = self._sealed or (b"", b"")
-        name = self._name
-        size = self._sealer.value_bytes(self._chunk)
-        head = b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (len(name), name, size, header)
-        ttl = self._ttl_ms
-        return [head, self._chunk, b"%b\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (tail, len(ttl), ttl)]
+        name, ttl, size = self._name, self._ttl_ms, self._sealer.value_bytes(self._chunk)
+        # Not SET with PX: the value comes last, so that the server has the whole command with it.
+        head = b"*4\r\n$6\r\nPSETEX\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b" % (
+            len(name), name, len(ttl), ttl, size, header,
+        )  # fmt: skip
+        return [head, self._chunk, tail + b"\r\n"]
 
     def _make(self, asking: bool) -> Request:
         return Request(self._frames, Line(), self._chunk.nbytes, self._done, asking)

@@ -19,7 +19,7 @@ from kvoffload.config import human_bytes
 
 OLDEST = (6, 2)
 """GETEX, which reads a chunk and prolongs its life in one command, came with this version."""
-RIGHTS = "~kvoffload:* +getex +set +exists +pexpire +unlink +ping +info +scan +strlen +get"
+RIGHTS = "~kvoffload:* +getex +psetex +exists +pexpire +unlink +ping +info +scan +strlen +get"
 _PROBES = 50
 _CHUNKS, _CHUNK_BYTES = 16, 2 << 20
 _SLOW_BYTES_PER_S = 200e6
@@ -122,7 +122,7 @@ async def _password(client: Redis, address: Address) -> Finding:
 async def _rights(client: Redis) -> list[Finding]:
     name = f"kvoffload:doctor:{{{os.urandom(8).hex()}}}"
     steps: Mapping[str, Callable[[], Awaitable[Any]]] = {
-        "set": lambda: client.set(name, b"x", px=10_000),
+        "psetex": lambda: client.psetex(name, 10_000, b"x"),
         "getex": lambda: client.getex(name, px=10_000),
         "exists": lambda: client.exists(name),
         "pexpire": lambda: client.pexpire(name, 10_000),
@@ -138,7 +138,7 @@ async def _rights(client: Redis) -> list[Finding]:
             refused.append(f"{step}: {error}")
     if not refused:
         return [Finding("rights", "ok", "every command the data path needs is allowed")]
-    remedy = f"ACL SETUSER <user> {RIGHTS}; a read-only replica or a full server refuses set"
+    remedy = f"ACL SETUSER <user> {RIGHTS}; a read-only replica or a full server refuses psetex"
     return [Finding("rights", "failed", "; ".join(refused), remedy)]
 
 

@@ -27,8 +27,11 @@ log = logging.getLogger(__name__)
 IN_STEP = frozenset({"OOM", "MISCONF", "NOREPLICAS", "WRONGTYPE", "MOVED", "ASK"})
 """Error replies after which the server is as good as before: refusals and redirects."""
 _INFLIGHT = attrgetter("inflight_bytes")
+_OWED = attrgetter("owed")
 _MAX_OWED = 64
 """Requests in flight on a connection, however small."""
+_ALWAYS = 2
+"""Requests in flight to a server, however large."""
 
 
 Resolve = Callable[[], Awaitable[Address]]
@@ -80,7 +83,7 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self._address: Address | None = None
         self._where = "an address not known yet"
-        self._share = max(1, options.max_inflight_bytes // options.connections)
+        self._window = int(options.max_inflight_bytes)
         self._loads: deque[Request] = deque()
         self._stores: deque[Request] = deque()
         self._smalls: deque[Request] = deque()
@@ -167,12 +170,16 @@ class Node:
             self._connect(self._data, min(self._options.connections, len(self._data) + waiting))
 
     def _roomy(self, request: Request) -> Connection | None:
-        """The data connection with the least on its way, if the request fits its share."""
+        """The data connection with the least on its way, if there is room for the request.
+
+        Two requests are let through whatever their size: the server should find the next one
+        waiting when it is done with the first.
+        """
         best = min(self._data, key=_INFLIGHT, default=None)
         if best is None or best.owed >= _MAX_OWED:
             return None
-        fits = best.inflight_bytes + request.nbytes <= self._share
-        return best if fits or best.owed == 0 else None
+        fits = request.nbytes + sum(map(_INFLIGHT, self._data)) <= self._window
+        return best if fits or sum(map(_OWED, self._data)) < _ALWAYS else None
 
     def _connect(self, pool: list[Connection], wanted: int) -> None:
         for _ in range(wanted - len(pool) - self._connecting[id(pool)]):

@@ -46,8 +46,8 @@ class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     not written by someone who has it are misses. Needs the ``blake3`` extra."""
     connections: int = 4
     """Data connections to each server; one more serves lookups."""
-    max_inflight_bytes: ByteSize = ByteSize(4 << 20)
-    """Bytes of chunks asked for or being sent at once, to each server."""
+    max_inflight_bytes: ByteSize = ByteSize(2 << 20)
+    """Bytes of chunks asked for or being sent at once, to each server; two chunks always may."""
     ttl_s: float = 86400.0
     """A chunk neither written nor read for so long is forgotten by the server."""
     connect_timeout_s: float = 0.5

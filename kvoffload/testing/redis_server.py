@@ -1,6 +1,8 @@
 """Real Redis servers for tests and benchmarks: on free loopback ports, in folders of their own.
 
-Everything started is ended by :meth:`RedisServer.stop`, also when it was paused.
+Everything started is ended by :meth:`RedisServer.stop`, also when it was paused. Which program is
+run may be said by the environment variable ``KVOFFLOAD_REDIS_SERVER``, to test another version, or
+Valkey; by default it is the ``redis-server`` or ``valkey-server`` that is installed.
 """
 
 import contextlib
@@ -14,8 +16,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-BINARY = shutil.which("redis-server") or shutil.which("valkey-server")
-MISSING = "needs redis-server or valkey-server on the PATH"
+_CHOSEN = os.environ.get("KVOFFLOAD_REDIS_SERVER")
+_NAMES = [_CHOSEN] if _CHOSEN else ["redis-server", "valkey-server"]
+BINARY = next((path for path in map(shutil.which, _NAMES) if path), None)
+MISSING = "needs " + " or ".join(_NAMES)
 _START_S = 20.0
 
 

@@ -144,7 +144,7 @@ async def test_a_plain_connection_to_a_tls_port_is_a_miss(tls):
     assert not await stores_and_loads({"url": f"redis://localhost:{server.port}"})
 
 
-MINIMAL_RIGHTS = "+getex +set +exists +pexpire +unlink +ping"
+MINIMAL_RIGHTS = "+getex +psetex +exists +pexpire +unlink +ping"
 
 
 @pytest.mark.parametrize("extra", ["", "+info"])

@@ -90,7 +90,7 @@ async def test_an_examination_names_what_should_be_changed(server):
 
 
 async def test_an_examination_finds_rights_that_are_missing(server):
-    server.cli("acl", "setuser", "kv", "reset", "on", ">p", "~kvoffload:*", "+ping", "+set")
+    server.cli("acl", "setuser", "kv", "reset", "on", ">p", "~kvoffload:*", "+ping", "+psetex")
     found = await verdicts(f"redis://kv:p@127.0.0.1:{server.port}")
     assert found["rights"] == "failed"
     assert found["info"] == "warning"
