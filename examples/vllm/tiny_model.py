@@ -1,6 +1,7 @@
 """Makes tiny models with random weights for trying vLLM out: nothing is downloaded.
 
-Run it as ``python tiny_model.py FOLDER [KIND]``; kinds: llama, sliding, large.
+Run it as ``python tiny_model.py FOLDER [KIND]``; kinds: llama, large, sliding (every other layer
+sees a window of 128 tokens), mla (a latent cache, as DeepSeek's), blip2 (takes images).
 """
 
 import json
@@ -14,7 +15,14 @@ _SIZES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512},
     "large": {"num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 2048},
     "sliding": {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512},
+    "mla": {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512},
+    "blip2": {"num_hidden_layers": 4, "hidden_size": 256},
 }
+
+IMAGE_SIZE = 56
+"""Height and width, in pixels, of what the model that takes images looks at."""
+IMAGE_TOKENS = 32
+"""Tokens that stand for an image, before the prompt's own."""
 
 
 def make_model(folder: Path, kind: str = "llama", max_tokens: int = 8192) -> str:
@@ -45,16 +53,72 @@ def make_model(folder: Path, kind: str = "llama", max_tokens: int = 8192) -> str
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "query_pre_attn_scalar": 64,
         }
+    if kind == "mla":
+        config |= {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 512,  # with the 64 below the only size that vLLM's kernel for CPU knows
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 64,
+            "v_head_dim": 64,
+            "head_dim": 64,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 2,  # all layers: no experts are used
+            "n_routed_experts": 2,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 1,
+        }
+    if kind == "blip2":
+        config = _takes_images(config)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    _write_tokenizer(folder)
+    tokenizer = _write_tokenizer(folder, "<image>" if kind == "blip2" else f"w{VOCABULARY - 1}")
+    if kind == "blip2":
+        _write_processor(folder, tokenizer)
     return str(folder)
 
 
-def _write_tokenizer(folder: Path) -> None:
+def _takes_images(text: dict[str, Any]) -> dict[str, Any]:
+    tower = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    return {
+        "architectures": ["Blip2ForConditionalGeneration"],
+        "model_type": "blip-2",
+        "vision_config": {
+            **tower,
+            "model_type": "blip_2_vision_model",
+            "image_size": IMAGE_SIZE,
+            "patch_size": 14,
+        },
+        "qformer_config": {
+            **tower,
+            "model_type": "blip_2_qformer",
+            "vocab_size": VOCABULARY,
+            "encoder_hidden_size": 64,
+        },
+        "text_config": {
+            **text,
+            "architectures": ["OPTForCausalLM"],
+            "model_type": "opt",
+            "ffn_dim": 512,
+            "word_embed_proj_dim": 256,
+        },
+        "num_query_tokens": IMAGE_TOKENS,
+        "image_token_index": VOCABULARY - 1,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _write_tokenizer(folder: Path, last_word: str) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCABULARY - 1)}
+    words[last_word] = VOCABULARY - 1
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
@@ -62,6 +126,16 @@ def _write_tokenizer(folder: Path) -> None:
     )
     fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     fast.save_pretrained(folder)
+    return fast
+
+
+def _write_processor(folder: Path, tokenizer: Any) -> None:
+    from transformers import Blip2Processor, BlipImageProcessor
+
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    square = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    pixels = BlipImageProcessor(size=square)
+    Blip2Processor(pixels, tokenizer, IMAGE_TOKENS).save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import warnings
 import pytest
 import torch
 
+from kvoffload.connectors.vllm.versions import installed_version
 from kvoffload.core.hashing import HashChain, MultiModalItem
 from kvoffload.core.interface import (
     ChunkedLocalAttentionSpec,
@@ -38,7 +39,10 @@ try:
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.request import Request as VllmRequest
 except ImportError as error:
-    pytest.skip(f"vLLM cannot be imported: {error}", allow_module_level=True)
+    # A folder of examples named vllm is found in its place, so the error alone would mislead.
+    if (found := installed_version()) == "not installed":
+        pytest.skip("vLLM is not installed; see make test-vllm", allow_module_level=True)
+    pytest.skip(f"vLLM {found} cannot be imported: {error}", allow_module_level=True)
 
 BLOCK = 4
 SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}

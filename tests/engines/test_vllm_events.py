@@ -6,7 +6,9 @@ import pytest
 from kvoffload.offload import wire
 from kvoffload.offload.base import OffloadingEvent, Reason, make_offload_key
 
-theirs = pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
+theirs = pytest.importorskip(
+    "vllm.distributed.kv_events", reason="vLLM is not installed; see make test-vllm"
+)
 
 A, B, C = (make_offload_key(bytes([i]) * 32, group) for i, group in ((1, 0), (2, 0), (3, 1)))
 HASHES = {key: key[:-4] for key in (A, B, C)}

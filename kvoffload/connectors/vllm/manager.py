@@ -82,6 +82,10 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
             return 0, False
         return self.ledger.lookup_prefix(keys, _context(req_context))
 
+    def has_room(self, keys: Sequence[OffloadKey]) -> bool:
+        """See :meth:`TieredOffloadingManager.has_room`."""
+        return self.ledger is None or self.ledger.has_room(keys)
+
     def most_tokens(self, req_context: VllmContext) -> int | None:
         """Return how many tokens a request wishes to have loaded at most; None for any number."""
         if self.ledger is None:

@@ -10,6 +10,7 @@ import itertools
 import logging
 import time
 import uuid
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -74,6 +75,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             None if limit is None else limit // slot_bytes,
             slot_bytes=slot_bytes,
             store_threshold=self.settings.store_threshold,
+            promote=self.settings.promote,
         )
         self.adapter.attach(ledger, num_slots)
         self._book = JobBook(ledger, len(ranks))
@@ -96,11 +98,16 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         if wished is not None:
             wanted = wished if max_num_new_tokens is None else min(wished, max_num_new_tokens)
             # Whole chunks, or a load would end inside one.
-            size = max(group.tokens_per_chunk for group in self.config.kv_group_configs)
-            max_num_new_tokens = wanted // size * size
+            max_num_new_tokens = wanted // self._chunk_tokens * self._chunk_tokens
         found, is_async = super().get_num_new_matched_tokens(
             request, num_computed_tokens, max_num_new_tokens
         )
+        while found and not self._lookup_counts_room:
+            # A load that host memory cannot take whole would fail, each time it is tried.
+            most = self._most_with_room(status, num_computed_tokens, found)
+            if most == found:
+                break
+            found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, most)
         if found == 0:
             return found, is_async
         if self._failed_loads[request.request_id] >= MAX_FAILED_LOADS:
@@ -109,6 +116,41 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         elif found is None and self._waited_long(request):
             found = 0
         return found, bool(found) and is_async
+
+    @property
+    def _chunk_tokens(self) -> int:
+        return max(group.tokens_per_chunk for group in self.config.kv_group_configs)
+
+    @property
+    def _lookup_counts_room(self) -> bool:
+        # Only where all chunks to be loaded are asked for in one call.
+        first, *others = self.config.kv_group_configs
+        return not others and first.sliding_window_size_in_chunks is None
+
+    def _most_with_room(self, status: Any, start: int, found: int) -> int:
+        """Return how many of the tokens found can be loaded at once, chunks of all groups together.
+
+        A longer prefix is taken to need more room than a shorter one.
+        """
+
+        def has_room(end: int) -> bool:
+            return self.adapter.has_room(self._keys_to_load(status, start, end))
+
+        if has_room(start + found):
+            return found
+        size = self._chunk_tokens
+        ends = range(start - start % size, start + found, size)
+        too_long = bisect_left(ends, True, lo=1, key=lambda end: not has_room(end))
+        return max(0, ends[too_long - 1] - start)
+
+    def _keys_to_load(self, status: Any, start: int, end: int) -> list[OffloadKey]:
+        keys: list[OffloadKey] = []
+        for group, state in zip(self.config.kv_group_configs, status.group_states, strict=True):
+            size = group.tokens_per_chunk
+            wanted = state.offload_keys[start // size : -(-end // size)]
+            window = group.load_window_size_in_chunks(end)
+            keys.extend(wanted if window is None else wanted[-window:])
+        return keys
 
     def _waited_long(self, request: Any) -> bool:
         status = self._req_status[request.request_id]

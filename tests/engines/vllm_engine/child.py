@@ -26,10 +26,15 @@ def main() -> None:
         max_tokens: int = 16,
         salts: list[str] | None = None,
         loras: list[list[Any] | None] | None = None,
+        images: list[int | None] | None = None,
         abort: dict[str, int] | None = None,
         limit_s: float = 300.0,
     ) -> dict[str, Any]:
-        """Run prompts together; ``abort`` maps a prompt's place to the step it is aborted at."""
+        """Run prompts together.
+
+        ``images`` gives a prompt an image of noise, by its seed; ``abort`` maps a prompt's place to
+        the step it is aborted at.
+        """
         numbers: dict[str, int] = {}
         for i, prompt in enumerate(prompts):
             name = f"r{next(ids)}"
@@ -37,6 +42,8 @@ def main() -> None:
             asked: dict[str, Any] = {"prompt_token_ids": prompt}
             if salts and salts[i]:
                 asked["cache_salt"] = salts[i]
+            if images and images[i] is not None:
+                asked["multi_modal_data"] = {"image": noise(images[i])}
             lora = LoRARequest(*loras[i]) if loras and loras[i] else None
             params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
             engine.add_request(name, asked, params, lora_request=lora)
@@ -91,6 +98,15 @@ def main() -> None:
             answer(calls[order.pop("do")](**order))
         except Exception as error:
             answer({"error": f"{type(error).__name__}: {error}"})
+
+
+def noise(seed: int) -> Any:
+    """An image of random pixels."""
+    import random
+
+    from PIL import Image
+
+    return Image.frombytes("RGB", (56, 56), random.Random(seed).randbytes(56 * 56 * 3))
 
 
 def _number(numbers: dict[str, int], request_id: str) -> int:

