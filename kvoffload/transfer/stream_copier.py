@@ -1,0 +1,358 @@
+"""The copier for devices with streams: few large copies behind fences, never waiting for any.
+
+Each direction has two *lanes*: a stream with staging memory of its own. A transfer is cut into
+portions that fill a lane's staging memory, and the lanes take turns. On its lane a portion is
+gathered and then copied (or copied and then scattered), in stream order, so that no fence is needed
+between the two, nor before the staging memory is used again; and while one lane copies, the other
+gathers.
+
+The engine's thread only checks a transfer and queues it. A thread a direction enqueues its work,
+another waits for its end, so that neither a large transfer nor a slow one holds up the engine.
+"""
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffload.core.canonical import CanonicalKVCaches
+from kvoffload.transfer.base import Fence, check_moves
+from kvoffload.transfer.device import Device, Event, Span, Stream, Table
+from kvoffload.transfer.layout import ChunkLayout, ChunkMove
+from kvoffload.transfer.slab import Slab
+from kvoffload.transfer.staging import Plan
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+STAGE_BYTES = 16 << 20
+"""Staging memory of a lane: a copy of this size hides what it costs to begin one."""
+DIRECT_PAGE_BYTES = 1 << 20
+"""Pages from this size on are copied without staging: each alone is a large copy."""
+LANES = 2
+CLOSE_TIMEOUT_S = 5.0
+
+
+class EngineFence:
+    """The engine's stream as it was when the fence was recorded."""
+
+    error: BaseException | None = None
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        """See :meth:`kvoffload.transfer.base.Fence.done`."""
+        return self.event.query()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until it is done, however long that takes."""
+        self.event.synchronize()
+        return True
+
+
+class CopyFence:
+    """The end of one transfer; its error, if something went wrong on the way."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.events: Sequence[Event] | None = None
+        """Set when all is enqueued: where the transfer ends on each stream it used."""
+        self._reached = threading.Event()
+
+    def done(self) -> bool:
+        """Ask the device, so that an engine that polls need not wait for a thread of ours."""
+        if not self._reached.is_set() and self.events is not None:
+            try:
+                if all(event.query() for event in self.events):
+                    self.reach()
+            except Exception as error:
+                self.reach(error)
+        return self._reached.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """See :meth:`kvoffload.transfer.base.Fence.wait`."""
+        return self._reached.wait(timeout_s)
+
+    def reach(self, error: BaseException | None = None) -> None:
+        """The end has come; harmless a second time."""
+        self.error = self.error or error
+        self._reached.set()
+
+
+@dataclass
+class Lane:
+    """A stream, and the staging memory that only it uses."""
+
+    stream: Stream
+    stage: "torch.Tensor"
+
+
+@dataclass
+class Job:
+    """A transfer on its way through one direction."""
+
+    moves: Sequence[ChunkMove]
+    after: Fence
+    fence: CopyFence
+    lanes: list[Lane] = field(default_factory=list)
+    """Those it has used, in the order of their first use."""
+    table: Table | None = None
+    uploaded: Event | None = None
+
+
+class Direction:
+    """All transfers to the host, or all from it.
+
+    Every wait for another stream or for the device is a method of its own, named ``fence_...``:
+    without it the tests of :mod:`kvoffload.testing.late_device` see other bytes.
+    """
+
+    def __init__(self, device: Device, plan: Plan, to_host: bool) -> None:
+        self._device = device
+        self._plan = plan
+        self._to_host = to_host
+        self._lanes = [
+            Lane(device.new_stream(), device.new_stage(plan.stage_bytes)) for _ in range(LANES)
+        ]
+        self._turn = 0
+        self._tables: deque[Table] = deque()
+        self._queued: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        name = "kvoffload-d2h" if to_host else "kvoffload-h2d"
+        self._threads = [
+            threading.Thread(target=self._launch_all, name=name, daemon=True),
+            threading.Thread(target=self._await_all, name=f"{name}-wait", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Take a transfer; from any thread."""
+        self._queued.put(job)
+
+    def close(self) -> bool:
+        """Finish what was submitted; False if that takes longer than it may."""
+        self._queued.put(None)
+        for thread in self._threads:
+            thread.join(CLOSE_TIMEOUT_S)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    # ---- the thread that enqueues ----
+
+    def _launch_all(self) -> None:
+        self._device.enter_thread()
+        while (job := self._queued.get()) is not None:
+            try:
+                self._launch(job)
+            except Exception as error:
+                # What was enqueued before it failed still runs, and is waited for below.
+                job.fence.error = error
+            try:
+                job.fence.events = self.fence_end(job)
+            except Exception as error:
+                job.fence.reach(error)
+            self._launched.put(job)
+        self._launched.put(None)
+
+    def _launch(self, job: Job) -> None:
+        if not isinstance(job.after, EngineFence):
+            job.after.wait()
+        plan = self._plan
+        staged = [move for move in job.moves if plan.is_staged[move.group_idx]]
+        direct = [move for move in job.moves if not plan.is_staged[move.group_idx]]
+        if staged:
+            self._launch_staged(job, staged)
+        if direct:
+            lane = self._enter(job)
+            self._device.copy(lane.stream, plan.page_runs(direct), self._to_host)
+
+    def _launch_staged(self, job: Job, moves: list[ChunkMove]) -> None:
+        moves.sort(key=lambda move: move.group_idx)
+        counts = np.array([len(move.block_ids) for move in moves])
+        starts = np.concatenate(([0], np.cumsum(counts)))
+        total = int(starts[-1])
+        chunks = np.repeat(np.arange(len(moves)), counts)
+        firsts = np.array([move.first for move in moves])
+        table = job.table = self._free_table(total)
+        table.fill(
+            (
+                np.concatenate([move.block_ids for move in moves]).astype(np.int64),
+                chunks,
+                np.arange(total) - starts[chunks] + firsts[chunks],
+            )
+        )
+        begin = 0
+        for group_idx, parts in enumerate(self._plan.parts):
+            end = begin
+            while end < len(moves) and moves[end].group_idx == group_idx:
+                end += 1
+            for part in parts if end > begin else ():
+                step = max(1, self._plan.stage_bytes // part.num_bytes)
+                for at in range(begin, end, step):
+                    portion = moves[at : min(at + step, end)]
+                    start, stop = int(starts[at]), int(starts[at + len(portion)])
+                    lane = self._enter(job)
+                    span = Span(table, start, stop - start, at)
+                    runs = self._plan.stage_runs(part, portion, lane.stage)
+                    if self._to_host:
+                        self._device.gather(lane.stream, part, span, lane.stage)
+                        self._device.copy(lane.stream, runs, to_host=True)
+                    else:
+                        self._device.copy(lane.stream, runs, to_host=False)
+                        self._device.scatter(lane.stream, part, span, lane.stage)
+            begin = end
+
+    def _enter(self, job: Job) -> Lane:
+        """Take the next lane, behind what this transfer has to wait for."""
+        lane = self._lanes[self._turn]
+        self._turn = (self._turn + 1) % LANES
+        if all(lane is not used for used in job.lanes):
+            job.lanes.append(lane)
+            self.fence_engine(job, lane)
+            if job.table is not None:
+                self._bring_table(job, job.table, lane)
+        return lane
+
+    def _bring_table(self, job: Job, table: Table, lane: Lane) -> None:
+        if job.uploaded is None:
+            self._device.upload(lane.stream, table)
+            job.uploaded = lane.stream.record_event()
+        else:
+            self.fence_upload(job.uploaded, lane)
+
+    def _free_table(self, num_blocks: int) -> Table:
+        for _ in range(len(self._tables)):
+            table = self._tables.popleft()
+            if len(table.host) >= 3 * num_blocks:
+                return table
+            self._tables.append(table)
+        return self._device.new_table(num_blocks, self._lanes[self._turn].stream)
+
+    # ---- the fences ----
+
+    def fence_engine(self, job: Job, lane: Lane) -> None:
+        """Hold the lane back until the engine's work submitted before the transfer is done.
+
+        A store would otherwise read blocks that the forward pass has yet to write; a load would
+        write blocks that it still reads, or that are about to be zeroed for their new owner.
+        """
+        if isinstance(job.after, EngineFence):
+            lane.stream.wait_event(job.after.event)
+
+    def fence_upload(self, uploaded: Event, lane: Lane) -> None:
+        """Hold the lane back until the table is there, which another lane's stream uploads.
+
+        The kernels would otherwise take block numbers from the table's last transfer.
+        """
+        lane.stream.wait_event(uploaded)
+
+    def fence_end(self, job: Job) -> list[Event]:
+        """Mark the end of the transfer on all streams that it used.
+
+        The transfer would otherwise count as done while copies run: the engine would overwrite
+        blocks that are still being read, or use blocks not yet written, and the manager give away
+        slots that a copy still reads.
+        """
+        return [lane.stream.record_event() for lane in job.lanes]
+
+    def fence_host(self, job: Job) -> None:
+        """Wait until the transfer has ended before it is answered and its table used again.
+
+        The copy engine reads the table's pinned half, and kernels its device half, until then:
+        written earlier, they would move the blocks of the next transfer.
+        """
+        for event in job.fence.events or ():
+            event.synchronize()
+
+    # ---- the thread that waits ----
+
+    def _await_all(self) -> None:
+        self._device.enter_thread()
+        while (job := self._launched.get()) is not None:
+            try:
+                self.fence_host(job)
+            except Exception as error:
+                # The table is not used again: who knows what still reads it.
+                job.fence.reach(error)
+            else:
+                if job.table is not None:
+                    self._tables.append(job.table)
+                job.fence.reach()
+
+
+class StreamCopier:
+    """Copies through a device's streams; see the module.
+
+    Args:
+        kv_caches: the engine's tensors, on the device.
+        slab: host memory.
+        layout: of chunks.
+        device: of the tensors; closed with the copier.
+        stage_bytes: staging memory of a lane; four lanes take it, if any page is staged at all.
+        direct_page_bytes: pages of this size and more are not staged.
+    """
+
+    direction_type = Direction
+
+    def __init__(
+        self,
+        kv_caches: CanonicalKVCaches,
+        slab: Slab,
+        layout: ChunkLayout,
+        device: Device,
+        *,
+        stage_bytes: int = STAGE_BYTES,
+        direct_page_bytes: int = DIRECT_PAGE_BYTES,
+    ) -> None:
+        self._num_blocks = min(len(entry.tensor) for entry in kv_caches.tensors)
+        self._slab = slab
+        self._layout = layout
+        self._device = device
+        self._plan = Plan(
+            kv_caches, layout, slab.slot_bytes, min(stage_bytes, slab.num_bytes), direct_page_bytes
+        )
+        self._directions = {
+            to_host: self.direction_type(device, self._plan, to_host) for to_host in (True, False)
+        }
+
+    def record_fence(self) -> Fence:
+        """See :meth:`kvoffload.transfer.base.Copier.record_fence`."""
+        return EngineFence(self._device.engine_event())
+
+    def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> Fence:
+        """See :meth:`kvoffload.transfer.base.Copier.launch`."""
+        check_moves(moves, to_host, self._layout, self._num_blocks, self._slab)
+        fence = CopyFence()
+        self._directions[to_host].submit(Job(moves, after, fence))
+        return fence
+
+    def stats(self) -> dict[str, str | int]:
+        """See :meth:`kvoffload.transfer.base.Copier.stats`."""
+        staged = self._plan.is_staged
+        ways = {True: "staged", False: "direct"}
+        used = [ways[way] for way, parts in zip(staged, self._layout.regions, strict=True) if parts]
+        return {
+            "groups": " ".join(used),
+            "stage_bytes": self._plan.stage_bytes,
+            **self._device.stats(),
+        }
+
+    def close(self) -> None:
+        """See :meth:`kvoffload.transfer.base.Copier.close`."""
+        if not all(_closed(self._directions.values())):
+            # Whoever still copies goes on: unpinning memory under it would be worse than leaking.
+            log.warning("copies still ran %.0f s after the end; left alone", CLOSE_TIMEOUT_S)
+            return
+        self._device.close()
+
+
+def _closed(directions: Iterable[Direction]) -> list[bool]:
+    return [direction.close() for direction in directions]

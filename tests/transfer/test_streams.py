@@ -1,0 +1,171 @@
+"""Copies through streams are fenced: each fence is shown to be needed by taking it away."""
+
+import random
+
+import pytest
+import torch
+
+from kvoffload.testing.interleavings import (
+    NUM_SLOTS,
+    PER_CHUNK,
+    Interleaving,
+    small_caches,
+    words,
+)
+from kvoffload.testing.late_device import LateDevice
+from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.slab import Slab
+from kvoffload.transfer.stream_copier import Direction, StreamCopier
+
+RUNS = 1000
+
+
+class LateEngine:
+    """Forward passes on the late device's engine stream."""
+
+    def __init__(self, device, kv_caches):
+        self.device, self.kv_caches = device, kv_caches
+
+    def write(self, block, version):
+        for page in words(self.kv_caches, block):
+            self.device.engine.enqueue(lambda page=page: page.fill_(version))
+
+    def read(self, block):
+        found = []
+        for page in words(self.kv_caches, block):
+            self.device.engine.enqueue(lambda page=page: found.extend(page.tolist()))
+        return lambda: sorted(set(found))
+
+    def finish(self):
+        self.device.run_all()
+
+
+def run(seed, direction=Direction, **rules):
+    """One interleaving on a device of its own; returns how much was compared."""
+    draw = random.Random(seed)
+    caches = small_caches()
+    layout = ChunkLayout(caches, PER_CHUNK)
+    slab = Slab(NUM_SLOTS, layout.slot_bytes)
+    device = LateDevice(caches, slab, seed)
+
+    class Copier(StreamCopier):
+        direction_type = direction
+
+    copier = Copier(
+        caches,
+        slab,
+        layout,
+        device,
+        # From a chunk in three portions to all of it in one; sometimes nothing is staged.
+        stage_bytes=draw.choice([16, 1000, 3000, 1 << 20]),
+        direct_page_bytes=draw.choice([1, 1 << 20, 1 << 20]),
+    )
+    interleaving = Interleaving(
+        copier, LateEngine(device, caches), slab, layout, seed=seed, **rules
+    )
+    try:
+        interleaving.run()
+    finally:
+        copier.close()
+    assert device.is_closed
+    return interleaving.compared
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("first", range(0, RUNS, 200))
+def test_whatever_the_order_every_block_and_slot_holds_what_it_must(first):
+    assert sum(run(seed) for seed in range(first, first + 200)) > 200 * 40
+
+
+class WithoutEngineFence(Direction):
+    """Copies begin while compute still writes the blocks, or reads them."""
+
+    def fence_engine(self, job, lane):
+        pass
+
+
+class WithoutUploadFence(Direction):
+    """Kernels on the second lane do not wait for the table."""
+
+    def fence_upload(self, uploaded, lane):
+        pass
+
+
+class WithoutEndFence(Direction):
+    """A transfer counts as done when it is enqueued."""
+
+    def fence_end(self, job):
+        return []
+
+
+class EndOfOneLaneOnly(Direction):
+    """A transfer counts as done when one of its lanes is."""
+
+    def fence_end(self, job):
+        return super().fence_end(job)[:1]
+
+
+class WithoutHostFence(Direction):
+    """Nobody waits on the host: the table is used again, and the end told, at once."""
+
+    def fence_host(self, job):
+        pass
+
+
+class TableUsedAgain(Direction):
+    """Only the table is given away too early."""
+
+    def _launch_staged(self, job, moves):
+        super()._launch_staged(job, moves)
+        self._tables.append(job.table)
+        job.table = None
+
+
+class OneStagingMemory(Direction):
+    """Both lanes use one staging memory: only the order within a stream protects it."""
+
+    def __init__(self, device, plan, to_host):
+        new_stage, shared = device.new_stage, device.new_stage(plan.stage_bytes)
+        device.new_stage = lambda num_bytes: shared
+        super().__init__(device, plan, to_host)
+        device.new_stage = new_stage
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        WithoutEngineFence,
+        WithoutUploadFence,
+        WithoutEndFence,
+        EndOfOneLaneOnly,
+        WithoutHostFence,
+        TableUsedAgain,
+        OneStagingMemory,
+    ],
+)
+def test_without_a_fence_other_bytes_are_found(broken):
+    assert _caught(direction=broken) > 5
+
+
+@pytest.mark.parametrize("rule", ["flushes", "keeps_slots"])
+def test_without_a_rule_that_engine_and_manager_keep_other_bytes_are_found(rule):
+    """A preempted request's blocks are waited for; a slot that a load reads is not given away."""
+    assert _caught(**{rule: False}) > 5
+
+
+def _caught(**how):
+    """How many of the interleavings notice; nothing but other bytes may be what they see."""
+    caught = 0
+    for seed in range(100):
+        try:
+            run(seed, **how)
+        except AssertionError as error:
+            caught += ", not " in str(error)
+    return caught
