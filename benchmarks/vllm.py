@@ -1,8 +1,12 @@
 """vLLM with kvoffload beside vLLM without: what it costs, and what it saves. CPU, one session.
 
-Two engines run side by side and take turns, so that a disturbance by other work on the machine hits
-both; costs are given as the median of the ratios of each pair, with their spread. Needs vLLM in
-``.venv-vllm`` (``make demo-vllm`` puts it there), or in this environment.
+Engines take turns, each alone while it works: the processes of an idle vLLM go on polling for a
+second. All compute on the same cores: left alone, vLLM's CPU backend takes other ones as soon as it
+has a connector, whichever. Two of them have no connector: what they take on average is what the
+others are compared with, and how they differ is the noise. Where in memory an engine's weights come
+to lie changes its speed as long as it lives: so weights lie in huge pages, and all engines are
+started several times. Needs vLLM in ``.venv-vllm`` (``make demo-vllm`` puts it there), or in this
+environment.
 """
 
 import json
@@ -13,18 +17,43 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from benchmarks.harness import Row, report, row
 
 ROOT = Path(__file__).parents[1]
 MARK = "@@answer "
-PREFIX = 4000
-PREFIXES = 4
-PAIRS = 12
+SHAPE = {
+    "num_hidden_layers": 24,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+}
+"""Of the smallest model people serve (0.36 billion parameters beside the vocabulary, 12 KB of KV
+for each token): smaller ones make steps of a few milliseconds, which nobody has."""
+PROMPT, ANSWER = 512, 32
+PREFIX, PREFIXES = 4000, 3
+SESSIONS, ROUNDS = 3, 4
 LOOKUP_CHUNKS = 2000
+CALM_S = 1.25
+"""Between two requests: vLLM's idle processes poll for 1 s."""
+ALONE, CONTROL, HOST, DISK = "alone", "again alone", "host memory", "host memory and disk"
+
+
+class Times(NamedTuple):
+    """Of one request, in seconds."""
+
+    first_token: float
+    per_token: float
+    """Mean time between tokens after the first."""
+
+
+Round = dict[str, Times]
+"""One prompt through each of the engines, by name."""
 
 
 def _python() -> str:
@@ -35,7 +64,7 @@ def _python() -> str:
 class Engine:
     """A vLLM in another process."""
 
-    def __init__(self, model: str, extra: dict[str, Any] | None, **env: str) -> None:
+    def __init__(self, model: str, extra: Mapping[str, Any] | None, **env: str) -> None:
         options: dict[str, Any] = {
             "model": model,
             "load_format": "dummy",
@@ -62,8 +91,9 @@ class Engine:
                 **os.environ,
                 "HF_HUB_OFFLINE": "1",
                 "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
                 "VLLM_NO_USAGE_STATS": "1",
-                "OMP_NUM_THREADS": str(os.cpu_count()),
+                "THP_MEM_ALLOC_ENABLE": "1",
                 **env,
             },
         )
@@ -84,6 +114,12 @@ class Engine:
         self.process.stdin.flush()
         return self._answer()
 
+    def serve(self, prompt: list[int], num_tokens: int) -> Times:
+        """Send a request; return its times once the engine is calm again."""
+        times: list[float] = self.ask("serve", prompt=prompt, max_tokens=num_tokens)["times"]
+        time.sleep(CALM_S)
+        return Times(times[0], (times[-1] - times[0]) / (len(times) - 1))
+
     def _answer(self) -> Any:
         assert self.process.stdout is not None
         for line in self.process.stdout:
@@ -93,99 +129,141 @@ class Engine:
 
 
 def run() -> dict[str, Any]:
-    """Measure everything; about ten minutes on two cores."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = _model(Path(folder) / "large", "large")
-        rows = _costs_and_savings(model, Path(folder))
-        rows += _scheduler_call(_model(Path(folder) / "tiny", "llama"))
-    return report("vllm", rows)
+    """Measure everything; about fifteen minutes on two cores."""
+    rng = random.Random(1)
+    prefixes = [prompt(rng, PREFIX) for _ in range(PREFIXES)]
+    rounds: list[Round] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = make_model(folder / "model", SHAPE)
+        for session in range(SESSIONS):
+            with ExitStack() as stack:
+                engines = start(stack, model, folder, session, rng)
+                if session == 0:
+                    computed = [after_prefix(engines[ALONE], prefix, rng) for prefix in prefixes]
+                    for prefix in prefixes:
+                        after_prefix(engines[DISK], prefix, rng)
+                    host = [after_prefix(engines[DISK], prefix, rng) for prefix in prefixes]
+                if session == 1:
+                    out_of_page_cache(folder / "kv")
+                    disk = [after_prefix(engines[DISK], prefix, rng) for prefix in prefixes]
+                rounds += [one_round(engines, rng, turn) for turn in range(ROUNDS)]
+        call_s = scheduler_call(make_model(folder / "tiny"))
+    return report("vllm", rows(rounds, computed, host, disk, call_s))
 
 
-def _model(folder: Path, kind: str) -> str:
+def start(
+    stack: ExitStack, model: str, folder: Path, session: int, rng: random.Random
+) -> dict[str, Engine]:
+    """Start all engines, each time another one first; the stack ends them."""
+    wanted = list(settings(folder).items())
+    first = session % len(wanted)
+    engines = {
+        name: stack.enter_context(Engine(model, extra))
+        for name, extra in wanted[first:] + wanted[:first]
+    }
+    for engine in engines.values():
+        engine.serve(prompt(rng, 64), 4)
+    return engines
+
+
+def settings(folder: Path) -> dict[str, dict[str, Any] | None]:
+    """The engines compared, by name."""
+    disk = {"type": "disk", "root": str(folder / "kv"), "min_free": 0}
+    host = {"cpu_bytes": "1GiB"}
+    return {ALONE: None, CONTROL: None, HOST: host, DISK: {**host, "backends": [disk]}}
+
+
+def make_model(folder: Path, shape: Mapping[str, int] | None = None) -> str:
+    """Write a tiny model, or one of that shape, for random weights; return its folder."""
     script = ROOT / "examples/vllm/tiny_model.py"
-    subprocess.run([_python(), str(script), str(folder), kind], check=True, capture_output=True)
+    subprocess.run([_python(), str(script), str(folder)], check=True, capture_output=True)
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **(shape or {})}))
     return str(folder)
 
 
-def _costs_and_savings(model: str, folder: Path) -> list[Row]:
-    extra = {
-        "cpu_bytes": "1GiB",
-        "backends": [{"type": "disk", "root": str(folder / "kv"), "min_free": 0}],
+def prompt(rng: random.Random, length: int) -> list[int]:
+    """Return tokens that no one has seen."""
+    return rng.choices(range(3, 512), k=length)
+
+
+def one_round(engines: Mapping[str, Engine], rng: random.Random, turn: int) -> Round:
+    """Nothing to reuse: a new prompt through all engines, first forwards and then backwards."""
+    tokens = prompt(rng, PROMPT)
+    first = turn // 2 % len(engines)
+    order = [*list(engines)[first:], *list(engines)[:first]]
+    return {
+        name: engines[name].serve(tokens, ANSWER) for name in (order if turn % 2 else order[::-1])
     }
-    rng = random.Random(1)
-    with ExitStack() as engines:
-        plain = engines.enter_context(Engine(model, None))
-        ours = engines.enter_context(Engine(model, extra))
-        rows = _nothing_to_reuse(plain, ours, rng)
-        prefixes = [rng.choices(range(3, 512), k=PREFIX) for _ in range(PREFIXES)]
-        computed = _first_tokens(plain, prefixes, rng)
-        _first_tokens(ours, prefixes, rng)
-        host = _first_tokens(ours, prefixes, rng)
-        rows.append(_speedup(f"TTFT, {PREFIX}-token prefix from host memory", host, computed))
-        _wait_for_disk(folder / "kv")
-    with Engine(model, extra) as again:
-        again.ask("serve", prompt=rng.choices(range(3, 512), k=200), max_tokens=4)  # warm up
-        disk = _first_tokens(again, prefixes, rng)
-    rows.append(_speedup(f"TTFT, {PREFIX}-token prefix from disk, new process", disk, computed))
-    return rows
 
 
-def _nothing_to_reuse(plain: Engine, ours: Engine, rng: random.Random) -> list[Row]:
-    """Prompts no one has seen, each through both engines, in alternating order."""
-    ratios: dict[str, list[float]] = {"TTFT": [], "inter-token latency": []}
-    for pair in range(PAIRS + 1):
-        prompt = rng.choices(range(3, 512), k=600)
-        sides = [plain, ours] if pair % 2 else [ours, plain]
-        found = {id(side): side.ask("serve", prompt=prompt, max_tokens=32) for side in sides}
-        one, other = found[id(plain)]["times"], found[id(ours)]["times"]
-        if pair:  # the first warms up
-            ratios["TTFT"].append(other[0] / one[0])
-            ratios["inter-token latency"].append((other[-1] - other[0]) / (one[-1] - one[0]))
-    rows = []
-    for name, values in ratios.items():
-        spread = statistics.quantiles(values, n=4)
-        rows.append(
-            row(
-                f"{name} with nothing to reuse, to vLLM alone "
-                f"(quartiles of {PAIRS} pairs: {spread[0]:.3f} to {spread[2]:.3f})",
-                statistics.median(values),
-                "×",
-                1.02,
-                "at most 2 % more",
-            )
-        )
-    return rows
+def after_prefix(engine: Engine, prefix: list[int], rng: random.Random) -> float:
+    """Return the time, in seconds, to the first token after a prefix and a new question."""
+    engine.ask("reset")
+    return engine.serve([*prefix, *prompt(rng, 16)], 2).first_token
 
 
-def _first_tokens(engine: Engine, prefixes: list[list[int]], rng: random.Random) -> float:
-    """Return the median time, in seconds, to the first token after a prefix and a question."""
-    found = []
-    for prefix in prefixes:
-        engine.ask("reset")
-        question = rng.choices(range(3, 512), k=16)
-        found.append(engine.ask("serve", prompt=[*prefix, *question], max_tokens=4)["times"][0])
-        time.sleep(0.5)
-    return statistics.median(found)
-
-
-def _speedup(case: str, seconds: float, computed: float) -> Row:
-    return row(f"{case} ({computed / seconds:.1f}× faster)", seconds, "s", computed, "computing it")
-
-
-def _scheduler_call(model: str) -> list[Row]:
+def scheduler_call(model: str) -> float:
+    """Return the median time, in seconds, of the scheduler half's answer for a long prompt."""
     with Engine(model, {"cpu_bytes": "256MiB"}, VLLM_ENABLE_V1_MULTIPROCESSING="0") as engine:
         found = engine.ask("lookup", chunks=LOOKUP_CHUNKS, rounds=50)
-    name = f"scheduler call, prompt of {LOOKUP_CHUNKS} chunks in host memory"
-    return [row(name, found["median_s"] * 1000, "ms", 1.0, "1 ms")]
+    return float(found["median_s"])
 
 
-def _wait_for_disk(root: Path, quiet_s: float = 2.0) -> None:
-    seen, since = -1, time.monotonic()
-    while time.monotonic() - since < quiet_s:
-        now = sum(1 for _ in root.glob("*/??/*"))
-        if now != seen:
-            seen, since = now, time.monotonic()
-        time.sleep(0.1)
+def out_of_page_cache(root: Path) -> None:
+    """Write what is dirty and drop it from memory, so that reading it reads the disk."""
+    for path in root.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def rows(
+    rounds: list[Round],
+    computed: list[float],
+    host: list[float],
+    disk: list[float],
+    call_s: float,
+) -> list[Row]:
+    """Put figures into rows."""
+    found: list[Row] = []
+    for name in (CONTROL, HOST, DISK):
+        for field, what in (("first_token", "TTFT"), ("per_token", "inter-token latency")):
+            found.append(_cost(name, what, field, rounds))
+    for name, seconds in (("host memory", host), ("disk, new process", disk)):
+        median, limit = statistics.median(seconds), statistics.median(computed)
+        case = f"TTFT, {PREFIX}-token prefix from {name} ({limit / median:.1f}× faster)"
+        found.append(row(case, median, "s", limit, "computing it"))
+    case = f"scheduler call, prompt of {LOOKUP_CHUNKS} chunks in host memory"
+    return [*found, row(case, call_s * 1000, "ms", 1.0, "1 ms")]
+
+
+def _cost(name: str, what: str, field: str, rounds: list[Round]) -> Row:
+    times = [{name: getattr(each[name], field) for name in each} for each in rounds]
+    if name == CONTROL:
+        base = [each[ALONE] for each in times]
+    else:
+        base = [(each[ALONE] + each[CONTROL]) / 2 for each in times]
+    ratios = [each[name] / alone for each, alone in zip(times, base, strict=True)]
+    low, high = interval_of_median(ratios)
+    return row(
+        f"{what} with nothing to reuse, {name} ({len(rounds)} pairs, 95 % interval {low:.3f} to "
+        f"{high:.3f}; alone {statistics.median(base) * 1000:.1f} ms)",
+        statistics.median(ratios),
+        "×",
+        1.02,
+        "at most 2 % more than alone",
+    )
+
+
+def interval_of_median(values: Iterable[float], resamples: int = 4000) -> tuple[float, float]:
+    """Return the 95 % interval of a median, by drawing samples from the values again."""
+    rng, pool = random.Random(0), list(values)
+    medians = sorted(statistics.median(rng.choices(pool, k=len(pool))) for _ in range(resamples))
+    return medians[resamples * 25 // 1000], medians[resamples * 975 // 1000]
 
 
 if __name__ == "__main__":
