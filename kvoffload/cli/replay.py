@@ -14,6 +14,7 @@ from rich.table import Table
 
 from kvoffload.errors import ConfigError
 from kvoffload.replay import synthetic
+from kvoffload.replay.sample import sampled
 from kvoffload.replay.simulate import Hits
 from kvoffload.replay.study import (
     INFINITE,
@@ -31,6 +32,7 @@ TRACE_HELP = "JSONL of requests with hash_ids, a folder of conversations, or rec
 SYNTHETIC_HELP = (
     f"Make requests instead: NAME[:seed=1,requests=6000]; {', '.join(synthetic.WORKLOADS)}."
 )
+SAMPLE_HELP = "Share of all blocks to replay, of large traces: rates are then estimates."
 
 
 def command(
@@ -39,7 +41,7 @@ def command(
     sizes: Annotated[str, typer.Option(help="Capacities in blocks: 1k,10k,...")] = "",
     tiers: Annotated[str, typer.Option(help="Instead of sizes: cpu=10k,disk=100k")] = "",
     synthetic: Annotated[str, typer.Option(help=SYNTHETIC_HELP)] = "",
-    sample: Annotated[float, typer.Option(help="Share of all conversations to replay.")] = 1.0,
+    sample: Annotated[float, typer.Option(help=SAMPLE_HELP)] = 1.0,
     plot: Annotated[Path | None, typer.Option(help="Draw hit rates into this PNG file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -57,7 +59,7 @@ def command(
     names = [name for name in policies.split(",") if name]
     if not names:
         raise ConfigError("policies", policies, "must name at least one policy")
-    loaded = open_trace(trace, synthetic).sampled(sample)
+    loaded = sampled(open_trace(trace, synthetic), sample)
     if tiers:
         parts = parse_tiers(tiers)
         with progress_bar(total_work(loaded, len(names), None)) as step:

@@ -8,10 +8,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvoffload.cli.replay import SYNTHETIC_HELP, TRACE_HELP, facts, open_trace, progress_bar
+from kvoffload.cli.replay import (
+    SAMPLE_HELP,
+    SYNTHETIC_HELP,
+    TRACE_HELP,
+    facts,
+    open_trace,
+    progress_bar,
+)
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
 from kvoffload.replay.model import bytes_per_token, read_config
+from kvoffload.replay.sample import sampled
 from kvoffload.replay.sizing import Answer, answer, curve, curve_sizes
 
 
@@ -26,7 +34,7 @@ def command(
     ] = "50,80,90,95,99",
     policy: Annotated[str, typer.Option(help="The store's eviction policy.")] = "handicap",
     synthetic: Annotated[str, typer.Option(help=SYNTHETIC_HELP)] = "",
-    sample: Annotated[float, typer.Option(help="Share of all conversations to replay.")] = 1.0,
+    sample: Annotated[float, typer.Option(help=SAMPLE_HELP)] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say how much memory a trace and a model need for what hit rate.
@@ -37,7 +45,7 @@ def command(
         raise ConfigError("block_tokens", block_tokens, "must be at least 1")
     wanted = [_percent(text) for text in targets.split(",") if text]
     token_bytes = bytes_per_token(read_config(model), kv_dtype or None, tensor_parallel)
-    loaded = open_trace(trace, synthetic).sampled(sample)
+    loaded = sampled(open_trace(trace, synthetic), sample)
     with progress_bar(len(curve_sizes(loaded)) * loaded.accesses) as step:
         points = curve(loaded, policy, step)
     answers = [answer(points, share) for share in wanted]

@@ -5,27 +5,52 @@ use. Then all its blocks are used, tail first, and those missing are stored in p
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress, takewhile
 
 from kvoffload.offload.policies.base import Policy
 from kvoffload.replay.trace import Keys
 
 Progress = Callable[[int], None]
 """Told now and then how many blocks were used since it was last told."""
+Weights = Mapping[bytes, float]
+"""How many uses each use of a block stands for, in a sample; empty if it is the whole trace."""
+WHOLE: Weights = {}
 
 _REPORT_EVERY = 256
 
 
-@dataclass(frozen=True)
+@dataclass
 class Hits:
-    """What one replay found, in blocks."""
+    """What one replay found, in blocks; of a sample, an estimate for the whole trace."""
 
-    accesses: int
-    prefix: int
+    accesses: float = 0
+    prefix: float = 0
     """Blocks found in a contiguous prefix of their request: what an engine would load."""
-    blocks: int
+    blocks: float = 0
     """Blocks found anywhere."""
+
+    def count(
+        self, request: Keys, prefix: int, hits_backwards: Sequence[bool], weights: Weights
+    ) -> None:
+        """Add one request.
+
+        Args:
+            request: its blocks.
+            prefix: how many of the first ones were found.
+            hits_backwards: for each block, the last one first, whether it was found.
+            weights: of all blocks, or none.
+        """
+        if weights:
+            each = [weights[key] for key in request]
+            self.accesses += sum(each)
+            self.prefix += sum(each[:prefix])
+            self.blocks += sum(compress(reversed(each), hits_backwards))
+        else:
+            self.accesses += len(request)
+            self.prefix += prefix
+            self.blocks += sum(hits_backwards)
 
     @property
     def prefix_rate(self) -> float:
@@ -45,7 +70,7 @@ class Level:
     name: str
     capacity: int
     policy: Policy
-    prefix: int = 0
+    prefix: float = 0
     """Blocks of contiguous prefixes that came from here."""
 
 
@@ -63,40 +88,50 @@ def _reported(requests: Sequence[Keys], progress: Progress | None) -> Iterator[K
             since = 0
 
 
+def _prefix(request: Keys, held: Collection[bytes]) -> int:
+    return sum(takewhile(bool, map(held.__contains__, request)))
+
+
 def replay(
-    requests: Sequence[Keys], policy: Policy, capacity: int, progress: Progress | None = None
+    requests: Sequence[Keys],
+    policy: Policy,
+    capacity: int,
+    progress: Progress | None = None,
+    weights: Weights = WHOLE,
 ) -> Hits:
     """Use one store of ``capacity`` blocks; the policy must be new."""
-    accesses = prefix = blocks = 0
+    found = Hits()
     touch, add, victims = policy.touch, policy.add, policy.victims
     held: set[bytes] = set()
     for request in _reported(requests, progress):
-        accesses += len(request)
-        for key in request:
-            if key not in held:
-                break
-            prefix += 1
+        prefix = _prefix(request, held)
+        hits: list[bool] = []
         for key in reversed(request):
             touch(key)
-            if key in held:
-                blocks += 1
+            hit = key in held
+            hits.append(hit)
+            if hit:
                 continue
             if len(held) >= capacity:
                 held.difference_update(victims(1))
             add(key)
             held.add(key)
-    return Hits(accesses, prefix, blocks)
+        found.count(request, prefix, hits, weights)
+    return found
 
 
 def replay_levels(
-    requests: Sequence[Keys], levels: Sequence[Level], progress: Progress | None = None
+    requests: Sequence[Keys],
+    levels: Sequence[Level],
+    progress: Progress | None = None,
+    weights: Weights = WHOLE,
 ) -> Hits:
     """Use a chain of stores; every block stored is written to all of them.
 
     A level counts a use only of the blocks that were read from it, since a hit above never asks
     below. What is read from below is put into every level above. ``levels`` receive their counts.
     """
-    accesses = blocks = 0
+    found = Hits()
     held: list[set[bytes]] = [set() for _ in levels]
 
     def put(at: int, key: bytes) -> None:
@@ -108,40 +143,43 @@ def replay_levels(
             held[at].add(key)
 
     for request in _reported(requests, progress):
-        accesses += len(request)
-        found = [
+        sources = [
             next((at for at, there in enumerate(held) if key in there), None) for key in request
         ]
-        for source in found:
+        prefix = 0
+        for key, source in zip(request, sources, strict=True):
             if source is None:
                 break
-            levels[source].prefix += 1
-        for key, source in zip(reversed(request), reversed(found), strict=True):
+            levels[source].prefix += weights.get(key, 1)
+            prefix += 1
+        sources.reverse()
+        for key, source in zip(reversed(request), sources, strict=True):
             deepest = len(levels) - 1 if source is None else source
             for level in levels[: deepest + 1]:
                 level.policy.touch(key)
             for at in range(deepest + 1):
                 put(at, key)
-            blocks += source is not None
-    return Hits(accesses, sum(level.prefix for level in levels), blocks)
+        found.count(request, prefix, [source is not None for source in sources], weights)
+    return found
 
 
-def infinite(requests: Sequence[Keys]) -> Hits:
+def infinite(requests: Sequence[Keys], weights: Weights = WHOLE) -> Hits:
     """Count the hits of a store that holds everything."""
-    accesses = prefix = blocks = 0
+    found = Hits()
     held: set[bytes] = set()
     for request in requests:
-        accesses += len(request)
-        for key in request:
-            if key not in held:
-                break
-            prefix += 1
-        blocks += sum(key in held for key in request)
+        hits = [key in held for key in reversed(request)]
+        found.count(request, _prefix(request, held), hits, weights)
         held.update(request)
-    return Hits(accesses, prefix, blocks)
+    return found
 
 
-def belady(requests: Sequence[Keys], capacity: int, progress: Progress | None = None) -> Hits:
+def belady(
+    requests: Sequence[Keys],
+    capacity: int,
+    progress: Progress | None = None,
+    weights: Weights = WHOLE,
+) -> Hits:
     """Count the hits of a store that knows the future: no policy has more *block* hits.
 
     It evicts the block whose next use is the farthest (L. Belady, 1966), or does not take the new
@@ -157,18 +195,17 @@ def belady(requests: Sequence[Keys], capacity: int, progress: Progress | None = 
         seen[uses[at]] = at
     held: dict[bytes, int] = {}
     farthest: list[tuple[int, bytes]] = []  # (minus next use, key); stale unless ``held`` agrees
-    accesses = prefix = blocks = at = 0
+    found = Hits()
+    at = 0
     for request in _reported(requests, progress):
-        accesses += len(request)
-        for key in request:
-            if key not in held:
-                break
-            prefix += 1
+        prefix = _prefix(request, held)
+        hits: list[bool] = []
         for key in reversed(request):
             due = next_use[at]
             at += 1
-            if key in held:
-                blocks += 1
+            hits.append(key in held)
+            if hits[-1]:
+                pass
             elif due == never:
                 continue
             elif len(held) >= capacity:
@@ -182,4 +219,5 @@ def belady(requests: Sequence[Keys], capacity: int, progress: Progress | None = 
                 continue
             held[key] = due
             heapq.heappush(farthest, (-due, key))
-    return Hits(accesses, prefix, blocks)
+        found.count(request, prefix, hits, weights)
+    return found

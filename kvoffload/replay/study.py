@@ -108,7 +108,7 @@ def study(
     rows = [study_one(trace, name, size, progress) for name in names for size in sizes]
     for size in sizes:
         start = perf_counter()
-        hits = belady(trace.requests, _scaled(size, trace), progress)
+        hits = belady(trace.requests, _scaled(size, trace), progress, trace.weights)
         rows.append(Row(BELADY, size, hits, perf_counter() - start))
     return [*rows, _everything(trace)]
 
@@ -120,7 +120,8 @@ def study_one(trace: Trace, policy: str, size: int, progress: Progress | None = 
         ConfigError: no such policy.
     """
     start, capacity = perf_counter(), _scaled(size, trace)
-    hits = replay(trace.requests, _policy(policy)(capacity), capacity, progress)
+    made = _policy(policy)(capacity)
+    hits = replay(trace.requests, made, capacity, progress, trace.weights)
     return Row(policy, size, hits, perf_counter() - start)
 
 
@@ -141,7 +142,7 @@ def study_tiers(
         start = perf_counter()
         sized = {name: _scaled(size, trace) for name, size in tiers.items()}
         levels = [Level(name, capacity, make(capacity)) for name, capacity in sized.items()]
-        hits = replay_levels(trace.requests, levels, progress)
+        hits = replay_levels(trace.requests, levels, progress, trace.weights)
         shares = {level.name: round(level.prefix / hits.accesses, 6) for level in levels}
         rows.append(Row(policy, sum(tiers.values()), hits, perf_counter() - start, shares))
     return [*rows, _everything(trace)]
@@ -154,4 +155,5 @@ def total_work(trace: Trace, policies: int, sizes: int | None) -> int:
 
 def _everything(trace: Trace) -> Row:
     start = perf_counter()
-    return Row(INFINITE, None, infinite(trace.requests), perf_counter() - start)
+    hits = infinite(trace.requests, trace.weights)
+    return Row(INFINITE, None, hits, perf_counter() - start)

@@ -5,9 +5,8 @@
 * a JSONL file of the manager's events (:mod:`kvoffload.replay.record`).
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,7 +58,9 @@ class Trace:
     name: str
     requests: list[Keys]
     sample: float = 1.0
-    """The share of all conversations that was kept. Capacities are to be scaled by it."""
+    """The share of all blocks that was kept. Capacities are to be scaled by it."""
+    weights: Mapping[bytes, float] = field(default_factory=dict)
+    """Of a sample: how many uses each use of a block stands for."""
 
     @property
     def accesses(self) -> int:
@@ -70,30 +71,6 @@ class Trace:
     def distinct(self) -> int:
         """Different blocks asked for."""
         return len({key for request in self.requests for key in request})
-
-    def sampled(self, share: float) -> "Trace":
-        """Keep a share of all conversations, whole.
-
-        Hit rates of these at capacities scaled alike estimate those of all. A conversation is known
-        by its first block that fewer than one request in a hundred has: the blocks before it are
-        system prompts. Single keys cannot be sampled: one that most requests share would decide.
-
-        Raises:
-            ConfigError: the share is not in (0, 1].
-        """
-        if not 0 < share <= 1:
-            raise ConfigError("sample", share, "must be more than 0 and at most 1")
-        if share == 1:
-            return self
-        uses = Counter(key for request in self.requests for key in request)
-        common = max(10, len(self.requests) // 100)
-        limit = int(share * (1 << 32))
-        kept: list[Keys] = []
-        for at, request in enumerate(self.requests):
-            own = next((key for key in request if uses[key] < common), b"%d" % at)
-            if int.from_bytes(blake2b(own, digest_size=4).digest(), "big") < limit:
-                kept.append(request)
-        return Trace(self.name, kept, self.sample * share)
 
 
 class _Interning:

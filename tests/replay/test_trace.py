@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from kvoffload.errors import ConfigError
 from kvoffload.offload.base import OffloadingEvent, Reason, make_offload_key
 from kvoffload.replay.record import Recorder
-from kvoffload.replay.trace import TraceError, from_ids, read_trace
+from kvoffload.replay.trace import TraceError, read_trace
 
 
 def written(path, *lines):
@@ -130,20 +129,3 @@ def test_a_bad_event_names_its_line(tmp_path):
     path = written(tmp_path / "events.jsonl", '{"keys": ["00"]}', '{"keys": [3]}')
     with pytest.raises(TraceError, match=r"events.jsonl:2: keys\[0\]"):
         read_trace(path)
-
-
-def test_a_sample_keeps_whole_conversations():
-    requests = [[0, 10 * c, 10 * c + 1][: 2 + turn] for c in range(1, 401) for turn in (0, 1)]
-    trace = from_ids("t", requests)
-    some = trace.sampled(0.25)
-    assert some.sample == 0.25
-    assert 0.15 < some.accesses / trace.accesses < 0.35
-    assert {len(request) for request in some.requests} == {2, 3}
-    first_turns = {request[1] for request in some.requests if len(request) == 2}
-    assert first_turns == {request[1] for request in some.requests if len(request) == 3}
-
-
-@pytest.mark.parametrize("share", [0, -1, 1.5])
-def test_a_share_that_is_none_is_refused(share):
-    with pytest.raises(ConfigError, match="sample"):
-        from_ids("t", [[1]]).sampled(share)
