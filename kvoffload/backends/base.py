@@ -135,3 +135,21 @@ class RunsOnLoop(Protocol):
     def bind(self, loop: "AbstractEventLoop") -> None:
         """All coroutines will run on this loop. Called once, right after opening, on any thread."""
         ...
+
+
+@runtime_checkable
+class Fits(Protocol):
+    """Optional: is asked, right after opening, whether it can be of use as it was configured."""
+
+    @property
+    def place(self) -> str:
+        """Where the chunks are; no two tiers of one engine may have them at the same place."""
+        ...
+
+    def check_fit(self, chunk_bytes: int) -> None:
+        """Refuse if not even one chunk of this size can be stored.
+
+        Raises:
+            ConfigError: names the setting that is too small.
+        """
+        ...

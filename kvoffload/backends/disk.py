@@ -10,7 +10,9 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 import aiofiles
 import aiofiles.os
@@ -23,18 +25,21 @@ from kvoffload.backends.disk_index import Name, name_of
 from kvoffload.backends.disk_io import PAGE, ChunkFiles, probe_direct
 from kvoffload.backends.disk_keeper import Bounds, Keeper
 from kvoffload.backends.disk_layout import MANIFEST, prepare_root
+from kvoffload.backends.disk_purge import purge
 from kvoffload.backends.format import MAX_KEY_BYTES, namespace_digest
 from kvoffload.backends.offloop import DaemonThreads, Lane, once
 from kvoffload.backends.upkeep import Finding
 from kvoffload.backends.vfs import Vfs
-from kvoffload.config import ByteSize
+from kvoffload.config import ByteSize, human_bytes
 from kvoffload.errors import ConfigError
 from kvoffload.registry import POLICIES, load
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 IO_MODES = ("auto", "direct", "buffered")
 DURABILITY = ("none", "fsync")
+_READERS = 4
 
 
 class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -56,8 +61,8 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Above this part of the capacity the background begins to evict..."""
     low_watermark: float = 0.90
     """...down to this one."""
-    read_threads: int = 4
-    """Chunks read at once."""
+    read_threads: int | None = None
+    """Chunks read at once; by default 4, out of the page cache no more than there are cores."""
     write_threads: int = 2
     """Chunks written at once; fewer than reads, because a load has a request waiting."""
     stall_s: float = 5.0
@@ -81,8 +86,9 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 "must be 0 < low_watermark <= high_watermark <= 1",
             )
         for field in ("read_threads", "write_threads"):
-            if getattr(self, field) < 1:
-                raise ConfigError(field, getattr(self, field), "must be at least 1")
+            threads = getattr(self, field)
+            if threads is not None and threads < 1:
+                raise ConfigError(field, threads, "must be at least 1")
         if not self.stall_s > 0:
             raise ConfigError("stall_s", self.stall_s, "must be a positive number of seconds")
         if self.quarantine < 0:
@@ -122,10 +128,17 @@ class DiskBackend:
             raise ConfigError("root", root, f"cannot be used: {error}") from error
         self.io_mode, self.io_reason = self._choose_io(vfs)
         self._files = ChunkFiles(vfs, direct=self.io_mode == "direct", durable=durable)
-        self._loads = Lane("kvoffload-disk-load", options.read_threads, options.stall_s)
+        readers = options.read_threads or _READERS
+        if options.read_threads is None and self.io_mode == "buffered":
+            # There a load is a copy: more threads than cores only get into each other's way.
+            readers = min(readers, os.cpu_count() or 1)
+        self._loads = Lane("kvoffload-disk-load", readers, options.stall_s)
         self._stores = Lane("kvoffload-disk-store", options.write_threads, options.stall_s)
         self._closed = False
-        self._describing: asyncio.Future[None] | None = None
+        self._stopping = threading.Event()
+        self._unfinished: set[asyncio.Future[Any]] = set()
+        self._facts: dict[str, str] | None = None
+        self._remakes = 0
         self._house = House(self._keeper)
 
     # ---- Backend ---------------------------------------------------------------------------
@@ -162,6 +175,8 @@ class DiskBackend:
         answers = await self._stores.run(len(keys), lambda i: self._write(keys[i], chunks[i]))
         self._keeper.index.rank(_head_last(keys, answers))
         self._house.wake()
+        if self._remakes != self._keeper.remakes and self._facts is not None:
+            await self.describe(self._facts)
         return answers
 
     async def remove(self, keys: Sequence[bytes]) -> None:
@@ -179,8 +194,9 @@ class DiskBackend:
         if self._closed:
             return
         self._closed = True
-        if self._describing is not None:
-            await asyncio.wait([self._describing])
+        self._stopping.set()
+        if self._unfinished:
+            await asyncio.wait(self._unfinished)
         await once(self._shut_down)
 
     # ---- optional protocols ----------------------------------------------------------------
@@ -188,6 +204,19 @@ class DiskBackend:
     def holds(self, key: bytes) -> bool:
         """Say at once whether a chunk is believed to be here."""
         return name_of(0, key) in self._keeper.index
+
+    @property
+    def place(self) -> str:
+        """The root; see :class:`~kvoffload.backends.base.Fits`."""
+        return os.path.realpath(self._keeper.root)
+
+    def check_fit(self, chunk_bytes: int) -> None:
+        """Refuse a capacity below one chunk; see :class:`~kvoffload.backends.base.Fits`."""
+        capacity = self._keeper.bounds.capacity_bytes
+        if capacity < _on_disk(chunk_bytes):
+            wanted = human_bytes(_on_disk(chunk_bytes))
+            remedy = f"must hold at least one chunk, which takes {wanted} with its header"
+            raise ConfigError("capacity", human_bytes(capacity), remedy)
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Answer False for these until they are written again."""
@@ -211,9 +240,25 @@ class DiskBackend:
         """Keep the facts behind the namespace readable beside its chunks."""
         if self._closed:
             return
-        # Ends by itself, and close() waits for it: cancelled halfway it would leave a file open.
-        self._describing = asyncio.ensure_future(self._write_manifest(facts))
-        await asyncio.shield(self._describing)
+        self._facts, self._remakes = dict(facts), self._keeper.remakes
+        await self._to_the_end(self._write_manifest(facts))
+
+    async def purge(self, namespaces: Sequence[str]) -> int:
+        """Remove namespaces; whoever still uses one finds nothing there, and may store anew.
+
+        Closing stops it. What is left then leaves as the capacity demands.
+        """
+        if self._closed:
+            return 0
+        folders = [namespace_digest(namespace).hex() for namespace in namespaces]
+        return await self._to_the_end(once(purge, self._keeper, folders, self._stopping))
+
+    async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do something that close() waits for, and that being cancelled does not cut short."""
+        task = asyncio.ensure_future(work)
+        self._unfinished.add(task)
+        task.add_done_callback(self._unfinished.discard)
+        return await asyncio.shield(task)
 
     async def _write_manifest(self, facts: Mapping[str, str]) -> None:
         manifest = {"format": 1, "namespace": self.namespace, "facts": dict(facts)}
@@ -264,11 +309,11 @@ class DiskBackend:
         return False
 
     def _write(self, key: bytes, chunk: memoryview) -> bool:
-        keeper = self._keeper
+        keeper, remakes = self._keeper, self._keeper.remakes
         name = name_of(0, key)
         if name in keeper.index and self._exists(key):
             return True
-        reserved = PAGE + -(-chunk.nbytes // PAGE) * PAGE
+        reserved = _on_disk(chunk.nbytes)
         if not keeper.reserve(reserved):
             return False
         temporary = keeper.writer.temporary()
@@ -281,6 +326,8 @@ class DiskBackend:
                 return False
         keeper.vfs.unlink_quietly(temporary)
         keeper.unreserve(reserved, reason or "io_unknown")
+        if reason == "missing" and (keeper.remake() or keeper.remakes != remakes):
+            return self._write(key, chunk)  # its folder was gone, and is there again
         return False
 
     def _exists(self, key: bytes) -> bool:
@@ -335,6 +382,11 @@ class DiskBackend:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _on_disk(chunk_bytes: int) -> int:
+    """What a chunk takes up, its header included."""
+    return PAGE + -(-chunk_bytes // PAGE) * PAGE
 
 
 def _head_last(keys: Sequence[bytes], answers: Sequence[bool]) -> list[Name]:

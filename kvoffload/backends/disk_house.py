@@ -32,6 +32,7 @@ class House:
         self._look_at = time.monotonic() + _TICK_S
         self._save_at = time.monotonic() + _SNAPSHOT_S
         self._saved_changes = keeper.ledger.changes
+        self._remakes = 0
         self._thread = threading.Thread(target=self._run, name="kvoffload-disk", daemon=True)
         self._thread.start()
 
@@ -83,6 +84,12 @@ class House:
 
     def _tick(self) -> None:
         keeper = self._keeper
+        keeper.remake()
+        if keeper.remakes != self._remakes:
+            # By whoever noticed first. Index and ledger still tell of what was removed.
+            self._remakes = keeper.remakes
+            self._settled = False
+            self._look_at = 0.0
         self._clean()
         keeper.record_use()
         if keeper.ledger.refresh() is None and keeper.ownership.held:

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvoffload.backends.base import Removal
@@ -22,15 +22,19 @@ from kvoffload.backends.disk_layout import (
     chunk_path,
     is_namespace,
     make_folder,
+    prepare_root,
 )
 from kvoffload.backends.disk_ledger import Ledger
 from kvoffload.backends.disk_writers import Ownership, Writer
 from kvoffload.backends.vfs import Vfs
+from kvoffload.errors import ConfigError
 from kvoffload.offload.policies.base import Policy
 
 log = logging.getLogger(__name__)
 
 _MAX_REMOVALS = 1 << 16
+_MAX_NAMESPACES = 1 << 16
+"""What a name's two bytes can tell apart."""
 _FULL_PAUSE_S = 1.0
 _ROOM_TRIES = 4
 _MAX_SPARED = 64
@@ -89,7 +93,10 @@ class Keeper:
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self._used: dict[Name, int] = {}
         self._writes_off_until = 0.0
-        fresh = not any(map(is_namespace, vfs.listdir(root)))
+        self._remaking = threading.Lock()
+        self.remakes = 0
+        """How often folders that somebody removed were made anew."""
+        fresh = self._holds_nothing()
         make_folder(vfs, self.folder(0), durable=durable)
         self.writer = Writer(vfs, root)
         try:
@@ -107,6 +114,13 @@ class Keeper:
         """The folder of a namespace."""
         return f"{self.root}/{self.namespaces[number]}"
 
+    def follow(self, namespaces: Iterable[str]) -> None:
+        """Number these namespace folders, those that have no number yet."""
+        with self._lock:
+            for namespace in namespaces:
+                if namespace not in self.namespaces and len(self.namespaces) < _MAX_NAMESPACES:
+                    self.namespaces.append(namespace)
+
     def path(self, name: Name) -> str:
         """Where a chunk lies."""
         number, key = split_name(name)
@@ -117,6 +131,49 @@ class Keeper:
         self.writer.close()
         self.ownership.close()
         self.ledger.close()
+
+    # ---- what should be there, and may not be -------------------------------------------------
+
+    def remake(self) -> bool:
+        """Make anew what somebody removed of folders and shared files; say whether it was that.
+
+        A root that was emptied under a running process is a root with nothing in it, no error.
+        """
+        with self._remaking:
+            try:
+                if not self._is_damaged():
+                    return False
+                prepare_root(self.vfs, self.root, durable=self._durable)
+                fresh = self._holds_nothing()
+                make_folder(self.vfs, self.folder(0), durable=self._durable)
+                if self.writer.is_gone():
+                    self.writer.move()
+                if self.ownership.is_gone():
+                    self.ownership.close()
+                    self.ownership.take()
+                if self.ledger.is_gone():
+                    self.ledger.reopen(fresh=fresh)
+            except (OSError, ConfigError) as error:
+                self.count("remake_failed")
+                log.warning("disk %s: folders are gone and cannot be made: %s", self.root, error)
+                return False
+            self.remakes += 1
+        self.count("remade")
+        log.warning("disk %s: folders had been removed, made anew", self.root)
+        return True
+
+    def _is_damaged(self) -> bool:
+        if any(part.is_gone() for part in (self.writer, self.ownership, self.ledger)):
+            return True
+        try:
+            for folder in (self.folder(0), f"{self.root}/{QUARANTINE}"):
+                self.vfs.lstat(folder)
+        except FileNotFoundError:
+            return True
+        return False
+
+    def _holds_nothing(self) -> bool:
+        return not any(map(is_namespace, self.vfs.listdir(self.root)))
 
     # ---- figures ---------------------------------------------------------------------------
 

@@ -72,6 +72,23 @@ def make_folder(vfs: Vfs, path: str, *, durable: bool = False) -> None:
             raise
 
 
+def remove_namespace(vfs: Vfs, folder: str) -> bool:
+    """Remove a namespace's folder if it holds no chunk; say whether it is gone."""
+    try:
+        for shard in SHARDS:
+            with contextlib.suppress(FileNotFoundError):
+                vfs.rmdir(f"{folder}/{shard}")
+        for name in (MANIFEST, SNAPSHOT):
+            with contextlib.suppress(FileNotFoundError):
+                vfs.unlink(f"{folder}/{name}")
+        vfs.rmdir(folder)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
 def prepare_root(vfs: Vfs, root: str, *, durable: bool) -> None:
     """Make the root and its inner folders; refuse one that others could tamper with.
 

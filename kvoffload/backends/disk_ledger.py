@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import xxhash
 
+from kvoffload.backends.disk_writers import is_at
 from kvoffload.backends.vfs import Vfs
 
 # magic, version, resident bytes, changes; then a checksum, because a write may be torn
@@ -32,6 +33,7 @@ class Ledger:
     def __init__(self, vfs: Vfs, path: str, *, fresh: bool) -> None:
         """Open the ledger file; ``fresh`` says that nothing can be stored under the root yet."""
         self._vfs = vfs
+        self._path = path
         self._lock = threading.Lock()
         self._fd = vfs.open(path, os.O_RDWR | os.O_CREAT)
         self._owed = 0
@@ -40,6 +42,20 @@ class Ledger:
         """The figure as of this process's last look."""
         self.changes = 0
         """How often anyone changed it, as of the last look; tells a scan that it was disturbed."""
+        if self.refresh() is None and fresh:
+            self.settle(0)
+
+    def is_gone(self) -> bool:
+        """Whether somebody removed the file: others would count in another one."""
+        with self._lock:
+            return not self._closed and not is_at(self._vfs, self._fd, self._path)
+
+    def reopen(self, *, fresh: bool) -> None:
+        """Open the file anew, made if need be; raises OSError and keeps the old one."""
+        with self._lock:
+            fd = self._vfs.open(self._path, os.O_RDWR | os.O_CREAT)
+            self._vfs.close_quietly(self._fd)
+            self._fd = fd
         if self.refresh() is None and fresh:
             self.settle(0)
 

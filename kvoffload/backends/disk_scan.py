@@ -1,5 +1,6 @@
 """Looking at the folders: what is there, what others wrote, what has vanished."""
 
+import contextlib
 import logging
 import os
 import time
@@ -7,13 +8,20 @@ from collections.abc import Iterator
 
 from kvoffload.backends.disk_index import Name, name_of, split_name
 from kvoffload.backends.disk_keeper import Keeper
-from kvoffload.backends.disk_layout import QUARANTINE, SHARDS, SNAPSHOT, is_namespace, key_of
+from kvoffload.backends.disk_layout import (
+    QUARANTINE,
+    SHARDS,
+    SNAPSHOT,
+    is_namespace,
+    key_of,
+    remove_namespace,
+)
 from kvoffload.backends.disk_snapshot import load, save
 from kvoffload.backends.disk_writers import temporary_bytes
 
 log = logging.getLogger(__name__)
 
-_MAX_NAMESPACES = 1 << 16
+_ABANDONED_S = 3600.0
 _CLOCK_STEP_NS = 1_000_000_000
 """More than any file system's resolution of modification times."""
 
@@ -70,8 +78,19 @@ class Scanner:
         if not (full and keeper.ownership.held):
             return True
         keeper.horizon_ns = found[0][0] if found else time.time_ns()
+        self._remove_abandoned({split_name(name)[0] for _, name, _ in found})
         chunk_bytes = sum(allocated for _, _, allocated in found)
         return self._settle(chunk_bytes, moving_bytes, undisturbed)
+
+    def _remove_abandoned(self, in_use: set[int]) -> None:
+        """Remove folders of namespaces long empty; who lives makes them anew if need be."""
+        keeper = self._keeper
+        for number in range(1, len(keeper.namespaces)):
+            with contextlib.suppress(OSError):
+                folder = keeper.folder(number)
+                age_s = time.time() - keeper.vfs.lstat(folder).st_mtime
+                if number not in in_use and age_s > _ABANDONED_S:
+                    remove_namespace(keeper.vfs, folder)
 
     def _settle(self, chunk_bytes: int, moving_bytes: int, undisturbed: int | None) -> bool:
         """Set the ledger right: exactly if nothing moved during the look, else only upwards."""
@@ -107,9 +126,7 @@ class Scanner:
         """The owner evicts in every namespace, so it has to know them all."""
         keeper = self._keeper
         try:
-            entries = filter(is_namespace, keeper.vfs.listdir(keeper.root))
-            new = [entry for entry in entries if entry not in keeper.namespaces]
-            keeper.namespaces += new[: _MAX_NAMESPACES - len(keeper.namespaces)]
+            keeper.follow(filter(is_namespace, keeper.vfs.listdir(keeper.root)))
         except OSError as error:
             self._missed(error)
 

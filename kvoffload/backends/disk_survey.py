@@ -20,10 +20,10 @@ from kvoffload.backends.disk_layout import (
     OWNER,
     QUARANTINE,
     SHARDS,
-    SNAPSHOT,
     WRITERS,
     is_namespace,
     key_of,
+    remove_namespace,
     shard_of,
 )
 from kvoffload.backends.disk_ledger import Ledger
@@ -225,22 +225,9 @@ class Survey:
 
     def remove_namespace_folder(self, namespace: str) -> bool:
         """Remove a namespace's folder if it holds no chunk and nobody has the root open."""
-        folder = f"{self.root}/{namespace}"
         if self.processes():
             return False
-        try:
-            for shard in SHARDS:
-                try:
-                    self.vfs.rmdir(f"{folder}/{shard}")
-                except FileNotFoundError:
-                    continue
-            for name in (MANIFEST, SNAPSHOT):
-                if os.path.lexists(f"{folder}/{name}"):
-                    self.vfs.unlink(f"{folder}/{name}")
-            self.vfs.rmdir(folder)
-        except OSError:
-            return False
-        return True
+        return remove_namespace(self.vfs, f"{self.root}/{namespace}")
 
     def _ledger(self) -> Ledger:
         if self._booked is None:

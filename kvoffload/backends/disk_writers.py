@@ -26,19 +26,33 @@ class Writer:
     def __init__(self, vfs: Vfs, root: str) -> None:
         self._vfs = vfs
         self._root = f"{root}/{WRITERS}"
-        self.token = secrets.token_hex(8)
-        self.folder = f"{self._root}/{self.token}"
         self._numbers = itertools.count()
+        self._settle()
+
+    def _settle(self) -> None:
+        self.token = secrets.token_hex(8)
+        folder = f"{self._root}/{self.token}"
         # Made and locked under a name that clean_up() ignores, so that it is never seen unlocked.
         unborn = f"{self._root}/{_UNBORN}{self.token}"
-        vfs.mkdir(unborn)
+        self._vfs.mkdir(unborn)
         with contextlib.ExitStack() as undo:
-            undo.callback(_remove_quietly, vfs, unborn)
-            self._fd = vfs.open(f"{unborn}/{_LOCK}", os.O_RDWR | os.O_CREAT)
-            undo.callback(vfs.close_quietly, self._fd)
-            vfs.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            vfs.rename(unborn, self.folder)
+            undo.callback(_remove_quietly, self._vfs, unborn)
+            self._fd = self._vfs.open(f"{unborn}/{_LOCK}", os.O_RDWR | os.O_CREAT)
+            undo.callback(self._vfs.close_quietly, self._fd)
+            self._vfs.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._vfs.rename(unborn, folder)
             undo.pop_all()
+        self.folder = folder
+
+    def is_gone(self) -> bool:
+        """Whether somebody removed the folder."""
+        return not is_at(self._vfs, self._fd, f"{self.folder}/{_LOCK}")
+
+    def move(self) -> None:
+        """Take a new folder in place of one that is gone; raises OSError if there can be none."""
+        old = self._fd
+        self._settle()
+        self._vfs.close_quietly(old)
 
     def temporary(self) -> str:
         """A path no one else uses."""
@@ -78,11 +92,26 @@ class Ownership:
         self._fd = fd
         return True
 
+    def is_gone(self) -> bool:
+        """Whether it is held by a lock on a file that somebody removed."""
+        return self._fd is not None and not is_at(self._vfs, self._fd, self._path)
+
     def close(self) -> None:
         """Let someone else take it."""
         if self._fd is not None:
             self._vfs.close_quietly(self._fd)
             self._fd = None
+
+
+def is_at(vfs: Vfs, fd: int, path: str) -> bool:
+    """Whether an open file still has this name; True where that cannot be seen."""
+    try:
+        there, own = vfs.lstat(path), vfs.fstat(fd)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
 
 
 def clean_up(vfs: Vfs, root: str, own: str) -> tuple[int, int]:

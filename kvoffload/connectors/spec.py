@@ -1,11 +1,13 @@
 """Builds both halves from settings: the manager, and the handlers with what they run on."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvoffload import registry
-from kvoffload.backends.base import Backend, Describes, ReportsRemovals
+from kvoffload.backends.base import Backend, Describes, Fits, ReportsRemovals
+from kvoffload.backends.upkeep import Purges
 from kvoffload.config import BackendConfig, OffloadConfig, human_bytes
 from kvoffload.errors import ConfigError
 from kvoffload.offload.base import (
@@ -24,7 +26,7 @@ from kvoffload.offload.host import HostLedger
 from kvoffload.offload.identity import Fact, namespace, readable
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.transfer.base import Copier
-from kvoffload.transfer.copier import CpuCopier
+from kvoffload.transfer.choice import make_copier
 from kvoffload.transfer.handlers import CopyHandler, PersistHandler, StagedLoadHandler
 from kvoffload.transfer.ioloop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
@@ -116,11 +118,14 @@ class TieredOffloadingSpec(OffloadingSpec):
     def _open_into(self, backends: dict[str, Backend]) -> _Opened:
         digest = namespace(**self._facts)
         tiers: list[Tier] = []
+        places: dict[str, int] = {}
         for i, (name, wanted) in enumerate(tier_names(self.config)):
             backend = registry.open_backend(
                 wanted.type, wanted.options, digest, where=f"backends[{i}]."
             )
             backends[name] = backend
+            if isinstance(backend, Fits):
+                self._check_fit(i, backend, places)
             presence = presence_on(self.io, backend, self.config.lookup_timeout_s)
             tiers.append(
                 Tier(name, presence, backend if isinstance(backend, ReportsRemovals) else None)
@@ -129,6 +134,18 @@ class TieredOffloadingSpec(OffloadingSpec):
                 describe, facts = backend.describe, readable(self._facts)
                 self.io.start(lambda describe=describe, facts=facts: describe(facts))  # type: ignore[misc]
         return _Opened(backends, tuple(tiers))
+
+    def _check_fit(self, i: int, backend: Fits, places: dict[str, int]) -> None:
+        """Refuse a tier that could never hold a chunk, or that is another one over again."""
+        chunk_bytes = max(self._layout.payload_bytes) if self._layout else self.slot_bytes
+        try:
+            backend.check_fit(chunk_bytes)
+        except ConfigError as error:
+            raise ConfigError(f"backends[{i}].{error.field}", error.value, error.remedy) from error
+        first = places.setdefault(backend.place, i)
+        if first != i:
+            remedy = f"is where backends[{first}] keeps its chunks; one tier is enough there"
+            raise ConfigError(f"backends[{i}]", backend.place, remedy)
 
     @property
     def namespace(self) -> str:
@@ -164,11 +181,11 @@ class TieredOffloadingSpec(OffloadingSpec):
             raise ValueError(
                 f"a chunk takes {layout.slot_bytes} bytes, slots have {self.slot_bytes}"
             )
-        device = kv_caches.tensors[0].tensor.device
-        if device.type != "cpu":
+        try:
+            copier = self._copier = make_copier(kv_caches, self._slab, layout)
+        except BaseException:
             self.close()
-            raise ConfigError("kv_caches", str(device), "only CPU tensors can be copied so far")
-        copier = self._copier = CpuCopier(kv_caches, self._slab, layout)
+            raise
         gpu, cpu, staged = GPULoadStoreSpec, CPULoadStoreSpec, StagedLoadStoreSpec
         load_s, store_s = self.config.load_timeout_s, self.config.store_timeout_s
         shared = (self.io, self._opened.backends, self._slab, layout)
@@ -193,15 +210,18 @@ class TieredOffloadingSpec(OffloadingSpec):
 
         Calls still running on the old stores end on those; they are closed in the background.
         """
-        old = list(self._opened.backends.values())
+        old = dict(self._opened.backends)
+        # Nobody but us ever knew a generation's name. Other namespaces belong to replicas as well.
+        forgotten = [self.namespace] if "generation" in self._facts else []
         self._facts["generation"] = generation
         try:
             opened = self._open()
             self._opened.backends.update(opened.backends)  # the mapping the handlers look into
             self._opened.tiers = opened.tiers
         finally:
-            for backend in old:
-                self.io.start(backend.close)
+            for name, backend in old.items():
+                heir = self._opened.backends[name]
+                self.io.start(partial(_retire, backend, heir, forgotten))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Close the stores, the I/O thread and the copier. Idempotent."""
@@ -219,3 +239,14 @@ class TieredOffloadingSpec(OffloadingSpec):
                 self.io.call(backend.close(), timeout_s)
             except Exception as error:
                 log.warning("%s: closing failed: %s", name, error or type(error).__name__)
+
+
+async def _retire(store: Backend, heir: Backend, forgotten: Sequence[str]) -> None:
+    """Close a store; the one in its place removes what no one will ask for any more."""
+    await store.close()
+    if heir is store or not forgotten or not isinstance(heir, Purges):
+        return
+    try:
+        await heir.purge(forgotten)
+    except OSError as error:
+        log.warning("what an old generation stored stays until it is evicted: %s", error)

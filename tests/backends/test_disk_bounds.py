@@ -263,3 +263,30 @@ async def test_folders_and_files_are_for_the_owner_alone(tmp_path):
             assert os.lstat(f"{folder}/{name}").st_mode & 0o777 == 0o700
         for name in files:
             assert os.lstat(f"{folder}/{name}").st_mode & 0o777 == 0o600
+
+
+async def test_a_disk_mounted_read_only_still_serves_and_writes_again_when_it_can(small_disk):
+    def remount(mode):
+        command = ["mount", "-o", f"remount,{mode}", str(small_disk)]
+        return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+    keys = keys_of(4)
+    backend = open_disk(small_disk / "kv", io="buffered")
+    assert all(await write_all(backend, keys))
+    if not remount("ro"):
+        pytest.skip("this machine cannot mount it read-only while files are open for writing")
+    assert await backend.read(keys, slots(4, SIZE)) == [True] * 4
+    assert await write_all(backend, keys_of(2, "more")) == [False, False]
+    await backend.remove(keys[:1])
+    counters = backend.counters()
+    assert counters["undeletable"] == 1
+    assert counters.keys() & {"write_io_EROFS", "refused_full", "refused_capacity"}
+    assert await backend.read(keys, slots(4, SIZE)) == [True] * 4
+    assert remount("rw")
+    for _ in range(400):
+        if (await write_all(backend, keys_of(1, "later")))[0]:
+            break
+        await asyncio.sleep(0.01)
+    assert await backend.read(keys_of(1, "later"), slots(1, SIZE)) == [True]
+    assert backend.usage().resident_bytes == chunk_bytes(small_disk / "kv") == 5 * ON_DISK
+    await backend.close()

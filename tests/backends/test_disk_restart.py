@@ -2,13 +2,17 @@
 
 import asyncio
 import os
+import shutil
+import subprocess
+import sys
 import time
 
 import psutil
 import pytest
 
 from kvoffload.backends.disk import DiskBackend, DiskOptions
-from kvoffload.backends.disk_layout import LEDGER, SHARDS, SNAPSHOT, WRITERS, chunk_path
+from kvoffload.backends.disk_layout import LEDGER, OWNER, SHARDS, SNAPSHOT, WRITERS, chunk_path
+from kvoffload.backends.format import namespace_digest
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of, payload_of, slots
 from kvoffload.testing.vfs import StuckVfs
@@ -261,3 +265,142 @@ async def test_a_million_entries(tmp_path):
         await backend.remove(key)
         assert psutil.Process().memory_info().rss - before < 1 << 30
         await backend.close()
+
+
+def empty(root):
+    shutil.rmtree(root)
+
+
+def empty_but_for_hidden_files(root):
+    for path in root.iterdir():
+        if not path.name.startswith("."):
+            shutil.rmtree(path)
+
+
+def empty_of_writers(root):
+    shutil.rmtree(root / WRITERS)
+
+
+def empty_of_the_ledger(root):
+    (root / LEDGER).unlink()
+    (root / OWNER).unlink()
+
+
+@pytest.mark.parametrize(
+    "remove", [empty, empty_but_for_hidden_files, empty_of_writers, empty_of_the_ledger]
+)
+async def test_folders_removed_under_a_running_engine_are_made_anew(tmp_path, remove):
+    """As ``rm -rf root/*`` does; with a second process on the same folder."""
+    root, keys, later = tmp_path / "kv", keys_of(6), keys_of(6, "later")
+    one, two = open_disk(root), open_disk(root)
+    await one.describe({"model": "m"})
+    assert await one.write(keys, filled(keys, SIZE)) == [True] * 6
+    remove(root)
+    for backend in (one, two):
+        answers = [False]
+        for _ in range(500):
+            answers = await backend.write(later, filled(later, SIZE))
+            if all(answers):
+                break
+            await asyncio.sleep(0.02)
+        assert answers == [True] * 6, backend.counters()
+        assert await backend.read(later, slots(6, SIZE)) == [True] * 6
+    there = [root / path for path in root.glob("*/??/*")]
+    on_disk = sum(path.lstat().st_blocks * 512 for path in there)
+
+    def settled(backend):
+        known = all(map(backend.holds, later)) and len(there) == backend.usage().chunks
+        return known and backend.usage().resident_bytes == on_disk
+
+    for _ in range(500):
+        if settled(one) and settled(two):
+            break
+        await asyncio.sleep(0.02)
+    assert settled(one)
+    assert settled(two)
+    assert sum(backend._keeper.ownership.held for backend in (one, two)) == 1
+    assert len(list(root.glob("*/manifest.json"))) == 1
+    assert len(os.listdir(root / WRITERS)) == 2
+    for backend in (one, two):
+        await backend.close()
+    assert not os.listdir(root / WRITERS)
+    backend = open_disk(root)
+    assert backend.usage() == (on_disk, 64 << 20, len(there))
+    await backend.close()
+
+
+HUNG = """
+import sys, time
+from kvoffload.backends.disk import DiskBackend, DiskOptions
+from kvoffload.config import ByteSize
+from kvoffload.testing.backends import filled, keys_of, slots
+from kvoffload.testing.vfs import StuckVfs
+from kvoffload.transfer.ioloop import IOLoop
+
+call, root = sys.argv[1:]
+hung = False
+vfs = StuckVfs(lambda name, path: hung and name == call)
+io = IOLoop()
+options = DiskOptions(root=root, min_free=ByteSize(0), io="buffered", stall_s=0.2)
+backend = DiskBackend(options, "hung", vfs=vfs)
+keys = keys_of(2)
+assert io.call(backend.write(keys, filled(keys, 8192))) == [True] * 2
+hung = True
+io.start(lambda: backend.read(keys, slots(2, 8192)))
+io.start(lambda: backend.write(keys_of(2, "x"), filled(keys, 8192)))
+io.start(lambda: backend.remove(keys))
+io.start(lambda: backend.purge(["hung"]))
+while not vfs.stuck:
+    time.sleep(0.01)
+try:
+    io.call(backend.close(), 0.5)
+except TimeoutError:
+    pass
+io.close(0.5)
+print("the end")
+"""
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev", "listdir", "lstat", "flock", "unlink"])
+def test_a_hung_disk_does_not_keep_a_process_from_ending(tmp_path, call):
+    command = [sys.executable, "-c", HUNG, call, str(tmp_path / "kv")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "the end\n"), ended.stderr
+
+
+async def test_a_purged_namespace_is_gone_and_only_misses_for_whoever_still_uses_it(tmp_path):
+    keys = keys_of(20)
+    settings = {"capacity": ByteSize(64 << 20), "min_free": ByteSize(0)}
+    old, new = (
+        DiskBackend(DiskOptions(root=str(tmp_path), **settings), name) for name in ("old", "new")
+    )
+    for backend in (old, new):
+        assert backend.wait_ready(10)
+        assert await backend.write(keys, filled(keys, SIZE)) == [True] * 20
+    folder = tmp_path / namespace_digest("old").hex()
+    assert await new.purge(["old", "never was"]) == 20
+    assert not folder.exists() or not list(folder.glob("??"))
+    assert await new.read(keys, slots(20, SIZE)) == [True] * 20
+    assert new.usage().resident_bytes == 20 * ON_DISK
+    assert await old.read(keys, slots(20, SIZE)) == [False] * 20
+    # Whoever has not heard of it goes on in a folder of its own making.
+    assert await old.write(keys, filled(keys, SIZE)) == [True] * 20
+    assert await old.read(keys, slots(20, SIZE)) == [True] * 20
+    for backend in (old, new):
+        await backend.close()
+
+
+async def test_folders_of_namespaces_long_empty_are_removed_by_the_owner(tmp_path):
+    for name in ("gone", "young", "full"):
+        backend = DiskBackend(DiskOptions(root=str(tmp_path), min_free=ByteSize(0)), name)
+        keys = keys_of(2)
+        await backend.write(keys, filled(keys, SIZE))
+        await backend.describe({"model": "m"})
+        if name != "full":
+            await backend.remove(keys)
+        await backend.close()
+    folders = {name: tmp_path / namespace_digest(name).hex() for name in ("gone", "young", "full")}
+    for name in ("gone", "full"):
+        os.utime(folders[name], (0, 0))
+    await open_disk(tmp_path).close()
+    assert [folder.exists() for folder in folders.values()] == [False, True, True]
