@@ -18,12 +18,15 @@ def settings(root, **more):
     }
 
 
-def test_salts_adapters_and_events(start, models, prompts, tmp_path):
+def test_salts_adapters_events_and_a_failure_policy_that_is_warned_of(
+    start, models, prompts, tmp_path
+):
     port = free_port()
     events = listen(port)
     adapters = [make_adapter(tmp_path / name, models(), seed) for seed, name in enumerate("ab")]
     engine = start(
         settings(tmp_path / "kv"),
+        policy="fail",  # no load is to fail here; what is said of it is looked for below
         enable_lora=True,
         max_lora_rank=8,
         max_loras=2,
@@ -51,6 +54,7 @@ def test_salts_adapters_and_events(start, models, prompts, tmp_path):
     assert cached(loras=[one]) == (992, computed[1])
     assert cached(loras=[other])[0] == 0
     engine.ask("quiet")
+    assert "A FAILED LOAD WILL FAIL ITS REQUEST" in engine.log
     engine.kill()
     told = b"".join(events)
     assert b"BlockStored" in told
@@ -112,6 +116,7 @@ def make_adapter(folder, model, seed):
     return str(folder)
 
 
+@pytest.mark.long
 def test_two_ranks_hit_after_a_restart_and_lose_a_chunk_when_one_rank_does(
     start, prompts, tmp_path
 ):
@@ -147,16 +152,11 @@ def test_two_ranks_hit_after_a_restart_and_lose_a_chunk_when_one_rank_does(
     again.kill()
 
 
+@pytest.mark.long
 def test_a_misspelt_setting_stops_the_engine_with_a_sentence(start, tmp_path):
     engine = start({"cpu_bites": "1GiB"}, ready=False)
     assert "error" in engine.answer()
     assert "unknown key; did you mean 'cpu_bytes'?" in engine.log
-    engine.kill()
-
-
-def test_a_failure_policy_that_fails_requests_is_warned_about_loudly(start, tmp_path):
-    engine = start({"cpu_bytes": "16MiB"}, policy="fail")
-    assert "A FAILED LOAD WILL FAIL ITS REQUEST" in engine.log
     engine.kill()
 
 

@@ -60,6 +60,7 @@ def test_our_disk_backend_serves_vllms_own_tiering(start, prompts, tmp_path):
     engine.kill()
 
 
+@pytest.mark.long
 def test_the_same_damage_under_vllms_own_file_tier_for_the_table(
     start, prompts, tmp_path, record_property
 ):

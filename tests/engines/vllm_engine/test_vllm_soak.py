@@ -7,7 +7,7 @@ import pytest
 pytestmark = pytest.mark.timeout(1200)
 
 
-@pytest.mark.parametrize("kind", ["llama", "sliding"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.long), "sliding"])
 def test_five_hundred_requests_with_aborts_and_preemptions(start, prompts, kind, tmp_path):
     extra = {
         "cpu_bytes": "4MiB",

@@ -66,7 +66,16 @@ def test_a_second_instance_hits_what_the_first_one_stored(first, start, root, pl
     second.kill()
 
 
-def test_killed_and_started_anew_it_hits_from_disk(first, start, root, plain, prompts):
+@pytest.mark.long
+def test_weights_of_another_seed_hit_nothing(first, start, root, prompts):
+    other = start(settings(root), seed=1)
+    assert other.generate(prompts(4, 1000))["cached"] == [0, 0, 0, 0]
+    other.kill()
+
+
+def test_killed_and_started_anew_it_hits_from_disk_until_it_is_reset(
+    first, start, root, plain, prompts
+):
     first.kill()
     again = start(settings(root))
     answer = again.generate(prompts(4, 1000))
@@ -74,28 +83,17 @@ def test_killed_and_started_anew_it_hits_from_disk(first, start, root, plain, pr
     assert answer["cached"] == [992] * 4
     metrics = again.ask("metrics")
     assert metrics["vllm:kv_offload_load_bytes"] > 0
-    again.kill()
-
-
-def test_weights_of_another_seed_hit_nothing(start, root, prompts):
-    other = start(settings(root), seed=1)
-    assert other.generate(prompts(4, 1000))["cached"] == [0, 0, 0, 0]
-    other.kill()
-
-
-def test_resetting_the_connector_invalidates_every_tier(start, tmp_path_factory, plain, prompts):
-    engine = start(settings(tmp_path_factory.mktemp("reset")))
-    assert engine.generate(prompts(4, 1000))["tokens"] == plain
-    engine.ask("quiet")
-    assert engine.ask("reset", connector=True)
-    answer = engine.generate(prompts(4, 1000))
+    # Resetting the connector invalidates every tier.
+    again.ask("quiet")
+    assert again.ask("reset", connector=True)
+    answer = again.generate(prompts(4, 1000))
     assert answer["cached"] == [0, 0, 0, 0]
     assert answer["tokens"] == plain
-    engine.ask("quiet")
-    assert engine.ask("reset")
-    assert engine.generate(prompts(4, 1000))["cached"] == [992] * 4
-    assert engine.ask("quiet")["vllm:kvoffload_host_chunks_busy"] == 0
-    engine.kill()
+    again.ask("quiet")
+    assert again.ask("reset")
+    assert again.generate(prompts(4, 1000))["cached"] == [992] * 4
+    assert again.ask("quiet")["vllm:kvoffload_host_chunks_busy"] == 0
+    again.kill()
 
 
 def wait_for_chunks(root, count, limit_s=60):
