@@ -3,7 +3,8 @@
 ``kvoffload bench redis``. Every side moves values of the same size over as many connections; stores
 go to names the server does not hold yet, loads come from 64 names it does. Ours verifies every
 chunk, and moves it from and into a slab of 64 slots; ``redis-benchmark`` verifies nothing and uses
-one buffer over and over. LMCache's C++ client takes part where that package is installed.
+one buffer over and over. LMCache's C++ client takes part where that package is installed. What the
+server can send at all is measured with readers whose kernel throws everything away.
 """
 
 import asyncio
@@ -11,9 +12,11 @@ import functools
 import importlib.util
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -23,6 +26,7 @@ from typing import Any
 import numpy as np
 import redis
 import redis.asyncio
+from redis._parsers import _RESP2Parser
 
 from benchmarks.harness import Row, report, row
 from kvoffload import open_backend
@@ -115,15 +119,26 @@ class Bench:
         self.into = np.zeros((NAMES, size), np.uint8)
         self.keys = [b"%032d" % i for i in range(count)]
         self.client = redis.Redis("localhost", self.server.port, **self.python)
+        kind = redis.SSLConnection if tls else redis.Connection
+        self.plain = redis.Redis(
+            connection_pool=redis.ConnectionPool(
+                kind, host="localhost", port=self.server.port, parser_class=_RESP2Parser,
+                **{name: value for name, value in self.python.items() if name != "ssl"},
+            )
+        )  # fmt: skip
 
     def close(self) -> None:
         self.client.close()
+        self.plain.close()
         self.server.stop()
 
     def run(self) -> dict[str, Side]:
         """Let the sides take turns, each beginning with an empty server."""
-        sides = {name: Side() for name in ("kvoffload", "redis-benchmark", "redis-py", "asyncio")}
-        ours, theirs, python, aio = sides.values()
+        names = ("kvoffload", "redis-benchmark", "redis-py", "without hiredis", "asyncio")
+        sides = {name: Side() for name in names}
+        ours, theirs, python, plain, aio = sides.values()
+        if not self.flags:
+            sides["limit"] = Side()
         lmcache = None if self.flags else lmcache_client()
         if lmcache is not None:
             sides["lmcache"] = peer = Side()
@@ -138,7 +153,10 @@ class Bench:
                 self.client.flushall()
                 python.turn("store", lambda: timed(self._python_set))
                 theirs.turn("load", lambda: self._peer("get", NAMES))
-                python.turn("load", lambda: timed(self._python_get))
+                python.turn("load", lambda: timed(lambda: self._python_get(self.client)))
+                plain.turn("load", lambda: timed(lambda: self._python_get(self.plain)))
+                if not self.flags:
+                    sides["limit"].turn("load", self._discard)
                 aio.turn("load", lambda: runner.run(self._asyncio_get()))
                 if lmcache is not None:
                     self.client.flushall()
@@ -198,10 +216,37 @@ class Bench:
         for i in range(self.count):
             self.client.set(f"key:{i:012d}", memoryview(self.slab[i % NAMES]))
 
-    def _python_get(self) -> None:
+    def _python_get(self, client: redis.Redis) -> None:
         for i in range(self.count):
-            if len(self.client.get(f"key:{i % NAMES:012d}")) != self.size:
+            if len(client.get(f"key:{i % NAMES:012d}")) != self.size:
                 raise RuntimeError("redis-py lost a value")
+
+    def _discard(self) -> float:
+        """Ask for values and have the kernel throw them away: no copy and no look at them."""
+        share = self.count // self.connections
+        port = self.server.port
+        ends = [socket.create_connection(("localhost", port)) for _ in range(self.connections)]
+
+        def drain(end: socket.socket) -> None:
+            void = bytearray(self.size)  # is never written to
+            reply_bytes = self.size + len(b"$%d\r\n\r\n" % self.size)
+            for i in range(share + 1):  # one ahead of what is awaited
+                if i < share:
+                    end.sendall(b"GET key:%012d\r\n" % (i % NAMES))
+                left = reply_bytes if i else 0
+                while left:
+                    left -= end.recv_into(void, min(left, self.size), socket.MSG_TRUNC)
+
+        readers = [threading.Thread(target=drain, args=(end,)) for end in ends]
+        started = time.perf_counter()
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        took_s = time.perf_counter() - started
+        for end in ends:
+            end.close()
+        return took_s
 
     def _peer(self, test: str, names: int) -> float:
         command = [
@@ -243,17 +288,21 @@ class Bench:
         return asyncio.run(lookups()), asyncio.run(shut_out())
 
 
-def run() -> dict[str, Any]:
+CASES = (
+    (2 << 20, 64, 4, False),
+    (2 << 20, 64, 1, False),
+    (256 << 10, 512, 4, False),
+    (2 << 20, 64, 4, True),
+)
+"""Bytes of a value, values in a turn, connections, TLS."""
+
+
+def run(cases: Sequence[tuple[int, int, int, bool]] = CASES) -> dict[str, Any]:
     """Measure every size, in the clear and under TLS."""
     if BINARY is None or shutil.which("redis-benchmark") is None:
         raise SystemExit(f"kvoffload bench redis: {MISSING}, and redis-benchmark")
     rows: list[Row] = []
-    for size, count, connections, tls in (
-        (2 << 20, 64, 4, False),
-        (2 << 20, 64, 1, False),
-        (256 << 10, 512, 4, False),
-        (2 << 20, 64, 4, True),
-    ):
+    for size, count, connections, tls in cases:
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(Path(folder), size, count, connections, tls)
             try:
@@ -275,7 +324,9 @@ def _rows(bench: Bench, tls: bool) -> list[Row]:
         peers = {
             f"redis-benchmark {verb}": "redis-benchmark",
             f"redis-py {verb.lower()}": "redis-py",
+            "redis-py get, without hiredis": "without hiredis",
             "redis-py get, asyncio": "asyncio",
+            "what the server can send": "limit",
             f"LMCache resp (C++) {what}": "lmcache",
         }
         for name, side in peers.items():

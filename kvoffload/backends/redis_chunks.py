@@ -234,16 +234,21 @@ class Load(Job):
         if outcome is not FILLED:
             self._finish("missing")
         elif not self._sealer.slow(self._chunk):
-            self._finish(self._verdict())
+            self._conclude(self._broken())
         else:
-            verdict: list[str] = []
+            broken: list[str] = []
             self._batch.compute(
-                lambda: verdict.append(self._verdict()), lambda: self._finish(verdict[0])
+                lambda: broken.append(self._broken()), lambda: self._conclude(broken[0])
             )
 
-    def _verdict(self) -> str:
-        broken = self._sealer.broken(self._header, self._tail, self._key, self._chunk)
-        return f"corrupt_{broken}" if broken else ""
+    def _broken(self) -> str:
+        return self._sealer.broken(self._header, self._tail, self._key, self._chunk)
+
+    def _conclude(self, broken: str) -> None:
+        if broken in ("key", "namespace") and self._request and self._request.connection:
+            # Whole, but another's: perhaps the replies behind it are others' too.
+            self._request.connection.abort("out_of_step")
+        self._finish(f"corrupt_{broken}" if broken else "")
 
 
 class Store(Job):

@@ -304,7 +304,7 @@ class Node:
         log.debug("redis at %s: connection lost: %s", self._where, reason)
         # Closing an idle connection is a server's right, giving one up may be the caller's wish,
         # and one odd value says nothing about the server.
-        if had_owed and reason not in ("cancelled", "size"):
+        if had_owed and reason not in ("cancelled", "size", "out_of_step"):
             self._fail(silent_s, reason)
             self._troubled()
         self._loop.call_soon(self._pump)  # what waits goes to the others, or to a new one

@@ -91,6 +91,9 @@ class Target(NamedTuple):
     username: str
     password: str
 
+    def __repr__(self) -> str:
+        return f"Target({', '.join(map(str, self.addresses))})"
+
 
 def redacted(url: str) -> str:
     """The URL without its password, for people to read."""

@@ -9,10 +9,12 @@
 
 Faults are small values; a list of them is applied in order to each piece of data on its way. They
 may be changed at any time. What is random comes from a seed, so that a failure can be repeated.
+Each connection has copies of its own, so that a fault may remember what it holds back.
 """
 
 import asyncio
 import contextlib
+import copy
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -149,6 +151,38 @@ class Garbage:
         return data[:keep] + noise
 
 
+@dataclass(frozen=True)
+class Insert:
+    """Bytes that nobody sent come before the ``at``-th."""
+
+    data: bytes
+    at: int = 0
+
+    async def apply(self, data: bytes, offset: int) -> bytes:
+        """See :class:`Fault`."""
+        if not offset <= self.at < offset + len(data):
+            return data
+        return data[: self.at - offset] + self.data + data[self.at - offset :]
+
+
+@dataclass
+class Swap:
+    """The first ``nbytes`` and the ``nbytes`` behind them change places: two replies, say."""
+
+    nbytes: int
+    _held: bytes = b""
+
+    async def apply(self, data: bytes, offset: int) -> bytes:
+        """See :class:`Fault`."""
+        if offset >= 2 * self.nbytes:
+            return data
+        self._held += data
+        if len(self._held) < 2 * self.nbytes:
+            return b""
+        first, second = self._held[: self.nbytes], self._held[self.nbytes : 2 * self.nbytes]
+        return second + first + self._held[2 * self.nbytes :]
+
+
 class FaultProxy:
     """Passes connections on to a server, through faults. Runs on the loop it is started on.
 
@@ -244,13 +278,16 @@ class FaultProxy:
         way: str,
         ends: set[asyncio.StreamWriter],
     ) -> None:
-        faults, offset = self._faults[way], 0
+        faults: tuple[Fault, ...] = ()
+        mine: list[Fault] = []
+        offset = 0
         try:
             while data := await reader.read(_PIECE_BYTES):
                 if faults is not self._faults[way]:
                     faults, offset = self._faults[way], 0
+                    mine = [copy.copy(fault) for fault in faults]
                 came = len(data)
-                for fault in faults:
+                for fault in mine:
                     data = await fault.apply(data, offset)
                 offset += came
                 writer.write(data)

@@ -165,3 +165,30 @@ def test_inspect_and_gc_say_what_is_wrong(server):
         assert done.returncode == code, words
         assert "kvoffload: " in done.stderr
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["", "+cluster", "+sentinel"])
+def test_no_command_shows_a_secret(server, tmp_path, monkeypatch, kind):
+    """Wrong passwords, servers away, bad URLs and settings: it is never in what is said."""
+    secret = "verysecretindeed"
+    (tmp_path / "password").write_text(secret)
+    monkeypatch.setenv("KV_PASSWORD", secret)
+    server.cli("acl", "setuser", "kv", "reset", "on", ">right", "~kvoffload:*", "+@all")
+    path = "/master" if kind == "+sentinel" else ""
+    by_url = f"redis{kind}://kv:{secret}@127.0.0.1:{server.port}{path}"
+    away = f"redis{kind}://kv:{secret}@127.0.0.1:{free_port()}{path}"
+    bare = f"redis{kind}://127.0.0.1:{server.port}{path}"
+    for words in (
+        (by_url,),
+        (away,),
+        (by_url.replace(str(server.port), "notaport"),),
+        (by_url, "-o", "tmeout_s=1"),
+        (bare, "-o", "username=kv", "-o", f"password_file={tmp_path}/password"),
+        (bare, "-o", "username=kv", "-o", "password_env=KV_PASSWORD"),
+        (bare, "-o", "sentinel_username=kv", "-o", "sentinel_password_env=KV_PASSWORD"),
+    ):
+        for command in ("doctor", "inspect") if words == (by_url,) else ("doctor",):
+            done = kvoffload(command, *words)
+            assert done.stdout or done.stderr, (command, words)
+            assert secret not in done.stdout + done.stderr, (command, words)
+            assert "Traceback" not in done.stderr
