@@ -265,28 +265,43 @@ async def test_folders_and_files_are_for_the_owner_alone(tmp_path):
             assert os.lstat(f"{folder}/{name}").st_mode & 0o777 == 0o600
 
 
-async def test_a_disk_mounted_read_only_still_serves_and_writes_again_when_it_can(small_disk):
-    def remount(mode):
-        command = ["mount", "-o", f"remount,{mode}", str(small_disk)]
-        return subprocess.run(command, check=False, capture_output=True).returncode == 0
+def run_as_root(*command):
+    if os.geteuid() or subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip(f"needs root and a kernel that lets it: {' '.join(command)}")
 
+
+@pytest.fixture
+def ext4(tmp_path):
+    """A file system of its own, in a file."""
+    image, where = tmp_path / "image", tmp_path / "ext4"
+    where.mkdir()
+    image.touch()
+    os.truncate(image, 32 << 20)
+    run_as_root("mkfs.ext4", "-q", str(image))
+    run_as_root("mount", "-o", "loop", str(image), str(where))
+    yield where
+    subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+async def test_a_file_system_that_the_kernel_made_read_only_still_serves(ext4):
+    """As it does after an error, with files open for writing; the next mount is in order again."""
     keys = keys_of(4)
-    backend = open_disk(small_disk / "kv", io="buffered")
+    backend = open_disk(ext4 / "kv", io="buffered")
     assert all(await write_all(backend, keys))
-    if not remount("ro"):
-        pytest.skip("this machine cannot mount it read-only while files are open for writing")
+    run_as_root("sync", "-f", str(ext4))
+    run_as_root("mount", "-o", "remount,abort", str(ext4))
+    with pytest.raises(OSError, match="Read-only"):
+        (ext4 / "new").touch()
     assert await backend.read(keys, slots(4, SIZE)) == [True] * 4
     assert await write_all(backend, keys_of(2, "more")) == [False, False]
     await backend.remove(keys[:1])
-    counters = backend.counters()
-    assert counters["undeletable"] == 1
-    assert counters.keys() & {"write_io_EROFS", "refused_full", "refused_capacity"}
+    assert backend.counters()["undeletable"] == 1
     assert await backend.read(keys, slots(4, SIZE)) == [True] * 4
-    assert remount("rw")
-    for _ in range(400):
-        if (await write_all(backend, keys_of(1, "later")))[0]:
-            break
-        await asyncio.sleep(0.01)
-    assert await backend.read(keys_of(1, "later"), slots(1, SIZE)) == [True]
-    assert backend.usage().resident_bytes == chunk_bytes(small_disk / "kv") == 5 * ON_DISK
+    await backend.close()
+    run_as_root("umount", str(ext4))
+    run_as_root("mount", "-o", "loop", str(ext4.parent / "image"), str(ext4))
+    backend = open_disk(ext4 / "kv", io="buffered")
+    assert await backend.read(keys, slots(4, SIZE)) == [True] * 4
+    assert await write_all(backend, keys_of(2, "more")) == [True, True]
+    assert backend.usage().resident_bytes == chunk_bytes(ext4 / "kv") == 6 * ON_DISK
     await backend.close()

@@ -1,0 +1,71 @@
+"""Tiers that could never be of use are refused at start; what a reset leaves behind is removed."""
+
+import os
+
+import pytest
+
+from kvoffload.connectors.local import LocalConnector
+from kvoffload.errors import ConfigError
+
+BLOCK = 4
+
+
+def connect(kv_caches, *backends, **settings):
+    settings = {"cpu_bytes": "64KiB", "blocks_per_chunk": 2, "backends": backends, **settings}
+    return LocalConnector(settings, kv_caches, block_size=BLOCK, facts={"model": "m"})
+
+
+def disk(root, capacity="1MiB"):
+    return {"type": "disk", "root": str(root), "capacity": capacity, "min_free": 0}
+
+
+def store(connector, request):
+    count = request.num_tokens // BLOCK
+    connector.after_forward(request, [range(5, 5 + count)], count * BLOCK)
+    assert connector.flush()
+    connector.request_finished(request)
+
+
+def test_a_capacity_below_one_chunk_is_refused_by_name(kv_caches, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        connect(kv_caches, disk(tmp_path / "a"), disk(tmp_path / "b", capacity="5KiB"))
+    assert caught.value.field == "backends[1].capacity"
+    assert caught.value.value == "5.0 KiB"
+    assert "8.0 KiB" in caught.value.remedy
+    connect(kv_caches, disk(tmp_path / "b", capacity="8KiB")).close()
+
+
+def test_two_tiers_on_one_root_are_refused_by_name(kv_caches, tmp_path):
+    (tmp_path / "way").symlink_to(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        connect(kv_caches, disk(tmp_path / "kv"), disk(tmp_path / "way" / "kv"))
+    assert caught.value.field == "backends[1]"
+    assert caught.value.value == str((tmp_path / "kv").resolve())
+    assert "backends[0]" in caught.value.remedy
+
+
+def test_an_old_generation_is_removed_and_what_others_share_is_left(
+    kv_caches, new_request, until, tmp_path
+):
+    connector = connect(kv_caches, disk(tmp_path))
+    replica = connect(kv_caches, disk(tmp_path))
+
+    def folders():
+        return sorted(name for name in os.listdir(tmp_path) if not name.startswith("."))
+
+    request = new_request("p", 41)
+    store(connector, request)
+    (shared,) = folders()
+    connector.reset_cache()
+    store(connector, request)
+    (first,) = set(folders()) - {shared}
+    assert list((tmp_path / first).glob("??/*"))
+    connector.reset_cache()
+    store(connector, request)
+    until(lambda: first not in folders())
+    assert len(folders()) == 2
+    assert len(list((tmp_path / shared).glob("??/*"))) == 5
+    # A reset of one engine costs its replicas nothing.
+    until(lambda: replica.get_num_new_matched_tokens(new_request("p", 41), 0) == 40)
+    for each in (connector, replica):
+        each.close()
