@@ -24,6 +24,8 @@ from kvoffload.offload.base import (
 from kvoffload.offload.extents import ExtentLedger
 from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
+from kvoffload.offload.policies.arc import ARCPolicy
+from kvoffload.offload.policies.handicap import HandicapPolicy
 from kvoffload.offload.policies.lru import LRUPolicy
 
 PROMPTS, LENGTH = 4, 6
@@ -32,6 +34,8 @@ KEYS = [
     [make_offload_key(bytes([p, i]) * 16, p % 2) for i in range(LENGTH)] for p in range(PROMPTS)
 ]
 LARGE_ROWS = 3
+ORDERS = [LRUPolicy, LRUPolicy, ARCPolicy, HandicapPolicy]
+"""One that carries slots, one that takes keys in bulk, one that does neither."""
 GARBAGE = OffloadKey(b"garbage")
 
 
@@ -73,15 +77,23 @@ class FakeTier:
 class Walk:
     """The manager under test, a worker half played by hand, and what must be true."""
 
-    def __init__(self, host_slots, num_tiers, max_persisting=None, threshold=1, sized=False):
+    def __init__(
+        self,
+        host_slots,
+        num_tiers,
+        max_persisting=None,
+        threshold=1,
+        sized=False,
+        new_policy=LRUPolicy,
+    ):
         self.rows_of = (1, LARGE_ROWS) if sized else (1, 1)
         if sized:
             rows = 2 * LARGE_ROWS + 3 * host_slots
             geometry = HostGeometry.plan(rows * 4096, [4096 * n for n in self.rows_of])
-            host, policy = ExtentLedger(geometry, LRUPolicy), None
+            host, policy = ExtentLedger(geometry, new_policy), None
         else:
             rows = host = host_slots
-            policy = LRUPolicy(host_slots)
+            policy = new_policy(host_slots)
         self.num_tiers = num_tiers
         self.stores = self.new_stores()
         self.manager = TieredOffloadingManager(
@@ -349,10 +361,16 @@ class ManagerMachine(RuleBasedStateMachine):
         persisting=st.integers(0, 8),
         threshold=st.sampled_from([1, 1, 2, 3]),
         sized=st.booleans(),
+        policy=st.sampled_from(ORDERS),
     )
     def start(self, **how):
         self.walk = Walk(
-            how["slots"], how["tiers"], how["persisting"], how["threshold"], how["sized"]
+            how["slots"],
+            how["tiers"],
+            how["persisting"],
+            how["threshold"],
+            how["sized"],
+            how["policy"],
         )
 
     @rule(
@@ -457,6 +475,7 @@ def random_walk(rng):
         rng.choice([None, 0, 2, 8]),
         rng.choice([1, 1, 2]),
         rng.random() < 0.5,
+        rng.choice(ORDERS),
     )
 
 

@@ -29,11 +29,11 @@ class ARCPolicy:
 
     def add(self, key: bytes) -> None:
         """Put a key at the recent end: of ``_again`` if it was seen before, else of ``_once``."""
-        for held in (self._once, self._again):
-            if key in held.keys:
-                del held.keys[key]
-                held.keys[key] = held.stamp
-                return
+        if key in self:
+            held = self._once if key in self._once.keys else self._again
+            del held.keys[key]
+            held.keys[key] = held.stamp
+            return
         if self._away and key in self._away:
             queue = self._again if self._away.pop(key) else self._once
         elif self._ghost_hit(key):

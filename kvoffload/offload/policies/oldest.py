@@ -31,13 +31,13 @@ class Queue:
 
     def pop(self, count: int) -> list[bytes]:
         """Take out the oldest keys, at most as many as there are."""
-        taken: list[bytes] = []
         count = min(count, len(self.keys))
+        if count == 1:
+            return [self._pop_one()]
+        taken: list[bytes] = []
         while len(taken) < count:
             if not self._oldest:
-                self._oldest = list(islice(self.keys, self._ahead))
-                self._oldest.reverse()
-                self.stamp += 1
+                self._look()
             first = max(0, len(self._oldest) - count + len(taken))
             candidates = self._oldest[first:]
             del self._oldest[first:]
@@ -52,3 +52,18 @@ class Queue:
             deque(map(self.keys.__delitem__, candidates), maxlen=0)
             taken += candidates
         return taken
+
+    def _pop_one(self) -> bytes:
+        keys = self.keys
+        while True:
+            while self._oldest:
+                key = self._oldest.pop()
+                if keys.get(key, self.stamp) != self.stamp:
+                    del keys[key]
+                    return key
+            self._look()
+
+    def _look(self) -> None:
+        self._oldest = list(islice(self.keys, self._ahead))
+        self._oldest.reverse()
+        self.stamp += 1
