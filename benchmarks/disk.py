@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.harness import Row, best_of, report, row
 from kvoffload.backends import disk_io
@@ -108,7 +109,9 @@ class _Transfers:
     def _stores(
         self, loop: asyncio.AbstractEventLoop, backend: DiskBackend, pool: ThreadPoolExecutor
     ) -> list[Row]:
-        ours, raw, renamed = [], [], []
+        ours: list[float] = []
+        raw: list[float] = []
+        renamed: list[float] = []
         for turn in range(ROUNDS):
             if turn:
                 loop.run_until_complete(backend.remove(self.keys))
@@ -135,11 +138,8 @@ class _Transfers:
             self._strands(pool, READERS[self.io], self._raw_read)
 
         def unverified() -> None:
-            disk_io.check_chunk = _check_header_alone
-            try:
+            with patch.object(disk_io, "check_chunk", _check_header_alone):
                 ours()
-            finally:
-                disk_io.check_chunk = check_chunk
 
         peer = _lmcache(self) if self.io == "buffered" else None
         sides = [ours, raw, unverified, *([peer] if peer else [])]
