@@ -21,6 +21,7 @@ from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 
 TOTAL_BYTES = 256 << 20
+TENSOR_BYTES = 64 << 20
 BLOCKS_PER_CHUNK = 4
 
 
@@ -37,9 +38,13 @@ def run(total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
 
 def _case(total_bytes: int, page_bytes: int, num_tensors: int, scattered: bool) -> list[Row]:
     num_blocks = total_bytes // page_bytes // num_tensors
+    # As large as an engine's, which the allocator maps each by itself.
+    rows_a_tensor = max(2 * num_blocks, TENSOR_BYTES // page_bytes)
     tensors = [
-        torch.ones((2 * num_blocks, page_bytes), dtype=torch.int8) for _ in range(num_tensors)
+        torch.empty((rows_a_tensor, page_bytes), dtype=torch.int8) for _ in range(num_tensors)
     ]
+    for tensor in tensors:
+        tensor[: 2 * num_blocks] = 1  # touched, so that no page fault is measured
     caches = CanonicalKVCaches(
         tuple(CanonicalKVCacheTensor(tensor, page_bytes) for tensor in tensors),
         (tuple(CanonicalKVCacheRef(i, page_bytes) for i in range(num_tensors)),),
@@ -47,7 +52,7 @@ def _case(total_bytes: int, page_bytes: int, num_tensors: int, scattered: bool) 
     layout = ChunkLayout(caches, BLOCKS_PER_CHUNK)
     num_chunks = num_blocks // BLOCKS_PER_CHUNK
     slab = Slab(num_chunks, layout.slot_bytes)
-    slab.rows[:] = 2  # touched, so that no page fault is measured
+    slab.rows[:] = 2
     order = np.random.default_rng(0).permutation(2 * num_blocks)
     ids = order[:num_blocks] if scattered else np.arange(num_blocks)
     moves = layout.moves(GPULoadStoreSpec(ids), list(range(num_chunks)))

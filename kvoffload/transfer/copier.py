@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvoffload.core.canonical import CanonicalKVCaches
-from kvoffload.core.transfers import BlockIds
 from kvoffload.transfer.base import Fence, check_moves
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
+from kvoffload.transfer.pages import PageCopy, PagesOfTensor, gathers, scatters
 from kvoffload.transfer.slab import HostBytes, Slab
 
 CLOSE_TIMEOUT_S = 5.0
@@ -51,11 +51,15 @@ class CpuCopier:
     def __init__(self, kv_caches: CanonicalKVCaches, slab: Slab, layout: ChunkLayout) -> None:
         tensors: list[HostBytes] = [t.tensor.numpy() for t in kv_caches.tensors]
         self._num_blocks = min(len(pages) for pages in tensors)
-        # For each group: its tensors' pages, and where these begin in a slot.
-        self._regions = [
-            [(tensors[r.tensor_idx][:, : r.page_bytes], r.offset) for r in regions]
-            for regions in layout.regions
-        ]
+        # For each group, how its chunks go to host memory and how they come back.
+        self._to_host: list[list[PageCopy]] = []
+        self._to_blocks: list[list[PageCopy]] = []
+        for regions, per_chunk in zip(layout.regions, layout.per_chunk, strict=True):
+            parts = [
+                PagesOfTensor(tensors[r.tensor_idx][:, : r.page_bytes], r.offset) for r in regions
+            ]
+            self._to_host.append(gathers(parts, per_chunk, slab.address))
+            self._to_blocks.append(scatters(parts, per_chunk, slab.address))
         self._slab = slab
         self._layout = layout
         self._queue: queue.SimpleQueue[
@@ -98,33 +102,16 @@ class CpuCopier:
                 fence.reach(None)
 
     def _copy(self, moves: Sequence[ChunkMove], to_host: bool) -> None:
-        for group_idx, regions in enumerate(self._regions):
+        for group_idx, copies in enumerate(self._to_host if to_host else self._to_blocks):
             mine = [
-                (move, consecutive_run(move.block_ids), self._slot(move))
+                (move.block_ids.astype(np.intp), move.first, self._slot(move))
                 for move in moves
                 if move.group_idx == group_idx
             ]
             # Tensor by tensor: one tensor's pages stay in the processor's caches and tables.
-            for pages, offset in regions:
-                page_bytes = pages.shape[1]
-                for (_, _, first, ids), run, slot in mine:
-                    start = offset + first * page_bytes
-                    rows = slot[start : start + len(ids) * page_bytes].reshape(-1, page_bytes)
-                    if to_host and run is None:
-                        # "clip" is numpy's way without a buffer; ids were checked at launch.
-                        np.take(pages, ids, axis=0, out=rows, mode="clip")
-                    elif to_host:
-                        np.copyto(rows, pages[run])
-                    else:
-                        pages[ids if run is None else run] = rows
+            for part in copies:
+                for ids, first, slot in mine:
+                    part.copy(ids, first, slot)
 
     def _slot(self, move: ChunkMove) -> HostBytes:
         return self._slab.array(move.host_slot, self._layout.payload_bytes[move.group_idx])
-
-
-def consecutive_run(block_ids: BlockIds) -> slice | None:
-    """Return blocks of consecutive numbers as a slice, one large copy; None if they are not."""
-    first = int(block_ids[0])
-    if (np.diff(block_ids) == 1).all():
-        return slice(first, first + len(block_ids))
-    return None

@@ -1,5 +1,9 @@
 """Copies between blocks and slots: byte-exact for any layout, refused whole if a part is wrong."""
 
+import sys
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +16,9 @@ from kvoffload.core.canonical import (
     CanonicalKVCacheTensor,
 )
 from kvoffload.core.transfers import GPULoadStoreSpec
-from kvoffload.transfer.copier import CpuCopier, consecutive_run
+from kvoffload.transfer.copier import CpuCopier
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
+from kvoffload.transfer.pages import PagesOfTensor, gathers, scatters
 from kvoffload.transfer.slab import Slab
 
 NUM_BLOCKS = 24
@@ -149,10 +154,82 @@ def test_blocks_that_are_not_that_many_chunks_are_refused(parts):
     assert [(m.first, m.block_ids.tolist()) for m in entered_midway] == [(1, [7]), (0, [8, 9])]
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=8))
-def test_a_run_is_found_exactly_where_numbers_are_consecutive(ids):
-    run = consecutive_run(np.array(ids, np.int32))
-    if ids == list(range(ids[0], ids[0] + len(ids))):
-        assert list(range(51 + len(ids)))[run] == ids
-    else:
-        assert run is None
+@settings(max_examples=60, deadline=None)
+@given(
+    page=st.sampled_from([24, 64, 4096, 6144, 8192]),
+    padding=st.sampled_from([0, 8, 4096]),
+    shifts=st.lists(st.sampled_from([0, 8, 64, 2048, 4096]), min_size=1, max_size=4),
+    per_chunk=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_a_round_trip_restores_every_byte_wherever_tensors_lie(
+    page, padding, shifts, per_chunk, seed
+):
+    """Side by side or oddly apart, with gaps between their rows: what lies between is untouched."""
+    row = page + padding
+    memory = torch.randint(-128, 127, (len(shifts) * (8 * row + 8192),), dtype=torch.int8)
+    tensors, at = [], 0
+    for shift in shifts:
+        at += shift
+        tensors.append(memory.as_strided((8, page), (row, 1), at))
+        at += 8 * row
+    caches = CanonicalKVCaches(
+        tuple(CanonicalKVCacheTensor(tensor, page) for tensor in tensors),
+        (tuple(CanonicalKVCacheRef(i, page) for i in range(len(tensors))),),
+    )
+    layout = ChunkLayout(caches, per_chunk)
+    rng = np.random.default_rng(seed)
+    ids, first = rng.permutation(8)[: rng.integers(1, 9)], int(rng.integers(per_chunk))
+    slab = Slab(9, layout.slot_bytes)
+    count = -(-(first + len(ids)) // per_chunk)
+    moves = layout.moves(GPULoadStoreSpec(ids, [len(ids)], [first]), rng.permutation(9)[:count])
+    copier = CpuCopier(caches, slab, layout)
+    try:
+        before = memory.clone()
+        stored = copier.launch(moves, to_host=True, after=copier.record_fence())
+        assert stored.wait(10)
+        for chunk in moves:
+            for region in layout.regions[0]:
+                begin = region.offset + chunk.first * page
+                pages = slab.rows[chunk.host_slot][begin : begin + len(chunk.block_ids) * page]
+                ours = tensors[region.tensor_idx][chunk.block_ids].numpy()
+                assert (pages.reshape(-1, page) == ours).all()
+        for tensor in tensors:
+            tensor[ids] = 0
+        loaded = copier.launch(moves, to_host=False, after=copier.record_fence())
+        assert loaded.wait(10)
+        assert (stored.error, loaded.error) == (None, None)
+        assert torch.equal(memory, before)
+    finally:
+        copier.close()
+
+
+def test_copies_leave_the_interpreter_to_others():
+    """While a copy runs, another thread of Python goes on: a held lock would stop it."""
+    caches = make_caches([[1 << 18] * 4], 0)
+    layout = ChunkLayout(caches, NUM_BLOCKS)
+    slab = Slab(1, layout.slot_bytes)
+    pages = [
+        PagesOfTensor(tensor.tensor.numpy(), region.offset)
+        for tensor, region in zip(caches.tensors, layout.regions[0], strict=True)
+    ]
+    slot = slab.array(0, layout.slot_bytes)
+    ids = np.random.default_rng(0).permutation(NUM_BLOCKS)
+    for part in (*gathers(pages, NUM_BLOCKS, 0), *scatters(pages, NUM_BLOCKS, 0)):
+        steps, end = [], time.monotonic() + 10
+
+        def copy_until_the_other_has_moved(part=part, steps=steps, end=end):
+            while len(steps) < 5 and time.monotonic() < end:
+                part.copy(ids, 0, slot)
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(100)  # nobody is asked to give the lock up: it must be let go of
+        try:
+            thread = threading.Thread(target=copy_until_the_other_has_moved)
+            thread.start()
+            while thread.is_alive():
+                steps.append(1)
+                time.sleep(0.001)
+        finally:
+            sys.setswitchinterval(interval)
+        assert time.monotonic() < end

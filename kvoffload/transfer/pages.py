@@ -1,0 +1,210 @@
+"""Copies of scattered pages in CPU memory, as fast as one thread of Python can have them.
+
+numpy copies as many pages in one call as an array of indices names, without the interpreter's lock,
+but from one array. Small pages of many tensors would be many calls, and the calls would cost more
+than the bytes. So tensors whose parts of a chunk follow each other in a slot are seen as one array,
+and a chunk takes one call.
+"""
+
+import ctypes
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.transfer.slab import HostBytes
+
+Indices = npt.NDArray[np.intp]
+Items = npt.NDArray[np.void]
+
+PAGES_AT_ONCE = 512
+"""Pages touched before they are copied: as many as the processor's translation tables still hold
+when their turn comes."""
+LEAST_ITEM_BYTES = 4096
+"""Larger pages may be copied in items of at least this size without a loss worth a call."""
+
+
+class PagesOfTensor(NamedTuple):
+    """One tensor's part in the chunks of a group."""
+
+    pages: HostBytes
+    """``(num_blocks, page_bytes)``; rows may be further apart than they are long."""
+    offset: int
+    """Where it begins in a slot."""
+
+    @property
+    def address(self) -> int:
+        """Where block 0 lies."""
+        return int(self.pages.ctypes.data)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a block here."""
+        return int(self.pages.shape[1])
+
+    @property
+    def row_bytes(self) -> int:
+        """From one block to the next."""
+        return int(self.pages.strides[0])
+
+    @property
+    def end(self) -> int:
+        """Address after the last block."""
+        return self.address + (len(self.pages) - 1) * self.row_bytes + self.page_bytes
+
+
+class PageCopy(Protocol):
+    """Copies one part of a chunk between blocks and a slot."""
+
+    def copy(self, ids: Indices, first: int, slot: HostBytes) -> None:
+        """Copy the blocks ``ids``, which are block ``first`` of the chunk and those after it."""
+        ...
+
+
+class _Together:
+    """Tensors whose parts of a chunk follow each other in a slot, seen as one array of pages.
+
+    That array reaches from the first tensor to the last, also over what lies between and belongs to
+    others: only items that are pages are ever touched, so indices must have been checked.
+    """
+
+    def __init__(self, parts: Sequence[PagesOfTensor], per_chunk: int) -> None:
+        first = parts[0]
+        self._parts = tuple(parts)  # keeps the tensors' memory
+        self._per_chunk = per_chunk
+        self._offset, self._page_bytes = first.offset, first.page_bytes
+        base = min(part.address for part in parts)
+        length = max(part.end for part in parts) - base
+        self._memory = memoryview((ctypes.c_char * length).from_address(base))
+        self._bytes = np.frombuffer(self._memory, np.int8)
+        self._step = _step(parts)
+        """Bytes that divide rows and the distances of tensors: pages are counted in these."""
+        self._starts: Indices = np.array([(p.address - base) // self._step for p in parts], np.intp)
+        self._steps_a_row = first.row_bytes // self._step
+        self._ends: Indices = np.array([0, self._page_bytes - 1], np.intp)
+
+    def copy(self, ids: Indices, first: int, slot: HostBytes) -> None:
+        """See :meth:`PageCopy.copy`."""
+        rows, length = ids * self._steps_a_row, len(ids) * self._page_bytes
+        if len(ids) == self._per_chunk:
+            pages = (self._starts[:, None] + rows).ravel()
+            self._copy_all(pages, slot[self._offset :][: length * len(self._starts)])
+            return
+        # Of a part of a chunk, the tensors' pages do not follow each other in the slot.
+        for i, start in enumerate(self._starts):
+            at = self._offset + (i * self._per_chunk + first) * self._page_bytes
+            self._copy_all(start + rows, slot[at : at + length])
+
+    def _copy_all(self, pages: Indices, in_slot: HostBytes) -> None:
+        for begin in range(0, len(pages), PAGES_AT_ONCE):
+            some = pages[begin : begin + PAGES_AT_ONCE]
+            # The processor finds where scattered pages lie, many at a time, while it fetches one
+            # byte of each; while it copies page after page, only one at a time. A page that does
+            # not begin where one of the operating system's does lies in two of those.
+            self._bytes.take((some[:, None] * self._step + self._ends).ravel(), mode="clip")
+            at = begin * self._page_bytes
+            self._copy(some, in_slot[at : at + len(some) * self._page_bytes])
+
+    def _copy(self, pages: Indices, in_slot: HostBytes) -> None:
+        raise NotImplementedError
+
+
+class Gather(_Together):
+    """Blocks → slot. numpy gathers without a copy between only from an array without gaps."""
+
+    def __init__(self, parts: Sequence[PagesOfTensor], per_chunk: int) -> None:
+        super().__init__(parts, per_chunk)
+        self._items: Items = np.frombuffer(self._memory, np.dtype((np.void, self._step)))
+        self._within: Indices = np.arange(self._page_bytes // self._step, dtype=np.intp)
+
+    def _copy(self, pages: Indices, in_slot: HostBytes) -> None:
+        index = pages if len(self._within) == 1 else (pages[:, None] + self._within).ravel()
+        # "clip" is numpy's way without a buffer; indices were checked at launch.
+        self._items.take(index, out=in_slot.view(self._items.dtype), mode="clip")
+
+
+class GatherTwice(_Together):
+    """Blocks → slot where pages lie so oddly that they must be copied twice."""
+
+    def __init__(self, parts: Sequence[PagesOfTensor], per_chunk: int) -> None:
+        super().__init__(parts, per_chunk)
+        self._items = _overlapping(self._memory, self._page_bytes, self._step)
+
+    def _copy(self, pages: Indices, in_slot: HostBytes) -> None:
+        in_slot.view(self._items.dtype)[:] = self._items[pages]
+
+
+class Scatter(_Together):
+    """Slot → blocks. An item is a page, and may begin at every step."""
+
+    def __init__(self, parts: Sequence[PagesOfTensor], per_chunk: int) -> None:
+        super().__init__(parts, per_chunk)
+        self._items = _overlapping(self._memory, self._page_bytes, self._step)
+
+    def _copy(self, pages: Indices, in_slot: HostBytes) -> None:
+        self._items[pages] = in_slot.view(self._items.dtype)
+
+
+def _overlapping(memory: memoryview, item_bytes: int, step: int) -> Items:
+    count = (len(memory) - item_bytes) // step + 1
+    return np.ndarray((count,), np.dtype((np.void, item_bytes)), memory, 0, (step,))
+
+
+def gathers(parts: Iterable[PagesOfTensor], per_chunk: int, slab_address: int) -> list[PageCopy]:
+    """Choose how a group's chunks are stored: in the fewest calls that cover its tensors.
+
+    Args:
+        parts: the group's tensors in the order of a slot.
+        per_chunk: blocks in a chunk.
+        slab_address: where the slab begins. numpy copies twice if its two arrays overlap, so the
+            slab may not lie between tensors seen as one.
+    """
+
+    def go_together(some: Sequence[PagesOfTensor]) -> bool:
+        return _alike(some, slab_address) and _has_whole_items(some)
+
+    return [
+        Gather(some, per_chunk) if _has_whole_items(some) else GatherTwice(some, per_chunk)
+        for some in _split(parts, go_together)
+    ]
+
+
+def scatters(parts: Iterable[PagesOfTensor], per_chunk: int, slab_address: int) -> list[PageCopy]:
+    """Choose how a group's chunks are loaded; see :func:`gathers`."""
+    runs = _split(parts, lambda some: _alike(some, slab_address))
+    return [Scatter(some, per_chunk) for some in runs]
+
+
+def _split(
+    parts: Iterable[PagesOfTensor], go_together: Callable[[Sequence[PagesOfTensor]], bool]
+) -> list[list[PagesOfTensor]]:
+    runs: list[list[PagesOfTensor]] = []
+    for part in parts:
+        if runs and go_together([*runs[-1], part]):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
+
+
+def _step(parts: Sequence[PagesOfTensor]) -> int:
+    first = parts[0]
+    size = math.gcd(first.row_bytes, *(part.address - first.address for part in parts))
+    # Items of a gather lie side by side: what divides rows must then divide pages as well.
+    whole = math.gcd(size, first.page_bytes)
+    return whole if whole >= min(LEAST_ITEM_BYTES, first.page_bytes) else size
+
+
+def _has_whole_items(parts: Sequence[PagesOfTensor]) -> bool:
+    """Whether pages consist of items that are worth a copy each."""
+    step, page_bytes = _step(parts), parts[0].page_bytes
+    return page_bytes % step == 0 and step >= min(LEAST_ITEM_BYTES, page_bytes)
+
+
+def _alike(parts: Sequence[PagesOfTensor], slab_address: int) -> bool:
+    """Whether pages are of one shape, and the slab does not lie between them."""
+    shapes = {(part.page_bytes, part.row_bytes) for part in parts}
+    begin, end = min(part.address for part in parts), max(part.end for part in parts)
+    return len(shapes) == 1 and not begin <= slab_address < end
