@@ -384,6 +384,7 @@ class LocalConnector:
             "loaded_tokens": dict(self._tokens),
             "manager": manager.pop("counters"),
             "transfers": dict(self._worker.counters),
+            "copies": self._spec.copies,
             **manager,
         }
 

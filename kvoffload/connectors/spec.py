@@ -26,7 +26,7 @@ from kvoffload.offload.host import HostLedger
 from kvoffload.offload.identity import Fact, namespace, readable
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.transfer.base import Copier
-from kvoffload.transfer.copier import CpuCopier
+from kvoffload.transfer.choice import make_copier
 from kvoffload.transfer.handlers import CopyHandler, PersistHandler, StagedLoadHandler
 from kvoffload.transfer.ioloop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
@@ -157,6 +157,11 @@ class TieredOffloadingSpec(OffloadingSpec):
         """The open stores by tier name."""
         return self._opened.backends
 
+    @property
+    def copies(self) -> dict[str, str | int]:
+        """How bytes go between the engine's cache and host memory; empty before there are any."""
+        return self._copier.stats() if self._copier else {}
+
     def get_manager(self) -> TieredOffloadingManager:
         """See :meth:`OffloadingSpec.get_manager`."""
         limit = self.config.max_inflight_bytes
@@ -181,11 +186,11 @@ class TieredOffloadingSpec(OffloadingSpec):
             raise ValueError(
                 f"a chunk takes {layout.slot_bytes} bytes, slots have {self.slot_bytes}"
             )
-        device = kv_caches.tensors[0].tensor.device
-        if device.type != "cpu":
+        try:
+            copier = self._copier = make_copier(kv_caches, self._slab, layout)
+        except BaseException:
             self.close()
-            raise ConfigError("kv_caches", str(device), "only CPU tensors can be copied so far")
-        copier = self._copier = CpuCopier(kv_caches, self._slab, layout)
+            raise
         gpu, cpu, staged = GPULoadStoreSpec, CPULoadStoreSpec, StagedLoadStoreSpec
         load_s, store_s = self.config.load_timeout_s, self.config.store_timeout_s
         shared = (self.io, self._opened.backends, self._slab, layout)

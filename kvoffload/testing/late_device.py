@@ -151,6 +151,9 @@ class LateDevice:
 
     # ---- what a copier asks for ----
 
+    def prepare(self, parts: Sequence[Part]) -> None:
+        """Do nothing: torch's own operations need no preparation."""
+
     def enter_thread(self) -> None:
         """Do nothing: there is one device."""
 

@@ -80,10 +80,10 @@ class TritonKernels:
         self._tensors = [entry.tensor for entry in kv_caches.tensors]
         self._regions: dict[Part, tuple[int, torch.Tensor, int]] = {}
 
-    def prepare(self, part: Part, table: Table, stage: torch.Tensor) -> None:
+    def prepare(self, part: Part, table: Table) -> None:
         """Compile both directions, and upload where the part's regions are; moves nothing."""
         for to_stage in (True, False):
-            self._launch(part, Span(table, 0, 0, 0), stage, to_stage)
+            self._launch(part, Span(table, 0, 0, 0), table.device, to_stage)
 
     def gather(self, part: Part, span: Span, stage: torch.Tensor) -> None:
         """See :class:`kvoffload.transfer.cuda_kernels.Kernels`."""

@@ -103,6 +103,10 @@ class Device(Protocol):
     whatever the device's library raises.
     """
 
+    def prepare(self, parts: Sequence[Part]) -> None:
+        """Make ready to gather and scatter these parts, so that nothing is compiled later."""
+        ...
+
     def enter_thread(self) -> None:
         """Make the device the current one of the calling thread."""
         ...

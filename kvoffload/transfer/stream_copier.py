@@ -319,6 +319,7 @@ class StreamCopier:
         self._plan = Plan(
             kv_caches, layout, slab.slot_bytes, min(stage_bytes, slab.num_bytes), direct_page_bytes
         )
+        device.prepare([part for parts in self._plan.parts for part in parts])
         self._directions = {
             to_host: self.direction_type(device, self._plan, to_host) for to_host in (True, False)
         }
