@@ -1,5 +1,6 @@
 """Handlers with a backend leg: one answer per chunk, by the deadline, whatever the store does."""
 
+import asyncio
 import hashlib
 import threading
 import time
@@ -35,8 +36,6 @@ class StubbornBackend:
         self.let_go = threading.Event()
 
     async def read(self, keys, into):
-        import asyncio
-
         def hang():
             self.let_go.wait(20)
             into[0][:] = b"\xee" * len(into[0])
@@ -97,6 +96,13 @@ def half(new_kv_caches):
     half.close()
 
 
+@pytest.fixture
+def patient_half(new_kv_caches):
+    half = Half(new_kv_caches(num_blocks=64), load_timeout_s=30)
+    yield half
+    half.close()
+
+
 def store_all(half, until):
     """Chunks 0..19 (blocks 2i, 2i+1) into host slots, and from there into the store."""
     blocks = list(range(40))
@@ -143,6 +149,29 @@ def test_each_chunk_of_a_half_failed_load_has_its_own_answer(half, until):
     for original, t in zip(originals, half.caches.tensors, strict=True):
         assert not t.tensor[10:12].any()
         assert torch.equal(t.tensor[12:34], original[12:34])
+
+
+def test_what_has_been_read_is_copied_while_the_rest_is_still_being_read(patient_half, until):
+    """A pipeline: were it stage after stage, no chunk could arrive before the last is read."""
+    half = patient_half
+    originals = store_all(half, until)
+    read, order = half.store.read, []
+    first_page = half.caches.tensors[0].tensor[0]
+
+    async def last_ones_after_the_first_have_arrived(keys, into):
+        if KEYS[19] in keys:
+            while not torch.equal(first_page, originals[0][0]):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            order.append("first chunk copied")
+        answers = await read(keys, into)
+        order.append("last read" if KEYS[19] in keys else "read")
+        return answers
+
+    half.store.read = last_ones_after_the_first_have_arrived
+    half.worker.submit(3, (staged(range(20), range(20)), GPULoadStoreSpec(range(40))), 20)
+    (result,) = until(half.worker.get_finished)
+    assert result.success
+    assert order == ["read", "read", "first chunk copied", "last read"]
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
