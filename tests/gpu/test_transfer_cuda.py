@@ -1,0 +1,212 @@
+"""Copies on a real GPU: byte-exact by every way, in every order, no growth, refused if wrong."""
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from kvoffload.core.canonical import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
+from kvoffload.core.transfers import GPULoadStoreSpec
+from kvoffload.testing.interleavings import (
+    NUM_SLOTS,
+    PER_CHUNK,
+    Interleaving,
+    small_caches,
+    words,
+)
+from kvoffload.transfer.choice import make_copier
+from kvoffload.transfer.layout import ChunkLayout, ChunkMove
+from kvoffload.transfer.slab import Slab
+from kvoffload.transfer.stream_copier import StreamCopier
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+NUM_BLOCKS = 48
+DTYPES = (torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
+WAYS = [(True, True), (True, False), (False, True), (False, False)]
+
+
+def new_copier(caches, slab, layout, *, triton=True, batches=True, **sizes):
+    from kvoffload.transfer.cuda_device import CudaDevice
+
+    device = CudaDevice(caches, slab, triton=triton, batches=batches)
+    return StreamCopier(caches, slab, layout, device, **sizes)
+
+
+def random_caches(draw, num_groups):
+    """Groups of tensors of any page size and dtype, with padded rows."""
+    tensors, groups = [], []
+    for _ in range(num_groups):
+        refs = []
+        for _ in range(draw.randint(1, 4)):
+            width = torch.empty(0, dtype=draw.choice(DTYPES)).element_size()
+            page = width * draw.choice([1, 3, 8, 100, 576, 4096])
+            raw = torch.randint(-128, 127, (NUM_BLOCKS, page + draw.choice([0, width, 512])))
+            raw = raw.to(torch.int8).cuda()
+            refs.append(CanonicalKVCacheRef(len(tensors), page))
+            tensors.append(CanonicalKVCacheTensor(raw[:, :page], page))
+        groups.append(tuple(refs))
+    return CanonicalKVCaches(tuple(tensors), tuple(groups))
+
+
+@pytest.mark.parametrize(("triton", "batches"), WAYS)
+@pytest.mark.parametrize("seed", range(15))
+def test_a_round_trip_restores_every_byte(seed, triton, batches):
+    draw = random.Random(seed)
+    groups = draw.randint(1, 3)
+    caches = random_caches(draw, groups)
+    per_chunk = draw.randint(1, 4)
+    layout = ChunkLayout(caches, per_chunk)
+    slab = Slab(64, layout.slot_bytes)
+    sizes = [draw.randint(0, 14) for _ in range(groups)]
+    firsts = [draw.randrange(per_chunk) for _ in range(groups)]
+    ids = draw.sample(range(NUM_BLOCKS), sum(sizes))
+    chunks = sum(-(-(f + s) // per_chunk) if s else 0 for f, s in zip(firsts, sizes, strict=True))
+    moves = layout.moves(GPULoadStoreSpec(ids, sizes, firsts), draw.sample(range(64), chunks))
+    copier = new_copier(
+        caches,
+        slab,
+        layout,
+        triton=triton,
+        batches=batches,
+        stage_bytes=draw.choice([4096, 100_000, 16 << 20]),
+        direct_page_bytes=draw.choice([1, 4096, 1 << 20]),
+    )
+    try:
+        before = [entry.tensor.clone() for entry in caches.tensors]
+        stored = copier.launch(moves, True, copier.record_fence())
+        assert stored.wait(60)
+        assert stored.error is None
+        for move in moves:
+            for region in layout.regions[move.group_idx]:
+                caches.tensors[region.tensor_idx].tensor[
+                    torch.from_numpy(move.block_ids).long()
+                ] = 0
+        loaded = copier.launch(moves, False, copier.record_fence())
+        assert loaded.wait(60)
+        assert loaded.error is None
+        for entry, expected in zip(caches.tensors, before, strict=True):
+            assert torch.equal(entry.tensor, expected), copier.stats()
+    finally:
+        copier.close()
+
+
+class CudaEngine:
+    """Forward passes on the current stream, which is kept busy so that they come late."""
+
+    def __init__(self, kv_caches, seed):
+        self.kv_caches, self.draw = kv_caches, random.Random(seed)
+
+    def _dawdle(self):
+        if self.draw.random() < 0.2:
+            torch.cuda._sleep(self.draw.choice([20_000, 200_000]))
+
+    def write(self, block, version):
+        self._dawdle()
+        for page in words(self.kv_caches, block):
+            page.fill_(version)
+
+    def read(self, block):
+        self._dawdle()
+        pages = [page.clone() for page in words(self.kv_caches, block)]
+        return lambda: sorted({number for page in pages for number in page.tolist()})
+
+    def finish(self):
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("first", range(0, 1000, 100))
+def test_whatever_the_order_every_block_and_slot_holds_what_it_must(first):
+    caches = small_caches("cuda")
+    layout = ChunkLayout(caches, PER_CHUNK)
+    slab = Slab(NUM_SLOTS, layout.slot_bytes)
+    stage_bytes = [16, 1000, 1 << 20][first // 100 % 3]
+    copier = new_copier(caches, slab, layout, stage_bytes=stage_bytes, triton=first % 200 == 0)
+    try:
+        for seed in range(first, first + 100):
+            for entry in caches.tensors:
+                entry.tensor.zero_()
+            Interleaving(copier, CudaEngine(caches, seed), slab, layout, seed=seed).run()
+    finally:
+        copier.close()
+
+
+def test_what_is_pinned_is_what_was_asked_for_and_let_go_again(until):
+    caches = small_caches("cuda")
+    layout = ChunkLayout(caches, PER_CHUNK)
+    slab = Slab((300 << 20) // layout.slot_bytes, layout.slot_bytes)
+    copier = make_copier(caches, slab, layout)
+    try:
+        until(lambda: copier.stats()["pinned_bytes"] == slab.num_bytes, 60)
+        assert torch.from_numpy(slab.flat).is_pinned()
+    finally:
+        copier.close()
+    assert not torch.from_numpy(slab.flat).is_pinned()
+
+
+def test_memory_and_threads_do_not_grow_over_many_transfers():
+    caches = small_caches("cuda")
+    layout = ChunkLayout(caches, PER_CHUNK)
+    slab = Slab(NUM_SLOTS, layout.slot_bytes)
+    copier = new_copier(caches, slab, layout)
+    moves = [ChunkMove(0, 0, 0, np.array([3, 5], np.int32))]
+
+    def many(count):
+        for _ in range(count // 100):
+            fences = [copier.launch(moves, True, copier.record_fence()) for _ in range(100)]
+            assert all(fence.wait(60) and fence.error is None for fence in fences)
+
+    try:
+        many(1000)
+        device = torch.cuda.memory_allocated()
+        free, threads = torch.cuda.mem_get_info()[0], threading.active_count()
+        many(100_000)
+        assert torch.cuda.memory_allocated() <= device
+        assert torch.cuda.mem_get_info()[0] >= free - (8 << 20)
+        assert threading.active_count() <= threads
+    finally:
+        copier.close()
+
+
+@pytest.mark.parametrize(
+    ("moves", "to_host", "named"),
+    [
+        ([(0, [1, 99])], True, "99"),
+        ([(99, [1])], True, r"\[99\]"),
+        ([(0, [1]), (0, [2])], True, r"\[0\]: written twice"),
+        ([(0, [1, 1])], False, r"\[1\]: written twice"),
+        ([(0, [1, 2, 3])], True, "of a chunk of 2"),
+    ],
+)
+def test_bad_moves_are_refused_before_anything_is_launched(moves, to_host, named):
+    caches = small_caches("cuda")
+    layout = ChunkLayout(caches, PER_CHUNK)
+    slab = Slab(NUM_SLOTS, layout.slot_bytes)
+    copier = make_copier(caches, slab, layout)
+    try:
+        with pytest.raises(ValueError, match=named):
+            copier.launch(
+                [ChunkMove(slot, 0, 0, np.array(ids, np.int32)) for slot, ids in moves],
+                to_host,
+                copier.record_fence(),
+            )
+        assert not slab.rows.any()
+    finally:
+        copier.close()
+
+
+def test_tensors_on_two_devices_are_refused():
+    on_gpu, on_cpu = small_caches("cuda"), small_caches("cpu")
+    mixed = CanonicalKVCaches((*on_gpu.tensors[:2], on_cpu.tensors[2]), on_gpu.group_data_refs)
+    layout = ChunkLayout(mixed, PER_CHUNK)
+    with pytest.raises(ValueError, match=r"several devices.*2: 'cpu'"):
+        make_copier(mixed, Slab(1, layout.slot_bytes), layout)
