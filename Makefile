@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 SUDO    = $$([ "$$(id -u)" = 0 ] || echo "sudo -n")
 INSTALL = sh -c '$(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$$0"'
 
-.PHONY: demo test check chaos bench setup redis-server clean demo-vllm test-vllm
+.PHONY: demo test check chaos bench setup redis-server clean demo-vllm test-vllm test-gpu bench-gpu
 
 demo: $(READY)
 	$(BIN)/kvoffload demo
@@ -67,6 +67,16 @@ $(VLLM)/.ready: pyproject.toml
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[redis]' \
 	  pytest pytest-asyncio pytest-timeout hypothesis setuptools_scm setuptools-rust wheel
 	@touch $@
+
+# On a machine with an NVIDIA GPU, with the Python that holds its torch, and without a network:
+# torch, numpy, msgspec and, for the tests, pytest. Elsewhere they say what is missing.
+GPU = PYTHONPATH=.:examples $(PYTHON)
+test-gpu:
+	@if $(GPU) benchmarks/gpu/need.py; then \
+	  $(GPU) -m pytest -c tests/gpu/pytest.ini --rootdir . tests/gpu $(TEST_ARGS); fi
+
+bench-gpu:
+	@if $(GPU) benchmarks/gpu/need.py; then $(GPU) -m benchmarks.gpu.transfer $(BENCH_OUT); fi
 
 clean:
 	rm -rf $(VENV) demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
