@@ -17,12 +17,10 @@ a request ends in any way      ``request_finished``
 Nothing here does I/O or raises because of a store; a failed load is an outcome with fewer tokens.
 """
 
-import itertools
 import logging
 import time
 import uuid
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvoffload.backends.base import ReportsUsage
@@ -30,6 +28,7 @@ from kvoffload.config import OffloadConfig, parse_config
 from kvoffload.connectors.block_tables import BlockTables, gpu_end, to_load, to_store
 from kvoffload.connectors.chunks import ChunkGroups
 from kvoffload.connectors.local_jobs import Load, LoadOutcome, OffloadRequest, RequestState, Store
+from kvoffload.connectors.local_under_way import UnderWay
 from kvoffload.connectors.short_loads import ShortLoads
 from kvoffload.connectors.spec import TieredOffloadingSpec
 from kvoffload.core.interface import KVCacheConfig
@@ -41,8 +40,6 @@ from kvoffload.offload.base import (
     OffloadKey,
     ReqContext,
     StagedLoadStoreSpec,
-    Transfer,
-    TransferResult,
 )
 from kvoffload.offload.identity import Fact
 from kvoffload.transfer.layout import ChunkLayout
@@ -116,18 +113,13 @@ class LocalConnector:
         )
         self._manager = self._spec.get_manager()
         self._worker = TransferWorker(self._spec.get_handlers(kv_caches))
-        self._job_ids = itertools.count()
-        self._jobs: dict[int, Load | Store | Transfer] = {}
-        self._unsettled: dict[int, tuple[int, ...]] = {}
         self._requests: dict[str, RequestState] = {}
-        self._refused_loads: list[LoadOutcome] = []
-        # GPU block → the jobs that still read it (stores) or write it (a load).
-        self._busy_blocks: dict[int, list[int]] = {}
-        # Loads that were under way at a reset and did not end in time.
-        self._before_reset: set[int] = set()
         # Where a good prefix is kept, an engine gets on with it.
         self._short_loads = ShortLoads(tolerated=int(self._groups.keeps_prefixes))
-        self._tokens: Counter[str] = Counter()
+        self._under_way = UnderWay(
+            self._manager, self._worker, self._groups, self._requests, self._short_loads
+        )
+        self._refused_loads: list[LoadOutcome] = []
 
     # ---- a waiting request ----
 
@@ -201,7 +193,7 @@ class LocalConnector:
         source = self._manager.prepare_load(keys, self._context(request))
         count = len(source.host_slots)
         if not count:
-            self._note_short_load(request.request_id)
+            self._under_way.note_short_load(request.request_id)
             self._refused_loads.append(LoadOutcome(request.request_id, 0, ok=False))
             return
         media = ["CPU"] * count
@@ -223,8 +215,7 @@ class LocalConnector:
         )
         # A store of the blocks' last owner that still reads them would store what is loaded.
         self.before_forward(load.gpu_blocks)
-        job_id = state.loading = self._begin(load, load.gpu_blocks)
-        self._worker.submit(job_id, (source, target), count)
+        state.loading = self._under_way.begin(load, (source, target))
 
     # ---- every step ----
 
@@ -236,32 +227,9 @@ class LocalConnector:
             computed and computes the rest into the same blocks; or frees the blocks, if the request
             had ended meanwhile.
         """
-        outcomes, self._refused_loads = self._refused_loads, []
-        # Read first: a job that settles while its result is taken in is settled at the next poll.
-        settled = self._worker.get_settled()
-        for result in self._worker.get_finished():
-            job = self._jobs.pop(result.job_id)
-            if isinstance(job, Load):
-                outcomes.append(self._load_ended(job, result))
-            elif isinstance(job, Store):
-                self._store_ended(job, result)
-            else:
-                self._manager.complete_transfer(job, result.ok, result.settled)
-                self._manager.figures.stored(
-                    job.tier.upper(),
-                    result.ok.count(True),
-                    result.transfer_bytes if result.success else 0,
-                    result.transfer_time_s,
-                )
-                if not result.settled:
-                    assert isinstance(job.src, CPULoadStoreSpec)
-                    self._unsettled[result.job_id] = tuple(job.src.host_slots.tolist())
-        for job_id in settled:
-            self._manager.release_slots(self._unsettled.pop(job_id))
-        for transfer in self._manager.take_transfers():
-            job_id = next(self._job_ids)
-            self._jobs[job_id] = transfer
-            self._worker.submit(job_id, (transfer.src, transfer.dst), len(transfer.keys))
+        refused, self._refused_loads = self._refused_loads, []
+        outcomes = refused + self._under_way.take_in()
+        self._under_way.begin_what_follows()
         return outcomes
 
     def before_forward(self, block_ids: Iterable[int]) -> None:
@@ -270,9 +238,7 @@ class LocalConnector:
         A store that has not finished copying would otherwise store what the pass writes there.
         Blocks are seldom reused while their copy is under way, so this rarely waits at all.
         """
-        busy = self._busy_blocks
-        if busy and (jobs := {job for block in block_ids for job in busy.get(block, ())}):
-            self._worker.wait(jobs)
+        self._under_way.wait_for_blocks(block_ids)
 
     def after_forward(
         self, request: OffloadRequest, block_ids: BlockTables, num_computed_tokens: int
@@ -307,8 +273,7 @@ class LocalConnector:
         slots = tuple(slot for _, slot in prepared)
         source = gpu_end(self._groups, [piece_of[key] for key in keys], block_ids)
         store = Store(context, keys, slots, tuple(source.block_ids.tolist()))
-        job_id = self._begin(store, store.gpu_blocks)
-        self._worker.submit(job_id, (source, CPULoadStoreSpec(slots)), len(slots))
+        self._under_way.begin(store, (source, CPULoadStoreSpec(slots)))
 
     def request_finished(self, request: OffloadRequest) -> bool:
         """Forget a request that ended, was aborted or preempted; harmless if unknown.
@@ -333,7 +298,7 @@ class LocalConnector:
         until_s = time.monotonic() + timeout_s
         while True:
             self._refused_loads = self.poll()
-            if not self._jobs:
+            if not self._under_way.count:
                 return True
             if time.monotonic() >= until_s:
                 return False
@@ -348,7 +313,7 @@ class LocalConnector:
         its facts, so these must say which weights are loaded.
         """
         self.flush()
-        self._before_reset.update(i for i, job in self._jobs.items() if isinstance(job, Load))
+        self._under_way.bar_loads()
         self._refused_loads = [LoadOutcome(o.request_id, 0, ok=False) for o in self._refused_loads]
         for state in self._requests.values():
             state.barred = True
@@ -358,7 +323,7 @@ class LocalConnector:
     def close(self, timeout_s: float = 5.0) -> None:
         """End what is under way, as far as time allows, and release threads and memory."""
         if not self.flush(timeout_s):
-            log.warning("%d transfers had not ended at shutdown", len(self._jobs))
+            log.warning("%d transfers had not ended at shutdown", self._under_way.count)
         self._spec.close(timeout_s)
         self._manager.shutdown()
 
@@ -381,7 +346,7 @@ class LocalConnector:
                 "slot_bytes": self._spec.slot_bytes,
             },
             "tiers": tiers,
-            "loaded_tokens": dict(self._tokens),
+            "loaded_tokens": dict(self._under_way.loaded_tokens),
             "manager": manager.pop("counters"),
             "transfers": dict(self._worker.counters),
             "copies": self._spec.copies,
@@ -437,80 +402,3 @@ class LocalConnector:
         for group in self._groups.offloaded:
             group.extend_keys(state.keys[group.index], request.block_hashes)
         return state.keys
-
-    def _begin(self, job: Load | Store, blocks: Sequence[int]) -> int:
-        job_id = next(self._job_ids)
-        self._jobs[job_id] = job
-        for block in blocks:
-            self._busy_blocks.setdefault(block, []).append(job_id)
-        return job_id
-
-    def _end(self, job: Load | Store, job_id: int) -> None:
-        for block in job.gpu_blocks:
-            jobs = self._busy_blocks[block]
-            jobs.remove(job_id)
-            if not jobs:
-                del self._busy_blocks[block]
-
-    def _load_ended(self, load: Load, result: TransferResult) -> LoadOutcome:
-        self._end(load, result.job_id)
-        state = self._requests.get(load.request_id)
-        still_waits = state is not None and state.loading == result.job_id
-        if state is not None and still_waits:
-            state.loading = None
-        good = [key for key, ok in zip(load.keys, result.ok, strict=True) if ok]
-        bad = [key for key, ok in zip(load.keys, result.ok, strict=True) if not ok]
-        # Forgotten before the outcome is told, or the next lookup would promise them again.
-        self._manager.complete_load(
-            bad, success=False, settled=result.settled, reason=result.reason
-        )
-        self._manager.complete_load(good)
-        if not result.settled:
-            self._unsettled[result.job_id] = tuple(
-                slot for slot, ok in zip(load.host_slots, result.ok, strict=True) if not ok
-            )
-        arrived = {
-            (piece.group, piece.chunk): medium
-            for piece, medium, ok in zip(load.pieces, load.media, result.ok, strict=True)
-            if ok
-        }
-        end = self._groups.usable(load.start, load.end, arrived)
-        by_medium = self._groups.tokens_by_medium(load.start, end, arrived)
-        self._tokens.update(by_medium)
-        self._measure(load, result, by_medium)
-        loaded = end - load.start
-        if still_waits and loaded < load.wanted_tokens:
-            self._note_short_load(load.request_id)
-        if result.job_id in self._before_reset:
-            self._before_reset.remove(result.job_id)
-            return LoadOutcome(load.request_id, 0, ok=False)
-        return LoadOutcome(load.request_id, loaded, loaded == load.wanted_tokens, dict(by_medium))
-
-    def _note_short_load(self, request_id: str) -> None:
-        if self._short_loads.note(request_id):
-            self._manager.counters["declined_after_short_load"] += 1
-
-    def _measure(self, load: Load, result: TransferResult, by_medium: Mapping[str, int]) -> None:
-        """Tell the manager how fast each medium was; they are read side by side."""
-        chunks = Counter(m for m, ok in zip(load.media, result.ok, strict=True) if ok)
-        for medium, count in chunks.items():
-            num_bytes = result.transfer_bytes * count // len(load.keys)
-            # What came from host memory did not take as long as a load that waited for a tier.
-            rated = medium != "CPU" or len(chunks) == 1
-            tokens = by_medium.get(medium, 0)
-            self._manager.figures.loaded(
-                medium, tokens, count, num_bytes, result.transfer_time_s, rated
-            )
-
-    def _store_ended(self, store: Store, result: TransferResult) -> None:
-        self._end(store, result.job_id)
-        good = [key for key, ok in zip(store.keys, result.ok, strict=True) if ok]
-        bad = [key for key, ok in zip(store.keys, result.ok, strict=True) if not ok]
-        self._manager.complete_store(bad, store.context, success=False, settled=result.settled)
-        self._manager.complete_store(good, store.context)
-        num_bytes = result.transfer_bytes * len(good) // max(1, len(store.keys))
-        self._manager.figures.stored("CPU", len(good), num_bytes, result.transfer_time_s)
-        if not result.settled:
-            self._unsettled[result.job_id] = tuple(
-                slot for slot, ok in zip(store.host_slots, result.ok, strict=True) if not ok
-            )
