@@ -4,6 +4,7 @@
 4 KiB; blocks lie scattered, as they do after some hours of serving, or in one run, as at the start.
 """
 
+import time
 from typing import Any
 
 import numpy as np
@@ -15,25 +16,61 @@ from kvoffload.core.canonical import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
 )
-from kvoffload.core.transfers import GPULoadStoreSpec
+from kvoffload.core.transfers import CPULoadStoreSpec, GPULoadStoreSpec
 from kvoffload.transfer.copier import CpuCopier
+from kvoffload.transfer.handlers import CopyHandler
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 
 TOTAL_BYTES = 256 << 20
 TENSOR_BYTES = 64 << 20
 BLOCKS_PER_CHUNK = 4
+NUM_TENSORS = 64
+NUM_SUBMITTED = (1, 16, 128, 512, 2048)
 
 
 def run(total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
     """Measure every shape in both directions."""
     rows = [
         measured
-        for page_bytes, num_tensors in ((64 << 10, 64), (4 << 10, 64))
+        for page_bytes, num_tensors in ((64 << 10, NUM_TENSORS), (4 << 10, NUM_TENSORS))
         for scattered in (False, True)
         for measured in _case(total_bytes, page_bytes, num_tensors, scattered)
     ]
-    return report("copy", rows)
+    return report("copy", rows + _submissions())
+
+
+def _submissions() -> list[Row]:
+    """Measure what a submission costs the engine's thread, beside 50 µs and 1 µs a block."""
+    num_blocks = max(NUM_SUBMITTED)
+    caches = CanonicalKVCaches(
+        tuple(
+            CanonicalKVCacheTensor(torch.zeros((num_blocks, 64), dtype=torch.int8), 64)
+            for _ in range(NUM_TENSORS)
+        ),
+        (tuple(CanonicalKVCacheRef(i, 64) for i in range(NUM_TENSORS)),),
+    )
+    layout = ChunkLayout(caches, 1)
+    slab = Slab(num_blocks, layout.slot_bytes)
+    copier = CpuCopier(caches, slab, layout)
+    rows = []
+    order = np.random.default_rng(0).permutation(num_blocks)
+    try:
+        for count in NUM_SUBMITTED:
+            spec = (GPULoadStoreSpec(order[:count]), CPULoadStoreSpec(range(count)))
+            took_s = []
+            for _ in range(30):
+                handler = CopyHandler(copier, layout, to_host=True)
+                started = time.perf_counter()
+                handler.transfer_async(0, spec)
+                took_s.append(time.perf_counter() - started)
+                handler.wait([0])
+            # The median: in the best case the copier's thread has not even woken up.
+            value_us = sorted(took_s)[len(took_s) // 2] * 1e6
+            rows.append(row(f"submit {count} blocks", value_us, "µs", 50 + count, "aim"))
+    finally:
+        copier.close()
+    return rows
 
 
 def _case(total_bytes: int, page_bytes: int, num_tensors: int, scattered: bool) -> list[Row]:

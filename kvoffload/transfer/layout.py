@@ -48,6 +48,9 @@ class ChunkLayout:
         self.regions: list[tuple[Region, ...]] = []
         self.payload_bytes: list[int] = []
         """Bytes of a chunk of each group, padded to whole pages: what tiers store."""
+        self._block_bytes = [
+            sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs
+        ]
         for refs, count in zip(kv_caches.group_data_refs, self.per_chunk, strict=True):
             regions, offset = [], 0
             for ref in refs:
@@ -79,9 +82,8 @@ class ChunkLayout:
                 slot = next(slots, None)
                 if slot is None:
                     break
-                moves.append(
-                    ChunkMove(slot, group_idx, first, gpu.block_ids[start : start + count])
-                )
+                ids = gpu.block_ids[start : start + count]
+                moves.append(ChunkMove(slot, group_idx, first, ids))
                 start += count
                 first = 0
             if start < end:
@@ -96,8 +98,5 @@ class ChunkLayout:
 
     def bytes_of(self, moves: Sequence[ChunkMove]) -> int:
         """Bytes these moves copy."""
-        return sum(
-            len(move.block_ids) * region.page_bytes
-            for move in moves
-            for region in self.regions[move.group_idx]
-        )
+        # On the way of every submission: not tensor by tensor.
+        return sum(len(ids) * self._block_bytes[group_idx] for _, group_idx, _, ids in moves)

@@ -24,12 +24,12 @@ from kvoffload.transfer.slab import Slab
 NUM_BLOCKS = 24
 
 
-def make_caches(pages_by_group, padding):
+def make_caches(pages_by_group, padding, num_blocks=NUM_BLOCKS):
     tensors, groups = [], []
     for pages in pages_by_group:
         refs = []
         for page in pages:
-            raw = torch.randint(-128, 127, (NUM_BLOCKS, page + padding), dtype=torch.int8)
+            raw = torch.randint(-128, 127, (num_blocks, page + padding), dtype=torch.int8)
             refs.append(CanonicalKVCacheRef(len(tensors), page))
             tensors.append(CanonicalKVCacheTensor(raw[:, :page], page))
         groups.append(tuple(refs))
@@ -233,3 +233,33 @@ def test_copies_leave_the_interpreter_to_others():
         finally:
             sys.setswitchinterval(interval)
         assert time.monotonic() < end
+
+
+def test_submitting_takes_work_in_proportion_to_the_blocks():
+    """Lines of Python run by a launch, which do not depend on the machine as time would."""
+    counts = {}
+    for num_blocks in (256, 2048):
+        caches = make_caches([[8]], 0, num_blocks)
+        layout = ChunkLayout(caches, 1)
+        slab = Slab(num_blocks, layout.slot_bytes)
+        copier = CpuCopier(caches, slab, layout)
+        moves = layout.moves(GPULoadStoreSpec(range(num_blocks)), list(range(num_blocks)))
+        for to_host in (True, False):
+            lines = []
+
+            def count(frame, event, arg, lines=lines):
+                lines.append(event)
+                return count
+
+            before = sys.gettrace()
+            sys.settrace(count)
+            try:
+                fence = copier.launch(moves, to_host, copier.record_fence())
+            finally:
+                sys.settrace(before)
+            assert fence.wait(10)
+            counts[num_blocks, to_host] = len(lines)
+        copier.close()
+    for to_host in (True, False):
+        assert counts[2048, to_host] < 8.2 * counts[256, to_host]
+        assert counts[2048, to_host] < 16 * 2048
