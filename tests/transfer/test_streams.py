@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from kvoffload.testing.interleavings import (
     words,
 )
 from kvoffload.testing.late_device import LateDevice
-from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.layout import ChunkLayout, ChunkMove
 from kvoffload.transfer.slab import Slab
 from kvoffload.transfer.stream_copier import Direction, StreamCopier
 
@@ -69,6 +70,53 @@ def run(seed, direction=Direction, **rules):
         copier.close()
     assert device.is_closed
     return interleaving.compared
+
+
+@pytest.fixture
+def parts():
+    """Caches, device, and a copier of several portions a transfer."""
+    caches = small_caches()
+    layout = ChunkLayout(caches, PER_CHUNK)
+    slab = Slab(NUM_SLOTS, layout.slot_bytes)
+    device = LateDevice(caches, slab, seed=1)
+    copier = StreamCopier(caches, slab, layout, device, stage_bytes=1000)
+    yield caches, device, copier
+    copier.close()
+
+
+def launch(copier, slot, blocks, to_host=True):
+    moves = [ChunkMove(slot, 0, 0, np.array(blocks, np.int32))]
+    return copier.launch(moves, to_host, copier.record_fence())
+
+
+def test_a_copy_that_the_device_refuses_is_an_error_of_its_fence_alone(parts):
+    caches, device, copier = parts
+    device.failures.append(RuntimeError("out of something"))
+    failed = launch(copier, 0, [1, 2])
+    assert failed.wait(10)
+    assert str(failed.error) == "out of something"
+    for page in words(caches, 3):
+        page.fill_(7)
+    stored = launch(copier, 1, [3, 4])
+    assert stored.wait(10)
+    assert stored.error is None
+
+
+def test_a_device_that_breaks_is_an_error_of_every_fence_and_nothing_hangs(parts):
+    _, device, copier = parts
+
+    def break_down():
+        raise OSError("fell off the bus")
+
+    before = launch(copier, 0, [1, 2])
+    assert before.wait(10)
+    device.engine.enqueue(break_down)
+    fences = [launch(copier, slot, [slot, slot + 8]) for slot in range(1, 4)]
+    for fence in fences:
+        assert fence.wait(10)
+        assert fence.done()
+        assert "the device is broken" in str(fence.error)
+    assert before.error is None
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,59 @@
+"""The Triton kernel, interpreted on the CPU, moves what torch's index operations move."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+CHILD = """
+import numpy as np, torch
+from kvoffload.core.canonical import *
+from kvoffload.transfer.cuda_kernels import IndexKernels
+from kvoffload.transfer.cuda_triton import TritonKernels
+from kvoffload.transfer.device import Part, Span, Table
+from kvoffload.transfer.layout import ChunkLayout
+
+for pages, padding, per_chunk in [((24, 64), 0, 2), ((7, 300), 3, 3), ((40000, 12), 8, 1)]:
+    entries = tuple(
+        CanonicalKVCacheTensor(
+            torch.randint(-128, 127, (20, page + padding), dtype=torch.int8)[:, :page], page
+        )
+        for page in pages
+    )
+    refs = tuple(CanonicalKVCacheRef(i, page) for i, page in enumerate(pages))
+    caches = CanonicalKVCaches(entries, (refs,))
+    regions = ChunkLayout(caches, per_chunk).regions[0]
+    part = Part(0, regions, 0, per_chunk, sum(pages) * per_chunk)
+    ids = np.random.default_rng(0).permutation(20)[: 5 * per_chunk].astype(np.int64)[1:]
+    at = np.arange(5 * per_chunk)[1:]
+    host = np.zeros(300, np.int64)
+    table = Table(host, torch.from_numpy(host), torch.from_numpy(host))
+    table.fill((ids, at // per_chunk + 3, at % per_chunk))
+    span, stages = Span(table, 0, len(ids), 3), []
+    for kernels in (TritonKernels(caches), IndexKernels(caches)):
+        stage = torch.zeros(-(-part.num_bytes * 5 // 8) * 8, dtype=torch.int8)
+        kernels.gather(part, span, stage)
+        stages.append(stage)
+        before = [entry.tensor.clone() for entry in entries]
+        for entry in entries:
+            entry.tensor[ids] = 0
+        kernels.scatter(part, span, stage)
+        assert all(torch.equal(e.tensor, b) for e, b in zip(entries, before))
+    assert stages[0].any() and torch.equal(*stages)
+print("same")
+"""
+
+
+def test_interpreted_it_moves_the_same_bytes_as_index_operations():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "only 0-dimensional arrays" in done.stderr:
+        pytest.skip("Triton's interpreter does not work with this numpy; 2.3 will do")
+    assert done.stdout == "same\n", done.stderr
