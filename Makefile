@@ -70,7 +70,7 @@ $(VLLM)/.ready: pyproject.toml
 
 # On a machine with an NVIDIA GPU, with the Python that holds its torch, and without a network:
 # torch, numpy, msgspec and, for the tests, pytest. Elsewhere they say what is missing.
-GPU = PYTHONPATH=.:examples $(PYTHON)
+GPU = PYTHONPATH=.:examples:$$PYTHONPATH $(PYTHON)
 test-gpu:
 	@if $(GPU) benchmarks/gpu/need.py; then \
 	  $(GPU) -m pytest -c tests/gpu/pytest.ini --rootdir . tests/gpu $(TEST_ARGS); fi
