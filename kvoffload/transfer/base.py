@@ -88,9 +88,10 @@ def check_moves(
         raise ValueError(f"block ids {strange}: out of range, there are {num_blocks}")
     if to_host:
         # A chunk larger than a row takes the rows after it as well.
-        _refuse_repeated(
-            "host slots", [slot + i for slot, group, _, _ in moves for i in range(num_rows[group])]
-        )
+        slots = [move.host_slot for move in moves]
+        if max(num_rows) > 1:
+            slots = [slot + i for slot, group, _, _ in moves for i in range(num_rows[group])]
+        _refuse_repeated("host slots", slots)
     else:
         _refuse_repeated("block ids", blocks)
 
