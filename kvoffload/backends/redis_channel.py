@@ -6,7 +6,10 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
+
+from kvoffload.backends.offloop import once
 
 _TLS_READ_BYTES = 256 << 10
 _TLS_WRITE_BYTES = 64 << 10
@@ -153,8 +156,10 @@ async def _targets(address: Address) -> list[tuple[int, Any]]:
     try:
         version = ipaddress.ip_address(address.host).version
     except ValueError:
-        found = await asyncio.get_running_loop().getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM
+        # On a thread of its own: names may hang for long, and neither another server's checksums
+        # nor the end of the process must wait behind them.
+        found = await once(
+            partial(socket.getaddrinfo, address.host, address.port, type=socket.SOCK_STREAM)
         )
         return [(family, target) for family, _, _, _, target in found]
     family = socket.AF_INET if version == 4 else socket.AF_INET6

@@ -289,3 +289,11 @@ class Store(Job):
 
     def _answered(self, outcome: Outcome) -> None:
         self._finish("" if outcome == b"OK" else "unexpected")
+
+    def _refused(self, node: Node, request: Request, error: ServerError) -> None:
+        if error.code == "NOPERM":
+            # In step, and no sign of trouble: a user may well have the right to load only.
+            node.forbids_stores(error)
+            self._finish("refused_noperm")
+        else:
+            super()._refused(node, request, error)

@@ -2,9 +2,9 @@
 
 Requests wait in two queues, loads before everything else, and go to whichever data connection has
 room; lookups and other small commands have a connection of their own, so that they never stand
-behind chunks. A connection takes requests up to its share of the bytes in flight. When the breaker
-opens, every connection is dropped, what waits is answered as lost, and a task probes until the
-server is back.
+behind chunks. All connections together hold requests up to the bound on bytes in flight. When the
+breaker opens, every connection is dropped, what waits is answered as lost, and a task probes until
+the server is back.
 
 Everything here runs on the I/O loop's thread; ``is_open`` may be read from any.
 """
@@ -30,6 +30,7 @@ _INFLIGHT = attrgetter("inflight_bytes")
 _OWED = attrgetter("owed")
 _MAX_OWED = 64
 """Requests in flight on a connection, however small."""
+_FORBIDDEN_S = 30.0
 _ALWAYS = 2
 """Requests in flight to a server, however large."""
 
@@ -100,7 +101,7 @@ class Node:
 
     @property
     def full(self) -> bool:
-        """Whether the server said a moment ago that it takes nothing more."""
+        """Whether the server said a moment ago that it takes nothing more, or not from us."""
         return self._loop.time() < self.full_until
 
     @property
@@ -129,6 +130,18 @@ class Node:
             return
         if connection is not None and not connection.closed:
             connection.abort(error.code)
+
+    def forbids_stores(self, error: ServerError) -> None:
+        """This user may not store: do not try for a while. Loads and lookups are not affected."""
+        self._counters[f"refused_{error.code.lower()}"] += 1
+        if not self.full:
+            log.warning(
+                "redis at %s: no stores for %.0f s: %s (ACL SETUSER <user> +psetex allows them)",
+                self._where,
+                _FORBIDDEN_S,
+                error.text,
+            )
+        self.full_until = self._loop.time() + _FORBIDDEN_S
 
     def answered(self, request: Request) -> None:
         """A small command was answered as it should; too late counts as a failure all the same."""

@@ -14,6 +14,8 @@ from kvoffload.errors import ConfigError
 
 _SCHEMES = ("redis", "rediss", "unix")
 _KINDS = ("", "sentinel", "cluster")
+_TEN_YEARS_S = 10 * 365 * 86400.0
+"""A longer life overflows what servers accept, and says "for ever" where none is meant."""
 _REMEDY = (
     "write redis://host:6379/0, rediss://host, unix:///run/redis.sock?db=0, "
     "redis+sentinel://host1:26379,host2/service or redis+cluster://host1:7000,host2:7000"
@@ -69,6 +71,8 @@ class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         ):  # fmt: skip
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(name, getattr(self, name), "must be a positive number of seconds")
+        if not 0.001 <= self.ttl_s <= _TEN_YEARS_S:
+            raise ConfigError("ttl_s", self.ttl_s, "must be 0.001 seconds to ten years")
         if not 1 <= self.connections <= 64:
             raise ConfigError("connections", self.connections, "must be 1 to 64")
         if self.max_inflight_bytes < 1 << 20:

@@ -1,8 +1,10 @@
 """The Redis backend against real servers: it conforms, wherever and however it is reached."""
 
 import asyncio
+import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -160,6 +162,46 @@ async def test_a_user_with_few_rights_suffices(empty, monkeypatch, extra):
     named = {"url": empty.url, "username": "kv", "password_env": "KV_PASSWORD"}
     assert await stores_and_loads(named)
     assert await stores_and_loads({"url": f"redis://kv:geheim@127.0.0.1:{empty.port}"})
+
+
+async def test_a_user_who_may_not_store_still_loads(empty, caplog):
+    assert await stores_and_loads({"url": empty.url})
+    empty.cli("acl", "setuser", "kv", "reset", "on", ">p", "~kvoffload:*", "+getex", "+ping")
+    reader = open_backend("redis", {"url": f"redis://kv:p@127.0.0.1:{empty.port}"}, "n")
+    keys = keys_of(40)
+    owner = open_backend("redis", {"url": empty.url}, "n")
+    assert all(await owner.write(keys, filled(keys)))
+    for _ in range(3):
+        assert not any(await reader.write(keys, filled(keys)))
+        assert all(await reader.read(keys, slots(len(keys))))
+    counters = reader.counters()
+    assert counters["breakers_open"] == 0
+    assert counters["write_full"] >= 2 * len(keys)  # not tried again soon
+    assert caplog.text.count("psetex allows them") == 1
+    await reader.close()
+    await owner.close()
+
+
+async def test_a_name_that_nobody_resolves_holds_up_no_other_server(empty, monkeypatch):
+    hung = threading.Event()
+    resolve = socket.getaddrinfo
+
+    def resolver(host, *args, **kwargs):
+        return hung.wait() and [] if host == "nowhere.invalid" else resolve(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolver)
+    away = [open_backend("redis", {"url": "redis://nowhere.invalid"}, "n") for _ in range(40)]
+    near = open_backend("redis", {"url": f"redis://localhost:{empty.port}"}, "n")
+    try:
+        keys = keys_of(2)
+        lost = asyncio.gather(*(it.read(keys, slots(2)) for it in away))
+        assert all(await near.write(keys, filled(keys)))
+        assert all(await near.read(keys, slots(2)))
+        assert await lost == [[False, False]] * len(away)
+    finally:
+        hung.set()
+        for backend in (near, *away):
+            await backend.close()
 
 
 async def test_a_wrong_password_is_a_miss_and_never_shown(empty, caplog):
@@ -397,6 +439,8 @@ def test_four_processes_write_read_and_remove_the_same_keys(empty):
         ({"url": "redis://host?timeout=3"}, "url"),
         ({"url": "redis://host", "timeout_s": 0}, "timeout_s"),
         ({"url": "redis://host", "connections": 0}, "connections"),
+        ({"url": "redis://host", "ttl_s": 1e-4}, "ttl_s"),
+        ({"url": "redis://host", "ttl_s": 1e16}, "ttl_s"),
         ({"url": "redis://host", "max_inflight_bytes": 5}, "max_inflight_bytes"),
         ({"url": "redis://host", "password_env": "SURELY_NOT_SET"}, "password_env"),
         ({"url": "redis://host", "password_file": "/nowhere/x"}, "password_file"),
