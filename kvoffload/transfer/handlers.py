@@ -302,7 +302,12 @@ class StagedLoadHandler(_TierHandler):
         if len(good) < len(ok):
             job.reason = "missing"
         if good:
-            fence = self._copier.launch([moves[i] for i in good], to_host=False, after=after)
+            try:
+                fence = self._copier.launch([moves[i] for i in good], to_host=False, after=after)
+            except Exception as error:  # the job was accepted long ago: this is its answer
+                log.warning("copies of %d chunks were refused: %s", len(good), error)
+                job.reason = "refused_transfer"
+                return
             job.fences.append((fence, good))
             for i in good:
                 job.ok[i] = True

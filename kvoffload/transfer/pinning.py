@@ -60,6 +60,7 @@ class Pinning:
         self._tried_bytes = 0
         self._is_closing = False
         self._progress = threading.Condition()
+        slab.keep_from_forks()
         if numa_node is not None:
             prefer_node(slab.address, slab.num_bytes, numa_node)
         self._thread = threading.Thread(target=self._run, name="kvoffload-pin", daemon=True)

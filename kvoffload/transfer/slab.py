@@ -44,10 +44,7 @@ class Slab:
         self.num_bytes = num_slots * slot_bytes
         if fd is None:
             check_host_memory(self.num_bytes)
-            self._map = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            # After a fork, a write of ours would go to a copy of the page while the GPU goes on
-            # with the page it knows. A child without this memory has nothing to copy.
-            self._advise("MADV_DONTFORK")
+            self._map = _private_memory(self.num_bytes)
         else:
             if (size := os.fstat(fd).st_size) != page_rounded(self.num_bytes):
                 raise ValueError(
@@ -81,6 +78,14 @@ class Slab:
         start = slot * self.slot_bytes
         return self._flat[start : start + length]
 
+    def keep_from_forks(self) -> None:
+        """Leave this memory out of children forked from now on; called before it is pinned.
+
+        After a fork, a write of ours would go to a copy of the page while the GPU goes on with the
+        page it knows. A child without this memory has nothing to copy.
+        """
+        self._advise("MADV_DONTFORK")
+
     def populate(self, start: int, length: int) -> None:
         """Take the pages of this range now, keeping what they hold; where the kernel can."""
         self._advise("MADV_POPULATE_WRITE", start, length)
@@ -95,6 +100,14 @@ class Slab:
 
 _ADVICE = {"MADV_POPULATE_WRITE": 23}
 """What Python's mmap does not name; Linux has it since 5.14."""
+
+
+def _private_memory(num_bytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:  # a limit of this process (RLIMIT_AS), or strict overcommit
+        remedy = f"the system refuses this process so much memory ({error.strerror}); ask for less"
+        raise ConfigError("cpu_bytes", human_bytes(num_bytes), remedy) from error
 
 
 def page_rounded(num_bytes: int) -> int:
@@ -164,9 +177,21 @@ def _cgroup_headroom() -> int | None:
         except OSError:
             continue
         if limit.isdigit() and int(limit) < 1 << 60:  # "max", or version 1's huge default
-            left = max(0, int(limit) - int(used))
+            left = max(
+                0, int(limit) - int(used) + _cached_files(used_file.with_name("memory.stat"))
+            )
             headroom = left if headroom is None else min(headroom, left)
     return headroom
+
+
+def _cached_files(stat: Path) -> int:
+    """Bytes of a cgroup's use that are old file contents: given up when memory is asked for."""
+    with contextlib.suppress(OSError):
+        for line in stat.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name in ("inactive_file", "total_inactive_file"):
+                return int(value)
+    return 0
 
 
 def _cgroup_files() -> list[tuple[Path, Path]]:

@@ -235,6 +235,16 @@ def test_a_transfer_nobody_serves_is_answered_as_failed(half):
     ]
 
 
+def test_copies_refused_after_a_read_are_a_failed_job_with_a_reason(half, until):
+    store_all(half, until)
+    half.worker.submit(3, (staged(range(2), range(2)), GPULoadStoreSpec([0, 1, 2, 999])), 2)
+    (result,) = until(half.worker.get_finished)
+    assert (result.ok, result.reason) == ((False,) * 2, "refused_transfer")
+    half.worker.submit(4, (staged(range(2), range(2)), GPULoadStoreSpec(range(4))), 2)
+    (result,) = until(half.worker.get_finished)
+    assert result.success
+
+
 def test_wait_returns_when_the_job_is_answered(half, until):
     store_all(half, until)
     half.worker.submit(3, (staged(range(20), range(20)), GPULoadStoreSpec(range(40))), 20)

@@ -10,6 +10,7 @@ import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.transfer import slab as slab_module
+from kvoffload.transfer.pinning import Pinning
 from kvoffload.transfer.slab import Slab, create_shared_memory
 
 SLOT = 8192
@@ -53,6 +54,9 @@ def test_a_slab_maps_what_was_asked_for_and_takes_it_as_it_is_used():
 def test_a_child_process_does_not_share_pages_that_a_gpu_writes():
     slab = Slab(4, SLOT)
     slab.rows[:] = 1
+    assert " dc" not in resident_bytes(slab.address)[1]
+    pinning = Pinning(slab, lambda address, length: None, lambda address: None)
+    pinning.close()
     assert " dc" in resident_bytes(slab.address)[1]  # "do not copy area on fork"
 
 
@@ -63,6 +67,29 @@ def test_more_memory_than_the_container_has_left_is_refused_by_name(monkeypatch)
         Slab(11, SLOT)
     with pytest.raises(ConfigError, match="cpu_bytes"):
         create_shared_memory(11 * SLOT)
+
+
+def test_memory_the_system_refuses_is_refused_by_name():
+    code = (
+        "import resource\n"
+        "from kvoffload.errors import ConfigError\n"
+        "from kvoffload.transfer.slab import Slab\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))\n"
+        "try: Slab(5, 1 << 30)\n"
+        "except ConfigError as error: print(error.field)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert said.stdout == "cpu_bytes\n", said.stderr
+
+
+def test_files_in_a_containers_cache_do_not_count_as_memory_in_use(tmp_path, monkeypatch):
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    files = [(tmp_path / "memory.max", tmp_path / "memory.current")]
+    monkeypatch.setattr(slab_module, "_cgroup_files", lambda: files)
+    assert slab_module.available_host_bytes() == 100_000
+    (tmp_path / "memory.stat").write_text("anon 100000\nactive_file 1000\ninactive_file 700000\n")
+    assert slab_module.available_host_bytes() == 800_000
 
 
 CHILD = """

@@ -119,7 +119,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
 
     @property
     def _chunk_tokens(self) -> int:
-        return max(group.tokens_per_chunk for group in self.config.kv_group_configs)
+        return int(max(group.tokens_per_chunk for group in self.config.kv_group_configs))
 
     @property
     def _lookup_counts_room(self) -> bool:
