@@ -74,6 +74,9 @@ class Server:
                     "HF_HUB_OFFLINE": "1",
                     "VLLM_CPU_KVCACHE_SPACE": "1",
                     "VLLM_NO_USAGE_STATS": "1",
+                    # With a connector vLLM leaves one core more free, or none if it has too few:
+                    # say how many, and both servers compute on the same cores.
+                    "VLLM_CPU_NUM_OF_RESERVED_CPU": str(min(1, (os.cpu_count() or 1) - 1)),
                     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count())),
                 },
             )
