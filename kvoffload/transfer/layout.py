@@ -6,6 +6,7 @@ In a slot, a chunk is its tensors one after the other, and within a tensor its b
 """
 
 from collections.abc import Sequence
+from itertools import chain, repeat
 from typing import NamedTuple
 
 from kvoffload.core.canonical import CanonicalKVCaches
@@ -70,25 +71,21 @@ class ChunkLayout:
         Raises:
             ValueError: the blocks do not make up exactly that many chunks.
         """
+        # On the way of every submission: not a chunk at a time where one call does for all.
         moves: list[ChunkMove] = []
-        start = 0
-        slots = iter(host_slots)
+        start = count = 0
         for group_idx, size in enumerate(gpu.group_sizes):
-            per_chunk = self.per_chunk[group_idx] if size else 1
+            if not size:
+                continue
+            per_chunk = self.per_chunk[group_idx]
             first = gpu.block_indices[group_idx] % per_chunk
-            end = start + size
-            while start < end:
-                count = min(per_chunk - first, end - start)
-                slot = next(slots, None)
-                if slot is None:
-                    break
-                ids = gpu.block_ids[start : start + count]
-                moves.append(ChunkMove(slot, group_idx, first, ids))
-                start += count
-                first = 0
-            if start < end:
-                break
-        if start < len(gpu.block_ids) or len(moves) != len(host_slots):
+            pieces = _cut(gpu.block_ids[start : start + size], first, per_chunk)
+            firsts = chain((first,), repeat(0))
+            slots = host_slots[count:]
+            moves.extend(map(ChunkMove, slots, repeat(group_idx), firsts, pieces))
+            start += size
+            count += len(pieces)
+        if count != len(host_slots):
             raise ValueError(
                 f"{len(gpu.block_ids)} blocks in groups of {gpu.group_sizes} from index "
                 f"{gpu.block_indices} are not {len(host_slots)} chunks of "
@@ -100,3 +97,14 @@ class ChunkLayout:
         """Bytes these moves copy."""
         # On the way of every submission: not tensor by tensor.
         return sum(len(ids) * self._block_bytes[group_idx] for _, group_idx, _, ids in moves)
+
+
+def _cut(ids: BlockIds, first: int, per_chunk: int) -> list[BlockIds]:
+    """Cut blocks, the first of which is block ``first`` of its chunk, where chunks begin."""
+    head = min(per_chunk - first, len(ids)) if first else 0
+    tail = head + (len(ids) - head) // per_chunk * per_chunk
+    pieces = [ids[:head]] if head else []
+    pieces.extend(ids[head:tail].reshape(-1, per_chunk))
+    if tail < len(ids):
+        pieces.append(ids[tail:])
+    return pieces
