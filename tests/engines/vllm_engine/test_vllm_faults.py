@@ -5,6 +5,7 @@ holds, so that most of what is asked for comes from the store.
 """
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -156,20 +157,29 @@ def ballast(root):
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("full", ["of files", "of bytes"])
-def test_the_disk_is_full(running, chunk_files, ballast, full):
+def fill(folder, what):
+    """Take all that is left of a file system."""
+    with contextlib.suppress(OSError):
+        if what == "files":  # which free bytes do not show: only writing shows it
+            for i in itertools.count(len(os.listdir(folder))):
+                (folder / str(i)).touch()
+        else:
+            with open(folder / "large", "ab", buffering=0) as large:
+                while large.write(bytes(1 << 20)):
+                    pass
+
+
+@pytest.mark.parametrize("what", ["files", "bytes"])
+def test_the_disk_is_full_of(running, chunk_files, ballast, what):
     with running() as (_, counted):
-        # What is gone is computed again, and would be stored again.
+        # What is gone is computed again, and would be stored again. It is full before the first
+        # of them is gone, and again after each: none comes back before there is no room for it.
+        fill(ballast, what)
         for file in chunk_files()[::2]:
             file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            if full == "of files":  # which free bytes do not show: only writing shows it
-                for i in range(1 << 20):
-                    (ballast / str(i)).touch()
-            else:
-                (ballast / "large").write_bytes(bytes(64 << 20))
+            fill(ballast, what)
     assert counted["recomputed_blocks"] > 0
-    if full == "of files":
+    if what == "files":
         assert counted["faulty_write_io_ENOSPC"] > 0, counted
     else:
         assert counted["faulty_evicted"] + counted["failed_refused"] > 0, counted
