@@ -83,7 +83,6 @@ class _Together:
         """Bytes that divide rows and the distances of tensors: pages are counted in these."""
         self._starts: Indices = np.array([(p.address - base) // self._step for p in parts], np.intp)
         self._steps_a_row = first.row_bytes // self._step
-        self._ends: Indices = np.array([0, self._page_bytes - 1], np.intp)
 
     def copy(self, ids: Indices, first: int, slot: HostBytes) -> None:
         """See :meth:`PageCopy.copy`."""
@@ -103,7 +102,10 @@ class _Together:
             # The processor finds where scattered pages lie, many at a time, while it fetches one
             # byte of each; while it copies page after page, only one at a time. A page that does
             # not begin where one of the operating system's does lies in two of those.
-            self._bytes.take((some[:, None] * self._step + self._ends).ravel(), mode="clip")
+            ends = some * self._step
+            self._bytes.take(ends, mode="clip")
+            ends += self._page_bytes - 1
+            self._bytes.take(ends, mode="clip")
             at = begin * self._page_bytes
             self._copy(some, in_slot[at : at + len(some) * self._page_bytes])
 
@@ -137,14 +139,28 @@ class GatherTwice(_Together):
 
 
 class Scatter(_Together):
-    """Slot → blocks. An item is a page, and may begin at every step."""
+    """Slot → blocks. Items are pages, or parts of large ones, and may begin at every step.
+
+    numpy keeps the interpreter's lock where it writes few items, however large.
+    """
 
     def __init__(self, parts: Sequence[PagesOfTensor], per_chunk: int) -> None:
         super().__init__(parts, per_chunk)
-        self._items = _overlapping(self._memory, self._page_bytes, self._step)
+        item_bytes = _item_bytes(self._page_bytes, self._step)
+        self._items = _overlapping(self._memory, item_bytes, self._step)
+        starts = range(0, self._page_bytes, item_bytes)
+        self._within: Indices = np.array([at // self._step for at in starts], np.intp)
 
     def _copy(self, pages: Indices, in_slot: HostBytes) -> None:
-        self._items[pages] = in_slot.view(self._items.dtype)
+        index = pages if len(self._within) == 1 else (pages[:, None] + self._within).ravel()
+        self._items[index] = in_slot.view(self._items.dtype)
+
+
+def _item_bytes(page_bytes: int, step: int) -> int:
+    """Return the least size worth a copy of its own that pages are multiples of."""
+    sizes = range(step, page_bytes, step)
+    small = (size for size in sizes if page_bytes % size == 0 and size >= LEAST_ITEM_BYTES)
+    return next(small, page_bytes)
 
 
 def _overlapping(memory: memoryview, item_bytes: int, step: int) -> Items:
