@@ -8,7 +8,7 @@ Small optional protocols sit beside it (:class:`Presence`, :class:`Describes`...
 has one simply defines its methods. There are no capability flags.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -116,6 +116,27 @@ class ReportsUsage(Protocol):
 
     def counters(self) -> Mapping[str, int]:
         """Monotonic counts by reason: ``read_missing``, ``corrupt_checksum``, ``evicted``..."""
+        ...
+
+
+@runtime_checkable
+class ReadsEach(Protocol):
+    """Optional: says of each chunk of a read that it is there, so that its copy begins at once.
+
+    A load then reads all it wants from the store in one call; from others it reads in small ones.
+    """
+
+    async def read_each(
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[memoryview],
+        arrived: Callable[[int], None],
+    ) -> list[bool]:
+        """Do as :meth:`Backend.read`, and call ``arrived(i)`` as soon as ``into[i]`` is verified.
+
+        At most once a chunk, on any thread, before this returns, and only where the answer will be
+        True. ``arrived`` returns at once and does not raise.
+        """
         ...
 
 

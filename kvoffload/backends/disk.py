@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import aiofiles
@@ -157,10 +157,26 @@ class DiskBackend:
 
     async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
         """Fill slots from files, several at once, each verified; see :meth:`Backend.read`."""
+        return await self.read_each(keys, into, lambda i: None)
+
+    async def read_each(
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[memoryview],
+        arrived: Callable[[int], None],
+    ) -> list[bool]:
+        """Do so, and tell of each; see :class:`~kvoffload.backends.base.ReadsEach`."""
         _same_length(keys, into)
         if self._closed:
             return [False] * len(keys)
-        answers = await self._loads.run(len(keys), lambda i: self._read(keys[i], into[i]))
+
+        def load(i: int) -> bool:
+            good = self._read(keys[i], into[i])
+            if good:
+                arrived(i)
+            return good
+
+        answers = await self._loads.run(len(keys), load)
         self._keeper.used(_head_last(keys, answers))
         return answers
 

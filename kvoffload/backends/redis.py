@@ -15,7 +15,7 @@ import contextlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from urllib.parse import quote
 
@@ -111,6 +111,15 @@ class RedisBackend:
 
     async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
         """See :meth:`Backend.read`. A value that proves damaged is removed."""
+        return await self.read_each(keys, into, lambda i: None)
+
+    async def read_each(
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[memoryview],
+        arrived: Callable[[int], None],
+    ) -> list[bool]:
+        """See :class:`~kvoffload.backends.base.ReadsEach`."""
         _same_length(keys, into)
         topology = await self._ready()
         ok = [False] * len(keys)
@@ -122,6 +131,7 @@ class RedisBackend:
             if not why:
                 ok[i] = True
                 self._counters["read_ok"] += 1
+                arrived(i)
                 return
             self._counters[f"read_{why}"] += 1
             if why == "missing":

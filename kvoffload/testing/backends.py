@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kvoffload.backends.base import Backend, Presence, ReportsUsage
+from kvoffload.backends.base import Backend, Presence, ReadsEach, ReportsUsage
 
 CHUNK_BYTES = 64 * 1024
 _LONG_S = 60.0
@@ -107,6 +107,22 @@ class BackendSuite:
         into = slots(5)
         assert await backend.read(keys, into) == [True] * 5
         assert [bytes(slot) for slot in into] == [payload_of(key, CHUNK_BYTES) for key in keys]
+
+    @on_a_loop
+    async def test_a_chunk_told_of_is_there(self) -> None:
+        """Each that is read is told of once, when its bytes are whole; no other is."""
+        backend, keys, into = await self.opened(), keys_of(9), slots(9)
+        if not isinstance(backend, ReadsEach):
+            return
+        stored, there = keys[::2], []
+        await backend.write(stored, filled(stored))
+
+        def arrived(i: int) -> None:
+            there.append((i, bytes(into[i]) == payload_of(keys[i], CHUNK_BYTES)))
+
+        answers = await backend.read_each(keys, into, arrived)
+        assert answers == [key in stored for key in keys]
+        assert sorted(there) == [(i, True) for i in range(0, 9, 2)]
 
     @on_a_loop
     async def test_answers_come_in_the_order_asked(self) -> None:

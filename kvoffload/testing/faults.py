@@ -6,6 +6,7 @@ lies, or returns damaged bytes. The backend underneath stays whole.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -14,6 +15,7 @@ from kvoffload.backends.base import (
     Backend,
     Describes,
     Presence,
+    ReadsEach,
     ReportsRemovals,
     ReportsUsage,
 )
@@ -62,6 +64,8 @@ class FaultyBackend:
                 for name in vars(protocol):
                     if not name.startswith("_"):
                         setattr(self, name, getattr(inner, name))
+        if isinstance(inner, ReadsEach):
+            self.read_each = partial(self._read, inner.read_each)
 
     def release(self) -> None:
         """Let hanging calls go on; they answer False."""
@@ -78,19 +82,30 @@ class FaultyBackend:
 
     async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
         """Read from the inner backend, or fail by plan."""
+        return await self._read(self.inner.read, keys, into)
+
+    async def _read(
+        self,
+        inner: Callable[..., Awaitable[list[bool]]],
+        keys: Sequence[bytes],
+        into: Sequence[memoryview],
+        *arrived: Callable[[int], None],
+    ) -> list[bool]:
         plan = self._strike("read", keys)
         if plan is None:
-            return await self.inner.read(keys, into)
+            return await inner(keys, into, *arrived)
         if plan.fault == "short":
             half = len(keys) // 2
-            return await self.inner.read(keys[:half], into[:half]) + [False] * (len(keys) - half)
+            done = await inner(keys[:half], into[:half], *arrived)
+            return done + [False] * (len(keys) - half)
         if plan.fault == "flip":
+            # Told of only when it has been done: what arrived is copied at once.
             answers = await self.inner.read(keys, into)
             for target, good in zip(into, answers, strict=True):
                 if good:
                     target.cast("B")[target.nbytes // 2] ^= 1
             return answers
-        return await self._answered(plan, len(keys), lambda: self.inner.read(keys, into))
+        return await self._answered(plan, len(keys), lambda: inner(keys, into, *arrived))
 
     async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
         """Write to the inner backend, or fail by plan."""

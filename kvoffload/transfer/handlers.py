@@ -9,13 +9,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvoffload.backends.base import Backend
+from kvoffload.backends.base import Backend, ReadsEach
 from kvoffload.core.transfers import (
     BackendLoadStoreSpec,
     CPULoadStoreSpec,
+    Fetch,
     GPULoadStoreSpec,
     OffloadingHandler,
     StagedLoadStoreSpec,
@@ -23,6 +24,7 @@ from kvoffload.core.transfers import (
     TransferSpec,
     get_offload_group_idx,
 )
+from kvoffload.transfer.arrivals import Arrivals
 from kvoffload.transfer.base import Copier, Fence
 from kvoffload.transfer.ioloop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
@@ -34,7 +36,8 @@ log = logging.getLogger(__name__)
 CANCEL_GRACE_S = 0.02
 """How long a cancelled backend call may take to let go of its memory before it is unsettled."""
 KEYS_PER_CALL = 8
-"""Chunks in one backend call of a load: as each call returns, its chunks go on to the GPU."""
+"""Chunks in one backend call of a load from a store that does not tell of each as it arrives: as
+the call returns, they go on to the GPU."""
 
 
 @dataclass
@@ -219,7 +222,7 @@ class PersistHandler(_TierHandler):
 
 
 class StagedLoadHandler(_TierHandler):
-    """Tier → host slot → GPU as a pipeline: what is read and verified is copied at once."""
+    """Tier → host slot → GPU as a pipeline: each chunk is copied when it is read and verified."""
 
     def __init__(
         self,
@@ -259,55 +262,119 @@ class StagedLoadHandler(_TierHandler):
         self._jobs[job_id] = job
 
         async def run() -> None:
-            calls = {
-                asyncio.ensure_future(
-                    self._fetch(
-                        job,
-                        moves,
-                        fetch.tier,
-                        fetch.positions[at : at + KEYS_PER_CALL],
-                        fetch.keys[at : at + KEYS_PER_CALL],
-                        after,
-                    )
-                )
-                for fetch in source.fetches
-                for at in range(0, len(fetch.keys), KEYS_PER_CALL)
-            }
-            await self._bounded(job, calls)
+            await self._bounded(job, self._calls(_Load(job, moves, after), source.fetches))
 
         self._io.start(run)
         return True
 
-    async def _fetch(
-        self,
-        job: _Job,
-        moves: Sequence[ChunkMove],
-        tier: str,
-        positions: Sequence[int],
-        keys: Sequence[bytes],
-        after: Fence,
-    ) -> None:
-        """Read some chunks into their slots and launch the copies of those that arrived."""
+    def _calls(self, load: "_Load", fetches: Sequence[Fetch]) -> "set[asyncio.Task[None]]":
+        """Begin a task for each backend call; each waits for those that use its slots before it."""
+        calls = []
+        last: dict[int, _Call] = {}
+        for fetch in fetches:
+            backend = self._backends[fetch.tier]
+            limit = len(fetch.keys) if isinstance(backend, ReadsEach) else KEYS_PER_CALL
+            for start, end in portions([load.moves[i].host_slot for i in fetch.positions], limit):
+                call = _Call(fetch.tier, fetch.positions[start:end], fetch.keys[start:end])
+                slots = [load.moves[i].host_slot for i in call.positions]
+                before = [last[slot] for slot in slots if slot in last]
+                last.update(dict.fromkeys(slots, call))
+                call.task = asyncio.ensure_future(self._fetch(load, call, before))
+                calls.append(call.task)
+        return set(calls)
+
+    async def _fetch(self, load: "_Load", call: "_Call", before: "Sequence[_Call]") -> None:
+        """Read some chunks into their slots; launch the copy of each as it arrives."""
+        job, keys = load.job, call.keys
         assert job.io_done is not None
-        views = self._views(keys, [moves[i].host_slot for i in positions])
+        for other in dict.fromkeys(before):
+            # What it brought must have left the slots before something else is read into them.
+            await other.left()
+        views = self._views(keys, [load.moves[i].host_slot for i in call.positions])
+        backend = self._backends[call.tier]
+        arrivals = Arrivals(lambda new: self._copy(load, call, new))
         try:
-            ok = same_length(await self._backends[tier].read(keys, views), keys)
+            if isinstance(backend, ReadsEach):
+                answers = await backend.read_each(keys, views, arrivals.add)
+            else:
+                answers = await backend.read(keys, views)
+            ok = same_length(answers, keys)
         except Exception as error:
-            log.warning("%s: read of %d chunks failed: %s", tier, len(keys), error)
+            log.warning("%s: read of %d chunks failed: %s", call.tier, len(keys), error)
             job.reason = "error"
             return
+        if not all(ok) and not job.io_done.is_set():
+            job.reason = "missing"
+        self._copy(load, call, [n for n, fine in enumerate(ok) if fine])
+
+    def _copy(self, load: "_Load", call: "_Call", arrived: Sequence[int]) -> None:
+        """Launch the copies of those of a call's chunks for which that was not done before."""
+        job = load.job
+        assert job.io_done is not None
         if job.io_done.is_set():
             return  # answered already: nothing of a late read may reach the GPU
-        good = [i for i, fine in zip(positions, ok, strict=True) if fine]
-        if len(good) < len(ok):
-            job.reason = "missing"
-        if good:
-            try:
-                fence = self._copier.launch([moves[i] for i in good], to_host=False, after=after)
-            except Exception as error:  # the job was accepted long ago: this is its answer
-                log.warning("copies of %d chunks were refused: %s", len(good), error)
-                job.reason = "refused_transfer"
-                return
-            job.fences.append((fence, good))
-            for i in good:
-                job.ok[i] = True
+        good = [call.positions[n] for n in arrived if n not in call.copied]
+        call.copied.update(arrived)
+        if not good:
+            return
+        try:
+            moves = [load.moves[i] for i in good]
+            fence = self._copier.launch(moves, to_host=False, after=load.after)
+        except Exception as error:  # the job was accepted long ago: this is its answer
+            log.warning("copies of %d chunks were refused: %s", len(good), error)
+            job.reason = "refused_transfer"
+            return
+        job.fences.append((fence, good))
+        call.fences.append(fence)
+        for i in good:
+            job.ok[i] = True
+
+
+@dataclass(frozen=True)
+class _Load:
+    """What all calls of a load share."""
+
+    job: _Job
+    moves: Sequence[ChunkMove]
+    after: Fence
+
+
+@dataclass(eq=False)
+class _Call:
+    """One backend call of a load, and the copies of what it brought."""
+
+    tier: str
+    positions: Sequence[int]
+    keys: Sequence[bytes]
+    task: "asyncio.Task[None] | None" = None
+    copied: set[int] = field(default_factory=set)
+    fences: list[Fence] = field(default_factory=list)
+
+    async def left(self) -> None:
+        """Wait until nothing reads or writes the call's slots any more."""
+        assert self.task is not None
+        # Not awaited itself, or being cancelled here would have to wait for a hung read there.
+        await asyncio.wait([self.task])
+        for fence in self.fences:
+            if not fence.done():
+                await asyncio.get_running_loop().run_in_executor(None, fence.wait)
+
+
+def portions(slots: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
+    """Cut a load into calls: (start, end) of each; none is longer than ``limit`` or repeats a slot.
+
+    Where chunks take turns in the slots, a call has a half of them: while it is read, what the call
+    before brought is copied out of the others.
+    """
+    distinct = len(set(slots))
+    if distinct < len(slots):
+        limit = min(limit, max(1, distinct // 2))
+    taken: set[int] = set()
+    start = 0
+    for i, slot in enumerate(slots):
+        if len(taken) == limit or slot in taken:
+            yield start, i
+            start, taken = i, set()
+        taken.add(slot)
+    if taken:
+        yield start, len(slots)

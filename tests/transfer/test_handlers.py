@@ -66,8 +66,8 @@ class Half:
         self.copier = CpuCopier(kv_caches, self.slab, self.layout)
         self.store = FaultyBackend(open_backend("memory", {"capacity": "1MiB"}, "0" * 64))
         self.stubborn = StubbornBackend()
-        backends = {"store": self.store, "stubborn": self.stubborn}
-        shared = (self.io, backends, self.slab, self.layout)
+        self.backends = {"store": self.store, "stubborn": self.stubborn}
+        shared = (self.io, self.backends, self.slab, self.layout)
         gpu, cpu = GPULoadStoreSpec, CPULoadStoreSpec
         self.worker = TransferWorker(
             [
@@ -103,12 +103,12 @@ def patient_half(new_kv_caches):
     half.close()
 
 
-def store_all(half, until):
-    """Chunks 0..19 (blocks 2i, 2i+1) into host slots, and from there into the store."""
+def store_all(half, until, tier="store"):
+    """Chunks 0..19 (blocks 2i, 2i+1) into host slots, and from there into a store."""
     blocks = list(range(40))
     half.worker.submit(0, (GPULoadStoreSpec(blocks), CPULoadStoreSpec(range(20))), 20)
     (stored,) = until(half.worker.get_finished)
-    half.worker.submit(1, (CPULoadStoreSpec(range(20)), BackendLoadStoreSpec("store", KEYS)), 20)
+    half.worker.submit(1, (CPULoadStoreSpec(range(20)), BackendLoadStoreSpec(tier, KEYS)), 20)
     (persisted,) = until(half.worker.get_finished)
     assert (stored.success, persisted.success) == (True, True)
     originals = [t.tensor[:40].clone() for t in half.caches.tensors]
@@ -172,6 +172,36 @@ def test_what_has_been_read_is_copied_while_the_rest_is_still_being_read(patient
     (result,) = until(half.worker.get_finished)
     assert result.success
     assert order == ["read", "read", "first chunk copied", "last read"]
+
+
+def test_each_chunk_is_copied_as_it_arrives_while_a_later_one_is_still_being_read(
+    patient_half, until, tmp_path
+):
+    """From a disk the last file is not read before all other chunks are back in their blocks."""
+    half = patient_half
+    options = {"root": str(tmp_path), "capacity": "1MiB", "min_free": 0}
+    disk = half.backends["disk"] = open_backend("disk", options, "0" * 64)
+    originals = store_all(half, until, "disk")
+    read, order = disk._read, []
+
+    def all_but_the_last_are_back():
+        pairs = zip(half.caches.tensors, originals, strict=True)
+        return all(torch.equal(t.tensor[:38], original[:38]) for t, original in pairs)
+
+    def read_the_last_one_last(key, target):
+        if key == KEYS[19]:
+            until(all_but_the_last_are_back)
+            order.append("copied")
+        good = read(key, target)
+        order.append("read")
+        return good
+
+    disk._read = read_the_last_one_last
+    half.worker.submit(3, (staged(range(20), range(20), "disk"), GPULoadStoreSpec(range(40))), 20)
+    (result,) = until(half.worker.get_finished)
+    assert result.success
+    assert order == ["read"] * 19 + ["copied", "read"]
+    half.io.call(disk.close())
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
