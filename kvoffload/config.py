@@ -16,8 +16,11 @@ _UNITS = {
     "ki": 1 << 10, "kib": 1 << 10, "mi": 1 << 20, "mib": 1 << 20,
     "gi": 1 << 30, "gib": 1 << 30, "ti": 1 << 40, "tib": 1 << 40,
 }  # fmt: skip
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
-_SIZE_REMEDY = "a size is a number of bytes or a string such as '512MiB' or '8GB'"
+# Not any number of digits: int() refuses thousands of them in its own words, float() says infinity.
+_SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-zA-Z]*)\s*")
+_LARGEST = 2**63 - 1
+"""What a file system can count; no size in a setting means more."""
+_SIZE_REMEDY = "a size is a number of bytes or a string such as '512MiB' or '8GB', at most 8 EiB"
 
 
 class ByteSize(int):
@@ -28,12 +31,14 @@ class ByteSize(int):
     @classmethod
     def parse(cls, value: object, field: str = "size") -> "ByteSize":
         """Read a size from a number or a text; raise ConfigError naming ``field`` otherwise."""
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            return cls(value)
-        if isinstance(value, str) and (match := _SIZE.fullmatch(value)):
-            unit = _UNITS.get(match[2].lower())
-            if unit is not None:
-                return cls(float(match[1]) * unit if "." in match[1] else int(match[1]) * unit)
+        count: float = -1
+        if isinstance(value, int) and not isinstance(value, bool):
+            count = value
+        elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
+            number = float(match[1]) if "." in match[1] else int(match[1])
+            count = number * _UNITS.get(match[2].lower(), -1)
+        if 0 <= count <= _LARGEST:
+            return cls(count)
         raise ConfigError(field, value, _SIZE_REMEDY)
 
 

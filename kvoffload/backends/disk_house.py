@@ -16,7 +16,9 @@ _ALONE_LOOK_S = 60.0
 """Between looks when no other process writes: only people with a shell change anything then."""
 _SNAPSHOT_S = 60.0
 _LOOK_SHARE = 0.05
-"""Looking at the folders takes at most this part of the thread's time."""
+"""Looking at the folders takes at most this part of the thread's time..."""
+_WANTED_LOOK_SHARE = 0.25
+"""...and this part while stores are refused for want of something to evict."""
 
 
 class House:
@@ -30,6 +32,8 @@ class House:
         self._settled = keeper.ready.is_set()
         self._pause_s = _TICK_S
         self._look_at = time.monotonic() + _TICK_S
+        self._may_look_at = 0.0
+        """Not even for want of victims before this."""
         self._save_at = time.monotonic() + _SNAPSHOT_S
         self._saved_changes = keeper.ledger.changes
         self._remakes = 0
@@ -60,7 +64,13 @@ class House:
             if (now := time.monotonic()) >= next_tick:
                 next_tick = now + _TICK_S
                 self._guarded(self._tick)
-            self._wake.wait(max(0.0, next_tick - time.monotonic()))
+            wake_at = next_tick
+            if self._keeper.lacks_victims.is_set():
+                if time.monotonic() >= self._may_look_at:
+                    self._guarded(self._find_victims)
+                    continue
+                wake_at = min(wake_at, self._may_look_at)
+            self._wake.wait(max(0.0, wake_at - time.monotonic()))
             self._wake.clear()
 
     def _guarded(self, step: Callable[[], object]) -> None:
@@ -82,12 +92,18 @@ class House:
         if keeper.ownership.held and keeper.ledger.resident_bytes > keeper.bounds.high_bytes:
             keeper.evict_to(keeper.bounds.low_bytes)
 
+    def _find_victims(self) -> None:
+        """Look now: what is stored fast by others is not to wait for a look that comes in time."""
+        self._keeper.lacks_victims.clear()
+        if self._keeper.ownership.held:
+            self._look()
+
     def _tick(self) -> None:
         keeper = self._keeper
-        keeper.remake()
-        if keeper.remakes != self._remakes:
+        keeper.hold.keep()
+        if keeper.hold.remakes != self._remakes:
             # By whoever noticed first. Index and ledger still tell of what was removed.
-            self._remakes = keeper.remakes
+            self._remakes = keeper.hold.remakes
             self._settled = False
             self._look_at = 0.0
         self._clean()
@@ -120,6 +136,7 @@ class House:
         alone = self._settled and not self._keeper.others
         pause_s = _ALONE_LOOK_S if alone else max(self._pause_s, took / _LOOK_SHARE)
         self._look_at = time.monotonic() + pause_s
+        self._may_look_at = time.monotonic() + took / _WANTED_LOOK_SHARE
 
     def _clean(self) -> None:
         """Remove what dead writers left, and see how many live."""

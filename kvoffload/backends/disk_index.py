@@ -29,11 +29,21 @@ def split_name(name: Name) -> tuple[int, bytes]:
 
 
 class Index:
-    """Names → allocated bytes, and an eviction order over them. Thread-safe; never does I/O."""
+    """Names → allocated bytes, and an eviction order over them. Thread-safe; never does I/O.
 
-    def __init__(self, make_policy: Callable[[int], Policy], capacity_bytes: int) -> None:
+    Policies are plug-ins and may raise. What only reorders reports it and goes on: an order is no
+    more than advice. :meth:`add`, :meth:`found` and :meth:`victims` raise it.
+    """
+
+    def __init__(
+        self,
+        make_policy: Callable[[int], Policy],
+        capacity_bytes: int,
+        policy_failed: Callable[[Exception], None],
+    ) -> None:
         self._make_policy = make_policy
         self._capacity_bytes = capacity_bytes
+        self._policy_failed = policy_failed
         self._lock = threading.Lock()
         self._sizes: OrderedDict[Name, int] = OrderedDict()
         """In order of recency, whatever the policy, for the snapshot."""
@@ -69,18 +79,24 @@ class Index:
     def touch(self, names: Iterable[Name]) -> None:
         """These chunks were read, the last named is the most recent."""
         with self._lock:
-            for name in names:
-                if name in self._sizes:
-                    self._sizes.move_to_end(name)
-                    if self._order is not None and name in self._order:
-                        self._order.touch(name)
+            try:
+                for name in names:
+                    if name in self._sizes:
+                        self._sizes.move_to_end(name)
+                        if self._order is not None and name in self._order:
+                            self._order.touch(name)
+            except Exception as error:
+                self._policy_failed(error)
 
     def rank(self, names: Iterable[Name]) -> None:
         """These chunks were stored together: put them in this order, which is no use of them."""
         with self._lock:
-            for name in names:
-                if name in self._sizes:
-                    self._put(name, self._sizes[name])
+            try:
+                for name in names:
+                    if name in self._sizes:
+                        self._put(name, self._sizes[name])
+            except Exception as error:
+                self._policy_failed(error)
 
     def drop(self, name: Name) -> bool:
         """A file is gone; say whether it was known."""
@@ -88,7 +104,10 @@ class Index:
             self._hidden.discard(name)
             known = self._sizes.pop(name, None) is not None
             if known and self._order is not None:
-                self._order.remove(name)
+                try:
+                    self._order.remove(name)
+                except Exception as error:
+                    self._policy_failed(error)
             return known
 
     def hide(self, names: Iterable[Name]) -> None:
@@ -113,13 +132,18 @@ class Index:
             return list(self._sizes.items())
 
     def _put(self, name: Name, allocated_bytes: int) -> None:
+        """Know a name, in order; unknown if that raises, since nothing would ever evict it."""
         self._sizes[name] = allocated_bytes
         self._sizes.move_to_end(name)
-        if self._order is None:
-            # A policy wants its capacity in entries: the first chunk tells how big entries are.
-            entries = self._capacity_bytes // max(1, allocated_bytes)
-            self._order = self._make_policy(max(1, entries))
-        # To be found once more is no use: a policy that counts uses would take it for one.
-        if name in self._order:
-            self._order.remove(name)
-        self._order.add(name)
+        try:
+            if self._order is None:
+                # A policy wants its capacity in entries: the first chunk tells how big they are.
+                entries = self._capacity_bytes // max(1, allocated_bytes)
+                self._order = self._make_policy(max(1, entries))
+            # To be found once more is no use: a policy that counts uses would take it for one.
+            if name in self._order:
+                self._order.remove(name)
+            self._order.add(name)
+        except BaseException:
+            self._sizes.pop(name, None)
+            raise

@@ -1,7 +1,8 @@
 """Room for writes, publication, removal and eviction under a root, on behalf of one process.
 
 Called from the backend's worker threads and from its housekeeping thread. Nothing here raises
-OSError: what cannot be done is counted, and a caller learns it from the answer.
+OSError: what cannot be done is counted, and a caller learns it from the answer. What else is
+raised, by a plug-in's eviction policy or for want of memory, leaves the accounting right.
 """
 
 import contextlib
@@ -14,20 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvoffload.backends.base import Removal
+from kvoffload.backends.disk_hold import Hold
 from kvoffload.backends.disk_index import Index, Name, split_name
 from kvoffload.backends.disk_io import reason_of
-from kvoffload.backends.disk_layout import (
-    LEDGER,
-    QUARANTINE,
-    chunk_path,
-    is_namespace,
-    make_folder,
-    prepare_root,
-)
-from kvoffload.backends.disk_ledger import Ledger
-from kvoffload.backends.disk_writers import Ownership, Writer
+from kvoffload.backends.disk_layout import QUARANTINE, chunk_path, make_folder
 from kvoffload.backends.vfs import Vfs
-from kvoffload.errors import ConfigError
 from kvoffload.offload.policies.base import Policy
 
 log = logging.getLogger(__name__)
@@ -76,7 +68,7 @@ class Keeper:
         self.vfs = vfs
         self.root = root
         self.bounds = bounds
-        self.index = Index(make_policy, bounds.capacity_bytes)
+        self.index = Index(make_policy, bounds.capacity_bytes, self._policy_failed)
         self.namespaces = [namespace]
         """Folder names by number; 0 is this backend's own."""
         self.others = 0
@@ -85,6 +77,8 @@ class Keeper:
         """When the chunk evicted last had been used: how far back the stored past reaches."""
         self.bytes_under_way = 0
         """Of files on their way in or out: folders and ledger may disagree by these."""
+        self.lacks_victims = threading.Event()
+        """Set when a store wants room and nothing known can leave: others may have stored it."""
         self._durable = durable
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
@@ -93,21 +87,13 @@ class Keeper:
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self._used: dict[Name, int] = {}
         self._writes_off_until = 0.0
-        self._remaking = threading.Lock()
-        self.remakes = 0
-        """How often folders that somebody removed were made anew."""
-        fresh = self._holds_nothing()
-        make_folder(vfs, self.folder(0), durable=durable)
-        self.writer = Writer(vfs, root)
-        try:
-            self.ownership = Ownership(vfs, root)
-            self.ledger = Ledger(vfs, f"{root}/{LEDGER}", fresh=fresh)
-        except OSError:
-            self.writer.close()
-            raise
+        self.hold = Hold(vfs, root, namespace, self.count, durable=durable)
+        self.writer = self.hold.writer
+        self.ownership = self.hold.ownership
+        self.ledger = self.hold.ledger
         self.ready = threading.Event()
         """Set once everything that was on disk at the start is in the index."""
-        if self.ownership.take() and fresh:
+        if self.ownership.held and self.hold.fresh:
             self.ready.set()
 
     def folder(self, number: int) -> str:
@@ -126,66 +112,21 @@ class Keeper:
         number, key = split_name(name)
         return chunk_path(self.folder(number), key)
 
-    def close(self) -> None:
-        """Let go of everything."""
-        self.writer.close()
-        self.ownership.close()
-        self.ledger.close()
-
-    # ---- what should be there, and may not be -------------------------------------------------
-
-    def remake(self) -> bool:
-        """Make anew what somebody removed of folders and shared files; say whether it was that.
-
-        A root that was emptied under a running process is a root with nothing in it, no error.
-        """
-        with self._remaking:
-            try:
-                if not self._is_damaged():
-                    return False
-                prepare_root(self.vfs, self.root, durable=self._durable)
-                fresh = self._holds_nothing()
-                make_folder(self.vfs, self.folder(0), durable=self._durable)
-                if self.writer.is_gone():
-                    self.writer.move()
-                if self.ownership.is_gone():
-                    self.ownership.close()
-                    self.ownership.take()
-                if self.ledger.is_gone():
-                    self.ledger.reopen(fresh=fresh)
-            except (OSError, ConfigError) as error:
-                self.count("remake_failed")
-                log.warning("disk %s: folders are gone and cannot be made: %s", self.root, error)
-                return False
-            self.remakes += 1
-        self.count("remade")
-        log.warning("disk %s: folders had been removed, made anew", self.root)
-        return True
-
-    def _is_damaged(self) -> bool:
-        if any(part.is_gone() for part in (self.writer, self.ownership, self.ledger)):
-            return True
-        try:
-            for folder in (self.folder(0), f"{self.root}/{QUARANTINE}"):
-                self.vfs.lstat(folder)
-        except FileNotFoundError:
-            return True
-        return False
-
-    def _holds_nothing(self) -> bool:
-        return not any(map(is_namespace, self.vfs.listdir(self.root)))
-
     # ---- figures ---------------------------------------------------------------------------
 
-    def count(self, reason: str) -> None:
+    def count(self, reason: str, times: int = 1) -> None:
         """Count something that happened."""
         with self._lock:
-            self._counts[reason] += 1
+            self._counts[reason] += times
 
     def counters(self) -> Mapping[str, int]:
         """All counts so far."""
         with self._lock:
             return dict(self._counts)
+
+    def _policy_failed(self, error: Exception) -> None:
+        self.count("policy_failed")
+        log.warning("disk %s: the eviction policy failed", self.root, exc_info=error)
 
     def take_removals(self) -> list[Removal]:
         """What left this process's namespace since the last call."""
@@ -230,13 +171,18 @@ class Keeper:
             self.count("refused_min_free")
             return False
         self._under_way(allocated_bytes)
-        # Whoever waits for an eviction is to get the room it makes: no one passes by.
-        at_once = not self._evicting.locked() and self.ledger.reserve(allocated_bytes, capacity)
-        if not at_once and not self._evict_for(allocated_bytes):
-            self._under_way(-allocated_bytes)
+        granted = False
+        try:
+            # Whoever waits for an eviction is to get the room it makes: no one passes by.
+            if not self._evicting.locked():
+                granted = self.ledger.reserve(allocated_bytes, capacity)
+            granted = granted or self._evict_for(allocated_bytes)
+        finally:
+            if not granted:
+                self._under_way(-allocated_bytes)
+        if not granted:
             self.count("refused_capacity")
-            return False
-        return True
+        return granted
 
     def _evict_for(self, allocated_bytes: int) -> bool:
         """Evict until a reservation succeeds; another process may be faster, hence the tries."""
@@ -245,15 +191,20 @@ class Keeper:
             return self.ledger.reserve(allocated_bytes, capacity)
         with self._evicting:
             for _ in range(_ROOM_TRIES):
-                self._evict_to(capacity - allocated_bytes)
+                self._evict_to(capacity - allocated_bytes, wanted=True)
                 if self.ledger.reserve(allocated_bytes, capacity):
                     return True
         return False
 
-    def unreserve(self, allocated_bytes: int, reason: str) -> None:
-        """A write failed: give its bytes back; on a full disk leave writing alone for a while."""
+    def unreserve(self, allocated_bytes: int, temporary: str | None) -> None:
+        """A write came to nothing: remove its file, give its bytes back."""
+        if temporary is not None:
+            self.vfs.unlink_quietly(temporary)
         self.ledger.give_back(allocated_bytes)
         self._under_way(-allocated_bytes)
+
+    def write_failed(self, reason: str) -> None:
+        """Count it; on a full disk leave writing alone for a while."""
         self.count(f"write_{reason}")
         if reason in _FULL:
             self._writes_off_until = time.monotonic() + _FULL_PAUSE_S
@@ -275,7 +226,7 @@ class Keeper:
                 return True
             if not self._may_evict():
                 return False
-            self.evict_to(self.ledger.resident_bytes - short)
+            self.evict_to(self.ledger.resident_bytes - short, wanted=True)
         return False
 
     def _under_way(self, allocated_bytes: int) -> None:
@@ -285,7 +236,10 @@ class Keeper:
     # ---- files come and go -----------------------------------------------------------------
 
     def publish(self, name: Name, temporary: str, reserved: int, allocated: int) -> str | None:
-        """Give a wholly written file its name; say why that failed, or None."""
+        """Give a wholly written file its name; say why that failed, or None.
+
+        Whatever else it raises, a policy's errors: the file is back under its temporary name.
+        """
         path = self.path(name)
         with self._publishing:
             try:
@@ -297,7 +251,13 @@ class Keeper:
                     self.vfs.rename(temporary, path)
             except OSError as error:
                 return reason_of(error)
-            self.index.add(name, allocated)
+            try:
+                self.index.add(name, allocated)
+            except BaseException:
+                # Nothing would ever evict it: it has to go again.
+                self.vfs.rename(path, temporary)
+                self.ledger.give_back(replaced)
+                raise
         if reserved - allocated + replaced:
             self.ledger.give_back(reserved - allocated + replaced)
         self._under_way(-reserved)
@@ -336,15 +296,20 @@ class Keeper:
         if known and number == 0 and reason not in _SILENT:
             self._removals.append(Removal(key, reason))
 
-    def evict_to(self, goal_bytes: int) -> None:
-        """Evict until no more than ``goal_bytes`` are allocated, or nothing more can be evicted."""
-        with self._evicting:
-            self._evict_to(goal_bytes)
+    def evict_to(self, goal_bytes: int, *, wanted: bool = False) -> None:
+        """Evict until no more than ``goal_bytes`` are allocated, or nothing more can be evicted.
 
-    def _evict_to(self, goal_bytes: int) -> None:
+        ``wanted``: a store waits for it, so a lack of victims is worth a look at the folders.
+        """
+        with self._evicting:
+            self._evict_to(goal_bytes, wanted=wanted)
+
+    def _evict_to(self, goal_bytes: int, *, wanted: bool) -> None:
         while self.ledger.resident_bytes > goal_bytes:
             name = self._victim()
             if name is None:
+                if wanted:
+                    self.lacks_victims.set()
                 return
             # An undeletable one is out of the order now: the next is tried, not this again.
             self.discard(name, "evicted")

@@ -78,6 +78,8 @@ def remove_namespace(vfs: Vfs, folder: str) -> bool:
         for shard in SHARDS:
             with contextlib.suppress(FileNotFoundError):
                 vfs.rmdir(f"{folder}/{shard}")
+        if not set(vfs.listdir(folder)) <= {MANIFEST, SNAPSHOT}:
+            return False  # it has to stay, and so does what says whose it is
         for name in (MANIFEST, SNAPSHOT):
             with contextlib.suppress(FileNotFoundError):
                 vfs.unlink(f"{folder}/{name}")

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 
+from kvoffload.backends.disk_hold import ABANDONED_S
 from kvoffload.backends.disk_index import Name, name_of, split_name
 from kvoffload.backends.disk_keeper import Keeper
 from kvoffload.backends.disk_layout import (
@@ -21,7 +22,6 @@ from kvoffload.backends.disk_writers import temporary_bytes
 
 log = logging.getLogger(__name__)
 
-_ABANDONED_S = 3600.0
 _CLOCK_STEP_NS = 1_000_000_000
 """More than any file system's resolution of modification times."""
 
@@ -83,13 +83,13 @@ class Scanner:
         return self._settle(chunk_bytes, moving_bytes, undisturbed)
 
     def _remove_abandoned(self, in_use: set[int]) -> None:
-        """Remove folders of namespaces long empty; who lives makes them anew if need be."""
+        """Remove folders of namespaces long empty, which nobody alive has touched either."""
         keeper = self._keeper
         for number in range(1, len(keeper.namespaces)):
             with contextlib.suppress(OSError):
                 folder = keeper.folder(number)
                 age_s = time.time() - keeper.vfs.lstat(folder).st_mtime
-                if number not in in_use and age_s > _ABANDONED_S:
+                if number not in in_use and age_s > ABANDONED_S:
                     remove_namespace(keeper.vfs, folder)
 
     def _settle(self, chunk_bytes: int, moving_bytes: int, undisturbed: int | None) -> bool:

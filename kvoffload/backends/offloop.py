@@ -23,55 +23,85 @@ class Lane:
 
     A system call on a dead device may never return, and its thread owns the caller's memory until
     it does. So a batch waits for the items it has begun, whatever happens; but once every thread
-    has been inside one item for ``stall_s``, items not begun are given up as False at once.
+    has been inside one item for ``stall_s``, items not begun are given up at once.
     """
 
-    def __init__(self, name: str, threads: int, stall_s: float) -> None:
+    def __init__(
+        self, name: str, threads: int, stall_s: float, on_stall: Callable[[int, bool], None]
+    ) -> None:
+        """Start the threads, all or none.
+
+        Args:
+            name: of the threads.
+            threads: how many.
+            stall_s: how long a stuck item may take.
+            on_stall: told on the loop how many items were given up because every thread is stuck,
+                and whether that is the first word of this stall.
+
+        Raises:
+            RuntimeError: the system has no more threads to give.
+        """
         self.threads = threads
         self.stall_s = stall_s
+        self._on_stall = on_stall
+        self._told: float | None = None
+        """Since when the stall lasted of which ``on_stall`` was told last."""
         self._queue: SimpleQueue[_Batch | None] = SimpleQueue()
         self._begun: list[float | None] = [None] * threads
         """Since when each thread has been inside an item."""
         self._closing = threading.Lock()
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._serve, args=(i,), name=f"{name}_{i}", daemon=True)
-            for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for i in range(threads):
+                thread = threading.Thread(
+                    target=self._serve, args=(i,), name=f"{name}_{i}", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.close()
+            raise
 
     def stalled(self) -> bool:
         """Whether every thread is stuck in an item."""
         return self._stuck() == self.threads
 
-    async def run(self, count: int, work: Callable[[int], bool]) -> list[bool]:
-        """Do ``work(0) .. work(count - 1)`` on the threads; return the answers in order.
+    async def fill(self, answers: list[bool], work: Callable[[int], bool]) -> None:
+        """Do ``work(i)`` for every index of ``answers`` on the threads, and set ``answers[i]``.
 
         Each thread takes the next item until none is left, and the last one reports: a batch
-        crosses to the threads and back once, not once an item. When cancelled, no further item
-        begins, and the call returns only after those begun have ended. ``work`` must not raise.
+        crosses to the threads and back once, not once an item. Answers of items that were not
+        begun stay as they are. When cancelled, no further item begins, and the call returns only
+        after those begun have ended and answered. ``work`` must not raise.
         """
-        if not count or self.stalled():
-            return [False] * count
-        batch = _Batch(count, work)
+        if self.stalled():
+            self._gave_up(len(answers))
+            return
+        batch = _Batch(answers, work)
         with self._closing:
-            if self._closed:
-                return batch.answers
-            for _ in range(min(self.threads, count)):
+            if self._closed or not answers:
+                return
+            for _ in range(min(self.threads, len(answers))):
                 self._queue.put(batch)
         try:
             while not batch.ended.done():
                 # wait() leaves the future alone when it is cancelled; wait_for() would cancel it.
                 await asyncio.wait([batch.ended], timeout=self.stall_s)
                 if not batch.ended.done() and self.stalled():
-                    batch.give_up()
+                    self._gave_up(batch.give_up())
         except asyncio.CancelledError:
             batch.give_up()
             await _undisturbed(batch.ended)
             raise
         batch.ended.result()
-        return batch.answers
+
+    def _gave_up(self, items: int) -> None:
+        # The last thread to get stuck tells one stall from the next.
+        since = max((begun for begun in self._begun if begun is not None), default=self._told)
+        if items:
+            self._on_stall(items, since != self._told)
+            self._told = since
 
     def close(self) -> bool:
         """Wait for what is running, unless it is stuck; say whether everything has ended."""
@@ -108,11 +138,11 @@ class Lane:
 
 
 class _Batch:
-    """One call of :meth:`Lane.run`."""
+    """One call of :meth:`Lane.fill`."""
 
-    def __init__(self, count: int, work: Callable[[int], bool]) -> None:
+    def __init__(self, answers: list[bool], work: Callable[[int], bool]) -> None:
         self.work = work
-        self.answers = [False] * count
+        self.answers = answers
         self.error: BaseException | None = None
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -138,13 +168,15 @@ class _Batch:
         if last:
             self._report()
 
-    def give_up(self) -> None:
-        """Begin no more items."""
+    def give_up(self) -> int:
+        """Begin no more items; return how many there would have been."""
         with self._lock:
+            left = len(self.answers) - self._next
             self._next = len(self.answers)
             last = self._is_over()
         if last:
             self._report()
+        return left
 
     def _is_over(self) -> bool:
         """Whether nothing is left to do and nothing is being done; True only once."""

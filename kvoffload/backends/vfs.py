@@ -7,6 +7,23 @@ from collections.abc import Sequence
 
 Buffers = Sequence[bytes | bytearray | memoryview]
 
+_locked: set[int] = set()
+"""Descriptors of this process that carry, or may soon carry, a lock."""
+
+
+def _let_go() -> None:
+    """Close them in a forked child: a lock lasts as long as any process has its descriptor open.
+
+    Otherwise the child would keep the folder of a dead parent occupied, and its ownership.
+    """
+    for fd in _locked:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    _locked.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
 
 class Vfs:
     """The operating system. Methods raise OSError, block, and are called from worker threads."""
@@ -17,6 +34,11 @@ class Vfs:
 
     def close(self, fd: int) -> None:
         """Close a descriptor."""
+        if fd in _locked:
+            # A child forked at this moment has a copy: the lock must go, not this descriptor only.
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            _locked.discard(fd)
         os.close(fd)
 
     def close_quietly(self, fd: int) -> None:
@@ -95,5 +117,6 @@ class Vfs:
         os.utime(path, ns=(atime_ns, mtime_ns), follow_symlinks=False)
 
     def flock(self, fd: int, operation: int) -> None:
-        """Take or release an advisory lock."""
+        """Take or release an advisory lock, which a forked child does not inherit."""
+        _locked.add(fd)
         fcntl.flock(fd, operation)

@@ -190,6 +190,10 @@ class StuckVfs(HookedVfs):
         """Let them go on."""
         self._released.set()
 
+    def hold(self) -> None:
+        """Hold back those to come."""
+        self._released.clear()
+
     def around(self, call: str, path: str, perform: Callable[[], T]) -> T:
         """Wait first, if this call is one of those."""
         if self.when(call, path):
