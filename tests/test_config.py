@@ -8,13 +8,27 @@ from kvoffload.errors import ConfigError
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [(5, 5), ("5", 5), ("8GiB", 8 << 30), ("1.5 MiB", 3 << 19), ("200 GB", 200 * 10**9), ("0", 0)],
+    [
+        (5, 5),
+        ("5", 5),
+        ("8GiB", 8 << 30),
+        ("1.5 MiB", 3 << 19),
+        ("200 GB", 200 * 10**9),
+        ("0", 0),
+        (2**63 - 1, 2**63 - 1),
+        (f"{2**63 - 1}", 2**63 - 1),
+    ],
 )
 def test_sizes_are_numbers_or_human_text(text, count):
     assert ByteSize.parse(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "8 potatoes", "-5", -5, True, 1.5, None, "1e9"])
+TOO_MUCH = [2**63, f"{2**63}", "999999999999TiB", "9" * 5000, "9" * 400 + ".5", "0" * 5000]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "8 potatoes", "-5", -5, True, 1.5, None, "1e9", *TOO_MUCH]
+)
 def test_other_sizes_are_refused_with_the_field(text):
     with pytest.raises(ConfigError, match="cpu_bytes"):
         ByteSize.parse(text, "cpu_bytes")

@@ -219,7 +219,14 @@ async def test_a_file_that_cannot_be_removed_does_not_stop_eviction(tmp_path):
     ("field", "value"),
     [
         ("root", ""),
+        ("root", "kv\0x"),
+        ("root", "kv\ud800"),
+        ("root", "x" * 5000),
         ("capacity", 0),
+        ("capacity", "999999999999TiB"),
+        ("capacity", "9" * 5000),
+        ("capacity", "9" * 500 + ".5"),
+        ("min_free", 10**20),
         ("io", "fast"),
         ("durability", "maybe"),
         ("policy", "random"),
@@ -233,6 +240,16 @@ def test_settings_that_cannot_work_are_refused_by_name(tmp_path, field, value):
     with pytest.raises(ConfigError) as caught:
         open_backend("disk", {"root": str(tmp_path / "kv"), field: value}, "ns")
     assert caught.value.field == field
+    assert caught.value.remedy
+    assert not (tmp_path / "kv").exists()
+
+
+def test_sizes_that_no_file_system_has_are_refused_however_they_are_given(tmp_path):
+    for field in ("capacity", "min_free"):
+        for size in (-1, 1 << 63, 10**20):
+            with pytest.raises(ConfigError, match="at most 8 EiB") as caught:
+                DiskOptions(root=str(tmp_path), **{field: size})
+            assert (caught.value.field, caught.value.value) == (field, size)
 
 
 def test_roots_that_others_could_tamper_with_are_refused(tmp_path):

@@ -388,19 +388,3 @@ async def test_a_purged_namespace_is_gone_and_only_misses_for_whoever_still_uses
     assert await old.read(keys, slots(20, SIZE)) == [True] * 20
     for backend in (old, new):
         await backend.close()
-
-
-async def test_folders_of_namespaces_long_empty_are_removed_by_the_owner(tmp_path):
-    for name in ("gone", "young", "full"):
-        backend = DiskBackend(DiskOptions(root=str(tmp_path), min_free=ByteSize(0)), name)
-        keys = keys_of(2)
-        await backend.write(keys, filled(keys, SIZE))
-        await backend.describe({"model": "m"})
-        if name != "full":
-            await backend.remove(keys)
-        await backend.close()
-    folders = {name: tmp_path / namespace_digest(name).hex() for name in ("gone", "young", "full")}
-    for name in ("gone", "full"):
-        os.utime(folders[name], (0, 0))
-    await open_disk(tmp_path).close()
-    assert [folder.exists() for folder in folders.values()] == [False, True, True]

@@ -13,6 +13,9 @@ import time
 import pytest
 
 from kvoffload.backends.disk import DiskBackend, DiskOptions
+from kvoffload.backends.disk_layout import MANIFEST, SNAPSHOT
+from kvoffload.backends.disk_scan import Scanner
+from kvoffload.backends.format import namespace_digest
 from kvoffload.config import ByteSize
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
@@ -121,6 +124,51 @@ async def test_a_file_removed_under_a_reader_stays_whole_for_it(tmp_path):
     assert one.usage().resident_bytes == 0
     for backend in (one, two):
         await backend.close()
+
+
+async def test_folders_of_namespaces_long_empty_are_removed_by_the_owner(tmp_path):
+    for name in ("gone", "young", "full"):
+        backend = open_disk(tmp_path, name)
+        keys = keys_of(2)
+        await write(backend, keys)
+        await backend.describe({"model": "m"})
+        if name != "full":
+            await backend.remove(keys)
+        await backend.close()
+    folders = {name: tmp_path / namespace_digest(name).hex() for name in ("gone", "young", "full")}
+    for name in ("gone", "full"):
+        os.utime(folders[name], (0, 0))
+    await open_disk(tmp_path).close()
+    assert [folder.exists() for folder in folders.values()] == [False, True, True]
+
+
+async def test_the_folder_of_an_idle_engine_that_lives_is_left_alone(tmp_path, caplog):
+    owner, idle = open_disk(tmp_path, "owner"), open_disk(tmp_path, "idle")
+    folder = tmp_path / namespace_digest("idle").hex()
+    await idle.describe({"model": "m"})
+    os.utime(folder, (0, 0))  # as after an hour without a chunk
+    assert await until(lambda: time.time() - folder.stat().st_mtime < 60)
+    Scanner(owner._keeper).look(full=True)
+    assert (folder / MANIFEST).exists()
+    assert await write(idle, keys_of(2)) == [True] * 2
+    assert "remade" not in idle.counters()
+    await owner.close()
+    await idle.close()
+
+
+async def test_a_namespace_that_cannot_be_removed_keeps_its_manifest(tmp_path):
+    gone = open_disk(tmp_path, "gone")
+    await gone.describe({"model": "m"})
+    await gone.close()
+    folder = tmp_path / namespace_digest("gone").hex()
+    (folder / "README").write_text("mine")
+    os.utime(folder, (0, 0))
+    await open_disk(tmp_path, "owner").close()
+    assert sorted(os.listdir(folder)) == ["README", MANIFEST, SNAPSHOT]
+    (folder / "README").unlink()
+    os.utime(folder, (0, 0))
+    await open_disk(tmp_path, "owner").close()
+    assert not folder.exists()
 
 
 SWARM = """
