@@ -28,6 +28,23 @@ class Fence(Protocol):
         ...
 
 
+class CopyFence(Fence, Protocol):
+    """The end of a transfer, which may be waited for a layer at a time."""
+
+    def wait_for_layer_load(self, layer: int) -> bool:
+        """Hold the engine back until a layer's pages are in their blocks; on the engine's thread.
+
+        Blocks where the engine computes on this thread. On a device with streams the engine's
+        current stream waits, and the caller only until the layer's copies are enqueued. A layer
+        that the copier was not told of is there when all is.
+
+        Returns:
+            False if it is known already that the load failed before: the layer is not there. On a
+            device that may come out later, so :attr:`error` decides about what was computed.
+        """
+        ...
+
+
 class Copier(Protocol):
     """Launches copies that run by themselves.
 
@@ -39,7 +56,7 @@ class Copier(Protocol):
         """Mark the engine's stream of work as it is now; called on the engine's thread."""
         ...
 
-    def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> Fence:
+    def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> CopyFence:
         """Begin copying GPU blocks to host slots, or the other way, once ``after`` is done.
 
         Callable from the engine's thread and from the I/O thread. Returns at once.

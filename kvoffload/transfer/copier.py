@@ -2,14 +2,14 @@
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kvoffload.core.canonical import CanonicalKVCaches
-from kvoffload.transfer.base import Fence, check_moves
-from kvoffload.transfer.layout import ChunkLayout, ChunkMove
-from kvoffload.transfer.pages import PageCopy, PagesOfTensor, gathers, scatters
+from kvoffload.transfer.base import CopyFence, Fence, check_moves
+from kvoffload.transfer.layout import ChunkLayout, ChunkMove, Region
+from kvoffload.transfer.pages import Indices, PageCopy, PagesOfTensor, gathers, scatters
 from kvoffload.transfer.slab import HostBytes, Slab
 
 CLOSE_TIMEOUT_S = 5.0
@@ -31,35 +31,76 @@ class DoneFence:
 
 class _CpuFence:
     def __init__(self) -> None:
-        self._event = threading.Event()
         self.error: BaseException | None = None
+        self._is_reached = False
+        self._num_layers = 0
+        self._changed = threading.Condition()
 
     def done(self) -> bool:
-        return self._event.is_set()
+        return self._is_reached
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        return self._event.wait(timeout_s)
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_reached, timeout_s)
+
+    def wait_for_layer_load(self, layer: int) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_layers > layer or self._is_reached)
+            return self._num_layers > layer or self.error is None
+
+    def layer_came(self) -> None:
+        with self._changed:
+            self._num_layers += 1
+            self._changed.notify_all()
 
     def reach(self, error: BaseException | None) -> None:
-        self.error = error
-        self._event.set()
+        with self._changed:
+            self.error = error
+            self._is_reached = True
+            self._changed.notify_all()
 
 
 class CpuCopier:
-    """Copies for KV caches in CPU memory, on a thread of its own that plays the copy stream."""
+    """Copies for KV caches in CPU memory, on a thread of its own that plays the copy stream.
 
-    def __init__(self, kv_caches: CanonicalKVCaches, slab: Slab, layout: ChunkLayout) -> None:
+    Args:
+        kv_caches: the engine's tensors.
+        slab: host memory.
+        layout: of chunks.
+        layers: the tensors of each layer, if loads shall bring one layer after the other; see
+            :meth:`ChunkLayout.regions_by_layer`, which says what is refused.
+    """
+
+    def __init__(
+        self,
+        kv_caches: CanonicalKVCaches,
+        slab: Slab,
+        layout: ChunkLayout,
+        layers: Sequence[Sequence[int]] = (),
+    ) -> None:
         tensors: list[HostBytes] = [t.tensor.numpy() for t in kv_caches.tensors]
         self._num_blocks = min(len(pages) for pages in tensors)
-        # For each group, how its chunks go to host memory and how they come back.
-        self._to_host: list[list[PageCopy]] = []
-        self._to_blocks: list[list[PageCopy]] = []
-        for regions, per_chunk in zip(layout.regions, layout.per_chunk, strict=True):
-            parts = [
-                PagesOfTensor(tensors[r.tensor_idx][:, : r.page_bytes], r.offset) for r in regions
+        self._num_layers = len(layers)
+
+        def copies(
+            choose: Callable[[list[PagesOfTensor], int, int], list[PageCopy]],
+            regions_of_groups: Sequence[Sequence[Region]],
+        ) -> list[list[PageCopy]]:
+            return [
+                choose(
+                    [PagesOfTensor(tensors[r.tensor_idx][:, : r.page_bytes], r.offset) for r in rs],
+                    per_chunk,
+                    slab.address,
+                )
+                for rs, per_chunk in zip(regions_of_groups, layout.per_chunk, strict=True)
             ]
-            self._to_host.append(gathers(parts, per_chunk, slab.address))
-            self._to_blocks.append(scatters(parts, per_chunk, slab.address))
+
+        # Step after step, for each group how its chunks go to host memory, or come back.
+        by_layer = layout.regions_by_layer(layers) if layers else [layout.regions]
+        self._steps = {
+            True: [copies(gathers, layout.regions)],
+            False: [copies(scatters, regions) for regions in by_layer],
+        }
         self._slab = slab
         self._layout = layout
         self._queue: queue.SimpleQueue[
@@ -72,7 +113,7 @@ class CpuCopier:
         """Return a fence that is done: see DoneFence."""
         return DoneFence()
 
-    def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> Fence:
+    def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> CopyFence:
         """See :meth:`kvoffload.transfer.base.Copier.launch`."""
         check_moves(moves, to_host, self._layout, self._num_blocks, self._slab)
         fence = _CpuFence()
@@ -81,7 +122,7 @@ class CpuCopier:
 
     def stats(self) -> dict[str, str | int]:
         """See :meth:`kvoffload.transfer.base.Copier.stats`."""
-        return {"copier": "cpu"}
+        return {"copier": "cpu", "layers": self._num_layers}
 
     def close(self) -> None:
         """Finish the queue and join the thread, for as long as a copy may reasonably take."""
@@ -95,23 +136,25 @@ class CpuCopier:
                 # The forward pass may still write these blocks (a store would read too early) or
                 # read them (a load would overwrite them): begin only after it.
                 after.wait()
-                self._copy(moves, to_host)
+                self._copy(moves, to_host, fence)
             except Exception as error:
                 fence.reach(error)
             else:
                 fence.reach(None)
 
-    def _copy(self, moves: Sequence[ChunkMove], to_host: bool) -> None:
-        for group_idx, copies in enumerate(self._to_host if to_host else self._to_blocks):
-            mine = [
-                (move.block_ids.astype(np.intp), move.first, self._slot(move))
-                for move in moves
-                if move.group_idx == group_idx
-            ]
-            # Tensor by tensor: one tensor's pages stay in the processor's caches and tables.
-            for part in copies:
-                for ids, first, slot in mine:
-                    part.copy(ids, first, slot)
+    def _copy(self, moves: Sequence[ChunkMove], to_host: bool, fence: _CpuFence) -> None:
+        ends: list[list[tuple[Indices, int, HostBytes]]] = [[] for _ in self._layout.regions]
+        for move in moves:
+            ids = move.block_ids.astype(np.intp)
+            ends[move.group_idx].append((ids, move.first, self._slot(move)))
+        for step in self._steps[to_host]:
+            for copies, mine in zip(step, ends, strict=True):
+                # Tensor by tensor: one tensor's pages stay in the processor's caches and tables.
+                for part in copies:
+                    for ids, first, slot in mine:
+                        part.copy(ids, first, slot)
+            if self._num_layers and not to_host:
+                fence.layer_came()
 
     def _slot(self, move: ChunkMove) -> HostBytes:
         return self._slab.array(move.host_slot, self._layout.payload_bytes[move.group_idx])

@@ -179,7 +179,7 @@ def gathers(parts: Iterable[PagesOfTensor], per_chunk: int, slab_address: int) -
     """
 
     def go_together(some: Sequence[PagesOfTensor]) -> bool:
-        return _alike(some, slab_address) and _has_whole_items(some)
+        return _alike(some, per_chunk, slab_address) and _has_whole_items(some)
 
     return [
         Gather(some, per_chunk) if _has_whole_items(some) else GatherTwice(some, per_chunk)
@@ -189,7 +189,7 @@ def gathers(parts: Iterable[PagesOfTensor], per_chunk: int, slab_address: int) -
 
 def scatters(parts: Iterable[PagesOfTensor], per_chunk: int, slab_address: int) -> list[PageCopy]:
     """Choose how a group's chunks are loaded; see :func:`gathers`."""
-    runs = _split(parts, lambda some: _alike(some, slab_address))
+    runs = _split(parts, lambda some: _alike(some, per_chunk, slab_address))
     return [Scatter(some, per_chunk) for some in runs]
 
 
@@ -219,8 +219,11 @@ def _has_whole_items(parts: Sequence[PagesOfTensor]) -> bool:
     return page_bytes % step == 0 and step >= min(LEAST_ITEM_BYTES, page_bytes)
 
 
-def _alike(parts: Sequence[PagesOfTensor], slab_address: int) -> bool:
-    """Whether pages are of one shape, and the slab does not lie between them."""
+def _alike(parts: Sequence[PagesOfTensor], per_chunk: int, slab_address: int) -> bool:
+    """Whether parts are of one shape, follow each other, and the slab is not between them."""
+    before, last = parts[-2:]
+    if before.offset + before.page_bytes * per_chunk != last.offset:
+        return False
     shapes = {(part.page_bytes, part.row_bytes) for part in parts}
     begin, end = min(part.address for part in parts), max(part.end for part in parts)
     return len(shapes) == 1 and not begin <= slab_address < end

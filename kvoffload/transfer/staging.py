@@ -6,7 +6,7 @@ go straight to their place in the slot.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvoffload.core.canonical import CanonicalKVCaches
 from kvoffload.transfer.device import Part, Run
@@ -14,6 +14,17 @@ from kvoffload.transfer.layout import ChunkLayout, ChunkMove, Region
 
 if TYPE_CHECKING:
     import torch
+
+
+class Step(NamedTuple):
+    """What of all chunks of a transfer is moved before anything of the next step."""
+
+    parts: list[tuple[Part, ...]]
+    """For each group, if it is staged, what goes through staging memory together."""
+    regions: list[tuple[Region, ...]]
+    """For each group, all of it."""
+    is_layer: bool
+    """Whether somebody may wait for it alone."""
 
 
 class Plan:
@@ -25,6 +36,7 @@ class Plan:
         slot_bytes: from one slot to the next.
         stage_bytes: staging memory that one gather may fill; it grows to hold the largest region.
         direct_page_bytes: pages of this size and more are not staged.
+        layers: the tensors of each layer, by index, if layers may be waited for.
     """
 
     def __init__(
@@ -34,6 +46,7 @@ class Plan:
         slot_bytes: int,
         stage_bytes: int,
         direct_page_bytes: int,
+        layers: Sequence[Sequence[int]],
     ) -> None:
         self._layout = layout
         self._slot_bytes = slot_bytes
@@ -54,20 +67,37 @@ class Plan:
             default=0,
         )
         self.stage_bytes = max(stage_bytes, widest) if widest else 0
-        self.parts: list[tuple[Part, ...]] = [
-            tuple(self._cut(group_idx, regions, count)) if staged else ()
-            for group_idx, (regions, count, staged) in enumerate(self._groups())
+        self.whole = self._step(layout.regions, is_layer=False)
+        """All at once, as stores go."""
+        self.layers = [
+            self._step(regions, is_layer=True)
+            for regions in (layout.regions_by_layer(layers) if layers else ())
         ]
-        """For each staged group, what of its chunks goes through staging memory together."""
+        """One after the other, as loads go if there are any."""
 
     def _groups(self) -> Iterable[tuple[tuple[Region, ...], int, bool]]:
         return zip(self._layout.regions, self._layout.per_chunk, self.is_staged, strict=True)
 
+    def _step(self, regions: list[tuple[Region, ...]], is_layer: bool) -> Step:
+        parts = [
+            tuple(self._cut(group_idx, mine, count)) if staged and mine else ()
+            for group_idx, (mine, count, staged) in enumerate(
+                zip(regions, self._layout.per_chunk, self.is_staged, strict=True)
+            )
+        ]
+        return Step(parts, regions, is_layer)
+
     def _cut(self, group_idx: int, regions: Sequence[Region], count: int) -> Iterator[Part]:
+        """Cut where staging memory is full, and where regions do not follow each other."""
         begin = 0
         for i in range(1, len(regions) + 1):
             length = sum(region.page_bytes for region in regions[begin : i + 1]) * count
-            if i == len(regions) or length > self.stage_bytes:
+            before = regions[i - 1]
+            if (
+                i == len(regions)
+                or length > self.stage_bytes
+                or regions[i].offset != before.offset + before.page_bytes * count
+            ):
                 mine = tuple(regions[begin:i])
                 num_bytes = sum(region.page_bytes for region in mine) * count
                 yield Part(group_idx, mine, mine[0].offset, count, num_bytes)
@@ -98,12 +128,12 @@ class Plan:
                 )
         return runs
 
-    def page_runs(self, moves: Sequence[ChunkMove]) -> list[Run]:
-        """Return the copies between slots and blocks of a group that is not staged."""
+    def page_runs(self, moves: Sequence[ChunkMove], step: Step) -> list[Run]:
+        """Return a step's copies between slots and blocks of groups that are not staged."""
         runs: list[Run] = []
         for move in moves:
             host_at = move.host_slot * self._slot_bytes
-            for region in self._layout.regions[move.group_idx]:
+            for region in step.regions[move.group_idx]:
                 buffer, row = self._buffers[region.tensor_idx], self._rows[region.tensor_idx]
                 size = region.page_bytes
                 for i, block in enumerate(move.block_ids.tolist(), start=move.first):

@@ -16,16 +16,17 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from kvoffload.core.canonical import CanonicalKVCaches
-from kvoffload.transfer.base import Fence, check_moves
+from kvoffload.transfer.base import CopyFence, Fence, check_moves
 from kvoffload.transfer.device import Device, Event, Span, Stream, Table
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
 from kvoffload.transfer.slab import Slab
-from kvoffload.transfer.staging import Plan
+from kvoffload.transfer.staging import Plan, Step
+from kvoffload.transfer.stream_fences import EngineFence, StreamFence
 
 if TYPE_CHECKING:
     import torch
@@ -38,53 +39,6 @@ DIRECT_PAGE_BYTES = 1 << 20
 """Pages from this size on are copied without staging: each alone is a large copy."""
 LANES = 2
 CLOSE_TIMEOUT_S = 5.0
-
-
-class EngineFence:
-    """The engine's stream as it was when the fence was recorded."""
-
-    error: BaseException | None = None
-
-    def __init__(self, event: Event) -> None:
-        self.event = event
-
-    def done(self) -> bool:
-        """See :meth:`kvoffload.transfer.base.Fence.done`."""
-        return self.event.query()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until it is done, however long that takes."""
-        self.event.synchronize()
-        return True
-
-
-class CopyFence:
-    """The end of one transfer; its error, if something went wrong on the way."""
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-        self.events: Sequence[Event] | None = None
-        """Set when all is enqueued: where the transfer ends on each stream it used."""
-        self._reached = threading.Event()
-
-    def done(self) -> bool:
-        """Ask the device, so that an engine that polls need not wait for a thread of ours."""
-        if not self._reached.is_set() and self.events is not None:
-            try:
-                if all(event.query() for event in self.events):
-                    self.reach()
-            except Exception as error:
-                self.reach(error)
-        return self._reached.is_set()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """See :meth:`kvoffload.transfer.base.Fence.wait`."""
-        return self._reached.wait(timeout_s)
-
-    def reach(self, error: BaseException | None = None) -> None:
-        """The end has come; harmless a second time."""
-        self.error = self.error or error
-        self._reached.set()
 
 
 @dataclass
@@ -101,11 +55,20 @@ class Job:
 
     moves: Sequence[ChunkMove]
     after: Fence
-    fence: CopyFence
+    fence: StreamFence
     lanes: list[Lane] = field(default_factory=list)
     """Those it has used, in the order of their first use."""
     table: Table | None = None
     uploaded: Event | None = None
+
+
+class Listed(NamedTuple):
+    """The chunks of a transfer that are staged, group after group."""
+
+    moves: list[ChunkMove]
+    starts: list[int]
+    """Where in the table each one's blocks begin, and where the last one's end."""
+    table: Table
 
 
 class Direction:
@@ -119,6 +82,7 @@ class Direction:
         self._device = device
         self._plan = plan
         self._to_host = to_host
+        self._steps = [plan.whole] if to_host or not plan.layers else plan.layers
         self._lanes = [
             Lane(device.new_stream(), device.new_stage(plan.stage_bytes)) for _ in range(LANES)
         ]
@@ -150,15 +114,16 @@ class Direction:
     def _launch_all(self) -> None:
         self._device.enter_thread()
         while (job := self._queued.get()) is not None:
+            failed: Exception | None = None
             try:
                 self._launch(job)
             except Exception as error:
                 # What was enqueued before it failed still runs, and is waited for below.
-                job.fence.error = error
+                failed = error
             try:
-                job.fence.events = self.fence_end(job)
+                job.fence.all_enqueued(self.fence_end(job), failed)
             except Exception as error:
-                job.fence.reach(error)
+                job.fence.reach(failed or error)
             self._launched.put(job)
         self._launched.put(None)
 
@@ -168,13 +133,16 @@ class Direction:
         plan = self._plan
         staged = [move for move in job.moves if plan.is_staged[move.group_idx]]
         direct = [move for move in job.moves if not plan.is_staged[move.group_idx]]
-        if staged:
-            self._launch_staged(job, staged)
-        if direct:
-            lane = self._enter(job)
-            self._device.copy(lane.stream, plan.page_runs(direct), self._to_host)
+        listed = self._list_blocks(job, staged) if staged else None
+        for step in self._steps:
+            if listed is not None:
+                self._launch_staged(job, listed, step)
+            if direct and (runs := plan.page_runs(direct, step)):
+                self._device.copy(self._enter(job).stream, runs, self._to_host)
+            if step.is_layer:
+                job.fence.layer_enqueued(self.fence_layer(job))
 
-    def _launch_staged(self, job: Job, moves: list[ChunkMove]) -> None:
+    def _list_blocks(self, job: Job, moves: list[ChunkMove]) -> Listed:
         moves.sort(key=lambda move: move.group_idx)
         counts = np.array([len(move.block_ids) for move in moves])
         starts = np.concatenate(([0], np.cumsum(counts)))
@@ -189,18 +157,21 @@ class Direction:
                 np.arange(total) - starts[chunks] + firsts[chunks],
             )
         )
+        return Listed(moves, starts.tolist(), table)
+
+    def _launch_staged(self, job: Job, listed: Listed, step: Step) -> None:
+        moves, starts, table = listed
         begin = 0
-        for group_idx, parts in enumerate(self._plan.parts):
+        for group_idx, parts in enumerate(step.parts):
             end = begin
             while end < len(moves) and moves[end].group_idx == group_idx:
                 end += 1
             for part in parts if end > begin else ():
-                step = max(1, self._plan.stage_bytes // part.num_bytes)
-                for at in range(begin, end, step):
-                    portion = moves[at : min(at + step, end)]
-                    start, stop = int(starts[at]), int(starts[at + len(portion)])
+                chunks = max(1, self._plan.stage_bytes // part.num_bytes)
+                for at in range(begin, end, chunks):
+                    portion = moves[at : min(at + chunks, end)]
                     lane = self._enter(job)
-                    span = Span(table, start, stop - start, at)
+                    span = Span(table, starts[at], starts[at + len(portion)] - starts[at], at)
                     runs = self._plan.stage_runs(part, portion, lane.stage)
                     if self._to_host:
                         self._device.gather(lane.stream, part, span, lane.stage)
@@ -254,6 +225,13 @@ class Direction:
         """
         lane.stream.wait_event(uploaded)
 
+    def fence_layer(self, job: Job) -> list[Event]:
+        """Mark the end of a layer on all streams that the transfer has used so far.
+
+        The engine would otherwise compute with pages that have not come yet.
+        """
+        return [lane.stream.record_event() for lane in job.lanes]
+
     def fence_end(self, job: Job) -> list[Event]:
         """Mark the end of the transfer on all streams that it used.
 
@@ -269,7 +247,7 @@ class Direction:
         The copy engine reads the table's pinned half, and kernels its device half, until then:
         written earlier, they would move the blocks of the next transfer.
         """
-        for event in job.fence.events or ():
+        for event in job.fence.events:
             event.synchronize()
 
     # ---- the thread that waits ----
@@ -296,6 +274,8 @@ class StreamCopier:
         slab: host memory.
         layout: of chunks.
         device: of the tensors; closed with the copier.
+        layers: the tensors of each layer, if loads shall bring one layer after the other; see
+            :meth:`ChunkLayout.regions_by_layer`, which says what is refused.
         stage_bytes: staging memory of a lane; four lanes take it, if any page is staged at all.
         direct_page_bytes: pages of this size and more are not staged.
     """
@@ -309,6 +289,7 @@ class StreamCopier:
         layout: ChunkLayout,
         device: Device,
         *,
+        layers: Sequence[Sequence[int]] = (),
         stage_bytes: int = STAGE_BYTES,
         direct_page_bytes: int = DIRECT_PAGE_BYTES,
     ) -> None:
@@ -316,10 +297,16 @@ class StreamCopier:
         self._slab = slab
         self._layout = layout
         self._device = device
-        self._plan = Plan(
-            kv_caches, layout, slab.slot_bytes, min(stage_bytes, slab.num_bytes), direct_page_bytes
+        self._plan = plan = Plan(
+            kv_caches,
+            layout,
+            slab.slot_bytes,
+            min(stage_bytes, slab.num_bytes),
+            direct_page_bytes,
+            layers,
         )
-        device.prepare([part for parts in self._plan.parts for part in parts])
+        steps = (plan.whole, *plan.layers)
+        device.prepare([part for step in steps for parts in step.parts for part in parts])
         self._directions = {
             to_host: self.direction_type(device, self._plan, to_host) for to_host in (True, False)
         }
@@ -328,10 +315,10 @@ class StreamCopier:
         """See :meth:`kvoffload.transfer.base.Copier.record_fence`."""
         return EngineFence(self._device.engine_event())
 
-    def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> Fence:
+    def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> CopyFence:
         """See :meth:`kvoffload.transfer.base.Copier.launch`."""
         check_moves(moves, to_host, self._layout, self._num_blocks, self._slab)
-        fence = CopyFence()
+        fence = StreamFence(self._device.hold_engine)
         self._directions[to_host].submit(Job(moves, after, fence))
         return fence
 
@@ -343,6 +330,7 @@ class StreamCopier:
         return {
             "groups": " ".join(used),
             "stage_bytes": self._plan.stage_bytes,
+            "layers": len(self._plan.layers),
             **self._device.stats(),
         }
 

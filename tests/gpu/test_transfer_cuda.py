@@ -14,6 +14,7 @@ from kvoffload.core.canonical import (
 )
 from kvoffload.core.transfers import GPULoadStoreSpec
 from kvoffload.testing.interleavings import (
+    LAYERS,
     NUM_SLOTS,
     PER_CHUNK,
     Interleaving,
@@ -115,10 +116,16 @@ class CudaEngine:
         for page in words(self.kv_caches, block):
             page.fill_(version)
 
-    def read(self, block):
+    def read(self, block, tensors):
         self._dawdle()
-        pages = [page.clone() for page in words(self.kv_caches, block)]
+        pages = [words(self.kv_caches, block)[i].clone() for i in tensors]
         return lambda: sorted({number for page in pages for number in page.tolist()})
+
+    def pause(self):
+        torch.cuda._sleep(200_000)
+
+    def resume(self):
+        """It ends by itself."""
 
     def finish(self):
         torch.cuda.synchronize()
@@ -130,7 +137,14 @@ def test_whatever_the_order_every_block_and_slot_holds_what_it_must(first):
     layout = ChunkLayout(caches, PER_CHUNK)
     slab = Slab(NUM_SLOTS, layout.slot_bytes)
     stage_bytes = [16, 1000, 1 << 20][first // 100 % 3]
-    copier = new_copier(caches, slab, layout, stage_bytes=stage_bytes, triton=first % 200 == 0)
+    copier = new_copier(
+        caches,
+        slab,
+        layout,
+        stage_bytes=stage_bytes,
+        triton=first % 200 == 0,
+        layers=LAYERS if first % 400 < 200 else (),
+    )
     try:
         for seed in range(first, first + 100):
             for entry in caches.tensors:

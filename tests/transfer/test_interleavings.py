@@ -157,9 +157,9 @@ def walk(new_kv_caches, new_request, monkeypatch):
     rng = random.Random(11)
     pauses = random.Random(12)
 
-    def late(self, moves, to_host):
+    def late(self, *given):
         time.sleep(pauses.choice(PAUSES_S))
-        copy(self, moves, to_host)
+        copy(self, *given)
 
     monkeypatch.setattr(CpuCopier, "_copy", late)
     caches = new_kv_caches(num_blocks=NUM_BLOCKS, page_bytes=(64, 64))
