@@ -56,6 +56,14 @@ class Copier(Protocol):
         """Mark the engine's stream of work as it is now; called on the engine's thread."""
         ...
 
+    def check(self, moves: Sequence[ChunkMove], to_host: bool) -> None:
+        """Refuse what :meth:`launch` would refuse: for moves that are launched in parts, later.
+
+        Raises:
+            ValueError: as there.
+        """
+        ...
+
     def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> CopyFence:
         """Begin copying GPU blocks to host slots, or the other way, once ``after`` is done.
 

@@ -113,9 +113,13 @@ class CpuCopier:
         """Return a fence that is done: see DoneFence."""
         return DoneFence()
 
+    def check(self, moves: Sequence[ChunkMove], to_host: bool) -> None:
+        """See :meth:`kvoffload.transfer.base.Copier.check`."""
+        check_moves(moves, to_host, self._layout, self._num_blocks, self._slab)
+
     def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> CopyFence:
         """See :meth:`kvoffload.transfer.base.Copier.launch`."""
-        check_moves(moves, to_host, self._layout, self._num_blocks, self._slab)
+        self.check(moves, to_host)
         fence = _CpuFence()
         self._queue.put((moves, to_host, after, fence))
         return fence

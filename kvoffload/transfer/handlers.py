@@ -243,6 +243,8 @@ class StagedLoadHandler(_TierHandler):
         assert isinstance(source, StagedLoadStoreSpec)
         assert isinstance(gpu, GPULoadStoreSpec)
         moves = self._layout.moves(gpu, source.host_slots.tolist())
+        # All of it: a part that is wrong, or parts at odds, would show only after some were copied.
+        self._copier.check(moves, to_host=False)
         now = time.monotonic()
         fetched = {i for fetch in source.fetches for i in fetch.positions}
         here = [i for i in range(len(moves)) if i not in fetched]

@@ -13,8 +13,9 @@ another waits for its end, so that neither a large transfer nor a slow one holds
 import logging
 import queue
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -102,11 +103,14 @@ class Direction:
         """Take a transfer; from any thread."""
         self._queued.put(job)
 
-    def close(self) -> bool:
-        """Finish what was submitted; False if that takes longer than it may."""
+    def end(self) -> None:
+        """Take nothing more; what was submitted is finished."""
         self._queued.put(None)
+
+    def join(self, until_s: float) -> bool:
+        """Wait for the threads to end; False if some have not at that time (monotonic)."""
         for thread in self._threads:
-            thread.join(CLOSE_TIMEOUT_S)
+            thread.join(max(0.0, until_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     # ---- the thread that enqueues ----
@@ -315,9 +319,13 @@ class StreamCopier:
         """See :meth:`kvoffload.transfer.base.Copier.record_fence`."""
         return EngineFence(self._device.engine_event())
 
+    def check(self, moves: Sequence[ChunkMove], to_host: bool) -> None:
+        """See :meth:`kvoffload.transfer.base.Copier.check`."""
+        check_moves(moves, to_host, self._layout, self._num_blocks, self._slab)
+
     def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> CopyFence:
         """See :meth:`kvoffload.transfer.base.Copier.launch`."""
-        check_moves(moves, to_host, self._layout, self._num_blocks, self._slab)
+        self.check(moves, to_host)
         fence = StreamFence(self._device.hold_engine)
         self._directions[to_host].submit(Job(moves, after, fence))
         return fence
@@ -336,12 +344,11 @@ class StreamCopier:
 
     def close(self) -> None:
         """See :meth:`kvoffload.transfer.base.Copier.close`."""
-        if not all(_closed(self._directions.values())):
+        until_s = time.monotonic() + CLOSE_TIMEOUT_S
+        for direction in self._directions.values():
+            direction.end()
+        if not all(direction.join(until_s) for direction in self._directions.values()):
             # Whoever still copies goes on: unpinning memory under it would be worse than leaking.
             log.warning("copies still ran %.0f s after the end; left alone", CLOSE_TIMEOUT_S)
             return
         self._device.close()
-
-
-def _closed(directions: Iterable[Direction]) -> list[bool]:
-    return [direction.close() for direction in directions]

@@ -2,12 +2,15 @@
 
 import asyncio
 import hashlib
+import re
 import threading
 import time
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvoffload import open_backend
 from kvoffload.core.transfers import (
@@ -20,7 +23,12 @@ from kvoffload.core.transfers import (
 )
 from kvoffload.testing import FaultyBackend, Plan
 from kvoffload.transfer.copier import CpuCopier
-from kvoffload.transfer.handlers import CopyHandler, PersistHandler, StagedLoadHandler
+from kvoffload.transfer.handlers import (
+    CopyHandler,
+    PersistHandler,
+    StagedLoadHandler,
+    portions,
+)
 from kvoffload.transfer.ioloop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
@@ -204,6 +212,54 @@ def test_each_chunk_is_copied_as_it_arrives_while_a_later_one_is_still_being_rea
     half.io.call(disk.close())
 
 
+@pytest.mark.parametrize("tier", ["store", "disk"])
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 7])
+def test_chunks_that_take_turns_in_slots_wait_until_those_before_them_were_copied(
+    patient_half, until, tmp_path, tier, num_slots
+):
+    """Read too early, the next chunk's bytes would reach the blocks of the one before."""
+    half = patient_half
+    options = {"root": str(tmp_path), "capacity": "1MiB", "min_free": 0}
+    disk = half.backends["disk"] = open_backend("disk", options, "0" * 64)
+    originals = store_all(half, until, tier)
+    copy = half.copier._copy
+    half.copier._copy = lambda moves, to_host: (time.sleep(0.005), copy(moves, to_host))
+    slots = [i % num_slots for i in range(20)]
+    half.worker.submit(3, (staged(slots, range(20), tier), GPULoadStoreSpec(range(40))), 20)
+    (result,) = until(half.worker.get_finished)
+    assert result.success
+    for original, t in zip(originals, half.caches.tensors, strict=True):
+        assert torch.equal(t.tensor[:40], original)
+    assert not half.slab.rows[num_slots:].any()
+    half.io.call(disk.close())
+
+
+def test_no_later_portion_is_begun_when_one_hangs_until_the_deadline(half, until):
+    originals = store_all(half, until)
+    half.store.plans = [Plan("hang", frozenset({"read"}), keys=frozenset(KEYS[8:9]))]
+    slots = [i % 4 for i in range(20)]
+    half.worker.submit(3, (staged(slots, range(20)), GPULoadStoreSpec(range(40))), 20)
+    (result,) = until(half.worker.get_finished)
+    good = [i for i, ok in enumerate(result.ok) if ok]
+    # The other half of the slots could be used once more, and not again.
+    assert good == [0, 1, 2, 3, 4, 5, 6, 7, 10, 11]
+    assert (result.settled, result.reason) == (True, "deadline")
+    for original, t in zip(originals, half.caches.tensors, strict=True):
+        for i in range(20):
+            expected = original[2 * i : 2 * i + 2] if i in good else torch.zeros(2, 1)
+            assert (t.tensor[2 * i : 2 * i + 2] == expected).all()
+
+
+@given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 12))
+def test_a_call_of_a_load_repeats_no_slot_and_leaves_none_out(slots, limit):
+    cuts = list(portions(slots, limit))
+    assert [end for _, end in cuts][:-1] == [start for start, _ in cuts][1:]
+    assert [slots[i] for cut in cuts for i in range(*cut)] == slots
+    for cut in cuts:
+        call = slots[slice(*cut)]
+        assert 0 < len(set(call)) == len(call) <= limit
+
+
 @pytest.mark.parametrize("verb", ["read", "write"])
 @pytest.mark.parametrize("fault", ["raise", "hang", "miss"])
 def test_a_misbehaving_store_is_a_failed_job_not_an_exception(half, until, verb, fault):
@@ -265,10 +321,36 @@ def test_a_transfer_nobody_serves_is_answered_as_failed(half):
     ]
 
 
-def test_copies_refused_after_a_read_are_a_failed_job_with_a_reason(half, until):
+@pytest.mark.parametrize(
+    ("blocks", "named"),
+    [([0, 1, 2, 999], r"\[999\]: out of"), ([0, 1, 5, 1], r"\[1\]: written twice")],
+)
+def test_a_load_is_refused_as_a_whole_before_anything_is_read_or_copied(
+    half, until, caplog, blocks, named
+):
+    """Also for what several copies would do to one block, each of them without a fault."""
     store_all(half, until)
-    half.worker.submit(3, (staged(range(2), range(2)), GPULoadStoreSpec([0, 1, 2, 999])), 2)
-    (result,) = until(half.worker.get_finished)
+    half.slab.rows[:2] = 7
+    before = [entry.tensor.clone() for entry in half.caches.tensors]
+    spec = StagedLoadStoreSpec([0, 1], [Fetch("store", (1,), (KEYS[1],))])  # chunk 0 is here
+    half.worker.submit(3, (spec, GPULoadStoreSpec(blocks)), 2)
+    (result,) = half.worker.get_finished()
+    assert (result.ok, result.reason) == ((False,) * 2, "refused_transfer")
+    assert re.search(named, caplog.text)
+    assert (half.slab.rows[:2] == 7).all()
+    assert all(torch.equal(a, b.tensor) for a, b in zip(before, half.caches.tensors, strict=True))
+
+
+def test_copies_refused_after_a_read_are_a_failed_job_with_a_reason(half, until, monkeypatch):
+    store_all(half, until)
+
+    def refuse(*_, **__):
+        raise RuntimeError("out of something")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(half.copier, "launch", refuse)
+        half.worker.submit(3, (staged(range(2), range(2)), GPULoadStoreSpec(range(4))), 2)
+        (result,) = until(half.worker.get_finished)
     assert (result.ok, result.reason) == ((False,) * 2, "refused_transfer")
     half.worker.submit(4, (staged(range(2), range(2)), GPULoadStoreSpec(range(4))), 2)
     (result,) = until(half.worker.get_finished)

@@ -1,6 +1,7 @@
 """Copies through streams are fenced: each fence is shown to be needed by taking it away."""
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvoffload.testing.interleavings import (
     words,
 )
 from kvoffload.testing.late_device import LateDevice
+from kvoffload.transfer import stream_copier
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
 from kvoffload.transfer.slab import Slab
 from kvoffload.transfer.stream_copier import Direction, StreamCopier
@@ -130,6 +132,40 @@ def test_a_device_that_breaks_is_an_error_of_every_fence_and_nothing_hangs(parts
         assert fence.done()
         assert "the device is broken" in str(fence.error)
     assert before.error is None
+
+
+def test_copies_that_do_not_end_are_left_alone_when_the_copier_is_closed(monkeypatch, caplog):
+    """All threads together get the time that one would; the device is not closed under them."""
+    monkeypatch.setattr(stream_copier, "CLOSE_TIMEOUT_S", 0.2)
+    ended = threading.Event()
+
+    class Hanging(Direction):
+        def fence_host(self, job):
+            assert ended.wait(60)
+            super().fence_host(job)
+
+    class Copier(StreamCopier):
+        direction_type = Hanging
+
+    caches = small_caches()
+    layout = ChunkLayout(caches, PER_CHUNK)
+    slab = Slab(NUM_SLOTS, layout.slot_bytes)
+    device = LateDevice(caches, slab, seed=1)
+    copier = Copier(caches, slab, layout, device)
+    launch(copier, 0, [1, 2])
+    launch(copier, 1, [3, 4], to_host=False)
+    joined = []
+    join = threading.Thread.join
+    monkeypatch.setattr(threading.Thread, "join", lambda t, s: joined.append(s) or join(t, s))
+    copier.close()
+    assert not device.is_closed
+    assert "left alone" in caplog.text
+    assert joined
+    assert sum(s for s in joined if s > 0.1) < 0.5  # not the whole time for each
+    monkeypatch.undo()
+    ended.set()
+    copier.close()
+    assert device.is_closed
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,68 @@
+"""Caches that cannot be copied are refused, by index, before a thread is started."""
+
+import threading
+
+import pytest
+import torch
+
+from kvoffload.core.canonical import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
+from kvoffload.errors import ConfigError
+from kvoffload.transfer.choice import make_copier
+from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.slab import Slab
+
+PAGE = 64
+
+
+def rows(device="cpu", dtype=torch.int8):
+    return torch.zeros((8, PAGE), dtype=dtype, device=device)
+
+
+GOOD = rows()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "named"),
+    [
+        ([GOOD, GOOD, rows("meta")], r"several devices: \{0: 'cpu', 1: 'cpu', 2: 'meta'\}"),
+        ([GOOD, torch.zeros((PAGE, 8), dtype=torch.int8).t()], r"tensors\[1\]: strides \(1, 8\)"),
+        ([torch.zeros((8, 2 * PAGE), dtype=torch.int8)[:, ::2]], r"tensors\[0\]: strides.*side"),
+        ([GOOD, GOOD.flatten().as_strided((8, PAGE), (PAGE // 2, 1))], r"\[1\].*rows overlap"),
+        ([rows(dtype=torch.float16)], r"tensors\[0\]: torch.float16 of shape \(8, 64\)"),
+        ([GOOD, GOOD.view(2, 4, PAGE)], r"tensors\[1\]: torch.int8 of shape \(2, 4, 64\)"),
+        ([GOOD, GOOD[:, : PAGE // 2]], "uses 64 bytes of the rows of tensor 1, which have 32"),
+        ([GOOD, None], "group 0 names tensor 1 of 1"),
+    ],
+)
+def test_tensors_that_are_not_rows_of_bytes_on_one_device_are_refused(tensors, named):
+    caches = CanonicalKVCaches(
+        tuple(CanonicalKVCacheTensor(tensor, PAGE) for tensor in tensors if tensor is not None),
+        (tuple(CanonicalKVCacheRef(i, PAGE) for i in range(len(tensors))),),
+    )
+    layout = ChunkLayout(caches, 1)
+    threads = threading.active_count()
+    with pytest.raises(ValueError, match=named):
+        make_copier(caches, Slab(1, layout.slot_bytes), layout)
+    assert threading.active_count() == threads
+
+
+def test_a_device_that_nobody_copies_from_is_refused_by_name():
+    caches = CanonicalKVCaches(
+        (CanonicalKVCacheTensor(rows("meta"), PAGE),), ((CanonicalKVCacheRef(0, PAGE),),)
+    )
+    layout = ChunkLayout(caches, 1)
+    with pytest.raises(ConfigError, match=r"kv_caches = .*meta.*must be CPU or CUDA tensors"):
+        make_copier(caches, Slab(1, layout.slot_bytes), layout)
+
+
+def test_padded_rows_are_not_refused():
+    padded = torch.zeros((8, 2 * PAGE), dtype=torch.int8)[:, :PAGE]
+    caches = CanonicalKVCaches(
+        (CanonicalKVCacheTensor(padded, PAGE),), ((CanonicalKVCacheRef(0, PAGE),),)
+    )
+    layout = ChunkLayout(caches, 1)
+    make_copier(caches, Slab(1, layout.slot_bytes), layout).close()
