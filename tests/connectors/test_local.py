@@ -175,7 +175,7 @@ def test_blocks_are_not_overwritten_before_their_store_has_read_them(
     copier = connector._spec._copier
     gate = threading.Event()
     copy = copier._copy
-    copier._copy = lambda moves, to_host: (gate.wait(5), copy(moves, to_host))
+    copier._copy = lambda *copies: (gate.wait(5), copy(*copies))
     request = new_request("p", 41)
     blocks = list(range(5, 15))
     original = kv_caches.tensors[0].tensor[blocks].clone()
@@ -242,7 +242,7 @@ def test_a_store_is_waited_for_even_if_a_load_into_its_blocks_has_failed_since(
     push_out(connector, new_request)
     copier = connector._spec._copier
     gate, copy = threading.Event(), copier._copy
-    copier._copy = lambda moves, to_host: (gate.wait(5), copy(moves, to_host))
+    copier._copy = lambda *copies: (gate.wait(5), copy(*copies))
     connector.after_forward(new_request("q", 41), [range(20, 30)], 40)  # copied only later
     waited = []
     connector._worker.wait = waited.append
