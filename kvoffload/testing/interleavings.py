@@ -91,6 +91,8 @@ class Interleaving:
         flushes: whether a block is waited for before it is overwritten; False breaks a rule that
             engines keep, to show that it is needed.
         keeps_slots: whether a slot is left alone while a load reads it; likewise.
+        keeps_blocks: whether the blocks of a load that nobody wants any more, because its request
+            was preempted, are left alone until it has ended; likewise.
         waits_for_layers: whether a layer is waited for before it is read while its load goes on;
             likewise.
     """
@@ -102,6 +104,7 @@ class Interleaving:
     seed: int
     flushes: bool = True
     keeps_slots: bool = True
+    keeps_blocks: bool = True
     waits_for_layers: bool = True
     compared: int = 0
     """Blocks and slots found to hold what they must."""
@@ -157,7 +160,7 @@ class Interleaving:
                 self._write(block)  # zeroed for its new owner, say
         held = self._slots[slot]
         assert held is not None
-        # What computes with the blocks is enqueued before any copy runs: both then take their chance.
+        # What computes with the blocks is enqueued before any copy runs: both take their chance.
         self.engine.pause()
         fence = self._launch(slot, blocks, held, False)
         for block, version in zip(blocks, held, strict=True):
@@ -176,7 +179,9 @@ class Interleaving:
 
     def _overwrite(self) -> None:
         """Preempt whoever has a block, and give it to another request."""
-        block = self._pick(set(range(NUM_BLOCKS)) - self._blocks(to_host=False))
+        loading = self._blocks(to_host=False)
+        kept = set(range(NUM_BLOCKS)) - loading
+        block = self._pick(kept if self.keeps_blocks or not loading else loading)
         if block is not None:
             self._write(block)
 

@@ -14,6 +14,7 @@ import time
 import pytest
 
 from kvoffload.connectors.local import LocalConnector
+from kvoffload.connectors.local_jobs import Store
 from kvoffload.transfer.copier import CpuCopier, DoneFence
 from kvoffload.transfer.handlers import _Job
 
@@ -102,6 +103,8 @@ class Engine:
 
     def poll(self):
         for outcome in self.connector.poll():
+            if outcome.request_id not in self._loading:
+                continue  # ended, and its blocks free, before it was told that nothing came
             request, blocks, wanted = self._loading.pop(outcome.request_id)
             if not wanted:
                 self._free.extend(blocks)
@@ -117,8 +120,12 @@ class Engine:
         """Preempt or finish any request, also one that is loading."""
         if self._loading and self._rng.random() < 0.3:
             request, blocks, wanted = self._rng.choice(list(self._loading.values()))
-            if wanted and self.connector.request_finished(request):
-                self._loading[request.request_id] = (request, blocks, False)
+            if wanted:
+                del self._loading[request.request_id]
+                if self.connector.request_finished(request):
+                    self._loading[request.request_id] = (request, blocks, False)
+                else:
+                    self._free.extend(blocks)
         elif self._running:
             request, blocks = self._running.pop(self._rng.randrange(len(self._running)))
             self.connector.request_finished(request)
@@ -193,6 +200,36 @@ def test_without_waiting_for_copies_the_next_pass_overwrites_what_is_being_store
     walk, monkeypatch
 ):
     monkeypatch.setattr(LocalConnector, "before_forward", lambda self, blocks: None)
+    assert walk(NUM_WALKS).wrong
+
+
+def blocks_of_preempted_loads_are_given_away(monkeypatch):
+    finished = LocalConnector.request_finished
+
+    def never_says_so(self, request):
+        finished(self, request)
+        return False
+
+    monkeypatch.setattr(LocalConnector, "request_finished", never_says_so)
+
+
+def test_blocks_of_a_preempted_load_given_away_too_soon_are_still_waited_for(walk, monkeypatch):
+    """An engine that does not heed what request_finished says waits longer, and no more."""
+    blocks_of_preempted_loads_are_given_away(monkeypatch)
+    engine = walk(NUM_WALKS)
+    assert engine.wrong == 0
+    assert engine.loaded > 100
+
+
+def test_blocks_of_a_preempted_load_that_nobody_waits_for_are_written_by_two(walk, monkeypatch):
+    blocks_of_preempted_loads_are_given_away(monkeypatch)
+
+    def wait_for_stores_alone(self, blocks):
+        under_way = self._under_way
+        jobs = {job for block in blocks for job in under_way._busy_blocks.get(block, ())}
+        under_way._worker.wait({job for job in jobs if isinstance(under_way._jobs[job], Store)})
+
+    monkeypatch.setattr(LocalConnector, "before_forward", wait_for_stores_alone)
     assert walk(NUM_WALKS).wrong
 
 

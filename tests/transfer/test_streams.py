@@ -267,10 +267,10 @@ def test_without_a_fence_other_bytes_are_found(broken):
     assert _caught(direction=broken)
 
 
-@pytest.mark.parametrize("rule", ["flushes", "keeps_slots", "waits_for_layers"])
+@pytest.mark.parametrize("rule", ["flushes", "keeps_slots", "keeps_blocks", "waits_for_layers"])
 def test_without_a_rule_that_engine_and_manager_keep_other_bytes_are_found(rule):
-    """A preempted request's blocks are waited for; a slot that a load reads is not given away; a
-    layer is read when it is there.
+    """Stores of a preempted request's blocks are waited for; a slot that a load reads is not given
+    away, nor the blocks it writes; a layer is read when it is there.
     """
     assert _caught(**{rule: False})
 
