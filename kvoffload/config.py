@@ -62,9 +62,12 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """What an engine attaches with. Read one from plain data with :func:`parse_config`."""
 
     cpu_bytes: ByteSize
-    """Host memory for offloaded chunks, for this process."""
+    """Host memory for offloaded chunks, for this process; 0: chunks are kept on the tiers alone."""
     backends: tuple[BackendConfig, ...] = ()
     """Tiers below host memory, looked up in this order."""
+    staging_bytes: ByteSize = ByteSize(256 << 20)
+    """Host memory that chunks pass through on their way to the tiers and back if ``cpu_bytes`` is
+    0; not used otherwise."""
     blocks_per_chunk: int = 1
     """Consecutive GPU blocks that are keyed, moved and evicted together."""
     policy: str = "lru"
@@ -76,7 +79,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     lookup_timeout_s: float = 0.25
     """How long a tier may leave "is this chunk here?" unanswered."""
     max_inflight_bytes: ByteSize | None = None
-    """Host bytes that write-through may pin at once; default: a half of ``cpu_bytes``."""
+    """Host bytes that write-through may pin at once; default: a half of the host memory."""
     store_threshold: int = 1
     """Requests a chunk must be seen in before it is stored; 2 keeps out what is never used again,
     at the price of one more computation of what is."""
@@ -85,6 +88,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def __post_init__(self) -> None:
         """Refuse values no tier could work with."""
+        if not self.cpu_bytes and not self.backends:
+            raise ConfigError("cpu_bytes", 0, "keeps nothing in host memory: name a tier, or more")
         if self.blocks_per_chunk < 1:
             raise ConfigError("blocks_per_chunk", self.blocks_per_chunk, "must be at least 1")
         if self.store_threshold < 1:
@@ -92,6 +97,12 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         for name in ("load_timeout_s", "store_timeout_s", "lookup_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(name, getattr(self, name), "must be a positive number of seconds")
+
+    @property
+    def host_memory(self) -> tuple[str, ByteSize]:
+        """The setting that says how much host memory to take, and how much that is."""
+        name = "cpu_bytes" if self.cpu_bytes else "staging_bytes"
+        return name, getattr(self, name)
 
 
 _Config = TypeVar("_Config", bound=OffloadConfig)

@@ -262,6 +262,10 @@ class LocalConnector:
             return  # offered again with the next chunk
         for group in self._groups.offloaded:
             state.next_store[group.index] = num_computed_tokens // group.chunk_tokens
+        state.refused = output.refused_keys
+        for key in output.refused_keys:  # offered again after the next pass
+            piece = piece_of[key]
+            state.next_store[piece.group] = min(state.next_store[piece.group], piece.chunk)
         if not output.keys_to_store:
             return
         # Transfers list group after group.
@@ -285,6 +289,7 @@ class LocalConnector:
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return False
+        self._manager.drop(state.refused)
         self._manager.retire(self._groups.from_head_to_tail(state.keys), self._context(request))
         return state.loading is not None
 

@@ -57,6 +57,8 @@ class RequestState:
     """Its blocks were computed before a reset: they are not to be stored any more."""
     counted: bool = False
     """Whether the request counted as a use of its chunks."""
+    refused: tuple[OffloadKey, ...] = ()
+    """Chunks that found no room when they were last offered for storing."""
 
 
 @dataclass(frozen=True)

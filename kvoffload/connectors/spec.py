@@ -25,6 +25,7 @@ from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.host import HostLedger
 from kvoffload.offload.identity import Fact, namespace, readable
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
+from kvoffload.offload.staging import StagingManager
 from kvoffload.transfer.base import Copier
 from kvoffload.transfer.choice import make_copier
 from kvoffload.transfer.handlers import CopyHandler, PersistHandler, StagedLoadHandler
@@ -42,6 +43,11 @@ def tier_names(config: OffloadConfig) -> list[tuple[str, BackendConfig]]:
     for i, wanted in enumerate(config.backends):
         named[wanted.type if wanted.type not in named else f"{wanted.type}{i}"] = wanted
     return list(named.items())
+
+
+def manager_type(config: OffloadConfig) -> type[TieredOffloadingManager]:
+    """Return the manager for these settings: with a cache in host memory, or without."""
+    return TieredOffloadingManager if config.cpu_bytes else StagingManager
 
 
 @dataclass
@@ -76,15 +82,16 @@ class TieredOffloadingSpec(OffloadingSpec):
         self.config = config
         self._layout = layout
         self._geometry: HostGeometry | None = None
+        setting, host_bytes = config.host_memory
         if layout is not None and len({size for size in layout.payload_bytes if size}) > 1:
-            self._geometry = HostGeometry.plan(config.cpu_bytes, layout.payload_bytes)
+            self._geometry = HostGeometry.plan(host_bytes, layout.payload_bytes, setting)
             slot_bytes = self._geometry.row_bytes
         self.slot_bytes = slot_bytes
-        self.num_slots = config.cpu_bytes // slot_bytes
+        self.num_slots = host_bytes // slot_bytes
         if self.num_slots < 1:
             raise ConfigError(
-                "cpu_bytes",
-                human_bytes(config.cpu_bytes),
+                setting,
+                human_bytes(host_bytes),
                 f"must hold at least one chunk, which takes {human_bytes(slot_bytes)}; "
                 "raise it or lower blocks_per_chunk",
             )
@@ -97,7 +104,7 @@ class TieredOffloadingSpec(OffloadingSpec):
             )
         self._policy = registry.load(registry.POLICIES, config.policy, "policy")
         self._facts = dict(facts)
-        self._slab = Slab(self.num_slots, slot_bytes)
+        self._slab = Slab(self.num_slots, slot_bytes, setting=setting)
         self.io = IOLoop()
         self._copier: Copier | None = None
         try:
@@ -169,7 +176,7 @@ class TieredOffloadingSpec(OffloadingSpec):
             host = HostLedger(self.num_slots, self._policy(self.num_slots), self.slot_bytes)
         else:
             host = ExtentLedger(self._geometry, self._policy)
-        return TieredOffloadingManager(
+        return manager_type(self.config)(
             host,
             tiers=self._opened.tiers,
             max_persisting_slots=None if limit is None else limit // self.slot_bytes,

@@ -112,6 +112,8 @@ class PrepareStoreOutput:
     keys_to_store: tuple[OffloadKey, ...]
     store_spec: CPULoadStoreSpec
     evicted_keys: tuple[OffloadKey, ...]
+    refused_keys: tuple[OffloadKey, ...] = ()
+    """No room for these now, but soon: offer them again, or give them up with ``drop``."""
 
 
 @dataclass(frozen=True)

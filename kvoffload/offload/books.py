@@ -25,6 +25,8 @@ class Books:
     residence: Residence
     write_through: WriteThrough
     counters: Counter[str]
+    promotes: bool = True
+    """Whether what is loaded from a tier is also written to the nearer ones."""
 
     def reserve(
         self, keys: Sequence[OffloadKey], protected: Collection[OffloadKey] = ()

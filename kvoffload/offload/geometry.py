@@ -34,8 +34,12 @@ class HostGeometry:
         return self.num_rows // self.extent_rows if self.extent_rows else 0
 
     @classmethod
-    def plan(cls, total_bytes: int, chunk_bytes: Sequence[int]) -> "HostGeometry":
+    def plan(
+        cls, total_bytes: int, chunk_bytes: Sequence[int], setting: str = "cpu_bytes"
+    ) -> "HostGeometry":
         """Cut memory up for chunks of these sizes, one for each group; 0 for a group never stored.
+
+        ``setting`` is what an error names.
 
         Raises:
             ConfigError: it cannot hold one chunk of each size at a time.
@@ -46,7 +50,7 @@ class HostGeometry:
         rows = [size // row_bytes for size in sizes]
         if num_rows < rows[-1] * len(rows):
             raise ConfigError(
-                "cpu_bytes",
+                setting,
                 human_bytes(total_bytes),
                 f"must hold at least one chunk of each size, {human_bytes(sizes[-1])} the largest; "
                 "raise it or lower blocks_per_chunk",

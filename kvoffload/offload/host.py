@@ -8,9 +8,10 @@ transfers still use its slot); or in *limbo* (its transfer was given up, yet som
 touch the memory). Idle ready chunks, and only these, are in the policy's order.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain, cycle, repeat
 
 from kvoffload.core.transfers import OffloadKey
 from kvoffload.errors import UsageError
@@ -47,6 +48,8 @@ class HostLedger:
         self._free = list(range(num_slots - 1, -1, -1))
         self._orphans: dict[OffloadKey, _Orphan] = {}
         self._limbo: dict[int, list[OffloadKey | None]] = {}
+        # Slots that chunks of a load use one after the other: how many have not ended.
+        self._turns: Counter[int] = Counter()
 
     # ---- what is here ----
 
@@ -156,6 +159,36 @@ class HostLedger:
             self.idle.put(key, slot)
         return gone
 
+    def take_turns(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Take slots for chunks that use them one after the other, where there are fewer slots.
+
+        Half of those that are free at most, so that whoever comes next finds some as well. A slot
+        is free again when the last of its chunks has ended. Empty, if there is none for some size.
+        """
+        by_size: dict[int, list[OffloadKey]] = {}
+        for key in keys:
+            by_size.setdefault(self.bytes_of(key), []).append(key)
+        slots = {
+            size: self.reserve(mine[: -(-self.room_for(mine[0]) // 2)])[0]
+            for size, mine in by_size.items()
+        }
+        if not all(slots.values()):
+            for slot in chain(*slots.values()):
+                self._put(slot)
+            return []
+        next_of = {size: cycle(mine).__next__ for size, mine in slots.items()}
+        taken = [next_of[self.bytes_of(key)]() for key in keys]
+        self._turns.update(taken)
+        return taken
+
+    def _let_go(self, slot: int) -> None:
+        """A chunk does not use a slot any more: it is free, unless others have their turn."""
+        if self._turns[slot] > 1:
+            self._turns[slot] -= 1
+        else:
+            del self._turns[slot]
+            self._put(slot)
+
     def _put(self, slot: int) -> None:
         """A slot is free again."""
         self._free.append(slot)
@@ -163,7 +196,7 @@ class HostLedger:
     def give_back(self, slot: int, settled: bool) -> None:
         """A slot whose chunk never became ready is no longer wanted."""
         if settled:
-            self._put(slot)
+            self._let_go(slot)
         else:
             # A late read could still write here: reused now, it would corrupt another chunk.
             self._limbo.setdefault(slot, []).append(None)
@@ -177,7 +210,7 @@ class HostLedger:
         if not uses:
             del self._limbo[slot]
         if key is None:
-            self._put(slot)
+            self._let_go(slot)
         else:
             self.end_use(key)
         return True
@@ -256,7 +289,7 @@ class HostLedger:
             orphan.users -= 1
             if not orphan.users:
                 del self._orphans[key]
-                self._put(orphan.slot)
+                self._let_go(orphan.slot)
         elif key in self._more_users:
             self._more_users[key] -= 1
             if not self._more_users[key]:
@@ -310,19 +343,28 @@ class HostLedger:
             (any(key not in self.policy for key in idle), "idle chunks are in the order"),
             (not self.pinned.keys().isdisjoint(idle), "a pinned chunk is not idle"),
             (not self._more_users.keys() <= self.pinned.keys(), "chunks in use are pinned"),
+            (not self._turns_add_up(), "only chunks that take turns share a slot"),
         ):
             if broken:
                 raise UsageError(f"the host ledger is inconsistent: not true that {what}")
 
-    def _taken(self) -> list[int]:
-        """List the slots that are not free, from all places they may be in."""
+    def _turns_add_up(self) -> bool:
+        uses = Counter(self._uses())
+        return self._turns <= uses and all(uses[i] == max(1, self._turns[i]) for i in uses)
+
+    def _taken(self) -> set[int]:
+        """The slots that are not free."""
+        return set(self._uses())
+
+    def _uses(self) -> list[int]:
+        """List the slots of all chunks, from all places they may be in."""
         places: list[Iterable[int]] = [
             self.idle.slots.values(),
             self.pinned.values(),
             self.incoming.values(),
             self.fetching.values(),
             (orphan.slot for orphan in self._orphans.values()),
-            (slot for slot, uses in self._limbo.items() if None in uses),
+            (slot for slot, uses in self._limbo.items() for key in uses if key is None),
         ]
         return [slot for place in places for slot in place]
 

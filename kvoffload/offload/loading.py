@@ -14,13 +14,11 @@ class Loading:
 
     Args:
         books: the manager's.
-        promotes: whether what is loaded from a tier is also written to the nearer ones.
     """
 
-    def __init__(self, books: Books, promotes: bool) -> None:
+    def __init__(self, books: Books) -> None:
         self._books = books
         self._host = books.host
-        self._promotes = promotes
         self._fetch_tier: dict[OffloadKey, Tier] = {}
 
     def prepare(
@@ -40,7 +38,7 @@ class Loading:
         # Pin what is here before making room for the rest, or it might be what is evicted.
         here = {i: host.pin(keys[i]) for i, tier in enumerate(sources) if tier is None}
         missing = [key for key, tier in zip(keys, sources, strict=False) if tier]
-        slots = self._books.reserve(missing)[0] if missing else []
+        slots = self._slots_for(missing) if missing else []
         slots.reverse()
         host_slots: list[int] = []
         fetches: dict[Tier, list[int]] = {}
@@ -64,6 +62,15 @@ class Loading:
             host_slots,
             [Fetch(t.name, tuple(at), tuple(keys[i] for i in at)) for t, at in fetches.items()],
         )
+
+    def _slots_for(self, missing: Sequence[OffloadKey]) -> list[int]:
+        """Take slots for as many leading chunks as possible."""
+        return self._books.reserve(missing)[0]
+
+    def _stays(self, key: OffloadKey, slot: int) -> bool:
+        """A chunk arrived: whether it stays in its slot, loadable from there."""
+        self._host.become_ready(key, slot)
+        return True
 
     def _sources(self, keys: Sequence[OffloadKey], tiers: tuple[Tier, ...]) -> list[Tier | None]:
         """For the leading keys that can be had: None (in host memory) or the tier to fetch from."""
@@ -107,10 +114,9 @@ class Loading:
                 missed.append(key)
             if key in host.fetching:
                 slot = host.fetching.pop(key)
-                if success:
-                    host.become_ready(key, slot)
+                if success and self._stays(key, slot):
                     arrived.append(key)
-                    if source and self._promotes:
+                    if source and self._books.promotes:
                         promotions.setdefault(source, []).append(key)
                 else:
                     host.give_back(slot, settled)

@@ -134,7 +134,7 @@ class Lookups:
                     break
                 from_below += 1
                 found[tier.medium] += 1
-            if from_below and from_below > host.room_for(key) - idle_hits:
+            if from_below and not self._fits(key, from_below + idle_hits):
                 answer = False
                 break
             hits += 1
@@ -147,6 +147,14 @@ class Lookups:
             self._counters[f"lookup_hits_{medium}"] += count
         self._counters["lookup_hits"] += hits - start
         return hits, answer
+
+    def _fits(self, key: OffloadKey, count: int) -> bool:
+        """Whether host memory can receive that many chunks of this one's size in one load."""
+        return count <= self._host.room_for(key)
+
+    def has_room(self, keys: Sequence[OffloadKey]) -> bool:
+        """See :meth:`HostLedger.has_room`."""
+        return self._host.has_room(keys)
 
     def _note_declined(self, key: OffloadKey, slow: Iterable[Tier]) -> None:
         """A lookup ended at this chunk: was it because a tier that has it is too slow?"""

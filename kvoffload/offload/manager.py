@@ -57,6 +57,10 @@ class TieredOffloadingManager(OffloadingManager):
         promote: whether what is loaded from a tier is also written to the nearer ones.
     """
 
+    lookups_type = Lookups
+    loading_type = Loading
+    storing_type = Storing
+
     def __init__(
         self,
         host: HostLedger | int,
@@ -77,7 +81,7 @@ class TieredOffloadingManager(OffloadingManager):
         """What connectors measure: see :class:`Figures`."""
         self._host = host
         self._residence = Residence(REMEMBERED_DEPARTURES)
-        self._lookups = Lookups(host, self.figures, self.counters)
+        self._lookups = self.lookups_type(host, self.figures, self.counters)
         if max_persisting_slots is None:
             max_persisting_slots = max(1, host.num_slots // 2)
         self._write_through = WriteThrough(
@@ -87,11 +91,11 @@ class TieredOffloadingManager(OffloadingManager):
             lambda keys: self._residence.departures.note(keys, DROPPED),
         )
         self._books = Books(
-            host, self._lookups, self._residence, self._write_through, self.counters
+            host, self._lookups, self._residence, self._write_through, self.counters, promote
         )
-        self._loading = Loading(self._books, promote)
+        self._loading = self.loading_type(self._books)
         self._sightings = Sightings(store_threshold, max(MIN_SIGHTINGS, 2 * host.num_slots))
-        self._storing = Storing(self._books, self._sightings)
+        self._storing = self.storing_type(self._books, self._sightings)
         self._use_tiers(tiers)
 
     def _use_tiers(self, tiers: Sequence[Tier]) -> None:
@@ -123,7 +127,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     def has_room(self, keys: Sequence[OffloadKey]) -> bool:
         """Whether host memory can take all these chunks at once, as a load of them needs it."""
-        return self._host.has_room(keys)
+        return self._lookups.has_room(keys)
 
     def explain(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
@@ -176,6 +180,10 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> None:
         """See :meth:`OffloadingManager.complete_store`."""
         self._storing.complete(keys, success, settled)
+
+    def drop(self, keys: Sequence[OffloadKey]) -> None:
+        """Give up storing chunks that were refused; see :class:`PrepareStoreOutput`."""
+        self._storing.drop(keys)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         """See :meth:`OffloadingManager.touch`."""

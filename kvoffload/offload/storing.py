@@ -1,6 +1,6 @@
 """Stores: what is admitted, gets room, becomes loadable and goes on to the tiers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvoffload.core.transfers import CPULoadStoreSpec, OffloadKey
 from kvoffload.offload.admission import Sightings
@@ -30,7 +30,7 @@ class Storing:
     ) -> PrepareStoreOutput | None:
         """See :meth:`OffloadingManager.prepare_store`."""
         host = self._host
-        new = host.absent(keys)
+        new = self._missing(keys, req_context)
         hints = self._books.lookups.hints(req_context)
         if not hints.offload:
             self._books.counters["store_not_wanted"] += len(new)
@@ -42,18 +42,38 @@ class Storing:
             return PrepareStoreOutput((), CPULoadStoreSpec(()), ())
         # What is named and not here needs no protection: mostly that is all of it.
         protected = keys if len(new) < len(keys) else ()
-        slots, evicted = self._books.reserve(new, protected)
-        if len(slots) < len(new):
-            self._books.counters["store_refused"] += len(new) - len(slots)
-            self._books.residence.departures.note(new[len(slots) :], DROPPED)
-            if not slots:
-                return None
+        slots, evicted = self._slots_for(new, protected)
+        refused = self._refuse(new[len(slots) :])
+        if not (slots or refused):
+            return None
         stored = tuple(new[: len(slots)])
         host.incoming.update(zip(stored, slots, strict=True))
         host.prioritise(stored, hints.priority)
         if hints.tiers is not None:
             self._only_tiers.update(dict.fromkeys(stored, hints.tiers))
-        return PrepareStoreOutput(stored, CPULoadStoreSpec(slots), tuple(evicted))
+        return PrepareStoreOutput(stored, CPULoadStoreSpec(slots), tuple(evicted), refused)
+
+    def _missing(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None
+    ) -> list[OffloadKey]:
+        """Return those of these chunks that are to be stored, if they are admitted."""
+        return self._host.absent(keys)
+
+    def _slots_for(
+        self, new: Sequence[OffloadKey], protected: Collection[OffloadKey]
+    ) -> tuple[list[int], list[OffloadKey]]:
+        """Take slots for as many leading chunks as possible; return them and whom they evicted."""
+        return self._books.reserve(new, protected)
+
+    def _refuse(self, keys: Sequence[OffloadKey]) -> tuple[OffloadKey, ...]:
+        """Return those of the chunks without a slot that are worth another try."""
+        self.drop(keys)
+        return ()
+
+    def drop(self, keys: Sequence[OffloadKey]) -> None:
+        """These are not stored, because there was no room for them."""
+        self._books.counters["store_refused"] += len(keys)
+        self._books.residence.departures.note(keys, DROPPED)
 
     def _admit(self, keys: list[OffloadKey], req_context: ReqContext | None) -> list[OffloadKey]:
         admitted = self.sightings.admitted(keys, req_context.req_id if req_context else "")
@@ -75,12 +95,23 @@ class Storing:
         keys = stored = list(keys)
         if not (success and settled and self._host.all_ready(stored[::-1])):
             stored = self._complete_one_by_one(stored, success, settled)
-        self._books.residence.record(stored, CPU, Reason.STORED)
         only = {key: self._only_tiers.pop(key, None) for key in keys} if self._only_tiers else {}
-        for tier in self._books.lookups.tiers if stored else ():
-            wanted = stored
+        self._stored(stored, only)
+
+    def _stored(
+        self, keys: Sequence[OffloadKey], only: Mapping[OffloadKey, tuple[str, ...] | None]
+    ) -> None:
+        """Chunks are ready in host memory, some of them to be written to certain tiers only."""
+        self._books.residence.record(keys, CPU, Reason.STORED)
+        self._hand_on(keys, only)
+
+    def _hand_on(
+        self, keys: Sequence[OffloadKey], only: Mapping[OffloadKey, tuple[str, ...] | None]
+    ) -> None:
+        for tier in self._books.lookups.tiers if keys else ():
+            wanted = keys
             if only:
-                wanted = [k for k in stored if (t := only.get(k)) is None or tier.name in t]
+                wanted = [k for k in keys if (t := only.get(k)) is None or tier.name in t]
             self._books.write_through.offer(tier, wanted)
 
     def _complete_one_by_one(

@@ -77,11 +77,19 @@ class WriteThrough:
             if lane.waiting:
                 self._begin(lane)
 
+    def room_bytes(self) -> int:
+        """Bytes that the tier with the most room would begin to write now."""
+        lanes = self._lanes.values()
+        return max((self._limit_of(lane) - lane.pinned_bytes for lane in lanes), default=0)
+
+    def _limit_of(self, lane: _Lane) -> int:
+        if self._host.fetching and lane.limit_bytes:
+            return max(lane.limit_bytes // WHILE_LOADING, self._host.slot_bytes)
+        return lane.limit_bytes
+
     def _begin(self, lane: _Lane) -> None:
         host, waiting = self._host, lane.waiting
-        limit = lane.limit_bytes
-        if host.fetching and limit:
-            limit = max(limit // WHILE_LOADING, host.slot_bytes)
+        limit = self._limit_of(lane)
         batch: list[OffloadKey] = []
         gone: list[OffloadKey] = []
         for key in waiting:

@@ -32,19 +32,22 @@ class Slab:
         slot_bytes: bytes of a row.
         fd: a memory file from :func:`create_shared_memory` to map instead of private memory, so
             that several processes of this host use one slab. The caller keeps the descriptor.
+        setting: what an error names.
 
     Raises:
         ConfigError: there is not that much memory.
         ValueError: the memory file is of another size.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, fd: int | None = None) -> None:
+    def __init__(
+        self, num_slots: int, slot_bytes: int, fd: int | None = None, setting: str = "cpu_bytes"
+    ) -> None:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.num_bytes = num_slots * slot_bytes
         if fd is None:
-            check_host_memory(self.num_bytes)
-            self._map = _private_memory(self.num_bytes)
+            check_host_memory(self.num_bytes, setting)
+            self._map = _private_memory(self.num_bytes, setting)
         else:
             if (size := os.fstat(fd).st_size) != page_rounded(self.num_bytes):
                 raise ValueError(
@@ -102,12 +105,12 @@ _ADVICE = {"MADV_POPULATE_WRITE": 23}
 """What Python's mmap does not name; Linux has it since 5.14."""
 
 
-def _private_memory(num_bytes: int) -> mmap.mmap:
+def _private_memory(num_bytes: int, setting: str) -> mmap.mmap:
     try:
         return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:  # a limit of this process (RLIMIT_AS), or strict overcommit
         remedy = f"the system refuses this process so much memory ({error.strerror}); ask for less"
-        raise ConfigError("cpu_bytes", human_bytes(num_bytes), remedy) from error
+        raise ConfigError(setting, human_bytes(num_bytes), remedy) from error
 
 
 def page_rounded(num_bytes: int) -> int:

@@ -274,15 +274,17 @@ def faults(monkeypatch):
     return plans
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("model", MODELS)
 def test_random_prompts_over_a_small_host_memory_and_a_faulty_tier(engine, model, seed, faults):
     rng = random.Random(f"{model} {seed}")
+    per_chunk, memory = rng.choice([1, 2, 3]), rng.choice(["64KiB", "96KiB", "160KiB"])
     served = engine(
         MODELS[model],
         settings(
-            rng.choice([1, 2, 3]),
-            cpu_bytes=rng.choice(["64KiB", "96KiB", "160KiB"]),
+            per_chunk,
+            cpu_bytes=0 if seed == 2 else memory,  # then chunks only pass through host memory
+            staging_bytes=memory,
             backends=[{"type": "memory", "capacity": "512KiB"}] if seed else [],
             lookup_timeout_s=0.05,
         ),

@@ -27,6 +27,7 @@ from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.offload.policies.arc import ARCPolicy
 from kvoffload.offload.policies.handicap import HandicapPolicy
 from kvoffload.offload.policies.lru import LRUPolicy
+from kvoffload.offload.staging import StagingManager
 
 PROMPTS, LENGTH = 4, 6
 # Every other prompt is of a KV cache group of its own, whose chunks may be larger.
@@ -85,6 +86,7 @@ class Walk:
         threshold=1,
         sized=False,
         new_policy=LRUPolicy,
+        staging=False,
     ):
         self.rows_of = (1, LARGE_ROWS) if sized else (1, 1)
         if sized:
@@ -96,7 +98,8 @@ class Walk:
             policy = new_policy(host_slots)
         self.num_tiers = num_tiers
         self.stores = self.new_stores()
-        self.manager = TieredOffloadingManager(
+        self.staging = staging
+        self.manager = (StagingManager if staging else TieredOffloadingManager)(
             host, policy, self.tiers(), max_persisting, store_threshold=threshold
         )
         self.threshold = threshold
@@ -116,9 +119,9 @@ class Walk:
         self.requests += 1
         return ReqContext(f"r{self.requests}", {"kvoffload": hint} if hint else None)
 
-    def holds(self, slot, key):
+    def holds(self, slot, key, content=None):
         rows = self.rows_of[get_offload_group_idx(key)]
-        return all(self.content[row] == key for row in range(slot, slot + rows))
+        return all(self.content[row] == (content or key) for row in range(slot, slot + rows))
 
     def fill(self, slot, key, content):
         for row in range(slot, slot + self.rows_of[get_offload_group_idx(key)]):
@@ -146,13 +149,17 @@ class Walk:
         for i, slot in enumerate(slots):
             if i not in fetched:
                 assert self.holds(slot, keys[i]), "a hit's slot holds another chunk"
-        self.loads.append((keys[:hits], slots, fetched))
+        for i in fetched:
+            self.fill(slots[i], keys[i], context.req_id)
+        self.loads.append((keys[:hits], slots, fetched, context.req_id))
 
     def end_load(self, which, good, settled, twice=False):
         if not self.loads:
             return
-        keys, slots, fetched = self.loads.pop(which % len(self.loads))
+        keys, slots, fetched, req_id = self.loads.pop(which % len(self.loads))
         ok = [(good >> i) & 1 for i in range(len(keys))]
+        for i in fetched:
+            assert self.holds(slots[i], keys[i], req_id), "a slot of a load was given away"
         for i, slot in enumerate(slots):
             if i not in fetched:
                 assert self.holds(slot, keys[i]), "a pinned chunk was overwritten"
@@ -255,6 +262,15 @@ class Walk:
         if store and KEYS[prompt][i] in store.stored:
             store.evict(KEYS[prompt][i])
 
+    def others_write(self, tier, prompt):
+        """Another engine stores a prompt in a tier that both use."""
+        if self.stores:
+            self.replay()
+            name, store = list(self.stores.items())[tier % len(self.stores)]
+            for key in KEYS[prompt]:
+                store.write(key)
+            self.replayed[name.upper()].update(KEYS[prompt])
+
     def tier_answers(self, tier, answer):
         if self.stores:
             list(self.stores.values())[tier % len(self.stores)].answer_for_stored = answer
@@ -279,6 +295,9 @@ class Walk:
     def explain(self, prompt):
         for key, where in zip(KEYS[prompt], self.manager.explain(KEYS[prompt]), strict=True):
             answer = self.manager.lookup(key)
+            if self.staging and not self.manager._host.room_for(key):
+                assert answer is not True
+                continue
             assert (answer is True) == (where == "CPU" or where.startswith("T"))
             assert (answer is None) == (where in ("pending", "fetching"))
 
@@ -298,6 +317,7 @@ class Walk:
     def check(self):
         self.manager.check()
         host = self.manager._host
+        assert not (self.staging and host.num_ready), "a chunk stays in host memory"
         used = 0
         for key, slot in host.ready():
             assert self.holds(slot, key), "a loadable chunk's slot holds something else"
@@ -362,6 +382,7 @@ class ManagerMachine(RuleBasedStateMachine):
         threshold=st.sampled_from([1, 1, 2, 3]),
         sized=st.booleans(),
         policy=st.sampled_from(ORDERS),
+        staging=st.booleans(),
     )
     def start(self, **how):
         self.walk = Walk(
@@ -371,6 +392,7 @@ class ManagerMachine(RuleBasedStateMachine):
             how["threshold"],
             how["sized"],
             how["policy"],
+            how["staging"],
         )
 
     @rule(
@@ -428,6 +450,10 @@ class ManagerMachine(RuleBasedStateMachine):
     def evict_below(self, t, p, i):
         self.walk.evict_below(t, p, i)
 
+    @rule(t=st.integers(0, 1), prompt=st.integers(0, PROMPTS - 1))
+    def others_write(self, t, prompt):
+        self.walk.others_write(t, prompt)
+
     @rule(t=st.integers(0, 1), answer=st.sampled_from([True, True, False, None]))
     def tier_answers(self, t, answer):
         self.walk.tier_answers(t, answer)
@@ -476,6 +502,7 @@ def random_walk(rng):
         rng.choice([1, 1, 2]),
         rng.random() < 0.5,
         rng.choice(ORDERS),
+        rng.random() < 0.4,
     )
 
 
@@ -507,10 +534,12 @@ def random_steps(walk, rng, steps):
 
 
 def seldom(walk, rng, a, prompt):
-    if a < 8:
+    if a < 6:
         walk.reset()
-    elif a < 12:
+    elif a < 10:
         walk.replace_tiers()
+    elif a < 20:
+        walk.others_write(a, prompt)
     elif a < 40:
         walk.tier_answers(a, rng.choice([True, True, False, None]))
     elif a < 50:

@@ -125,8 +125,9 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         if self.ledger is None:
             return None
         output = self.ledger.prepare_store(list(keys), _context(req_context))
-        if output is None:
-            return None
+        if output is None or (output.refused_keys and not output.keys_to_store):
+            return None  # then vLLM offers them again; of a part of them it would not
+        self.ledger.drop(output.refused_keys)
         if output.keys_to_store:
             asked = len(output.keys_to_store)
             self._prepared.append(Prepared(output.store_spec, output.keys_to_store, asked))

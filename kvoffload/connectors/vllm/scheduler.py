@@ -20,13 +20,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 )
 
 from kvoffload import registry
+from kvoffload.connectors.spec import manager_type
 from kvoffload.connectors.vllm.jobs import Job, JobBook, slots_of
 from kvoffload.connectors.vllm.manager import ManagerAdapter
 from kvoffload.connectors.vllm.messages import RankFacts, StepOrders, StepReport
 from kvoffload.connectors.vllm.presence import LookupStores
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.offload.base import OffloadKey, Transfer
-from kvoffload.offload.manager import TieredOffloadingManager
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         policy = registry.load(registry.POLICIES, self.settings.policy, "policy")
         limit = self.settings.max_inflight_bytes
         slot_bytes = max(rank.slot_bytes for rank in ranks)
-        ledger = TieredOffloadingManager(
+        ledger = manager_type(self.settings)(
             num_slots,
             policy(num_slots),
             self.stores.tiers,

@@ -1,0 +1,338 @@
+"""The local connector without a cache in host memory: chunks only pass through on their way."""
+
+import asyncio
+import random
+import threading
+
+import pytest
+import torch
+
+import kvoffload
+from kvoffload import registry
+from kvoffload.connectors.local import LocalConnector
+from kvoffload.errors import ConfigError
+from kvoffload.testing import FaultyBackend, Plan
+
+BLOCK = 4
+SLOT = 4096
+PROMPT = 81
+CHUNKS = 10
+TOKENS = CHUNKS * 2 * BLOCK
+
+
+@pytest.fixture
+def stores(monkeypatch):
+    """Every store opened, in order; what misbehaves is up to the test."""
+    opened = []
+    real = kvoffload.open_backend
+
+    def open_faulty(*args, **kwargs):
+        opened.append(FaultyBackend(real(*args, **kwargs)))
+        return opened[-1]
+
+    monkeypatch.setattr(registry, "open_backend", open_faulty)
+    return opened
+
+
+@pytest.fixture
+def connect(kv_caches):
+    made = []
+
+    def make(slots=4, caches=kv_caches, backends=None, **settings):
+        config = {
+            "cpu_bytes": 0,
+            "staging_bytes": slots * SLOT,
+            "blocks_per_chunk": 2,
+            "backends": backends or [{"type": "memory", "capacity": "1MiB"}],
+            **settings,
+        }
+        made.append(LocalConnector(config, caches, block_size=BLOCK, facts={"model": "m"}))
+        return made[-1]
+
+    yield make
+    for connector in made:
+        connector.close()
+        connector.check()
+
+
+def store(connector, request, first_block=5):
+    """Compute a prompt, and go on until all of it is stored; returns its blocks."""
+    blocks = list(range(first_block, first_block + request.num_tokens // BLOCK))
+    connector.after_forward(request, [blocks], request.num_tokens)
+    while connector._requests[request.request_id].refused:
+        assert connector.flush()
+        connector.after_forward(request, [blocks], request.num_tokens)
+    assert connector.flush()
+    connector.request_finished(request)
+    return blocks
+
+
+def begin_load(connector, request, blocks):
+    tokens = connector.get_num_new_matched_tokens(request, 0)
+    if tokens:
+        connector.update_state_after_alloc(request, [blocks], tokens)
+    return tokens
+
+
+def at_rest(connector):
+    """Nothing is in flight, and nothing has stayed."""
+    assert connector.flush()
+    connector.check()
+    host = connector.stats()["host"]
+    assert (host["busy_chunks"], host["inflight_bytes"], host["resident_bytes"]) == (0, 0, 0)
+
+
+def release(connector, hanging):
+    connector._spec.io.loop.call_soon_threadsafe(hanging.release)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_a_prompt_larger_than_the_staging_memory_comes_back_byte_for_byte(
+    connect, new_kv_caches, new_request, until, tmp_path, seed
+):
+    rng = random.Random(seed)
+    pages = [rng.randrange(1, 700) for _ in range(rng.randrange(1, 4))]
+    caches = new_kv_caches(64, pages, padding=rng.choice([0, 7, 64]), seed=seed)
+    slot = -(-2 * sum(pages) // SLOT)
+    slots = rng.choice([1, 2, 3, 5, 9])
+    disk = {"type": "disk", "root": str(tmp_path), "capacity": "1MiB", "min_free": 0}
+    backends = [rng.choice([disk, {"type": "memory", "capacity": "1MiB"}])]
+    connector = connect(slots * slot, caches, backends)
+    stored = store(connector, new_request("p", PROMPT))[: 2 * CHUNKS]
+    originals = [t.tensor[stored].clone() for t in caches.tensors]
+    at_rest(connector)
+    request = new_request("p", PROMPT)
+    target = rng.sample(sorted(set(range(64)) - set(stored)), 20)
+    assert begin_load(connector, request, target) == TOKENS
+    (outcome,) = until(connector.poll)
+    medium = backends[0]["type"].upper()
+    assert outcome.ok
+    assert outcome.tokens_by_medium == {medium: TOKENS}
+    for t, original in zip(caches.tensors, originals, strict=True):
+        assert torch.equal(t.tensor[target], original)
+    at_rest(connector)
+    events = connector.take_events()
+    assert {event.medium for event in events} == {medium}
+    assert sum(len(event.keys) for event in events) == CHUNKS
+    figures = connector.stats()
+    assert figures["lookups"]["hits"]["CPU"] == 0
+    assert set(figures["loads"]) == set(figures["loaded_tokens"]) == {medium}
+
+
+def test_what_a_tier_has_is_not_copied_again(connect, new_request, until):
+    connector = connect()
+    request = new_request("p", PROMPT)
+    store(connector, request)
+    copied = connector.stats()["stores"]["CPU"]["chunks"]
+    begin_load(connector, request, range(20, 41))
+    (outcome,) = until(connector.poll)
+    assert outcome.ok
+    connector.after_forward(request, [range(20, 41)], PROMPT)  # the request goes on
+    at_rest(connector)
+    assert connector.stats()["stores"]["CPU"]["chunks"] == copied == CHUNKS
+
+
+@pytest.mark.parametrize("promote", [True, False])
+def test_what_only_the_farther_tier_has_goes_to_the_nearer_one_if_wished(
+    connect, new_request, stores, promote
+):
+    memory = {"type": "memory", "capacity": "1MiB"}
+    connector = connect(8, backends=[memory, memory], promote=promote)
+    store(connector, new_request("p", PROMPT))
+    near, far = stores
+    for key in list(near.inner._chunks):
+        near.forget([key])
+    store(connector, new_request("p", PROMPT, request_id="again"))
+    assert near.usage().chunks == (CHUNKS if promote else 0)
+    assert far.usage().chunks == CHUNKS
+
+
+def test_many_loads_at_once_share_the_slots_and_get_their_own_bytes(
+    connect, new_kv_caches, new_request, until, stores
+):
+    caches = new_kv_caches(num_blocks=400)
+    connector = connect(5, caches, lookup_timeout_s=30, load_timeout_s=30)
+    originals = {}
+    for i in range(8):
+        blocks = store(connector, new_request(f"p{i}", PROMPT), 1 + i * 20)[: 2 * CHUNKS]
+        originals[f"p{i}"] = [t.tensor[blocks].clone() for t in caches.tensors]
+    stores[0].plans = [Plan("delay", frozenset({"read"}), every=3, seconds=0.01)]
+    waiting = [new_request(f"p{i}", PROMPT) for i in range(8)]
+    blocks = {f"p{i}": range(200 + i * 20, 220 + i * 20) for i in range(8)}
+    outcomes, asked_again = [], 0
+    most = 0
+
+    def step():
+        nonlocal asked_again, most
+        for request in list(waiting):
+            tokens = begin_load(connector, request, blocks[request.request_id])
+            asked_again += tokens is None
+            if tokens:
+                assert tokens == TOKENS
+                waiting.remove(request)
+        most = max(most, connector.stats()["host"]["busy_chunks"])
+        outcomes.extend(connector.poll())
+        return len(outcomes) == 8
+
+    until(step)
+    assert all(outcome.ok for outcome in outcomes)
+    assert asked_again
+    assert 3 <= most <= 5
+    for name, original in originals.items():
+        for t, bytes_of in zip(caches.tensors, original, strict=True):
+            assert torch.equal(t.tensor[list(blocks[name])], bytes_of)
+    at_rest(connector)
+
+
+def test_stores_leave_slots_to_loads_and_what_finds_no_room_is_counted(
+    connect, new_request, until, stores
+):
+    connector = connect()
+    store(connector, new_request("p", PROMPT))
+    stores[0].plans = [Plan("hang", frozenset({"write"}))]
+    other = new_request("q", PROMPT)
+    connector.after_forward(other, [range(5, 25)], PROMPT)
+    lane = "write_through"
+    until(lambda: connector.poll() or connector.stats()[lane]["MEMORY"]["inflight_bytes"])
+    connector.after_forward(other, [range(5, 25)], PROMPT)  # offered again, in vain
+    assert connector.stats()["host"]["busy_chunks"] == 2
+    assert begin_load(connector, new_request("p", PROMPT), range(30, 51)) == TOKENS
+    (outcome,) = until(connector.poll)
+    assert outcome.ok
+    assert connector.stats()["not_stored"]["CPU"]["no_room"] == 0  # it may still be offered
+    connector.request_finished(other)
+    assert connector.stats()["not_stored"]["CPU"]["no_room"] == CHUNKS - 2
+    assert "dropped" in connector.explain(other)[0]
+    release(connector, stores[0])
+    at_rest(connector)
+
+
+def test_a_tier_that_hangs_holds_up_its_own_chunks_and_not_the_other_tier(
+    connect, new_request, stores, until
+):
+    memory = {"type": "memory", "capacity": "1MiB"}
+    connector = connect(8, backends=[memory, memory])
+    good, hung = stores
+    hung.plans = [Plan("hang", frozenset({"write"}))]
+    request = new_request("p", PROMPT)
+
+    def all_on_the_good_one():
+        connector.after_forward(request, [range(5, 25)], PROMPT)
+        connector.poll()
+        return good.usage().chunks == CHUNKS
+
+    until(all_on_the_good_one)
+    assert connector.stats()["host"]["busy_chunks"] <= 4
+    assert connector.stats()["not_stored"]["MEMORY1"]["back_pressure"] > 0
+    release(connector, hung)
+    connector.request_finished(request)
+    at_rest(connector)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 20])
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("raise", "error"), ("hang", "deadline"), ("miss", "missing")]
+)
+def test_a_load_that_fails_frees_its_slots_and_is_not_promised_again(
+    connect, new_request, until, stores, slots, fault, reason
+):
+    connector = connect(slots, load_timeout_s=0.2)
+    store(connector, new_request("p", PROMPT))
+    stores[0].plans = [Plan(fault, frozenset({"read"}), every=2 if slots == 3 else 1)]
+    request = new_request("p", PROMPT)
+    assert begin_load(connector, request, range(20, 41)) == TOKENS
+    (outcome,) = until(connector.poll)
+    assert not outcome.ok
+    assert connector.stats()["transfers"][f"failed_{reason}"] > 0
+    stores[0].plans = []
+    at_rest(connector)
+    assert connector.get_num_new_matched_tokens(request, 0) == outcome.num_loaded_tokens
+
+
+def test_slots_of_a_read_that_outlives_its_deadline_are_free_when_it_ends(
+    connect, new_request, until, stores
+):
+    connector = connect(3, load_timeout_s=0.1, lookup_timeout_s=0.05)
+    store(connector, new_request("p", PROMPT))
+    let_go = threading.Event()
+
+    async def read(keys, into):
+        thread = asyncio.get_running_loop().run_in_executor(None, let_go.wait, 20)
+        while not thread.done():
+            try:
+                await asyncio.shield(thread)
+            except asyncio.CancelledError:
+                continue
+        into[0][:] = b"\xee" * len(into[0])
+        return [False] * len(keys)
+
+    stores[0].read = read
+    assert begin_load(connector, new_request("p", PROMPT), range(20, 41)) == TOKENS
+    (outcome,) = until(connector.poll)
+    assert outcome.num_loaded_tokens == 0
+    assert connector.stats()["host"]["busy_chunks"] == 2  # half of three, rounded up
+    connector.check()
+    let_go.set()
+    until(lambda: connector.poll() or not connector.stats()["host"]["busy_chunks"])
+    at_rest(connector)
+
+
+def test_a_load_aborted_between_its_portions_keeps_its_blocks_until_told(
+    connect, new_request, until, stores
+):
+    connector = connect(2)
+    store(connector, new_request("p", PROMPT))
+    stores[0].plans = [Plan("delay", frozenset({"read"}), seconds=0.02)]
+    request = new_request("p", PROMPT)
+    begin_load(connector, request, range(20, 41))
+    assert connector.request_finished(request) is True
+    (outcome,) = until(connector.poll)
+    assert outcome.request_id == "p"
+    at_rest(connector)
+
+
+def test_a_reset_between_the_portions_of_a_load_lets_it_bring_nothing(
+    connect, new_request, until, stores
+):
+    connector = connect(2)
+    store(connector, new_request("p", PROMPT))
+    stores[0].plans = [Plan("delay", frozenset({"read"}), seconds=0.02)]
+    begin_load(connector, new_request("p", PROMPT), range(20, 41))
+    connector.reset_cache()
+    (outcome,) = until(connector.poll)
+    assert (outcome.num_loaded_tokens, outcome.ok) == (0, False)
+    at_rest(connector)
+    assert connector.get_num_new_matched_tokens(new_request("p", PROMPT), 0) == 0
+
+
+def test_without_a_free_slot_a_request_asks_again_until_the_lookup_deadline(
+    connect, new_request, until, stores
+):
+    connector = connect(1, lookup_timeout_s=0.05)
+    for name in ("p", "q"):
+        store(connector, new_request(name, PROMPT))
+    stores[0].plans = [Plan("hang", frozenset({"read"}))]
+    begin_load(connector, new_request("p", PROMPT), range(20, 41))
+    other = new_request("q", PROMPT)
+    assert connector.get_num_new_matched_tokens(other, 0) is None
+    until(lambda: connector.get_num_new_matched_tokens(other, 0) == 0)
+    release(connector, stores[0])
+    until(connector.poll)
+    assert connector.get_num_new_matched_tokens(other, 0) == TOKENS
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"cpu_bytes": 0}, "cpu_bytes"),
+        ({"cpu_bytes": 0, "staging_bytes": 100}, "staging_bytes"),
+        ({"cpu_bytes": 0, "staging_bytes": "900TiB"}, "staging_bytes"),
+    ],
+)
+def test_settings_that_leave_nothing_to_work_with_are_refused_by_name(kv_caches, settings, field):
+    if len(settings) > 1:
+        settings = {**settings, "backends": [{"type": "memory"}]}
+    with pytest.raises(ConfigError) as caught:
+        LocalConnector(settings, kv_caches, block_size=BLOCK, facts={"model": "m"})
+    assert caught.value.field == field
+    assert caught.value.remedy
