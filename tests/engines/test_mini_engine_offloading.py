@@ -22,7 +22,7 @@ from kvoffload.testing import FaultyBackend, Plan
 from kvoffload.transfer.copier import CpuCopier
 
 MAX_LEN = 96
-RANDOM, DAMAGED, MISBEHAVING = 120, 40, 40
+RANDOM, DAMAGED, MISBEHAVING, WITHOUT_HOST = 120, 40, 40, 40
 """Workloads of each kind."""
 PER_TEST = 40
 PATIENCE_S = 60.0
@@ -113,6 +113,16 @@ class Workload:
                 {"type": "disk", "root": str(root), "capacity": "64MiB", "min_free": 0}
             )
         self.requests = self._requests()
+
+    def without_host_cache(self, slots):
+        """Chunks only pass through host memory, to a disk and back."""
+        self.offload |= {
+            "cpu_bytes": 0,
+            "staging_bytes": slots * self.chunk_bytes,
+            "backends": [
+                {"type": "disk", "root": str(self.root), "capacity": "64MiB", "min_free": 0}
+            ],
+        }
 
     def _requests(self):
         """Conversations that share openings and come back longer: (step, tokens, params)."""
@@ -263,6 +273,35 @@ def test_random_workloads_give_the_tokens_and_pages_of_no_offloading(tiny, tmp_p
     assert total["preempted"] > 0
     assert total["from CPU"] > 0
     assert total["from DISK"] > 0
+
+
+@pytest.mark.parametrize("misbehaving", [False, True])
+def test_without_a_host_cache_tokens_and_pages_are_those_of_no_offloading(
+    tiny, tmp_path, monkeypatch, total, misbehaving
+):
+    opened, open_backend = [], registry.open_backend
+
+    def open_faulty(*args, **kwargs):
+        opened.append(FaultyBackend(open_backend(*args, **kwargs), *plans))
+        return opened[-1]
+
+    monkeypatch.setattr(registry, "open_backend", open_faulty)
+    for seed in range(3000, 3000 + WITHOUT_HOST):
+        draw = random.Random(seed)
+        faults = [draw.choice(READ_FAULTS), draw.choice(WRITE_FAULTS)] if misbehaving else []
+        plans = [Plan(f, frozenset(v), every=2, seconds=0.005) for f, v in faults]
+        workload, truth = Workload(tiny, seed, tmp_path / str(seed)), {}
+        workload.without_host_cache(draw.choice([1, 2, 4, 20]))
+        if misbehaving:
+            workload.offload |= {"load_timeout_s": 0.02, "store_timeout_s": 0.02}
+        expected = workload.expected(truth)
+        results, counts = workload.run(truth, restarts=1)
+        same_outputs(results, expected)
+        total.update(counts)
+    assert total["loaded"] > 0
+    assert total["from DISK"] > 0
+    assert total["from CPU"] == 0
+    assert (sum(store.struck for store in opened) > 0) == misbehaving
 
 
 @pytest.mark.parametrize("first", range(0, DAMAGED, PER_TEST))
