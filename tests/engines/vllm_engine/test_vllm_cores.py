@@ -1,5 +1,9 @@
 """Which cores vLLM computes on, on the CPU."""
 
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
+
 from kvoffload.connectors.vllm.affinity import RESERVED, warn_of_cores
 
 
