@@ -1,0 +1,83 @@
+"""Nothing is left of a transfer that has ended: no event, table, fence, thread or descriptor."""
+
+import gc
+import os
+import random
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from kvoffload.testing.interleavings import (
+    LAYERS,
+    NUM_BLOCKS,
+    NUM_SLOTS,
+    PER_CHUNK,
+    small_caches,
+)
+from kvoffload.testing.late_device import LateDevice
+from kvoffload.transfer.copier import CpuCopier
+from kvoffload.transfer.layout import ChunkLayout, ChunkMove
+from kvoffload.transfer.slab import Slab
+from kvoffload.transfer.stream_copier import StreamCopier
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def held():
+    """How many objects of the package there are, of each type; threads and descriptors."""
+    gc.collect()
+    ours = (type(thing) for thing in gc.get_objects())
+    found = Counter(kind.__name__ for kind in ours if kind.__module__.startswith("kvoffload."))
+    found["threads"] = threading.active_count()
+    found["descriptors"] = len(os.listdir("/proc/self/fd"))
+    return found
+
+
+@pytest.mark.parametrize(
+    "count", [4000, pytest.param(100_000, marks=[pytest.mark.chaos, pytest.mark.timeout(1200)])]
+)
+@pytest.mark.parametrize("layers", [(), LAYERS])
+@pytest.mark.parametrize("on", ["cpu", "device"])
+def test_many_transfers_leave_nothing_behind(on, layers, count):
+    caches = small_caches()
+    layout = ChunkLayout(caches, PER_CHUNK)
+    slab = Slab(NUM_SLOTS, layout.slot_bytes)
+    device = LateDevice(caches, slab, seed=0)
+    if on == "cpu":
+        copier = CpuCopier(caches, slab, layout, layers)
+    else:
+        copier = StreamCopier(caches, slab, layout, device, layers=layers, stage_bytes=1000)
+    draw = random.Random(0)
+
+    def transfer(count):
+        for _ in range(count // NUM_SLOTS):
+            to_host = draw.random() < 0.5
+            blocks = np.array(draw.sample(range(NUM_BLOCKS), 2 * NUM_SLOTS), np.int32)
+            fences = []
+            for slot in range(NUM_SLOTS):
+                moves = [ChunkMove(slot, 0, 0, blocks[2 * slot :][:2])]
+                fences.append(copier.launch(moves, to_host, copier.record_fence()))
+                if not to_host:
+                    assert fences[-1].wait_for_layer_load(draw.randrange(2))
+            assert all(fence.wait(60) and fence.error is None for fence in fences)
+            device.run_all()
+
+    try:
+        transfer(800)
+        before = held()
+        transfer(count)
+        after = held()
+        # Tables are kept for the next transfers: as many as were ever under way at once.
+        assert max(before.pop("Table", 0), after.pop("Table", 0)) <= 2 * NUM_SLOTS
+        assert after == before
+    finally:
+        copier.close()
