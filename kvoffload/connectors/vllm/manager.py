@@ -51,6 +51,8 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         self.stats = StatsPublisher()
         self._prepared: list[Prepared] = []
         self._sources: dict[OffloadKey, str] = {}
+        self.refused: dict[str, tuple[OffloadKey, ...]] = {}
+        """Of each request, chunks of this step that may be offered again; taken by the owner."""
 
     def attach(self, ledger: TieredOffloadingManager, num_slots: int) -> None:
         """Use this ledger from now on; before, every lookup misses and nothing is stored."""
@@ -125,9 +127,10 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         if self.ledger is None:
             return None
         output = self.ledger.prepare_store(list(keys), _context(req_context))
-        if output is None or (output.refused_keys and not output.keys_to_store):
-            return None  # then vLLM offers them again; of a part of them it would not
-        self.ledger.drop(output.refused_keys)
+        if output is None:
+            return None
+        if output.refused_keys:
+            self.refused[req_context.req_id] = output.refused_keys
         if output.keys_to_store:
             asked = len(output.keys_to_store)
             self._prepared.append(Prepared(output.store_spec, output.keys_to_store, asked))

@@ -180,6 +180,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
         """See vLLM; adds write-through, and keeps a record of every job."""
         theirs = super().build_connector_meta(scheduler_output)
+        self._offer_again()
         orders = StepOrders(theirs.load_jobs, theirs.store_jobs, theirs.jobs_to_flush)
         prepared = {id(it.spec): it for it in self.adapter.take_prepared()}
         for job_id, job in itertools.chain(orders.load_jobs.items(), orders.store_jobs.items()):
@@ -202,6 +203,21 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         for req_id in scheduler_output.finished_req_ids or ():
             self._failed_loads.pop(req_id, None)
         return orders
+
+    def _offer_again(self) -> None:
+        """Make vLLM offer chunks that found no room at the next step, too; it passes over them."""
+        refused, self.adapter.refused = self.adapter.refused, {}
+        for req_id, keys in refused.items():
+            status = self._req_status.get(req_id)
+            if status is None or status.req.is_finished():
+                if self.adapter.ledger is not None:
+                    self.adapter.ledger.drop(keys)
+                continue
+            wanted = frozenset(keys)
+            for group in status.group_states:
+                first = next((i for i, k in enumerate(group.offload_keys) if k in wanted), None)
+                if first is not None:
+                    group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, first)
 
     def _order_write_through(self, orders: StepOrders) -> None:
         if self._book is None or self.adapter.ledger is None:

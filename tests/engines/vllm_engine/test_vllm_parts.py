@@ -276,6 +276,29 @@ def test_the_store_threshold_and_the_size_of_slots_reach_the_ledger(met):
     assert ledger.stats()["host"]["capacity_bytes"] == 4 * 4096
 
 
+def test_chunks_that_found_no_room_are_offered_again_while_their_request_runs(met):
+    half, ledger = met(cpu_bytes=0, staging_bytes=16384, backends=[{"type": "memory"}])
+    state = types.SimpleNamespace(offload_keys=KEYS[:4], next_stored_chunk_idx=0)
+    request = types.SimpleNamespace(is_finished=lambda: request.over, over=False)
+    half._req_status = {"r": types.SimpleNamespace(req=request, group_states=[state])}
+
+    def offer():
+        output = half.adapter.prepare_store(KEYS[:4], ReqContext("r"))
+        state.next_stored_chunk_idx = 4  # as vLLM does, however much was taken
+        half._offer_again()
+        return output.keys_to_store
+
+    assert offer() == KEYS[:2]  # half of four slots; the others are for loads
+    assert state.next_stored_chunk_idx == 2
+    assert offer() == []
+    assert state.next_stored_chunk_idx == 2
+    assert ledger.counters["store_refused"] == 0
+    request.over = True
+    assert offer() == []
+    assert state.next_stored_chunk_idx == 4
+    assert ledger.counters["store_refused"] == 2
+
+
 # ---- blocks, chunks and the canary ----
 
 
