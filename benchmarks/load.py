@@ -1,0 +1,99 @@
+"""A load of 512 chunks from a disk into a KV cache (on a CPU here), against reading them alone.
+
+``kvoffload bench load``. The limit is the disk backend reading and verifying the same chunks into
+the same slots, in the same run. Beside it: all of it read and then all of it copied, and the load
+through few slots in turns, as without a cache in host memory.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.harness import Row, best_of, report, row
+from kvoffload import open_backend
+from kvoffload.core.canonical import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
+from kvoffload.core.transfers import Fetch, GPULoadStoreSpec, OffloadKey, StagedLoadStoreSpec
+from kvoffload.testing.backends import keys_of
+from kvoffload.transfer.copier import CpuCopier
+from kvoffload.transfer.handlers import StagedLoadHandler
+from kvoffload.transfer.ioloop import IOLoop
+from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.slab import Slab
+
+COUNT = 512
+NUM_TENSORS = 64
+FEW_SLOTS = 64
+READ = "read and verified alone"
+TIMEOUT_S = 60.0
+
+
+def run(folder: str | None = None, count: int = COUNT) -> dict[str, Any]:
+    """Measure both sizes in a scratch folder below ``folder`` (default: TMPDIR)."""
+    rows = [
+        measured
+        for page_bytes, label in ((16 << 10, "1 MiB"), (2 << 10, "128 KiB"))
+        for measured in _case(folder, count, page_bytes, label)
+    ]
+    return report("load", rows)
+
+
+def _case(folder: str | None, count: int, page_bytes: int, label: str) -> list[Row]:
+    tensors = [torch.ones((count, page_bytes), dtype=torch.int8) for _ in range(NUM_TENSORS)]
+    caches = CanonicalKVCaches(
+        tuple(CanonicalKVCacheTensor(tensor, page_bytes) for tensor in tensors),
+        (tuple(CanonicalKVCacheRef(i, page_bytes) for i in range(NUM_TENSORS)),),
+    )
+    layout = ChunkLayout(caches, 1)
+    slab = Slab(count, layout.slot_bytes)
+    slab.rows[:] = 2
+    scratch = tempfile.mkdtemp(prefix="kvoffload-bench-", dir=folder)
+    io, copier = IOLoop(), CpuCopier(caches, slab, layout)
+    disk = open_backend("disk", {"root": scratch, "capacity": "64GiB", "min_free": 0}, "bench")
+    keys = [OffloadKey(key) for key in keys_of(count)]
+    views = [slab.slot(slot, layout.payload_bytes[0]) for slot in range(count)]
+    target = GPULoadStoreSpec(np.random.default_rng(0).permutation(count))
+    moves = layout.moves(target, list(range(count)))
+    handler = StagedLoadHandler(io, {"disk": disk}, slab, layout, copier, TIMEOUT_S)
+
+    def read() -> None:
+        _all(io.call(disk.read(keys, views)))
+
+    def one_after_the_other() -> None:
+        read()
+        copier.launch(moves, to_host=False, after=copier.record_fence()).wait()
+
+    def load(slots: Sequence[int]) -> None:
+        fetch = Fetch("disk", tuple(range(count)), tuple(keys))
+        handler.transfer_async(0, (StagedLoadStoreSpec(slots, [fetch]), target))
+        handler.wait([0])
+        _all(handler.get_finished()[0].ok)
+
+    try:
+        _all(io.call(disk.write(keys, views)))
+        few = np.arange(count) % FEW_SLOTS
+        limit, *times = best_of(
+            read, one_after_the_other, lambda: load(range(count)), lambda: load(few), rounds=5
+        )
+        ways = ("read, then copied", "loaded", f"loaded through {FEW_SLOTS} slots")
+        return [
+            row(f"{count} chunks of {label}, {way}", seconds * 1e3, "ms", limit * 1e3, READ)
+            for way, seconds in zip(ways, times, strict=True)
+        ]
+    finally:
+        io.call(disk.close())
+        io.close()
+        copier.close()
+        shutil.rmtree(scratch)
+
+
+def _all(answers: Sequence[bool]) -> None:
+    if not all(answers):
+        raise RuntimeError("a chunk was not read or written")
