@@ -1,0 +1,61 @@
+"""Loads whose chunks take turns in slots, on a device that copies as late as the fences allow."""
+
+import hashlib
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from kvoffload import open_backend
+from kvoffload.core.transfers import (
+    Fetch,
+    GPULoadStoreSpec,
+    StagedLoadStoreSpec,
+    make_offload_key,
+)
+from kvoffload.testing.interleavings import LAYERS, NUM_BLOCKS, PER_CHUNK, small_caches
+from kvoffload.testing.late_device import LateDevice
+from kvoffload.transfer.handlers import StagedLoadHandler
+from kvoffload.transfer.ioloop import IOLoop
+from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.slab import Slab
+from kvoffload.transfer.stream_copier import StreamCopier
+
+CHUNKS = NUM_BLOCKS // PER_CHUNK
+KEYS = tuple(make_offload_key(hashlib.sha256(bytes([i])).digest(), 0) for i in range(CHUNKS))
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 5])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_slot_is_read_into_again_only_when_the_device_has_copied_it(until, seed, num_slots):
+    draw = random.Random(seed)
+    caches = small_caches()
+    layout = ChunkLayout(caches, PER_CHUNK)
+    slab = Slab(num_slots, layout.slot_bytes)
+    device = LateDevice(caches, slab, seed)
+    copier = StreamCopier(
+        caches, slab, layout, device, stage_bytes=1000, layers=draw.choice([(), LAYERS])
+    )
+    io = IOLoop()
+    store = open_backend("memory", {"capacity": "1MiB"}, "0" * 64)
+    chunks = [np.frombuffer(draw.randbytes(layout.payload_bytes[0]), np.int8) for _ in KEYS]
+    assert all(io.call(store.write(KEYS, [memoryview(chunk) for chunk in chunks])))
+    handler = StagedLoadHandler(io, {"store": store}, slab, layout, copier, timeout_s=30)
+    blocks = draw.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    source = StagedLoadStoreSpec(
+        [i % num_slots for i in range(CHUNKS)], [Fetch("store", tuple(range(CHUNKS)), KEYS)]
+    )
+    try:
+        assert handler.transfer_async(1, (source, GPULoadStoreSpec(blocks)))
+        (result,) = until(handler.get_finished)
+    finally:
+        io.close()
+        copier.close()
+    assert result.success
+    for region in layout.regions[0]:
+        pages = caches.tensors[region.tensor_idx].tensor
+        for i, block in enumerate(blocks):
+            at = region.offset + i % PER_CHUNK * region.page_bytes
+            wanted = chunks[i // PER_CHUNK][at : at + region.page_bytes]
+            assert torch.equal(pages[block], torch.from_numpy(wanted.copy()))
