@@ -122,7 +122,7 @@ class CopyHandler(_JobHandler):
         assert isinstance(host, CPULoadStoreSpec)
         moves = self._layout.moves(gpu, host.host_slots.tolist())
         now = time.monotonic()
-        job = _Job(job_id, [True] * len(moves), self._layout.bytes_of(moves), now, now)
+        job = _Job(job_id, [True] * len(moves), self._layout.bytes_of(gpu), now, now)
         # As of now: what compute has queued so far may still write, or read, these blocks.
         fence = self._copier.launch(moves, self._to_host, after=self._copier.record_fence())
         job.fences.append((fence, list(range(len(moves)))))
@@ -251,7 +251,7 @@ class StagedLoadHandler(_TierHandler):
         job = _Job(
             job_id,
             [i not in fetched for i in range(len(moves))],
-            self._layout.bytes_of(moves),
+            self._layout.bytes_of(gpu),
             now,
             now + self._timeout_s,
             threading.Event(),
