@@ -224,9 +224,11 @@ def test_copies_leave_the_interpreter_to_others():
             steps = []
 
             def copy_until_the_other_has_moved(part=part, steps=steps):
+                # One part, or several: that depends on where the tensors came to lie.
                 pages = (part._starts[:, None] + ids * part._steps_a_row).ravel()
+                its_own = slot[part._offset :][: len(pages) * part._page_bytes]
                 for _ in range(1000):  # the other thread takes part as soon as a core is free
-                    part._copy(pages, slot)
+                    part._copy(pages, its_own)
                     if len(steps) >= 5:
                         break
 
