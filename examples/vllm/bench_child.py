@@ -3,13 +3,16 @@
     python bench_child.py '{"model": ..., ...}'     options of vLLM's LLM class
 
 Orders: ``serve`` a prompt and time its tokens, ``reset`` the prefix cache, ``lookup`` how long the
-scheduler half takes to answer for a long prompt (only with VLLM_ENABLE_V1_MULTIPROCESSING=0).
+scheduler half takes to answer for a long prompt, ``switch`` the connector off and on again while no
+request runs, ``decode`` a prompt with it in some steps only, ``our_cpu`` what our threads used.
+All but the first two only with VLLM_ENABLE_V1_MULTIPROCESSING=0.
 """
 
 import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +40,29 @@ def main() -> None:
                 tokens = list(out.outputs[0].token_ids)
                 cached = out.num_cached_tokens or 0
         return {"times": times, "tokens": tokens, "cached": cached}
+
+    def decode(prompt: list[int], max_tokens: int, pattern: list[bool]) -> dict[str, Any]:
+        """Serve a prompt with the connector in only some of the steps after the first token.
+
+        Returns the seconds of each of these steps. In a step that begins a block the connector must
+        be in, or it would not hear of the block: only its absence from the others is harmless.
+        """
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        engine.add_request(f"b{next(numbers)}", {"prompt_token_ids": prompt}, params)
+        engine.step()
+        steps: list[float] = []
+        is_in = True
+        while engine.has_unfinished_requests():
+            wanted = pattern[len(steps) % len(pattern)]
+            if wanted is not is_in:
+                switch(wanted)
+                is_in = wanted
+            started = time.perf_counter()
+            engine.step()
+            steps.append(time.perf_counter() - started)
+        if not is_in:
+            switch(True)
+        return {"steps": steps}
 
     def reset() -> bool:
         return llm.reset_prefix_cache()
@@ -69,11 +95,50 @@ def main() -> None:
                 raise RuntimeError(f"{found} tokens found")
         return {"median_s": statistics.median(times), "best_s": min(times)}
 
-    calls = {"serve": serve, "reset": reset, "lookup": lookup}
+    def switch(on: bool) -> None:
+        """Take the connector out of both its processes, as if there were none, or put it back."""
+        core = engine.engine_core.engine_core
+        set_aside.setdefault("connector", core.scheduler.connector)
+        set_aside.setdefault("aggregator", core.model_executor.kv_output_aggregator)
+        core.scheduler.connector = set_aside["connector"] if on else None
+        core.model_executor.kv_output_aggregator = set_aside["aggregator"] if on else None
+        llm.collective_rpc(switch_worker, args=(on,))
+
+    def our_cpu() -> float:
+        """CPU seconds so far of the threads that kvoffload has started in the worker."""
+        return float(llm.collective_rpc(cpu_of_our_threads)[0])
+
+    set_aside: dict[str, Any] = {}
+    calls: dict[str, Callable[..., Any]] = {
+        "serve": serve,
+        "decode": decode,
+        "reset": reset,
+        "lookup": lookup,
+        "switch": switch,
+        "our_cpu": our_cpu,
+    }
     print(MARK + json.dumps("ready"), flush=True)
     for line in sys.stdin:
         order = json.loads(line)
         print(MARK + json.dumps(calls[order.pop("do")](**order)), flush=True)
+
+
+def switch_worker(worker: Any, on: bool) -> None:
+    """The worker's half of ``switch``."""
+    from vllm.distributed.kv_transfer import kv_transfer_state as state
+
+    vars(state).setdefault("set_aside", state._KV_CONNECTOR_AGENT)
+    state._KV_CONNECTOR_AGENT = vars(state)["set_aside"] if on else None
+
+
+def cpu_of_our_threads(worker: Any) -> float:
+    """The worker's half of ``our_cpu``."""
+    import threading
+    from pathlib import Path
+
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("kvoffload")]
+    files = [Path(f"/proc/self/task/{thread.native_id}/schedstat") for thread in ours]
+    return sum(int(file.read_text().split()[0]) for file in files if file.exists()) / 1e9
 
 
 if __name__ == "__main__":
