@@ -1,8 +1,9 @@
 #!/bin/sh
-# vllm serve with kvoffload: host memory, then local disk. Usage: serve.sh MODEL [more options]
+# A vLLM server with kvoffload: host memory, then local disk. Usage: serve.sh MODEL [more options]
+# As `vllm serve` does, and also where that command does not start: in the wheel for CPU.
 set -eu
 MODEL=$1; shift
-exec vllm serve "$MODEL" --kv-transfer-config '{
+exec "${PYTHON:-python3}" -m vllm.entrypoints.openai.api_server --model "$MODEL" --kv-transfer-config '{
   "kv_connector": "KVOffloadConnector",
   "kv_connector_module_path": "kvoffload.connectors.vllm",
   "kv_role": "kv_both",

@@ -17,6 +17,8 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
+    from kvoffload.connectors.vllm.worker import COUNTERS_PERIOD_S
+
     llm = LLM(**json.loads(sys.argv[1]))
     engine = llm.llm_engine
     ids = iter(range(1 << 30))
@@ -80,7 +82,7 @@ def main() -> None:
     def reset(connector: bool = False, running: bool = False) -> bool:
         return llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
 
-    def quiet(limit_s: float = 60.0) -> dict[str, float]:
+    def quiet(limit_s: float = 300.0) -> dict[str, float]:
         """Idle until no host slot is busy; the engine reports only when it steps."""
         until = time.monotonic() + limit_s
         while True:
@@ -90,7 +92,20 @@ def main() -> None:
                 return now
             time.sleep(0.1)
 
-    calls = {"generate": generate, "metrics": metrics, "reset": reset, "quiet": quiet}
+    def counted() -> dict[str, float]:
+        """Idle until all that was counted has been told: workers tell it only now and then."""
+        quiet()
+        time.sleep(2 * COUNTERS_PERIOD_S)
+        quiet()
+        return quiet()
+
+    calls = {
+        "generate": generate,
+        "metrics": metrics,
+        "reset": reset,
+        "quiet": quiet,
+        "counted": counted,
+    }
     answer({"ready": os.getpid()})
     for line in sys.stdin:
         order = json.loads(line)

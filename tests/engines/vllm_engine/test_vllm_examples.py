@@ -1,9 +1,15 @@
 """The command lines of examples/vllm are ones that vLLM takes, with settings that we take."""
 
+import importlib.util
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
+import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -36,29 +42,92 @@ def settings_of(arguments):
 
 
 def test_the_script_that_serves(tmp_path):
-    """With a ``vllm`` on the path that prints what it was called with."""
-    printer = tmp_path / "vllm"
+    """With a Python that prints what it was called with."""
+    printer = tmp_path / "python"
     printer.write_text(
         "#!/usr/bin/env python3\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n"
     )
     printer.chmod(0o755)
     done = subprocess.run(
         ["sh", str(EXAMPLES / "serve.sh"), "some/model", "--port", "1234"],
-        env={
-            **os.environ,
-            "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
-            "KV_HOST": "2GiB",
-        },
+        env={**os.environ, "PYTHON": str(printer), "KV_HOST": "2GiB"},
         capture_output=True,
         text=True,
         check=True,
     )
-    command, *arguments = json.loads(done.stdout)
-    assert command == "serve"
-    assert arguments[0] == "some/model"
+    option, module, *arguments = json.loads(done.stdout)
+    assert option == "-m"
+    assert importlib.util.find_spec(module)
     settings = settings_of(arguments)
     assert settings.cpu_bytes == 2 << 30
     assert [backend.type for backend in settings.backends] == ["disk"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_script_serves(models, prompts, tmp_path):
+    """The server answers, stores what it computed, and serves it again after forgetting it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path / "server.log"
+    options = ("--load-format", "dummy", "--enforce-eager", "--port", str(port))
+    with open(log, "w") as output:
+        server = subprocess.Popen(
+            ["sh", str(EXAMPLES / "serve.sh"), models(), "--block-size", "32", *options],
+            env={
+                **os.environ,
+                "PYTHON": sys.executable,
+                "KV_HOST": "64MiB",
+                "KV_DISK": "1GiB",
+                "KV_ROOT": str(tmp_path / "kv"),
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_SERVER_DEV_MODE": "1",  # offers /reset_prefix_cache
+            },
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        until = time.monotonic() + 600
+        while not answers(f"{url}/health"):
+            assert server.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < until, log.read_text()[-3000:]
+            time.sleep(0.5)
+        first = ask(url, models(), prompts(1, 1000)[0])
+        while not list((tmp_path / "kv").glob("*/??/*"))[30:]:
+            assert time.monotonic() < until, "not all blocks were stored"
+            ask(url, models(), [3, 4, 5])  # the end of a store is heard of in a step
+        urllib.request.urlopen(f"{url}/reset_prefix_cache", data=b"", timeout=60).close()
+        assert ask(url, models(), prompts(1, 1000)[0]) == first
+        with urllib.request.urlopen(f"{url}/metrics", timeout=60) as page:
+            metrics = page.read().decode()
+        loaded = re.search(r'cached_by_source_total\{.*source="host"\} (\S+)', metrics)
+        assert float(loaded[1]) == 992
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def answers(url):
+    try:
+        urllib.request.urlopen(url, timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def ask(url, model, prompt):
+    """Return what a server generates after a prompt."""
+    body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        return json.load(answer)["choices"][0]["text"]
 
 
 def test_the_compose_file():

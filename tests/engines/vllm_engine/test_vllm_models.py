@@ -43,8 +43,9 @@ def hybrid(start, root, faulty_tier):
     extra = {
         "cpu_bytes": 24 * 32768,
         "backends": [{"type": "shy", "root": str(root), "plan": plan}],
-        "load_timeout_s": 2.0,
-        "store_timeout_s": 2.0,
+        "lookup_timeout_s": 1.0,
+        "load_timeout_s": 5.0,
+        "store_timeout_s": 10.0,
     }
     return start(extra, kind="sliding", env=env, max_num_batched_tokens=256)
 
@@ -79,7 +80,7 @@ def test_lookups_that_are_never_answered_end_in_time(hybrid, prompts, set_plan):
     told = hybrid.generate(asked)["tokens"]
     forget(hybrid)
     set_plan({"fault": "hang", "verbs": ["contains"]})
-    answer = hybrid.generate(asked, limit_s=60)
+    answer = hybrid.generate(asked, limit_s=300)
     set_plan()
     assert answer["tokens"] == told
     assert answer["reasons"] == ["length"] * 3

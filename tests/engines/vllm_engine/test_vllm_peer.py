@@ -1,6 +1,7 @@
 """vLLM's own tiering on a CPU: our backends as its tier, and its file tier to compare with."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,17 @@ def told_alone(engine, prompts):
     return answers
 
 
+def wait_until_written(root, calm_s=2.0, limit_s=120):
+    """Wait until files are neither added nor renamed any more."""
+    started = since = time.monotonic()
+    seen = None
+    while (now := time.monotonic()) - since < calm_s and now - started < limit_s:
+        files = sorted(root.rglob("*"))
+        if files != seen:
+            seen, since = files, now
+        time.sleep(0.1)
+
+
 def test_our_disk_backend_serves_vllms_own_tiering(start, prompts, tmp_path):
     root = tmp_path / "kv"
     tier = {
@@ -46,6 +58,7 @@ def test_our_disk_backend_serves_vllms_own_tiering(start, prompts, tmp_path):
     }
     engine = start(kv_transfer_config=tiering(tier), env={"PYTHONPATH": str(HERE)})
     told = told_alone(engine, prompts)
+    wait_until_written(root)
     for file in sorted(root.glob("*/??/*"))[::3]:
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 4
@@ -86,6 +99,7 @@ def outcome(engine, prompts, root, fault):
         told = told_alone(engine, prompts)
     except (AssertionError, BrokenPipeError):
         return "engine ended while prompts were stored"
+    wait_until_written(root)
     files = sorted(
         file for file in root.rglob("*") if file.is_file() and file.stat().st_size > 9999
     )

@@ -58,8 +58,7 @@ def test_a_second_instance_hits_what_the_first_one_stored(first, start, root, pl
     new = prompts(1, 1000, seed=7)
     told = second.generate(new)["tokens"]
     second.ask("quiet")
-    wait_for_chunks(root, 5 * 31)
-    time.sleep(3)
+    wait_until_first_sees(first, second, root, 5 * 31, prompts)
     answer = first.generate(new)
     assert answer["tokens"] == told
     assert answer["cached"] == [992]
@@ -96,8 +95,26 @@ def test_killed_and_started_anew_it_hits_from_disk_until_it_is_reset(
     again.kill()
 
 
-def wait_for_chunks(root, count, limit_s=60):
+def wait_for_chunks(root, count, limit_s=300):
     until = time.monotonic() + limit_s
     while len(list(root.glob("*/??/*"))) < count:
         assert time.monotonic() < until, f"{len(list(root.glob('*/??/*')))} of {count} chunks"
         time.sleep(0.1)
+
+
+def wait_until_first_sees(first, second, root, count, prompts):
+    """Wait until the first engine has looked at the folder, in which there are so many chunks.
+
+    It looks now and then. The second engine stores prompts of one block, and the first is asked one
+    after the other: what it hits was there when it looked, and so was all that is older.
+    """
+    wait_for_chunks(root, count)
+    markers = prompts(40, 40, seed=8)
+    second.generate(markers, 1)
+    second.ask("quiet")
+    wait_for_chunks(root, count + len(markers))
+    for marker in markers:
+        if first.generate([marker], 1)["cached"] == [32]:
+            return
+        time.sleep(0.5)
+    raise AssertionError("the first engine never saw what the second one stored")

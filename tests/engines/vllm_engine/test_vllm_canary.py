@@ -1,0 +1,118 @@
+"""vLLM's blocks as our chunks, and the canary that is carried through them."""
+
+import logging
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
+
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+)
+
+from kvoffload import registry
+from kvoffload.backends.memory import MemoryBackend
+from kvoffload.connectors.spec import TieredOffloadingSpec
+from kvoffload.connectors.vllm.caches import GpuEnd, canonical
+from kvoffload.connectors.vllm.canary import sing
+from kvoffload.connectors.vllm.settings import read_settings
+from kvoffload.errors import ConfigError
+from kvoffload.testing.faults import FaultyBackend, Plan
+from kvoffload.transfer.worker import TransferWorker
+
+
+def gpu_end(blocks, sizes, indices, group_ids, per_chunk):
+    theirs = GPULoadStoreSpec(blocks, group_sizes=sizes, block_indices=indices)
+    return GpuEnd(theirs, group_ids, per_chunk)
+
+
+def test_the_gpu_end_is_cut_into_chunks_the_first_of_a_group_may_be_a_part():
+    end = gpu_end([7, 8, 9, 1, 2], [3, 2], [1, 0], [0, 2], per_chunk=2)
+    assert end.chunks == [(0, (7,)), (0, (8, 9)), (2, (1, 2))]
+    part = end.leading(2)
+    assert part.block_ids.tolist() == [7, 8, 9]
+    assert part.group_sizes == (3, 0, 0)
+    assert part.block_indices == (1, 0, 0)
+
+
+def test_block_ids_travel_as_plain_numbers():
+    end = gpu_end(np.array([3, 4]).tolist(), [2], [0], [0], per_chunk=1)
+    assert all(type(block) is int for _, blocks in end.chunks for block in blocks)
+
+
+def test_groups_that_are_not_offloaded_keep_their_place():
+    tensor = torch.zeros(4, 64, dtype=torch.int8)
+    theirs = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(tensor, 64)],
+        [[CanonicalKVCacheRef(0, 64)], [CanonicalKVCacheRef(0, 32)]],
+    )
+    ours = canonical(theirs, [0, 2])
+    assert [len(refs) for refs in ours.group_data_refs] == [1, 0, 1]
+    assert ours.block_bytes(2) == 32
+
+
+@pytest.fixture
+def attached(tmp_path, faulty):
+    """Make a spec over a small KV cache, with a store that can be made to lie."""
+    made = []
+
+    def make(plans=()):
+        tensor = torch.zeros(8, 4096, dtype=torch.int8)
+        theirs = CanonicalKVCaches(
+            [CanonicalKVCacheTensor(tensor, 4096)], [[CanonicalKVCacheRef(0, 4096)]]
+        )
+        ours = canonical(theirs, [0])
+        settings = read_settings({"cpu_bytes": 1 << 20, "backends": faulty(plans)})
+        spec = TieredOffloadingSpec(settings, 4096, {"test": "canary"})
+        made.append(spec)
+        return spec, TransferWorker(spec.get_handlers(ours)), ours, tensor
+
+    yield make
+    for spec in made:
+        spec.close()
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    def configure(plans):
+        class Factory:
+            Options = MemoryBackend.Options
+
+            def __new__(cls, options, namespace):
+                return FaultyBackend(MemoryBackend(options, namespace), *plans)
+
+        real = registry.load
+        monkeypatch.setattr(
+            registry,
+            "load",
+            lambda group, name, field="type": (
+                Factory if name == "faulty" else real(group, name, field)
+            ),
+        )
+        return [{"type": "faulty"}]
+
+    return configure
+
+
+def test_the_canary_is_content_and_leaves_no_trace(attached):
+    spec, transfers, ours, tensor = attached()
+    sing(spec, transfers, ours, 1)
+    assert not tensor.any()
+
+
+def test_the_canary_refuses_a_store_that_returns_other_bytes(attached):
+    spec, transfers, ours, _ = attached([Plan("flip", frozenset({"read"}))])
+    with pytest.raises(ConfigError, match="other bytes"):
+        sing(spec, transfers, ours, 1)
+
+
+def test_a_store_that_is_down_at_the_start_is_only_warned_about(attached, caplog):
+    caplog.set_level(logging.WARNING)
+    spec, transfers, ours, _ = attached([Plan("raise")])
+    sing(spec, transfers, ours, 1)
+    assert "took no chunk" in caplog.text

@@ -1,0 +1,131 @@
+"""What ranks report and what vLLM's scheduler asks, as the ledger is told of it."""
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
+
+from vllm.v1.kv_offload.base import LookupResult, ReqContext
+
+from kvoffload.connectors.vllm.jobs import Job, JobBook
+from kvoffload.connectors.vllm.manager import ManagerAdapter
+from kvoffload.connectors.vllm.messages import StepReport
+from kvoffload.connectors.vllm.metrics import metric_definitions
+from kvoffload.connectors.vllm.presence import RankedPresence
+from kvoffload.core.transfers import TransferResult, make_offload_key
+from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.offload.policies.lru import LRUPolicy
+
+KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(8)]
+
+
+def report(job_id, ok, settled=True):
+    made = StepReport()
+    made.add(TransferResult(job_id, ok, settled))
+    return made
+
+
+def test_a_chunk_is_well_only_if_it_is_on_every_rank():
+    both = report(1, (True, True, False)).aggregate(report(1, (True, False, True)))
+    assert both.ok == {1: (True, False, False)}
+    assert both.ended == {1: 2}
+
+
+@pytest.fixture
+def ledger():
+    return TieredOffloadingManager(4, LRUPolicy(4))
+
+
+def stored(ledger, keys):
+    output = ledger.prepare_store(keys)
+    return Job("store", output.keys_to_store, tuple(output.store_spec.host_slots.tolist()))
+
+
+def test_a_store_counts_only_after_the_last_rank_and_only_where_all_have_it(ledger):
+    book = JobBook(ledger, num_ranks=2)
+    book.begin(5, stored(ledger, KEYS[:2]))
+    assert book.take_in(report(5, (True, True))) == []
+    assert ledger.lookup(KEYS[0]) is False
+    (ended,) = book.take_in(report(5, (True, False)))
+    assert ended.ok == (True, False)
+    assert [ledger.lookup(key) for key in KEYS[:2]] == [True, False]
+    ledger.check()
+
+
+def test_a_failed_load_is_forgotten_before_anyone_can_look_again(ledger):
+    book = JobBook(ledger, num_ranks=2)
+    book.begin(1, stored(ledger, KEYS[:2]))
+    book.take_in(report(1, (True, True)).aggregate(report(1, (True, True))))
+    spec = ledger.prepare_load(KEYS[:2])
+    book.begin(2, Job("load", tuple(KEYS[:2]), tuple(spec.host_slots.tolist())))
+    book.take_in(report(2, (True, True)))
+    book.take_in(report(2, (False, True)))
+    assert ledger.lookup(KEYS[0]) is False
+    assert ledger.lookup(KEYS[1]) is True
+    assert ledger.busy_slots == 0
+
+
+def test_slots_stay_out_of_use_until_every_rank_has_let_go(ledger):
+    book = JobBook(ledger, num_ranks=2)
+    book.begin(1, stored(ledger, KEYS[:1]))
+    book.take_in(report(1, (False,), settled=False).aggregate(report(1, (True,))))
+    assert ledger.busy_slots == 1
+    later = StepReport()
+    later.settled[1] = 1
+    book.take_in(later)
+    assert ledger.busy_slots == 0
+    ledger.check()
+
+
+def test_what_a_reset_overtook_ends_as_if_it_had_failed(ledger):
+    book = JobBook(ledger, num_ranks=1)
+    book.begin(1, stored(ledger, KEYS[:2]))
+    ledger.reset_cache()
+    book.mark_stale()
+    book.take_in(report(1, (True, True)))
+    assert [ledger.lookup(key) for key in KEYS[:2]] == [False, False]
+    assert ledger.busy_slots == 0
+
+
+def test_a_rank_that_lacks_its_part_makes_the_chunk_absent():
+    class Here:
+        def __init__(self, *keys):
+            self.keys = set(keys)
+
+        def holds(self, key):
+            return key in self.keys
+
+        def forget(self, keys):
+            self.keys -= set(keys)
+
+    presence = RankedPresence([], [Here(*KEYS[:2]), Here(KEYS[0])])
+    assert [presence.holds(key) for key in KEYS[:3]] == [True, False, False]
+    presence.written(KEYS[2:3])
+    assert presence.holds(KEYS[2])
+    presence.forget([KEYS[0], KEYS[2]])
+    assert [presence.holds(key) for key in KEYS[:3]] == [False, False, False]
+
+
+# ---- the adapter ----
+
+
+def test_the_adapter_says_retry_only_for_what_is_on_its_way(ledger):
+    adapter = ManagerAdapter()
+    context = ReqContext("r")
+    assert adapter.lookup(KEYS[0], context) is LookupResult.MISS
+    adapter.attach(ledger, 4)
+    book = JobBook(ledger, 1)
+    book.begin(1, stored(ledger, KEYS[:1]))
+    book.take_in(report(1, (True,)))
+    assert adapter.lookup(KEYS[0], context) is LookupResult.HIT
+    assert adapter.lookup(KEYS[1], context) is LookupResult.MISS
+    assert adapter.lookup_prefix(KEYS[:2], context) == (1, False)
+
+
+def test_every_metric_emitted_was_declared(ledger):
+    adapter = ManagerAdapter()
+    adapter.attach(ledger, 4)
+    adapter.lookup_prefix(KEYS[:2], ReqContext("r"))
+    adapter.stats.worker_counters["failed_missing"] = 2
+    stats = adapter.get_stats()
+    assert set(stats.data["data"]) <= set(metric_definitions())
+    assert adapter.get_stats() is None

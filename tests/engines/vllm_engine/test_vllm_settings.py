@@ -1,0 +1,85 @@
+"""Settings, versions, and what is said of a configuration that will not do."""
+
+import json
+import types
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
+
+from kvoffload.connectors.vllm.connector import warn_of_settings
+from kvoffload.connectors.vllm.facts import hash_root, weights_fingerprint
+from kvoffload.connectors.vllm.settings import read_settings
+from kvoffload.connectors.vllm.versions import check_version, is_tested
+from kvoffload.errors import ConfigError
+
+
+def test_a_misspelt_setting_is_refused_with_a_suggestion():
+    with pytest.raises(ConfigError, match="did you mean 'cpu_bytes'"):
+        read_settings({"cpu_byte": "1GiB"})
+
+
+def test_settings_of_vllm_itself_are_left_to_it():
+    settings = read_settings({"cpu_bytes": "1GiB", "spec_name": "KVOffloadSpec"})
+    assert settings.cpu_bytes == 1 << 30
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0", "not installed"])
+def test_an_untested_vllm_is_refused_and_the_message_names_range_and_override(version):
+    with pytest.raises(ConfigError, match=r"0\.32 to 0\.33.*allow_untested_vllm"):
+        check_version(allow_untested=False, text=version)
+    check_version(allow_untested=True, text=version)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.33.0rc1"])
+def test_tested_versions_pass(version):
+    assert is_tested(version)
+
+
+def _vllm_config(algorithm="sha256", policy="recompute"):
+    return types.SimpleNamespace(
+        cache_config=types.SimpleNamespace(prefix_caching_hash_algo=algorithm),
+        kv_transfer_config=types.SimpleNamespace(kv_load_failure_policy=policy),
+    )
+
+
+def test_a_failure_policy_that_fails_requests_is_warned_about(caplog):
+    settings = read_settings({"cpu_bytes": 1 << 20})
+    warn_of_settings(_vllm_config(policy="fail"), settings)
+    assert "A FAILED LOAD WILL FAIL ITS REQUEST" in caplog.text
+
+
+def test_a_random_hash_root_is_found_out_and_the_remedy_named(caplog, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    settings = read_settings({"cpu_bytes": 1 << 20, "backends": [{"type": "memory"}]})
+    assert not hash_root(_vllm_config("xxhash"))[1]
+    warn_of_settings(_vllm_config("xxhash"), settings)
+    assert "PYTHONHASHSEED" in caplog.text
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert hash_root(_vllm_config("xxhash")) == ("7", True)
+    caplog.clear()
+    warn_of_settings(_vllm_config("sha256"), settings)
+    assert not caplog.text
+
+
+def test_weights_in_a_folder_are_told_apart(tmp_path):
+    config = types.SimpleNamespace(
+        model_config=types.SimpleNamespace(model=str(tmp_path), seed=0),
+        load_config=types.SimpleNamespace(load_format="auto"),
+    )
+    (tmp_path / "model.safetensors").write_bytes(b"a" * 100)
+    first = weights_fingerprint(config)
+    assert first == weights_fingerprint(config)
+    (tmp_path / "model.safetensors").write_bytes(b"b" * 100)
+    assert weights_fingerprint(config) != first
+
+
+def test_json_of_the_documentation_is_accepted():
+    text = (Path(__file__).parents[3] / "docs/vllm.md").read_text()
+    examples = [part.split("```")[0] for part in text.split("```json")[1:]]
+    assert examples
+    for example in examples:
+        extra = json.loads(example)["kv_connector_extra_config"]
+        if "secondary_tiers" not in extra:
+            read_settings(extra)
