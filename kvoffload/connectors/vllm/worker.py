@@ -8,6 +8,7 @@ step's report.
 import logging
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
     OffloadingConnectorWorker,
 )
 
-from kvoffload.backends.base import ReportsRemovals, ReportsUsage
+from kvoffload.backends.base import Backend, ReportsRemovals, ReportsUsage
 from kvoffload.connectors.spec import TieredOffloadingSpec
 from kvoffload.connectors.vllm.affinity import unbound
 from kvoffload.connectors.vllm.caches import GpuEnd, canonical
@@ -71,6 +72,8 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         self._failed_requests: set[str] = set()
         self._told: dict[str, Counter[str]] = {}
         self._told_s = 0.0
+        self._removers: dict[str, ReportsRemovals] = {}
+        self._counting: dict[str, ReportsUsage] = {}
         self._spec: TieredOffloadingSpec | None = None
         self._transfers = TransferWorker(())
         self._facts = RankFacts(0, 0, {})
@@ -100,6 +103,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
             self._transfers = TransferWorker(self._spec.get_handlers(ours))
             if self.settings.canary:
                 sing(self._spec, self._transfers, ours, self.settings.blocks_per_chunk)
+        self._find_reporters(self._spec.backends)
         self._facts = RankFacts(self._spec.num_slots, layout.slot_bytes, facts)
         self.worker = self._transfers
 
@@ -126,6 +130,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
                 load.void = True
             with unbound():
                 self._spec.renew_stores(orders.generation)
+            self._find_reporters(self._spec.backends)
 
     def start_kv_transfers(self, metadata: StepOrders) -> None:
         """Begin this step's loads and write-throughs, and the last step's stores."""
@@ -215,20 +220,24 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         report, self._report = self._report, StepReport()
         return report
 
+    def _find_reporters(self, backends: Mapping[str, Backend]) -> None:
+        # Once: to ask each step whether a store reports anything takes longer than to take it.
+        stores = backends.items()
+        self._removers = {name: it for name, it in stores if isinstance(it, ReportsRemovals)}
+        self._counting = {name: it for name, it in stores if isinstance(it, ReportsUsage)}
+
     def _report_on_stores(self) -> None:
-        backends = self._spec.backends if self._spec else {}
-        for name, backend in backends.items():
-            if isinstance(backend, ReportsRemovals) and (removals := backend.take_removals()):
+        for name, remover in self._removers.items():
+            if removals := remover.take_removals():
                 self._report.removals[name] = removals
         now_s = time.monotonic()
         if self._report.is_empty and now_s - self._told_s < COUNTERS_PERIOD_S:
             return
         self._told_s = now_s
-        for name, backend in backends.items():
-            if isinstance(backend, ReportsUsage):
-                now = Counter({f"{name}_{k}": v for k, v in backend.counters().items()})
-                self._report.counters.update(now - self._told.get(name, Counter()))
-                self._told[name] = now
+        for name, counting in self._counting.items():
+            now = Counter({f"{name}_{k}": v for k, v in counting.counters().items()})
+            self._report.counters.update(now - self._told.get(name, Counter()))
+            self._told[name] = now
 
     def shutdown(self) -> None:
         """Release threads, stores and memory."""
@@ -236,5 +245,6 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         self._loads.clear()
         self._report = StepReport()
         if self._spec is not None:
+            self._find_reporters({})
             self._spec.close()
             self._spec = None
