@@ -355,7 +355,7 @@ def _numbers(
                 answers[i] = None if isinstance(value, ServerError) else value
             errors = {value.code: value for value in outcome if isinstance(value, ServerError)}
             for error in errors.values():
-                node.judge(error, request.connection)
+                node.judge(error, request)
                 if error.code == "MOVED":
                     topology.redirect(error)  # corrects the table for the next time
             if not errors:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from kvoffload.backends.format import COMPACT_BYTES, check_chunk, pack_header
 from kvoffload.backends.redis_connection import Frames, Lost, Outcome, Request
-from kvoffload.backends.redis_node import Node
+from kvoffload.backends.redis_node import LOAD, STORE, Node
 from kvoffload.backends.redis_resp import FILLED, Fill, Line, ServerError, encode
 from kvoffload.backends.redis_topology import Topology
 
@@ -190,12 +190,11 @@ class Job:
             elif isinstance(outcome, ServerError):
                 self._refused(node, request, outcome)
             else:
-                node.breaker.success()
-                self._answered(outcome)
+                self._answered(node, outcome)
         self._batch.ended()
 
     def _refused(self, node: Node, request: Request, error: ServerError) -> None:
-        node.judge(error, request.connection)
+        node.judge(error, request)
         if error.code in ("MOVED", "ASK") and not self._redirected:
             self._redirected = True  # once: a table in flux is a miss, not a chase
             target = self._topology.redirect(error)
@@ -210,7 +209,7 @@ class Job:
     def _queue(self, node: Node) -> Callable[[list[Request]], None]:
         raise NotImplementedError
 
-    def _answered(self, outcome: Outcome) -> None:
+    def _answered(self, node: Node, outcome: Outcome) -> None:
         raise NotImplementedError
 
 
@@ -225,15 +224,17 @@ class Load(Job):
         # One command reads and prolongs the chunk's life.
         command = encode(b"GETEX", self._name, b"PX", self._ttl_ms)
         fill = Fill([self._header, self._chunk, self._tail])
-        return Request(lambda: [command], fill, self._chunk.nbytes, self._done, asking)
+        return Request(lambda: [command], fill, self._chunk.nbytes, self._done, asking, command)
 
     def _queue(self, node: Node) -> Callable[[list[Request]], None]:
         return node.load
 
-    def _answered(self, outcome: Outcome) -> None:
+    def _answered(self, node: Node, outcome: Outcome) -> None:
         if outcome is not FILLED:
             self._finish("missing")
-        elif not self._sealer.slow(self._chunk):
+            return
+        node.breaker.success(LOAD, self._chunk.nbytes)
+        if not self._sealer.slow(self._chunk):
             self._conclude(self._broken())
         else:
             broken: list[str] = []
@@ -287,7 +288,9 @@ class Store(Job):
     def _queue(self, node: Node) -> Callable[[list[Request]], None]:
         return node.store
 
-    def _answered(self, outcome: Outcome) -> None:
+    def _answered(self, node: Node, outcome: Outcome) -> None:
+        if outcome == b"OK":
+            node.breaker.success(STORE, self._chunk.nbytes)
         self._finish("" if outcome == b"OK" else "unexpected")
 
     def _refused(self, node: Node, request: Request, error: ServerError) -> None:

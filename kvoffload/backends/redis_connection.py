@@ -54,10 +54,12 @@ class Request:
         nbytes: bytes of chunk this moves, either way; counts towards the bytes in flight.
         done: called exactly once with the outcome, unless the request is withdrawn.
         asking: say ASKING first: a cluster is moving the key's slot here.
+        again: the command, where it may be tried again to see whether the server is back.
     """
 
     __slots__ = (
-        "asking", "begun", "connection", "done", "ended", "expect", "frames", "nbytes", "sent",
+        "again", "asking", "begun", "connection", "done", "ended", "expect", "frames", "nbytes",
+        "sent",
     )  # fmt: skip
 
     def __init__(
@@ -67,7 +69,9 @@ class Request:
         nbytes: int,
         done: Callable[[Outcome], None],
         asking: bool = False,
+        again: bytes = b"",
     ) -> None:
+        self.again = again
         self.asking = asking
         self.frames = frames
         self.expect = expect
@@ -107,8 +111,8 @@ class Connection:
             ``floor_bytes`` moved.
         floor_bytes: see ``timeout_s``.
         progressed: called when replies came in: there is room for more requests.
-        lost: called once with the reason, how long the connection had been silent, and whether
-            replies were owed.
+        lost: called once with the reason, how long the connection had been silent, and the first
+            request without a reply, if there is one.
     """
 
     def __init__(
@@ -118,7 +122,7 @@ class Connection:
         timeout_s: float,
         floor_bytes: int,
         progressed: Callable[["Connection"], None],
-        lost: Callable[["Connection", str, float, bool], None],
+        lost: Callable[["Connection", str, float, Request | None], None],
     ) -> None:
         self.inflight_bytes = 0
         self.closed = False
@@ -169,8 +173,8 @@ class Connection:
         if not self._writing:
             self._writable()
 
-    async def ask(self, *words: bytes) -> Reply:
-        """Send one small command and wait for its reply: for greetings and probes.
+    async def ask(self, command: bytes, expect: Expect) -> Reply:
+        """Send one command and wait for its reply: for greetings and probes.
 
         Raises:
             ConnectionError: the connection was lost first.
@@ -181,7 +185,7 @@ class Connection:
             if not answer.done():
                 answer.set_result(outcome)
 
-        self.submit(Request(lambda: [encode(*words)], Line(), 0, done))
+        self.submit(Request(lambda: [command], expect, 0, done))
         outcome = await answer
         if isinstance(outcome, Lost):
             raise ConnectionError(outcome.reason)
@@ -203,7 +207,7 @@ class Connection:
         owed, self._owed = self._owed, deque()
         for request in owed:
             request.end(Lost(reason))
-        self._lost(self, reason, silent_s, bool(owed))
+        self._lost(self, reason, silent_s, owed[0] if owed else None)
 
     def _readable(self) -> None:
         if self.closed:

@@ -3,8 +3,8 @@
 Requests wait in two queues, loads before everything else, and go to whichever data connection has
 room; lookups and other small commands have a connection of their own, so that they never stand
 behind chunks. All connections together hold requests up to the bound on bytes in flight. When the
-breaker opens, every connection is dropped, what waits is answered as lost, and a task probes until
-the server is back.
+breaker opens, every connection is dropped, what waits is answered as lost, and a task probes, with
+what failed, until the server is back.
 
 Everything here runs on the I/O loop's thread; ``is_open`` may be read from any.
 """
@@ -14,39 +14,28 @@ import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
 from operator import attrgetter
-from typing import NamedTuple
 
 from kvoffload.backends.redis_breaker import Breaker
 from kvoffload.backends.redis_channel import Address, open_channel
 from kvoffload.backends.redis_connection import Connection, Lost, Request
+from kvoffload.backends.redis_greeting import IN_STEP, Greeting, Trial, greet
 from kvoffload.backends.redis_options import Access, RedisOptions
-from kvoffload.backends.redis_resp import ServerError
+from kvoffload.backends.redis_resp import Fill, ServerError
 
 log = logging.getLogger(__name__)
 
-IN_STEP = frozenset({"OOM", "MISCONF", "NOREPLICAS", "WRONGTYPE", "MOVED", "ASK"})
-"""Error replies after which the server is as good as before: refusals and redirects."""
 _INFLIGHT = attrgetter("inflight_bytes")
 _OWED = attrgetter("owed")
 _MAX_OWED = 64
 """Requests in flight on a connection, however small."""
 _FORBIDDEN_S = 30.0
+_CONNECT, _LOOKUP, LOAD, STORE = "connect", "lookup", "load", "store"
+"""Kinds of work whose failures the breaker counts apart."""
 _ALWAYS = 2
 """Requests in flight to a server, however large."""
 
 
 Resolve = Callable[[], Awaitable[Address]]
-
-
-class Greeting(NamedTuple):
-    """What a server says about itself (``INFO``); empty where the user may not ask."""
-
-    info: dict[str, str]
-
-    @property
-    def run_id(self) -> str:
-        """Changes whenever the server process does."""
-        return self.info.get("run_id", "")
 
 
 class Node:
@@ -73,6 +62,7 @@ class Node:
         troubled: Callable[[], None],
     ) -> None:
         self.breaker = Breaker()
+        self._trial: Trial | None = None
         self.greeting = Greeting({})
         self.full_until = 0.0
         self._resolve = resolve
@@ -121,15 +111,19 @@ class Node:
         """Queue small commands; they go past all chunks."""
         self._queue(self._smalls, requests)
 
-    def judge(self, error: ServerError, connection: Connection | None) -> None:
+    def judge(self, error: ServerError, request: Request) -> None:
         """Act on an error reply: keep the connection, or drop it and count a failure."""
         self._counters[f"refused_{error.code.lower()}"] += 1
         if error.code in IN_STEP:
             if error.code in ("OOM", "MISCONF", "NOREPLICAS"):
                 self.full_until = self._loop.time() + 1.0
             return
+        connection = request.connection
         if connection is not None and not connection.closed:
+            alone = not connection.owed  # otherwise the next in line is counted
             connection.abort(error.code)
+            if alone:
+                self._fail(_work(request), 0.0, error.code, request)
 
     def forbids_stores(self, error: ServerError) -> None:
         """This user may not store: do not try for a while. Loads and lookups are not affected."""
@@ -147,10 +141,10 @@ class Node:
         """A small command was answered as it should; too late counts as a failure all the same."""
         took_s = self._loop.time() - request.begun
         if took_s <= self._options.lookup_timeout_s:
-            self.breaker.success()
+            self.breaker.success(_LOOKUP)
         else:
             self._counters["lookup_late"] += 1
-            self._fail(took_s, f"lookups take {took_s:.2f} s")
+            self._fail(_LOOKUP, took_s, f"lookups take {took_s:.2f} s")
 
     def close(self) -> list[asyncio.Task[None]]:
         """Drop everything; what waits is lost. Returns what still has to come to its end."""
@@ -225,6 +219,7 @@ class Node:
         if connection.closed:  # lost between its greeting and now
             self._unreachable(ConnectionError("closed at once"), 0.0)
             return
+        self.breaker.success(_CONNECT)
         pool.append(connection)
         self._pump()
 
@@ -233,7 +228,7 @@ class Node:
             return
         self._counters["connect_failed"] += 1
         log.debug("redis at %s: %s", self._where, error or type(error).__name__)
-        self._fail(lasted_s, str(error) or type(error).__name__)
+        self._fail(_CONNECT, lasted_s, str(error) or type(error).__name__)
         if not self._data:
             self._lose((self._loads, self._stores), "unreachable")
         if not self._lookup:
@@ -261,39 +256,13 @@ class Node:
                 self._lost,
             )
             try:
-                greeting = await self._greet(connection)
+                greeting = await greet(connection, self._access, options.lookup_timeout_s)
             except BaseException:
                 connection.abort("greeting")
                 raise
         self._known_as(address, greeting)
         self._counters["connected"] += 1
         return connection
-
-    async def _greet(self, connection: Connection) -> Greeting:
-        words: list[tuple[bytes, ...]] = []
-        if password := self._access.password():
-            name = self._access.username
-            words.append((b"AUTH", *([name.encode()] if name else []), password.encode()))
-        if self._access.db:
-            words.append((b"SELECT", b"%d" % self._access.db))
-        for command in words:
-            reply = await connection.ask(*command)
-            if reply != b"OK":
-                raise ConnectionError(f"{command[0].decode()} refused: {_code(reply)}")
-        began = self._loop.time()
-        reply = await connection.ask(b"PING")
-        if reply != b"PONG":
-            raise ConnectionError(f"PING refused: {_code(reply)}")
-        if (took_s := self._loop.time() - began) > self._options.lookup_timeout_s:
-            raise ConnectionError(f"a PING takes {took_s:.2f} s")
-        info = await connection.ask(b"INFO")
-        if not isinstance(info, bytes):
-            return Greeting({})  # not allowed to ask: nothing is known of its process then
-        lines = (line.partition(":") for line in info.decode("utf-8", "replace").splitlines())
-        greeting = Greeting({name: value for name, sep, value in lines if sep})
-        if greeting.info.get("role", "master") != "master":
-            raise ConnectionError("a read-only replica")
-        return greeting
 
     def _known_as(self, address: Address, greeting: Greeting) -> None:
         """Notice another process behind the name: nothing known of the old one holds."""
@@ -304,7 +273,9 @@ class Node:
             self._restarted()
         self._address, self.greeting = address, greeting
 
-    def _lost(self, connection: Connection, reason: str, silent_s: float, had_owed: bool) -> None:
+    def _lost(
+        self, connection: Connection, reason: str, silent_s: float, owed: Request | None
+    ) -> None:
         pool = next((p for p in (self._data, self._lookup) if connection in p), None)
         if pool is None:
             return  # it never came to serve; whoever opened it hears of it
@@ -317,14 +288,18 @@ class Node:
         log.debug("redis at %s: connection lost: %s", self._where, reason)
         # Closing an idle connection is a server's right, giving one up may be the caller's wish,
         # and one odd value says nothing about the server.
-        if had_owed and reason not in ("cancelled", "size", "out_of_step"):
-            self._fail(silent_s, reason)
+        if owed is not None and reason not in ("cancelled", "size", "out_of_step"):
+            self._fail(_work(owed), silent_s, reason, owed)
             self._troubled()
         self._loop.call_soon(self._pump)  # what waits goes to the others, or to a new one
 
-    def _fail(self, lasted_s: float, reason: str) -> None:
-        if self._closed or not self.breaker.failure(lasted_s):
+    def _fail(
+        self, work: str, lasted_s: float, reason: str, request: Request | None = None
+    ) -> None:
+        nbytes = request.nbytes if request is not None else 0
+        if self._closed or not self.breaker.failure(work, lasted_s, nbytes):
             return
+        self._trial = Trial.of(request)
         self._counters["breaker_opened"] += 1
         log.warning("redis at %s is left alone until it answers again: %s", self._where, reason)
         self._drop("breaker_open")
@@ -336,7 +311,7 @@ class Node:
             await asyncio.sleep(self.breaker.probe_in())
             self._counters["probes"] += 1
             try:
-                connection = await self._open()
+                connection = await self._open_as_before()
             except (OSError, ValueError) as error:
                 log.debug("redis at %s: still away: %s", self._where, error)
                 self.breaker.probe_failed()
@@ -347,6 +322,21 @@ class Node:
             self._counters["breaker_closed"] += 1
             log.warning("redis at %s is back", self._where)
             self._join(self._lookup, connection)
+
+    async def _open_as_before(self) -> Connection:
+        """Connect, and try what failed.
+
+        Raises:
+            OSError, ValueError: as :meth:`_open`; or it fails again.
+        """
+        connection = await self._open()
+        try:
+            if self._trial is not None:
+                await self._trial.run(connection)
+        except BaseException:
+            connection.abort("probe")
+            raise
+        return connection
 
     def _drop(self, reason: str) -> None:
         self._drop_connections(reason)
@@ -362,5 +352,7 @@ class Node:
                 queue.popleft().end(Lost(reason))
 
 
-def _code(reply: object) -> str:
-    return reply.code if isinstance(reply, ServerError) else "an unexpected reply"
+def _work(request: Request) -> str:
+    if isinstance(request.expect, Fill):
+        return LOAD
+    return STORE if request.nbytes else _LOOKUP

@@ -77,6 +77,16 @@ Expect = Line | Integers | Fill
 Reply = bytes | int | None | ServerError | Filled | list[int | ServerError]
 
 
+_SINK = bytearray(SCRATCH_BYTES)
+
+
+def sink(nbytes: int) -> list[memoryview]:
+    """Views of ``nbytes`` together, all of the same small memory: for bytes nobody wants."""
+    whole, rest = divmod(nbytes, SCRATCH_BYTES)
+    view = memoryview(_SINK)
+    return [view] * whole + [view[:rest]]
+
+
 def encode(*words: bytes) -> bytes:
     """Write a command as RESP."""
     parts = [b"*%d\r\n" % len(words)]

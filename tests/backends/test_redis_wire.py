@@ -67,6 +67,47 @@ async def test_faults_on_the_wire(server, way):
             group.create_task(survives(server, name, way), name=name)
 
 
+async def test_loads_that_hang_while_all_else_is_answered_are_an_outage(server):
+    """A line that passes only what is small: probes do not believe a PING either."""
+    async with FaultProxy("127.0.0.1", server.port) as proxy:
+        async with RedisEngine(f"redis://127.0.0.1:{proxy.port}") as engine:
+            await engine.back()
+            proxy.to_client = [HangAfter(20_000)]
+            tried = 0
+            while not engine.open:
+                assert all(await engine.backend.contains(engine.keys))
+                assert await engine.store(keys_of(1, f"other {tried}")) == [True]
+                await engine.load(engine.keys[:1])
+                tried += 1
+            assert tried <= 3
+            await until(lambda: counted(engine, "probes", 3))
+            assert engine.count("breaker_closed") == 0
+            proxy.to_client = []
+            await until(engine.hits)
+
+
+async def test_stores_that_hang_while_all_else_is_answered_are_an_outage(server):
+    async with FaultProxy("127.0.0.1", server.port) as proxy:
+        async with RedisEngine(f"redis://127.0.0.1:{proxy.port}") as engine:
+            await engine.back()
+            proxy.to_server = [HangAfter(20_000)]
+            tried = 0
+            while not engine.open:
+                assert all(await engine.backend.contains(engine.keys))
+                assert await engine.load(engine.keys[:1]) == [True]
+                await engine.store(keys_of(1, f"other {tried}"))
+                tried += 1
+            assert tried <= 3
+            await until(lambda: counted(engine, "probes", 3))
+            assert engine.count("breaker_closed") == 0
+            proxy.to_server = []
+            await until(engine.hits)
+
+
+async def counted(engine, name, times):
+    return engine.count(name) >= times
+
+
 async def test_too_slow_for_lookups_it_is_left_alone_until_it_is_quick_again(server):
     """It answers everything, but every request in the engine would wait for it in vain."""
     async with FaultProxy("127.0.0.1", server.port) as proxy:
