@@ -217,6 +217,7 @@ class ExtentLedger(HostLedger):
         slot = self.idle.slots.pop(key)
         self._unready(key, slot)
         self._put(slot)
+        self._forget_priorities((key,))
 
     def _unready(self, key: OffloadKey, slot: int) -> None:
         del self._key_in[slot]
@@ -336,9 +337,19 @@ class ExtentLedger(HostLedger):
         """See :meth:`HostLedger.prioritise`."""
         for size in self._sizes:
             if priority and not isinstance(size.policy, ByPriority):
-                size.policy = ByPriority(size.policy, self.num_slots)
+                size.policy = ByPriority(size.policy)
             if isinstance(size.policy, ByPriority):
-                size.policy.mark((k for k in keys if self._size_of(k) is size), priority)
+                size.policy.mark([k for k in keys if self._size_of(k) is size], priority)
+
+    def _forget_priorities(self, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            policy = self._size_of(key).policy
+            if isinstance(policy, ByPriority):
+                policy.forget((key,))
+
+    def _marked(self) -> Collection[bytes]:
+        orders = [size.policy for size in self._sizes]
+        return {k for order in orders if isinstance(order, ByPriority) for k in order.marked}
 
     def forget(self, key: OffloadKey) -> None:
         """See :meth:`HostLedger.forget`."""

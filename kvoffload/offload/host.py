@@ -157,6 +157,7 @@ class HostLedger:
                     self._free.append(slot)
         for key, slot in spared:
             self.idle.put(key, slot)
+        self._forget_priorities(gone)
         return gone
 
     def take_turns(self, keys: Sequence[OffloadKey]) -> list[int]:
@@ -193,8 +194,9 @@ class HostLedger:
         """A slot is free again."""
         self._free.append(slot)
 
-    def give_back(self, slot: int, settled: bool) -> None:
-        """A slot whose chunk never became ready is no longer wanted."""
+    def give_back(self, key: OffloadKey, slot: int, settled: bool) -> None:
+        """A chunk will never be ready in the slot it was to have."""
+        self._forget_priorities((key,))
         if settled:
             self._let_go(slot)
         else:
@@ -303,10 +305,18 @@ class HostLedger:
             if not priority:
                 return
             # Once in a ledger's life: from the first priority on, slots are kept beside the order.
-            self.policy = ByPriority(self.policy, self.num_slots)
+            self.policy = ByPriority(self.policy)
             self.idle = idle_in(self.policy, self.idle.slots)
         assert isinstance(self.policy, ByPriority)
         self.policy.mark(keys, priority)
+
+    def _forget_priorities(self, keys: Sequence[OffloadKey]) -> None:
+        """Chunks are here no more: stored again, they are of the priority they get then."""
+        if isinstance(self.policy, ByPriority):
+            self.policy.forget(keys)
+
+    def _marked(self) -> Collection[bytes]:
+        return self.policy.marked if isinstance(self.policy, ByPriority) else ()
 
     def forget(self, key: OffloadKey) -> None:
         """Make a ready chunk invisible at once; its slot is freed after its last user."""
@@ -315,6 +325,7 @@ class HostLedger:
             self._orphans[key] = _Orphan(self.pinned.pop(key), users)
         else:
             self._put(self.idle.take(key))
+        self._forget_priorities((key,))
 
     def forget_all(self) -> tuple[OffloadKey, ...]:
         """Make every chunk invisible; return those that were ready."""
@@ -343,6 +354,13 @@ class HostLedger:
             (any(key not in self.policy for key in idle), "idle chunks are in the order"),
             (not self.pinned.keys().isdisjoint(idle), "a pinned chunk is not idle"),
             (not self._more_users.keys() <= self.pinned.keys(), "chunks in use are pinned"),
+            (
+                any(
+                    k not in self.incoming and not self.is_ready(OffloadKey(k))
+                    for k in self._marked()
+                ),
+                "only chunks that are here have a priority",
+            ),
             (not self._turns_add_up(), "only chunks that take turns share a slot"),
         ):
             if broken:

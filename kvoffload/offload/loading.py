@@ -119,7 +119,7 @@ class Loading:
                     if source and self._books.promotes:
                         promotions.setdefault(source, []).append(key)
                 else:
-                    host.give_back(slot, settled)
+                    host.give_back(key, slot, settled)
             elif key in host.pinned:
                 if not success:
                     host.forget(key)

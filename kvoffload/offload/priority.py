@@ -1,38 +1,48 @@
 """Priorities over any policy: chunks of a lower priority leave first, whatever their use."""
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Sequence
+from itertools import repeat
 
 from kvoffload.offload.policies.base import Policy
 
+FURTHEST = 8
+"""Priorities beyond this, above or below 0, count as this: each has an order of its own."""
+
 
 class ByPriority:
-    """A policy's order between an order of lesser and one of greater chunks.
+    """A policy's order between orders of lesser and of greater chunks.
 
     Within a priority other than 0 the least recently used leaves first.
 
     Args:
         normal: orders the chunks of priority 0; may hold some already.
-        capacity: priorities remembered at most; a chunk whose priority is forgotten is normal.
     """
 
-    def __init__(self, normal: Policy, capacity: int) -> None:
+    def __init__(self, normal: Policy) -> None:
         self._normal = normal
-        self._capacity = capacity
-        self._priority: OrderedDict[bytes, int] = OrderedDict()
+        # Of chunks in the order, or out of it for a while; 0 is not noted.
+        self._priority: dict[bytes, int] = {}
         self._orders: dict[int, OrderedDict[bytes, None]] = {}
 
+    @property
+    def marked(self) -> Collection[bytes]:
+        """The chunks that have a priority other than 0."""
+        return self._priority.keys()
+
     def mark(self, keys: Iterable[bytes], priority: int) -> None:
-        """Give chunks that are not in the order a priority."""
-        for key in keys:
-            self._priority.pop(key, None)
-            if priority:
-                self._priority[key] = priority
-        for key in list(self._priority):
-            if len(self._priority) <= self._capacity:
-                break
-            if not self._order_of(key, self._priority[key]):
-                del self._priority[key]
+        """Give chunks that have none, and are not in the order, a priority."""
+        if priority:
+            priority = max(-FURTHEST, min(FURTHEST, priority))
+            self._priority.update(dict.fromkeys(keys, priority))
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Chunks that are not in the order any more will not come back with their priority.
+
+        Neither ``remove`` nor ``victims`` says that: what was pinned or spared is added again.
+        """
+        if self._priority:
+            deque(map(self._priority.pop, keys, repeat(None)), maxlen=0)
 
     def _order_of(self, key: bytes, priority: int) -> OrderedDict[bytes, None] | None:
         order = self._orders.get(priority)

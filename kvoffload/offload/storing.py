@@ -128,7 +128,7 @@ class Storing:
                     host.become_ready(key, slot)
                     stored.append(key)
                 else:
-                    host.give_back(slot, settled)
+                    host.give_back(key, slot, settled)
                     failed.append(key)
             elif host.orphaned(key):
                 host.end_use(key, settled)
