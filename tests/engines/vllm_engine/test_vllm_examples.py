@@ -64,7 +64,7 @@ def test_the_script_that_serves(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_script_serves(models, prompts, tmp_path):
     """The server answers, stores what it computed, and serves it again after forgetting it."""
     with socket.socket() as probe:

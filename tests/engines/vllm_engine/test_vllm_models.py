@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 LENGTH = 1000
 

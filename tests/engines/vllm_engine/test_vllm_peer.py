@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.long]
 
 HERE = Path(__file__).parent
 CHUNKS = 31

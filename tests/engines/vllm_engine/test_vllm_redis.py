@@ -12,7 +12,7 @@ import pytest
 from kvoffload.testing import redis_server
 
 pytestmark = [
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(redis_server.BINARY is None, reason=redis_server.MISSING),
 ]
 

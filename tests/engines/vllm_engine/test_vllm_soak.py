@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.long), "sliding"])
