@@ -7,7 +7,7 @@ from typing import Any, TypeVar, overload
 
 import msgspec
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, shown
 
 _UNITS = {
     "": 1, "b": 1,
@@ -56,6 +56,13 @@ class BackendConfig(msgspec.Struct, frozen=True):
 
     type: str
     options: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"BackendConfig(type={self.type!r}, options={shown(self.options)!r})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """The same for rich, which would print the options as they are."""
+        return [("type", self.type), ("options", shown(self.options))]
 
 
 class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,5 +1,41 @@
 """Exceptions. Only misuse and bad configuration raise; a broken store is a miss, never an error."""
 
+import re
+from collections.abc import Mapping
+
+_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*")
+_SECRETS = ("password", "passwd", "secret", "token")
+HIDDEN = "***"
+"""What stands for something that must not be shown."""
+
+
+def shown(value: object, field: str = "") -> object:
+    """What of a setting people may see: of a URL the scheme, of a password nothing.
+
+    A URL hides secrets in too many places to tell them from the rest, above all one that is wrong:
+    with a ``/`` in its password, half of that is a path. Containers are looked into.
+
+    Args:
+        value: anything; what needs no hiding comes back as it is.
+        field: the name it was given under.
+    """
+    if field.rpartition(".")[2].lower() in _SECRETS:
+        return value if value is None else HIDDEN
+    if isinstance(value, bytes):
+        return (
+            HIDDEN.encode() if shown(value.decode("latin-1")) != value.decode("latin-1") else value
+        )
+    if isinstance(value, str):
+        scheme, mark, _ = value.partition("://")
+        if mark:
+            return f"{scheme}{mark}{HIDDEN}" if _SCHEME.fullmatch(scheme) else HIDDEN
+        return HIDDEN if ":" in value.rpartition("@")[0] else value
+    if isinstance(value, Mapping):
+        return {shown(name): shown(each, str(name)) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [shown(each) for each in value]
+    return value
+
 
 class KVOffloadError(Exception):
     """Base of everything this package raises on purpose."""
@@ -8,14 +44,15 @@ class KVOffloadError(Exception):
 class ConfigError(KVOffloadError, ValueError):
     """A setting is wrong: names the field, the value and what would be right.
 
-    Raised at start, before anything is touched.
+    Raised at start, before anything is touched. What :func:`shown` hides of the value is in none
+    of its parts; whoever writes the remedy leaves it out there, too.
     """
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
-        self.field = field
-        self.value = value
+        self.field = str(shown(field))
+        self.value = shown(value, field) if self.field == field else HIDDEN
         self.remedy = remedy
-        super().__init__(f"{field} = {value!r}: {remedy}")
+        super().__init__(f"{self.field} = {self.value!r}: {remedy}")
 
 
 class KVCacheSpecError(KVOffloadError, ValueError):

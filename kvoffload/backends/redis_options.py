@@ -1,16 +1,17 @@
 """Settings of the Redis backend: the URL taken apart, secrets, TLS. Nothing here opens a socket."""
 
 import os
+import re
 import ssl
 from pathlib import Path
-from typing import NamedTuple
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
 from kvoffload.backends.redis_channel import Address
 from kvoffload.config import ByteSize
-from kvoffload.errors import ConfigError
+from kvoffload.errors import HIDDEN, ConfigError, shown
 
 _SCHEMES = ("redis", "rediss", "unix")
 _KINDS = ("", "sentinel", "cluster")
@@ -20,6 +21,12 @@ _REMEDY = (
     "write redis://host:6379/0, rediss://host, unix:///run/redis.sock?db=0, "
     "redis+sentinel://host1:26379,host2/service or redis+cluster://host1:7000,host2:7000"
 )
+_ESCAPES = (
+    "there is an @ behind the host: write / ? # @ of a user name or password as %2F %3F %23 %40, "
+    "or better, name them in username and password_file"
+)
+_HOST = re.compile(r"(\[[^][@\s]+\]|[^][:@\s]+)(?::([0-9]{0,5}))?")
+_DATABASE = re.compile(r"[0-9]{1,9}")
 
 
 class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -77,10 +84,16 @@ class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ConfigError("connections", self.connections, "must be 1 to 64")
         if self.max_inflight_bytes < 1 << 20:
             raise ConfigError("max_inflight_bytes", self.max_inflight_bytes, "must be >= 1 MiB")
+        if self.key_file and not self.cert_file:
+            raise ConfigError("key_file", self.key_file, "goes with cert_file, which is not set")
         parse_url(self.url)
 
     def __repr__(self) -> str:
         return f"RedisOptions(url={redacted(self.url)!r})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """The same for rich, which would print every field."""
+        return [("url", redacted(self.url))]
 
 
 class Target(NamedTuple):
@@ -100,53 +113,65 @@ class Target(NamedTuple):
 
 
 def redacted(url: str) -> str:
-    """The URL without its password, for people to read."""
-    head, at, tail = url.rpartition("@")
-    scheme, sep, user = head.partition("://")
-    return f"{scheme}{sep}{user.partition(':')[0]}:***@{tail}" if at and ":" in user else url
+    """Where the URL leads, for people to read: no user, password or query; a wrong one's scheme."""
+    try:
+        target = _parse(url)
+    except ValueError:
+        return str(shown(url)) if "://" in url else HIDDEN
+    service = f"/{target.service}" if target.service else ""
+    return f"{url.partition('://')[0]}://{','.join(map(str, target.addresses))}{service}"
 
 
 def parse_url(url: str) -> Target:
     """Take a URL apart.
 
     Raises:
-        ConfigError: it is none of ours; the message does not show the password.
+        ConfigError: it is none of ours; the message shows nothing of it but the scheme.
     """
     try:
         return _parse(url)
     except ValueError as error:
-        raise ConfigError("url", redacted(url), str(error)) from None
+        remedy = str(error)
+    raise ConfigError("url", redacted(url), remedy)
 
 
 def _parse(url: str) -> Target:
-    parts = urlsplit(url)
-    scheme, _, kind = parts.scheme.partition("+")
-    query = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
-    if scheme not in _SCHEMES or kind not in _KINDS or set(query) - {"db"} or parts.fragment:
+    """Take a URL apart by hand: the library's own errors quote what they cannot read."""
+    name, mark, rest = url.partition("://")
+    scheme, _, kind = name.lower().partition("+")
+    if not mark or scheme not in _SCHEMES or kind not in _KINDS:
         raise ValueError(_REMEDY)
-    userinfo, _, hosts = parts.netloc.rpartition("@")
+    authority = re.split("[/?#]", rest, maxsplit=1)[0]
+    behind = rest[len(authority) :]
+    if "@" in behind:
+        raise ValueError(_ESCAPES)
+    userinfo, _, hosts = authority.rpartition("@")
     username, _, password = (unquote(part) for part in userinfo.partition(":"))
+    path, _, query = behind.partition("?")
+    settings = parse_qsl(query, keep_blank_values=True)
+    if "#" in behind or (query and [setting for setting, _ in settings] != ["db"]):
+        raise ValueError(_REMEDY)
     if scheme == "unix":
-        if kind or hosts or not parts.path:
+        if kind or hosts or not path:
             raise ValueError(_REMEDY)
-        addresses: tuple[Address, ...] = (Address("", 0, unquote(parts.path)),)
-        service, db = "", query.get("db", "0")
+        addresses: tuple[Address, ...] = (Address("", 0, unquote(path)),)
+        service, db = "", "0"
     else:
         default = 26379 if kind == "sentinel" else 6379
         addresses = tuple(_address(host, default) for host in hosts.split(","))
-        service, db = _path(parts, kind)
-        db = query.get("db", db)
+        service, db = _path(path, kind)
+    db = dict(settings).get("db", db)
     if not kind and len(addresses) != 1:
         raise ValueError("several hosts need redis+sentinel:// or redis+cluster://")
     if kind == "cluster" and db != "0":
         raise ValueError("a cluster has database 0 only")
-    if not db.isdecimal():
-        raise ValueError(f"the database is a number, not {db!r}")
+    if not _DATABASE.fullmatch(db):
+        raise ValueError("the database, behind the host, is a number")
     return Target(kind, scheme == "rediss", addresses, int(db), service, username, password)
 
 
-def _path(parts: SplitResult, kind: str) -> tuple[str, str]:
-    path = parts.path.strip("/")
+def _path(path: str, kind: str) -> tuple[str, str]:
+    path = path.strip("/")
     if kind != "sentinel":
         return "", path or "0"
     service, _, db = path.partition("/")
@@ -156,10 +181,13 @@ def _path(parts: SplitResult, kind: str) -> tuple[str, str]:
 
 
 def _address(text: str, default_port: int) -> Address:
-    split = urlsplit(f"//{text}")
-    if not split.hostname:
-        raise ValueError(_REMEDY)
-    return Address(split.hostname, split.port or default_port)
+    found = _HOST.fullmatch(text)
+    if found is None:
+        raise ValueError(f"a host is name:port or [IPv6 address]:port; {_REMEDY}")
+    port = int(found[2] or 0)
+    if port > 65535:
+        raise ValueError("a port is at most 65535")
+    return Address(found[1].strip("[]").lower(), port or default_port)
 
 
 class Access:
@@ -193,7 +221,13 @@ def _secret(options: RedisOptions, name: str) -> str:
         if variable not in os.environ:
             raise ConfigError(f"{name}_env", variable, "this environment variable is not set")
         return os.environ[variable]
-    return _read(f"{name}_file", file).decode().strip("\r\n") if file else ""
+    if not file:
+        return ""
+    try:
+        return _read(f"{name}_file", file).decode().strip("\r\n")
+    except UnicodeDecodeError:
+        pass  # raised outside of here: that error carries the password
+    raise ConfigError(f"{name}_file", file, "must hold the password as text, and is not UTF-8")
 
 
 def _read(field: str, path: str) -> bytes:
@@ -227,9 +261,16 @@ def value_key(options: RedisOptions) -> bytes | None:
 def _context(options: RedisOptions) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=options.ca_file or None)
-        if options.cert_file:
-            context.load_cert_chain(options.cert_file, options.key_file or None)
-    except (OSError, ssl.SSLError) as error:
-        where = "cert_file" if options.cert_file else "ca_file"
-        raise ConfigError(where, getattr(options, where), f"cannot be used: {error}") from error
+    except OSError as error:  # as ssl.SSLError is
+        raise ConfigError("ca_file", options.ca_file, f"cannot be used: {error}") from error
+    if options.cert_file:
+        _read("cert_file", options.cert_file)
+        if options.key_file:
+            _read("key_file", options.key_file)
+        try:
+            # An empty password: OpenSSL would ask the terminal for that of an encrypted key.
+            context.load_cert_chain(options.cert_file, options.key_file or None, password="")
+        except (OSError, ValueError) as error:
+            remedy = f"cannot be used with key_file {options.key_file!r}: {error}"
+            raise ConfigError("cert_file", options.cert_file, remedy) from error
     return context
