@@ -136,7 +136,7 @@ class RedisBackend:
             self._counters[f"read_{why}"] += 1
             if why == "missing":
                 self._verdicts.set(keys[i], False)
-            elif why.startswith("corrupt_") or why == "lost_size":
+            elif why.startswith("corrupt_"):
                 self._warn("redis: a value is not the chunk asked for (%s); it is removed", why)
                 self._verdicts.set(keys[i], False)
                 self._spawn(self.remove([keys[i]]))
@@ -300,7 +300,8 @@ class RedisBackend:
             for start in range(0, len(indices), _LOOKUP_KEYS):
                 some = indices[start : start + _LOOKUP_KEYS]
                 words = [encode(command, names[i][0], *arguments) for i in some]
-                request = _numbers(node, topology, batch, words, some, answers)
+                right = command.decode().lower()
+                request = _numbers(node, topology, batch, words, right, some, answers)
                 batch.send(node.command, request)
         await batch.wait()
         return answers
@@ -344,6 +345,7 @@ def _numbers(
     topology: Topology,
     batch: Batch,
     words: list[bytes],
+    right: str,
     indices: list[int],
     answers: list[int | None],
 ) -> Request:
@@ -355,7 +357,7 @@ def _numbers(
                 answers[i] = None if isinstance(value, ServerError) else value
             errors = {value.code: value for value in outcome if isinstance(value, ServerError)}
             for error in errors.values():
-                node.judge(error, request)
+                node.judge(error, request, right)
                 if error.code == "MOVED":
                     topology.redirect(error)  # corrects the table for the next time
             if not errors:

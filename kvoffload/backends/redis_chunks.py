@@ -14,7 +14,7 @@ from collections.abc import Callable
 from kvoffload.backends.format import COMPACT_BYTES, check_chunk, pack_header
 from kvoffload.backends.redis_connection import Frames, Lost, Outcome, Request
 from kvoffload.backends.redis_node import LOAD, STORE, Node
-from kvoffload.backends.redis_resp import FILLED, Fill, Line, ServerError, encode
+from kvoffload.backends.redis_resp import FILLED, MISFIT, Fill, Line, ServerError, encode
 from kvoffload.backends.redis_topology import Topology
 
 MAC_BYTES = 32
@@ -134,6 +134,8 @@ class Batch:
 class Job:
     """What loads and stores share: routing, redirects, and one end.
 
+    Subclasses set ``_right``, the right that their command needs.
+
     Args:
         topology: finds the server.
         sealer: makes and checks what stands around the chunk.
@@ -145,6 +147,8 @@ class Job:
         chunk: the caller's memory, read or written until ``finish`` is called.
         finish: called once with the reason why not; empty if it was done.
     """
+
+    _right: str
 
     def __init__(
         self,
@@ -194,7 +198,7 @@ class Job:
         self._batch.ended()
 
     def _refused(self, node: Node, request: Request, error: ServerError) -> None:
-        node.judge(error, request)
+        node.judge(error, request, self._right)
         if error.code in ("MOVED", "ASK") and not self._redirected:
             self._redirected = True  # once: a table in flux is a miss, not a chase
             target = self._topology.redirect(error)
@@ -216,6 +220,7 @@ class Job:
 class Load(Job):
     """Bring one chunk into the caller's memory, and verify it there."""
 
+    _right = "getex"
     _header = _tail = memoryview(b"")
 
     def _make(self, asking: bool) -> Request:
@@ -231,7 +236,7 @@ class Load(Job):
 
     def _answered(self, node: Node, outcome: Outcome) -> None:
         if outcome is not FILLED:
-            self._finish("missing")
+            self._finish("corrupt_size" if outcome is MISFIT else "missing")
             return
         node.breaker.success(LOAD, self._chunk.nbytes)
         if not self._sealer.slow(self._chunk):
@@ -241,6 +246,13 @@ class Load(Job):
             self._batch.compute(
                 lambda: broken.append(self._broken()), lambda: self._conclude(broken[0])
             )
+
+    def _refused(self, node: Node, request: Request, error: ServerError) -> None:
+        if error.code == "WRONGTYPE":
+            node.judge(error, request, self._right)
+            self._finish("corrupt_type")
+        else:
+            super()._refused(node, request, error)
 
     def _broken(self) -> str:
         return self._sealer.broken(self._header, self._tail, self._key, self._chunk)
@@ -255,6 +267,7 @@ class Load(Job):
 class Store(Job):
     """Send one chunk straight from the caller's memory."""
 
+    _right = "psetex"
     _sealed: tuple[bytes, bytes] | None = None
 
     def send(self) -> None:

@@ -1,7 +1,7 @@
 """One connection to one server: requests out in order, replies in, and no way to mix them up.
 
-A connection is given up at the first thing that does not fit: a reply nobody asked for, a value of
-another length, a server that says it is not ready, or one from which too little came for too long.
+A connection is given up at the first thing that does not fit: a reply nobody asked for, a value
+far too long, a server that says it is not ready, or one from which too little came for too long.
 Giving up is immediate: the socket is closed, no reference to a caller's memory remains, and every
 request outstanding is told that it is lost. Nothing is ever sent twice.
 
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from kvoffload.backends.redis_channel import Channel
 from kvoffload.backends.redis_resp import (
+    MISFIT,
     Expect,
     Fill,
     Line,
@@ -227,8 +228,8 @@ class Connection:
         except (BlockingIOError, InterruptedError):
             return
         except WrongSize:
-            self._owed.popleft().end(Lost("size"))
-            self.abort("size")
+            self._owed.popleft().end(MISFIT)
+            self.abort("oversize")
         except ProtocolError as error:
             self.abort(f"protocol: {error}")
         except OSError:

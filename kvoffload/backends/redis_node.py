@@ -65,6 +65,7 @@ class Node:
         self._trial: Trial | None = None
         self.greeting = Greeting({})
         self.full_until = 0.0
+        self._lacking: set[str] = set()
         self._resolve = resolve
         self._access = access
         self._options = options
@@ -111,9 +112,19 @@ class Node:
         """Queue small commands; they go past all chunks."""
         self._queue(self._smalls, requests)
 
-    def judge(self, error: ServerError, request: Request) -> None:
-        """Act on an error reply: keep the connection, or drop it and count a failure."""
+    def judge(self, error: ServerError, request: Request, right: str) -> None:
+        """Act on an error reply: keep the connection, or drop it and count a failure.
+
+        Args:
+            error: the reply.
+            request: what was refused.
+            right: what the user needs for it.
+        """
         self._counters[f"refused_{error.code.lower()}"] += 1
+        if error.code == "NOPERM":
+            self._lacks(right, error)
+            if not request.nbytes:
+                return  # in step; without this right chunks still come and go
         if error.code in IN_STEP:
             if error.code in ("OOM", "MISCONF", "NOREPLICAS"):
                 self.full_until = self._loop.time() + 1.0
@@ -124,6 +135,16 @@ class Node:
             connection.abort(error.code)
             if alone:
                 self._fail(_work(request), 0.0, error.code, request)
+
+    def _lacks(self, right: str, error: ServerError) -> None:
+        if right not in self._lacking:
+            self._lacking.add(right)
+            log.warning(
+                "redis at %s: %s (ACL SETUSER <user> +%s ~kvoffload:* allows it)",
+                self._where,
+                error.text,
+                right,
+            )
 
     def forbids_stores(self, error: ServerError) -> None:
         """This user may not store: do not try for a while. Loads and lookups are not affected."""
@@ -288,7 +309,7 @@ class Node:
         log.debug("redis at %s: connection lost: %s", self._where, reason)
         # Closing an idle connection is a server's right, giving one up may be the caller's wish,
         # and one odd value says nothing about the server.
-        if owed is not None and reason not in ("cancelled", "size", "out_of_step"):
+        if owed is not None and reason not in ("cancelled", "oversize", "out_of_step"):
             self._fail(_work(owed), silent_s, reason, owed)
             self._troubled()
         self._loop.call_soon(self._pump)  # what waits goes to the others, or to a new one

@@ -26,9 +26,9 @@ class ProtocolError(Exception):
 
 
 class WrongSize(ProtocolError):
-    """A value came that is not as long as the chunk asked for: the value's fault, not the server's.
+    """A value much longer than the chunk asked for: the value's fault, not the server's.
 
-    The connection is out of step all the same, unless the value were received and thrown away.
+    The connection is out of step all the same: so much is not received to be thrown away.
     """
 
 
@@ -48,6 +48,19 @@ class Filled:
 
 
 FILLED = Filled()
+
+
+class Misfit:
+    """The reply to a :class:`Fill` whose value has another size; there is one, :data:`MISFIT`.
+
+    The value was received and thrown away: the views are untouched, the connection is in step.
+    """
+
+    def __repr__(self) -> str:
+        return "MISFIT"
+
+
+MISFIT = Misfit()
 
 
 class Line:
@@ -74,7 +87,7 @@ class Fill:
 
 
 Expect = Line | Integers | Fill
-Reply = bytes | int | None | ServerError | Filled | list[int | ServerError]
+Reply = bytes | int | None | ServerError | Filled | Misfit | list[int | ServerError]
 
 
 _SINK = bytearray(SCRATCH_BYTES)
@@ -107,6 +120,7 @@ class ReplyReader:
         self._filled = 0
         self._missing = 0
         self._in_bulk = False
+        self._fits = True
         self._failure: ProtocolError | None = None
 
     def expect(self, expect: Expect) -> None:
@@ -233,9 +247,13 @@ class ReplyReader:
             size = _number(line)
             if size == -1:
                 return True, None
-            if size != expect.nbytes:
+            if size < 0:
+                raise ProtocolError("a value of a size that is none")
+            if size > 2 * expect.nbytes + SCRATCH_BYTES:
                 raise WrongSize(f"a value of {size} bytes where {expect.nbytes} were due")
-            self._filling.extend(view for view in expect.views if view.nbytes)
+            self._fits = size == expect.nbytes
+            views = expect.views if self._fits else sink(size)
+            self._filling.extend(view for view in views if view.nbytes)
             self._filled, self._missing, self._in_bulk = 0, size, True
             self._spill()
         if self._missing or self._end - self._start < 2:
@@ -244,7 +262,7 @@ class ReplyReader:
             raise ProtocolError("a value that does not end where it said")
         self._start += 2
         self._in_bulk = False
-        return True, FILLED
+        return True, FILLED if self._fits else MISFIT
 
     def _spill(self) -> None:
         """Move what was read ahead of a chunk to where it belongs."""

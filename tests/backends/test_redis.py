@@ -183,6 +183,36 @@ async def test_a_user_who_may_not_store_still_loads(empty, caplog):
     await owner.close()
 
 
+def lacking(server, right):
+    """A backend whose user lacks one of the rights it needs."""
+    rights = [it for it in MINIMAL_RIGHTS.split() if it != f"+{right}"]
+    server.cli("acl", "setuser", "kv", "reset", "on", ">p", "~kvoffload:*", *rights)
+    return open_backend("redis", {"url": f"redis://kv:p@127.0.0.1:{server.port}"}, "n")
+
+
+@pytest.mark.parametrize("right", ["exists", "pexpire", "unlink"])
+async def test_a_right_that_is_missing_is_named_once_and_costs_no_connection(empty, caplog, right):
+    backend, keys = lacking(empty, right), keys_of(4)
+    for _ in range(3):
+        assert all(await backend.write(keys, filled(keys)))
+        assert all(await backend.read(keys, slots(4)))
+        assert await backend.contains(keys) == [right != "exists"] * 4
+        await backend.remove(keys[:1])
+    assert backend.counters()["connected"] <= 5
+    assert backend.counters()["breakers_open"] == 0
+    assert caplog.text.count(f"+{right} ~kvoffload:* allows it") == 1
+    await backend.close()
+
+
+async def test_a_user_who_may_not_load_is_told_so(empty, caplog):
+    backend, keys = lacking(empty, "getex"), keys_of(4)
+    for _ in range(3):
+        assert not any(await backend.read(keys, slots(4)))
+    assert backend.counters()["breakers_open"] == 1
+    assert caplog.text.count("+getex ~kvoffload:* allows it") == 1
+    await backend.close()
+
+
 async def test_a_name_that_nobody_resolves_holds_up_no_other_server(empty, monkeypatch):
     hung = threading.Event()
     resolve = socket.getaddrinfo
@@ -257,6 +287,14 @@ async def test_reading_and_storing_again_prolong_a_chunks_life(empty):
     await backend.close()
 
 
+def set_to(server, name, value):
+    """Put something else where a chunk was, around the backend."""
+    import redis
+
+    with redis.Redis(port=server.port) as client:
+        client.set(name, value)
+
+
 def tamper(server, change):
     """Change the value of the only key by a function of its bytes, around the backend."""
     import redis
@@ -329,6 +367,34 @@ async def test_a_key_of_another_type_is_a_miss(empty):
     empty.cli("del", name)
     empty.cli("rpush", name, "x")
     assert await backend.read(keys, slots(2)) == [False, True]
+    while name in empty.cli("keys", "*"):  # noqa: ASYNC110 - it happens in the server
+        await asyncio.sleep(0.01)
+    assert await backend.contains(keys) == [False, True]
+    assert await backend.write(keys, filled(keys)) == [True, True]
+    assert await backend.read(keys, slots(2)) == [True, True]
+    assert backend.counters()["read_corrupt_type"] == 1
+    await backend.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "misses"),
+    [("", 1), ("short", 1), ("x" * 3 * CHUNK_BYTES, 24)],
+    ids=["empty", "short", "far too long"],
+)
+async def test_a_value_of_a_wrong_size_costs_no_other_chunk(empty, value, misses):
+    """At most its neighbours on the connection are misses for once."""
+    backend = open_backend("redis", {"url": empty.url, "connections": 1, **PATIENT}, "n")
+    keys = keys_of(24)
+    await backend.write(keys, filled(keys))
+    name = next(n for n in empty.cli("keys", "*").splitlines() if keys[5].hex() in n)
+    set_to(empty, name, value)
+    assert (await backend.read(keys, slots(24))).count(False) <= misses
+    while empty.cli("exists", name) == "1":  # noqa: ASYNC110 - it happens in the server
+        await asyncio.sleep(0.01)
+    assert empty.cli("dbsize") == "23"
+    assert (await backend.read(keys, slots(24))).count(False) == 1
+    assert backend.counters()["read_corrupt_size"] == 1
+    assert backend.counters()["breakers_open"] == 0
     await backend.close()
 
 

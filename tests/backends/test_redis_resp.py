@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvoffload.backends.redis_resp import (
     FILLED,
     MAX_LINE_BYTES,
+    MISFIT,
     SCRATCH_BYTES,
     Fill,
     Integers,
@@ -212,19 +213,37 @@ def test_where_a_chunk_is_due_nothing_else_will_do(stream):
         reading(Fill(Slot(4).views), stream)
 
 
-@pytest.mark.parametrize("size", [0, 3, 5, 1 << 40])
-def test_a_value_of_another_size_is_never_begun(size):
+@pytest.mark.parametrize("size", [SCRATCH_BYTES + 9, 1 << 40])
+def test_a_value_much_too_long_is_never_begun(size):
     slot = Slot(4)
     with pytest.raises(WrongSize):
         reading(Fill(slot.views), b"$%d\r\nabcdefgh" % size)
     assert slot.content == bytes([OUTSIDE]) * 4
 
 
+@pytest.mark.parametrize("size", [0, 3, 5, 500, SCRATCH_BYTES + 8])
+@pytest.mark.parametrize("pieces", [(), (1,) * 9, (5, 600)])
+def test_a_value_of_another_size_is_thrown_away_and_the_next_one_is_good(size, pieces):
+    slot, other = Slot(4), Slot(4)
+    reader = ReplyReader()
+    reader.expect(Fill(slot.views))
+    reader.expect(Fill(other.views))
+    stream = b"$%d\r\n%b\r\n$4\r\ngood\r\n" % (size, b"x" * size)
+    assert feed(reader, stream, pieces) == [MISFIT, FILLED]
+    assert slot.content == bytes([OUTSIDE]) * 4
+    assert other.content == b"good"
+
+
+def test_a_value_of_another_size_that_does_not_end_there_is_an_error():
+    with pytest.raises(ProtocolError):
+        reading(Fill(Slot(4).views), b"$3\r\nabcdXY")
+
+
 def test_replies_before_a_wrong_one_are_given_first():
     reader = ReplyReader()
     for expect in (Line(), Fill(Slot(4).views)):
         reader.expect(expect)
-    assert feed(reader, b"+OK\r\n$9\r\n") == [b"OK"]
+    assert feed(reader, b"+OK\r\n$99999999\r\n") == [b"OK"]
     with pytest.raises(WrongSize):
         reader.get_buffer()
 
