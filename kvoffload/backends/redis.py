@@ -44,14 +44,13 @@ _LOOKUP_KEYS = 1000
 """Keys asked for in one request: other lookups get their turn after so many."""
 
 
-def chunk_prefix(namespace: str, authenticated: bool) -> bytes:
+def chunk_prefix(namespace: str, scheme: str) -> bytes:
     """What the names of a namespace's chunks begin with.
 
-    Authenticated values have names of their own: an engine without the secret must not take them
-    for damaged ones.
+    Values authenticated under one secret have names of their own: an engine without it, or with
+    another, must not take them for damaged ones.
     """
-    kind = "mac" if authenticated else "xxh3"
-    return f"{PREFIX}:{quote(namespace, safe='')}:{kind}:".encode()
+    return f"{PREFIX}:{quote(namespace, safe='')}:{scheme}:".encode()
 
 
 def facts_name(namespace: str) -> bytes:
@@ -77,9 +76,8 @@ class RedisBackend:
         self._namespace = namespace
         self._target = parse_url(options.url)
         self._access = Access(options, self._target)
-        secret = value_key(options)
-        self._sealer = Sealer(namespace_digest(namespace), secret)
-        self._prefix = chunk_prefix(namespace, secret is not None)
+        self._sealer = Sealer(namespace_digest(namespace), value_key(options))
+        self._prefix = chunk_prefix(namespace, self._sealer.scheme)
         self._ttl_ms = b"%d" % int(options.ttl_s * 1000)
         self._counters: Counter[str] = Counter()
         self._verdicts = Verdicts(

@@ -35,6 +35,8 @@ class Sealer:
     def __init__(self, namespace: bytes, secret: bytes | None) -> None:
         self._namespace = namespace
         self._secret = secret
+        self.scheme = _scheme(secret)
+        """How values are checked, as a part of their names."""
         self.tail_bytes = MAC_BYTES if secret else 0
 
     def value_bytes(self, chunk: memoryview) -> int:
@@ -66,6 +68,16 @@ class Sealer:
         mac.update(chunk)
         digest: bytes = mac.digest()
         return digest
+
+
+def _scheme(secret: bytes | None) -> str:
+    """``xxh3``, or ``mac-`` and what tells this secret from others, without giving it away."""
+    if secret is None:
+        return "xxh3"
+    import blake3
+
+    derived = blake3.blake3(secret, derive_key_context="kvoffload redis key id v1")
+    return f"mac-{derived.hexdigest()[:16]}"
 
 
 class Batch:

@@ -341,18 +341,39 @@ async def test_a_value_under_another_key_is_a_miss(empty):
     await backend.close()
 
 
+def with_secrets(server, folder, *names):
+    """Backends that each have a secret of their own."""
+    for name in names:
+        (folder / name).write_text(name[0] * 40)
+        options = {"url": server.url, "secret_file": str(folder / name), **PATIENT}
+        yield open_backend("redis", options, "n")
+
+
+async def test_engines_with_different_secrets_keep_out_of_each_others_way(empty, tmp_path):
+    """As while a secret is changed on one engine after the other."""
+    old, new = with_secrets(empty, tmp_path, "old", "new")
+    keys = keys_of(8)
+    assert all(await old.write(keys, filled(keys)))
+    assert not any(await new.contains(keys))
+    assert not any(await new.read(keys, slots(8)))
+    assert all(await new.write(keys, filled(keys)))
+    assert all(await new.read(keys, slots(8)))
+    assert all(await old.read(keys, slots(8)))
+    assert empty.cli("dbsize") == "16"
+    await old.close()
+    await new.close()
+
+
 async def test_values_of_someone_without_the_secret_are_misses(empty, tmp_path):
     """Every field and checksum is right, but the author did not have the secret."""
-    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
-    mine.write_text("m" * 40)
-    theirs.write_text("t" * 40)
+    attacker, victim = with_secrets(empty, tmp_path, "theirs", "mine")
     keys = keys_of(1)
-    attacker, victim = (
-        open_backend("redis", {"url": empty.url, "secret_file": str(f), **PATIENT}, "n")
-        for f in (theirs, mine)
-    )
+    await victim.write(keys, filled(keys))
+    (name,) = empty.cli("keys", "*").splitlines()
     await attacker.write(keys, filled(keys))
+    (forged,) = set(empty.cli("keys", "*").splitlines()) - {name}
     assert await attacker.read(keys, slots(1)) == [True]
+    empty.cli("copy", forged, name, "replace")
     assert await victim.read(keys, slots(1)) == [False]
     assert victim.counters()["read_corrupt_mac"] == 1
     await attacker.close()
