@@ -7,12 +7,11 @@ memory; every value verified. A server that is down, slow or full costs misses, 
 Where things are: settings in ``redis_options``, the wire format in ``redis_resp``, connections in
 ``redis_channel`` and ``redis_connection``, one server in ``redis_node``, several in
 ``redis_topology``, loads and stores in ``redis_chunks``, what is known to be there in
-``redis_presence``.
+``redis_presence``, what a namespace is in ``redis_facts``.
 """
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,8 @@ from kvoffload.backends import redis_admin, redis_doctor
 from kvoffload.backends.base import Usage
 from kvoffload.backends.format import MAX_KEY_BYTES, namespace_digest
 from kvoffload.backends.redis_chunks import Batch, Load, Sealer, Store
-from kvoffload.backends.redis_connection import Lost, Outcome, Request
+from kvoffload.backends.redis_connection import Outcome, Request
+from kvoffload.backends.redis_facts import Facts
 from kvoffload.backends.redis_node import Node
 from kvoffload.backends.redis_options import (
     Access,
@@ -33,7 +33,7 @@ from kvoffload.backends.redis_options import (
     value_key,
 )
 from kvoffload.backends.redis_presence import Verdicts
-from kvoffload.backends.redis_resp import Integers, Line, ServerError, encode
+from kvoffload.backends.redis_resp import Integers, ServerError, encode
 from kvoffload.backends.redis_topology import Topology, open_topology
 from kvoffload.backends.upkeep import Finding, Holding
 
@@ -87,8 +87,8 @@ class RedisBackend:
         self._topology: Topology | None = None
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._facts: Mapping[str, str] | None = None
-        self._facts_due = 0.0
+        self._facts_name = facts_name(namespace)
+        self._facts = Facts(self._facts_name, options.ttl_s, self._send_facts)
         self._warned_until = 0.0
 
     def __repr__(self) -> str:
@@ -123,6 +123,7 @@ class RedisBackend:
         ok = [False] * len(keys)
         if topology is None:
             return ok
+        self._facts.used()
         batch = Batch()
 
         def finish(i: int, why: str) -> None:
@@ -160,7 +161,7 @@ class RedisBackend:
                 self._verdicts.set(key, True)
         if topology is None:
             return ok
-        self._keep_facts()
+        self._facts.used()
         batch = Batch()
 
         def finish(i: int, why: str) -> None:
@@ -185,6 +186,7 @@ class RedisBackend:
     async def close(self) -> None:
         """See :meth:`Backend.close`."""
         self._closed = True
+        self._facts.close()
         ending = list(self._tasks)
         for task in ending:
             task.cancel()
@@ -223,10 +225,9 @@ class RedisBackend:
 
     async def describe(self, facts: Mapping[str, str]) -> None:
         """See :class:`~kvoffload.backends.base.Describes`. Kept alive as long as chunks are."""
-        self._facts = dict(facts)
-        self._facts_due = 0.0
+        self._facts.set(facts)
         await self._ready()
-        self._keep_facts()
+        self._facts.used()
 
     # For operators.
 
@@ -312,18 +313,10 @@ class RedisBackend:
     def _nodes(self) -> list[Node]:
         return list(self._topology.nodes()) if self._topology is not None else []
 
-    def _keep_facts(self) -> None:
-        """Write the facts beside the data, again before they expire."""
-        now = asyncio.get_running_loop().time()
-        if self._facts is None or now < self._facts_due or self._topology is None:
-            return
-        self._facts_due = now + self._options.ttl_s / 4
-        name = facts_name(self._namespace)
-        node = self._topology.node(name)
+    def _send_facts(self, request: Request) -> None:
+        node = self._topology.node(self._facts_name) if self._topology is not None else None
         if node is not None:
-            value = json.dumps(dict(self._facts), sort_keys=True).encode()
-            command = encode(b"PSETEX", name, self._ttl_ms, value)
-            node.command([Request(lambda: [command], Line(), 0, _facts_stored)])
+            node.command([request])
 
     def _warn(self, text: str, *values: object) -> None:
         """Log at most once a second; the counters have the rest."""
@@ -364,12 +357,6 @@ def _numbers(
 
     request = Request(lambda: [b"".join(words)], Integers(len(words)), 0, done)
     return request
-
-
-def _facts_stored(outcome: Outcome) -> None:
-    if outcome != b"OK":
-        why = outcome.reason if isinstance(outcome, Lost) else outcome
-        log.info("redis: the facts of the namespace could not be stored: %s", why)
 
 
 def _bytes(view: memoryview) -> memoryview:

@@ -303,8 +303,8 @@ class Node:
         pool.remove(connection)
         if reason in ("shutdown", "moved", "breaker_open"):
             return
-        if reason == "closed":  # perhaps by its end
-            self._restarted()
+        if reason == "closed" and not self.greeting.run_id:
+            self._restarted()  # perhaps; where it says who it is, the next greeting tells
         self._counters[f"connection_lost_{reason.partition(':')[0].lower()}"] += 1
         log.debug("redis at %s: connection lost: %s", self._where, reason)
         # Closing an idle connection is a server's right, giving one up may be the caller's wish,

@@ -475,6 +475,36 @@ async def test_usage_and_facts_can_be_read(empty):
     await backend.close()
 
 
+async def facts_are_there(server, namespace):
+    while "llama" not in server.cli("get", f"kvoffload:{namespace}:facts"):  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
+async def test_facts_are_back_soon_after_a_flush(empty):
+    backend = open_backend("redis", {"url": empty.url}, "n")
+    await backend.describe({"model": "llama"})
+    await facts_are_there(empty, "n")
+    empty.cli("flushall")
+    keys = keys_of(2)
+    await backend.write(keys, filled(keys))
+    await facts_are_there(empty, "n")
+    await backend.close()
+
+
+async def test_loads_alone_keep_the_facts_alive(empty):
+    backend = open_backend("redis", {"url": empty.url, "ttl_s": 100.0}, "n")
+    keys = keys_of(2)
+    await backend.describe({"model": "llama"})
+    await backend.write(keys, filled(keys))
+    await facts_are_there(empty, "n")
+    while int(empty.cli("pttl", "kvoffload:n:facts")) > 99_000:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    await backend.read(keys, slots(2))
+    while int(empty.cli("pttl", "kvoffload:n:facts")) < 99_000:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    await backend.close()
+
+
 @pytest.mark.parametrize("bad", [b"", b"x" * 121])
 async def test_a_key_of_impossible_length_is_misuse(empty, bad):
     backend = open_backend("redis", {"url": empty.url}, "n")

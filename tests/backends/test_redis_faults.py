@@ -64,6 +64,34 @@ async def test_restarted_empty_old_verdicts_are_dropped(server):
         await engine.back()
 
 
+async def test_restarted_and_used_again_the_facts_are_back(server):
+    async with RedisEngine(server.url) as engine:
+        server.kill()
+        await engine.backend.describe({"model": "llama"})
+        server.start()
+        await engine.back()
+
+        async def known():
+            return "llama" in server.cli("get", "kvoffload:faults:facts")
+
+        await until(known)
+
+
+async def test_connections_closed_for_idleness_change_no_verdict(server):
+    """The run id says that it is the same process still."""
+    async with RedisEngine(server.url, present_s=3600.0) as engine:
+        await engine.store()
+        server.cli("client", "kill", "type", "normal")
+        await until(lambda: disconnected(engine))
+        assert engine.backend.holds(engine.keys[0]) is True
+        assert await engine.hits()
+        assert engine.backend.holds(engine.keys[0]) is True
+
+
+async def disconnected(engine):
+    return engine.count("connections") == 0
+
+
 async def test_paused_it_is_left_alone_and_found_again(server):
     async with RedisEngine(server.url) as engine:
         await engine.back()
