@@ -29,8 +29,9 @@ def load(group: str, name: str, field: str = "type") -> Any:
         raise ConfigError(field, name, f"no such plug-in in {group}; installed: {known}")
     try:
         return found[name].load()
-    except ImportError as error:
-        raise ConfigError(field, name, f"the plug-in cannot be imported: {error}") from error
+    except Exception as error:  # somebody else's module raises what it likes
+        remedy = f"the plug-in {found[name].value} cannot be imported: {error}"
+        raise ConfigError(field, name, remedy) from error
 
 
 def open_backend(

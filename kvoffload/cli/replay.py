@@ -17,7 +17,6 @@ from kvoffload.replay import synthetic
 from kvoffload.replay.sample import sampled
 from kvoffload.replay.simulate import Hits
 from kvoffload.replay.study import (
-    INFINITE,
     Row,
     default_sizes,
     parse_count,
@@ -56,7 +55,11 @@ def command(
         raise ConfigError("tiers", tiers, "goes with neither --sizes nor --plot")
     if plot is not None and plot.suffix.lower() != ".png":
         raise ConfigError("plot", str(plot), "must end in .png")
-    names = [name for name in policies.split(",") if name]
+    if plot is not None:
+        from kvoffload.replay.plot import check
+
+        check(plot)
+    names = list(dict.fromkeys(name for name in policies.split(",") if name))
     if not names:
         raise ConfigError("policies", policies, "must name at least one policy")
     loaded = sampled(open_trace(trace, synthetic), sample)
@@ -65,8 +68,8 @@ def command(
         with progress_bar(total_work(loaded, len(names), None)) as step:
             rows = study_tiers(loaded, names, parts, step)
     else:
-        counts = [parse_count(text, "sizes") for text in sizes.split(",") if text]
-        counts = counts or default_sizes(loaded)
+        asked = dict.fromkeys(parse_count(text, "sizes") for text in sizes.split(",") if text)
+        counts = list(asked) or default_sizes(loaded)
         with progress_bar(total_work(loaded, len(names), len(counts))) as step:
             rows = study(loaded, names, counts, step)
     if plot is not None:
@@ -120,9 +123,8 @@ def _show(trace: Trace, rows: Sequence[Row]) -> None:
         + (f" (a sample of {trace.sample:.3g})" if trace.sample < 1 else ""),
         soft_wrap=True,
     )
-    everything = next(row.hits for row in rows if row.policy == INFINITE)
     if any(row.levels for row in rows):
-        _show_tiers(console, rows, everything)
+        _show_tiers(console, rows)
         return
     _show_rates(console, rows, "contiguous-prefix hits, %", lambda hits: hits.prefix_rate)
     _show_rates(console, rows, "block hits, %", lambda hits: hits.block_rate)
@@ -142,15 +144,14 @@ def _show_rates(
     console.print(table)
 
 
-def _show_tiers(console: Console, rows: Sequence[Row], everything: Hits) -> None:
+def _show_tiers(console: Console, rows: Sequence[Row]) -> None:
     table = Table(title="contiguous-prefix hits by tier, %")
     table.add_column("policy")
     tiers = list(rows[0].levels)
-    for name in [*tiers, "all tiers", "infinite"]:
+    for name in [*tiers, "all tiers", "block hits"]:
         table.add_column(name, justify="right")
     for row in rows:
-        if row.policy != INFINITE:
-            shares = [row.levels[name] for name in tiers]
-            rates = [*shares, row.hits.prefix_rate, everything.prefix_rate]
-            table.add_row(row.policy, *(f"{100 * rate:.2f}" for rate in rates))
+        shares = [f"{100 * row.levels[name]:.2f}" if row.levels else "" for name in tiers]
+        rates = (row.hits.prefix_rate, row.hits.block_rate)
+        table.add_row(row.policy, *shares, *(f"{100 * rate:.2f}" for rate in rates))
     console.print(table)

@@ -44,6 +44,8 @@ def command(
     if block_tokens < 1:
         raise ConfigError("block_tokens", block_tokens, "must be at least 1")
     wanted = [_percent(text) for text in targets.split(",") if text]
+    if not wanted:
+        raise ConfigError("targets", targets, "must be percentages, such as 50,90,99")
     token_bytes = bytes_per_token(read_config(model), kv_dtype or None, tensor_parallel)
     loaded = sampled(open_trace(trace, synthetic), sample)
     with progress_bar(len(curve_sizes(loaded)) * loaded.accesses) as step:

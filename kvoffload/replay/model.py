@@ -26,8 +26,10 @@ def read_config(path: Path) -> dict[str, Any]:
         config = msgspec.json.decode(path.read_bytes())
     except OSError as error:
         raise ConfigError("model", str(path), f"cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError("model", str(path), f"is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ConfigError("model", str(path), "is nested too deeply") from error
     if not isinstance(config, dict):
         raise ConfigError("model", str(path), "must be a JSON object")
     inner = config.get("text_config")  # the language half of a multimodal model
@@ -60,17 +62,23 @@ def bytes_per_token(
         tensor_parallel: ranks. What they must replicate (too few KV heads, MLA) is counted often.
 
     Raises:
-        ConfigError: a missing or impossible field, or an unknown type.
+        ConfigError: a missing or impossible field, an unknown type, or no layer that counts.
     """
-    dtype = kv_dtype or config.get("torch_dtype") or config.get("dtype") or "bfloat16"
-    if dtype not in _DTYPE_BYTES:
-        raise ConfigError("kv_dtype", dtype, f"known types: {', '.join(_DTYPE_BYTES)}")
+    named = {"kv_dtype": kv_dtype} | {
+        f"model.{name}": config.get(name) for name in ("torch_dtype", "dtype")
+    }
+    field, dtype = next((item for item in named.items() if item[1]), ("kv_dtype", "bfloat16"))
+    if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
+        raise ConfigError(field, dtype, f"known types: {', '.join(_DTYPE_BYTES)}")
     if tensor_parallel < 1:
         raise ConfigError("tensor_parallel", tensor_parallel, "must be at least 1")
     layers = _number(config, "num_hidden_layers", "n_layer")
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
         layers = sum(not any(word in str(kind) for word in _WITHOUT_KV) for kind in kinds)
+        if not layers:
+            remedy = "no layer keeps what grows with the prompt: there is nothing to size"
+            raise ConfigError("model.layer_types", sorted(set(map(str, kinds))), remedy)
     if config.get("kv_lora_rank"):  # multi-head latent attention: one latent a token, on each rank
         latent = _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim", default=0)
         return round(layers * latent * _DTYPE_BYTES[dtype]) * tensor_parallel
@@ -78,6 +86,8 @@ def bytes_per_token(
     kv_heads = _number(config, "num_key_value_heads", default=heads)
     if config.get("head_dim") is None:
         head_dim = _number(config, "hidden_size", "n_embd") // heads
+        if not head_dim:
+            raise ConfigError("model.num_attention_heads", heads, "is more than hidden_size")
     else:
         head_dim = _number(config, "head_dim")
     copies = max(1, tensor_parallel // kv_heads)

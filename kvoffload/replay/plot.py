@@ -1,6 +1,7 @@
 """Hit rate over capacity as a picture; needs the ``plots`` extra."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +9,32 @@ from kvoffload.errors import ConfigError
 from kvoffload.replay.study import BELADY, INFINITE, Row
 
 
-def plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Draw contiguous-prefix hit rates by policy and capacity into a PNG file.
+def check(path: Path) -> None:
+    """Find out now, not after minutes of replaying, whether a picture can be drawn into a file.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
+    if find_spec("matplotlib") is None:
+        raise ConfigError("plot", str(path), "needs matplotlib: pip install 'kvoffload[plots]'")
+    existed = path.exists()
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        remedy = "needs matplotlib: pip install 'kvoffload[plots]'"
-        raise ConfigError("plot", str(path), remedy) from error
+        path.open("ab").close()  # asks the file system itself, and leaves a picture as it was
+    except OSError as error:
+        raise ConfigError("plot", str(path), f"cannot be written: {error.strerror}") from error
+    if not existed:
+        path.unlink()
+
+
+def plot(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Draw contiguous-prefix hit rates by policy and capacity into a PNG file.
+
+    Raises:
+        ConfigError: the file cannot be written.
+        ImportError: matplotlib is not installed; see :func:`check`.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), dpi=100, layout="constrained")
     axes = figure.subplots()

@@ -106,11 +106,8 @@ def study(
     for name in names:
         _policy(name)  # a wrong name is to be told now, not after minutes of replaying
     rows = [study_one(trace, name, size, progress) for name in names for size in sizes]
-    for size in sizes:
-        start = perf_counter()
-        hits = belady(trace.requests, _scaled(size, trace), progress, trace.weights)
-        rows.append(Row(BELADY, size, hits, perf_counter() - start))
-    return [*rows, _everything(trace)]
+    bounds = [_bound(trace, size, progress) for size in sizes]
+    return [*rows, *bounds, _everything(trace)]
 
 
 def study_one(trace: Trace, policy: str, size: int, progress: Progress | None = None) -> Row:
@@ -131,7 +128,9 @@ def study_tiers(
     tiers: dict[str, int],
     progress: Progress | None = None,
 ) -> list[Row]:
-    """Replay a chain of tiers, all with the same policy; one row a policy.
+    """Replay a chain of tiers, all with the same policy; one row a policy, then the bounds.
+
+    Belady's bound is that of one store as large as all tiers together: they hold no more.
 
     Raises:
         ConfigError: no such policy.
@@ -145,12 +144,18 @@ def study_tiers(
         hits = replay_levels(trace.requests, levels, progress, trace.weights)
         shares = {level.name: round(level.prefix / hits.accesses, 6) for level in levels}
         rows.append(Row(policy, sum(tiers.values()), hits, perf_counter() - start, shares))
-    return [*rows, _everything(trace)]
+    return [*rows, _bound(trace, sum(tiers.values()), progress), _everything(trace)]
 
 
 def total_work(trace: Trace, policies: int, sizes: int | None) -> int:
     """Blocks that a study will use; ``sizes`` is None for a study of tiers."""
-    return trace.accesses * (policies if sizes is None else (policies + 1) * sizes)
+    return trace.accesses * (policies + 1) * (1 if sizes is None else sizes)
+
+
+def _bound(trace: Trace, size: int, progress: Progress | None) -> Row:
+    start = perf_counter()
+    hits = belady(trace.requests, _scaled(size, trace), progress, trace.weights)
+    return Row(BELADY, size, hits, perf_counter() - start)
 
 
 def _everything(trace: Trace) -> Row:

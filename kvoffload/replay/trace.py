@@ -19,10 +19,15 @@ Keys = tuple[bytes, ...]
 """The blocks of one prompt, head first; equal keys mean equal prefixes."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
+_Time = Annotated[float, msgspec.Meta(ge=0)]
+_Ids = list[_Count | str]
 
 
 class TraceError(ConfigError):
-    """A trace that cannot be read; names the file, the line and the field."""
+    """A trace that cannot be read; names the file, the line and the field.
+
+    A field of a conversation, whose objects span lines, is named by its path from the top, ``$``.
+    """
 
     def __init__(
         self, path: Path, line: int | None, field: str, value: object, remedy: str
@@ -36,8 +41,8 @@ class TraceError(ConfigError):
 class RequestLine(msgspec.Struct):
     """One line of a request trace; fields not named here are ignored."""
 
-    hash_ids: list[_Count | str]
-    timestamp: Annotated[float, msgspec.Meta(ge=0)] = 0
+    hash_ids: _Ids
+    timestamp: _Time = 0
     input_length: _Count = 0
     output_length: _Count = 0
 
@@ -145,8 +150,12 @@ def _decode(decoder: "msgspec.json.Decoder[Any]", line: bytes, path: Path, numbe
     except msgspec.ValidationError as error:
         field, remedy = _field(error)
         raise TraceError(path, number, field, _shown(line, field), remedy) from error
-    except msgspec.DecodeError as error:
-        raise TraceError(path, number, "JSON", _text(line), str(error)) from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TraceError(path, number, "JSON", _text(line), _why(error)) from error
+
+
+def _why(error: Exception) -> str:
+    return "is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _text(raw: bytes) -> str:
@@ -166,7 +175,10 @@ def _field(error: msgspec.ValidationError) -> tuple[str, str]:
 
 def _shown(line: bytes, field: str) -> object:
     """Return the value of a field, for the message."""
-    data = msgspec.json.decode(line)
+    try:
+        data = msgspec.json.decode(line)
+    except (msgspec.DecodeError, RecursionError):  # the field came before what is wrong as JSON
+        return _text(line)
     name = field.split("[", maxsplit=1)[0]
     return data.get(name) if isinstance(data, dict) and name in data else _text(line)
 
@@ -184,10 +196,15 @@ def _folder(root: Path) -> Iterator[list[int | str]]:
             raise TraceError(path, line, "text", _text(raw), "is not UTF-8") from error
         except msgspec.DecodeError as error:
             raise TraceError(path, _line_of(raw, error), "JSON", _text(raw), str(error)) from error
+        except RecursionError as error:
+            raise TraceError(path, None, "JSON", _text(raw), _why(error)) from error
         local = isinstance(data, dict) and data.get("hash_id_scope") == "local"
         scope = f"{path.name}:" if local else ""
-        for time, ids in _conversation(data, path, "", 0.0):
-            timed.append((time, len(timed), [f"{scope}{name}" for name in ids]))
+        try:
+            for time, ids in _conversation(data, path, "$", 0.0):
+                timed.append((time, len(timed), [f"{scope}{name}" for name in ids]))
+        except RecursionError as error:
+            raise TraceError(path, None, "JSON", _text(raw), _why(error)) from error
     timed.sort(key=lambda request: request[:2])
     for _, _, ids in timed:
         yield ids
@@ -208,18 +225,28 @@ def _conversation(
         for at, item in enumerate(node):
             yield from _conversation(item, path, f"{where}[{at}]", since)
     elif isinstance(node, dict):
-        time = node.get("timestamp", node.get("t", since))
-        if isinstance(time, bool) or not isinstance(time, int | float) or time < 0:
-            raise TraceError(path, None, f"{where}.timestamp".lstrip("."), time, "must be a time")
+        called = "timestamp" if "timestamp" in node else "t"
+        time = _checked(node.get(called, since), _Time, path, f"{where}.{called}")
+        for name in ("input_length", "output_length"):
+            _checked(node.get(name, 0), _Count, path, f"{where}.{name}")
         if "hash_ids" in node:
-            try:
-                yield time, msgspec.convert(node["hash_ids"], list[_Count | str])
-            except msgspec.ValidationError as error:
-                text, _, place = str(error).rpartition(" - at `$")
-                field = f"{where}.hash_ids{place.rstrip('`')}".lstrip(".")
-                raise TraceError(path, None, field, node["hash_ids"], text or str(error)) from error
+            yield time, _checked(node["hash_ids"], _Ids, path, f"{where}.hash_ids")
         for name in ("requests", "turns"):
             if name in node:
-                yield from _conversation(node[name], path, f"{where}.{name}".lstrip("."), time)
+                yield from _conversation(node[name], path, f"{where}.{name}", time)
     else:
-        raise TraceError(path, None, where or "file", node, "must be an object or a list of them")
+        raise TraceError(path, None, where, node, "must be an object or a list of them")
+
+
+def _checked(value: Any, kind: Any, path: Path, where: str) -> Any:
+    """Return a field of a conversation as what it should be.
+
+    Raises:
+        TraceError: it is not; names the place within the field, too.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        text, _, place = str(error).rpartition(" - at `$")
+        field = f"{where}{place.rstrip('`')}" if text else where
+        raise TraceError(path, None, field, value, text or str(error)) from error

@@ -1,6 +1,8 @@
 """The replay and size commands as users run them."""
 
 import json
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -66,6 +68,47 @@ def test_several_tiers_share_the_hits(kvoffload, trace):
     assert sum(row["tiers"].values()) == pytest.approx(row["prefix_hit_rate"], abs=1e-5)
     table = kvoffload("replay", str(trace), "--policies", "lru", "--tiers", "cpu=4,disk=1k")
     assert "disk" in table.stdout
+    assert "block hits" in table.stdout
+
+
+def test_tiers_stand_beside_the_bound_of_one_store_as_large_as_all(kvoffload, trace):
+    words = ("replay", str(trace), "--policies", "lru,lru")
+    tiers = json.loads(kvoffload(*words, "--tiers", "cpu=2,disk=3", "--json").stdout)["rows"]
+    whole = json.loads(kvoffload(*words, "--sizes", "5,5", "--json").stdout)["rows"]
+    assert [row["policy"] for row in tiers] == ["lru", "belady", "infinite"]
+    assert [row["policy"] for row in whole] == ["lru", "belady", "infinite"]  # each size once
+    bound, of_one_store = tiers[1] | {"seconds": 0}, whole[1] | {"seconds": 0}
+    assert bound == of_one_store
+    assert "tiers" not in bound
+    assert tiers[0]["block_hit_rate"] <= bound["block_hit_rate"]
+
+
+def test_a_picture_that_cannot_be_written_is_told_before_the_replay(kvoffload, trace, tmp_path):
+    (tmp_path / "folder.png").mkdir()
+    for path in ("/nowhere/at/all.png", str(tmp_path / "folder.png")):
+        # The policy does not exist either, and would be told first if anything had been replayed.
+        done = kvoffload("replay", str(trace), "--policies", "lfu", "--plot", path)
+        assert done.returncode == 2
+        assert f"plot = {path!r}: cannot be written" in done.stderr
+    kvoffload("replay", str(trace), "--policies", "lfu", "--plot", str(tmp_path / "new.png"))
+    assert not (tmp_path / "new.png").exists()
+
+
+def test_a_plug_in_that_names_a_class_that_is_not_there_is_named(kvoffload, trace, tmp_path):
+    (tmp_path / "ghost.py").write_text("")
+    facts = tmp_path / "ghost-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: ghost\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text("[kvoffload.policies]\nghost = ghost:Missing\n")
+    program = "from kvoffload.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "replay", str(trace), "--policies", "ghost"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvoffload: policies = 'ghost': the plug-in ghost:Missing")
+    assert "Traceback" not in done.stderr
 
 
 def test_a_synthetic_load_is_drawn_as_a_png(kvoffload, tmp_path):
@@ -134,6 +177,7 @@ def test_size_says_how_much_memory_for_what_hit_rate(kvoffload, trace, tmp_path)
     ("words", "message"),
     [
         (("--targets", "101"), "targets = '101'"),
+        (("--targets", ","), "targets = ','"),
         (("--block-tokens", "0"), "block_tokens"),
         (("--kv-dtype", "int3"), "kv_dtype = 'int3'"),
         (("--policy", "lfu"), "lfu"),

@@ -55,7 +55,11 @@ def test_a_multimodal_model_counts_its_language_half(tmp_path):
         ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"num_key_value_heads": -1}, "num_key_value_heads"),
         ({"num_attention_heads": "32"}, "num_attention_heads"),
-        ({"torch_dtype": "posit8"}, "kv_dtype"),
+        ({"torch_dtype": "posit8"}, "model.torch_dtype"),
+        ({"torch_dtype": ["bfloat16"]}, "model.torch_dtype"),
+        ({"torch_dtype": None, "dtype": {"a": 1}}, "model.dtype"),
+        ({"layer_types": ["mamba"] * 32}, "model.layer_types"),
+        ({"hidden_size": 8}, "num_attention_heads"),
     ],
 )
 def test_a_config_that_cannot_be_is_named_by_field(change, field):
@@ -69,7 +73,7 @@ def test_a_config_without_head_size_is_refused():
         bytes_per_token(config)
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "{"])
+@pytest.mark.parametrize("content", ["", "[1]", "{", "[" * 100_000, '{"a": 1e999}'])
 def test_a_file_that_is_no_config_is_refused(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_text(content)

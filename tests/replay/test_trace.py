@@ -38,6 +38,10 @@ def test_a_request_trace_keeps_order_and_equality_of_blocks(tmp_path):
         ('{"hash_ids": [1], "output_length": "many"}', "output_length"),
         ('{"hash_ids": [1], "timestamp": -1}', "timestamp"),
         ("[1, 2]", "line"),
+        ('{"hash_ids": [1], "timestamp": 1e999}', "timestamp"),
+        ('{"hash_ids": [1], "x": 1e999, "input_length": -1}', "input_length"),
+        ('{"hash_ids": [1], "x": ' + "[" * 100_000, "JSON"),
+        ('{"hash_ids": ' + "[" * 100_000, "hash_ids[0]"),
     ],
 )
 def test_a_bad_line_is_named_with_file_line_and_field(tmp_path, line, field):
@@ -91,8 +95,18 @@ def test_conversations_with_local_ids_share_nothing(tmp_path):
     [
         ('{"requests": [\n{"hash_ids": [1]},\n{"hash_ids": [1}\n]}', "bad.json:3: JSON"),
         ('{"requests": [{"hash_ids": [1]}, {"hash_ids": [1, -1]}]}', "requests[1].hash_ids[1]"),
-        ('{"requests": [{"t": "noon", "hash_ids": [1]}]}', "requests[0].timestamp"),
-        ('{"requests": 7}', "requests"),
+        ('{"requests": [{"t": "noon", "hash_ids": [1]}]}', "bad.json: $.requests[0].t = 'noon'"),
+        ('{"requests": 7}', "bad.json: $.requests = 7"),
+        ("7", "bad.json: $ = 7"),
+        ('[{"timestamp": -1, "hash_ids": [1]}]', "bad.json: $[0].timestamp = -1"),
+        ('[{"hash_ids": 5}]', "bad.json: $[0].hash_ids = 5"),
+        ('[{"hash_ids": {"a": 1}}]', "bad.json: $[0].hash_ids = {'a': 1}"),
+        ('[{"hash_ids": [1, [2]]}]', "bad.json: $[0].hash_ids[1] = "),
+        ('[{"hash_ids": [1], "input_length": -1}]', "bad.json: $[0].input_length = -1"),
+        ('[{"hash_ids": [1], "output_length": "x"}]', "bad.json: $[0].output_length = 'x'"),
+        ('[\n{"timestamp": 1e999}]', "bad.json:2: JSON"),
+        ("[" * 100_000, "bad.json: JSON"),
+        ("[" * 900 + "7" + "]" * 900, "bad.json: "),
     ],
 )
 def test_a_bad_conversation_names_its_file_and_field(tmp_path, content, where):
