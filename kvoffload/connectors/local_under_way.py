@@ -8,7 +8,7 @@ from kvoffload.connectors.chunks import ChunkGroups
 from kvoffload.connectors.local_jobs import Load, LoadOutcome, RequestState, Store
 from kvoffload.connectors.short_loads import ShortLoads
 from kvoffload.core.transfers import TransferSpec
-from kvoffload.offload.base import CPULoadStoreSpec, Transfer, TransferResult
+from kvoffload.offload.base import CPULoadStoreSpec, ReqContext, Transfer, TransferResult
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.transfer.worker import TransferWorker
 
@@ -128,10 +128,11 @@ class UnderWay:
         good = [key for key, ok in zip(load.keys, result.ok, strict=True) if ok]
         bad = [key for key, ok in zip(load.keys, result.ok, strict=True) if not ok]
         # Forgotten before the outcome is told, or the next lookup would promise them again.
+        context = ReqContext(load.request_id)
         self._manager.complete_load(
-            bad, success=False, settled=result.settled, reason=result.reason
+            bad, context, success=False, settled=result.settled, reason=result.reason
         )
-        self._manager.complete_load(good)
+        self._manager.complete_load(good, context)
         if not result.settled:
             self._unsettled[result.job_id] = tuple(
                 slot for slot, ok in zip(load.host_slots, result.ok, strict=True) if not ok

@@ -136,7 +136,13 @@ class OffloadingManager(ABC):
     """The ledger: which chunk is where, in what state, pinned by whom.
 
     Called on one thread (the engine's scheduler); no call does I/O or waits. Every ``prepare_*`` is
-    followed by exactly one ``complete_*`` for each of its keys.
+    followed by exactly one ``complete_*`` for each of its keys, made for the same request: with a
+    context of the same ``req_id``, or again without one.
+
+    An answer for a chunk that its request is not moving that way, because it came before or because
+    it was somebody else's, is counted and changes nothing. Not told apart are the transfers of one
+    request, and of all those without a context: a caller that may hear of a transfer's end twice,
+    and moves the same chunk for the same request again in between, must itself drop the second.
     """
 
     @abstractmethod
@@ -183,7 +189,7 @@ class OffloadingManager(ABC):
 
         Args:
             keys: any part of what was prepared.
-            req_context: of the request that loaded.
+            req_context: of the request it was prepared for.
             success: False forgets the keys, on every tier the load took them from, so that the
                 next lookup answers False.
             settled: False if something may still write to their host slots; these stay out of use

@@ -37,9 +37,9 @@ class Books:
         self.residence.evicted(evicted)
         return slots, evicted
 
-    def unexpected(self, verb: str, *keys: OffloadKey) -> None:
-        """A transfer was answered that is not under way."""
-        self.counters["unexpected_completion"] += 1
-        if self.counters["unexpected_completion"] <= MAX_WARNINGS:
-            named = keys[0].hex() if keys else "none"
-            log.warning("%s for chunk %s, which was not prepared", verb, named)
+    def unexpected(self, verb: str, keys: Sequence[OffloadKey]) -> None:
+        """Chunks were answered for whose transfer is not under way, or is somebody else's."""
+        for key in keys:
+            self.counters["unexpected_completion"] += 1
+            if self.counters["unexpected_completion"] <= MAX_WARNINGS:
+                log.warning("%s for chunk %s, which was not prepared so", verb, key.hex())

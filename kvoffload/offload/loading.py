@@ -7,6 +7,7 @@ from kvoffload.offload.base import Reason, ReqContext
 from kvoffload.offload.books import Books
 from kvoffload.offload.residence import CPU
 from kvoffload.offload.tiers import Tier, first_holder
+from kvoffload.offload.under_way import UnderWay
 
 
 class Loading:
@@ -20,6 +21,7 @@ class Loading:
         self._books = books
         self._host = books.host
         self._fetch_tier: dict[OffloadKey, Tier] = {}
+        self._under_way = UnderWay()
 
     def prepare(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
@@ -27,8 +29,11 @@ class Loading:
         """See :meth:`OffloadingManager.prepare_load`."""
         slots = self._host.pin_all(keys)
         if slots is not None:
+            self._under_way.begin(keys, req_context)
             return CPULoadStoreSpec(slots)
-        return self._prepare_staged(keys, self._books.lookups.tiers_for(req_context))
+        spec = self._prepare_staged(keys, self._books.lookups.tiers_for(req_context))
+        self._under_way.begin(keys[: len(spec.host_slots)], req_context)
+        return spec
 
     def _prepare_staged(
         self, keys: Sequence[OffloadKey], tiers: tuple[Tier, ...]
@@ -98,8 +103,10 @@ class Loading:
         reason: str = "",
     ) -> None:
         """See :meth:`OffloadingManager.complete_load`."""
+        known, unknown = self._under_way.end(list(keys), req_context)
+        self._books.unexpected("complete_load", unknown)
         # From tail to head, so that of one prompt the tail is the older and leaves first.
-        backwards = list(keys)[::-1]
+        backwards = known[::-1]
         if success and settled and not self._host.fetching and self._host.unpin_all(backwards):
             return
         host = self._host
@@ -120,15 +127,11 @@ class Loading:
                         promotions.setdefault(source, []).append(key)
                 else:
                     host.give_back(key, slot, settled)
-            elif key in host.pinned:
-                if not success:
+            else:
+                if not success and key in host.pinned:
                     host.forget(key)
                     lost.append(key)
                 host.end_use(key, settled)
-            elif host.orphaned(key):
-                host.end_use(key, settled)
-            else:
-                self._books.unexpected("complete_load", key)
         self._books.residence.departures.note([*lost, *missed], reason or Reason.FAILED)
         self._books.residence.record(lost[::-1], CPU, Reason.FAILED)
         self._books.residence.record(arrived[::-1], CPU, Reason.STORED)

@@ -179,7 +179,7 @@ class TieredOffloadingManager(OffloadingManager):
         settled: bool = True,
     ) -> None:
         """See :meth:`OffloadingManager.complete_store`."""
-        self._storing.complete(keys, success, settled)
+        self._storing.complete(keys, req_context, success, settled)
 
     def drop(self, keys: Sequence[OffloadKey]) -> None:
         """Give up storing chunks that were refused; see :class:`PrepareStoreOutput`."""
@@ -210,7 +210,7 @@ class TieredOffloadingManager(OffloadingManager):
         """See :meth:`OffloadingManager.complete_transfer`."""
         tier = self._write_through.ended(transfer)
         if tier is None:
-            self._books.unexpected("complete_transfer", *transfer.keys[:1])
+            self._books.unexpected("complete_transfer", transfer.keys[:1])
             return
         for key in reversed(transfer.keys):
             self._host.end_use(key, settled)

@@ -8,6 +8,7 @@ from kvoffload.offload.base import PrepareStoreOutput, Reason, ReqContext
 from kvoffload.offload.books import Books
 from kvoffload.offload.departures import DROPPED
 from kvoffload.offload.residence import CPU
+from kvoffload.offload.under_way import UnderWay
 
 
 class Storing:
@@ -24,6 +25,7 @@ class Storing:
         self.sightings = sightings
         # Chunks being stored for a request that wants them on some tiers only.
         self._only_tiers: dict[OffloadKey, tuple[str, ...]] = {}
+        self._under_way = UnderWay()
 
     def prepare(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
@@ -49,6 +51,7 @@ class Storing:
         stored = tuple(new[: len(slots)])
         host.incoming.update(zip(stored, slots, strict=True))
         host.prioritise(stored, hints.priority)
+        self._under_way.begin(stored, req_context)
         if hints.tiers is not None:
             self._only_tiers.update(dict.fromkeys(stored, hints.tiers))
         return PrepareStoreOutput(stored, CPULoadStoreSpec(slots), tuple(evicted), refused)
@@ -88,14 +91,17 @@ class Storing:
     def complete(
         self,
         keys: Iterable[OffloadKey],
+        req_context: ReqContext | None = None,
         success: bool = True,
         settled: bool = True,
     ) -> None:
         """See :meth:`OffloadingManager.complete_store`."""
-        keys = stored = list(keys)
-        if not (success and settled and self._host.all_ready(stored[::-1])):
-            stored = self._complete_one_by_one(stored, success, settled)
-        only = {key: self._only_tiers.pop(key, None) for key in keys} if self._only_tiers else {}
+        known, unknown = self._under_way.end(list(keys), req_context)
+        self._books.unexpected("complete_store", unknown)
+        stored = known
+        if not (success and settled and self._host.all_ready(known[::-1])):
+            stored = self._complete_one_by_one(known, success, settled)
+        only = {key: self._only_tiers.pop(key, None) for key in known} if self._only_tiers else {}
         self._stored(stored, only)
 
     def _stored(
@@ -130,10 +136,8 @@ class Storing:
                 else:
                     host.give_back(key, slot, settled)
                     failed.append(key)
-            elif host.orphaned(key):
-                host.end_use(key, settled)
             else:
-                self._books.unexpected("complete_store", key)
+                host.end_use(key, settled)  # forgotten by a reset
         self._books.counters["store_failed"] += len(failed)
         self._books.residence.departures.note(failed, Reason.FAILED)
         stored.reverse()

@@ -107,6 +107,7 @@ class Walk:
         self.requests = self.checks = 0
         self.content = dict.fromkeys(range(rows), GARBAGE)
         self.loads, self.saves, self.transfers, self.unsettled = [], [], [], []
+        self.answered = []
         self.replayed = {medium: set() for medium in ("CPU", *map(str.upper, self.stores))}
 
     def new_stores(self):
@@ -151,21 +152,21 @@ class Walk:
                 assert self.holds(slot, keys[i]), "a hit's slot holds another chunk"
         for i in fetched:
             self.fill(slots[i], keys[i], context.req_id)
-        self.loads.append((keys[:hits], slots, fetched, context.req_id))
+        self.loads.append((keys[:hits], slots, fetched, context))
 
-    def end_load(self, which, good, settled, twice=False):
+    def end_load(self, which, good, settled):
         if not self.loads:
             return
-        keys, slots, fetched, req_id = self.loads.pop(which % len(self.loads))
+        keys, slots, fetched, context = self.loads.pop(which % len(self.loads))
         ok = [(good >> i) & 1 for i in range(len(keys))]
         for i in fetched:
-            assert self.holds(slots[i], keys[i], req_id), "a slot of a load was given away"
+            assert self.holds(slots[i], keys[i], context.req_id), "a slot of a load was given away"
         for i, slot in enumerate(slots):
             if i not in fetched:
                 assert self.holds(slot, keys[i]), "a pinned chunk was overwritten"
             self.fill(slot, keys[i], keys[i] if ok[i] or i not in fetched else GARBAGE)
         bad = [key for key, fine in zip(keys, ok, strict=True) if not fine]
-        self.manager.complete_load(bad, success=False, settled=settled, reason="missing")
+        self.answer(self.manager.complete_load, bad, context, False, settled, "missing")
         if not settled:
             late = [(slots[i], keys[i], i in fetched) for i in range(len(keys)) if not ok[i]]
             self.unsettled.append(late)
@@ -174,19 +175,28 @@ class Walk:
                 assert key not in self.resident(), "a failed key is still promised"
                 assert i not in fetched or not fetched[i].holds(key)
         fine = [key for key, fine in zip(keys, ok, strict=True) if fine]
-        self.manager.complete_load(fine)
-        if twice:
-            host = self.manager._host
-            idle = [k for k in fine if k not in host.pinned and not host.moving(k)]
-            self.unexpected(len(idle), self.manager.complete_load, idle)
+        self.answer(self.manager.complete_load, fine, context)
 
-    def unexpected(self, count, complete, *args):
-        """A second completion changes nothing but a counter."""
-        before = self.manager.counters["unexpected_completion"]
-        resident = self.resident()
+    def answer(self, complete, *args):
+        complete(*args)
+        self.answered = [*self.answered[-20:], (complete, args)]
+
+    def answer_again(self, which):
+        """A second completion changes nothing but a counter, however late and whoever moves it."""
+        if not self.answered:
+            return
+        complete, args = self.answered[-1 - which % len(self.answered)]
+        count = 1 if complete == self.manager.complete_transfer else len(args[0])
+        before, now = self.manager.counters["unexpected_completion"], self.ledger()
         complete(*args)
         assert self.manager.counters["unexpected_completion"] == before + count
-        assert self.resident() == resident
+        assert self.ledger() == now
+
+    def ledger(self):
+        """All that the manager knows of host memory."""
+        host = self.manager._host
+        places = host.idle.slots, host.pinned, host.incoming, host.fetching, host._orphans
+        return [*map(dict, places), dict(host._more_users), dict(host._limbo), host.busy_slots]
 
     def store(self, prompt, count, hint=None):
         hint, context = hint or {}, self.context(hint)
@@ -204,31 +214,28 @@ class Walk:
         slots = output.store_spec.host_slots.tolist()
         for key in output.keys_to_store:
             assert self.manager.lookup(key) is False, "a chunk being stored is visible"
-        self.saves.append((output.keys_to_store, slots))
+        self.saves.append((output.keys_to_store, slots, context))
 
-    def end_store(self, which, good, settled, twice=False):
+    def end_store(self, which, good, settled):
         if not self.saves:
             return
-        keys, slots = self.saves.pop(which % len(self.saves))
+        keys, slots, context = self.saves.pop(which % len(self.saves))
         ok = [(good >> i) & 1 for i in range(len(keys))]
         for key, slot, fine in zip(keys, slots, ok, strict=True):
             self.fill(slot, key, key if fine else GARBAGE)
         bad = [key for key, fine in zip(keys, ok, strict=True) if not fine]
-        self.manager.complete_store(bad, success=False, settled=settled)
+        self.answer(self.manager.complete_store, bad, context, False, settled)
         if not settled:
             late = [(slots[i], keys[i], True) for i in range(len(keys)) if not ok[i]]
             self.unsettled.append(late)
         fine = [key for key, fine in zip(keys, ok, strict=True) if fine]
-        self.manager.complete_store(fine)
-        if twice:
-            ready = [k for k in fine if self.manager._host.is_ready(k)]
-            self.unexpected(len(ready), self.manager.complete_store, ready)
+        self.answer(self.manager.complete_store, fine, context)
 
     def take_transfers(self):
         for transfer in self.manager.take_transfers():
             self.transfers.append((transfer, self.stores[transfer.tier]))
 
-    def end_transfer(self, which, good, settled, twice=False):
+    def end_transfer(self, which, good, settled):
         if not self.transfers:
             return
         transfer, store = self.transfers.pop(which % len(self.transfers))
@@ -240,12 +247,10 @@ class Walk:
             assert self.holds(slot, key), "write-through read another chunk's bytes"
             if fine:
                 store.write(key)
-        self.manager.complete_transfer(transfer, ok, settled)
+        self.answer(self.manager.complete_transfer, transfer, ok, settled)
         if not settled:
             late = zip(slots, transfer.keys, [False] * len(slots), strict=True)
             self.unsettled.append(list(late))
-        if twice:
-            self.unexpected(1, self.manager.complete_transfer, transfer, ok)
 
     def settle(self, which):
         """A late call lets go: until now it may have written to slots it was filling."""
@@ -358,6 +363,8 @@ class Walk:
         self.check()
         self.replay()
         assert self.manager.busy_slots == 0
+        assert not len(self.manager._loading._under_way)
+        assert not len(self.manager._storing._under_way)
 
 
 HINTS = [
@@ -407,10 +414,9 @@ class ManagerMachine(RuleBasedStateMachine):
         which=st.integers(0, 9),
         good=st.sampled_from(GOOD),
         settled=st.booleans(),
-        twice=st.booleans(),
     )
-    def end_load(self, which, good, settled, twice):
-        self.walk.end_load(which, good, settled, twice)
+    def end_load(self, which, good, settled):
+        self.walk.end_load(which, good, settled)
 
     @rule(
         prompt=st.integers(0, PROMPTS - 1),
@@ -424,10 +430,9 @@ class ManagerMachine(RuleBasedStateMachine):
         which=st.integers(0, 9),
         good=st.sampled_from(GOOD),
         settled=st.booleans(),
-        twice=st.booleans(),
     )
-    def end_store(self, which, good, settled, twice):
-        self.walk.end_store(which, good, settled, twice)
+    def end_store(self, which, good, settled):
+        self.walk.end_store(which, good, settled)
 
     @rule()
     def take_transfers(self):
@@ -437,10 +442,13 @@ class ManagerMachine(RuleBasedStateMachine):
         which=st.integers(0, 9),
         good=st.sampled_from(GOOD),
         settled=st.booleans(),
-        twice=st.booleans(),
     )
-    def end_transfer(self, which, good, settled, twice):
-        self.walk.end_transfer(which, good, settled, twice)
+    def end_transfer(self, which, good, settled):
+        self.walk.end_transfer(which, good, settled)
+
+    @rule(which=st.integers(0, 19))
+    def answer_again(self, which):
+        self.walk.answer_again(which)
 
     @rule(which=st.integers(0, 9))
     def settle(self, which):
@@ -509,21 +517,23 @@ def random_walk(rng):
 def random_steps(walk, rng, steps):
     for _ in range(steps):
         a, b, settled = rng.randrange(100), rng.choice(GOOD), rng.random() < 0.9
-        prompt, i, twice = rng.randrange(PROMPTS), rng.randrange(LENGTH), rng.random() < 0.2
+        prompt, i = rng.randrange(PROMPTS), rng.randrange(LENGTH)
         hint = rng.choice(HINTS) if rng.random() < 0.3 else None
+        if rng.random() < 0.1:
+            walk.answer_again(rng.randrange(20))
         match rng.randrange(20):
             case 0 | 1 | 2 | 3:
                 walk.load(prompt, i, hint)
             case 4 | 5 | 6:
-                walk.end_load(a, b, settled, twice)
+                walk.end_load(a, b, settled)
             case 7 | 8 | 9:
                 walk.store(prompt, i + 1, hint)
             case 10 | 11 | 12:
-                walk.end_store(a, b, settled, twice)
+                walk.end_store(a, b, settled)
             case 13 | 14:
                 walk.take_transfers()
             case 15 | 16:
-                walk.end_transfer(a, b, settled, twice)
+                walk.end_transfer(a, b, settled)
             case 17:
                 walk.settle(a)
             case 18:

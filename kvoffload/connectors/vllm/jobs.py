@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvoffload.connectors.vllm.messages import StepReport, well_on_both
-from kvoffload.offload.base import CPULoadStoreSpec, LoadStoreSpec, OffloadKey, Transfer
+from kvoffload.offload.base import CPULoadStoreSpec, LoadStoreSpec, OffloadKey, ReqContext, Transfer
 from kvoffload.offload.manager import TieredOffloadingManager
 
 
@@ -103,8 +103,9 @@ class JobBook:
                 self.ledger.complete_load if job.kind == "load" else self.ledger.complete_store
             )
             # Forgotten before anything else: the next lookup must not promise them again.
-            complete(bad, success=False, settled=settled)
-            complete(good)
+            context = ReqContext(job.req_id)
+            complete(bad, context, success=False, settled=settled)
+            complete(good, context)
             in_limbo = tuple(
                 slot for slot, fine in zip(job.host_slots, ok, strict=True) if not fine
             )

@@ -74,7 +74,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         """See vLLM; RETRY never lasts beyond the lookup deadline of the tiers."""
         if self.ledger is None:
             return LookupResult.MISS
-        return _ANSWERS[self.ledger.lookup(key, _context(req_context))]
+        return _ANSWERS[self.ledger.lookup(key, our_context(req_context))]
 
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: VllmContext
@@ -82,7 +82,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         """See :meth:`kvoffload.offload.base.OffloadingManager.lookup_prefix`."""
         if self.ledger is None:
             return 0, False
-        return self.ledger.lookup_prefix(keys, _context(req_context))
+        return self.ledger.lookup_prefix(keys, our_context(req_context))
 
     def has_room(self, keys: Sequence[OffloadKey]) -> bool:
         """See :meth:`TieredOffloadingManager.has_room`."""
@@ -92,7 +92,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         """Return how many tokens a request wishes to have loaded at most; None for any number."""
         if self.ledger is None:
             return None
-        return self.ledger.hints(_context(req_context)).max_load_tokens
+        return self.ledger.hints(our_context(req_context)).max_load_tokens
 
     def get_load_source(self, key: OffloadKey, req_context: VllmContext) -> CacheHitSource:
         """Name the tier a chunk of the load just prepared comes from."""
@@ -112,7 +112,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         wanted = list(keys)
         if self.ledger is None:
             return CPULoadStoreSpec(())
-        spec = self.ledger.prepare_load(wanted, _context(req_context))
+        spec = self.ledger.prepare_load(wanted, our_context(req_context))
         self._sources.clear()
         if isinstance(spec, StagedLoadStoreSpec):
             for fetch in spec.fetches:
@@ -126,7 +126,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         """See vLLM."""
         if self.ledger is None:
             return None
-        output = self.ledger.prepare_store(list(keys), _context(req_context))
+        output = self.ledger.prepare_store(list(keys), our_context(req_context))
         if output is None:
             return None
         if output.refused_keys:
@@ -183,5 +183,6 @@ def _locality(medium: str) -> Locality:
     return Locality.REMOTE if medium.startswith("REDIS") else Locality.LOCAL
 
 
-def _context(context: VllmContext) -> ReqContext:
-    return ReqContext(context.req_id, context.kv_transfer_params)
+def our_context(req_context: VllmContext) -> ReqContext:
+    """Translate what vLLM says of a request."""
+    return ReqContext(req_context.req_id, req_context.kv_transfer_params)

@@ -15,7 +15,7 @@ from kvoffload import registry
 from kvoffload.connectors.spec import TieredOffloadingSpec
 from kvoffload.connectors.vllm.affinity import unbound
 from kvoffload.connectors.vllm.caches import GpuEnd, canonical, slot_bytes
-from kvoffload.connectors.vllm.manager import ManagerAdapter
+from kvoffload.connectors.vllm.manager import ManagerAdapter, our_context
 from kvoffload.connectors.vllm.metrics import metric_definitions
 from kvoffload.connectors.vllm.settings import VllmConfigSettings, read_settings
 from kvoffload.core.transfers import CPULoadStoreSpec, LoadStoreSpec
@@ -99,12 +99,14 @@ class TrustingManager(ManagerAdapter):
     def complete_load(self, keys: Any, req_context: Any) -> None:
         """Unpin."""
         if self.ledger is not None:
-            self.ledger.complete_load(_in_order(keys, req_context))
+            self.ledger.complete_load(_in_order(keys, req_context), our_context(req_context))
 
     def complete_store(self, keys: Any, req_context: Any, success: bool = True) -> None:
         """Make loadable."""
         if self.ledger is not None:
-            self.ledger.complete_store(_in_order(keys, req_context), success=success)
+            self.ledger.complete_store(
+                _in_order(keys, req_context), our_context(req_context), success=success
+            )
 
     def take_events(self) -> Any:
         """See :meth:`ManagerAdapter.take_events`; preparations are of no further use here."""

@@ -1,0 +1,91 @@
+"""Answers that come twice, or from somebody else: counted, and nothing changes."""
+
+import pytest
+
+from kvoffload.offload.base import ReqContext, make_offload_key
+from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.offload.policies.lru import LRUPolicy
+from kvoffload.offload.under_way import UnderWay
+
+A, B = ReqContext("a"), ReqContext("b")
+KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(3)]
+
+
+def new_manager(slots=1):
+    return TieredOffloadingManager(slots, LRUPolicy(slots))
+
+
+def put(manager, wanted, context):
+    manager.prepare_store(wanted, context)
+    manager.complete_store(wanted, context)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_load_that_is_answered_twice_does_not_unpin_what_another_request_loads(reset):
+    manager = new_manager()
+    put(manager, KEYS[:1], A)
+    for context in (A, B):
+        manager.prepare_load(KEYS[:1], context)
+    if reset:
+        manager.reset_cache()
+    for _ in range(2):
+        manager.complete_load(KEYS[:1], A)
+    assert manager.prepare_store(KEYS[1:2], A) is None  # B still reads the only slot
+    assert manager.counters["unexpected_completion"] == 1
+    manager.complete_load(KEYS[:1], B)
+    assert manager.busy_slots == 0
+
+
+def test_a_failure_told_twice_does_not_forget_what_another_request_loads():
+    manager = new_manager()
+    put(manager, KEYS[:1], A)
+    manager.prepare_load(KEYS[:1], A)
+    manager.complete_load(KEYS[:1], A, success=False)
+    put(manager, KEYS[:1], B)
+    manager.complete_load(KEYS[:1], A, success=False)
+    assert manager.lookup(KEYS[0]) is True
+
+
+def test_a_store_that_is_answered_twice_does_not_publish_what_another_request_writes():
+    manager = new_manager()
+    put(manager, KEYS[:1], A)
+    put(manager, KEYS[1:2], B)
+    manager.prepare_store(KEYS[:1], B)
+    manager.complete_store(KEYS[:1], A)
+    assert manager.lookup(KEYS[0]) is False
+    assert manager.counters["unexpected_completion"] == 1
+    manager.complete_store(KEYS[:1], B)
+    assert manager.lookup(KEYS[0]) is True
+
+
+def test_a_request_may_answer_its_transfers_in_parts_and_in_any_order():
+    manager = new_manager(3)
+    manager.prepare_store(KEYS[:1], A)
+    manager.prepare_store(KEYS[1:], A)
+    manager.complete_store([KEYS[2], KEYS[0]], A)
+    manager.complete_store([KEYS[1]], A, success=False)
+    assert [manager.lookup(key) for key in KEYS] == [True, False, True]
+    assert manager.counters["unexpected_completion"] == 0
+
+
+def test_what_one_request_loads_twice_at_once_it_answers_twice():
+    manager = new_manager()
+    put(manager, KEYS[:1], A)
+    for _ in range(2):
+        manager.prepare_load(KEYS[:1], A)
+    for busy in (1, 0, 0):
+        manager.complete_load(KEYS[:1], A)
+        assert manager.busy_slots == busy
+    assert manager.counters["unexpected_completion"] == 1
+
+
+def test_nothing_is_kept_of_what_was_answered():
+    under_way = UnderWay()
+    for context in (A, B, None):
+        under_way.begin(KEYS, context)
+        under_way.begin((), context)
+    assert under_way.end(KEYS, A) == (KEYS, ())
+    assert under_way.end(KEYS[::-1], B) == (KEYS[::-1], [])
+    assert under_way.end(KEYS[:1] * 2, None) == (KEYS[:1], KEYS[:1])
+    assert under_way.end(KEYS[1:], None) == (KEYS[1:], [])
+    assert len(under_way) == 0
