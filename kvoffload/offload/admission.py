@@ -24,12 +24,12 @@ class Sightings:
         return len(self._seen)
 
     def see(self, keys: Iterable[OffloadKey], req_id: str) -> None:
-        """A request uses these chunks."""
+        """A request uses these chunks; without a name, each time as another request."""
         if self.threshold <= 1:
             return
         for key in keys:
             count, last = self._seen.get(key, (0, ""))
-            if not count or last != req_id:
+            if not (count and req_id) or last != req_id:
                 self._seen[key] = count + 1, req_id
             self._seen.move_to_end(key)
         while len(self._seen) > self._limit:

@@ -81,6 +81,8 @@ class Reason(StrEnum):
     """Everything was to be forgotten."""
     REPLACED = "replaced"
     """Another store took the place of the one it was in."""
+    LOST = "lost"
+    """Events were lost, because nobody took them: what was said before may not be so any more."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ class OffloadingEvent:
 
     ``medium`` is ``"CPU"`` or the upper-cased name of a tier (``"DISK"``). Replaying the events of
     a medium in order gives exactly the keys resident there, as far as they came there while this
-    manager watched. A removal without keys, with the reason REPLACED, is of all keys there.
+    manager watched. A removal without keys, with the reason REPLACED or LOST, is of all keys there;
+    after LOST some may be there without being named again.
     """
 
     keys: tuple[OffloadKey, ...]

@@ -12,7 +12,7 @@ OTHER_NAMESPACE = "other_namespace"
 
 
 class Departures:
-    """Remembers the latest departures, at most ``limit`` of them.
+    """Remembers the latest ``limit`` departures; keys of twice as many are kept at most.
 
     Noting is O(1) for a whole batch, because it happens with every eviction; the index that answers
     questions is brought up to date only when one is asked.
@@ -28,9 +28,10 @@ class Departures:
         """These chunks left some place, or never got there, for this reason."""
         if not keys:
             return
+        keys = keys[-self._limit :]
         self._batches.append((keys, reason))
         self._num_noted += len(keys)
-        while self._num_noted > self._limit and len(self._batches) > 1:
+        while self._num_noted - len(self._batches[0][0]) >= self._limit:
             self._num_noted -= len(self._batches.popleft()[0])
 
     def reason(self, key: OffloadKey) -> str:
@@ -48,10 +49,6 @@ class Departures:
         while self._batches:
             keys, reason = self._batches.popleft()
             for key in keys:
-                # What left host memory and had been dropped on its way down would still be there
-                # without the drop.
-                if reason == EVICTED and self._index.get(key) == DROPPED:
-                    continue
                 self._index[key] = reason
                 self._index.move_to_end(key)
         self._num_noted = 0

@@ -80,7 +80,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.figures = Figures()
         """What connectors measure: see :class:`Figures`."""
         self._host = host
-        self._residence = Residence(REMEMBERED_DEPARTURES)
+        self._residence = Residence(REMEMBERED_DEPARTURES, self.counters)
         self._lookups = self.lookups_type(host, self.figures, self.counters)
         if max_persisting_slots is None:
             max_persisting_slots = max(1, host.num_slots // 2)

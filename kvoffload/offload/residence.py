@@ -10,7 +10,7 @@ from kvoffload.offload.tiers import Tier
 
 CPU = "CPU"
 MAX_EVENTS = 1 << 16
-"""Events kept for a listener that may never ask; the oldest are lost to it."""
+"""Events kept for a listener that may never ask; the oldest are lost to it, and it is told so."""
 
 
 class Residence:
@@ -18,11 +18,15 @@ class Residence:
 
     Args:
         remembered: departures to remember.
+        counters: where ``events_lost`` is counted.
     """
 
-    def __init__(self, remembered: int) -> None:
+    def __init__(self, remembered: int, counters: Counter[str]) -> None:
         self.departures = Departures(remembered)
-        self._events: deque[OffloadingEvent] = deque(maxlen=MAX_EVENTS)
+        self._counters = counters
+        self._events: deque[OffloadingEvent] = deque()
+        # Media of events that were lost since the last time events were taken.
+        self._gaps: dict[str, None] = {}
         self._removed: Counter[tuple[str, str]] = Counter()
 
     def record(self, keys: Sequence[OffloadKey], medium: str, reason: Reason) -> None:
@@ -31,7 +35,13 @@ class Residence:
             removed = reason is not Reason.STORED
             if removed:
                 self._removed[medium, reason] += len(keys)
-            self._events.append(OffloadingEvent(tuple(keys), medium, removed, reason))
+            self._tell(OffloadingEvent(tuple(keys), medium, removed, reason))
+
+    def _tell(self, event: OffloadingEvent) -> None:
+        if len(self._events) >= MAX_EVENTS:
+            self._gaps[self._events.popleft().medium] = None
+            self._counters["events_lost"] += 1
+        self._events.append(event)
 
     def evicted(self, keys: Sequence[OffloadKey]) -> None:
         """Chunks made room in host memory."""
@@ -59,7 +69,7 @@ class Residence:
             self._removed[tier.medium, why] += len(keys)
             self.departures.note(keys, why)
             reason = Reason.EVICTED if why == EVICTED else Reason.FAILED
-            self._events.append(OffloadingEvent(tuple(keys), tier.medium, True, reason))
+            self._tell(OffloadingEvent(tuple(keys), tier.medium, True, reason))
         return {OffloadKey(removal.key) for removal in removals}
 
     def replaced(self, tiers: Iterable[Tier]) -> None:
@@ -69,14 +79,20 @@ class Residence:
         """
         for tier in tiers:
             self._take_removals(tier)
-            self._events.append(OffloadingEvent((), tier.medium, True, Reason.REPLACED))
+            self._tell(OffloadingEvent((), tier.medium, True, Reason.REPLACED))
         self.departures.new_namespace()
 
     def take_events(self, tiers: Iterable[Tier]) -> list[OffloadingEvent]:
-        """Return the events since the last call, with what tiers gave up by themselves."""
+        """Return the events since the last call, with what tiers gave up by themselves.
+
+        Where some were lost, what was known of their media is taken back first: the others then say
+        of each chunk they name what is so, and of no chunk what is not so.
+        """
         for tier in tiers:
             self._take_removals(tier)
-        taken = list(self._events)
+        gaps = [OffloadingEvent((), medium, True, Reason.LOST) for medium in self._gaps]
+        taken = gaps + list(self._events)
+        self._gaps.clear()
         self._events.clear()
         return taken
 

@@ -79,8 +79,8 @@ def encode(
 ) -> bytes:
     """Write what ``take_events()`` returned as one message.
 
-    A store that was replaced is told as "all cleared", since its keys are not known one by one: who
-    forgets too much only routes worse.
+    A store that was replaced, and events that were lost, are told as "all cleared", since the keys
+    are not known one by one: who forgets too much only routes worse.
     """
     translated = [wired for event in events for wired in to_wire(event)]
     return _encoder.encode(Batch(time_s, translated, data_parallel_rank))

@@ -1,8 +1,7 @@
-"""Admission, hints, rates, back-pressure, promotion, and why a chunk is missing: one by one."""
+"""Admission, hints, rates, back-pressure and promotion: one by one."""
 
 import pytest
 
-from kvoffload.backends.base import Removal
 from kvoffload.offload.base import ReqContext, StagedLoadStoreSpec, make_offload_key
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.offload.policies.lru import LRUPolicy
@@ -61,6 +60,12 @@ def test_with_a_threshold_a_chunk_is_stored_when_enough_requests_have_used_it():
     assert put(manager, [*a[:2], *keys("b", 1)], name="second").keys_to_store == tuple(a[:2])
     assert manager.counters["store_not_admitted"] == 3 + 3 + 1
     assert manager.explain([a[2]]) == ["not_admitted"]
+
+
+def test_without_names_each_call_counts_as_another_request():
+    manager = new_manager(store_threshold=2)
+    assert manager.prepare_store(keys("a", 1)).keys_to_store == ()
+    assert manager.prepare_store(keys("a", 1)).keys_to_store == tuple(keys("a", 1))
 
 
 def test_the_memory_of_sightings_is_bounded(monkeypatch):
@@ -169,6 +174,35 @@ def test_a_slow_tier_is_tried_again_after_a_while():
     assert manager.lookup_prefix(a) == (1, False)
 
 
+class Asked(Store):
+    """Does not know yet; remembers what it was asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def holds(self, key):
+        self.asked.append(key)
+        return None
+
+
+def test_questions_to_a_tier_that_needs_time_travel_together():
+    tier = Asked()
+    manager = new_manager(slots=20, stores=[tier])
+    a = keys("a", 8)
+    put(manager, a[2:3])
+    tier.asked.clear()
+    assert manager.lookup_prefix(a) == (0, True)
+    assert tier.asked == [*a[:2], *a[3:]]  # and not what is in host memory
+
+
+def test_no_more_questions_are_asked_ahead_than_a_limit(monkeypatch):
+    monkeypatch.setattr("kvoffload.offload.lookups.ASKED_AHEAD", 3)
+    tier = Asked()
+    new_manager(stores=[tier]).lookup_prefix(keys("a", 8))
+    assert tier.asked == keys("a", 4)
+
+
 # ---- write-through ----
 
 
@@ -240,90 +274,3 @@ def test_what_was_written_to_a_replaced_store_is_not_announced():
     (replaced,) = manager.take_events()
     assert (replaced.keys, replaced.medium, replaced.reason) == ((), "TIER0", "replaced")
     assert manager.stats()["write_through"]["TIER0"]["inflight_bytes"] == 0
-
-
-# ---- why a chunk is missing ----
-
-
-def test_why_a_chunk_is_missing():
-    store = Store()
-    manager = new_manager(slots=2, stores=[store], max_persisting_slots=1)
-    a, b = keys("a", 2), keys("b", 2)
-    put(manager, a)  # one is written through, the other waits
-    (transfer,) = manager.take_transfers()
-    manager.complete_transfer(transfer, [False])
-    for late in manager.take_transfers():
-        manager.complete_transfer(late, [True])
-        store.held.update(late.keys)
-    put(manager, b)
-    assert manager.explain([*a, *b, *keys("c", 1)]) == [
-        "evicted",
-        "TIER0",
-        "CPU",
-        "CPU",
-        "never_stored",
-    ]
-    store.held.clear()
-    for reason in ("expired", "corrupt"):
-        store.removals = [Removal(a[1], reason)]
-        manager.take_events()
-        assert manager.explain(a[1:]) == [reason]
-
-
-def test_a_chunk_dropped_on_its_way_down_is_missing_because_of_that():
-    manager = new_manager(slots=2, stores=[Store()], max_persisting_slots=1)
-    put(manager, keys("a", 2))
-    (transfer,) = manager.take_transfers()
-    put(manager, keys("b", 1))  # evicts the one that waits
-    manager.complete_transfer(transfer, [True])
-    waiting = next(key for key in keys("a", 2) if key not in transfer.keys)
-    assert manager.explain([waiting]) == ["dropped"]
-    assert manager.counters["persist_dropped_tier0"] == 1
-
-
-def test_after_a_change_of_namespace_what_was_known_belongs_to_the_other_one():
-    manager = new_manager(slots=2)
-    put(manager, keys("a", 1))
-    manager.reset_cache()
-    assert manager.explain(keys("a", 1)) == ["reset"]
-    manager.replace_tiers([])
-    assert manager.explain([*keys("a", 1), *keys("b", 1)]) == ["other_namespace", "never_stored"]
-
-
-def test_a_failed_load_is_explained_by_what_the_transfer_said():
-    store = Store(keys("a", 1))
-    manager = new_manager(stores=[store])
-    manager.prepare_load(keys("a", 1))
-    manager.complete_load(keys("a", 1), success=False, reason="deadline")
-    assert manager.explain(keys("a", 1)) == ["deadline"]
-
-
-def test_the_memory_of_departures_is_bounded(monkeypatch):
-    monkeypatch.setattr("kvoffload.offload.manager.REMEMBERED_DEPARTURES", 8)
-    manager = new_manager(slots=4)
-    for i in range(20):
-        put(manager, keys(f"prompt {i} ", 4))
-    assert manager.explain(keys("prompt 0 ", 1)) == ["never_stored"]
-    assert manager.explain(keys("prompt 18 ", 1)) == ["evicted"]
-    assert len(manager._residence.departures._index) <= 8
-
-
-# ---- events ----
-
-
-@pytest.mark.parametrize("still_there", [True, False])
-def test_a_tier_that_gave_a_chunk_up_and_got_it_again_or_the_other_way_round(still_there):
-    store = Store()
-    manager = new_manager(stores=[store])
-    a = keys("a", 1)
-    put(manager, a)
-    (transfer,) = manager.take_transfers()
-    # Before anyone heard of either: it was given up, and written; only the store knows the order.
-    store.removals = [Removal(a[0], "evicted")]
-    store.held = set(a if still_there else ())
-    manager.complete_transfer(transfer, [True])
-    resident = set()
-    for event in manager.take_events():
-        if event.medium == "TIER0":
-            (resident.difference_update if event.removed else resident.update)(event.keys)
-    assert resident == store.held

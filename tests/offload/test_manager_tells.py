@@ -1,0 +1,189 @@
+"""What the manager tells: why a chunk is missing, and events."""
+
+import pytest
+
+from kvoffload.backends.base import Removal
+from kvoffload.offload.base import ReqContext, make_offload_key
+from kvoffload.offload.departures import Departures
+from kvoffload.offload.manager import Tier, TieredOffloadingManager
+from kvoffload.offload.policies.lru import LRUPolicy
+
+
+def keys(prompt, count):
+    return [make_offload_key(f"{prompt}{i}".encode() * 8, 0) for i in range(count)]
+
+
+class Store:
+    def __init__(self, held=()):
+        self.held, self.removals = set(held), []
+
+    def holds(self, key):
+        return key in self.held
+
+    def forget(self, gone):
+        self.held.difference_update(gone)
+
+    def take_removals(self):
+        taken, self.removals = self.removals, []
+        return taken
+
+
+def new_manager(slots=10, stores=(), **settings):
+    tiers = [Tier(f"tier{i}", store, store) for i, store in enumerate(stores)]
+    return TieredOffloadingManager(slots, LRUPolicy(slots), tiers, **settings)
+
+
+def put(manager, wanted, hint=None, name="r"):
+    context = ReqContext(name, {"kvoffload": hint} if hint else None)
+    output = manager.prepare_store(wanted, context)
+    manager.complete_store(output.keys_to_store, context)
+    return output
+
+
+# ---- why a chunk is missing ----
+
+
+def test_why_a_chunk_is_missing():
+    store = Store()
+    manager = new_manager(slots=2, stores=[store], max_persisting_slots=1)
+    a, b = keys("a", 2), keys("b", 2)
+    put(manager, a)  # one is written through, the other waits
+    (transfer,) = manager.take_transfers()
+    manager.complete_transfer(transfer, [False])
+    for late in manager.take_transfers():
+        manager.complete_transfer(late, [True])
+        store.held.update(late.keys)
+    put(manager, b)
+    assert manager.explain([*a, *b, *keys("c", 1)]) == [
+        "evicted",
+        "TIER0",
+        "CPU",
+        "CPU",
+        "never_stored",
+    ]
+    store.held.clear()
+    for reason in ("expired", "corrupt"):
+        store.removals = [Removal(a[1], reason)]
+        manager.take_events()
+        assert manager.explain(a[1:]) == [reason]
+
+
+def test_a_chunk_dropped_on_its_way_down_is_missing_because_of_that():
+    manager = new_manager(slots=2, stores=[Store()], max_persisting_slots=1)
+    put(manager, keys("a", 2))
+    (transfer,) = manager.take_transfers()
+    put(manager, keys("b", 1))  # evicts the one that waits
+    manager.complete_transfer(transfer, [True])
+    waiting = next(key for key in keys("a", 2) if key not in transfer.keys)
+    assert manager.explain([waiting]) == ["dropped"]
+    assert manager.counters["persist_dropped_tier0"] == 1
+
+
+def test_after_a_change_of_namespace_what_was_known_belongs_to_the_other_one():
+    manager = new_manager(slots=2)
+    put(manager, keys("a", 1))
+    manager.reset_cache()
+    assert manager.explain(keys("a", 1)) == ["reset"]
+    manager.replace_tiers([])
+    assert manager.explain([*keys("a", 1), *keys("b", 1)]) == ["other_namespace", "never_stored"]
+
+
+def test_a_failed_load_is_explained_by_what_the_transfer_said():
+    store = Store(keys("a", 1))
+    manager = new_manager(stores=[store])
+    manager.prepare_load(keys("a", 1))
+    manager.complete_load(keys("a", 1), success=False, reason="deadline")
+    assert manager.explain(keys("a", 1)) == ["deadline"]
+
+
+def test_the_memory_of_departures_is_bounded(monkeypatch):
+    monkeypatch.setattr("kvoffload.offload.manager.REMEMBERED_DEPARTURES", 8)
+    manager = new_manager(slots=4)
+    for i in range(20):
+        put(manager, keys(f"prompt {i} ", 4))
+    assert manager.explain(keys("prompt 0 ", 1)) == ["never_stored"]
+    assert manager.explain(keys("prompt 18 ", 1)) == ["evicted"]
+    assert len(manager._residence.departures._index) <= 8
+
+
+def test_however_large_its_batches_the_memory_of_departures_is_bounded():
+    departures = Departures(8)
+    for count in (100, 3, 5, 100, 7):
+        departures.note(keys(f"prompt of {count} ", count), "reset")
+        assert sum(len(batch) for batch, _ in departures._batches) < 16
+    latest = [*keys("prompt of 100 ", 100)[-1:], *keys("prompt of 7 ", 7)]
+    assert [departures.reason(key) for key in latest] == ["reset"] * 8
+    assert departures.reason(keys("prompt of 100 ", 100)[-2]) == "never_stored"
+
+
+def test_a_chunk_dropped_once_and_written_later_was_evicted():
+    store = Store()
+    manager = new_manager(slots=2, stores=[store], max_persisting_slots=1)
+    a, b = keys("a", 1), keys("b", 1)
+    put(manager, a)
+    (busy,) = manager.take_transfers()
+    put(manager, b)
+    put(manager, keys("c", 1))  # evicts b, which waits
+    manager.complete_transfer(busy, [True])
+    assert manager.explain(b) == ["dropped"]
+    put(manager, b)
+    while transfers := manager.take_transfers():
+        for transfer in transfers:
+            manager.complete_transfer(transfer, [True] * len(transfer.keys))
+    put(manager, keys("d", 2))
+    assert manager.explain(b) == ["evicted"]
+
+
+# ---- events ----
+
+
+def resident_by(events):
+    resident = {}
+    for event in events:
+        here = resident.setdefault(event.medium, set())
+        if event.removed and not event.keys:
+            here.clear()
+        (here.difference_update if event.removed else here.update)(event.keys)
+    return resident
+
+
+def test_whoever_misses_events_is_told_so_and_believes_nothing_that_is_not_so(monkeypatch):
+    monkeypatch.setattr("kvoffload.offload.residence.MAX_EVENTS", 10)
+    manager = new_manager(slots=3)
+    put(manager, keys("early", 1))
+    heard = list(manager.take_events())
+    for i in range(10):
+        put(manager, keys(f"prompt {i}", 1))
+    assert manager.counters["events_lost"] == 8  # ten chunks came, eight left
+    heard += manager.take_events()
+    (lost,) = [event for event in heard if event.reason == "lost"]
+    assert (lost.keys, lost.medium, lost.removed) == ((), "CPU", True)
+    assert resident_by(heard)["CPU"] == {key for key, _ in manager._host.ready()}
+    put(manager, keys("late", 1))
+    assert {event.reason for event in manager.take_events()} == {"stored", "evicted"}
+
+
+def test_what_stays_resident_is_not_named_again_after_a_gap(monkeypatch):
+    monkeypatch.setattr("kvoffload.offload.residence.MAX_EVENTS", 2)
+    manager = new_manager(slots=9)
+    for name in "abc":
+        put(manager, keys(name, 1))
+    assert resident_by(manager.take_events()) == {"CPU": {*keys("b", 1), *keys("c", 1)}}
+
+
+@pytest.mark.parametrize("still_there", [True, False])
+def test_a_tier_that_gave_a_chunk_up_and_got_it_again_or_the_other_way_round(still_there):
+    store = Store()
+    manager = new_manager(stores=[store])
+    a = keys("a", 1)
+    put(manager, a)
+    (transfer,) = manager.take_transfers()
+    # Before anyone heard of either: it was given up, and written; only the store knows the order.
+    store.removals = [Removal(a[0], "evicted")]
+    store.held = set(a if still_there else ())
+    manager.complete_transfer(transfer, [True])
+    resident = set()
+    for event in manager.take_events():
+        if event.medium == "TIER0":
+            (resident.difference_update if event.removed else resident.update)(event.keys)
+    assert resident == store.held
