@@ -65,28 +65,12 @@ class Survey:
         """Folder names of all namespaces."""
         return sorted(filter(is_namespace, self.vfs.listdir(self.root)))
 
-    def named(self, wanted: str) -> str:
-        """The namespace meant by its folder's name, the beginning of that, or its own name.
-
-        Raises:
-            ConfigError: there is none, or more than one.
-        """
-        fits = [
-            folder
-            for folder in self.namespaces()
-            if folder.startswith(wanted) or self.manifest(folder).get("namespace") == wanted
-        ]
-        if len(fits) != 1:
-            problem = "there is no such namespace" if not fits else f"{len(fits)} begin like that"
-            raise ConfigError("namespace", wanted, problem)
-        return fits[0]
-
     def manifest(self, namespace: str) -> dict[str, Any]:
         """The facts behind a namespace; empty if none were written."""
         try:
             with open(f"{self.root}/{namespace}/{MANIFEST}", encoding="utf-8") as file:
                 found = json.loads(file.read(1 << 20))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 

@@ -1,5 +1,6 @@
 """Looking at, and emptying, what servers hold: by SCAN in small steps, never by KEYS."""
 
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -8,10 +9,10 @@ from urllib.parse import unquote
 
 import msgspec
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from kvoffload.backends.redis_channel import Address
-from kvoffload.backends.redis_control import control_client
+from kvoffload.backends.redis_control import client_options, control_client
 from kvoffload.backends.redis_options import Access, RedisOptions, Target
 from kvoffload.backends.redis_topology import SentinelResolver, fetch_slots
 from kvoffload.backends.upkeep import Holding
@@ -20,6 +21,8 @@ PREFIX = "kvoffload"
 _STEP = 500
 """Names a SCAN looks at, and at most as many removed at once: well below a millisecond each."""
 _PATIENCE_S = 10.0
+_OURS = re.compile(rb"kvoffload:[!-9;-~]+:(?:facts|[0-9a-z-]+:\{[0-9a-f]+\})")
+"""Names as they are made here, in ASCII. Whatever else begins like them is somebody else's."""
 
 
 async def masters(target: Target, options: RedisOptions, access: Access) -> list[Address]:
@@ -29,7 +32,11 @@ async def masters(target: Target, options: RedisOptions, access: Access) -> list
         OSError: none can be asked.
     """
     if target.kind == "sentinel":
-        return [await SentinelResolver(target, options, access)()]
+        try:
+            return [await SentinelResolver(target, options, access)()]
+        except OSError:
+            pass  # it says no more than that there is none
+        raise await _no_master(target, options, access)
     if target.kind != "cluster":
         return [target.addresses[0]]
     failure: OSError = OSError("no seeds")
@@ -39,7 +46,35 @@ async def masters(target: Target, options: RedisOptions, access: Access) -> list
             return list(dict.fromkeys(address for _, _, address in slots))
         except (OSError, ValueError) as error:
             failure = OSError(f"{seed}: {error}")
+            failure.__cause__ = error
     raise failure
+
+
+async def _no_master(target: Target, options: RedisOptions, access: Access) -> OSError:
+    """Ask each Sentinel why there is no master; the first refusal is the error's cause."""
+    said: list[str] = []
+    cause: BaseException | None = None
+    arguments = client_options(options, access, _PATIENCE_S) | {
+        "username": access.sentinel_username or None,
+        "password": access.sentinel_password() or None,
+    }
+    for address in target.addresses:
+        client = Redis(host=address.host, port=address.port, **arguments)
+        try:
+            named = await client.execute_command("SENTINEL", "MASTERS")  # type: ignore[no-untyped-call]
+            known = [
+                _text(dict(zip(row[::2], row[1::2], strict=False)).get(b"name")) for row in named
+            ]
+            verb = "counts it as down" if target.service in known else f"knows only {known}"
+            said.append(f"{address} {verb}")
+        except (RedisError, OSError) as error:
+            said.append(f"{address}: {error}")
+            cause = cause or error
+        finally:
+            await client.aclose()
+    failure = ConnectionError(f"no Sentinel names a master {target.service!r}: {'; '.join(said)}")
+    failure.__cause__ = cause
+    return failure
 
 
 @asynccontextmanager
@@ -63,11 +98,18 @@ async def survey(target: Target, options: RedisOptions, access: Access) -> list[
     facts: dict[str, dict[str, str]] = {}
     for address in await masters(target, options, access):
         async with client_of(address, options, access) as client:
-            async for names in _scan(client, f"{PREFIX}:*"):
+            async for found in _scan(client, f"{PREFIX}:*"):
+                names = [name for name in found if _OURS.fullmatch(name)]
                 pipe = client.pipeline(transaction=False)
                 for name in names:
                     (pipe.get if _is_facts(name) else pipe.strlen)(name)
-                for name, value in zip(names, await pipe.execute(), strict=True):
+                for name, value in zip(
+                    names, await pipe.execute(raise_on_error=False), strict=True
+                ):
+                    if _is_foreign(value):
+                        continue
+                    if isinstance(value, RedisError):
+                        raise value
                     namespace = unquote(name.split(b":")[1].decode())
                     if _is_facts(name):
                         facts[namespace] = _read_facts(value)
@@ -106,6 +148,15 @@ async def _scan(client: Redis, pattern: str) -> AsyncIterator[list[bytes]]:
             return
 
 
+def _is_foreign(value: object) -> bool:
+    """Whether a reply says that a name of ours holds no string: somebody else put it there."""
+    return isinstance(value, ResponseError) and str(value).startswith("WRONGTYPE")
+
+
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
 def _is_facts(name: bytes) -> bool:
     return name.endswith(b":facts")
 
@@ -113,5 +164,5 @@ def _is_facts(name: bytes) -> bool:
 def _read_facts(value: Any) -> dict[str, str]:
     try:
         return msgspec.json.decode(value or b"{}", type=dict[str, str])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return {}

@@ -2,13 +2,21 @@
 
 import ipaddress
 import os
+import socket
+import ssl
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import MovedError, RedisError
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    MovedError,
+    NoPermissionError,
+    RedisError,
+)
 
 from kvoffload.backends.base import Backend
 from kvoffload.backends.redis_admin import client_of, masters
@@ -39,7 +47,7 @@ async def diagnose(
     try:
         addresses = await masters(target, options, access)
     except (OSError, ValueError) as error:
-        return [Finding("reachable", "failed", str(error), _reach_remedy(target))]
+        return [_refusal(error, target, options)]
     findings: list[Finding] = []
     if target.kind:
         listed = ", ".join(str(address) for address in addresses)
@@ -51,9 +59,55 @@ async def diagnose(
     return findings
 
 
-def _reach_remedy(target: Target) -> str:
-    tls = "; is the port a TLS port, and the certificate for this name?" if target.tls else ""
-    return f"check host, port, firewall and that the server runs{tls}"
+def _refusal(error: BaseException, target: Target, options: RedisOptions) -> Finding:
+    """Say why a server cannot be examined, by what is behind the error."""
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:
+        causes.append(cause)
+    check, remedy = "reachable", "check host, port, firewall and that the server runs"
+    if any(isinstance(each, AuthenticationError) for each in causes):
+        check, remedy = "password", _password_remedy(error, target, options)
+    elif any(isinstance(each, NoPermissionError) for each in causes):
+        check, remedy = "rights", f"ACL SETUSER <user> {RIGHTS}"
+    elif any(isinstance(each, BusyLoadingError) for each in causes):
+        remedy = "it is reading its snapshot: wait; and a cache needs none (save '')"
+    elif any(isinstance(each, ssl.SSLError) for each in causes):
+        check = "encryption"
+        remedy = (
+            "is the port a TLS port, does ca_file hold who signed the server's certificate, is it "
+            "for this name, and does the server ask for cert_file and key_file?"
+        )
+    elif any(isinstance(each, socket.gaierror) for each in causes):
+        remedy = "no such host name is known here: check the spelling, and the resolver"
+    elif target.addresses[0].path:
+        remedy = _socket_remedy(causes)
+    elif target.kind == "sentinel" and len(causes) == 1:
+        remedy = "check the service's name, and that its master runs"
+    elif any(isinstance(each, ConnectionRefusedError) for each in causes):
+        remedy = "nothing listens there: check host and port, and that the server runs"
+    return Finding(check, "failed", str(error), remedy)
+
+
+def _password_remedy(error: BaseException, target: Target, options: RedisOptions) -> str:
+    whose = "Sentinels' password" if "Sentinel" in str(error) else "password"
+    prefix = "sentinel_" if "Sentinel" in str(error) else ""
+    given = ("password_env", "password_file")
+    source = next((name for name in given if getattr(options, prefix + name)), "")
+    if source:
+        where = f"{prefix}{source} does not hold the {whose} of this user"
+    elif target.password and not prefix:
+        where = "the URL does not hold the password of this user (/ ? # @ % are written %2F ...)"
+    else:
+        where = f"the server wants a {whose}, and none is given"
+    return f"{where}: set {prefix}username and {prefix}password_file; ACL LIST shows the users"
+
+
+def _socket_remedy(causes: Sequence[BaseException]) -> str:
+    if any(isinstance(each, FileNotFoundError) for each in causes):
+        return "there is no such socket: compare with unixsocket in the server's configuration"
+    if any(isinstance(each, PermissionError) for each in causes):
+        return "this user may not use the socket: unixsocketperm 770, and the server's group"
+    return "nobody listens on this socket: start the server"
 
 
 async def _examine(
@@ -62,7 +116,7 @@ async def _examine(
     try:
         async with client_of(address, options, access) as client:
             findings = [await _reachable(client, address)]
-            findings += [_encryption(address, target), await _password(client, address)]
+            findings += [_encryption(address, target), _password(address, options, access)]
             findings += await _rights(client)
             try:
                 info: dict[str, Any] = await client.info()
@@ -74,7 +128,7 @@ async def _examine(
                 return findings
             return findings + _by_info(info)
     except (OSError, ValueError) as error:
-        return [Finding("reachable", "failed", str(error), _reach_remedy(target))]
+        return [_refusal(error, target, options)]
 
 
 async def _reachable(client: Redis, address: Address) -> Finding:
@@ -104,11 +158,10 @@ def _encryption(address: Address, target: Target) -> Finding:
     )
 
 
-async def _password(client: Redis, address: Address) -> Finding:
-    arguments = client.connection_pool.connection_kwargs
-    if arguments.get("password"):
-        name = arguments.get("username") or "default"
-        return Finding("password", "ok", f"introduced as {name}")
+def _password(address: Address, options: RedisOptions, access: Access) -> Finding:
+    if access.password():
+        of_url = "the user of the URL" if access.username else "default"
+        return Finding("password", "ok", f"introduced as {options.username or of_url}")
     if address.path or _is_loopback(address.host):
         return Finding("password", "ok", "none, on this machine")
     return Finding(

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from kvoffload.backends.base import Backend
 from kvoffload.backends.upkeep import Diagnoses, Finding
-from kvoffload.cli.stores import OPTION_HELP, run_on
+from kvoffload.cli.stores import OPTION_HELP, plain, run_on
 from kvoffload.errors import ConfigError
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
@@ -44,6 +44,6 @@ def _show(findings: list[Finding]) -> None:
     for title in ("check", "verdict", "found", "what to do"):
         table.add_column(title)
     for finding in findings:
-        verdict = f"[{_COLOURS[finding.verdict]}]{finding.verdict}[/]"
-        table.add_row(finding.check, verdict, finding.detail, finding.remedy)
+        verdict = plain(finding.verdict, _COLOURS[finding.verdict])
+        table.add_row(plain(finding.check), verdict, plain(finding.detail), plain(finding.remedy))
     Console().print(table)

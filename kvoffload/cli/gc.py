@@ -78,7 +78,7 @@ def collect(
     dry_run: bool,
 ) -> dict[str, Any]:
     """Remove what the limits name; without any, only what is of no use to anyone."""
-    folder = None if namespace is None else found.named(namespace)
+    folder = None if namespace is None else _folder(found, namespace)
     chunks = sorted(found.chunks(folder), key=lambda chunk: chunk.used_ns)
     everything = folder is not None and limit is None and age_s is None
     going = list(_going(chunks, limit=limit, age_s=age_s, everything=everything))
@@ -105,6 +105,13 @@ def collect(
         "kept_bytes": total - sum(chunk.allocated_bytes for chunk in going),
         "undeletable": undeletable,
     }
+
+
+def _folder(found: Survey, wanted: str) -> str:
+    """The folder of the namespace meant by its own name, its folder's, or the beginning of that."""
+    folders = found.namespaces()
+    own = [folder for folder in folders if found.manifest(folder).get("namespace") == wanted]
+    return own[0] if len(own) == 1 else stores.named(wanted, folders)
 
 
 def _going(

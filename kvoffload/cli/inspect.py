@@ -81,18 +81,18 @@ def show(report: dict[str, Any]) -> None:
     console = Console(highlight=False)
     owner = "one of them evicts" if report["owner"] else "nobody evicts"
     booked = report["ledger_bytes"]
-    console.print(f"[bold]{report['root']}[/bold]: {report['processes']} open, {owner}")
+    console.print(stores.plain(report["root"], "bold") + f": {report['processes']} open, {owner}")
     console.print(
         f"allocated by chunks: {human_bytes(report['allocated_bytes'])}, in the ledger: "
         f"{'unknown' if booked is None else human_bytes(booked)}, "
         f"set aside as damaged: {len(report['quarantined'])} files"
     )
     for each in report["namespaces"]:
-        facts = ", ".join(f"{name}={value}" for name, value in sorted(each["facts"].items()))
         oldest, newest, used = (
             _age(each[field]) for field in ("oldest_s", "newest_s", "last_used_s")
         )
-        console.print(f"\n[bold]{each['folder'][:16]}[/bold]  {facts or 'no facts stored'}")
+        console.print()
+        stores.show_name(console, each["folder"], each["facts"])
         console.print(
             f"  {each['chunks']} chunks, {human_bytes(each['allocated_bytes'])}, "
             f"stored {oldest} to {newest} ago, last used {used} ago"

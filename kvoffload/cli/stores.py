@@ -2,12 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from kvoffload.backends.base import Backend
 from kvoffload.backends.upkeep import Holding, Purges, Surveys
@@ -16,6 +17,9 @@ from kvoffload.errors import ConfigError
 from kvoffload.registry import open_backend
 
 OPTION_HELP = "A setting of the backend: -o ca_file=/etc/ca.pem"
+SHOWN_DIGITS = 16
+LEAST_DIGITS = 8
+"""Of a namespace's name: so many does ``inspect`` show, and so many does ``gc`` want at least."""
 _SCHEMES = ("redis", "rediss", "unix")
 _T = TypeVar("_T")
 
@@ -63,7 +67,7 @@ def run_on(target: str, settings: list[str] | None, work: Callable[[Backend], Aw
     try:
         return asyncio.run(whole())
     except OSError as error:
-        Console(stderr=True).print(f"kvoffload: {error}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(plain(f"kvoffload: {error}"), soft_wrap=True)
         raise typer.Exit(1) from None
 
 
@@ -75,11 +79,44 @@ def inspect(target: str, settings: list[str] | None, as_json: bool) -> None:
         return
     console = Console(highlight=False)
     for each in found:
-        facts = ", ".join(f"{name}={value}" for name, value in sorted(each.facts.items()))
-        console.print(f"[bold]{each.namespace[:16]}[/bold]  {facts or 'no facts stored'}")
+        show_name(console, each.namespace, each.facts)
         console.print(f"  {each.chunks} chunks, {human_bytes(each.stored_bytes)}")
     if not found:
         console.print("nothing of kvoffload's is stored here")
+
+
+def plain(text: object, style: str = "") -> Text:
+    """Text from a store or a server as it is: no markup, no control characters for the terminal."""
+    safe = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(text))
+    return Text(safe, style)
+
+
+def show_name(console: Console, namespace: str, facts: object) -> None:
+    """Print the line of a namespace: the first digits of its name, and its facts."""
+    pairs = sorted(facts.items()) if isinstance(facts, Mapping) else []
+    told = ", ".join(f"{name}={value}" for name, value in pairs) or "no facts stored"
+    console.print(plain(namespace[:SHOWN_DIGITS], "bold") + "  " + plain(told))
+
+
+def named(wanted: str, names: Iterable[str]) -> str:
+    """The namespace meant by a name or its beginning, such as the digits that ``inspect`` shows.
+
+    Raises:
+        ConfigError: there is none, or more than one, or the beginning is too short.
+    """
+    known = set(names)
+    if wanted in known:
+        return wanted
+    fits = [name for name in known if name.startswith(wanted)]
+    if len(fits) == 1 and len(wanted) >= LEAST_DIGITS:
+        return fits[0]
+    if len(fits) > 1:
+        problem = f"{len(fits)} namespaces begin like that; inspect --json has their whole names"
+    elif fits:
+        problem = f"the beginning of a name must have {LEAST_DIGITS} digits or more"
+    else:
+        problem = "there is no such namespace here; inspect lists them"
+    raise ConfigError("namespace", wanted, problem)
 
 
 def gc(
@@ -88,15 +125,18 @@ def gc(
     """Remove one namespace from a store, or say what would go.
 
     Raises:
-        ConfigError: no namespace is named: what is not used expires by itself.
+        ConfigError: no namespace is named (what is not used expires by itself), or none of those
+            that are there.
     """
     if namespace is None:
         raise ConfigError("namespace", None, "name one; what is not used expires by itself")
 
     async def collect(backend: Backend) -> tuple[int, int]:
-        held = [each for each in await _survey(backend) if each.namespace == namespace]
+        found = await _survey(backend)
+        meant = named(namespace, (each.namespace for each in found))
+        held = [each for each in found if each.namespace == meant]
         if not dry_run and isinstance(backend, Purges):
-            await backend.purge([namespace])
+            await backend.purge([meant])
         return sum(each.chunks for each in held), sum(each.stored_bytes for each in held)
 
     chunks, stored_bytes = run_on(target, settings, collect)

@@ -17,6 +17,7 @@ from rich.progress import (
 )
 
 from kvoffload.backends.disk_survey import Survey
+from kvoffload.cli.stores import plain
 from kvoffload.config import human_bytes
 
 _PIECE_BYTES = 4 << 20
@@ -84,4 +85,4 @@ def show(report: dict[str, Any]) -> None:
     )
     for each in report["damaged"]:
         state = "removed" if each["removed"] else "left in place"
-        console.print(f"{each['reason']}: {each['path']} ({state})")
+        console.print(plain(f"{each['reason']}: {each['path']} ({state})"))

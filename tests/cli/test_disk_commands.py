@@ -115,6 +115,37 @@ def test_gc_of_a_namespace_by_its_name_or_the_beginning_of_its_folders(root):
     assert answered("inspect", str(root))["namespaces"] == []
 
 
+def test_gc_refuses_a_beginning_that_is_short_or_not_the_only_one(root):
+    (folder,) = {path.parent.parent for path in files_of(root)[:1]}
+    for name in ("0123456789" + "a" * 22, "0123456789" + "b" * 22):
+        (root / (name + folder.name[len(name) :])).mkdir()
+    for wanted, problem in (
+        (folder.name[:7], "8 digits"),
+        ("0123456789", "2 namespaces begin like that"),
+        ("e" * 20, "no such namespace"),
+    ):
+        result = kvoffload("gc", str(root), "--namespace", wanted)
+        assert (result.returncode, problem in result.stderr) == (2, True), result.stderr
+    assert len(files_of(root)) == 9
+
+
+@pytest.mark.parametrize(
+    ("manifest", "shown"),
+    [
+        ('{"facts": {"model": "a[/]b [red]c", "n": 1}}', "model=a[/]b [red]c, n=1"),
+        ('{"facts": {"model": "\\u001b[31m\\ud800"}}', "model=\\x1b[31m\\xd800"),
+        ('{"facts": ["model"]}', "no facts stored"),
+        ("[" * 100_000, "no facts stored"),
+    ],
+)
+def test_inspect_shows_facts_as_they_are_and_no_markup(root, manifest, shown):
+    for path in root.glob("*/manifest.json"):
+        path.write_text(manifest)
+    result = kvoffload("inspect", str(root))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count(shown) == 2
+
+
 def test_gc_alone_removes_only_what_is_of_no_use(root):
     dead = root / ".writers" / "0123456789abcdef"
     dead.mkdir()

@@ -1,0 +1,152 @@
+"""What operators are told when something is wrong, and of servers with odd content."""
+
+import asyncio
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from kvoffload import open_backend
+from kvoffload.cli.main import main
+from kvoffload.testing.backends import filled, keys_of
+from kvoffload.testing.redis_server import BINARY, MISSING, RedisServer, free_port
+
+pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = RedisServer(tmp_path / "redis")
+    yield server
+    server.stop()
+
+
+def store(url, namespace, count, facts=None):
+    async def whole():
+        backend = open_backend("redis", {"url": url, "timeout_s": 5.0}, namespace)
+        await backend.describe(facts or {"model": "m"})
+        assert all(await backend.write(keys_of(count), filled(keys_of(count))))
+        await backend.close()
+
+    asyncio.run(whole())
+
+
+@pytest.fixture
+def kvoffload(monkeypatch, capsys):
+    """The command line, in this process: returns its exit code and what it printed."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["kvoffload", *words])
+        monkeypatch.setenv("COLUMNS", "400")
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return SimpleNamespace(
+            returncode=ended.value.code or 0, stdout=printed.out, stderr=printed.err
+        )
+
+    return run
+
+
+@pytest.fixture
+def failure(kvoffload):
+    """The one thing a doctor found that failed."""
+
+    def run(*words):
+        done = kvoffload("doctor", *words, "--json")
+        assert done.returncode == 1, done.stderr
+        findings = json.loads(done.stdout)["findings"]
+        (failed,) = [finding for finding in findings if finding["verdict"] == "failed"]
+        assert " object at 0x" not in done.stdout
+        return failed
+
+    return run
+
+
+def test_a_doctor_names_the_password_that_is_wrong_or_missing(server, failure, tmp_path):
+    server.cli("config", "set", "requirepass", "right")
+    bare = f"redis://127.0.0.1:{server.port}"
+    found = failure(bare)
+    assert found["check"] == "password"
+    assert "none is given" in found["remedy"]
+    found = failure(f"redis://:wrong@127.0.0.1:{server.port}")
+    assert found["check"] == "password"
+    assert "the URL does not hold" in found["remedy"]
+    (tmp_path / "password").write_text("wrong")
+    found = failure(bare, "-o", f"password_file={tmp_path}/password")
+    assert found["check"] == "password"
+    assert "password_file does not hold" in found["remedy"]
+
+
+def test_a_doctor_names_rights_sockets_names_and_ports(server, failure, tmp_path):
+    server.cli("acl", "setuser", "kv", "on", ">p", "~kvoffload:*", "-@all")
+    found = failure(f"redis://kv:p@127.0.0.1:{server.port}")
+    assert found["check"] == "rights"
+    assert "ACL SETUSER" in found["remedy"]
+    assert "no such socket" in failure("unix:///nowhere.sock")["remedy"]
+    assert "no such host name" in failure("redis://surely.invalid")["remedy"]
+    assert "nothing listens" in failure(f"redis://127.0.0.1:{free_port()}")["remedy"]
+    assert "nothing listens" in failure(f"redis+cluster://127.0.0.1:{free_port()}")["remedy"]
+
+
+def test_a_doctor_says_what_each_sentinel_said(server, failure, tmp_path):
+    away = free_port()
+    found = failure(f"redis+sentinel://127.0.0.1:{away}/m")
+    assert f"127.0.0.1:{away}: " in found["detail"]
+    assert "nothing listens" in found["remedy"]
+    watched = f"sentinel monitor mine 127.0.0.1 {server.port} 1"
+    sentinel = RedisServer(tmp_path / "sentinel", sentinel=[watched])
+    try:
+        found = failure(f"redis+sentinel://127.0.0.1:{sentinel.port}/other")
+        assert "knows only ['mine']" in found["detail"]
+        assert "service's name" in found["remedy"]
+        sentinel.cli("config", "set", "requirepass", "x")
+    finally:
+        sentinel.stop()
+
+
+def test_a_doctor_does_not_name_the_user_of_the_url(server, kvoffload):
+    server.cli("acl", "setuser", "hunter", "on", ">p", "~kvoffload:*", "+@all")
+    url = f"redis://hunter:p@127.0.0.1:{server.port}"
+    shown = kvoffload("doctor", url).stdout
+    assert "introduced as the user of the URL" in shown
+    assert "hunter" not in shown
+
+
+ODD_FACTS = {"path": "a[/]b", "x": "[red]c[/red]", "note": "\x1b[31m:smile:\n"}
+
+
+def test_a_survey_passes_over_what_others_put_beside_the_chunks(server, kvoffload):
+    store(server.url, "ours", 3, ODD_FACTS)
+    server.cli("set", "kvoffload:foreign", "x")
+    server.cli("lpush", "kvoffload:list:xxh3:{0a}", "x")
+    server.cli("lpush", "kvoffload:ours:xxh3:{0a}", "x")
+    server.cli("lpush", "kvoffload:listed:facts", "x")
+    server.cli("set", "kvoffload:bad:facts", "[" * 100_000)
+    server.cli("set", "kvoffload:number:facts", '{"a": 1}')
+    server.cli("eval", "redis.call('set', 'kvoffload:\\255x:xxh3:{0}', '1')", "0")
+    done = kvoffload("inspect", server.url)
+    assert done.returncode == 0, done.stderr
+    assert r"note=\x1b[31m:smile:\x0a, path=a[/]b, x=[red]c[/red]" in done.stdout
+    held = json.loads(kvoffload("inspect", server.url, "--json").stdout)["namespaces"]
+    counted = {each["namespace"]: each["chunks"] for each in held}
+    assert counted == {"ours": 3, "bad": 0, "number": 0}
+
+
+def test_gc_takes_the_digits_that_inspect_shows(server, kvoffload):
+    ours, near, other = "0123456789abcdef" * 4, "0123456789" + "f" * 54, "e" * 64
+    for namespace in (ours, near, other):
+        store(server.url, namespace, 2)
+
+    def gc(wanted):
+        done = kvoffload("gc", server.url, "--namespace", wanted, "--json")
+        return json.loads(done.stdout)["removed"] if not done.returncode else done.stderr
+
+    assert "no such namespace" in gc("nosuch")
+    assert "2 namespaces begin like that" in gc("0123456789")
+    assert "8 digits" in gc("eeeeeee")
+    assert gc(ours[:16]) == 2
+    assert gc("eeeeeeee") == 2
+    assert gc(near) == 2
+    assert kvoffload("gc", server.url, "--namespace", near).returncode == 2  # it is gone
