@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 PREFIX = redis_admin.PREFIX
 _LOOKUP_KEYS = 1000
 """Keys asked for in one request: other lookups get their turn after so many."""
+_MAX_SUSPECTS = 4
+"""Values looked at again at once, each in memory of its own; others are at their next load."""
 
 
 def chunk_prefix(namespace: str, scheme: str) -> bytes:
@@ -87,6 +89,7 @@ class RedisBackend:
         self._topology: Topology | None = None
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._suspects: set[bytes] = set()  # keys whose values are looked at again
         self._facts_name = facts_name(namespace)
         self._facts = Facts(self._facts_name, options.ttl_s, self._send_facts)
         self._warned_until = 0.0
@@ -108,7 +111,7 @@ class RedisBackend:
         return [answer == 1 for answer in found]
 
     async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
-        """See :meth:`Backend.read`. A value that proves damaged is removed."""
+        """See :meth:`Backend.read`. A value that proves damaged, also a second time, is removed."""
         return await self.read_each(keys, into, lambda i: None)
 
     async def read_each(
@@ -136,9 +139,9 @@ class RedisBackend:
             if why == "missing":
                 self._verdicts.set(keys[i], False)
             elif why.startswith("corrupt_"):
-                self._warn("redis: a value is not the chunk asked for (%s); it is removed", why)
+                self._warn("redis: a value is not the chunk asked for (%s)", why)
                 self._verdicts.set(keys[i], False)
-                self._spawn(self.remove([keys[i]]))
+                self._suspect(keys[i], into[i].nbytes)
 
         load = partial(Load, topology, self._sealer, self._ttl_ms, batch)
         for i, (key, view) in enumerate(zip(keys, into, strict=True)):
@@ -267,6 +270,26 @@ class RedisBackend:
         if self._topology is not None:
             await self._topology.ready()
         return None if self._closed else self._topology
+
+    def _suspect(self, key: bytes, nbytes: int) -> None:
+        if key not in self._suspects and len(self._suspects) < _MAX_SUSPECTS:
+            self._suspects.add(key)
+            self._spawn(self._look_again(key, nbytes))
+
+    async def _look_again(self, key: bytes, nbytes: int) -> None:
+        """A value proved wrong: remove it, unless the way here was at fault and it is good."""
+        found: list[str] = []
+        try:
+            if topology := await self._ready():
+                batch, own = Batch(), memoryview(bytearray(nbytes))
+                load = partial(Load, topology, self._sealer, self._ttl_ms, batch)
+                load(*self._name(key), key, own, found.append).send()
+                await batch.wait()
+            if any(why.startswith("corrupt_") for why in found):
+                self._counters["corrupt_removed"] += 1
+                await self.remove([key])
+        finally:
+            self._suspects.discard(key)
 
     def _ask(self) -> None:
         """There are questions: answer them soon. Called on the engine's thread."""

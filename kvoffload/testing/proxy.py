@@ -236,6 +236,8 @@ class FaultProxy:
     ) -> None:
         if self._server is not None:
             self._server.close()
+        for _ in range(3):  # what was accepted this very moment comes to be known here
+            await asyncio.sleep(0)
         self.drop()
         for task in list(self._tasks):
             task.cancel()

@@ -149,6 +149,18 @@ async def test_one_changed_byte_anywhere_is_a_miss_or_harmless(server):
     assert stored
 
 
+@pytest.mark.parametrize("at", [2, 100, 5000], ids=["length", "header", "payload"])
+async def test_a_good_value_damaged_on_its_way_stays_on_the_server(server, at):
+    async with FaultProxy("127.0.0.1", server.port) as proxy:
+        async with RedisEngine(f"redis://127.0.0.1:{proxy.port}", connections=1) as engine:
+            await engine.back()
+            proxy.to_client = [Corrupt(at)]
+            assert not all(await engine.load())
+            proxy.to_client = []
+            await until(engine.hits)  # and nothing was stored again
+            assert engine.count("corrupt_removed") == 0
+
+
 @pytest.mark.parametrize("name", ["latency", "cut_in_a_chunk", "garbage_in_a_chunk"])
 async def test_a_cancelled_call_leaves_the_memory_alone_on_a_bad_line(server, name):
     async with FaultProxy("127.0.0.1", server.port) as proxy:
