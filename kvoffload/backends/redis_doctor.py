@@ -3,7 +3,6 @@
 import ipaddress
 import os
 import socket
-import ssl
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -28,6 +27,10 @@ from kvoffload.config import human_bytes
 OLDEST = (6, 2)
 """GETEX, which reads a chunk and prolongs its life in one command, came with this version."""
 RIGHTS = "~kvoffload:* +getex +psetex +exists +pexpire +unlink +ping +info +scan +strlen +get"
+_TLS_REMEDY = (
+    "is the port a TLS port, does ca_file hold who signed the server's certificate, is it for this "
+    "name, and does the server ask for cert_file and key_file?"
+)
 _PROBES = 50
 _CHUNKS, _CHUNK_BYTES = 16, 2 << 20
 _SLOW_BYTES_PER_S = 200e6
@@ -71,12 +74,6 @@ def _refusal(error: BaseException, target: Target, options: RedisOptions) -> Fin
         check, remedy = "rights", f"ACL SETUSER <user> {RIGHTS}"
     elif any(isinstance(each, BusyLoadingError) for each in causes):
         remedy = "it is reading its snapshot: wait; and a cache needs none (save '')"
-    elif any(isinstance(each, ssl.SSLError) for each in causes):
-        check = "encryption"
-        remedy = (
-            "is the port a TLS port, does ca_file hold who signed the server's certificate, is it "
-            "for this name, and does the server ask for cert_file and key_file?"
-        )
     elif any(isinstance(each, socket.gaierror) for each in causes):
         remedy = "no such host name is known here: check the spelling, and the resolver"
     elif target.addresses[0].path:
@@ -85,6 +82,12 @@ def _refusal(error: BaseException, target: Target, options: RedisOptions) -> Fin
         remedy = "check the service's name, and that its master runs"
     elif any(isinstance(each, ConnectionRefusedError) for each in causes):
         remedy = "nothing listens there: check host and port, and that the server runs"
+    elif any(isinstance(each, TimeoutError) for each in causes):
+        remedy += f"; {_TLS_REMEDY}" if target.tls else ""  # a plain port waits for more to read
+    elif target.tls:
+        check, remedy = "encryption", _TLS_REMEDY
+    elif any(isinstance(each, ConnectionResetError) for each in causes):
+        remedy += "; a TLS port takes rediss://"
     return Finding(check, "failed", str(error), remedy)
 
 

@@ -23,6 +23,10 @@ _Time = Annotated[float, msgspec.Meta(ge=0)]
 _Ids = list[_Count | str]
 
 
+_SHOWN = 200
+"""Characters of a wrong value that its error shows."""
+
+
 class TraceError(ConfigError):
     """A trace that cannot be read; names the file, the line and the field.
 
@@ -33,7 +37,9 @@ class TraceError(ConfigError):
         self, path: Path, line: int | None, field: str, value: object, remedy: str
     ) -> None:
         where = f"{path}:{line}" if line else str(path)
-        super().__init__(f"{where}: {field}", value, remedy)
+        text = repr(value)  # of a prompt, thousands of ids
+        short = value if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        super().__init__(f"{where}: {field}", short, remedy)
         self.path = path
         self.line = line
 

@@ -1,8 +1,12 @@
 """What operators are told when something is wrong, and of servers with odd content."""
 
 import asyncio
+import contextlib
 import json
+import socket
+import ssl
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +14,13 @@ import pytest
 from kvoffload import open_backend
 from kvoffload.cli.main import main
 from kvoffload.testing.backends import filled, keys_of
-from kvoffload.testing.redis_server import BINARY, MISSING, RedisServer, free_port
+from kvoffload.testing.redis_server import (
+    BINARY,
+    MISSING,
+    RedisServer,
+    free_port,
+    make_certificates,
+)
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 
@@ -101,9 +111,45 @@ def test_a_doctor_says_what_each_sentinel_said(server, failure, tmp_path):
         found = failure(f"redis+sentinel://127.0.0.1:{sentinel.port}/other")
         assert "knows only ['mine']" in found["detail"]
         assert "service's name" in found["remedy"]
-        sentinel.cli("config", "set", "requirepass", "x")
     finally:
         sentinel.stop()
+
+
+def test_a_doctor_names_the_password_of_the_sentinels(server, failure, tmp_path):
+    watched = f"sentinel monitor mine 127.0.0.1 {server.port} 1"
+    sentinel = RedisServer(tmp_path / "sentinel", sentinel=[watched, "requirepass right"])
+    url = f"redis+sentinel://127.0.0.1:{sentinel.port}/mine"
+    (tmp_path / "password").write_text("wrong")
+    try:
+        found = failure(url)
+        assert found["check"] == "password"
+        assert "wants a Sentinels' password" in found["remedy"]
+        found = failure(url, "-o", f"sentinel_password_file={tmp_path}/password")
+        assert "sentinel_password_file does not hold" in found["remedy"]
+    finally:
+        sentinel.stop()
+
+
+def test_a_doctor_names_what_is_wrong_with_encryption(failure, tmp_path):
+    files = make_certificates(tmp_path / "certificates")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files["cert"], files["key"])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            with contextlib.suppress(OSError), listener.accept()[0] as taken:
+                context.wrap_socket(taken, server_side=True).close()
+
+        port = listener.getsockname()[1]
+        for url, check, remedy in (
+            (f"rediss://127.0.0.1:{port}", "encryption", "ca_file"),
+            (f"redis://127.0.0.1:{port}", "reachable", "rediss://"),
+        ):
+            thread = threading.Thread(target=serve)
+            thread.start()
+            found = failure(url)
+            thread.join()
+            assert (found["check"], remedy in found["remedy"]) == (check, True), found
 
 
 def test_a_doctor_does_not_name_the_user_of_the_url(server, kvoffload):

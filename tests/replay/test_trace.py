@@ -117,6 +117,13 @@ def test_a_bad_conversation_names_its_file_and_field(tmp_path, content, where):
     assert str(tmp_path / "bad.json") in str(caught.value)
 
 
+def test_an_error_shows_the_beginning_of_a_long_value(tmp_path):
+    (tmp_path / "bad.json").write_text(json.dumps([{"hash_ids": [*range(10_000), -1]}]))
+    with pytest.raises(TraceError, match=r"\$\[0\].hash_ids\[10000\] = '\[0, 1, 2,") as caught:
+        read_trace(tmp_path)
+    assert len(str(caught.value)) < 500
+
+
 def test_recorded_events_are_a_trace_of_uses(tmp_path):
     keys = [make_offload_key(bytes([i]) * 32, 0) for i in range(4)]
     path = tmp_path / "events.jsonl"
