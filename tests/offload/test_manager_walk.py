@@ -56,7 +56,7 @@ class FakeTier:
         self.answer_for_stored = True
 
     def holds(self, key):
-        return self.answer_for_stored if key in self.stored - self.hidden else False
+        return self.answer_for_stored if key in self.stored and key not in self.hidden else False
 
     def forget(self, keys):
         self.hidden.update(keys)
@@ -108,6 +108,8 @@ class Walk:
         self.content = dict.fromkeys(range(rows), GARBAGE)
         self.loads, self.saves, self.transfers, self.unsettled = [], [], [], []
         self.answered = []
+        # What lookups must answer follows from these, the events and the tiers: see `expected`.
+        self.incoming, self.fetching = set(), set()
         self.replayed = {medium: set() for medium in ("CPU", *map(str.upper, self.stores))}
 
     def new_stores(self):
@@ -153,6 +155,7 @@ class Walk:
         for i in fetched:
             self.fill(slots[i], keys[i], context.req_id)
         self.loads.append((keys[:hits], slots, fetched, context))
+        self.fetching.update(keys[i] for i in fetched)
 
     def end_load(self, which, good, settled):
         if not self.loads:
@@ -165,6 +168,7 @@ class Walk:
             if i not in fetched:
                 assert self.holds(slot, keys[i]), "a pinned chunk was overwritten"
             self.fill(slot, keys[i], keys[i] if ok[i] or i not in fetched else GARBAGE)
+        self.fetching.difference_update(keys)
         bad = [key for key, fine in zip(keys, ok, strict=True) if not fine]
         self.answer(self.manager.complete_load, bad, context, False, settled, "missing")
         if not settled:
@@ -215,6 +219,7 @@ class Walk:
         for key in output.keys_to_store:
             assert self.manager.lookup(key) is False, "a chunk being stored is visible"
         self.saves.append((output.keys_to_store, slots, context))
+        self.incoming.update(output.keys_to_store)
 
     def end_store(self, which, good, settled):
         if not self.saves:
@@ -223,6 +228,7 @@ class Walk:
         ok = [(good >> i) & 1 for i in range(len(keys))]
         for key, slot, fine in zip(keys, slots, ok, strict=True):
             self.fill(slot, key, key if fine else GARBAGE)
+        self.incoming.difference_update(keys)
         bad = [key for key, fine in zip(keys, ok, strict=True) if not fine]
         self.answer(self.manager.complete_store, bad, context, False, settled)
         if not settled:
@@ -310,6 +316,8 @@ class Walk:
         for sightings in self.seen.values():
             sightings.clear()
         self.manager.reset_cache()
+        self.incoming.clear()
+        self.fetching.clear()
         for prompt in KEYS:
             for key in prompt:
                 assert key not in self.resident()
@@ -332,6 +340,7 @@ class Walk:
         self.checks += 1
         if self.checks % 3 == 0:
             self.replay()
+            self.look_up(self.checks // 3)
 
     def replay(self):
         """The events so far say what is resident now."""
@@ -346,6 +355,51 @@ class Walk:
         assert self.replayed["CPU"] == self.resident()
         for name, store in self.stores.items():
             assert self.replayed[name.upper()] == store.stored
+
+    def look_up(self, number):
+        """Every lookup answers what the walk expects from what it has seen itself."""
+        hint = ASKING[number % len(ASKING)]
+        context = self.context(hint)
+        for keys in KEYS:
+            tiers = self.tiers_to_read(hint)
+            answers = [self.expected(key, tiers) for key in keys]
+            promised = self.expected_prefix(keys, answers)
+            for key, answer in zip(keys, answers, strict=True):
+                if self.staging and answer and not self.manager._host.room_for(key):
+                    answer = None  # as soon as there is a slot for it to pass through
+                assert self.manager.lookup(key, context) is answer
+            assert self.manager.lookup_prefix(keys, context) == promised
+
+    def tiers_to_read(self, hint):
+        slow = self.manager.figures.slower_than_computing
+        wanted = hint["tiers"] if hint else self.stores
+        return [s for name, s in self.stores.items() if name in wanted and not slow(name.upper())]
+
+    def expected(self, key, tiers):
+        if key in self.replayed["CPU"]:
+            return True
+        if key in self.fetching:
+            return None
+        # Forgotten while somebody still used its slot: it cannot come back before that ends.
+        if key in self.incoming or self.manager._host.orphaned(key):
+            return False
+        answers = [store.holds(key) for store in tiers]
+        return True if True in answers else None if None in answers else False
+
+    def expected_prefix(self, keys, answers):
+        """Leading hits, as far as those from below fit beside the idle ones of the prompt."""
+        host = self.manager._host
+        if self.staging and answers[0] and not host.room_for(keys[0]):
+            return 0, True
+        below = idle = 0
+        for hits, (key, answer) in enumerate(zip(keys, answers, strict=True)):
+            if not answer:
+                return hits, answer is None
+            below += key not in self.replayed["CPU"]
+            idle += key in host.idle.slots
+            if below and not self.staging and below + idle > host.room_for(key):
+                return hits, False
+        return len(keys), False
 
     def drain(self):
         """End everything: no slot may be lost."""
@@ -377,6 +431,7 @@ HINTS = [
     {"priority": -1},
     {"priority": 2, "unheard_of": 1},
 ]
+ASKING = [None, {"tiers": ["t1"]}, None, {"tiers": []}]
 GOOD = [-1, -1, -1, 0, 1, 2, 5]
 """Which chunks of a transfer arrive, as bits."""
 
@@ -498,7 +553,10 @@ class ManagerMachine(RuleBasedStateMachine):
 
 TestManagerMachine = ManagerMachine.TestCase
 TestManagerMachine.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=1000,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 
 
