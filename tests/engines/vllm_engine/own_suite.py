@@ -21,6 +21,7 @@ class _Mocked:
 
     def __init__(self, half):
         self.half = half
+        self.refused = {}
 
     def take_prepared(self):
         return []
