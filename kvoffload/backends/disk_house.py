@@ -15,6 +15,9 @@ _TICK_S = 1.0
 _ALONE_LOOK_S = 60.0
 """Between looks when no other process writes: only people with a shell change anything then."""
 _SNAPSHOT_S = 60.0
+_RECOUNT_S = 600.0
+"""Between counts of everything while others write, too. Whoever is killed, or stores what another
+evicts in the same microseconds, leaves the shared figure a chunk off."""
 _LOOK_SHARE = 0.05
 """Looking at the folders takes at most this part of the thread's time..."""
 _WANTED_LOOK_SHARE = 0.25
@@ -30,8 +33,12 @@ class House:
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._settled = keeper.ready.is_set()
+        """Whether the ledger agrees with the folders, as of the last full look."""
+        self._in_order = keeper.ready.is_set()
+        """Whether the index has an order of its own, which access times are not to replace."""
         self._pause_s = _TICK_S
         self._look_at = time.monotonic() + _TICK_S
+        self._recount_at = time.monotonic() + _RECOUNT_S
         self._may_look_at = 0.0
         """Not even for want of victims before this."""
         self._save_at = time.monotonic() + _SNAPSHOT_S
@@ -85,7 +92,8 @@ class House:
             log.exception("disk %s: housekeeping failed", self._keeper.root)
 
     def _first_look(self) -> None:
-        self._settled = self._scanner.look(full=True)
+        self._settled = self._scanner.look(full=True, afresh=True)
+        self._in_order = True
 
     def _evict(self) -> None:
         keeper = self._keeper
@@ -114,9 +122,12 @@ class House:
             self._look_at = 0.0
         if not keeper.ownership.held and keeper.ownership.take():
             # The last owner died or closed: its figures may be off and its index is gone.
-            self._settled = False
+            self._settled = self._in_order = False
             self._look_at = 0.0
         now = time.monotonic()
+        if now >= self._recount_at and keeper.others and self._settled:
+            self._settled = False
+            self._look_at = 0.0
         if now >= self._look_at:
             self._look()
         if now >= self._save_at and keeper.ledger.changes != self._saved_changes:
@@ -126,8 +137,11 @@ class House:
 
     def _look(self) -> None:
         began = time.monotonic()
-        settled = self._scanner.look(full=not self._settled)
+        settled = self._scanner.look(full=not self._settled, afresh=not self._in_order)
+        self._in_order = True
         took = time.monotonic() - began
+        if not self._settled:
+            self._recount_at = time.monotonic() + _RECOUNT_S
         if settled or self._settled:
             self._pause_s = _TICK_S
         else:

@@ -53,11 +53,12 @@ class Scanner:
             keeper.count("snapshot_failed")
             log.warning("disk %s: no snapshot: %s", keeper.root, error)
 
-    def look(self, *, full: bool) -> bool:
+    def look(self, *, full: bool, afresh: bool = False) -> bool:
         """Compare the index with the folders.
 
         A full look takes in every file with its size and age. The owner's also sets the ledger
         right; False says that others were writing meanwhile and it has to be repeated for that.
+        ``afresh``: the index has no order worth keeping; take the ages of the files for it.
         """
         keeper = self._keeper
         self._complete = True
@@ -73,7 +74,9 @@ class Scanner:
             present.update(name for _, name, _ in files)
             found += files if full else [file for file in files if file[1] not in keeper.index]
         found.sort()
-        keeper.index.found((name, allocated) for _, name, allocated in found)
+        keeper.index.found(
+            (name, allocated) for _, name, allocated in found if afresh or name not in keeper.index
+        )
         self._forget_vanished(None if full else looked_at, present)
         if not (full and keeper.ownership.held):
             return True

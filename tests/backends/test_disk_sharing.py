@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from kvoffload.backends import disk_house
 from kvoffload.backends.disk import DiskBackend, DiskOptions
 from kvoffload.backends.disk_layout import MANIFEST, SNAPSHOT
 from kvoffload.backends.disk_scan import Scanner
@@ -102,6 +103,37 @@ async def test_the_owner_sees_what_others_use(tmp_path):
     await owner.close()
 
 
+@pytest.mark.parametrize("drift", [5 * ON_DISK, -3 * ON_DISK])
+async def test_a_figure_gone_astray_among_several_writers_is_counted_anew(
+    tmp_path, monkeypatch, drift
+):
+    monkeypatch.setattr(disk_house, "_RECOUNT_S", 0.5)
+    owner, other = open_disk(tmp_path), open_disk(tmp_path)
+    await write(owner, keys_of(7))
+    assert await until(lambda: owner._keeper.others == 1)
+    other._keeper.ledger.give_back(-drift)  # as a process killed between a file and its figure
+    assert other._keeper.ledger.refresh() == 7 * ON_DISK + drift
+    assert await until(lambda: other._keeper.ledger.refresh() == 7 * ON_DISK)
+    await owner.close()
+    await other.close()
+
+
+async def test_counting_anew_leaves_the_order_of_eviction_alone(tmp_path):
+    settings = {"capacity": ByteSize(4 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+    owner = open_disk(tmp_path, **settings)
+    keys = keys_of(4)
+    for key in keys:
+        await write(owner, [key])
+    assert await owner.read(keys[:2], slots(2, SIZE)) == [True] * 2
+    for path in tmp_path.rglob("*"):  # access times tell of less than the order does
+        if path.name in {keys[0].hex(), keys[1].hex()}:
+            os.utime(path, (0, 0))
+    Scanner(owner._keeper).look(full=True)
+    assert await write(owner, keys_of(2, "new")) == [True] * 2
+    assert [owner.holds(key) for key in keys] == [True, True, False, False]
+    await owner.close()
+
+
 async def test_a_file_removed_under_a_reader_stays_whole_for_it(tmp_path):
     one, two = open_disk(tmp_path), open_disk(tmp_path)
     keys = keys_of(24)
@@ -173,6 +205,7 @@ async def test_a_namespace_that_cannot_be_removed_keeps_its_manifest(tmp_path):
 
 SWARM = """
 import asyncio, json, os, random, sys
+from kvoffload.backends import disk_house
 from kvoffload.backends.disk import DiskBackend, DiskOptions
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of, payload_of, slots

@@ -1,0 +1,403 @@
+"""A manager under test, a worker half played by hand, and a plain model of what must be true.
+
+The walk keeps what each host slot *contains*, so that a slot handed out while something still uses
+it, or an evicted chunk under a load, shows as a wrong content. What lookups must answer follows
+from what was done, the events and the tiers, never from the manager's own ledger.
+"""
+
+from kvoffload.backends.base import Removal
+from kvoffload.offload.base import (
+    CPULoadStoreSpec,
+    OffloadKey,
+    ReqContext,
+    StagedLoadStoreSpec,
+    get_offload_group_idx,
+    make_offload_key,
+)
+from kvoffload.offload.extents import ExtentLedger
+from kvoffload.offload.geometry import HostGeometry
+from kvoffload.offload.manager import Tier, TieredOffloadingManager
+from kvoffload.offload.policies.lru import LRUPolicy
+from kvoffload.offload.staging import StagingManager
+
+PROMPTS, LENGTH = 4, 6
+# Every other prompt is of a KV cache group of its own, whose chunks may be larger.
+KEYS = [
+    [make_offload_key(bytes([p, i]) * 16, p % 2) for i in range(LENGTH)] for p in range(PROMPTS)
+]
+LARGE_ROWS = 3
+GARBAGE = OffloadKey(b"garbage")
+ASKING = [None, {"tiers": ["t1"]}, None, {"tiers": []}]
+
+
+class FakeTier:
+    """A store below: holds keys, may be down (answers False) or slow (answers None)."""
+
+    def __init__(self):
+        self.stored, self.hidden, self.removals = set(), set(), []
+        self.answer_for_stored = True
+
+    def holds(self, key):
+        return self.answer_for_stored if key in self.stored and key not in self.hidden else False
+
+    def forget(self, keys):
+        self.hidden.update(keys)
+
+    def take_removals(self):
+        taken, self.removals = self.removals, []
+        return taken
+
+    def write(self, key):
+        self.stored.add(key)
+        self.hidden.discard(key)
+
+    def evict(self, key):
+        self.stored.discard(key)
+        self.hidden.discard(key)
+        self.removals.append(Removal(key, "evicted"))
+
+
+class Walk:
+    """The manager under test, a worker half played by hand, and what must be true."""
+
+    def __init__(
+        self,
+        host_slots,
+        num_tiers,
+        max_persisting=None,
+        threshold=1,
+        sized=False,
+        new_policy=LRUPolicy,
+        staging=False,
+    ):
+        self.rows_of = (1, LARGE_ROWS) if sized else (1, 1)
+        if sized:
+            rows = 2 * LARGE_ROWS + 3 * host_slots
+            geometry = HostGeometry.plan(rows * 4096, [4096 * n for n in self.rows_of])
+            host, policy = ExtentLedger(geometry, new_policy), None
+        else:
+            rows = host = host_slots
+            policy = new_policy(host_slots)
+        self.num_tiers = num_tiers
+        self.stores = self.new_stores()
+        self.staging = staging
+        self.manager = (StagingManager if staging else TieredOffloadingManager)(
+            host, policy, self.tiers(), max_persisting, store_threshold=threshold
+        )
+        self.threshold = threshold
+        self.seen = {key: set() for prompt in KEYS for key in prompt}
+        self.requests = self.checks = 0
+        self.content = dict.fromkeys(range(rows), GARBAGE)
+        self.loads, self.saves, self.transfers, self.unsettled = [], [], [], []
+        self.answered = []
+        # What lookups must answer follows from these, the events and the tiers: see `expected`.
+        self.incoming, self.fetching = set(), set()
+        self.replayed = {medium: set() for medium in ("CPU", *map(str.upper, self.stores))}
+
+    def new_stores(self):
+        return {f"t{i}": FakeTier() for i in range(self.num_tiers)}
+
+    def tiers(self):
+        return [Tier(name, store, store) for name, store in self.stores.items()]
+
+    def context(self, hint=None):
+        self.requests += 1
+        return ReqContext(f"r{self.requests}", {"kvoffload": hint} if hint else None)
+
+    def holds(self, slot, key, content=None):
+        rows = self.rows_of[get_offload_group_idx(key)]
+        return all(self.content[row] == (content or key) for row in range(slot, slot + rows))
+
+    def fill(self, slot, key, content):
+        for row in range(slot, slot + self.rows_of[get_offload_group_idx(key)]):
+            self.content[row] = content
+
+    # What an engine does
+
+    def load(self, prompt, start, hint=None):
+        keys = KEYS[prompt][start:]
+        context = self.context(hint)
+        hits, pending = self.manager.lookup_prefix(keys, context)
+        assert [self.manager.lookup(key, context) for key in keys[:hits]] == [True] * hits
+        if hits < len(keys) and pending:
+            assert self.manager.lookup(keys[hits], context) is None
+        if not hits:
+            return
+        spec = self.manager.prepare_load(keys[:hits], context)
+        slots = spec.host_slots.tolist()
+        assert len(slots) == hits  # the lookup promised no more than host memory can receive
+        fetched = {}
+        for fetch in spec.fetches if isinstance(spec, StagedLoadStoreSpec) else ():
+            assert fetch.keys == tuple(keys[i] for i in fetch.positions)
+            assert not hint or fetch.tier in hint.get("tiers", fetch.tier)
+            fetched.update(dict.fromkeys(fetch.positions, self.stores[fetch.tier]))
+        for i, slot in enumerate(slots):
+            if i not in fetched:
+                assert self.holds(slot, keys[i]), "a hit's slot holds another chunk"
+        for i in fetched:
+            self.fill(slots[i], keys[i], context.req_id)
+        self.loads.append((keys[:hits], slots, fetched, context))
+        self.fetching.update(keys[i] for i in fetched)
+
+    def end_load(self, which, good, settled):
+        if not self.loads:
+            return
+        keys, slots, fetched, context = self.loads.pop(which % len(self.loads))
+        ok = [(good >> i) & 1 for i in range(len(keys))]
+        for i in fetched:
+            assert self.holds(slots[i], keys[i], context.req_id), "a slot of a load was given away"
+        for i, slot in enumerate(slots):
+            if i not in fetched:
+                assert self.holds(slot, keys[i]), "a pinned chunk was overwritten"
+            self.fill(slot, keys[i], keys[i] if ok[i] or i not in fetched else GARBAGE)
+        self.fetching.difference_update(keys)
+        bad = [key for key, fine in zip(keys, ok, strict=True) if not fine]
+        self.answer(self.manager.complete_load, bad, context, False, settled, "missing")
+        if not settled:
+            late = [(slots[i], keys[i], i in fetched) for i in range(len(keys)) if not ok[i]]
+            self.unsettled.append(late)
+        for i, key in enumerate(keys):
+            if key in bad:
+                assert key not in self.resident(), "a failed key is still promised"
+                assert i not in fetched or not fetched[i].holds(key)
+        fine = [key for key, fine in zip(keys, ok, strict=True) if fine]
+        self.answer(self.manager.complete_load, fine, context)
+
+    def answer(self, complete, *args):
+        complete(*args)
+        self.answered = [*self.answered[-20:], (complete, args)]
+
+    def answer_again(self, which):
+        """A second completion changes nothing but a counter, however late and whoever moves it."""
+        if not self.answered:
+            return
+        complete, args = self.answered[-1 - which % len(self.answered)]
+        count = 1 if complete == self.manager.complete_transfer else len(args[0])
+        before, now = self.manager.counters["unexpected_completion"], self.ledger()
+        complete(*args)
+        assert self.manager.counters["unexpected_completion"] == before + count
+        assert self.ledger() == now
+
+    def ledger(self):
+        """All that the manager knows of host memory."""
+        host = self.manager._host
+        places = host.idle.slots, host.pinned, host.incoming, host.fetching, host._orphans
+        return [*map(dict, places), dict(host._more_users), dict(host._limbo), host.busy_slots]
+
+    def store(self, prompt, count, hint=None):
+        hint, context = hint or {}, self.context(hint)
+        keys = KEYS[prompt][:count]
+        missing = [k for k in keys if k not in self.resident() and not self.manager._host.moving(k)]
+        if hint.get("offload", True):
+            for key in missing:
+                self.seen[key].add(context.req_id)
+        output = self.manager.prepare_store(keys, context)
+        if output is None or not output.keys_to_store:
+            return
+        assert hint.get("offload", True)
+        assert all(len(self.seen[key]) >= self.threshold for key in output.keys_to_store)
+        assert not set(output.evicted_keys) & set(keys), "evicted what it was given"
+        slots = output.store_spec.host_slots.tolist()
+        for key in output.keys_to_store:
+            assert self.manager.lookup(key) is False, "a chunk being stored is visible"
+        self.saves.append((output.keys_to_store, slots, context))
+        self.incoming.update(output.keys_to_store)
+
+    def end_store(self, which, good, settled):
+        if not self.saves:
+            return
+        keys, slots, context = self.saves.pop(which % len(self.saves))
+        ok = [(good >> i) & 1 for i in range(len(keys))]
+        for key, slot, fine in zip(keys, slots, ok, strict=True):
+            self.fill(slot, key, key if fine else GARBAGE)
+        self.incoming.difference_update(keys)
+        bad = [key for key, fine in zip(keys, ok, strict=True) if not fine]
+        self.answer(self.manager.complete_store, bad, context, False, settled)
+        if not settled:
+            late = [(slots[i], keys[i], True) for i in range(len(keys)) if not ok[i]]
+            self.unsettled.append(late)
+        fine = [key for key, fine in zip(keys, ok, strict=True) if fine]
+        self.answer(self.manager.complete_store, fine, context)
+
+    def take_transfers(self):
+        for transfer in self.manager.take_transfers():
+            self.transfers.append((transfer, self.stores[transfer.tier]))
+
+    def end_transfer(self, which, good, settled):
+        if not self.transfers:
+            return
+        transfer, store = self.transfers.pop(which % len(self.transfers))
+        assert isinstance(transfer.src, CPULoadStoreSpec)
+        slots = transfer.src.host_slots.tolist()
+        up = store.answer_for_stored is not False
+        ok = [up and bool((good >> i) & 1) for i in range(len(slots))]
+        for key, slot, fine in zip(transfer.keys, slots, ok, strict=True):
+            assert self.holds(slot, key), "write-through read another chunk's bytes"
+            if fine:
+                store.write(key)
+        self.answer(self.manager.complete_transfer, transfer, ok, settled)
+        if not settled:
+            late = zip(slots, transfer.keys, [False] * len(slots), strict=True)
+            self.unsettled.append(list(late))
+
+    def settle(self, which):
+        """A late call lets go: until now it may have written to slots it was filling."""
+        if not self.unsettled:
+            return
+        late = self.unsettled.pop(which % len(self.unsettled))
+        for slot, key, writes in late:
+            if writes:
+                self.fill(slot, key, GARBAGE)
+        self.manager.release_slots([slot for slot, _, _ in late])
+
+    def evict_below(self, tier, prompt, i):
+        store = list(self.stores.values())[tier % len(self.stores)] if self.stores else None
+        if store and KEYS[prompt][i] in store.stored:
+            store.evict(KEYS[prompt][i])
+
+    def others_write(self, tier, prompt):
+        """Another engine stores a prompt in a tier that both use."""
+        if self.stores:
+            self.replay()
+            name, store = list(self.stores.items())[tier % len(self.stores)]
+            for key in KEYS[prompt]:
+                store.write(key)
+            self.replayed[name.upper()].update(KEYS[prompt])
+
+    def tier_answers(self, tier, answer):
+        if self.stores:
+            list(self.stores.values())[tier % len(self.stores)].answer_for_stored = answer
+
+    def touch(self, prompt):
+        context = self.context()
+        for key in KEYS[prompt]:
+            self.seen[key].add(context.req_id)
+        self.manager.touch(KEYS[prompt], context)
+
+    def measure(self, tier, tokens):
+        """A tier, and the engine, turn out to be so fast."""
+        for _ in range(4):
+            self.manager.figures.loaded(f"T{tier}", tokens, 1, 4096, 0.1)
+            self.manager.figures.prefilled(100, 0.1)
+
+    def replace_tiers(self):
+        self.stores = self.new_stores()
+        self.manager.replace_tiers(self.tiers())
+        self.take_transfers()
+
+    def explain(self, prompt):
+        for key, where in zip(KEYS[prompt], self.manager.explain(KEYS[prompt]), strict=True):
+            answer = self.manager.lookup(key)
+            if self.staging and not self.manager._host.room_for(key):
+                assert answer is not True
+                continue
+            assert (answer is True) == (where == "CPU" or where.startswith("T"))
+            assert (answer is None) == (where in ("pending", "fetching"))
+
+    def reset(self):
+        for sightings in self.seen.values():
+            sightings.clear()
+        self.manager.reset_cache()
+        self.incoming.clear()
+        self.fetching.clear()
+        for prompt in KEYS:
+            for key in prompt:
+                assert key not in self.resident()
+
+    def resident(self):
+        return {key for prompt in KEYS for key in prompt if self.manager._host.is_ready(key)}
+
+    # What must be true after every step
+
+    def check(self):
+        self.manager.check()
+        host = self.manager._host
+        assert not (self.staging and host.num_ready), "a chunk stays in host memory"
+        used = 0
+        for key, slot in host.ready():
+            assert self.holds(slot, key), "a loadable chunk's slot holds something else"
+            used += host.bytes_of(key)
+        assert host.resident_bytes == used
+        assert 0 <= host.inflight_bytes <= host.capacity_bytes - used
+        self.checks += 1
+        if self.checks % 3 == 0:
+            self.replay()
+            self.look_up(self.checks // 3)
+
+    def replay(self):
+        """The events so far say what is resident now."""
+        for event in self.manager.take_events():
+            here = self.replayed[event.medium]
+            if event.removed and not event.keys:
+                here.clear()
+            elif event.removed:
+                here.difference_update(event.keys)
+            else:
+                here.update(event.keys)
+        assert self.replayed["CPU"] == self.resident()
+        for name, store in self.stores.items():
+            assert self.replayed[name.upper()] == store.stored
+
+    def look_up(self, number):
+        """Every lookup answers what the walk expects from what it has seen itself."""
+        hint = ASKING[number % len(ASKING)]
+        context = self.context(hint)
+        for keys in KEYS:
+            tiers = self.tiers_to_read(hint)
+            answers = [self.expected(key, tiers) for key in keys]
+            promised = self.expected_prefix(keys, answers)
+            for key, answer in zip(keys, answers, strict=True):
+                if self.staging and answer and not self.manager._host.room_for(key):
+                    answer = None  # as soon as there is a slot for it to pass through
+                assert self.manager.lookup(key, context) is answer
+            assert self.manager.lookup_prefix(keys, context) == promised
+
+    def tiers_to_read(self, hint):
+        slow = self.manager.figures.slower_than_computing
+        wanted = hint["tiers"] if hint else self.stores
+        return [s for name, s in self.stores.items() if name in wanted and not slow(name.upper())]
+
+    def expected(self, key, tiers):
+        if key in self.replayed["CPU"]:
+            return True
+        if key in self.fetching:
+            return None
+        # Forgotten while somebody still used its slot: it cannot come back before that ends.
+        if key in self.incoming or self.manager._host.orphaned(key):
+            return False
+        answers = [store.holds(key) for store in tiers]
+        return True if True in answers else None if None in answers else False
+
+    def expected_prefix(self, keys, answers):
+        """Leading hits, as far as those from below fit beside the idle ones of the prompt."""
+        host = self.manager._host
+        if self.staging and answers[0] and not host.room_for(keys[0]):
+            return 0, True
+        below = idle = 0
+        for hits, (key, answer) in enumerate(zip(keys, answers, strict=True)):
+            if not answer:
+                return hits, answer is None
+            below += key not in self.replayed["CPU"]
+            idle += key in host.idle.slots
+            if below and not self.staging and below + idle > host.room_for(key):
+                return hits, False
+        return len(keys), False
+
+    def drain(self):
+        """End everything: no slot may be lost."""
+        self.take_transfers()
+        while self.loads:
+            self.end_load(0, -1, True)
+        while self.saves:
+            self.end_store(0, -1, True)
+        self.take_transfers()
+        while self.transfers:
+            self.end_transfer(0, -1, True)
+            self.take_transfers()
+        while self.unsettled:
+            self.settle(0)
+        self.check()
+        self.replay()
+        assert self.manager.busy_slots == 0
+        assert not len(self.manager._loading._under_way)
+        assert not len(self.manager._storing._under_way)
