@@ -20,6 +20,8 @@ from kvoffload.transfer.handlers import _Job
 
 BLOCK_SIZE, BLOCKS_A_REQUEST, NUM_BLOCKS, NUM_SLOTS = 4, 3, 12, 8
 NUM_WALKS = 1000
+UNTIL_WRONG = 20 * NUM_WALKS
+"""A walk ends with the first wrong block; threads decide when that is, seldom after the 500th."""
 PAUSES_S = (0, 0, 0, 0.0002, 0.001)
 
 
@@ -196,11 +198,23 @@ def test_a_thousand_interleavings_bring_every_request_its_own_bytes(walk):
     engine.connector.check()
 
 
+@pytest.fixture
+def slow_copies(monkeypatch):
+    """Copies that are seldom over when their blocks are given away."""
+    copy = CpuCopier._copy
+
+    def slowly(self, *given):
+        time.sleep(0.003)
+        copy(self, *given)
+
+    monkeypatch.setattr(CpuCopier, "_copy", slowly)
+
+
 def test_without_waiting_for_copies_the_next_pass_overwrites_what_is_being_stored(
-    walk, monkeypatch
+    walk, slow_copies, monkeypatch
 ):
     monkeypatch.setattr(LocalConnector, "before_forward", lambda self, blocks: None)
-    assert walk(NUM_WALKS).wrong
+    assert walk(UNTIL_WRONG).wrong
 
 
 def blocks_of_preempted_loads_are_given_away(monkeypatch):
@@ -221,7 +235,9 @@ def test_blocks_of_a_preempted_load_given_away_too_soon_are_still_waited_for(wal
     assert engine.loaded > 100
 
 
-def test_blocks_of_a_preempted_load_that_nobody_waits_for_are_written_by_two(walk, monkeypatch):
+def test_blocks_of_a_preempted_load_that_nobody_waits_for_are_written_by_two(
+    walk, slow_copies, monkeypatch
+):
     blocks_of_preempted_loads_are_given_away(monkeypatch)
 
     def wait_for_stores_alone(self, blocks):
@@ -230,14 +246,14 @@ def test_blocks_of_a_preempted_load_that_nobody_waits_for_are_written_by_two(wal
         under_way._worker.wait({job for job in jobs if isinstance(under_way._jobs[job], Store)})
 
     monkeypatch.setattr(LocalConnector, "before_forward", wait_for_stores_alone)
-    assert walk(NUM_WALKS).wrong
+    assert walk(UNTIL_WRONG).wrong
 
 
 def test_without_a_fence_on_the_engines_stream_copies_come_before_compute(walk, monkeypatch):
     monkeypatch.setattr(CpuCopier, "record_fence", lambda _: DoneFence())
-    assert walk(NUM_WALKS).wrong
+    assert walk(UNTIL_WRONG).wrong
 
 
 def test_without_waiting_for_the_copys_end_slots_are_used_again_too_soon(walk, monkeypatch):
     monkeypatch.setattr(_Job, "done", lambda self: True)
-    assert walk(NUM_WALKS).wrong
+    assert walk(UNTIL_WRONG).wrong
