@@ -30,6 +30,8 @@ class Hints(msgspec.Struct, frozen=True):
     """Tokens to load at most; the connector obeys it."""
     priority: int = 0
     """Of the chunks it stores: those below 0 leave host memory first, those above 0 last."""
+    explain: bool = False
+    """True: say with its output where each chunk of its prompt was found, or why it was not."""
 
 
 NO_HINTS = Hints()

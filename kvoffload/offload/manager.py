@@ -105,7 +105,7 @@ class TieredOffloadingManager(OffloadingManager):
     # ---- looking up ----
 
     def hints(self, req_context: ReqContext | None) -> Hints:
-        """Return what a request asks for; connectors obey ``max_load_tokens``."""
+        """Return what a request asks for; connectors obey ``max_load_tokens`` and ``explain``."""
         return self._lookups.hints(req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:

@@ -24,6 +24,8 @@ class Job:
     ranks_left: int = 1
     ranks_unsettled: int = 0
     ok: tuple[bool, ...] | None = None
+    reason: str = ""
+    """Why chunks of it failed, on the last rank that said so."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class JobBook:
         for job_id, ranks in report.ended.items():
             job = self._jobs[job_id]
             job.ok = well_on_both(job.ok, report.ok[job_id])
+            job.reason = report.reasons.get(job_id, job.reason)
             job.ranks_left -= ranks
         for job_id, ranks in report.settled.items():
             self._settle(job_id, ranks)
@@ -99,13 +102,14 @@ class JobBook:
             self.ledger.complete_transfer(job.kind, ok, settled)
             in_limbo = job.host_slots
         else:
-            complete = (
-                self.ledger.complete_load if job.kind == "load" else self.ledger.complete_store
-            )
             # Forgotten before anything else: the next lookup must not promise them again.
-            context = ReqContext(job.req_id)
-            complete(bad, context, success=False, settled=settled)
-            complete(good, context)
+            context, ledger = ReqContext(job.req_id), self.ledger
+            if job.kind == "load":
+                ledger.complete_load(bad, context, False, settled, job.reason)
+                ledger.complete_load(good, context)
+            else:
+                ledger.complete_store(bad, context, success=False, settled=settled)
+                ledger.complete_store(good, context)
             in_limbo = tuple(
                 slot for slot, fine in zip(job.host_slots, ok, strict=True) if not fine
             )

@@ -23,6 +23,7 @@ from kvoffload.offload.base import (
     ReqContext,
     StagedLoadStoreSpec,
 )
+from kvoffload.offload.hints import NO_HINTS, Hints
 from kvoffload.offload.manager import CPU, TieredOffloadingManager
 
 _ANSWERS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
@@ -88,11 +89,15 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         """See :meth:`TieredOffloadingManager.has_room`."""
         return self.ledger is None or self.ledger.has_room(keys)
 
-    def most_tokens(self, req_context: VllmContext) -> int | None:
-        """Return how many tokens a request wishes to have loaded at most; None for any number."""
+    def hints(self, req_context: VllmContext) -> Hints:
+        """Return what a request asks for."""
+        return NO_HINTS if self.ledger is None else self.ledger.hints(our_context(req_context))
+
+    def explain(self, keys: Sequence[OffloadKey], req_context: VllmContext) -> list[str]:
+        """See :meth:`TieredOffloadingManager.explain`."""
         if self.ledger is None:
-            return None
-        return self.ledger.hints(our_context(req_context)).max_load_tokens
+            return ["never_stored"] * len(keys)
+        return self.ledger.explain(keys, our_context(req_context))
 
     def get_load_source(self, key: OffloadKey, req_context: VllmContext) -> CacheHitSource:
         """Name the tier a chunk of the load just prepared comes from."""

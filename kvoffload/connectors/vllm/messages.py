@@ -51,6 +51,8 @@ class StepReport(OffloadingWorkerMetadata):  # type: ignore[misc]
     """Job id → ranks that answered it."""
     ok: dict[int, tuple[bool, ...]] = field(default_factory=dict)
     """Job id → for each chunk, whether it is well on every rank that answered."""
+    reasons: dict[int, str] = field(default_factory=dict)
+    """Job id → why chunks of it failed."""
     unsettled: dict[int, int] = field(default_factory=dict)
     """Job id → ranks on which something may still touch its host slots."""
     settled: dict[int, int] = field(default_factory=dict)
@@ -64,6 +66,8 @@ class StepReport(OffloadingWorkerMetadata):  # type: ignore[misc]
         """Note this rank's answer to a job."""
         self.ended[result.job_id] = 1
         self.ok[result.job_id] = result.ok
+        if result.reason:
+            self.reasons[result.job_id] = result.reason
         if not result.settled:
             self.unsettled[result.job_id] = 1
 
@@ -90,6 +94,7 @@ class StepReport(OffloadingWorkerMetadata):  # type: ignore[misc]
                     total[job_id] = total.get(job_id, 0) + ranks
             for job_id, ok in source.ok.items():
                 report.ok[job_id] = well_on_both(report.ok.get(job_id), ok)
+            report.reasons.update(source.reasons)
             for tier, removals in source.removals.items():
                 report.removals.setdefault(tier, []).extend(removals)
             report.counters.update(source.counters)

@@ -20,16 +20,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 )
 
 from kvoffload import registry
+from kvoffload.backends.base import Removal
 from kvoffload.connectors.spec import manager_type
 from kvoffload.connectors.vllm.jobs import Job, JobBook, slots_of
 from kvoffload.connectors.vllm.manager import ManagerAdapter
 from kvoffload.connectors.vllm.messages import RankFacts, StepOrders, StepReport
 from kvoffload.connectors.vllm.presence import LookupStores
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
-from kvoffload.offload.base import OffloadKey, Transfer
+from kvoffload.offload.base import OffloadKey, Reason, Transfer
+from kvoffload.offload.hints import PARAM
 
 log = logging.getLogger(__name__)
 
+CORRUPT = "corrupt"
+"""What stores call a chunk that failed verification."""
 MAX_FAILED_LOADS = 2
 """Loads that may fail for one request; after that it is computed, whatever the tiers promise."""
 
@@ -55,6 +59,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         self._transfer_ids = itertools.count(-1, -1)
         self._generation: str | None = None
         self._failed_loads: Counter[str] = Counter()
+        self._explained: dict[str, list[dict[OffloadKey, str]]] = {}
+        """Request that asked for it → for each group, where its chunks were, or why not."""
 
     def meet_workers(self, ranks: Iterable[RankFacts]) -> None:
         """Build the ledger and open the stores for looking up, from what the workers are.
@@ -94,7 +100,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
     ) -> tuple[int | None, bool]:
         """See vLLM; answers "ask again" only for a bounded time."""
         status = self._req_status[request.request_id]
-        wished = self.adapter.most_tokens(status.req_context)
+        hints = self.adapter.hints(status.req_context)
+        wished = hints.max_load_tokens
         if wished is not None:
             wanted = wished if max_num_new_tokens is None else min(wished, max_num_new_tokens)
             # Whole chunks, or a load would end inside one.
@@ -108,13 +115,17 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             if most == found:
                 break
             found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, most)
-        if found == 0:
-            return found, is_async
-        if self._failed_loads[request.request_id] >= MAX_FAILED_LOADS:
-            # Whatever the stores say, their word was broken twice.
-            found = None if status.transfer_jobs else 0
-        elif found is None and self._waited_long(request):
-            found = 0
+        if found != 0:
+            if self._failed_loads[request.request_id] >= MAX_FAILED_LOADS:
+                # Whatever the stores say, their word was broken twice.
+                found = None if status.transfer_jobs else 0
+            elif found is None and self._waited_long(request):
+                found = 0
+        if hints.explain and found is not None and request.request_id not in self._explained:
+            self._explained[request.request_id] = [
+                self._explain(group.offload_keys, status.req_context)
+                for group in status.group_states
+            ]
         return found, bool(found) and is_async
 
     @property
@@ -174,6 +185,19 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         for i in range(hits if self._events_tracker.self_describing_enabled else 0):
             self._events_tracker.record_lookup(req, group_config, start_chunk_idx + i, wanted[i])
         return None if pending else hits
+
+    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """See vLLM; what it returns goes out with the request's output."""
+        delayed, params = super().request_finished(request)
+        explained = self._explained.pop(request.request_id, None)
+        if explained is not None:
+            chunks = [list(group.values()) for group in explained]
+            params = {**(params or {}), PARAM: {"chunks": chunks}}
+        return delayed, params
+
+    def _explain(self, keys: Iterable[OffloadKey], req_context: Any) -> dict[OffloadKey, str]:
+        wanted = list(keys)
+        return dict(zip(wanted, self.adapter.explain(wanted, req_context), strict=True))
 
     # ---- every step ----
 
@@ -242,6 +266,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             if self.stores is not None:
                 for tier, removals in report.removals.items():
                     self.stores.presences[tier].removed(removals)
+                    self._explain_removals(removals)
             self.adapter.count(report.counters)
         super().update_connector_output(connector_output)
 
@@ -254,6 +279,21 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             status = self._req_status.get(job.req_id)
             if status is not None and not status.finished_signaled:
                 self._failed_loads[job.req_id] += 1
+                self._explain_failure(job, ok)
+
+    def _explain_failure(self, job: Job, ok: tuple[bool, ...]) -> None:
+        for group in self._explained.get(job.req_id, ()):
+            for key, fine in zip(job.keys, ok, strict=True):
+                # A store that found it damaged has said so before, and more exactly.
+                if not fine and group.get(key, CORRUPT) != CORRUPT:
+                    group[key] = job.reason or Reason.FAILED
+
+    def _explain_removals(self, removals: Iterable[Removal]) -> None:
+        if not self._explained:
+            return
+        damaged = [OffloadKey(it.key) for it in removals if it.reason == CORRUPT]
+        for group in itertools.chain.from_iterable(self._explained.values()):
+            group.update((key, CORRUPT) for key in damaged if key in group)
 
     # ---- the rest of an engine's life ----
 

@@ -30,12 +30,13 @@ def main() -> None:
         loras: list[list[Any] | None] | None = None,
         images: list[int | None] | None = None,
         abort: dict[str, int] | None = None,
+        hints: dict[str, Any] | None = None,
         limit_s: float = 300.0,
     ) -> dict[str, Any]:
         """Run prompts together.
 
         ``images`` gives a prompt an image of noise, by its seed; ``abort`` maps a prompt's place to
-        the step it is aborted at.
+        the step it is aborted at; ``hints`` are all prompts' wishes of kvoffload.
         """
         numbers: dict[str, int] = {}
         for i, prompt in enumerate(prompts):
@@ -47,11 +48,17 @@ def main() -> None:
             if images and images[i] is not None:
                 asked["multi_modal_data"] = {"image": noise(images[i])}
             lora = LoRARequest(*loras[i]) if loras and loras[i] else None
-            params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+            params = SamplingParams(
+                temperature=0,
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                extra_args={"kv_transfer_params": {"kvoffload": hints}} if hints else None,
+            )
             engine.add_request(name, asked, params, lora_request=lora)
         tokens: list[list[int] | None] = [None] * len(prompts)
         cached = [0] * len(prompts)
         reasons = [""] * len(prompts)
+        told: list[Any] = [None] * len(prompts)
         started, step = time.monotonic(), 0
         names = {number: name for name, number in numbers.items()}
         while engine.has_unfinished_requests():
@@ -66,10 +73,17 @@ def main() -> None:
                     tokens[i] = list(out.outputs[0].token_ids)
                     cached[i] = out.num_cached_tokens or 0
                     reasons[i] = str(out.outputs[0].finish_reason)
+                    told[i] = out.kv_transfer_params
             if time.monotonic() - started > limit_s:
                 return {"stuck": [i for i, done in enumerate(reasons) if not done]}
         seconds = time.monotonic() - started
-        return {"tokens": tokens, "cached": cached, "reasons": reasons, "seconds": seconds}
+        return {
+            "tokens": tokens,
+            "cached": cached,
+            "reasons": reasons,
+            "told": told,
+            "seconds": seconds,
+        }
 
     def metrics() -> dict[str, float]:
         found: dict[str, float] = {}

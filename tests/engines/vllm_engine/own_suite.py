@@ -12,6 +12,7 @@ from vllm.v1.kv_offload.base import LookupResult
 
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.connectors.vllm.settings import read_settings
+from kvoffload.offload.hints import NO_HINTS
 
 
 class _Mocked:
@@ -26,8 +27,8 @@ class _Mocked:
     def take_prepared(self):
         return []
 
-    def most_tokens(self, context):
-        return None
+    def hints(self, context):
+        return NO_HINTS
 
     def has_room(self, keys):
         return True

@@ -1,0 +1,90 @@
+"""What requests ask for in ``kv_transfer_params``, and what they are told of their chunks."""
+
+import pytest
+
+pytestmark = pytest.mark.timeout(900)
+CHUNKS = 31  # of a prompt of 1,000 tokens, 32 tokens each
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def begin(start, root):
+    disk = {"type": "disk", "root": str(root), "capacity": "1GiB", "min_free": 0}
+    return lambda: start({"cpu_bytes": "256MiB", "backends": [disk]})
+
+
+@pytest.fixture(scope="module")
+def engine(begin):
+    return begin()
+
+
+def forget_gpu(engine):
+    engine.ask("quiet")
+    assert engine.ask("reset")
+
+
+def chunk_files(root):
+    return [path for path in root.rglob("*/??/*") if path.is_file()]
+
+
+def told(answer):
+    (params,) = answer["told"]
+    (chunks,) = params["kvoffload"]["chunks"]  # one KV cache group
+    return chunks
+
+
+def test_a_request_learns_where_its_chunks_were(engine, prompts):
+    new = prompts(1, 1000)
+    assert told(engine.generate(new, hints={"explain": True})) == ["never_stored"] * CHUNKS
+    forget_gpu(engine)
+    assert told(engine.generate(new, hints={"explain": True})) == ["CPU"] * CHUNKS
+    assert engine.generate(new)["told"] == [None]
+
+
+def test_no_more_is_loaded_than_was_asked_for(engine, prompts):
+    new = prompts(1, 1000, seed=1)
+    engine.generate(new)
+    forget_gpu(engine)
+    limited = engine.generate(new, hints={"max_load_tokens": 100})
+    assert limited["cached"] == [96]  # whole chunks
+    forget_gpu(engine)
+    assert engine.generate(new)["cached"] == [992]
+
+
+def test_what_a_request_does_not_want_stored_is_not(engine, root, prompts):
+    new = prompts(1, 1000, seed=2)
+    forget_gpu(engine)
+    before = len(chunk_files(root))
+    engine.generate(new, hints={"offload": False})
+    forget_gpu(engine)
+    again = engine.generate(new, hints={"explain": True, "tiers": []})
+    assert again["cached"] == [0]
+    assert told(again) == ["not_wanted"] * CHUNKS
+    # This time it was stored, in host memory alone.
+    forget_gpu(engine)
+    assert engine.generate(new)["cached"] == [992]
+    assert len(chunk_files(root)) == before
+
+
+def test_a_request_learns_what_failed_on_its_way(engine, begin, root, prompts):
+    new = prompts(1, 1000, seed=3)
+    right = engine.generate(new)["tokens"]
+    forget_gpu(engine)
+    engine.kill()
+    files = sorted(chunk_files(root), key=lambda path: path.stat().st_mtime_ns)
+    again = begin()
+    for path in files[-CHUNKS:]:
+        with path.open("r+b") as file:
+            file.seek(-1, 2)
+            (last,) = file.read(1)
+            file.seek(-1, 2)
+            file.write(bytes([last ^ 1]))
+    answer = again.generate(new, hints={"explain": True})
+    assert answer["tokens"] == right
+    assert answer["cached"] == [0]
+    assert told(answer) == ["corrupt"] * CHUNKS
+    again.kill()
