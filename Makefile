@@ -15,7 +15,7 @@ demo: $(READY)
 test: check redis-server
 	$(BIN)/python -m pytest
 
-# The long forms: 10,000 kills, a million steps of the manager, every fault at full length.
+# The long forms: 10,000 lives of a folder, most ended by SIGKILL, a million steps of the manager, every fault at full length.
 chaos: $(READY) redis-server
 	$(BIN)/python -m pytest -m chaos --timeout=3600
 

@@ -92,6 +92,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     at the price of one more computation of what is."""
     promote: bool = True
     """Whether a chunk loaded from a tier is also written to the nearer tiers that lack it."""
+    record: str = ""
+    """A file to which each request's chunks are appended, as a trace for ``kvoffload replay``."""
 
     def __post_init__(self) -> None:
         """Refuse values no tier could work with."""

@@ -115,7 +115,7 @@ class ReportsUsage(Protocol):
         ...
 
     def counters(self) -> Mapping[str, int]:
-        """Monotonic counts by reason: ``read_missing``, ``corrupt_checksum``, ``evicted``..."""
+        """Monotonic counts by reason: ``read_missing``, ``corrupt_payload``, ``evicted``..."""
         ...
 
 

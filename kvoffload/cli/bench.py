@@ -12,9 +12,11 @@ from kvoffload.cli.checkout import benchmark, benchmark_names
 NEED_MORE = ("vllm",)
 """Benches that need an engine installed; ``all`` leaves them out."""
 
+NAMES_HELP = "copy, core, disk, e2e, load, manager, redis, redis_faults, vllm; or all (not vllm)."
+
 
 def command(
-    name: Annotated[str, typer.Argument(help="copy, e2e, core, manager, disk, redis...; or all.")],
+    name: Annotated[str, typer.Argument(help=NAMES_HELP)],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a bench.")] = False,
 ) -> None:
     """Measure; each row shows a limit taken in the same run (physical, or a peer's) and the ratio.

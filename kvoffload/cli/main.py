@@ -11,9 +11,9 @@ COMMANDS: dict[str, str] = {
     "bench": "Measure, each row beside the limit taken in the same run.",
     "replay": "Replay a trace through eviction policies, beside Belady's bound.",
     "doctor": "Examine a Redis (or a folder): verdicts and remedies.",
-    "inspect": "Show what a folder of the disk backend holds.",
+    "inspect": "Show what a folder or a Redis holds.",
     "verify": "Read every chunk of a folder and say what is damaged.",
-    "gc": "Remove chunks, leftovers and damaged files from a folder.",
+    "gc": "Remove chunks and leftovers from a folder, or a namespace from a Redis.",
     "size": "Say how much memory a trace and a model need for what hit rate.",
 }
 """Command → one-line help. The module ``kvoffload.cli.<command>`` has ``app`` or ``command``."""

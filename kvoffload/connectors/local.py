@@ -29,6 +29,7 @@ from kvoffload.connectors.block_tables import BlockTables, gpu_end, to_load, to_
 from kvoffload.connectors.chunks import ChunkGroups
 from kvoffload.connectors.local_jobs import Load, LoadOutcome, OffloadRequest, RequestState, Store
 from kvoffload.connectors.local_under_way import UnderWay
+from kvoffload.connectors.recording import RequestLog
 from kvoffload.connectors.short_loads import ShortLoads
 from kvoffload.connectors.spec import TieredOffloadingSpec
 from kvoffload.core.interface import KVCacheConfig
@@ -108,6 +109,7 @@ class LocalConnector:
                 f"{group.layer_names} {group.kv_cache_spec}"
                 for group in kv_cache_config.kv_cache_groups
             )
+        self._log = RequestLog(self.config.record)
         self._spec = TieredOffloadingSpec(
             self.config, layout.slot_bytes, {**facts, **layout_facts}, layout
         )
@@ -400,7 +402,9 @@ class LocalConnector:
         if state.counted:
             return
         state.counted = True
-        used = self._groups.used(self._chunk_keys(request, state), loaded_end)
+        keys = self._chunk_keys(request, state)
+        self._log.asked_for(keys[self._groups.offloaded[0].index])
+        used = self._groups.used(keys, loaded_end)
         self._manager.touch(used, self._context(request))
 
     def _chunk_keys(self, request: OffloadRequest, state: RequestState) -> list[list[OffloadKey]]:

@@ -23,7 +23,8 @@ class Recorder:
     """Appends events to a file, which it owns until :meth:`close`."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
+        # A line at a time: whoever is killed leaves whole lines, and several may append.
+        self._file = path.open("ab", buffering=0)
 
     def events(self, events: Iterable[OffloadingEvent]) -> None:
         """Write what ``manager.take_events()`` returned."""

@@ -10,6 +10,7 @@ import kvoffload
 from kvoffload import registry
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.errors import ConfigError
+from kvoffload.replay.trace import read_trace
 from kvoffload.testing import FaultyBackend, Plan
 
 BLOCK = 4
@@ -375,6 +376,32 @@ def test_a_request_whose_loads_are_short_twice_is_promised_nothing_until_it_comp
     assert connector.stats()["manager"]["declined_after_short_load"] == 1
     connector.after_forward(request, [range(20, 41)], 4)
     assert connector.get_num_new_matched_tokens(request, 0) > 0
+
+
+def test_requests_are_recorded_as_a_trace_for_replay(connect, new_request, until, tmp_path):
+    file = tmp_path / "requests.jsonl"
+    connector = connect(record=str(file))
+    for name in ("p", "p", "q"):
+        request = new_request(name, 41)
+        load(connector, request, range(5, 16), until)
+        store(connector, request)
+    connector.get_num_new_matched_tokens(new_request("too short", 3), 0)
+    file.rename(moved := tmp_path / "moved.jsonl")
+    store(connector, new_request("r", 41))
+    trace = read_trace(moved)
+    assert [len(request) for request in trace.requests] == [5, 5, 5]
+    assert trace.distinct == 10
+    assert len(read_trace(file).requests) == 1
+
+
+def test_a_record_that_cannot_be_written_stops_nothing_else(connect, new_request, caplog, tmp_path):
+    connector = connect(record="/dev/full")
+    for name in "pq":
+        store(connector, new_request(name, 41))
+        assert connector.get_num_new_matched_tokens(new_request(name, 41), 0) == 40
+    assert caplog.text.count("no longer recorded") == 1
+    with pytest.raises(ConfigError, match="record"):
+        connect(record=str(tmp_path / "no folder" / "file"))
 
 
 @pytest.mark.parametrize("block_size", [0, -4])

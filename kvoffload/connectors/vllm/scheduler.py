@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 
 from kvoffload import registry
 from kvoffload.backends.base import Removal
+from kvoffload.connectors.recording import RequestLog
 from kvoffload.connectors.spec import manager_type
 from kvoffload.connectors.vllm.jobs import Job, JobBook, slots_of
 from kvoffload.connectors.vllm.manager import ManagerAdapter
@@ -61,6 +62,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         self._failed_loads: Counter[str] = Counter()
         self._explained: dict[str, list[dict[OffloadKey, str]]] = {}
         """Request that asked for it → for each group, where its chunks were, or why not."""
+        self._log = RequestLog(settings.record)
+        self._logged: set[str] = set()
 
     def meet_workers(self, ranks: Iterable[RankFacts]) -> None:
         """Build the ledger and open the stores for looking up, from what the workers are.
@@ -121,12 +124,21 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
                 found = None if status.transfer_jobs else 0
             elif found is None and self._waited_long(request):
                 found = 0
-        if hints.explain and found is not None and request.request_id not in self._explained:
-            self._explained[request.request_id] = [
+        if found is not None:
+            self._note_first_look(status, hints.explain)
+        return found, bool(found) and is_async
+
+    def _note_first_look(self, status: Any, explain: bool) -> None:
+        req_id = status.req.request_id
+        if req_id in self._logged:
+            return  # preempted since, or a load of it failed
+        self._logged.add(req_id)
+        self._log.asked_for(status.group_states[0].offload_keys)
+        if explain:
+            self._explained[req_id] = [
                 self._explain(group.offload_keys, status.req_context)
                 for group in status.group_states
             ]
-        return found, bool(found) and is_async
 
     @property
     def _chunk_tokens(self) -> int:
@@ -189,6 +201,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """See vLLM; what it returns goes out with the request's output."""
         delayed, params = super().request_finished(request)
+        self._logged.discard(request.request_id)
         explained = self._explained.pop(request.request_id, None)
         if explained is not None:
             chunks = [list(group.values()) for group in explained]

@@ -25,6 +25,7 @@ from kvoffload.config import convert
 from kvoffload.connectors.vllm.settings import read_settings
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "vllm"
+DOCS = (EXAMPLES.parents[1] / "docs" / "vllm.md").read_text()
 REDIS = EXAMPLES.parent / "redis" / "compose.yaml"
 
 
@@ -107,9 +108,23 @@ def test_the_script_serves(models, prompts, tmp_path):
             metrics = page.read().decode()
         loaded = re.search(r'cached_by_source_total\{.*source="host"\} (\S+)', metrics)
         assert float(loaded[1]) == 992
+        assert "reset_external=true" in DOCS  # as operators are told
+        until_reset(f"{url}/reset_prefix_cache?reset_external=true")
+        assert ask(url, models(), prompts(1, 1000)[0]) == first
+        with urllib.request.urlopen(f"{url}/metrics", timeout=60) as page:
+            assert loaded[0] in page.read().decode()  # no more than before
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
+
+
+def until_reset(url):
+    for _ in range(50):  # it is refused while blocks are held
+        with urllib.request.urlopen(url, data=b"", timeout=60) as answer:
+            if json.load(answer)["success"]:
+                return
+        time.sleep(0.2)
+    raise AssertionError("never reset")
 
 
 def answers(url):

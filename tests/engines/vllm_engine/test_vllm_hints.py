@@ -2,6 +2,8 @@
 
 import pytest
 
+from kvoffload.replay.trace import read_trace
+
 pytestmark = pytest.mark.timeout(900)
 CHUNKS = 31  # of a prompt of 1,000 tokens, 32 tokens each
 
@@ -14,7 +16,8 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def begin(start, root):
     disk = {"type": "disk", "root": str(root), "capacity": "1GiB", "min_free": 0}
-    return lambda: start({"cpu_bytes": "256MiB", "backends": [disk]})
+    record = str(root.parent / "requests.jsonl")
+    return lambda: start({"cpu_bytes": "256MiB", "backends": [disk], "record": record})
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +56,16 @@ def test_no_more_is_loaded_than_was_asked_for(engine, prompts):
     assert limited["cached"] == [96]  # whole chunks
     forget_gpu(engine)
     assert engine.generate(new)["cached"] == [992]
+
+
+def test_what_requests_ask_for_is_recorded(engine, root, prompts):
+    file = root.parent / "requests.jsonl"
+    before = len(read_trace(file).requests)
+    new = prompts(2, 1000, seed=4)
+    engine.generate([*new, new[0]])
+    one, other, again = read_trace(file).requests[before:]
+    assert [len(one), one] == [CHUNKS, again]
+    assert not set(one) & set(other)
 
 
 def test_what_a_request_does_not_want_stored_is_not(engine, root, prompts):
