@@ -2,8 +2,10 @@
 
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -54,4 +56,25 @@ def row(
 
 def report(bench: str, rows: list[Row]) -> dict[str, Any]:
     """What ``run()`` returns."""
-    return {"bench": bench, "machine": machine(), "rows": rows}
+    return {
+        "bench": bench,
+        "machine": machine(),
+        "command": f"kvoffload bench {bench} --json",
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit(),
+        "rows": rows,
+    }
+
+
+def commit() -> str:
+    """The commit that was measured, ``+`` if files had been changed since; empty if unknown."""
+    try:
+        name, changed = _git("rev-parse", "--short", "HEAD"), _git("diff", "--quiet", "HEAD")
+    except OSError:  # no git here
+        return ""
+    return name.stdout.strip() + "+" * (changed.returncode == 1)
+
+
+def _git(*words: str) -> "subprocess.CompletedProcess[str]":
+    here = str(Path(__file__).parent)
+    return subprocess.run(["git", "-C", here, *words], check=False, capture_output=True, text=True)
