@@ -23,7 +23,7 @@ class RankFacts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """What a worker tells the scheduler once, after its KV cache is registered."""
 
     num_slots: int
-    """Host slots of this rank's slab."""
+    """Host slots of this rank's slab that may be used, from the first."""
     slot_bytes: int
     facts: dict[str, Fact]
     """What decides the meaning of this rank's bytes; the scheduler opens its stores for looking

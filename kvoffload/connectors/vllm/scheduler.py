@@ -23,6 +23,7 @@ from kvoffload import registry
 from kvoffload.backends.base import Removal
 from kvoffload.connectors.recording import RequestLog
 from kvoffload.connectors.spec import manager_type
+from kvoffload.connectors.vllm import canary
 from kvoffload.connectors.vllm.jobs import Job, JobBook, slots_of
 from kvoffload.connectors.vllm.manager import ManagerAdapter
 from kvoffload.connectors.vllm.messages import RankFacts, StepOrders, StepReport
@@ -57,7 +58,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         self.settings = settings
         self.stores: LookupStores | None = None
         self._book: JobBook | None = None
-        self._transfer_ids = itertools.count(-1, -1)
+        self._transfer_ids = itertools.count(canary.JOB - 1, -1)
         self._generation: str | None = None
         self._failed_loads: Counter[str] = Counter()
         self._explained: dict[str, list[dict[OffloadKey, str]]] = {}

@@ -101,10 +101,11 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         with unbound():
             self._spec = TieredOffloadingSpec(self.settings, layout.slot_bytes, facts)
             self._transfers = TransferWorker(self._spec.get_handlers(ours))
+            num_slots = self._spec.num_slots
             if self.settings.canary:
-                sing(self._spec, self._transfers, ours, self.settings.blocks_per_chunk)
+                num_slots = sing(self._spec, self._transfers, ours, self.settings.blocks_per_chunk)
         self._find_reporters(self._spec.backends)
-        self._facts = RankFacts(self._spec.num_slots, layout.slot_bytes, facts)
+        self._facts = RankFacts(num_slots, layout.slot_bytes, facts)
         self.worker = self._transfers
 
     def handshake(self) -> RankFacts:

@@ -1,0 +1,77 @@
+"""A store that answers the canary too late, with what it then still does to host memory."""
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
+
+import torch
+
+from kvoffload import registry
+from kvoffload.backends.disk import DiskBackend
+from kvoffload.connectors.spec import TieredOffloadingSpec
+from kvoffload.connectors.vllm.canary import sing
+from kvoffload.connectors.vllm.settings import read_settings
+from kvoffload.core.canonical import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
+from kvoffload.core.transfers import CPULoadStoreSpec, GPULoadStoreSpec
+from kvoffload.testing.vfs import StuckVfs
+from kvoffload.transfer.worker import TransferWorker
+
+
+def test_a_read_of_the_canary_that_ends_late_touches_nobodys_chunk(tmp_path, monkeypatch, until):
+    opened = []
+
+    class Stuck:
+        Options = DiskBackend.Options
+
+        def __new__(cls, options, namespace):
+            vfs = StuckVfs(lambda call, path: call == "preadv" and "/." not in path)
+            vfs.release()
+            store = DiskBackend(options, namespace, vfs=vfs)
+            vfs.hold()
+            opened.append(vfs)
+            return store
+
+    real = registry.load
+    monkeypatch.setattr(
+        registry,
+        "load",
+        lambda group, name, field="type": Stuck if name == "stuck" else real(group, name, field),
+    )
+    tensor = torch.zeros(8, 4096, dtype=torch.int8)
+    caches = CanonicalKVCaches(
+        (CanonicalKVCacheTensor(tensor, 4096),), ((CanonicalKVCacheRef(0, 4096),),)
+    )
+    settings = read_settings(
+        {
+            "cpu_bytes": 1 << 20,
+            "load_timeout_s": 0.2,
+            "backends": [{"type": "stuck", "root": str(tmp_path / "kv"), "min_free": 0}],
+        }
+    )
+    spec = TieredOffloadingSpec(settings, 4096, {"test": "late"})
+    transfers = TransferWorker(spec.get_handlers(caches))
+    try:
+        # The read hangs; it is only warned about.
+        num_slots = sing(spec, transfers, caches, 1)
+        # Serving begins: every slot that the ledger may use gets a chunk.
+        slots = range(num_slots)
+        tensor[1] = 7
+        for slot in slots:
+            transfers.submit(slot, (GPULoadStoreSpec([1]), CPULoadStoreSpec([slot])), 1)
+        transfers.wait(slots)
+        assert all(result.success for result in transfers.get_finished())
+        opened[0].release()  # the disk answers after all
+        until(transfers.get_settled)
+        for slot in slots:
+            transfers.submit(slot, (CPULoadStoreSpec([slot]), GPULoadStoreSpec([5])), 1)
+            transfers.wait([slot])
+            assert all(result.success for result in transfers.get_finished())
+            assert torch.equal(tensor[5], tensor[1])
+        assert num_slots == spec.num_slots - 1
+    finally:
+        opened[0].release()
+        spec.close()
