@@ -101,11 +101,18 @@ class LookupStores:
         return [namespace(**facts) for facts in self._ranks]
 
     def renew(self, generation: str) -> None:
-        """Look into the namespaces of a new generation from now on."""
+        """Look into the namespaces of a new generation from now on.
+
+        If they cannot be opened there are no tiers, not stale ones.
+        """
         for facts in self._ranks:
             facts["generation"] = generation
         old, self._opened = self._opened, []
-        self.tiers = self._open()
+        try:
+            self.tiers = self._open()
+        except Exception:
+            log.exception("the tiers could not be opened anew; going on with host memory alone")
+            self.tiers, self.presences = (), {}
         for store in old:
             self._loop().start(store.close)
 

@@ -279,7 +279,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
                 self._note(ended.job, ended.ok)
             if self.stores is not None:
                 for tier, removals in report.removals.items():
-                    self.stores.presences[tier].removed(removals)
+                    if presence := self.stores.presences.get(tier):
+                        presence.removed(removals)
                     self._explain_removals(removals)
             self.adapter.count(report.counters)
         super().update_connector_output(connector_output)
@@ -288,7 +289,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         if isinstance(job.kind, Transfer):
             if self.stores is not None and not job.stale:
                 good = [key for key, fine in zip(job.keys, ok, strict=True) if fine]
-                self.stores.presences[job.kind.tier].written(good)
+                if presence := self.stores.presences.get(job.kind.tier):
+                    presence.written(good)
         elif job.kind == "load" and not (job.covers_all and all(ok)):
             status = self._req_status.get(job.req_id)
             if status is not None and not status.finished_signaled:

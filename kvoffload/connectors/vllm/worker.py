@@ -129,8 +129,12 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         if orders.generation is not None and self._spec is not None:
             for load in self._loads.values():
                 load.void = True
-            with unbound():
-                self._spec.renew_stores(orders.generation)
+            try:
+                with unbound():
+                    self._spec.renew_stores(orders.generation)
+            except Exception:
+                # The old ones are closed: whatever is asked of them is a miss.
+                log.exception("the tiers could not be opened anew; going on with host memory alone")
             self._find_reporters(self._spec.backends)
 
     def start_kv_transfers(self, metadata: StepOrders) -> None:

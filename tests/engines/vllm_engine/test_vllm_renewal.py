@@ -1,0 +1,86 @@
+"""A reset while stores cannot be opened anew: the engine goes on, and nothing stale is served."""
+
+import itertools
+import types
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
+
+from vllm.v1.kv_offload.base import ReqContext
+
+from kvoffload import registry
+from kvoffload.backends.base import Removal
+from kvoffload.connectors.spec import TieredOffloadingSpec
+from kvoffload.connectors.vllm.manager import ManagerAdapter
+from kvoffload.connectors.vllm.messages import RankFacts, StepOrders, StepReport
+from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler, OffloadingConnectorScheduler
+from kvoffload.connectors.vllm.settings import read_settings
+from kvoffload.connectors.vllm.worker import KVOffloadWorker
+from kvoffload.core.transfers import TransferResult, make_offload_key
+from kvoffload.errors import ConfigError
+from kvoffload.transfer.worker import TransferWorker
+
+KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(2)]
+
+
+@pytest.fixture
+def settings(tmp_path):
+    disk = {"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}
+    return read_settings({"cpu_bytes": 1 << 20, "backends": [disk]})
+
+
+@pytest.fixture
+def break_storage(monkeypatch):
+    """Return what makes it impossible to open a store from then on; those that are open go on."""
+
+    def refuse(*args, **kwargs):
+        raise ConfigError("root", "kv", "must be a folder this process can write (EROFS)")
+
+    return lambda: monkeypatch.setattr(registry, "open_backend", refuse)
+
+
+def test_the_scheduler_goes_on_without_tiers(settings, break_storage, monkeypatch):
+    vllms = OffloadingConnectorScheduler
+    monkeypatch.setattr(vllms, "reset_cache", lambda half: half.adapter.reset_cache())
+    monkeypatch.setattr(vllms, "update_connector_output", lambda half, output: None)
+    half = object.__new__(KVOffloadScheduler)  # vLLM's part of it wants a whole configuration
+    half.adapter, half.settings = ManagerAdapter(), settings
+    half._generation, half._transfer_ids = None, itertools.count(-2, -1)
+    half.meet_workers([RankFacts(4, 4096, {"rank": 0})])
+    ledger, old = half.adapter.ledger, half.stores.presences["disk"]
+    old.written(KEYS)
+    assert ledger.lookup(KEYS[0])
+    break_storage()
+    half.reset_cache()
+    assert half._generation, "the workers must let go of the old generation as well"
+    assert not ledger.lookup(KEYS[0]), "computed before the reset, and promised after it"
+    # What the workers' stores still say of themselves, and chunks stored from now on.
+    report = StepReport()
+    report.removals["disk"] = [Removal(KEYS[0], "evicted")]
+    half.update_connector_output(types.SimpleNamespace(kv_connector_worker_meta=report))
+    ledger.prepare_store(KEYS[:1], ReqContext("r"))
+    ledger.complete_store(KEYS[:1], ReqContext("r"))
+    orders = StepOrders({}, {}, set())
+    half._order_write_through(orders)
+    for job_id in orders.write_through:
+        report = StepReport()
+        report.add(TransferResult(job_id, (True,)))
+        half.update_connector_output(types.SimpleNamespace(kv_connector_worker_meta=report))
+    assert ledger.lookup(KEYS[0])
+    half.stores.close()
+
+
+def test_a_worker_goes_on_with_stores_that_miss(settings, break_storage):
+    half = object.__new__(KVOffloadWorker)
+    half._unsubmitted_store_jobs, half._loads, half._transfers = [], {}, TransferWorker(())
+    half._spec = TieredOffloadingSpec(settings, 4096, {"rank": 0})
+    io, store = half._spec.io, half._spec.backends["disk"]
+    chunk = [memoryview(bytearray(4096))]
+    assert io.call(store.write(KEYS[:1], chunk), 10) == [True]
+    break_storage()
+    orders = StepOrders({}, {}, set())
+    orders.generation = "next"
+    half.handle_preemptions(orders)
+    assert io.call(half._spec.backends["disk"].read(KEYS[:1], chunk), 10) == [False]
+    half._spec.close()
