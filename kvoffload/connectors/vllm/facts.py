@@ -31,12 +31,21 @@ def resolve_facts(
         vllm_config.parallel_config,
     )
     root, shared = hash_root(vllm_config)
+    revision = model.revision or getattr(model.hf_config, "_commit_hash", None)
+    weights = settings.weights_id or weights_fingerprint(vllm_config)
+    if revision is None and weights is None:
+        log.warning(
+            "kvoffload: neither a revision nor files tell which weights of %s these are, so "
+            "NOTHING STORED WILL BE FOUND after a restart or by another instance. Set weights_id.",
+            model.model_weights or model.model,
+        )
+        weights = f"known to {vllm_config.kv_transfer_config.engine_id} alone"
     return {
         "engine": "vllm",
         "engine_version": installed_version(),
         "model": model.model,
-        "revision": model.revision or getattr(model.hf_config, "_commit_hash", None),
-        "weights": settings.weights_id or weights_fingerprint(vllm_config),
+        "revision": revision,
+        "weights": weights,
         "hf_config": config_digest(model.hf_config),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization) if model.quantization else None,
@@ -71,7 +80,7 @@ def hash_root(vllm_config: Any) -> tuple[str, bool]:
 
 
 def weights_fingerprint(vllm_config: Any) -> str | None:
-    """Tell the weights apart: None where a revision does, or they are made from a seed."""
+    """Tell the weights apart by their files; None where there are none (a name on a hub, a URL)."""
     model, load = vllm_config.model_config, vllm_config.load_config
     if str(load.load_format) == "dummy":
         return f"dummy, seed {model.seed}"
@@ -79,13 +88,14 @@ def weights_fingerprint(vllm_config: Any) -> str | None:
     if not folder.is_dir():
         return None  # a name on a hub: the revision says it
     digest = hashlib.sha256()
-    for pattern in _WEIGHT_FILES:
-        for file in sorted(folder.glob(pattern)):
-            facts = os.stat(file)  # follows links: hubs keep the files elsewhere
-            digest.update(f"{file.name} {facts.st_size} {facts.st_mtime_ns}\n".encode())
-            with open(file, "rb") as data:
-                digest.update(data.read(1 << 16))
-    return digest.hexdigest()
+    files = [file for pattern in _WEIGHT_FILES for file in sorted(folder.glob(pattern))]
+    for file in files:
+        facts = os.stat(file)  # follows links: hubs keep the files elsewhere
+        digest.update(f"{file.name} {facts.st_size} {facts.st_mtime_ns}\n".encode())
+        with open(file, "rb") as data:
+            digest.update(data.read(1 << 16))
+    # Of weights that are streamed from elsewhere the folder has the configuration only.
+    return digest.hexdigest() if files else None
 
 
 def config_digest(hf_config: Any) -> str:

@@ -233,14 +233,23 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
 
     def _report_on_stores(self) -> None:
         for name, remover in self._removers.items():
-            if removals := remover.take_removals():
+            try:
+                removals = remover.take_removals()
+            except Exception:  # a plug-in's
+                log.exception("%s: reporting removals failed", name)
+                continue
+            if removals:
                 self._report.removals[name] = removals
         now_s = time.monotonic()
         if self._report.is_empty and now_s - self._told_s < COUNTERS_PERIOD_S:
             return
         self._told_s = now_s
         for name, counting in self._counting.items():
-            now = Counter({f"{name}_{k}": v for k, v in counting.counters().items()})
+            try:
+                now = Counter({f"{name}_{k}": v for k, v in counting.counters().items()})
+            except Exception:  # a plug-in's
+                log.exception("%s: reporting counters failed", name)
+                continue
             self._report.counters.update(now - self._told.get(name, Counter()))
             self._told[name] = now
 

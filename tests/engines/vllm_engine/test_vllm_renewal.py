@@ -84,3 +84,18 @@ def test_a_worker_goes_on_with_stores_that_miss(settings, break_storage):
     half.handle_preemptions(orders)
     assert io.call(half._spec.backends["disk"].read(KEYS[:1], chunk), 10) == [False]
     half._spec.close()
+
+
+def test_a_plug_in_that_cannot_say_how_it_fares_is_only_logged(caplog):
+    class Broken:
+        def counters(self):
+            raise RuntimeError("no figures")
+
+        def take_removals(self):
+            raise RuntimeError("no removals")
+
+    half = object.__new__(KVOffloadWorker)
+    half._report, half._told, half._told_s = StepReport(), {}, 0.0
+    half._removers = half._counting = {"theirs": Broken()}
+    assert half.build_connector_worker_meta() is None
+    assert "theirs" in caplog.text

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
 from kvoffload.connectors.vllm.connector import warn_of_settings
-from kvoffload.connectors.vllm.facts import hash_root, weights_fingerprint
+from kvoffload.connectors.vllm.facts import hash_root, resolve_facts, weights_fingerprint
 from kvoffload.connectors.vllm.settings import read_settings
 from kvoffload.connectors.vllm.versions import check_version, is_tested
 from kvoffload.errors import ConfigError
@@ -83,3 +83,51 @@ def test_json_of_the_documentation_is_accepted():
         extra = json.loads(example)["kv_connector_extra_config"]
         if "secondary_tiers" not in extra:
             read_settings(extra)
+
+
+def test_weights_that_nothing_tells_apart_are_shared_with_nobody(tmp_path, caplog, monkeypatch):
+    # As vLLM has it for a URL: a folder with the configuration alone, named after the URL.
+    monkeypatch.setattr("kvoffload.connectors.vllm.facts.hash_root", lambda config: ("root", True))
+    monkeypatch.setattr("kvoffload.connectors.vllm.facts.attention_backends", lambda *_: "cpu")
+
+    def weights(engine, **more):
+        some = types.SimpleNamespace
+        model = some(
+            model=str(tmp_path),
+            model_weights="s3://bucket/model",
+            revision=None,
+            hf_config=some(to_dict=dict, _commit_hash=None),
+            dtype="bfloat16",
+            quantization=None,
+            seed=0,
+        )
+        cache = some(
+            cache_dtype="auto",
+            kv_cache_layout="LBHNC",
+            block_size=32,
+            prefix_caching_hash_algo="sha256",
+        )
+        sizes = dict.fromkeys(
+            (
+                "rank",
+                "tensor_parallel_size",
+                "pipeline_parallel_size",
+                "prefill_context_parallel_size",
+                "decode_context_parallel_size",
+            ),
+            1,
+        )
+        config = some(
+            model_config=model,
+            cache_config=cache,
+            parallel_config=some(**sizes),
+            load_config=some(load_format="runai_streamer"),
+            lora_config=None,
+            kv_transfer_config=some(engine_id=engine),
+        )
+        settings = read_settings({"cpu_bytes": 1, **more})
+        return resolve_facts(config, some(kv_cache_groups=[]), {}, settings)["weights"]
+
+    assert weights("before a restart") != weights("after it")
+    assert "Set weights_id" in caplog.text
+    assert weights("a", weights_id="v7") == weights("b", weights_id="v7")
