@@ -8,6 +8,7 @@ blocks, and a store that fails is a miss.
 
 import asyncio
 import logging
+import mmap
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
@@ -81,6 +82,8 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]
         self._quiet = threading.Event()
         self._quiet.set()
         self._finished: list[JobResult] = []
+        self._abandoned: set[asyncio.Task[list[bool]]] = set()
+        """Calls that were answered as failed and have not ended."""
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """See vLLM; chunks are offered as they are computed."""
@@ -146,22 +149,36 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]
         async def run() -> None:
             started_s = time.monotonic()
             ok = [False] * len(keys)
-            task = asyncio.ensure_future(call(keys, rows))
+            # The call works on memory of its own: vLLM gives the rows to others as soon as it is
+            # answered, and a call that hangs lets go of what it was given only when it ends.
+            copies = own_memory(len(rows), self._width)
             try:
-                # The rows stay ours until the call has let go of them, however long that takes:
-                # vLLM would give them to others at once.
+                if not job.is_promotion:
+                    for row, copy in zip(rows, copies, strict=True):
+                        copy[:] = row
+                task = asyncio.ensure_future(call(keys, copies))
                 done, _ = await asyncio.wait([task], timeout=timeout_s)
                 if not done:
                     task.cancel()
-                    await asyncio.wait([task])
-                answers = [] if task.cancelled() else task.result()
+                    self._abandoned.add(task)
+                    task.add_done_callback(self._ended_late)
+                answers = task.result() if done else []
                 ok = answers if len(answers) == len(keys) else ok
+                if job.is_promotion:
+                    for row, copy, fine in zip(rows, copies, ok, strict=True):
+                        if fine:
+                            row[:] = copy
             except Exception as error:
                 log.warning("kvoffload: %d chunks failed: %s", len(keys), error)
             finally:
                 self._end(job, keys, ok, rows, time.monotonic() - started_s)
 
         self._io.start(run)
+
+    def _ended_late(self, task: "asyncio.Task[list[bool]]") -> None:
+        self._abandoned.discard(task)
+        if not task.cancelled():
+            task.exception()  # was answered long ago
 
     def _end(
         self,
@@ -186,6 +203,12 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]
             self._running -= 1
             if not self._running:
                 self._quiet.set()
+
+
+def own_memory(count: int, num_bytes: int) -> list[memoryview]:
+    """Return so many pieces of memory, each beginning on a page if ``num_bytes`` are pages."""
+    whole = memoryview(mmap.mmap(-1, max(1, count * num_bytes)))
+    return [whole[i * num_bytes : (i + 1) * num_bytes] for i in range(count)]
 
 
 def tier_facts(spec: Any, row_bytes: int) -> dict[str, Fact]:

@@ -10,16 +10,35 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
+from kvoffload import registry
+from kvoffload.backends.disk import DiskBackend
 from kvoffload.config import convert
 from kvoffload.connectors.vllm.tier import KVOffloadTier, TierOptions
 from kvoffload.core.transfers import make_offload_key
 from kvoffload.errors import ConfigError
+from kvoffload.testing.vfs import StuckVfs, kind_of
 
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(8)]
 
 
 @pytest.fixture
-def tier(tmp_path):
+def disk(monkeypatch):
+    """The file system under the tier; ``hold()`` makes reads of chunks hang."""
+    vfs = StuckVfs(lambda call, path: call == "preadv" and kind_of(path) == "chunk")
+    vfs.release()
+    monkeypatch.setattr(
+        registry,
+        "open_backend",
+        lambda name, options, namespace: DiskBackend(
+            DiskBackend.Options(**options), namespace, vfs=vfs
+        ),
+    )
+    yield vfs
+    vfs.release()
+
+
+@pytest.fixture
+def tier(tmp_path, disk):
     rows = memoryview(bytearray(8 * 4096)).cast("B", (8, 4096))
     config = types.SimpleNamespace(
         model=types.SimpleNamespace(name="m", dtype="bfloat16"),
@@ -36,6 +55,7 @@ def tier(tmp_path):
         backend="disk",
         root=str(tmp_path / "kv"),
         min_free=0,
+        load_timeout_s=0.2,
     )
     yield made, rows.cast("B")
     made.shutdown()
@@ -62,6 +82,20 @@ def test_a_backend_serves_as_a_secondary_tier_of_vllms_own_tiering(tier):
     assert result.successful_keys == [KEYS[1]]
     assert bytes(rows[5 * 4096 : 6 * 4096]) == b"b" * 4096
     assert not made.has_pending_work()
+
+
+def test_a_hung_read_is_answered_in_time_and_never_touches_the_row(tier, disk, until):
+    made, rows = tier
+    made.submit_store(TransferJob(1, KEYS[:1], np.array([0]), False, ReqContext("r")))
+    assert _finished(made).success
+    disk.hold()
+    made.submit_load(TransferJob(2, KEYS[:1], np.array([5]), True, ReqContext("r")))
+    (result,) = until(made.get_finished_jobs)
+    assert not result.success
+    rows[5 * 4096 : 6 * 4096] = b"c" * 4096  # vLLM has given the row to another chunk
+    disk.release()
+    until(lambda: not made._abandoned)
+    assert bytes(rows[5 * 4096 : 6 * 4096]) == b"c" * 4096
 
 
 def test_an_unknown_option_of_the_tier_is_refused(tmp_path):
