@@ -4,6 +4,7 @@ The sources of a version that is not installed are downloaded when the tests run
 """
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,12 @@ def test_the_state_we_read_of_vllms_scheduler_half_is_there(tree):
         assert attribute in text
     worker = tree.joinpath(*OFFLOADING.split(".")[1:], "worker.py").read_text()
     assert "self._unsubmitted_store_jobs" in worker
+
+
+def test_the_http_request_of_the_documentation_resets_the_connector(tree):
+    documented = (Path(__file__).parents[3] / "docs/vllm.md").read_text()
+    (asked,) = re.findall(r"POST /reset_prefix_cache\?(\w+)=true", documented)
+    router = ast.parse((tree / "entrypoints/serve/dev/cache/api_router.py").read_text())
+    (handler,) = (node for node in router.body if getattr(node, "name", "") == "reset_prefix_cache")
+    # What it does not know is passed over: only GPU memory would forget.
+    assert asked in [argument.arg for argument in handler.args.args]
