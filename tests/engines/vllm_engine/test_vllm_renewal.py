@@ -46,7 +46,7 @@ def test_the_scheduler_goes_on_without_tiers(settings, break_storage, monkeypatc
     monkeypatch.setattr(vllms, "update_connector_output", lambda half, output: None)
     half = object.__new__(KVOffloadScheduler)  # vLLM's part of it wants a whole configuration
     half.adapter, half.settings = ManagerAdapter(), settings
-    half._generation, half._transfer_ids = None, itertools.count(-2, -1)
+    half._generation, half._transfer_ids, half._explained = None, itertools.count(-2, -1), {}
     half.meet_workers([RankFacts(4, 4096, {"rank": 0})])
     ledger, old = half.adapter.ledger, half.stores.presences["disk"]
     old.written(KEYS)
