@@ -70,10 +70,12 @@ $(VLLM)/.ready: pyproject.toml
 
 # On a machine with an NVIDIA GPU, with the Python that holds its torch, and without a network:
 # torch, numpy, msgspec and, for the tests, pytest. Elsewhere they say what is missing.
-GPU = PYTHONPATH=.:examples:$$PYTHONPATH $(PYTHON)
+# SANITIZER="compute-sanitizer --error-exitcode 9" runs the tests under it.
+GPU_ENV = PYTHONPATH=.:examples:$$PYTHONPATH
+GPU     = $(GPU_ENV) $(PYTHON)
 test-gpu:
 	@if $(GPU) benchmarks/gpu/need.py; then \
-	  $(GPU) -m pytest -c tests/gpu/pytest.ini --rootdir . tests/gpu $(TEST_ARGS); fi
+	  $(GPU_ENV) $(SANITIZER) $(PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir . tests/gpu $(TEST_ARGS); fi
 
 bench-gpu:
 	@if $(GPU) benchmarks/gpu/need.py; then $(GPU) -m benchmarks.gpu.transfer $(BENCH_OUT); fi

@@ -113,7 +113,12 @@ def main() -> None:
         quiet()
         return quiet()
 
+    def sleep(level: int) -> None:
+        llm.sleep(level=level)
+        llm.wake_up()
+
     calls = {
+        "sleep": sleep,
         "generate": generate,
         "metrics": metrics,
         "reset": reset,

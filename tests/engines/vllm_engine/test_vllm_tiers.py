@@ -72,6 +72,24 @@ def test_weights_of_another_seed_hit_nothing(first, start, root, prompts):
     other.kill()
 
 
+def test_asleep_and_awake_again_it_hits_until_sleep_empties_the_caches(first, prompts):
+    new = prompts(1, 1000, seed=8)
+    told = first.generate(new, max_tokens=1)["tokens"]
+    first.ask("sleep", level=0)  # with stores under way
+    first.ask("quiet")
+    assert first.ask("reset")
+    answer = first.generate(new, max_tokens=1)
+    assert [answer["tokens"], answer["cached"]] == [told, [992]]
+    # Deeper, vLLM empties all caches, the connector's too: weights may change meanwhile.
+    first.generate(prompts(1, 1000, seed=9), max_tokens=1)
+    first.ask("sleep", level=1)
+    for cached in ([0], [992]):
+        answer = first.generate(new, max_tokens=1)
+        assert [answer["tokens"], answer["cached"]] == [told, cached]
+        first.ask("quiet")
+        assert first.ask("reset")
+
+
 def test_killed_and_started_anew_it_hits_from_disk_until_it_is_reset(
     first, start, root, plain, prompts
 ):
