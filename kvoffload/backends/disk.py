@@ -237,7 +237,7 @@ class DiskBackend:
         try:
             if await aiofiles.os.path.exists(target, executor=threads):
                 return
-            unfinished = self._keeper.writer.temporary()
+            unfinished = self._keeper.writer.temporary(booked=False)
             async with aiofiles.open(unfinished, "w", opener=_private, executor=threads) as file:
                 await file.write(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
             await aiofiles.os.replace(unfinished, target, executor=threads)
@@ -278,7 +278,7 @@ class DiskBackend:
     def _choose_io(self, vfs: Vfs) -> tuple[str, str | None]:
         if self.options.io == "buffered":
             return "buffered", None
-        reason = probe_direct(vfs, self._keeper.writer.temporary())
+        reason = probe_direct(vfs, self._keeper.writer.temporary(booked=False))
         if reason is None:
             return "direct", None
         if self.options.io == "direct":
@@ -307,8 +307,10 @@ class DiskBackend:
             # Any further call could be stuck as well; locks go with the process.
             log.warning("disk: %s is stuck, left as it is", self._keeper.root)
             return
-        self._house.close()
-        self._keeper.hold.close()
+        if self._house.close(self.options.stall_s):
+            self._keeper.hold.close()
+        else:
+            log.warning("disk: %s is stuck, left as it is", self._keeper.root)
 
 
 def _bounds(options: DiskOptions) -> Bounds:

@@ -60,7 +60,7 @@ class Chunks:
         keeper, remakes = self._keeper, self._keeper.hold.remakes
         name = name_of(0, key)
         if name in keeper.index and self.exists(key):
-            return True
+            return self._made_durable(name, anew=False)
         reserved = on_disk(chunk.nbytes)
         if not keeper.reserve(reserved):
             return False
@@ -69,12 +69,14 @@ class Chunks:
             temporary = keeper.writer.temporary()
             reason, facts = self._files.write(temporary, key, self._digest, chunk)
             if facts is not None:
-                reason = keeper.publish(name, temporary, reserved, facts.st_blocks * 512)
+                # Some file systems (ZFS) allocate later, and say 512 bytes until then.
+                allocated = max(reserved, facts.st_blocks * 512)
+                reason = keeper.publish(name, temporary, reserved, allocated)
         except BaseException:
             keeper.unreserve(reserved, temporary)
             raise
         if reason is None:
-            return self._made_durable(name)
+            return self._made_durable(name, anew=True)
         keeper.unreserve(reserved, temporary)
         keeper.write_failed(reason)
         if reason == "missing" and (keeper.hold.remake() or keeper.hold.remakes != remakes):
@@ -92,10 +94,13 @@ class Chunks:
             return False
         return True
 
-    def _made_durable(self, name: bytes) -> bool:
+    def _made_durable(self, name: bytes, *, anew: bool) -> bool:
+        """Sync the folder, and the file if another stored it, who may not have cared."""
         if not self._files.durable:
             return True
         try:
+            if not anew:
+                self._files.sync(self._keeper.path(name))
             self._keeper.vfs.sync_folder(os.path.dirname(self._keeper.path(name)))
         except OSError as error:
             # The kernel may have dropped the pages and forgotten: a second fsync proves nothing.

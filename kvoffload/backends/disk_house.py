@@ -29,8 +29,8 @@ class House:
 
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
-        self._scanner = Scanner(keeper)
         self._stop = threading.Event()
+        self._scanner = Scanner(keeper, self._stop.is_set)
         self._wake = threading.Event()
         self._settled = keeper.ready.is_set()
         """Whether the ledger agrees with the folders, as of the last full look."""
@@ -51,13 +51,16 @@ class House:
         """Something was written: there may be something to evict."""
         self._wake.set()
 
-    def close(self) -> None:
-        """Stop the thread; write down what a next start can use."""
+    def close(self, timeout_s: float) -> bool:
+        """Stop the thread, write down what a next start can use; False: it is stuck."""
         self._stop.set()
         self._wake.set()
-        self._thread.join()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return False
         self._keeper.record_use()
         self._scanner.remember()
+        return True
 
     def _run(self) -> None:
         self._guarded(self._clean)
@@ -98,13 +101,20 @@ class House:
     def _evict(self) -> None:
         keeper = self._keeper
         if keeper.ownership.held and keeper.ledger.resident_bytes > keeper.bounds.high_bytes:
-            keeper.evict_to(keeper.bounds.low_bytes)
+            # One by one, so that stores for which there is room need not wait for all.
+            while keeper.ledger.resident_bytes > keeper.bounds.low_bytes:
+                if self._stop.is_set() or not keeper.evict_one():
+                    break
 
     def _find_victims(self) -> None:
         """Look now: what is stored fast by others is not to wait for a look that comes in time."""
         self._keeper.lacks_victims.clear()
         if self._keeper.ownership.held:
             self._look()
+            if not self._keeper.index.has_victims:
+                # Nothing is there that could leave: the figure is wrong, or nothing can be removed.
+                self._settled = False
+                self._look()
 
     def _tick(self) -> None:
         keeper = self._keeper
@@ -125,7 +135,7 @@ class House:
             self._settled = self._in_order = False
             self._look_at = 0.0
         now = time.monotonic()
-        if now >= self._recount_at and keeper.others and self._settled:
+        if now >= self._recount_at and self._settled:
             self._settled = False
             self._look_at = 0.0
         if now >= self._look_at:
@@ -140,13 +150,17 @@ class House:
         settled = self._scanner.look(full=not self._settled, afresh=not self._in_order)
         self._in_order = True
         took = time.monotonic() - began
-        if not self._settled:
+        full = not self._settled
+        if full:
             self._recount_at = time.monotonic() + _RECOUNT_S
         if settled or self._settled:
             self._pause_s = _TICK_S
         else:
             self._pause_s = min(_ALONE_LOOK_S, self._pause_s * 2)
         self._settled = self._settled or settled
+        if not full and self._scanner.vanished and self._keeper.ownership.held:
+            # Nobody else evicts: a person removed files, and the figure still counts them.
+            self._settled = False
         alone = self._settled and not self._keeper.others
         pause_s = _ALONE_LOOK_S if alone else max(self._pause_s, took / _LOOK_SHARE)
         self._look_at = time.monotonic() + pause_s

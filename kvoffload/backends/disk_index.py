@@ -48,6 +48,8 @@ class Index:
         self._sizes: OrderedDict[Name, int] = OrderedDict()
         """In order of recency, whatever the policy, for the snapshot."""
         self._hidden: set[Name] = set()
+        self._gone: set[Name] | None = None
+        """What left since :meth:`watch`: a look may have seen it before."""
         self._order: Policy | None = None
 
     def __len__(self) -> int:
@@ -61,10 +63,30 @@ class Index:
         """Whether a name was declared absent although its file may be there."""
         return name in self._hidden
 
+    def size(self, name: Name) -> int | None:
+        """The bytes a chunk was counted with; None if it is not known."""
+        return self._sizes.get(name)
+
+    @property
+    def has_victims(self) -> bool:
+        """Whether anything known could leave."""
+        return self._order is not None and len(self._order) > 0
+
+    def watch(self, watched: bool) -> None:
+        """A look begins, or has ended: what leaves meanwhile is not found by it."""
+        with self._lock:
+            self._gone = set() if watched else None
+
+    def has_left(self, name: Name) -> bool:
+        """Whether a chunk left during the look under way."""
+        return self._gone is not None and name in self._gone
+
     def add(self, name: Name, allocated_bytes: int) -> None:
         """A chunk was published: it is the most recent one, and no longer hidden."""
         with self._lock:
             self._hidden.discard(name)
+            if self._gone is not None:
+                self._gone.discard(name)
             self._put(name, allocated_bytes)
 
     def found(self, sizes: Iterable[tuple[Name, int]]) -> None:
@@ -74,7 +96,19 @@ class Index:
         while part := list(islice(remaining, _SLICE)):
             with self._lock:
                 for name, allocated_bytes in part:
-                    self._put(name, allocated_bytes)
+                    if self._gone is None or name not in self._gone:
+                        self._put(name, allocated_bytes)
+
+    def measured(self, sizes: Iterable[tuple[Name, int]]) -> None:
+        """These are as large; what once could not be removed may be tried again."""
+        remaining = iter(sizes)
+        while part := list(islice(remaining, _SLICE)):
+            with self._lock:
+                for name, allocated_bytes in part:
+                    if name in self._sizes:
+                        self._sizes[name] = allocated_bytes
+                        if self._order is not None and name not in self._order:
+                            self._order.add(name)
 
     def touch(self, names: Iterable[Name]) -> None:
         """These chunks were read, the last named is the most recent."""
@@ -102,6 +136,8 @@ class Index:
         """A file is gone; say whether it was known."""
         with self._lock:
             self._hidden.discard(name)
+            if self._gone is not None:
+                self._gone.add(name)
             known = self._sizes.pop(name, None) is not None
             if known and self._order is not None:
                 try:

@@ -112,6 +112,14 @@ class ChunkFiles:
         finally:
             self.vfs.close_quietly(fd)
 
+    def sync(self, path: str) -> None:
+        """Make a file durable that is there already; raises OSError."""
+        fd = self.vfs.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            self.vfs.fsync(fd)
+        finally:
+            self.vfs.close_quietly(fd)
+
     def _flags(self, flags: int, memory: memoryview) -> int:
         return flags | os.O_DIRECT if self.direct and is_aligned(memory) else flags
 

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvoffload.backends.base import Removal
@@ -30,6 +30,8 @@ _MAX_NAMESPACES = 1 << 16
 _FULL_PAUSE_S = 1.0
 _ROOM_TRIES = 4
 _MAX_SPARED = 64
+_MAX_UNDELETABLE = 64
+"""In one eviction: a file system that removes nothing is not to be asked for every file."""
 _FULL = ("io_ENOSPC", "io_EDQUOT", "io_EROFS")
 _SILENT = ("removed",)
 """Reasons of removals the caller asked for itself: it need not be told."""
@@ -83,6 +85,8 @@ class Keeper:
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
         self._evicting = threading.Lock()
+        self._wanting = 0
+        """Stores that wait for an eviction."""
         self._counts: Counter[str] = Counter()
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self._used: dict[Name, int] = {}
@@ -174,7 +178,7 @@ class Keeper:
         granted = False
         try:
             # Whoever waits for an eviction is to get the room it makes: no one passes by.
-            if not self._evicting.locked():
+            if not self._wanting:
                 granted = self.ledger.reserve(allocated_bytes, capacity)
             granted = granted or self._evict_for(allocated_bytes)
         finally:
@@ -189,9 +193,9 @@ class Keeper:
         capacity = self.bounds.capacity_bytes
         if not self._may_evict():
             return self.ledger.reserve(allocated_bytes, capacity)
-        with self._evicting:
+        with self._wanted_eviction():
             for _ in range(_ROOM_TRIES):
-                self._evict_to(capacity - allocated_bytes, wanted=True)
+                self._evict_to(capacity - allocated_bytes)
                 if self.ledger.reserve(allocated_bytes, capacity):
                     return True
         return False
@@ -226,7 +230,8 @@ class Keeper:
                 return True
             if not self._may_evict():
                 return False
-            self.evict_to(self.ledger.resident_bytes - short, wanted=True)
+            with self._wanted_eviction():
+                self._evict_to(self.ledger.resident_bytes - short)
         return False
 
     def _under_way(self, allocated_bytes: int) -> None:
@@ -244,6 +249,8 @@ class Keeper:
         with self._publishing:
             try:
                 replaced = self._allocated(path)
+                if replaced:
+                    replaced = self.index.size(name) or replaced
                 try:
                     self.vfs.rename(temporary, path)
                 except FileNotFoundError:
@@ -268,7 +275,7 @@ class Keeper:
         path = self.path(name)
         with self._publishing:
             try:
-                self._unlink(path)
+                self._unlink(path, self.index.size(name))
             except FileNotFoundError:
                 pass  # someone else was faster, and has booked it
             except OSError as error:
@@ -278,9 +285,13 @@ class Keeper:
             self.left(name, reason)
         return True
 
-    def _unlink(self, path: str) -> None:
-        """Remove a file and book its bytes; raises OSError if it stays."""
-        allocated = self.vfs.lstat(path).st_blocks * 512
+    def _unlink(self, path: str, booked: int | None = None) -> None:
+        """Remove a file and give back what was booked for it; raises OSError if it stays.
+
+        A file system may go on allocating after the write (extents, compression): what a file
+        takes up when it goes is not what it was counted with.
+        """
+        allocated = self.vfs.lstat(path).st_blocks * 512 if booked is None else booked
         self._under_way(allocated)
         try:
             self.vfs.unlink(path)
@@ -296,23 +307,41 @@ class Keeper:
         if known and number == 0 and reason not in _SILENT:
             self._removals.append(Removal(key, reason))
 
-    def evict_to(self, goal_bytes: int, *, wanted: bool = False) -> None:
-        """Evict until no more than ``goal_bytes`` are allocated, or nothing more can be evicted.
+    def evict_one(self) -> bool:
+        """Evict one chunk unless stores wait to do it themselves; say whether to go on."""
+        if self._wanting:
+            return False
+        with self._evicting:
+            return self._evict_to(self.ledger.resident_bytes - 1, wanted=False)
+
+    @contextlib.contextmanager
+    def _wanted_eviction(self) -> Iterator[None]:
+        with self._lock:
+            self._wanting += 1
+        try:
+            with self._evicting:
+                yield
+        finally:
+            with self._lock:
+                self._wanting -= 1
+
+    def _evict_to(self, goal_bytes: int, *, wanted: bool = True) -> bool:
+        """Evict until no more than this is allocated; False: not enough could leave.
 
         ``wanted``: a store waits for it, so a lack of victims is worth a look at the folders.
         """
-        with self._evicting:
-            self._evict_to(goal_bytes, wanted=wanted)
-
-    def _evict_to(self, goal_bytes: int, *, wanted: bool) -> None:
+        undeletable = 0
         while self.ledger.resident_bytes > goal_bytes:
             name = self._victim()
             if name is None:
                 if wanted:
                     self.lacks_victims.set()
-                return
-            # An undeletable one is out of the order now: the next is tried, not this again.
-            self.discard(name, "evicted")
+                return False
+            # An undeletable one is out of the order until the next look at everything.
+            undeletable += not self.discard(name, "evicted")
+            if undeletable == _MAX_UNDELETABLE:
+                return False
+        return True
 
     def _victim(self) -> Name | None:
         """The next to leave; while others share the root, not one they used lately."""

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvoffload.backends.disk_hold import ABANDONED_S
 from kvoffload.backends.disk_index import Name, name_of, split_name
@@ -29,9 +29,12 @@ _CLOCK_STEP_NS = 1_000_000_000
 class Scanner:
     """Keeps a keeper's index in agreement with the folders. Used by the housekeeping thread."""
 
-    def __init__(self, keeper: Keeper) -> None:
+    def __init__(self, keeper: Keeper, stopping: Callable[[], bool] = lambda: False) -> None:
         self._keeper = keeper
+        self._stopping = stopping
         self._mtimes: dict[tuple[int, str], int] = {}
+        self.vanished = 0
+        """How many chunks the last look missed that were known."""
         self._complete = True
         """Whether the look under way has seen everything so far."""
 
@@ -48,7 +51,8 @@ class Scanner:
         split = ((*split_name(name), allocated) for name, allocated in everything)
         sizes = [(key, allocated) for number, key, allocated in split if number == 0]
         try:
-            save(keeper.vfs, f"{keeper.folder(0)}/{SNAPSHOT}", keeper.writer.temporary(), sizes)
+            unfinished = keeper.writer.temporary(booked=False)
+            save(keeper.vfs, f"{keeper.folder(0)}/{SNAPSHOT}", unfinished, sizes)
         except OSError as error:
             keeper.count("snapshot_failed")
             log.warning("disk %s: no snapshot: %s", keeper.root, error)
@@ -60,8 +64,16 @@ class Scanner:
         right; False says that others were writing meanwhile and it has to be repeated for that.
         ``afresh``: the index has no order worth keeping; take the ages of the files for it.
         """
+        self._keeper.index.watch(True)
+        try:
+            return self._look(full=full, afresh=afresh)
+        finally:
+            self._keeper.index.watch(False)
+
+    def _look(self, *, full: bool, afresh: bool) -> bool:
         keeper = self._keeper
         self._complete = True
+        self.vanished = 0
         if keeper.ownership.held:
             self._follow_all()
         moving_bytes = self._moving_bytes() if full else 0
@@ -73,16 +85,21 @@ class Scanner:
             looked_at.add((number, shard))
             present.update(name for _, name, _ in files)
             found += files if full else [file for file in files if file[1] not in keeper.index]
+        if self._stopping():
+            return False
         found.sort()
         keeper.index.found(
             (name, allocated) for _, name, allocated in found if afresh or name not in keeper.index
         )
+        if full:
+            keeper.index.measured((name, allocated) for _, name, allocated in found)
         self._forget_vanished(None if full else looked_at, present)
         if not (full and keeper.ownership.held):
             return True
         keeper.horizon_ns = found[0][0] if found else time.time_ns()
         self._remove_abandoned({split_name(name)[0] for _, name, _ in found})
-        chunk_bytes = sum(allocated for _, _, allocated in found)
+        left = keeper.index.has_left
+        chunk_bytes = sum(allocated for _, name, allocated in found if not left(name))
         return self._settle(chunk_bytes, moving_bytes, undisturbed)
 
     def _remove_abandoned(self, in_use: set[int]) -> None:
@@ -145,13 +162,24 @@ class Scanner:
         vfs = self._keeper.vfs
         for number in range(len(self._keeper.namespaces)):
             prefix = name_of(number, b"")
+            there = self._is_there(number)
             for shard in SHARDS:
+                if self._stopping():
+                    return
+                if not there:
+                    if self._mtimes.pop((number, shard), None) is not None:
+                        yield number, shard, []
+                    continue
                 folder = f"{self._keeper.folder(number)}/{shard}"
                 try:
                     mtime_ns = vfs.lstat(folder).st_mtime_ns
                     if not full and self._mtimes.get((number, shard)) == mtime_ns:
                         continue
                     listed = vfs.listfacts(folder)
+                except FileNotFoundError:
+                    self._mtimes.pop((number, shard), None)
+                    yield number, shard, []  # never made, or somebody removed it
+                    continue
                 except OSError as error:
                     self._missed(error)
                     continue
@@ -164,6 +192,16 @@ class Scanner:
                     if (key := key_of(name)) is not None
                 ]
                 yield number, shard, files
+
+    def _is_there(self, number: int) -> bool:
+        """Whether a namespace has a folder still: removed ones keep their numbers."""
+        try:
+            self._keeper.vfs.lstat(self._keeper.folder(number))
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return True
 
     def _forget_vanished(self, shards: set[tuple[int, str]] | None, present: set[Name]) -> None:
         """Drop names whose file is gone, in these shards (None: in all)."""
@@ -179,5 +217,6 @@ class Scanner:
                 keeper.vfs.lstat(path)  # it may have been published since the folder was listed
             except FileNotFoundError:
                 keeper.left(name, "vanished")
+                self.vanished += 1
             except OSError:
                 continue

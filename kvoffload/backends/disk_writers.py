@@ -16,6 +16,8 @@ from kvoffload.backends.vfs import Vfs
 
 _LOCK = "lock"
 _UNBORN = "new-"
+_UNBOOKED = "small-"
+"""Before the number of a temporary file that the ledger does not count."""
 _BIRTH_S = 60
 """Longer than any process takes from making its folder to locking it."""
 
@@ -54,9 +56,9 @@ class Writer:
         self._settle()
         self._vfs.close_quietly(old)
 
-    def temporary(self) -> str:
-        """A path no one else uses."""
-        return f"{self.folder}/{next(self._numbers)}"
+    def temporary(self, *, booked: bool = True) -> str:
+        """A path no one else uses; ``booked``: for bytes that the ledger counts."""
+        return f"{self.folder}/{'' if booked else _UNBOOKED}{next(self._numbers)}"
 
     def close(self) -> None:
         """Remove the folder and let go of the lock."""
@@ -169,7 +171,7 @@ def temporary_bytes(vfs: Vfs, root: str, own: str) -> int:
         if token == own:
             continue
         try:
-            for name in vfs.listdir(f"{root}/{WRITERS}/{token}"):
+            for name in filter(str.isdigit, vfs.listdir(f"{root}/{WRITERS}/{token}")):
                 total += vfs.lstat(f"{root}/{WRITERS}/{token}/{name}").st_blocks * 512
         except OSError:
             continue
@@ -198,6 +200,6 @@ def _remove_folder(vfs: Vfs, folder: str) -> int:
         path = f"{folder}/{name}"
         allocated = vfs.lstat(path).st_blocks * 512
         vfs.unlink(path)
-        freed += allocated
+        freed += allocated if name.isdigit() else 0
     vfs.rmdir(folder)
     return freed
