@@ -22,6 +22,8 @@ from kvoffload.backends.disk_writers import temporary_bytes
 
 log = logging.getLogger(__name__)
 
+_UNBEGUN = 16
+"""Chunks that a writer may have reserved at a time; more than its usual threads."""
 _CLOCK_STEP_NS = 1_000_000_000
 """More than any file system's resolution of modification times."""
 
@@ -100,7 +102,8 @@ class Scanner:
         self._remove_abandoned({split_name(name)[0] for _, name, _ in found})
         left = keeper.index.has_left
         chunk_bytes = sum(allocated for _, name, allocated in found if not left(name))
-        return self._settle(chunk_bytes, moving_bytes, undisturbed)
+        largest = max((allocated for _, _, allocated in found), default=0)
+        return self._settle(chunk_bytes, moving_bytes, undisturbed, largest)
 
     def _remove_abandoned(self, in_use: set[int]) -> None:
         """Remove folders of namespaces long empty, which nobody alive has touched either."""
@@ -112,8 +115,14 @@ class Scanner:
                 if number not in in_use and age_s > ABANDONED_S:
                     remove_namespace(keeper.vfs, folder)
 
-    def _settle(self, chunk_bytes: int, moving_bytes: int, undisturbed: int | None) -> bool:
-        """Set the ledger right: exactly if nothing moved during the look, else only upwards."""
+    def _settle(
+        self, chunk_bytes: int, moving_bytes: int, undisturbed: int | None, largest: int
+    ) -> bool:
+        """Set the ledger right: exactly if nothing moved during the look, else within limits.
+
+        What was seen and did not leave is there. What was not seen is at most one chunk for each
+        change of the ledger since, and what writers have reserved and not begun to write.
+        """
         keeper = self._keeper
         folder = f"{keeper.root}/{QUARANTINE}"
         total = chunk_bytes
@@ -129,7 +138,11 @@ class Scanner:
         if resident is None and self._complete:
             keeper.ledger.settle(total + moving_bytes)
         elif resident is not None and resident < total:
-            keeper.ledger.settle(total)
+            keeper.ledger.give_back(resident - total)
+        elif resident is not None and undisturbed is not None and self._complete:
+            unseen = keeper.ledger.changes - undisturbed + _UNBEGUN * (keeper.others + 1)
+            if (excess := resident - total - moving_bytes - unseen * largest) > 0:
+                keeper.ledger.give_back(excess)
         return False
 
     def _moving_bytes(self) -> int:

@@ -58,6 +58,8 @@ class Survey:
         self.root = os.path.abspath(os.path.expanduser(root))
         self.vfs = vfs or Vfs()
         self._booked: Ledger | None = None
+        self.unreadable: list[tuple[str, str]] = []
+        """Folders that :meth:`chunks` could not list, and why."""
         if not os.path.isdir(f"{self.root}/{WRITERS}"):
             raise ConfigError("root", root, "is no folder of the disk backend")
 
@@ -68,7 +70,9 @@ class Survey:
     def manifest(self, namespace: str) -> dict[str, Any]:
         """The facts behind a namespace; empty if none were written."""
         try:
-            with open(f"{self.root}/{namespace}/{MANIFEST}", encoding="utf-8") as file:
+            path = f"{self.root}/{namespace}/{MANIFEST}"
+            fd = self.vfs.open(path, os.O_RDONLY | os.O_NONBLOCK)  # it may be anything
+            with os.fdopen(fd, encoding="utf-8") as file:
                 found = json.loads(file.read(1 << 20))
         except (OSError, ValueError, RecursionError):
             return {}
@@ -81,7 +85,10 @@ class Survey:
                 where = f"{self.root}/{folder}/{shard}"
                 try:
                     names = self.vfs.listdir(where)
-                except OSError:
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    self.unreadable.append((where, reason_of(error)))
                     continue
                 for name in names:
                     chunk = self._chunk(folder, f"{where}/{name}", name)
@@ -134,7 +141,12 @@ class Survey:
 
     def booked_bytes(self) -> int | None:
         """What the shared ledger says is allocated."""
-        return self._ledger().refresh() if os.path.exists(f"{self.root}/{LEDGER}") else None
+        if not os.path.exists(f"{self.root}/{LEDGER}"):
+            return None
+        try:
+            return self._ledger().refresh()
+        except OSError:
+            return None  # a root mounted read-only can be looked at all the same
 
     def verify(self, chunk: ChunkFile, buffer: memoryview) -> tuple[str | None, int]:
         """Read a chunk in pieces of ``buffer``; say what is wrong with it, and the bytes read."""

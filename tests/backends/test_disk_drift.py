@@ -12,6 +12,9 @@ import pytest
 from kvoffload.backends import disk_house
 from kvoffload.backends.disk import DiskBackend, DiskOptions
 from kvoffload.backends.disk_scan import Scanner
+from kvoffload.backends.disk_survey import Survey
+from kvoffload.cli.inspect import survey
+from kvoffload.cli.verify import verify
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of
 from kvoffload.testing.vfs import FailingVfs, HookedVfs, StuckVfs, kind_of
@@ -163,7 +166,7 @@ class Facts:
 
 
 async def test_files_whose_blocks_are_allocated_later_stay_within_the_capacity(tmp_path):
-    backend = open_disk(tmp_path, vfs=LateBlocks(), capacity=ByteSize(8 * ON_DISK))
+    backend = open_disk(tmp_path, vfs=LateBlocks(), **FULL)
     for i in range(40):
         assert await write(backend, keys_of(1, f"{i}")) == [True]
     assert chunk_bytes(tmp_path) == backend._keeper.ledger.refresh() <= 8 * ON_DISK
@@ -243,3 +246,45 @@ async def test_folders_of_removed_namespaces_are_not_looked_into(tmp_path):
     scanner.look(full=True)
     assert vfs.calls - before <= 256
     await owner.close()
+
+
+async def test_a_figure_gone_astray_is_mended_although_another_never_stops_storing(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(disk_house, "_RECOUNT_S", 0.2)
+    owner, other = open_disk(tmp_path), open_disk(tmp_path)
+    for i in range(5):
+        assert all(await write(owner, keys_of(60, f"{i}")))
+    other._keeper.ledger.give_back(-600 * ON_DISK)
+    turn = 0
+    while (other._keeper.ledger.refresh() or 0) > chunk_bytes(tmp_path) + 200 * ON_DISK:
+        keys = keys_of(1, f"turn {turn % 100}")
+        await write(other, keys)
+        await other.remove(keys)
+        turn += 1
+        assert turn < 10_000
+    await owner.close()
+    await other.close()
+
+
+def test_what_cannot_be_looked_at_does_not_end_inspect_and_is_no_success_for_verify(tmp_path):
+    async def store():
+        backend = open_disk(tmp_path)
+        await write(backend, keys_of(3))
+        await backend.close()
+
+    asyncio.run(store())
+    (folder,) = tmp_path.glob("?" * 64)
+    os.mkfifo(folder / "manifest.json")
+    failing = FailingVfs(
+        1, errno.EIO, sticky=True, when=lambda c, p: c == "listdir" and kind_of(p) == "shard"
+    )
+    report = verify(Survey(str(tmp_path), failing), repair=True, quiet=True)
+    assert report["chunks"] == 0
+    assert report["reasons"] == {"io_EIO": 256}
+    read_only = FailingVfs(
+        1, errno.EROFS, sticky=True, when=lambda c, p: c == "open" and kind_of(p) == "ledger"
+    )
+    found = survey(Survey(str(tmp_path), read_only))
+    assert found["ledger_bytes"] is None
+    assert found["namespaces"][0]["chunks"] == 3
