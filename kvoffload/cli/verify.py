@@ -47,9 +47,9 @@ def verify(found: Survey, *, repair: bool, quiet: bool) -> dict[str, Any]:
     buffer = memoryview(mmap.mmap(-1, _PIECE_BYTES))
     damaged: list[dict[str, Any]] = []
     reasons: Counter[str] = Counter()
-    for path, reason in found.unreadable:
-        reasons[reason] += 1
-        damaged.append({"path": path, "reason": reason, "removed": False})
+    for folder, why in found.unreadable:
+        reasons[why] += 1
+        damaged.append({"path": folder, "reason": why, "removed": False})
     done = gone = 0
     began = time.monotonic()
     console = Console(stderr=True)
