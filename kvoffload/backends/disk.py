@@ -173,7 +173,7 @@ class DiskBackend:
 
     def holds(self, key: bytes) -> bool:
         """Say at once whether a chunk is believed to be here."""
-        return name_of(0, key) in self._keeper.index
+        return not self._closed and name_of(0, key) in self._keeper.index
 
     @property
     def place(self) -> str:

@@ -12,6 +12,7 @@ from kvoffload.backends.disk_layout import (
     is_namespace,
     make_folder,
     prepare_root,
+    refuse_unsafe,
 )
 from kvoffload.backends.disk_ledger import Ledger
 from kvoffload.backends.disk_writers import Ownership, Writer
@@ -34,6 +35,7 @@ class Hold:
 
         Raises:
             OSError: the folder cannot be used.
+            ConfigError: it is a symbolic link, or others could tamper with it.
         """
         self._vfs = vfs
         self._root = root
@@ -47,6 +49,7 @@ class Hold:
         """Whether the root was empty when it was opened."""
         with contextlib.ExitStack() as undo:
             make_folder(vfs, self._folder, durable=durable)
+            refuse_unsafe(self._folder, vfs.lstat(self._folder))
             self._stay()
             self.writer = Writer(vfs, root)
             undo.callback(self.writer.close)

@@ -16,8 +16,9 @@ _ALONE_LOOK_S = 60.0
 """Between looks when no other process writes: only people with a shell change anything then."""
 _SNAPSHOT_S = 60.0
 _RECOUNT_S = 600.0
-"""Between counts of everything while others write, too. Whoever is killed, or stores what another
-evicts in the same microseconds, leaves the shared figure a chunk off."""
+"""Between counts of everything. Whoever is killed, or stores what another evicts in the same
+microseconds, leaves the shared figure a chunk off; some file systems allocate after the write."""
+_RECOUNT_SHARE = 0.01
 _LOOK_SHARE = 0.05
 """Looking at the folders takes at most this part of the thread's time..."""
 _WANTED_LOOK_SHARE = 0.25
@@ -39,6 +40,7 @@ class House:
         self._pause_s = _TICK_S
         self._look_at = time.monotonic() + _TICK_S
         self._recount_at = time.monotonic() + _RECOUNT_S
+        self._recounting = False
         self._may_look_at = 0.0
         """Not even for want of victims before this."""
         self._save_at = time.monotonic() + _SNAPSHOT_S
@@ -136,7 +138,7 @@ class House:
             self._look_at = 0.0
         now = time.monotonic()
         if now >= self._recount_at and self._settled:
-            self._settled = False
+            self._settled, self._recounting = False, True
             self._look_at = 0.0
         if now >= self._look_at:
             self._look()
@@ -152,7 +154,9 @@ class House:
         took = time.monotonic() - began
         full = not self._settled
         if full:
-            self._recount_at = time.monotonic() + _RECOUNT_S
+            self._recount_at = time.monotonic() + max(_RECOUNT_S, took / _RECOUNT_SHARE)
+        # Where somebody always writes no count is exact: one within limits will do until the next.
+        settled, self._recounting = settled or self._recounting, False
         if settled or self._settled:
             self._pause_s = _TICK_S
         else:

@@ -102,10 +102,10 @@ def prepare_root(vfs: Vfs, root: str, *, durable: bool) -> None:
         os.makedirs(os.path.dirname(root), exist_ok=True)
         make_folder(vfs, root, durable=durable)
         facts = vfs.lstat(root)
-        _refuse_unsafe(root, facts)
+        refuse_unsafe(root, facts)
         for inner in (WRITERS, QUARANTINE):
             make_folder(vfs, f"{root}/{inner}")
-            _refuse_unsafe(f"{root}/{inner}", vfs.lstat(f"{root}/{inner}"))
+            refuse_unsafe(f"{root}/{inner}", vfs.lstat(f"{root}/{inner}"))
     except OSError as error:
         name = errno.errorcode.get(error.errno or 0, "error")
         raise ConfigError(
@@ -113,7 +113,8 @@ def prepare_root(vfs: Vfs, root: str, *, durable: bool) -> None:
         ) from error
 
 
-def _refuse_unsafe(path: str, facts: os.stat_result) -> None:
+def refuse_unsafe(path: str, facts: os.stat_result) -> None:
+    """Raise ConfigError for a folder that others could tamper with, or that leads elsewhere."""
     if stat.S_ISLNK(facts.st_mode):
         raise ConfigError("root", path, "is a symbolic link; give the folder itself")
     if not stat.S_ISDIR(facts.st_mode):

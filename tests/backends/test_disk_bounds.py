@@ -10,6 +10,7 @@ import pytest
 
 from kvoffload import open_backend
 from kvoffload.backends.disk import DiskBackend, DiskOptions
+from kvoffload.backends.format import namespace_digest
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import filled, keys_of, slots
@@ -264,6 +265,11 @@ def test_roots_that_others_could_tamper_with_are_refused(tmp_path):
         with pytest.raises(ConfigError) as caught:
             open_backend("disk", {"root": str(tmp_path / name)}, "ns")
         assert caught.value.field == "root"
+    inside = real / namespace_digest("ns").hex()
+    inside.symlink_to(tmp_path / "public")
+    with pytest.raises(ConfigError, match="symbolic link"):
+        open_backend("disk", {"root": str(real)}, "ns")
+    inside.unlink()
     if os.geteuid() == 0:
         os.chown(real, 12345, 12345)
         with pytest.raises(ConfigError, match="belongs to user 12345"):

@@ -51,6 +51,7 @@ if not child:
     answers = asyncio.run(backend.read(keys, slots(3, 8192)))
     answers += asyncio.run(backend.write(keys, filled(keys, 8192)))
     answers += asyncio.run(backend.contains(keys))
+    answers += [backend.holds(key) for key in keys]
     asyncio.run(backend.remove(keys))
     asyncio.run(backend.describe({"model": "m"}))
     assert asyncio.run(backend.purge(["forked"])) == 0
