@@ -166,7 +166,7 @@ class DiskBackend:
         self._ended = True
         self._stopping.set()
         if self._unfinished:
-            await asyncio.wait(self._unfinished)
+            await asyncio.wait(self._unfinished, timeout=self.options.stall_s)
         await once(self._shut_down)
 
     # ---- optional protocols ----------------------------------------------------------------

@@ -369,7 +369,8 @@ class Keeper:
         path = self.path(name)
         log.warning("disk: %s failed verification: %s", path, reason)
         self.count(reason)
-        kept = f"{self.root}/{QUARANTINE}/{time.time_ns()}-{os.path.basename(path)}"
+        # A file's name has 255 bytes at most.
+        kept = f"{self.root}/{QUARANTINE}/{time.time_ns()}-{os.path.basename(path)[:200]}"
         moved = False
         with self._publishing:
             try:

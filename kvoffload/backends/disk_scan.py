@@ -16,6 +16,7 @@ from kvoffload.backends.disk_layout import (
     is_namespace,
     key_of,
     remove_namespace,
+    shard_of,
 )
 from kvoffload.backends.disk_snapshot import load, save
 from kvoffload.backends.disk_writers import temporary_bytes
@@ -202,7 +203,7 @@ class Scanner:
                 files = [
                     (facts.st_atime_ns, prefix + key, facts.st_blocks * 512)
                     for name, facts in listed
-                    if (key := key_of(name)) is not None
+                    if (key := key_of(name)) is not None and shard_of(key) == shard
                 ]
                 yield number, shard, files
 

@@ -81,28 +81,28 @@ def collect(
     folder = None if namespace is None else _folder(found, namespace)
     chunks = sorted(found.chunks(folder), key=lambda chunk: chunk.used_ns)
     everything = folder is not None and limit is None and age_s is None
-    going = list(_going(chunks, limit=limit, age_s=age_s, everything=everything))
     removed = freed = undeletable = 0
-    for chunk in going:
+    left = sum(chunk.allocated_bytes for chunk in chunks)
+    for chunk in _going(chunks, limit=limit, age_s=age_s, everything=everything):
         gone = chunk.allocated_bytes if dry_run else found.remove(chunk)
         if gone is None:
             undeletable += 1
         else:
             removed += 1
             freed += gone
+            left -= chunk.allocated_bytes
     if not dry_run:
         freed += found.remove_quarantined()
         freed += found.remove_leftovers()
         if everything and folder is not None:
             found.remove_namespace_folder(folder)
-    total = sum(chunk.allocated_bytes for chunk in chunks)
     return {
         "root": found.root,
         "dry_run": dry_run,
         "removed": removed,
         "freed_bytes": freed,
         "kept": len(chunks) - removed,
-        "kept_bytes": total - sum(chunk.allocated_bytes for chunk in going),
+        "kept_bytes": left,
         "undeletable": undeletable,
     }
 

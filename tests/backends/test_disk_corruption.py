@@ -8,6 +8,7 @@ import pytest
 
 from kvoffload import open_backend
 from kvoffload.backends.disk_io import PAGE, ChunkFiles
+from kvoffload.backends.disk_scan import Scanner
 from kvoffload.backends.format import namespace_digest, pack_header
 from kvoffload.backends.vfs import Vfs
 from kvoffload.testing import payload_of
@@ -131,6 +132,28 @@ async def test_quarantine_is_bounded_and_counted_in_the_capacity(tmp_path):
     assert len(kept) == 2
     assert backend.usage().resident_bytes == sum(path.stat().st_blocks * 512 for path in kept)
     await backend.close()
+
+
+async def test_a_damaged_chunk_of_the_longest_key_is_set_aside_like_any_other(tmp_path):
+    backend = open_store(tmp_path)
+    key = bytes([7]) * 120
+    await backend.write([key], filled([key], SIZE))
+    flip(files_of(tmp_path)[key.hex()], PAGE * 8)
+    assert await backend.read([key], slots(1, SIZE)) == [False]
+    assert len(list((tmp_path / "kv" / ".quarantine").iterdir())) == 1
+    await backend.close()
+
+
+async def test_a_file_in_a_folder_that_is_not_its_own_is_no_chunk(store):
+    backend, root = store
+    keys = keys_of(2)
+    await backend.write(keys[:1], filled(keys[:1], SIZE))
+    path = files_of(root)[keys[0].hex()]
+    wrong = path.parent.parent / ("00" if path.parent.name != "00" else "01")
+    wrong.mkdir(exist_ok=True)
+    shutil.copy(path, wrong / keys[1].hex())
+    Scanner(backend._keeper).look(full=True)
+    assert [backend.holds(key) for key in keys] == [True, False]
 
 
 async def test_quarantine_of_none_removes(tmp_path):
