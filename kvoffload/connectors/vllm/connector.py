@@ -23,6 +23,7 @@ from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.connectors.vllm.settings import VllmConfigSettings, read_settings
 from kvoffload.connectors.vllm.spec import HalvesSpec
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
+from kvoffload.transfer.slab import check_host_memory
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]
                 spec, settings, vllm_config, kv_cache_config
             )
         else:
+            check_memory_of_ranks(settings, vllm_config.parallel_config.local_world_size)
             self.connector_worker = KVOffloadWorker(spec, settings, vllm_config, kv_cache_config)
 
     # ---- both halves meet once, before the first request ----
@@ -112,6 +114,18 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]
         return super().build_prom_metrics(
             described, metric_types, labelnames, per_engine_labelvalues
         )
+
+
+def check_memory_of_ranks(settings: VllmConfigSettings, num_ranks: int) -> None:
+    """Refuse what this machine's ranks cannot all have, before any of them takes its part.
+
+    Memory is taken as it is written: each rank alone would find enough left.
+
+    Raises:
+        ConfigError: names the setting, and what all ranks of this machine together ask for.
+    """
+    name, num_bytes = settings.host_memory
+    check_host_memory(num_bytes * num_ranks, f"{name} of {num_ranks} ranks")
 
 
 def warn_of_settings(vllm_config: Any, settings: VllmConfigSettings) -> None:

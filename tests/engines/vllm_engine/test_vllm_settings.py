@@ -8,11 +8,12 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
-from kvoffload.connectors.vllm.connector import warn_of_settings
+from kvoffload.connectors.vllm.connector import check_memory_of_ranks, warn_of_settings
 from kvoffload.connectors.vllm.facts import hash_root, resolve_facts, weights_fingerprint
 from kvoffload.connectors.vllm.settings import read_settings
 from kvoffload.connectors.vllm.versions import check_version, is_tested
 from kvoffload.errors import ConfigError
+from kvoffload.transfer.slab import available_host_bytes
 
 
 def test_a_misspelt_setting_is_refused_with_a_suggestion():
@@ -61,6 +62,14 @@ def test_a_random_hash_root_is_found_out_and_the_remedy_named(caplog, monkeypatc
     caplog.clear()
     warn_of_settings(_vllm_config("sha256"), settings)
     assert not caplog.text
+
+
+def test_ranks_that_ask_for_more_than_there_is_together_are_refused():
+    most = available_host_bytes()
+    settings = read_settings({"cpu_bytes": most // 3})
+    check_memory_of_ranks(settings, 2)
+    with pytest.raises(ConfigError, match="cpu_bytes of 4 ranks"):
+        check_memory_of_ranks(settings, 4)
 
 
 def test_weights_in_a_folder_are_told_apart(tmp_path):
