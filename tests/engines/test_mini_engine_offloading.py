@@ -22,7 +22,7 @@ from kvoffload.testing import FaultyBackend, Plan
 from kvoffload.transfer.copier import CpuCopier
 
 MAX_LEN = 96
-RANDOM, DAMAGED, MISBEHAVING, WITHOUT_HOST = 120, 40, 40, 40
+RANDOM, DAMAGED, MISBEHAVING, WITHOUT_HOST = 120, 40, 20, 20
 """Workloads of each kind."""
 PER_TEST = 40
 PATIENCE_S = 60.0
