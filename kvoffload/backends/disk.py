@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -44,6 +45,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _READERS = 4
+
+
+_living: "weakref.WeakSet[DiskBackend]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked child has neither the threads nor the locks: for it everything is a miss."""
+    for backend in _living:
+        backend._closed = True
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class DiskBackend:
@@ -81,8 +94,9 @@ class DiskBackend:
             undo.callback(self._stores.close)
             self._house = House(keeper)
             undo.pop_all()
-        self._process = os.getpid()
-        self._ended = False
+        self._closed = False
+        """Whether nothing is to be done any more."""
+        _living.add(self)
         self._stopping = threading.Event()
         self._unfinished: set[asyncio.Future[Any]] = set()
         self._facts: dict[str, str] | None = None
@@ -163,7 +177,7 @@ class DiskBackend:
         """Wait for what is running, leave a snapshot, let go of the root."""
         if self._closed:
             return
-        self._ended = True
+        self._closed = True
         self._stopping.set()
         if self._unfinished:
             await asyncio.wait(self._unfinished, timeout=self.options.stall_s)
@@ -257,11 +271,6 @@ class DiskBackend:
     def wait_ready(self, timeout_s: float) -> bool:
         """Block until what was on disk at the start is known; False if that takes longer."""
         return self._keeper.ready.wait(timeout_s)
-
-    @property
-    def _closed(self) -> bool:
-        """Whether nothing is to be done any more; a forked child has neither threads nor locks."""
-        return self._ended or os.getpid() != self._process
 
     def _gave_up(self, kind: str, items: int, first: bool) -> None:
         """A lane has answered False for these without trying, because all its threads are stuck."""
