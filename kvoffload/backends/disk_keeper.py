@@ -79,6 +79,8 @@ class Keeper:
         """When the chunk evicted last had been used: how far back the stored past reaches."""
         self.bytes_under_way = 0
         """Of files on their way in or out: folders and ledger may disagree by these."""
+        self.largest_bytes = 0
+        """Of what this process ever made room for."""
         self.lacks_victims = threading.Event()
         """Set when a store wants room and nothing known can leave: others may have stored it."""
         self._durable = durable
@@ -174,6 +176,7 @@ class Keeper:
         if not self._has_free(allocated_bytes):
             self.count("refused_min_free")
             return False
+        self.largest_bytes = max(self.largest_bytes, allocated_bytes)
         self._under_way(allocated_bytes)
         granted = False
         try:

@@ -103,7 +103,9 @@ class Scanner:
         self._remove_abandoned({split_name(name)[0] for _, name, _ in found})
         left = keeper.index.has_left
         chunk_bytes = sum(allocated for _, name, allocated in found if not left(name))
+        # A look may have seen nothing, and a chunk may have been stored since.
         largest = max((allocated for _, _, allocated in found), default=0)
+        largest = max(largest, keeper.largest_bytes)
         return self._settle(chunk_bytes, moving_bytes, undisturbed, largest)
 
     def _remove_abandoned(self, in_use: set[int]) -> None:
@@ -140,7 +142,7 @@ class Scanner:
             keeper.ledger.settle(total + moving_bytes)
         elif resident is not None and resident < total:
             keeper.ledger.give_back(resident - total)
-        elif resident is not None and undisturbed is not None and self._complete:
+        elif resident is not None and undisturbed is not None and self._complete and largest:
             unseen = keeper.ledger.changes - undisturbed + _UNBEGUN * (keeper.others + 1)
             if (excess := resident - total - moving_bytes - unseen * largest) > 0:
                 keeper.ledger.give_back(excess)

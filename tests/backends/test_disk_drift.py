@@ -267,6 +267,21 @@ async def test_a_figure_gone_astray_is_mended_although_another_never_stops_stori
     await other.close()
 
 
+async def test_the_first_chunk_stored_while_an_empty_folder_is_looked_at_is_counted(
+    tmp_path, monkeypatch
+):
+    owner = open_disk(tmp_path)
+    (key,) = keys_of(1)
+
+    def store_then(self, in_use):  # after the folders were listed
+        assert owner._chunks.write(key, filled([key], SIZE)[0])
+
+    monkeypatch.setattr(Scanner, "_remove_abandoned", store_then)
+    Scanner(owner._keeper).look(full=True)
+    assert owner._keeper.ledger.refresh() == chunk_bytes(tmp_path) > 0
+    await owner.close()
+
+
 def test_what_cannot_be_looked_at_does_not_end_inspect_and_is_no_success_for_verify(tmp_path):
     async def store():
         backend = open_disk(tmp_path)
