@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, until, write
 
 from kvoffload.backends import disk_house
 from kvoffload.backends.disk import DiskBackend, DiskOptions
@@ -18,33 +19,6 @@ from kvoffload.cli.verify import verify
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of
 from kvoffload.testing.vfs import FailingVfs, HookedVfs, StuckVfs, kind_of
-
-SIZE = 60 * 1024
-ON_DISK = 64 * 1024
-
-
-def open_disk(root, namespace="drift", vfs=None, **settings):
-    settings = {"capacity": ByteSize(64 << 20), "min_free": ByteSize(0), **settings}
-    backend = DiskBackend(DiskOptions(root=str(root), **settings), namespace, vfs=vfs)
-    assert backend.wait_ready(10)
-    return backend
-
-
-def chunk_bytes(root):
-    return sum(path.lstat().st_blocks * 512 for path in root.glob("*/??/*"))
-
-
-async def write(backend, keys):
-    return await backend.write(keys, filled(keys, SIZE))
-
-
-async def until(condition, timeout_s=10.0):
-    for _ in range(int(timeout_s / 0.02)):
-        if condition():
-            return True
-        await asyncio.sleep(0.02)
-    return condition()
-
 
 FULL = {"capacity": ByteSize(8 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
 
@@ -88,7 +62,7 @@ from kvoffload.backends.disk import DiskBackend, DiskOptions
 from kvoffload.config import ByteSize
 from kvoffload.testing.vfs import DeadlyVfs
 options = DiskOptions(root=sys.argv[1], min_free=ByteSize(0))
-backend = DiskBackend(options, "drift", vfs=DeadlyVfs("rename:snapshot:before"))
+backend = DiskBackend(options, "disk", vfs=DeadlyVfs("rename:snapshot:before"))
 backend.wait_ready(10)
 asyncio.run(backend.close())
 """
@@ -214,7 +188,7 @@ async def test_closing_waits_neither_for_a_look_nor_for_a_hung_disk(tmp_path):
     await backend.close()
     stuck = StuckVfs(lambda call, path: call == "listdir" and kind_of(path) == "shard")
     options = DiskOptions(root=str(tmp_path), min_free=ByteSize(0), stall_s=0.1)
-    backend = DiskBackend(options, "drift", vfs=stuck)
+    backend = DiskBackend(options, "disk", vfs=stuck)
     assert await until(lambda: stuck.stuck)
     await asyncio.wait_for(backend.close(), 10)
     stuck.release()

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, until, write
 
 from kvoffload.backends import disk_house
 from kvoffload.backends.disk import DiskBackend, DiskOptions
@@ -15,34 +16,8 @@ from kvoffload.backends.disk_layout import WRITERS
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
 from kvoffload.offload.policies.lru import LRUPolicy
-from kvoffload.testing.backends import filled, keys_of, slots
+from kvoffload.testing.backends import keys_of, slots
 from kvoffload.testing.vfs import StuckVfs
-
-SIZE = 60 * 1024
-ON_DISK = 64 * 1024
-
-
-def open_disk(root, namespace="mishaps", vfs=None, **settings):
-    settings = {"capacity": ByteSize(64 << 20), "min_free": ByteSize(0), **settings}
-    backend = DiskBackend(DiskOptions(root=str(root), **settings), namespace, vfs=vfs)
-    assert backend.wait_ready(10)
-    return backend
-
-
-def chunk_bytes(root):
-    return sum(path.lstat().st_blocks * 512 for path in root.glob("*/??/*"))
-
-
-async def write(backend, keys):
-    return await backend.write(keys, filled(keys, SIZE))
-
-
-async def until(condition):
-    for _ in range(500):
-        if condition():
-            return True
-        await asyncio.sleep(0.02)
-    return condition()
 
 
 def assert_exact(backend, root):

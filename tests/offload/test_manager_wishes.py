@@ -1,41 +1,10 @@
 """Admission, hints, rates, back-pressure and promotion: one by one."""
 
 import pytest
+from manager_parts import Store, keys, new_manager, put
 
-from kvoffload.offload.base import ReqContext, StagedLoadStoreSpec, make_offload_key
-from kvoffload.offload.manager import Tier, TieredOffloadingManager
-from kvoffload.offload.policies.lru import LRUPolicy
-
-
-def keys(prompt, count):
-    return [make_offload_key(f"{prompt}{i}".encode() * 8, 0) for i in range(count)]
-
-
-class Store:
-    def __init__(self, held=()):
-        self.held, self.removals = set(held), []
-
-    def holds(self, key):
-        return key in self.held
-
-    def forget(self, gone):
-        self.held.difference_update(gone)
-
-    def take_removals(self):
-        taken, self.removals = self.removals, []
-        return taken
-
-
-def new_manager(slots=10, stores=(), **settings):
-    tiers = [Tier(f"tier{i}", store, store) for i, store in enumerate(stores)]
-    return TieredOffloadingManager(slots, LRUPolicy(slots), tiers, **settings)
-
-
-def put(manager, wanted, hint=None, name="r"):
-    context = ReqContext(name, {"kvoffload": hint} if hint else None)
-    output = manager.prepare_store(wanted, context)
-    manager.complete_store(output.keys_to_store, context)
-    return output
+from kvoffload.offload.base import ReqContext, StagedLoadStoreSpec
+from kvoffload.offload.manager import Tier
 
 
 def take_written(manager):

@@ -1,0 +1,33 @@
+"""The disk backend with chunks of 60 KiB, and what tests of it do over and over."""
+
+import asyncio
+
+from kvoffload.backends.disk import DiskBackend, DiskOptions
+from kvoffload.config import ByteSize
+from kvoffload.testing.backends import filled
+
+SIZE = 60 * 1024
+ON_DISK = 64 * 1024
+
+
+def open_disk(root, namespace="disk", vfs=None, **settings):
+    settings = {"capacity": ByteSize(64 << 20), "min_free": ByteSize(0), **settings}
+    backend = DiskBackend(DiskOptions(root=str(root), **settings), namespace, vfs=vfs)
+    assert backend.wait_ready(10)
+    return backend
+
+
+def chunk_bytes(root):
+    return sum(path.lstat().st_blocks * 512 for path in root.glob("*/??/*"))
+
+
+async def write(backend, keys):
+    return await backend.write(keys, filled(keys, SIZE))
+
+
+async def until(condition, timeout_s=10.0):
+    for _ in range(int(timeout_s / 0.02)):
+        if condition():
+            return True
+        await asyncio.sleep(0.02)
+    return condition()
