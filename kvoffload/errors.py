@@ -22,9 +22,8 @@ def shown(value: object, field: str = "") -> object:
     if field.rpartition(".")[2].lower() in _SECRETS:
         return value if value is None else HIDDEN
     if isinstance(value, bytes):
-        return (
-            HIDDEN.encode() if shown(value.decode("latin-1")) != value.decode("latin-1") else value
-        )
+        text = value.decode("latin-1")
+        return value if shown(text) == text else HIDDEN.encode()
     if isinstance(value, str):
         scheme, mark, _ = value.partition("://")
         if mark:

@@ -148,11 +148,10 @@ class House:
             self._scanner.remember()
 
     def _look(self) -> None:
-        began = time.monotonic()
-        settled = self._scanner.look(full=not self._settled, afresh=not self._in_order)
+        began, full = time.monotonic(), not self._settled
+        settled = self._scanner.look(full=full, afresh=not self._in_order)
         self._in_order = True
         took = time.monotonic() - began
-        full = not self._settled
         if full:
             self._recount_at = time.monotonic() + max(_RECOUNT_S, took / _RECOUNT_SHARE)
         # Where somebody always writes no count is exact: one within limits will do until the next.
