@@ -187,6 +187,14 @@ class BlockPool:
         self.index.add(np.delete(blocks, known) if known else blocks)
         return known
 
+    def is_registered(self, group: int, blocks: Ints, hashes: Sequence[bytes]) -> bool:
+        """Whether each block is registered under its hash, for this group."""
+        return (
+            bool(self._cacheds[blocks].all())
+            and self.index.hashes_of(blocks) == list(hashes)
+            and all(self.index.group_of(block) == group for block in blocks.tolist())
+        )
+
     def watch(self, blocks: Ints) -> None:
         """Have :attr:`num_losses` grow when one of these blocks is forgotten."""
         self._watched[blocks] = True

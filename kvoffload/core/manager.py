@@ -106,8 +106,9 @@ class KVCacheManager:
     def get_computed_blocks(self, request: RequestLike) -> tuple[KVCacheBlocks, int]:
         """Find the longest prefix of a request that is cached in every group.
 
-        At least one token is left to compute, since the engine needs its logits. Nothing is held
-        yet: pass the result to :meth:`allocate_slots` before anything else is allocated.
+        At least one token is left to compute, since the engine needs its logits. No block is
+        adopted yet: a later allocation, eviction or reset may reuse the blocks found. Then
+        :meth:`allocate_slots` refuses them, so look up right before it.
 
         Returns:
             The blocks by group (null where none is needed) and the number of tokens, a multiple
@@ -155,7 +156,8 @@ class KVCacheManager:
             back).
 
         Raises:
-            UsageError: blocks were found for a request that holds some already.
+            UsageError: blocks were found for a request that holds some already, or the blocks
+                found do not contain its prefix (any more); nothing was taken.
             ValueError: a negative number of tokens.
         """
         if min(num_new_tokens, num_lookahead_tokens, num_external_computed_tokens) < 0:
@@ -182,8 +184,8 @@ class KVCacheManager:
         else:
             found = self._nothing if new_computed_blocks is None else new_computed_blocks
             new = self._admit(
-                request.request_id, found, computed, num_external_computed_tokens, num_tokens,
-                num_slots - num_tokens, num_encoder_tokens,
+                request, found, num_new_computed_tokens, computed, num_external_computed_tokens,
+                num_tokens, num_slots - num_tokens, num_encoder_tokens,
             )  # fmt: skip
             if new is not None:
                 self._count_lookup(len(request.chain), num_new_computed_tokens)
@@ -229,8 +231,9 @@ class KVCacheManager:
 
     def _admit(
         self,
-        request_id: str,
+        request: RequestLike,
         found: KVCacheBlocks,
+        num_found_tokens: int,
         computed: int,
         external: int,
         num_tokens: int,
@@ -259,7 +262,7 @@ class KVCacheManager:
         num_free = self.pool.num_free
         if total > num_free:  # known without a look at the blocks found
             return None
-        adopted = [hit[skip:] for hit, skip in zip(found.arrays, skips, strict=True)]
+        adopted = self._finder.confirm(found, skips, request, num_found_tokens)
         if total + sum(self.pool.num_idle(hit) for hit in adopted if len(hit)) > num_free:
             found.refused_at = attempt
             return None
@@ -280,8 +283,8 @@ class KVCacheManager:
             for table, (nulls, count) in zip(sequence.tables, growth, strict=True)
         ]
         new = self._append(both, total)
-        self._sequences[request_id] = sequence
-        self._finder.forget(request_id)
+        self._sequences[request.request_id] = sequence
+        self._finder.forget(request.request_id)
         if not external:
             return KVCacheBlocks(new.blocks[len(self.groups) :])
         loaded, grown = new.blocks[: len(self.groups)], new.blocks[len(self.groups) :]

@@ -31,13 +31,17 @@ class RequestLike(Protocol):
 class KVCacheBlocks:
     """Block tables (or parts of them), one a group. Do not change the lists."""
 
-    __slots__ = ("_arrays", "_blocks", "refused_at")
+    __slots__ = ("_arrays", "_blocks", "found_at", "found_for", "refused_at")
 
     def __init__(
         self, blocks: tuple[list[int], ...] | None = None, arrays: tuple[Ints, ...] | None = None
     ) -> None:
         self._blocks = blocks
         self._arrays = arrays
+        self.found_for: HashChain | None = None
+        """The chain of which a lookup found these blocks."""
+        self.found_at = -1
+        """The pool's ``num_losses`` at the lookup."""
         self.refused_at: object = None
         """The state of the pool, and the request, when these blocks did not suffice."""
 
@@ -183,4 +187,49 @@ class PrefixFinder:
                     agreed = False
         if limit <= 0:
             return self.nothing, 0
-        return KVCacheBlocks(None, tuple(tables[i] for i in range(len(self.groups)))), limit
+        found = KVCacheBlocks(None, tuple(tables[i] for i in range(len(self.groups))))
+        found.found_for, found.found_at = chain, self.pool.num_losses
+        return found, limit
+
+    def confirm(
+        self, found: KVCacheBlocks, skips: Sequence[int], request: RequestLike, num_tokens: int
+    ) -> list[Ints]:
+        """Return the blocks of a lookup that a request adopts, if they still contain its prefix.
+
+        The cost is O(groups) while the pool lost no block of any lookup; else hashes are compared.
+
+        Args:
+            found: by the lookup.
+            skips: by group, how many leading blocks no later token reads.
+            request: to admit.
+            num_tokens: tokens the request takes from the lookup.
+
+        Raises:
+            UsageError: a block does not contain the prefix (any more).
+        """
+        chain = request.chain
+        current = found.found_for is chain and found.found_at == self.pool.num_losses
+        adopted = []
+        for group, table, skip in zip(self.groups, found.arrays, skips, strict=True):
+            if len(table) * group.block_size < num_tokens:
+                raise UsageError(
+                    f"num_new_computed_tokens = {num_tokens} for {request.request_id}, but its "
+                    f"new_computed_blocks hold {len(table) * group.block_size} tokens: pass on "
+                    "both results of get_computed_blocks()"
+                )
+            blocks = table[skip:]
+            # Null blocks lead a table, so the first block tells whether one is among them.
+            if len(blocks) and not (
+                blocks[0] and (current or self._contain(group, blocks, skip, chain))
+            ):
+                raise UsageError(
+                    f"new_computed_blocks of {request.request_id} do not contain its prefix of "
+                    f"{num_tokens} tokens (any more): call get_computed_blocks() again, right "
+                    "before allocate_slots()"
+                )
+            adopted.append(blocks)
+        return adopted
+
+    def _contain(self, group: Group, blocks: Ints, start: int, chain: HashChain) -> bool:
+        hashes = group.hashes(chain.hashes)[start : start + len(blocks)]
+        return self.pool.is_registered(group.index, blocks, hashes)

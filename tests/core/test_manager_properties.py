@@ -5,6 +5,7 @@ request reads must be what was written for exactly its tokens; and the events of
 must give what can be found.
 """
 
+import itertools
 import random
 
 import hypothesis.strategies as st
@@ -26,6 +27,7 @@ from kvoffload.core.interface import (
 from kvoffload.core.manager import KVCacheManager
 from kvoffload.core.request import Request
 from kvoffload.core.stats import AllBlocksCleared, BlockRemoved, BlockStored
+from kvoffload.errors import UsageError
 
 SHAPE = {"num_kv_heads": 1, "head_size": 2, "dtype": torch.float16}
 
@@ -108,7 +110,7 @@ class Life(RuleBasedStateMachine):
             log_stats=True,
         )
         self.hasher = BlockHasher(self.manager.hash_block_size)
-        self.running, self.loading, self.held = [], [], []
+        self.running, self.loading, self.held, self.planned = [], [], [], []
         self.findable = [set() for _ in groups]
         self.count = 0
         # What a forward pass would have written: (block, offset) -> all tokens up to that position.
@@ -156,6 +158,44 @@ class Life(RuleBasedStateMachine):
         assert hit == longest_hit_by_trial(self.manager, self.specs, request.chain)
         again = self.manager.get_computed_blocks(request)
         assert (again[0].blocks, again[1]) == (found.blocks, hit)
+        self.allocate(request, found, hit, chunk, external, lookahead)
+
+    @rule(prompt=st.sampled_from([0, 0, 0, 1]), length=st.integers(1, 40))
+    def plan(self, prompt, length):
+        request = self.new_request([prompt] * length)
+        self.planned.append((request, *self.manager.get_computed_blocks(request)))
+
+    @precondition(lambda self: self.planned)
+    @rule(which=WHICH, chunk=st.integers(1, 40), external=st.integers(0, 6))
+    def admit_planned(self, which, chunk, external):
+        """Allocate long after the lookup: refused only if a block found lost the prefix."""
+        request, found, hit = self.planned.pop(which % len(self.planned))
+        before = self.manager.num_free_blocks, self.manager.pool.free_queue.in_order()
+        refusal = ""
+        try:
+            self.allocate(request, found, hit, chunk, external, 0)
+        except UsageError as error:
+            refusal = str(error)
+        if refusal:
+            assert "do not contain its prefix" in refusal
+            assert not self.contain_prefix(request, found)
+            after = self.manager.num_free_blocks, self.manager.pool.free_queue.in_order()
+            assert after == before
+
+    def contain_prefix(self, request, found):
+        """Whether each block found is registered, for its group, and was written for the prefix."""
+        pool = self.manager.pool
+        return all(
+            pool.is_cached(block)
+            and pool.index.group_of(block) == group
+            and self.memory[self.place(spec, table, end - 1)] == request.token_ids[:end]
+            for group, (spec, table) in enumerate(zip(self.specs, found.blocks, strict=True))
+            for block, end in zip(table, itertools.count(spec.block_size, spec.block_size))
+            if block
+        )
+
+    def allocate(self, request, found, hit, chunk, external, lookahead):
+        length = request.num_tokens
         external = min(
             external * self.manager.block_size, (length - 1 - hit) // self.manager.block_size
             * self.manager.block_size,
@@ -272,7 +312,10 @@ def test_long_random_lives_on_every_model(model, seed):
     life = Life()
     life.begin(model=model, blocks=rng.choice([10, 20, 40]))
     for _ in range(150):
-        act = rng.choice(["admit", "admit", "step", "step", "step", "step", "end", "load", "rare"])
+        act = rng.choice(
+            ["admit", "admit", "plan", "planned", "step", "step", "step", "step", "end", "load",
+             "rare"]
+        )  # fmt: skip
         if act == "admit":
             life.admit(
                 prompt=rng.choice([0, 0, 0, 1]),
@@ -281,6 +324,11 @@ def test_long_random_lives_on_every_model(model, seed):
                 external=rng.choice([0, 0, 0, 1, 4]),
                 lookahead=rng.choice([0, 0, 2]),
             )
+        elif act == "plan":
+            life.plan(prompt=rng.choice([0, 0, 0, 1]), length=rng.randint(1, 40))
+        elif act == "planned" and life.planned:
+            which, chunk = rng.randrange(100), rng.randint(1, 40)
+            life.admit_planned(which=which, chunk=chunk, external=rng.choice([0, 0, 0, 1, 4]))
         elif act == "step" and life.running:
             life.step(
                 which=rng.randrange(100), tokens=rng.randint(1, 5), lookahead=rng.choice([0, 0, 2])
