@@ -18,13 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvoffload.core.interface import (
-    FullAttentionSpec,
-    KVCacheSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
+from kvoffload.core.attention import AttentionLayer
+from kvoffload.core.interface import MambaSpec
 from mini_engine.config import ModelConfig
 
 Take = Callable[..., Tensor]
@@ -49,20 +44,19 @@ def output_size(config: ModelConfig, kind: str) -> int:
     return config.state_channels if kind == "state" else config.num_heads * config.head_size
 
 
-def kv_cache_spec(
-    config: ModelConfig, kind: str, block_size: int, dtype: torch.dtype
-) -> KVCacheSpec:
-    """Return the format of what a layer of this kind keeps."""
-    heads = (config.num_kv_heads, config.head_size)
-    if kind == "window":
-        return SlidingWindowSpec(block_size, *heads, dtype, sliding_window=config.sliding_window)
+def attention_layer(config: ModelConfig, kind: str) -> AttentionLayer:
+    """Describe a layer that keeps something of every token: all kinds but ``state``."""
     if kind == "latent":
-        return MLAAttentionSpec(block_size, 1, config.latent_size + config.head_size, dtype)
-    if kind == "state":
-        channels = config.state_channels
-        shapes = ((channels, config.state_size), (CONV_WIDTH - 1, channels))
-        return MambaSpec(block_size, shapes, (torch.float32, dtype))
-    return FullAttentionSpec(block_size, *heads, dtype)
+        return AttentionLayer(1, config.latent_size + config.head_size, use_mla=True)
+    window = config.sliding_window if kind == "window" else None
+    return AttentionLayer(config.num_kv_heads, config.head_size, sliding_window=window)
+
+
+def state_spec(config: ModelConfig, block_size: int, dtype: torch.dtype) -> MambaSpec:
+    """Return the format of what a ``state`` layer keeps."""
+    channels = config.state_channels
+    shapes = ((channels, config.state_size), (CONV_WIDTH - 1, channels))
+    return MambaSpec(block_size, shapes, (torch.float32, dtype))
 
 
 def weight_shapes(config: ModelConfig, kind: str) -> Shapes:

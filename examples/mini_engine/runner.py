@@ -11,6 +11,7 @@ from kvoffload.core.attention import (
     CommonAttentionMetadata,
     LatentPagedBackend,
     SdpaPagedBackend,
+    get_kv_cache_spec,
     init_attn_backend,
     prepare_attn_metadata,
 )
@@ -21,7 +22,7 @@ from kvoffload.core.tensors import canonicalize_kv_caches, init_kv_cache
 from kvoffload.errors import ConfigError, InsufficientMemoryError
 from mini_engine.attention import InvariantLatentBackend, InvariantPagedBackend
 from mini_engine.config import EngineConfig, ModelConfig
-from mini_engine.mixers import kv_cache_spec
+from mini_engine.mixers import attention_layer, state_spec
 from mini_engine.model import Model
 from mini_engine.request import Work
 from mini_engine.states import StateBackend
@@ -37,13 +38,16 @@ def plan_kv_cache(config: EngineConfig, shape: ModelConfig, dtype: torch.dtype) 
         max_model_len=config.max_model_len, max_num_batched_tokens=config.max_num_batched_tokens
     )
     layers = {
-        f"model.layers.{i}.self_attn": kv_cache_spec(
-            shape, shape.kind_of(i), config.block_size, dtype
+        f"model.layers.{i}.self_attn": (
+            state_spec(shape, config.block_size, dtype)
+            if shape.kind_of(i) == "state"
+            else attention_layer(shape, shape.kind_of(i))
         )
         for i in range(shape.num_layers)
     }
+    specs = get_kv_cache_spec(layers, dtype, config.block_size)
     try:
-        return get_kv_cache_config(limits, layers, config.kv_cache_bytes)
+        return get_kv_cache_config(limits, specs, config.kv_cache_bytes)
     except InsufficientMemoryError as error:
         raise ConfigError("kv_cache_bytes", int(config.kv_cache_bytes), str(error)) from error
 

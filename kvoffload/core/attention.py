@@ -10,11 +10,14 @@ import numpy as np
 import torch
 
 from kvoffload.core.interface import KVCacheConfig, KVCacheSpec
+from kvoffload.core.layers import AttentionLayer, AttentionType, get_kv_cache_spec
 from kvoffload.core.sdpa import CommonMetadataBuilder, LatentPagedBackend, SdpaPagedBackend
 
 __all__ = [
     "AttentionBackend",
+    "AttentionLayer",
     "AttentionMetadataBuilder",
+    "AttentionType",
     "BuilderFactory",
     "CommonAttentionMetadata",
     "CommonMetadataBuilder",
@@ -23,6 +26,7 @@ __all__ = [
     "SdpaPagedBackend",
     "SharesWorkspace",
     "build_attn_metadata",
+    "get_kv_cache_spec",
     "init_attn_backend",
     "make_block_table",
     "make_slot_mapping",

@@ -19,10 +19,11 @@ from kvoffload.core.interface import (
     KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
+    ModelLimits,
     UniformTypeKVCacheSpecs,
 )
 from kvoffload.core.prefix import RequestLike
-from kvoffload.errors import InsufficientMemoryError, UsageError
+from kvoffload.errors import InsufficientMemoryError, KVCacheSpecError, UsageError
 
 NONE_HASH: int = int.from_bytes(hashlib.sha256(HASH_VERSION + b" none").digest(), "big")
 """Parent of a first block, as a number; now :attr:`kvoffload.core.hashing.BlockHasher.root`."""
@@ -208,6 +209,18 @@ def type_id(spec: KVCacheSpec) -> str:
     if isinstance(spec, MambaSpec):
         parts.append(f"{spec.shapes}{spec.dtypes}{spec.num_speculative_blocks}")
     return "_".join(parts)
+
+
+def _get_kv_cache_config_uniform_type(
+    limits: ModelLimits, kv_cache_spec: planning.Specs, available_memory: int
+) -> KVCacheConfig:
+    """Plan a model whose layers all have one format; now ``planning.get_kv_cache_config``."""
+    if not planning.is_kv_cache_type_uniform(kv_cache_spec):
+        raise KVCacheSpecError(
+            "the layers have several formats: use kvoffload.core.planning.get_kv_cache_config(), "
+            "which plans a group for each"
+        )
+    return planning.get_kv_cache_config(limits, kv_cache_spec, available_memory)
 
 
 def unify_kv_cache_configs(kv_cache_configs: MutableSequence[KVCacheConfig]) -> None:

@@ -3,21 +3,24 @@
 import hashlib
 
 import pytest
+import torch
 
 from kvoffload.core.compat import (
     NONE_HASH,
     BlockHashType,
     FreeKVCacheBlockQueue,
     KVCacheBlock,
+    _get_kv_cache_config_uniform_type,
     generate_block_hash_extra_keys,
     hash_block_tokens,
     hash_request_tokens,
     need_extra_keys,
 )
 from kvoffload.core.hashing import BlockHasher, HashChain, MultiModalItem
+from kvoffload.core.interface import FullAttentionSpec, ModelLimits, SlidingWindowSpec
 from kvoffload.core.request import Request
 from kvoffload.core.stats import PrefixCacheStats, PrefixCachingMetrics
-from kvoffload.errors import InsufficientMemoryError, UsageError
+from kvoffload.errors import InsufficientMemoryError, KVCacheSpecError, UsageError
 
 
 def number(value):
@@ -84,6 +87,17 @@ def test_the_block_queue_gives_the_first_and_loses_any():
         queue.popleft()
     with pytest.raises(InsufficientMemoryError, match="No free blocks available"):
         queue.popleft()
+
+
+def test_a_model_of_one_format_shares_memory_equally_and_another_is_refused():
+    limits = ModelLimits(max_model_len=64, max_num_batched_tokens=64)
+    full = FullAttentionSpec(16, 1, 8, torch.float16)
+    plan = _get_kv_cache_config_uniform_type(limits, {"a": full, "b": full}, 10 * 1024)
+    assert plan.num_blocks == 10
+    assert {name: tensor.size for name, tensor in plan.tensors.items()} == {"a": 5120, "b": 5120}
+    window = SlidingWindowSpec(16, 1, 8, torch.float16, sliding_window=32)
+    with pytest.raises(KVCacheSpecError, match=r"get_kv_cache_config\(\)"):
+        _get_kv_cache_config_uniform_type(limits, {"a": full, "b": window}, 1 << 20)
 
 
 def test_the_hit_rate_is_of_recent_requests():
