@@ -46,7 +46,8 @@ class Extras:
     """What else, beside its tokens, decides the KV of a prompt.
 
     Attributes:
-        lora: name of the adapter it is computed with.
+        lora: name of the adapter it is computed with. Only the name is hashed, so it must change
+            with the adapter's weights.
         mm_items: multi-modal items, ordered by offset.
         cache_salt: keeps it apart from prompts with other salts.
     """
@@ -218,7 +219,8 @@ class HashChain:
     Args:
         hasher: of the engine.
         token_ids: the prompt.
-        lora: name of the adapter the KV cache is computed with.
+        lora: name of the adapter the KV cache is computed with; other weights need another name,
+            for instance ``poet@2``.
         mm_items: multi-modal items of the prompt, in any order.
         cache_salt: requests with different salts share nothing.
 

@@ -44,13 +44,26 @@ def _array(items: Sequence[bytes]) -> bytes:
     return _head(_ARRAY, len(items)) + b"".join(items)
 
 
+def _encode_tokens(token_ids: Sequence[int]) -> list[bytes]:
+    small = [bytes((i,)) for i in range(24)]
+    try:
+        return [
+            _head(_UNSIGNED, t) if t >= 24 else small[t] if t >= 0 else _int(t) for t in token_ids
+        ]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"token ids must be whole numbers from -2**64 to 2**64 - 1: {error}"
+        ) from None
+
+
 class VllmBlockHasher:
     """Takes the place of :class:`~kvoffload.core.hashing.BlockHasher` in a chain.
 
     Args:
         block_size: tokens in a block, as in vLLM.
         seed: the value of ``PYTHONHASHSEED`` in vLLM's environment, if it is set there.
-        lora_paths: adapter name → path, as given to vLLM, which hashes both.
+        lora_paths: adapter name → path, as given to vLLM, which hashes both. Other weights need
+            another name or path.
     """
 
     algorithm = "vllm-sha256-cbor"
@@ -74,10 +87,13 @@ class VllmBlockHasher:
     def extend(
         self, parent: bytes, token_ids: Sequence[int], first_block: int, extras: Extras
     ) -> list[bytes]:
-        """Hash consecutive whole blocks."""
+        """Hash consecutive whole blocks. Token ids below 0, as vLLM's placeholders, are hashed too.
+
+        Raises:
+            ValueError: a token id is no whole number of at most 64 bits.
+        """
         size = self.block_size
-        small = [bytes((i,)) for i in range(24)]
-        encoded = [small[t] if 0 <= t < 24 else _head(_UNSIGNED, t) for t in token_ids]
+        encoded = _encode_tokens(token_ids)
         before = _head(_ARRAY, 3) + _head(_BYTES, 32)
         count = _head(_ARRAY, size)
         hashes = []

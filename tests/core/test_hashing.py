@@ -147,6 +147,19 @@ def test_a_token_that_is_no_token_is_refused(token):
         HashChain(BlockHasher(1), [token])
 
 
+@pytest.mark.parametrize("token", [2**64, -(2**64) - 1, 1.5, 300.5, "x", None])
+def test_a_token_that_vllm_cannot_name_is_refused(token):
+    with pytest.raises(ValueError, match="token ids must be whole numbers from"):
+        HashChain(VllmBlockHasher(2), [1, token])
+
+
+def test_vllm_hashes_cover_placeholders_below_zero():
+    """CBOR: an array of parent, tokens and null; a negative number n is written as -1 - n."""
+    hasher = VllmBlockHasher(3)
+    data = b"\x83\x58\x20" + hasher.root + b"\x83\x01\x20\x39\x01\xf3" + b"\xf6"
+    assert HashChain(hasher, [1, -1, -500]).hashes == [hashlib.sha256(data).digest()]
+
+
 def test_an_adapter_without_a_path_has_no_vllm_hash():
     with pytest.raises(ConfigError, match="adapter 'a'"):
         HashChain(VllmBlockHasher(1), [1], lora="a")

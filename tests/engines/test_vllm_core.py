@@ -253,7 +253,7 @@ def test_random_lives_are_the_same(model, seed):
 def test_hashes_of_the_vllm_codec_are_vllms_byte_for_byte(block_size, salt, lora):
     init_none_hash(sha256_cbor)
     rng = random.Random(block_size)
-    bounds = [0, 23, 24, 255, 256, 65535, 65536, 2**32 - 1]
+    bounds = [0, 23, 24, 255, 256, 65535, 65536, 2**32 - 1, -1, -24, -25, -257]
     tokens = bounds + [rng.randrange(200_000) for _ in range(60)]
     items = [("cat", 3, 4), ("a longer name " * 20, 9, 20), ("cat", 40, 1), ("dog", 41, 30)]
     features = [
