@@ -162,13 +162,26 @@ def unify_hybrid_kv_cache_specs(kv_cache_spec: Specs) -> dict[str, KVCacheSpec]:
         latent = any(isinstance(spec, MLAAttentionSpec) for spec in specs.values())
         if not latent:
             specs = {name: _as_full_attention(spec) for name, spec in specs.items()}
-    if not UniformTypeKVCacheSpecs.is_uniform_type(specs):
-        kinds = sorted({type(spec).__name__ for spec in specs.values()})
+    if UniformTypeKVCacheSpecs.is_uniform_type(specs):
+        return specs
+    instead = "plan them as groups of their own with get_kv_cache_config()"
+    one_size = {name: replace(spec, block_size=1) for name, spec in specs.items()}
+    if UniformTypeKVCacheSpecs.is_uniform_type(one_size):
+        examples: dict[int, str] = {}
+        for name, spec in specs.items():
+            examples.setdefault(spec.block_size, name)
+        sizes = ", ".join(f"{name}: {size}" for size, name in examples.items())
         raise KVCacheSpecError(
-            f"layers of kinds {', '.join(kinds)} cannot be kept as one kind: plan them as groups "
-            "of their own with get_kv_cache_config()"
+            f"block sizes differ ({sizes}): give all layers one block_size, or {instead}"
         )
-    return specs
+    kinds = ", ".join(sorted({_kind_name(spec) for spec in specs.values()}))
+    raise KVCacheSpecError(f"layers of kinds {kinds} cannot be kept as one kind: {instead}")
+
+
+def _kind_name(spec: KVCacheSpec) -> str:
+    fields = ("sliding_window", "attention_chunk_size", "num_speculative_blocks")
+    given = [f"{field}={getattr(spec, field)}" for field in fields if getattr(spec, field, None)]
+    return f"{type(spec).__name__}({', '.join(given)})"
 
 
 def _as_full_attention(spec: KVCacheSpec) -> KVCacheSpec:

@@ -170,6 +170,27 @@ def test_kinds_that_cannot_be_one_are_named(specs):
         unify_hybrid_kv_cache_specs(specs)
 
 
+@pytest.mark.parametrize(
+    ("specs", "cause"),
+    [
+        (
+            {"a": FullAttentionSpec(64, *SHAPE[1:]), "b": WINDOW},
+            r"block sizes differ \(a: 64, b: 16\): give all layers one block_size",
+        ),
+        ({"a": FULL, "c": FullAttentionSpec(64, *SHAPE[1:]), "b": FULL}, r"\(a: 16, c: 64\)"),
+        (
+            {"a": WINDOW, "b": SlidingWindowSpec(*SHAPE, sliding_window=64)},
+            r"SlidingWindowSpec\(sliding_window=32\), SlidingWindowSpec\(sliding_window=64\)",
+        ),
+        # Both differ: another block size alone would not help.
+        ({"a": MambaSpec(64, ((100,),), (torch.float32,)), "b": FULL}, "MambaSpec"),
+    ],
+)
+def test_what_keeps_layers_from_being_one_kind_is_named(specs, cause):
+    with pytest.raises(KVCacheSpecError, match=cause):
+        unify_hybrid_kv_cache_specs(specs)
+
+
 def test_workers_agree_on_the_smallest_number_of_blocks():
     configs = [get_kv_cache_config(LIMITS, layers(full=2), n * 2 * PAGE) for n in (30, 20, 25)]
     unified = unify_kv_cache_configs(configs)
