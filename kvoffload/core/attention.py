@@ -266,12 +266,17 @@ def init_attn_backend(
 ) -> list[AttentionMetadataBuilder]:
     """Make one metadata builder a group, from the backend of the group's first layer.
 
+    A group without layers, on a pipeline stage, gets a builder too: builders follow the groups.
     Builders of one backend that need scratch memory (:class:`SharesWorkspace`) get the same: they
     run one after the other.
     """
     builders: list[AttentionMetadataBuilder] = []
     workspaces: dict[str, torch.Tensor] = {}
     for group in kv_cache_config.kv_cache_groups:
+        if not group.layer_names:  # its layers are on other pipeline stages
+            spec = group.kv_cache_spec
+            builders.append(CommonMetadataBuilder(spec, (), torch.device(device)))
+            continue
         backend = backends[group.layer_names[0]]
         builder = backend.get_builder_cls()(
             group.kv_cache_spec, group.layer_names, torch.device(device)

@@ -275,7 +275,8 @@ def unify_kv_cache_configs(configs: Sequence[KVCacheConfig]) -> list[KVCacheConf
     """Make the workers' plans agree, so that one block manager serves them all.
 
     Args:
-        configs: one a worker. Layer names may differ (pipeline stages); groups must correspond.
+        configs: one a worker. Layer names may differ (pipeline stages); groups must correspond, as
+            :func:`kvoffload.core.workers.get_kv_cache_configs` makes them.
 
     Returns:
         The plans, each with the smallest worker's number of blocks and tensors cut to it.
@@ -290,8 +291,8 @@ def unify_kv_cache_configs(configs: Sequence[KVCacheConfig]) -> list[KVCacheConf
         mine, theirs = _group_forms(config), _group_forms(first)
         if mine != theirs:
             raise KVCacheSpecError(
-                f"worker {rank} has KV cache groups {mine}, worker 0 has {theirs}: give all "
-                "workers the same kinds of layers in the same order"
+                f"worker {rank} has KV cache groups {mine}, worker 0 has {theirs}: plan all "
+                "workers together with kvoffload.core.workers.get_kv_cache_configs()"
             )
     num_blocks = min(config.num_blocks for config in configs)
     return [
