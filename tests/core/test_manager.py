@@ -181,6 +181,40 @@ def test_a_request_is_not_answered_for_another_that_had_its_id(make_manager, mak
     assert manager.get_computed_blocks(here)[1] == 0
 
 
+def test_a_waiting_request_is_looked_up_again_only_if_the_answer_may_differ(
+    make_manager, make_request, monkeypatch
+):
+    manager = make_manager(20)
+    admit(manager, make_request(list(range(8))))
+    waiting, runner = make_request(list(range(21))), make_request(list(range(100, 104)))
+    lookups = []
+    find = manager.pool.index.find
+    monkeypatch.setattr(
+        manager.pool.index,
+        "find",
+        lambda group, hashes: lookups.append(group) or find(group, hashes),
+    )
+
+    def hit_and_lookups():
+        lookups.clear()
+        hit = manager.get_computed_blocks(waiting)[1]
+        return hit, bool(lookups)
+
+    assert hit_and_lookups() == (8, True)
+    assert [hit_and_lookups() for _ in range(3)] == [(8, False)] * 3
+    admit(manager, runner)  # registers a block of another prefix: one look at the index tells
+    assert [hit_and_lookups() for _ in range(3)] == [(8, False)] * 3
+    runner.append_token_ids(range(7))
+    manager.allocate_slots(runner, 7)
+    assert hit_and_lookups() == (8, False)
+    admit(manager, make_request(list(range(12))))  # registers the block after the hit
+    assert [hit_and_lookups() for _ in range(2)] == [(12, True), (12, False)]
+    manager.evict_blocks([2])  # of the hit
+    assert [hit_and_lookups() for _ in range(2)] == [(4, True), (4, False)]
+    waiting.append_token_ids([5])
+    assert hit_and_lookups() == (4, True)
+
+
 def test_numbers_that_cannot_be_are_refused(make_manager, make_request):
     manager = make_manager(20)
     for wrong in ({-1}, {3, 20}, {5000}):
