@@ -19,6 +19,7 @@ from kvoffload.core.interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from kvoffload.core.manager import KVCacheManager
@@ -55,9 +56,16 @@ MODELS = {
     "two full and a window": [("full", None), ("full", None), ("window", 8)],
     "full and chunked": [("full", None), ("chunked", 8)],
 }
+RECURRENT = {
+    "state": [("state", None)],
+    "full and state": [("full", None), ("state", None)],
+    "full, window and state": [("full", None), ("window", 9), ("state", None)],
+}
 
 
 def our_spec(kind, size):
+    if kind == "state":
+        return MambaSpec(BLOCK, ((8,),), (torch.float16,))
     if kind == "window":
         return SlidingWindowSpec(**SHAPE, sliding_window=size)
     if kind == "chunked":
@@ -66,6 +74,10 @@ def our_spec(kind, size):
 
 
 def their_spec(kind, size):
+    if kind == "state":
+        return theirs.MambaSpec(
+            block_size=BLOCK, shapes=((8,),), dtypes=(torch.float16,), mamba_cache_mode="align"
+        )
     if kind == "window":
         return theirs.SlidingWindowSpec(**SHAPE, sliding_window=size)
     if kind == "chunked":
@@ -83,7 +95,7 @@ class Pair:
 
     def __init__(self, model, num_blocks, events=True):
         init_none_hash(sha256_cbor)
-        kinds = MODELS[model]
+        kinds = (MODELS | RECURRENT)[model]
         self.ours = KVCacheManager(
             KVCacheConfig(
                 num_blocks,
@@ -291,6 +303,53 @@ def test_a_chain_may_start_where_pythonhashseed_says(monkeypatch):
     )  # fmt: skip
     monkeypatch.undo()
     assert HashChain(VllmBlockHasher(4, seed="42"), range(8)).hashes == other.block_hashes
+
+
+@pytest.mark.parametrize("model", RECURRENT)
+@pytest.mark.parametrize("seed", range(5))
+def test_recurrent_models_find_the_same_prefixes(model, seed):
+    """Chunks end with blocks, as vLLM's scheduler cuts them; the cache never evicts.
+
+    Only hits are compared: the two keep different numbers of states while a request runs.
+    """
+    rng = random.Random(f"{model}{seed}")
+    pair = Pair(model, 5000, events=False)
+    running, hits = [], 0
+    for _ in range(120):
+        pair.theirs.new_step_starts()
+        if running and rng.random() < 0.6:
+            position = rng.randrange(len(running))
+            request, done = running[position][0], running[position][0][0].num_computed_tokens
+            if rng.random() < 0.2:
+                pair.free(running.pop(position)[0])
+                continue
+            found, hit, options, their_options = None, 0, {}, {}
+            if done == request[0].num_tokens:
+                token = rng.choice([0, 1])
+                request[0].append_token_ids([token])
+                request[1].append_output_token_ids(token)
+        else:
+            request = pair.request([rng.choice([0, 0, 1])] * rng.randrange(1, 40) + [2] * 5)
+            found, hit = pair.ours.get_computed_blocks(request[0])
+            their_found, their_hit, _ = pair.theirs.get_computed_blocks(request[1])
+            assert hit == their_hit
+            assert [[bool(block) for block in table] for table in found.blocks] == [
+                [bool(block) for block in table] for table in their_found.get_block_ids()
+            ]
+            hits += bool(hit)
+            done = hit
+            options = {"num_new_computed_tokens": hit, "new_computed_blocks": found}
+            their_options = options | {"new_computed_blocks": their_found}
+            running.append((request,))
+        last = request[0].num_tokens // BLOCK * BLOCK
+        end = request[0].num_tokens
+        if last > done:
+            end = min(done // BLOCK * BLOCK + BLOCK * rng.randrange(1, 8), last)
+        assert pair.ours.allocate_slots(request[0], end - done, **options)
+        assert pair.theirs.allocate_slots(request[1], end - done, **their_options)
+        pair.advance(request, end)
+    pair.ours.check()
+    assert hits > 5
 
 
 if __name__ == "__main__":
