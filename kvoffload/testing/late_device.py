@@ -67,6 +67,10 @@ class LateStream:
         self.enqueue(arrive)
         return event
 
+    def synchronize(self) -> None:
+        """See :meth:`kvoffload.transfer.device.Stream.synchronize`."""
+        LateStream.record_event(self).synchronize()
+
     def step(self) -> bool:
         """Do the next piece of work; False if there is none, or it has to wait."""
         while self.work and isinstance(self.work[0], LateEvent):

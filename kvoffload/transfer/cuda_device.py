@@ -91,6 +91,10 @@ class CudaStream:
         event.record(self.torch)
         return cast(Event, event)
 
+    def synchronize(self) -> None:
+        """See :meth:`kvoffload.transfer.device.Stream.synchronize`."""
+        self.torch.synchronize()
+
 
 class CudaDevice:
     """The GPU that holds the caches; see :class:`kvoffload.transfer.device.Device`.

@@ -42,6 +42,10 @@ class Stream(Protocol):
         """Mark the stream as it is now."""
         ...
 
+    def synchronize(self) -> None:
+        """Block until the stream is empty. Raises what went wrong on the device."""
+        ...
+
 
 class Part(NamedTuple):
     """Consecutive regions of a group's chunks, which go through staging memory together."""

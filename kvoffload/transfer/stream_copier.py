@@ -61,6 +61,8 @@ class Job:
     """Those it has used, in the order of their first use."""
     table: Table | None = None
     uploaded: Event | None = None
+    unmarked: Exception | None = None
+    """Why the transfer has failed, if its end could not be marked on the streams either."""
 
 
 class Listed(NamedTuple):
@@ -125,9 +127,11 @@ class Direction:
                 # What was enqueued before it failed still runs, and is waited for below.
                 failed = error
             try:
-                job.fence.all_enqueued(self.fence_end(job), failed)
+                events = self.fence_end(job)
             except Exception as error:
-                job.fence.reach(failed or error)
+                job.unmarked = failed or error
+            else:
+                job.fence.all_enqueued(events, failed)
             self._launched.put(job)
         self._launched.put(None)
 
@@ -253,6 +257,9 @@ class Direction:
         """
         for event in job.fence.events:
             event.synchronize()
+        if job.unmarked is not None:
+            for lane in job.lanes:
+                lane.stream.synchronize()
 
     # ---- the thread that waits ----
 
@@ -262,12 +269,12 @@ class Direction:
             try:
                 self.fence_host(job)
             except Exception as error:
-                # The table is not used again: who knows what still reads it.
-                job.fence.reach(error)
+                # Kernels may still read the table, so no transfer uses it again.
+                job.fence.reach(job.unmarked or error)
             else:
                 if job.table is not None:
                     self._tables.append(job.table)
-                job.fence.reach()
+                job.fence.reach(job.unmarked)
 
 
 class StreamCopier:

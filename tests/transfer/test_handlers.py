@@ -212,6 +212,26 @@ def test_each_chunk_is_copied_as_it_arrives_while_a_later_one_is_still_being_rea
     half.io.call(disk.close())
 
 
+def test_chunks_that_were_copied_as_they_arrived_are_not_launched_again(half, until, tmp_path):
+    """The whole call's answer names them once more; an empty copy costs a fence and an event."""
+    options = {"root": str(tmp_path), "capacity": "1MiB", "min_free": 0}
+    disk = half.backends["disk"] = open_backend("disk", options, "0" * 64)
+    store_all(half, until, "disk")
+    launch, launched = half.copier.launch, []
+
+    def noted(moves, *, to_host, after):
+        launched.append([move.host_slot for move in moves])
+        return launch(moves, to_host, after)
+
+    half.copier.launch = noted
+    half.worker.submit(3, (staged(range(20), range(20), "disk"), GPULoadStoreSpec(range(40))), 20)
+    (result,) = until(half.worker.get_finished)
+    assert result.success
+    assert all(launched)
+    assert sorted(slot for slots in launched for slot in slots) == list(range(20))
+    half.io.call(disk.close())
+
+
 @pytest.mark.parametrize("tier", ["store", "disk"])
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 7])
 def test_chunks_that_take_turns_in_slots_wait_until_those_before_them_were_copied(

@@ -1,0 +1,127 @@
+"""What a device refuses fails the transfers that it concerns, and each of them ends."""
+
+import numpy as np
+import pytest
+
+from kvoffload.testing.interleavings import NUM_SLOTS, PER_CHUNK, small_caches, words
+from kvoffload.testing.late_device import LateDevice, LateStream
+from kvoffload.transfer.layout import ChunkLayout, ChunkMove
+from kvoffload.transfer.slab import Slab
+from kvoffload.transfer.stream_copier import StreamCopier
+
+
+class Refusal(RuntimeError):
+    """What a device says that refuses a call."""
+
+
+class RefusingStream(LateStream):
+    """A stream that records no event while its device refuses to."""
+
+    def record_event(self):
+        if self._device.refuses_events:
+            raise Refusal("no event")
+        return super().record_event()
+
+
+class RefusingDevice(LateDevice):
+    """A device that records every call to ``prepare`` and ``new_table``, and refuses events."""
+
+    def __init__(self, *given):
+        self.refuses_events = False
+        self.prepared = []
+        self.tables = []
+        super().__init__(*given)
+
+    def new_stream(self):
+        with self.lock:
+            self.streams.append(RefusingStream(self))
+            return self.streams[-1]
+
+    def prepare(self, parts):
+        self.prepared += parts
+
+    def new_table(self, num_blocks, stream):
+        self.tables.append(super().new_table(num_blocks, stream))
+        return self.tables[-1]
+
+
+class Parts:
+    """A copier on small caches, and the device that the copier uses."""
+
+    def __init__(self, device_type=RefusingDevice, **how):
+        self.caches = small_caches()
+        self.layout = ChunkLayout(self.caches, PER_CHUNK)
+        self.slab = Slab(NUM_SLOTS, self.layout.slot_bytes)
+        self.device = device_type(self.caches, self.slab, 1)
+        self.copier = StreamCopier(self.caches, self.slab, self.layout, self.device, **how)
+
+    def launch(self, slot, blocks, to_host=True, after=None):
+        moves = [ChunkMove(slot, 0, 0, np.array(blocks, np.int32))]
+        return self.copier.launch(moves, to_host, after or self.copier.record_fence())
+
+    def store(self, slot, blocks):
+        """Store blocks and wait; returns the fence's error."""
+        fence = self.launch(slot, blocks)
+        assert fence.wait(10)
+        return fence.error
+
+
+@pytest.fixture
+def parts():
+    parts = Parts()
+    yield parts
+    parts.copier.close()
+
+
+@pytest.mark.parametrize("copy_fails", [False, True])
+def test_a_transfer_whose_end_cannot_be_marked_fails_when_its_copies_have_ended(parts, copy_fails):
+    """Such a transfer has no events: it would count as done at once, and as good."""
+    device, slot = parts.device, parts.slab.rows[0]
+    copy = device.copy
+
+    def last_copy(*given, **named):
+        copy(*given, **named)
+        device.refuses_events = True
+        if copy_fails:
+            raise Refusal("no copy")
+
+    device.copy = last_copy
+    for page in words(parts.caches, 1):
+        page.fill_(7)
+    fence = parts.launch(0, [1, 2])
+    assert fence.wait(10)
+    assert str(fence.error) == ("no copy" if copy_fails else "no event")
+    # The slot has another owner now: a copy that still ran would write there.
+    slot[:] = 5
+    device.run_all()
+    assert (slot == 5).all()
+    device.refuses_events, device.copy = False, copy
+    assert parts.store(1, [3, 4]) is None
+
+
+def test_a_table_of_a_transfer_whose_end_is_unknown_is_not_used_again(parts):
+    device = parts.device
+    assert parts.store(0, [1, 2]) is None
+    assert parts.store(0, [1, 2]) is None
+    assert len(device.tables) == 1
+    copy = device.copy
+
+    def break_down():
+        raise Refusal("fell off the bus")
+
+    def last_copy(stream, *given, **named):
+        copy(stream, *given, **named)
+        device.refuses_events = True
+        stream.enqueue(break_down)
+
+    device.copy = last_copy
+    assert str(parts.store(0, [1, 2])) == "no event"
+    device.refuses_events, device.copy, device.broken = False, copy, None
+    assert parts.store(1, [3, 4]) is None
+    assert len(device.tables) == 2
+
+
+def test_the_kernels_of_every_part_are_prepared_when_a_copier_is_made(parts):
+    """Compiled at the first transfer instead, a kernel would delay that one for seconds."""
+    staged = {region for part in parts.device.prepared for region in part.regions}
+    assert staged == set(parts.layout.regions[0])
