@@ -1,11 +1,11 @@
 """Fixtures shared by all tests: small KV caches, requests with real hashes, a waiting loop."""
 
 import hashlib
-import time
 from dataclasses import dataclass, field
 
 import pytest
 import torch
+from until import until  # noqa: F401
 
 from kvoffload.core.canonical import (
     CanonicalKVCacheRef,
@@ -57,21 +57,6 @@ def new_kv_caches():
 @pytest.fixture
 def new_request():
     return FakeRequest
-
-
-@pytest.fixture
-def until():
-    """``until(f)`` calls f until it returns something true, and returns that; fails after 10 s."""
-
-    def wait(probe, timeout_s=10.0):
-        end = time.monotonic() + timeout_s
-        while True:
-            if found := probe():
-                return found
-            assert time.monotonic() < end, "timed out"
-            time.sleep(0.001)
-
-    return wait
 
 
 def pytest_terminal_summary(terminalreporter):

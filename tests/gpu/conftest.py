@@ -6,6 +6,8 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+from until import until  # noqa: F401  # pytest reads no conftest.py above that of pytest.ini
+
 _keep = tempfile.TemporaryDirectory()
 
 

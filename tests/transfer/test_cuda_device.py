@@ -1,18 +1,12 @@
-"""What can be seen of the CUDA device without one: every call on the way, on a stand-in for torch.
+"""Every call of the CUDA device on its way, on a stand-in for ``torch.cuda``."""
 
-The stand-in does at once, on the CPU, what the calls ask for, and refuses what CUDA would refuse:
-copies that cross the end of a registered range. Ordering is not seen here (test_streams.py), nor
-that a GPU does the same (tests/gpu).
-"""
-
-import contextlib
-import ctypes
 import sys
 import types
 
 import numpy as np
 import pytest
 import torch
+from cuda_stand_in import fake_bindings, install
 
 from kvoffload.core.canonical import (
     CanonicalKVCacheRef,
@@ -20,118 +14,18 @@ from kvoffload.core.canonical import (
     CanonicalKVCacheTensor,
 )
 from kvoffload.core.transfers import GPULoadStoreSpec
-from kvoffload.transfer import cuda_device, pinning
 from kvoffload.transfer.cuda_device import CudaDevice
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 from kvoffload.transfer.stream_copier import StreamCopier
 
 NUM_BLOCKS = 32
-
-
-class FakeCuda:
-    """Stands in for ``torch.cuda``; registered ranges are those of ``cudaHostRegister``."""
-
-    def __init__(self):
-        self.registered = {}
-        self.refuse_after = 1 << 60
-
-    class Event:
-        def __init__(self, blocking=False):
-            assert blocking, "waiting for it would spin"
-
-        def record(self, stream):
-            pass
-
-        def query(self):
-            return True
-
-        def synchronize(self):
-            pass
-
-    class Stream:
-        cuda_stream = 4711
-
-        def __init__(self, device, priority):
-            pass
-
-        def wait_event(self, event):
-            assert isinstance(event, FakeCuda.Event)
-
-    def cudart(self):
-        return self
-
-    def cudaHostRegister(self, address, length, flags):
-        assert flags == 1
-        assert address % 4096 == 0
-        if sum(self.registered.values()) + length > self.refuse_after:
-            return 2
-        assert address not in self.registered
-        self.registered[address] = length
-        return 0
-
-    def cudaHostUnregister(self, address):
-        del self.registered[address]
-        return 0
-
-    def cudaGetErrorString(self, error):
-        return "out of memory"
-
-    def check_within_one(self, address, length):
-        assert any(
-            start <= address and address + length <= start + size
-            for start, size in self.registered.items()
-        ), "crosses the end of a registered range"
-
-
-def fake_bindings(cuda, version):
-    """``cuda.bindings.runtime`` as of a CUDA version, with the signature all of them have."""
-    runtime = types.ModuleType("cuda.bindings.runtime")
-    runtime.cudaDriverGetVersion = lambda: (0, version)
-    runtime.cudaDeviceAttr = types.SimpleNamespace(cudaDevAttrCanUseHostPointerForRegisteredMem=91)
-    runtime.cudaDeviceGetAttribute = lambda attribute, device: (0, 1)
-    runtime.cudaMemcpyAttributes = types.SimpleNamespace
-    runtime.cudaMemcpySrcAccessOrder = types.SimpleNamespace(cudaMemcpySrcAccessOrderStream=1)
-    runtime.calls = 0
-
-    def batch(dsts, srcs, sizes, count, attrs, indices, num_attrs, stream):
-        assert stream == FakeCuda.Stream.cuda_stream
-        assert (len(dsts), len(srcs), len(sizes)) == (count, count, count)
-        assert (attrs[0].srcAccessOrder, indices, num_attrs) == (1, [0], 1)
-        runtime.calls += 1
-        for target, source, size in zip(dsts, srcs, sizes, strict=True):
-            host = (
-                target if any(s <= target < s + n for s, n in cuda.registered.items()) else source
-            )
-            cuda.check_within_one(host, size)
-            ctypes.memmove(target, source, size)
-        return (0,) if version >= 13000 else (0, None)
-
-    runtime.cudaMemcpyBatchAsync = batch
-    return runtime
+PORTION = 3 * 4096
 
 
 @pytest.fixture
 def cuda(monkeypatch):
-    fake = FakeCuda()
-    monkeypatch.setattr(cuda_device, "_cuda", fake)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: FakeCuda.Stream(0, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a stand-in")
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda device: types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0),
-    )
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
-    monkeypatch.setattr(pinning, "PORTION_BYTES", 3 * 4096)
-    monkeypatch.setattr(pinning.Pinning.__init__, "__defaults__", (None, 3 * 4096), raising=True)
-    return fake
+    return install(monkeypatch.setattr, PORTION)
 
 
 def make_caches(pages):

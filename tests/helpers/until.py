@@ -1,0 +1,20 @@
+"""The fixture that waits for a condition; the ordinary suite and ``tests/gpu`` both import it."""
+
+import time
+
+import pytest
+
+
+@pytest.fixture
+def until():
+    """``until(f)`` calls f until it returns something true, and returns that; fails after 10 s."""
+
+    def wait(probe, timeout_s=10.0):
+        end = time.monotonic() + timeout_s
+        while True:
+            if found := probe():
+                return found
+            assert time.monotonic() < end, "timed out"
+            time.sleep(0.001)
+
+    return wait
