@@ -1,13 +1,15 @@
 """GPU ↔ host memory, each row beside the limit measured in the same run: ``make bench-gpu``.
 
-Prints one table, and writes it with machine, driver and date to the file named as argument.
+Prints each row when it is measured. Writes all of them, with machine, driver and date, to the file
+named as argument, also when a part fails: the others go on, and the exit status is 1.
 """
 
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +27,22 @@ from kvoffload.core.transfers import CPULoadStoreSpec, GPULoadStoreSpec
 from kvoffload.transfer.cuda_device import CudaDevice
 from kvoffload.transfer.handlers import CopyHandler
 from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.pinning import within_registrations
 from kvoffload.transfer.slab import Slab
 from kvoffload.transfer.stream_copier import StreamCopier
 
 SHAPES = {"Llama-3-8B-like": (64, 64 << 10), "MLA-like": (61, 18 << 10)}
 """Tensors, and bytes of their pages."""
 CHUNKS = (1, 8, 64, 512)
+SOME_CHUNKS = 64
+"""For the comparison of ways."""
 BLOCKS_OVER = 2
 """The cache has so many times the blocks that are moved: they lie scattered."""
 ROUNDS = 7
+PRODUCT = 8192
+"""Rows and columns of the matrices that are multiplied beside transfers."""
+WAIT_S = 60.0
+"""For pinning, and for a transfer, before it counts as failed."""
 
 
 class Bench:
@@ -63,12 +72,22 @@ class Bench:
         self.streams = torch.cuda.Stream(), torch.cuda.Stream()
 
     def copier(self, **how: Any) -> StreamCopier:
-        """Make a copier whose slab is pinned when it is returned."""
+        """Make a copier whose slab is pinned when it is returned.
+
+        Raises:
+            RuntimeError: the slab is not pinned; says how far pinning came, and why.
+        """
         ways = {key: how.pop(key) for key in ("triton", "batches") if key in how}
         copier = StreamCopier(
             self.caches, self.slab, self.layout, CudaDevice(self.caches, self.slab, **ways), **how
         )
-        while copier.stats()["pinned_bytes"] != self.slab.num_bytes:
+        end = time.monotonic() + WAIT_S
+        while (stats := copier.stats())["pinned_bytes"] != self.slab.num_bytes:
+            if "why_not_pinned" in stats or time.monotonic() > end:
+                copier.close()
+                raise RuntimeError(
+                    f"the slab of {self.slab.num_bytes} bytes is not pinned: {stats}"
+                )
             time.sleep(0.01)
         return copier
 
@@ -79,18 +98,22 @@ class Bench:
         return self.layout.moves(GPULoadStoreSpec(blocks), list(range(first, first + count)))
 
     def large(self, count: int, to_host: bool) -> Callable[[], None]:
-        """One pinned copy of as many bytes: the limit."""
+        """Pinned copies of as many bytes, each as large as a registration allows: the limit."""
         length = count * self.chunk_bytes
-        half = max(CHUNKS) * self.layout.slot_bytes
-        host = torch.from_numpy(self.slab.flat)[0 if to_host else half :][:length]
-        device, stream = self.plain[:length], self.streams[to_host]
+        first = 0 if to_host else max(CHUNKS) * self.layout.slot_bytes
+        slab, stream = torch.from_numpy(self.slab.flat), self.streams[to_host]
+        pairs = [
+            (slab[at : at + size], self.plain[at - first : at - first + size])
+            for at, size in within_registrations(first, length)
+        ]
 
         def copy() -> None:
             with torch.cuda.stream(stream):
-                if to_host:
-                    host.copy_(device, non_blocking=True)
-                else:
-                    device.copy_(host, non_blocking=True)
+                for host, device in pairs:
+                    if to_host:
+                        host.copy_(device, non_blocking=True)
+                    else:
+                        device.copy_(host, non_blocking=True)
 
         return copy
 
@@ -102,11 +125,23 @@ def seconds(*begin: Callable[[], Any]) -> float:
         torch.cuda.synchronize()
         started = time.perf_counter()
         for fence in [start() for start in begin]:
-            if fence is not None and not (fence.wait(60) and fence.error is None):
-                raise RuntimeError(f"a copy failed: {fence.error}")
+            if fence is not None:
+                ended(fence)
         torch.cuda.synchronize()
         best = min(best, time.perf_counter() - started)
     return best
+
+
+def ended(fence: Any) -> None:
+    """Wait for a transfer.
+
+    Raises:
+        RuntimeError: it failed, or did not end.
+    """
+    if not fence.wait(WAIT_S):
+        raise RuntimeError(f"a copy did not end in {WAIT_S:.0f} s")
+    if fence.error is not None:
+        raise RuntimeError(f"a copy failed: {fence.error}") from fence.error
 
 
 def launcher(copier: StreamCopier, moves: list[Any], to_host: bool) -> Callable[[], Any]:
@@ -114,9 +149,9 @@ def launcher(copier: StreamCopier, moves: list[Any], to_host: bool) -> Callable[
     return lambda: copier.launch(moves, to_host, copier.record_fence())
 
 
-def speeds(bench: Bench) -> list[Row]:
-    """Each direction, and both at once, beside one large copy."""
-    rows, copier = [], bench.copier()
+def speeds(bench: Bench) -> Iterator[Row]:
+    """Each direction, and both at once, beside large copies."""
+    copier = bench.copier()
     print(f"{bench.name}: {copier.stats()}", file=sys.stderr)
     try:
         for count in CHUNKS:
@@ -131,15 +166,13 @@ def speeds(bench: Bench) -> list[Row]:
                 took = seconds(*(ways[to_host] for to_host in which))
                 moved = gigabytes * len(which)
                 case = f"{bench.name}, {what} {count} chunks"
-                rows.append(row(case, moved / took, "GB/s", moved / limit, "one large copy"))
+                yield row(case, moved / took, "GB/s", moved / limit, "large copies")
     finally:
         copier.close()
-    return rows
 
 
-def against_pages(bench: Bench) -> list[Row]:
-    """Every way beside a batched copy of page by page, 64 chunks."""
-    rows = []
+def against_pages(bench: Bench) -> Iterator[Row]:
+    """Every way beside a batched copy of page by page."""
     timed: dict[str, float] = {}
     ways = {
         "page by page, batched": {"direct_page_bytes": 1},
@@ -148,29 +181,26 @@ def against_pages(bench: Bench) -> list[Row]:
         "staged by index_select": {"triton": False},
         "staged by Triton, copied one by one": {"batches": False},
     }
-    gigabytes = 64 * bench.chunk_bytes / 1e9
+    gigabytes = SOME_CHUNKS * bench.chunk_bytes / 1e9
     for to_host in (True, False):
         for way, how in ways.items():
             copier = bench.copier(**how)
             try:
-                timed[way] = seconds(launcher(copier, bench.moves(64, to_host), to_host))
+                timed[way] = seconds(launcher(copier, bench.moves(SOME_CHUNKS, to_host), to_host))
             finally:
                 copier.close()
-        limit = gigabytes / timed["page by page, batched"]
-        what = "store" if to_host else "load"
-        rows += [
-            row(f"{bench.name}, {what}, {way}", gigabytes / took, "GB/s", limit, "batched pages")
-            for way, took in timed.items()
-        ]
-    return rows
+            case = f"{bench.name}, {'store' if to_host else 'load'}, {way}"
+            limit = gigabytes / timed["page by page, batched"]
+            yield row(case, gigabytes / timed[way], "GB/s", limit, "batched pages")
 
 
-def beside_compute(bench: Bench) -> list[Row]:
+def beside_compute(bench: Bench) -> Iterator[Row]:
     """A stream of matrix products, alone and beside transfers in both directions."""
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    shape = (PRODUCT, PRODUCT)
+    a, b = (torch.randn(*shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     out = torch.empty_like(a)
     copier = bench.copier()
-    begin = [launcher(copier, bench.moves(512, to), to) for to in (True, False)]
+    begin = [launcher(copier, bench.moves(max(CHUNKS), to), to) for to in (True, False)]
 
     def products(count: int) -> float:
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -193,16 +223,31 @@ def beside_compute(bench: Bench) -> list[Row]:
             if not still_running:
                 print("transfers ended before the products did", file=sys.stderr)
             for fence in fences:
-                fence.wait(60)
+                ended(fence)
+        case = f"{bench.name}, {PRODUCT}³ bf16 product beside transfers"
+        yield row(case, min(beside), "ms", alone, "alone")
     finally:
         copier.close()
-    case = f"{bench.name}, 8192³ bf16 product beside transfers"
-    return [row(case, min(beside), "ms", alone, "alone")]
 
 
-def submits(bench: Bench) -> list[Row]:
+def answered(handler: CopyHandler) -> None:
+    """Wait until a handler's only job is answered.
+
+    Raises:
+        RuntimeError: it failed, or was not answered.
+    """
+    end = time.monotonic() + WAIT_S
+    while not (results := handler.get_finished()):
+        if time.monotonic() > end:
+            raise RuntimeError(f"a job was not answered in {WAIT_S:.0f} s")
+        time.sleep(1e-5)
+    if not results[0].success:
+        raise RuntimeError(f"a job failed: {results[0]}")
+
+
+def submits(bench: Bench) -> Iterator[Row]:
     """What a submission through the handler costs the engine's thread."""
-    rows, copier = [], bench.copier()
+    copier = bench.copier()
     try:
         for count in CHUNKS:
             spec = (
@@ -214,14 +259,12 @@ def submits(bench: Bench) -> list[Row]:
                 started = time.perf_counter()
                 handler.transfer_async(job_id, spec)
                 best = min(best, time.perf_counter() - started)
-                handler.wait([job_id])
-                handler.get_finished()
+                answered(handler)
             allowed = 50 + count
             case = f"{bench.name}, submit {count} blocks"
-            rows.append(row(case, best * 1e6, "µs", allowed, "50 µs and 1 µs a block"))
+            yield row(case, best * 1e6, "µs", allowed, "50 µs and 1 µs a block")
     finally:
         copier.close()
-    return rows
 
 
 def driver() -> str:
@@ -233,35 +276,55 @@ def driver() -> str:
         return f"unknown ({error})"
 
 
-def main() -> None:
-    """Measure everything and print it."""
-    if missing := reason():
-        print(f"skipped: {missing}")
-        return
-    rows: list[Row] = []
+PARTS = (speeds, against_pages, beside_compute, submits)
+
+
+def measure(rows: list[Row]) -> list[str]:
+    """Run all parts, print each row and add it to ``rows``; return the parts that failed."""
+    failed = []
     for name, (num_tensors, page_bytes) in SHAPES.items():
         bench = Bench(name, num_tensors, page_bytes)
-        for part in (speeds, against_pages, beside_compute, submits):
-            rows += part(bench)
+        for part in PARTS:
+            try:
+                for one in part(bench):
+                    rows.append(one)
+                    print(
+                        f"{one['case']:<58} {one['value']:9.2f} {one['unit']:<5}"
+                        f" {one['limit']:9.2f} {one['limit_name']:<24} {one['ratio']:6.2f}",
+                        flush=True,
+                    )
+            except Exception:
+                traceback.print_exc()
+                failed.append(f"{name}, {part.__name__}")
         del bench
         torch.cuda.empty_cache()
-    report = {
+    return failed
+
+
+def main() -> int:
+    """Measure everything; return the exit status."""
+    if missing := reason():
+        print(f"skipped: {missing}")
+        return 0
+    title = f"{machine()}, {torch.cuda.get_device_name()}, driver {driver()}"
+    report: dict[str, Any] = {
         "bench": "gpu",
-        "machine": f"{machine()}, {torch.cuda.get_device_name()}, driver {driver()}, "
-        f"torch {torch.__version__}",
+        "machine": f"{title}, torch {torch.__version__}",
         "command": "make bench-gpu",
         "date": time.strftime("%Y-%m-%d"),
-        "rows": rows,
+        "failed": ["interrupted"],
+        "rows": [],
     }
-    print(f"{report['machine']}, {report['date']}")
-    for one in rows:
-        print(
-            f"{one['case']:<58} {one['value']:9.2f} {one['unit']:<5}"
-            f" {one['limit']:9.2f} {one['limit_name']:<24} {one['ratio']:6.2f}"
-        )
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{report['machine']}, {report['date']}", flush=True)
+    try:
+        report["failed"] = measure(report["rows"])
+    finally:
+        if len(sys.argv) > 1:
+            Path(sys.argv[1]).write_text(json.dumps(report, indent=1) + "\n")
+    for part in report["failed"]:
+        print(f"FAILED: {part}; the traceback is above")
+    return 1 if report["failed"] else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

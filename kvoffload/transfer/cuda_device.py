@@ -255,13 +255,16 @@ class CudaDevice:
 
     def stats(self) -> dict[str, str | int]:
         """See :class:`kvoffload.transfer.device.Device`."""
+        why_not = dict(self._why_not)
+        if self._pinning.error is not None:
+            why_not["pinned"] = str(self._pinning.error)
         return {
             "copier": "cuda",
             "device": torch.cuda.get_device_name(self._device),
             "kernels": self._kernels.name,
             "copies": "batched" if self._batches is not None else "one by one",
             "pinned_bytes": self._pinning.pinned_bytes,
-            **{f"why_not_{choice}": why for choice, why in self._why_not.items()},
+            **{f"why_not_{choice}": why for choice, why in why_not.items()},
         }
 
     def close(self) -> None:

@@ -118,11 +118,10 @@ class Pinning:
         return [piece for run in runs for piece in self._cut(run)]
 
     def _cut(self, run: Run) -> Iterator[Run]:
-        at, host_at, left = run.at, run.host_at, run.num_bytes
-        while left:
-            length = min(left, self._portion_bytes - host_at % self._portion_bytes)
-            yield Run(run.buffer, at, host_at, length)
-            at, host_at, left = at + length, host_at + length, left - length
+        for host_at, length in within_registrations(
+            run.host_at, run.num_bytes, self._portion_bytes
+        ):
+            yield Run(run.buffer, run.at + host_at - run.host_at, host_at, length)
 
     def close(self) -> None:
         """Unpin everything; nothing may be copying any more."""
@@ -136,6 +135,26 @@ class Pinning:
             except Exception as error:
                 log.warning("host memory at %d could not be unpinned: %s", first + start, error)
         self.pinned_bytes = 0
+
+
+def within_registrations(
+    at: int, num_bytes: int, portion_bytes: int = PORTION_BYTES
+) -> Iterator[tuple[int, int]]:
+    """Cut bytes of a slab where registrations end: CUDA refuses a copy that crosses such an end.
+
+    Args:
+        at: where the bytes begin in the slab.
+        num_bytes: how many there are.
+        portion_bytes: of a registration.
+
+    Yields:
+        Where each piece begins in the slab, and its bytes.
+    """
+    end = at + num_bytes
+    while at < end:
+        length = min(end - at, portion_bytes - at % portion_bytes)
+        yield at, length
+        at += length
 
 
 def prefer_node(address: int, length: int, node: int) -> None:

@@ -23,6 +23,7 @@ from kvoffload.testing.interleavings import (
 )
 from kvoffload.transfer.choice import make_copier
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
+from kvoffload.transfer.pinning import PORTION_BYTES
 from kvoffload.transfer.slab import Slab
 from kvoffload.transfer.stream_copier import StreamCopier
 
@@ -35,7 +36,7 @@ NUM_BLOCKS = 48
 RUNS_EACH = 100
 """Interleavings that a test of them runs."""
 PINNED_BYTES = 300 << 20
-"""More than one registration."""
+"""More than one registration, which is of ``PORTION_BYTES``."""
 WARM_UP, TRANSFERS = 1000, 100_000
 AT_ONCE = 100
 TABLE_BYTES = 3 * 4096 * 8
@@ -173,6 +174,31 @@ def test_what_is_pinned_is_what_was_asked_for_and_let_go_again(until):
     finally:
         copier.close()
     assert not torch.from_numpy(slab.flat).is_pinned()
+
+
+def test_a_chunk_that_lies_across_two_registrations_comes_back():
+    caches = small_caches("cuda")
+    layout = ChunkLayout(caches, 7)
+    slab = Slab(PINNED_BYTES // layout.slot_bytes, layout.slot_bytes)
+    across = PORTION_BYTES // layout.slot_bytes
+    assert across * layout.slot_bytes + layout.payload_bytes[0] > PORTION_BYTES
+    copier = make_copier(caches, slab, layout)
+    try:
+        for entry in caches.tensors:
+            entry.tensor.random_(-128, 127)
+        before = [entry.tensor.clone() for entry in caches.tensors]
+        moves = layout.moves(GPULoadStoreSpec(list(range(20, 6, -1))), [across, across - 1])
+        for to_host in (True, False):
+            fence = copier.launch(moves, to_host, copier.record_fence())
+            assert fence.wait(60)
+            assert fence.error is None
+            if to_host:
+                for entry in caches.tensors:
+                    entry.tensor[7:21] = 0
+        for entry, expected in zip(caches.tensors, before, strict=True):
+            assert torch.equal(entry.tensor, expected)
+    finally:
+        copier.close()
 
 
 def test_memory_and_threads_do_not_grow_over_many_transfers():

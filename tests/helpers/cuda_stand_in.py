@@ -6,6 +6,7 @@ not seen here (``test_streams.py`` sees it), nor that a GPU does the same (``tes
 
 import contextlib
 import ctypes
+import time
 import types
 import weakref
 
@@ -24,17 +25,23 @@ class FakeCuda:
         """Of device memory that still lives."""
 
     class Event:
-        def __init__(self, blocking=False):
-            assert blocking, "waiting for it would spin"
+        def __init__(self, blocking=False, enable_timing=False):
+            assert blocking or enable_timing, "waiting for it would spin"
+            self.is_timed = enable_timing
 
-        def record(self, stream):
-            pass
+        def record(self, stream=None):
+            self.passed_at_s = time.perf_counter()
 
         def query(self):
             return True
 
         def synchronize(self):
             pass
+
+        def elapsed_time(self, end):
+            assert self.is_timed
+            assert end.is_timed
+            return (end.passed_at_s - self.passed_at_s) * 1e3
 
     class Stream:
         cuda_stream = 4711

@@ -13,6 +13,7 @@ from kvoffload.transfer.stream_copier import StreamCopier
 
 PORTION_BYTES = 1 << 20
 SIZES = {"RUNS_EACH": 2, "WARM_UP": 200, "TRANSFERS": 600, "PINNED_BYTES": 3 << 19}
+SIZES["PORTION_BYTES"] = PORTION_BYTES
 """Constants of test modules, and what they are here."""
 NEEDS_TWO_DEVICES = "test_tensors_on_two_devices_are_refused"
 

@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from cuda_stand_in import fake_bindings, install
+from cuda_stand_in import FakeCuda, OnCpu, fake_bindings, install
 
 from kvoffload.core.canonical import (
     CanonicalKVCacheRef,
@@ -14,7 +14,8 @@ from kvoffload.core.canonical import (
     CanonicalKVCacheTensor,
 )
 from kvoffload.core.transfers import GPULoadStoreSpec
-from kvoffload.transfer.cuda_device import CudaDevice
+from kvoffload.transfer.cuda_device import CudaDevice, CudaStream
+from kvoffload.transfer.device import Run
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 from kvoffload.transfer.stream_copier import StreamCopier
@@ -87,6 +88,24 @@ def test_chunks_go_and_come_back_every_way(
     finally:
         copier.close()
     assert not cuda.registered
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_a_copy_one_by_one_does_not_cross_two_registrations_either(cuda, monkeypatch, to_host):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    slab = Slab(8, 4096)
+    device = CudaDevice(make_caches([(512, 0)]), slab, triton=False)
+    here = torch.randint(-128, 127, (2 * PORTION,), dtype=torch.int8)
+    run = Run(here, 7, PORTION - 100, PORTION + 200)
+    there = torch.from_numpy(slab.flat)[run.host_at :][: run.num_bytes]
+    there.fill_(1)
+    try:
+        with OnCpu(cuda):
+            device.copy(CudaStream(FakeCuda.Stream()), [run], to_host)
+        assert torch.equal(here[7:][: run.num_bytes], there)
+        assert to_host is bool((there != 1).any())
+    finally:
+        device.close()
 
 
 def test_batches_that_are_refused_are_copied_one_by_one(cuda, monkeypatch):
