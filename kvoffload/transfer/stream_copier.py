@@ -118,10 +118,13 @@ class Direction:
     # ---- the thread that enqueues ----
 
     def _launch_all(self) -> None:
-        self._device.enter_thread()
+        has_entered = False
         while (job := self._queued.get()) is not None:
             failed: Exception | None = None
             try:
+                if not has_entered:
+                    self._device.enter_thread()
+                    has_entered = True
                 self._launch(job)
             except Exception as error:
                 # What was enqueued before it failed still runs, and is waited for below.
@@ -264,7 +267,11 @@ class Direction:
     # ---- the thread that waits ----
 
     def _await_all(self) -> None:
-        self._device.enter_thread()
+        try:
+            self._device.enter_thread()
+        except Exception as error:
+            # An event needs no current device. Fences must not be reached before their copies end.
+            log.warning("the thread that waits for copies has no current device: %s", error)
         while (job := self._launched.get()) is not None:
             try:
                 self.fence_host(job)

@@ -1,5 +1,7 @@
 """What a device refuses fails the transfers that it concerns, and each of them ends."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -43,6 +45,18 @@ class RefusingDevice(LateDevice):
     def new_table(self, num_blocks, stream):
         self.tables.append(super().new_table(num_blocks, stream))
         return self.tables[-1]
+
+
+class UnenteredDevice(RefusingDevice):
+    """A device that some threads cannot make their current one, at first."""
+
+    refused_threads = ("kvoffload-d2h",)
+    refusals = 1000
+
+    def enter_thread(self):
+        if threading.current_thread().name in self.refused_threads and self.refusals:
+            self.refusals -= 1
+            raise Refusal("no context")
 
 
 class Parts:
@@ -125,3 +139,36 @@ def test_the_kernels_of_every_part_are_prepared_when_a_copier_is_made(parts):
     """Compiled at the first transfer instead, a kernel would delay that one for seconds."""
     staged = {region for part in parts.device.prepared for region in part.regions}
     assert staged == set(parts.layout.regions[0])
+
+
+def test_a_thread_that_cannot_enter_the_device_fails_its_transfers_and_nothing_waits_for_ever():
+    parts = Parts(UnenteredDevice)
+    try:
+        for slot in range(2):
+            assert str(parts.store(slot, [1, 2])) == "no context"
+        loaded = parts.launch(0, [1, 2], to_host=False)
+        assert loaded.wait(10)
+        assert loaded.error is None
+        # The device is asked again for each transfer: what kept the thread out may pass.
+        parts.device.refusals = 0
+        assert parts.store(1, [3, 4]) is None
+    finally:
+        parts.copier.close()
+    assert parts.device.is_closed
+
+
+def test_a_waiting_thread_that_cannot_enter_the_device_still_waits_for_the_copies():
+    class Unentered(UnenteredDevice):
+        refused_threads = ("kvoffload-d2h-wait",)
+
+    parts = Parts(Unentered)
+    try:
+        for page in words(parts.caches, 1):
+            page.fill_(7)
+        assert parts.store(0, [1, 2]) is None
+        parts.slab.rows[0] = 5
+        parts.device.run_all()
+        assert (parts.slab.rows[0] == 5).all()
+    finally:
+        parts.copier.close()
+    assert parts.device.is_closed
