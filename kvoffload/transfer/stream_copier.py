@@ -98,8 +98,12 @@ class Direction:
             threading.Thread(target=self._launch_all, name=name, daemon=True),
             threading.Thread(target=self._await_all, name=f"{name}-wait", daemon=True),
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self.end()
+            raise
 
     def submit(self, job: Job) -> None:
         """Take a transfer; from any thread."""
@@ -291,7 +295,7 @@ class StreamCopier:
         kv_caches: the engine's tensors, on the device.
         slab: host memory.
         layout: of chunks.
-        device: of the tensors; closed with the copier.
+        device: of the tensors; closed with the copier, or here if the copier cannot be made.
         layers: the tensors of each layer, if loads shall bring one layer after the other; see
             :meth:`ChunkLayout.regions_by_layer`, which says what is refused.
         stage_bytes: staging memory of a lane; four lanes take it, if any page is staged at all.
@@ -315,19 +319,23 @@ class StreamCopier:
         self._slab = slab
         self._layout = layout
         self._device = device
-        self._plan = plan = Plan(
-            kv_caches,
-            layout,
-            slab.slot_bytes,
-            min(stage_bytes, slab.num_bytes),
-            direct_page_bytes,
-            layers,
-        )
-        steps = (plan.whole, *plan.layers)
-        device.prepare([part for step in steps for parts in step.parts for part in parts])
-        self._directions = {
-            to_host: self.direction_type(device, self._plan, to_host) for to_host in (True, False)
-        }
+        self._directions: dict[bool, Direction] = {}
+        try:
+            self._plan = plan = Plan(
+                kv_caches,
+                layout,
+                slab.slot_bytes,
+                min(stage_bytes, slab.num_bytes),
+                direct_page_bytes,
+                layers,
+            )
+            steps = (plan.whole, *plan.layers)
+            device.prepare([part for step in steps for parts in step.parts for part in parts])
+            for to_host in (True, False):
+                self._directions[to_host] = self.direction_type(device, plan, to_host)
+        except BaseException:
+            self.close()
+            raise
 
     def record_fence(self) -> Fence:
         """See :meth:`kvoffload.transfer.base.Copier.record_fence`."""

@@ -1,6 +1,7 @@
 """Every call of the CUDA device on its way, on a stand-in for ``torch.cuda``."""
 
 import sys
+import threading
 import types
 
 import numpy as np
@@ -144,3 +145,20 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_told(cuda, monkeypatc
     assert "only 12.0 KiB of 32.0 KiB could be pinned" in caplog.text
     assert "RLIMIT_MEMLOCK is" in caplog.text
     assert not cuda.registered
+
+
+def test_a_copier_that_cannot_be_made_leaves_no_memory_pinned(cuda, monkeypatch):
+    """Memory that is freed while it is registered makes the next registration there fail."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+
+    def refuse(device, num_bytes):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(CudaDevice, "new_stage", refuse)
+    caches = make_caches([(512, 0)])
+    layout = ChunkLayout(caches, 1)
+    slab = Slab(8, layout.slot_bytes)
+    with pytest.raises(torch.OutOfMemoryError):
+        StreamCopier(caches, slab, layout, CudaDevice(caches, slab, triton=False))
+    assert not cuda.registered
+    assert not [t for t in threading.enumerate() if t.name == "kvoffload-pin"]

@@ -172,3 +172,60 @@ def test_a_waiting_thread_that_cannot_enter_the_device_still_waits_for_the_copie
     finally:
         parts.copier.close()
     assert parts.device.is_closed
+
+
+class StageRefused(RefusingDevice):
+    """A device with too little memory for the n-th stage."""
+
+    last_stage = 0
+
+    def new_stage(self, num_bytes):
+        if len(self._stages) == self.last_stage:
+            raise Refusal("out of memory")
+        return super().new_stage(num_bytes)
+
+
+def ours():
+    return {thread.name for thread in threading.enumerate() if "kvoffload" in thread.name}
+
+
+@pytest.mark.parametrize("stages", range(4))
+def test_a_copier_that_cannot_be_made_closes_its_device_and_ends_its_threads(monkeypatch, stages):
+    made = []
+
+    class Refused(StageRefused):
+        last_stage = stages
+
+        def __init__(self, *given):
+            super().__init__(*given)
+            made.append(self)
+
+    before = ours()
+    with pytest.raises(Refusal, match="out of memory"):
+        Parts(Refused)
+    assert made[0].is_closed
+    assert ours() == before
+
+
+def test_a_copier_without_its_last_thread_is_not_made_and_the_others_end(monkeypatch, until):
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "kvoffload-h2d-wait":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    before = ours()
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Parts()
+    until(lambda: ours() == before)
+
+
+def test_layers_that_are_refused_leave_no_open_device():
+    device = RefusingDevice(small_caches(), Slab(1, 1 << 16), 1)
+    caches = small_caches()
+    layout = ChunkLayout(caches, PER_CHUNK)
+    with pytest.raises(ValueError, match="tensors"):
+        StreamCopier(caches, Slab(1, layout.slot_bytes), layout, device, layers=[[0]])
+    assert device.is_closed
