@@ -20,6 +20,8 @@ _cuda: Any = torch.cuda
 
 LOWEST_PRIORITY = 0
 """CUDA knows none lower: what an engine gives a higher priority (a negative number) goes first."""
+_under_inference_mode = torch.inference_mode()
+"""Torch writes to a tensor made under inference mode only on a thread that is in that mode."""
 _PORTABLE = 1
 """``cudaHostRegisterPortable``."""
 _CAPTURE_MODE_RELAXED = 2
@@ -215,22 +217,26 @@ class CudaDevice:
 
     # ---- work ----
 
+    @_under_inference_mode
     def upload(self, stream: Stream, table: Table) -> None:
         """See :class:`kvoffload.transfer.device.Device`."""
         length = 3 * table.count
         with torch.cuda.stream(_torch(stream)):
             table.device[:length].copy_(table.pinned[:length], non_blocking=True)
 
+    @_under_inference_mode
     def gather(self, stream: Stream, part: Part, span: Span, stage: torch.Tensor) -> None:
         """See :class:`kvoffload.transfer.device.Device`."""
         with torch.cuda.stream(_torch(stream)):
             self._kernels.gather(part, span, stage)
 
+    @_under_inference_mode
     def scatter(self, stream: Stream, part: Part, span: Span, stage: torch.Tensor) -> None:
         """See :class:`kvoffload.transfer.device.Device`."""
         with torch.cuda.stream(_torch(stream)):
             self._kernels.scatter(part, span, stage)
 
+    @_under_inference_mode
     def copy(self, stream: Stream, runs: Sequence[Run], to_host: bool) -> None:
         """See :class:`kvoffload.transfer.device.Device`."""
         runs = self._pinning.ready(runs)

@@ -162,3 +162,33 @@ def test_a_copier_that_cannot_be_made_leaves_no_memory_pinned(cuda, monkeypatch)
         StreamCopier(caches, slab, layout, CudaDevice(caches, slab, triton=False))
     assert not cuda.registered
     assert not [t for t in threading.enumerate() if t.name == "kvoffload-pin"]
+
+
+@pytest.mark.parametrize("made_under_inference", [True, False])
+@pytest.mark.parametrize("direct_page_bytes", [1, 1 << 20])
+def test_caches_made_under_inference_mode_are_loaded(
+    cuda, monkeypatch, direct_page_bytes, made_under_inference
+):
+    """Torch refuses to write to such a tensor outside that mode, which is one of a thread."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with torch.inference_mode():
+        caches = make_caches([(512, 0), (4096, 0)])
+    layout = ChunkLayout(caches, 1)
+    slab = Slab(8, layout.slot_bytes)
+    with torch.inference_mode(made_under_inference):
+        device = CudaDevice(caches, slab, triton=False)
+        copier = StreamCopier(caches, slab, layout, device, direct_page_bytes=direct_page_bytes)
+    try:
+        before = [entry.tensor.clone() for entry in caches.tensors]
+        moves = layout.moves(GPULoadStoreSpec([5, 9, 2]), [0, 4, 6])
+        for to_host in (True, False):
+            fence = copier.launch(moves, to_host, copier.record_fence())
+            assert fence.wait(10)
+            assert fence.error is None
+            with torch.inference_mode():
+                for entry in caches.tensors if to_host else ():
+                    entry.tensor.zero_()
+        for entry, expected in zip(caches.tensors, before, strict=True):
+            assert torch.equal(entry.tensor[[5, 9, 2]], expected[[5, 9, 2]])
+    finally:
+        copier.close()
