@@ -158,6 +158,9 @@ class TransferResult:
     reused before the job's id comes out of ``get_settled()``."""
     transfer_bytes: int = 0
     transfer_time_s: float = 0.0
+    """Seconds of the transfer's own work: reads or writes of a tier, and copies. Copies that run
+    beside the reads count once. Waits for the forward pass, for earlier transfers and for the I/O
+    thread do not count. 0 for a copy that failed."""
     reason: str = ""
     """Why, if not all is ok: ``deadline``, ``missing``, ``error``..."""
 

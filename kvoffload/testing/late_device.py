@@ -26,8 +26,13 @@ class LateEvent:
     """A point in a stream of a :class:`LateDevice`."""
 
     def __init__(self, device: "LateDevice") -> None:
-        self.passed = False
+        self.passed_at_s: float | None = None
         self._device = device
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything before it has run."""
+        return self.passed_at_s is not None
 
     def query(self) -> bool:
         """Let a little happen, perhaps; then tell."""
@@ -37,6 +42,12 @@ class LateEvent:
     def synchronize(self) -> None:
         """Let things happen until it is passed."""
         self._device.run_until(self)
+
+    def elapsed_time(self, end_event: "LateEvent") -> float:
+        """See :meth:`kvoffload.transfer.device.Event.elapsed_time`."""
+        if self.passed_at_s is None or end_event.passed_at_s is None:
+            raise RuntimeError("an event is asked for its time before it is passed")
+        return (end_event.passed_at_s - self.passed_at_s) * 1e3
 
 
 class LateStream:
@@ -57,12 +68,12 @@ class LateStream:
         with self._device.lock:
             self.work.append(event)
 
-    def record_event(self) -> LateEvent:
-        """See :meth:`kvoffload.transfer.device.Stream.record_event`."""
+    def record_event(self, *, timed: bool = False) -> LateEvent:
+        """See :meth:`kvoffload.transfer.device.Stream.record_event`; every event is timed."""
         event = LateEvent(self._device)
 
         def arrive() -> None:
-            event.passed = True
+            event.passed_at_s = time.perf_counter()
 
         self.enqueue(arrive)
         return event

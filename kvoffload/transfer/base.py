@@ -31,6 +31,15 @@ class Fence(Protocol):
 class CopyFence(Fence, Protocol):
     """The end of a transfer, which may be waited for a layer at a time."""
 
+    @property
+    def copy_time_s(self) -> float:
+        """Seconds from the transfer's first copy to its end, once done; 0 if it failed.
+
+        The transfer begins when the engine's work before it and earlier transfers are done: neither
+        wait counts.
+        """
+        ...
+
     def wait_for_layer_load(self, layer: int) -> bool:
         """Hold the engine back until a layer's pages are in their blocks; on the engine's thread.
 

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -32,6 +33,7 @@ class DoneFence:
 class _CpuFence:
     def __init__(self) -> None:
         self.error: BaseException | None = None
+        self.copy_time_s = 0.0
         self._is_reached = False
         self._num_layers = 0
         self._changed = threading.Condition()
@@ -53,9 +55,10 @@ class _CpuFence:
             self._num_layers += 1
             self._changed.notify_all()
 
-    def reach(self, error: BaseException | None) -> None:
+    def reach(self, error: BaseException | None, copy_time_s: float = 0.0) -> None:
         with self._changed:
             self.error = error
+            self.copy_time_s = copy_time_s
             self._is_reached = True
             self._changed.notify_all()
 
@@ -140,11 +143,12 @@ class CpuCopier:
                 # The forward pass may still write these blocks (a store would read too early) or
                 # read them (a load would overwrite them): begin only after it.
                 after.wait()
+                begun_s = time.perf_counter()
                 self._copy(moves, to_host, fence)
             except Exception as error:
                 fence.reach(error)
             else:
-                fence.reach(None)
+                fence.reach(None, time.perf_counter() - begun_s)
 
     def _copy(self, moves: Sequence[ChunkMove], to_host: bool, fence: _CpuFence) -> None:
         ends: list[list[tuple[Indices, int, HostBytes]]] = [[] for _ in self._layout.regions]

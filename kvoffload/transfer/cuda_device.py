@@ -87,9 +87,9 @@ class CudaStream:
         """See :meth:`kvoffload.transfer.device.Stream.wait_event`."""
         self.torch.wait_event(event)
 
-    def record_event(self) -> Event:
+    def record_event(self, *, timed: bool = False) -> Event:
         """See :meth:`kvoffload.transfer.device.Stream.record_event`."""
-        event = _cuda.Event(blocking=True)
+        event = _cuda.Event(enable_timing=timed, blocking=True)
         event.record(self.torch)
         return cast(Event, event)
 

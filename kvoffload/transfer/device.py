@@ -30,6 +30,10 @@ class Event(Protocol):
         """Block until it is passed, without spinning. Raises what went wrong on the device."""
         ...
 
+    def elapsed_time(self, end_event: "Event") -> float:
+        """Milliseconds on the device from this event to a later one; both passed, both timed."""
+        ...
+
 
 class Stream(Protocol):
     """A queue of work that the device carries out in order."""
@@ -38,8 +42,8 @@ class Stream(Protocol):
         """Hold back what is enqueued from now on until ``event`` is passed."""
         ...
 
-    def record_event(self) -> Event:
-        """Mark the stream as it is now."""
+    def record_event(self, *, timed: bool = False) -> Event:
+        """Mark the stream as it is now; ``timed`` if somebody asks for the time in between."""
         ...
 
     def synchronize(self) -> None:

@@ -1,5 +1,6 @@
 """The handlers: GPU ↔ host slots, host slots → tier, and loads that begin in a tier.
 
+The worker gives each handler only the pairs of ends that it is registered for.
 Each takes jobs on the engine's thread and answers each exactly once. Only those with a backend leg
 use the I/O loop; a job crosses to it once.
 """
@@ -11,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from kvoffload.backends.base import Backend, ReadsEach
 from kvoffload.core.transfers import (
@@ -25,7 +27,7 @@ from kvoffload.core.transfers import (
     get_offload_group_idx,
 )
 from kvoffload.transfer.arrivals import Arrivals
-from kvoffload.transfer.base import Copier, Fence
+from kvoffload.transfer.base import Copier, CopyFence, Fence
 from kvoffload.transfer.ioloop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
 from kvoffload.transfer.prober import same_length
@@ -40,6 +42,11 @@ KEYS_PER_CALL = 8
 the call returns, they go on to the GPU."""
 
 
+_NO_IO = threading.Event()
+"""Of jobs without a backend leg."""
+_NO_IO.set()
+
+
 @dataclass
 class _Job:
     """A transfer on its way; its answer is ready when ``io_done`` and all fences are done."""
@@ -47,25 +54,23 @@ class _Job:
     job_id: int
     ok: list[bool]
     num_bytes: int
-    started_s: float
-    deadline_s: float
-    io_done: threading.Event | None = None
-    """Set when the backend leg has ended; None if there is none."""
-    fences: list[tuple[Fence, list[int]]] = field(default_factory=list)
+    deadline_s: float = 0.0
+    io_done: threading.Event = _NO_IO
+    """Set when the backend leg has ended."""
+    io_time_s: float = 0.0
+    """Seconds that the backend leg took."""
+    fences: list[tuple[CopyFence, list[int]]] = field(default_factory=list)
     """Copies launched, with the positions of the chunks each one moves."""
     settled: bool = True
     reason: str = ""
 
     def done(self) -> bool:
         """Whether the answer is ready."""
-        if self.io_done is not None and not self.io_done.is_set():
-            return False
-        return all(fence.done() for fence, _ in self.fences)
+        return self.io_done.is_set() and all(fence.done() for fence, _ in self.fences)
 
     def wait(self) -> None:
         """Block until the answer is ready."""
-        if self.io_done is not None:
-            self.io_done.wait()
+        self.io_done.wait()
         for fence, _ in self.fences:
             fence.wait()
 
@@ -77,10 +82,14 @@ class _Job:
                 self.reason = self.reason or "copy_error"
                 for i in positions:
                     self.ok[i] = False
-        elapsed_s = time.monotonic() - self.started_s
         return TransferResult(
-            self.job_id, tuple(self.ok), self.settled, self.num_bytes, elapsed_s, self.reason
+            self.job_id, tuple(self.ok), self.settled, self.num_bytes, self._time_s(), self.reason
         )
+
+    def _time_s(self) -> float:
+        """Seconds of its own work: copies run beside the reads, but for those of the last one."""
+        copies_s = [fence.copy_time_s for fence, _ in self.fences] or [0.0]
+        return max(sum(copies_s), self.io_time_s + copies_s[-1])
 
 
 class _JobHandler(OffloadingHandler):
@@ -117,12 +126,10 @@ class CopyHandler(_JobHandler):
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         """Launch the copies behind a fence on the engine's stream."""
-        gpu, host = spec if self._to_host else spec[::-1]
-        assert isinstance(gpu, GPULoadStoreSpec)
-        assert isinstance(host, CPULoadStoreSpec)
+        ends = spec if self._to_host else spec[::-1]
+        gpu, host = cast("tuple[GPULoadStoreSpec, CPULoadStoreSpec]", ends)
         moves = self._layout.moves(gpu, host.host_slots.tolist())
-        now = time.monotonic()
-        job = _Job(job_id, [True] * len(moves), self._layout.bytes_of(gpu), now, now)
+        job = _Job(job_id, [True] * len(moves), self._layout.bytes_of(gpu))
         # As of now: what compute has queued so far may still write, or read, these blocks.
         fence = self._copier.launch(moves, self._to_host, after=self._copier.record_fence())
         job.fences.append((fence, list(range(len(moves)))))
@@ -151,10 +158,10 @@ class _TierHandler(_JobHandler):
 
     async def _bounded(self, job: _Job, calls: "set[asyncio.Task[None]]") -> None:
         """Let backend calls run until the job's deadline; then cancel them and answer."""
-        assert job.io_done is not None
         left: set[asyncio.Task[None]] = set()
+        begun_s = time.monotonic()
         try:
-            budget_s = max(0.0, job.deadline_s - time.monotonic())
+            budget_s = max(0.0, job.deadline_s - begun_s)
             _, left = await asyncio.wait(calls, timeout=budget_s)
             if left:
                 job.reason = "deadline"
@@ -167,6 +174,7 @@ class _TierHandler(_JobHandler):
             for call in left:
                 call.cancel()
         job.settled = not left
+        job.io_time_s = time.monotonic() - begun_s
         job.io_done.set()
         if left:
             # Whoever ignores cancellation (a hung disk) still touches its slots: say when it ends.
@@ -190,18 +198,14 @@ class PersistHandler(_TierHandler):
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         """Begin writing the slots under the keys of the destination."""
-        host, target = spec
-        assert isinstance(host, CPULoadStoreSpec)
-        assert isinstance(target, BackendLoadStoreSpec)
+        host, target = cast("tuple[CPULoadStoreSpec, BackendLoadStoreSpec]", spec)
         backend = self._backends[target.tier]
         views = self._views(target.keys, host.host_slots.tolist())
-        now = time.monotonic()
         job = _Job(
             job_id,
             [False] * len(views),
             sum(len(view) for view in views),
-            now,
-            now + self._timeout_s,
+            time.monotonic() + self._timeout_s,
             threading.Event(),
         )
         self._jobs[job_id] = job
@@ -239,21 +243,17 @@ class StagedLoadHandler(_TierHandler):
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         """Begin reading what is missing and copying what is here."""
-        source, gpu = spec
-        assert isinstance(source, StagedLoadStoreSpec)
-        assert isinstance(gpu, GPULoadStoreSpec)
+        source, gpu = cast("tuple[StagedLoadStoreSpec, GPULoadStoreSpec]", spec)
         moves = self._layout.moves(gpu, source.host_slots.tolist())
         # All of it: a part that is wrong, or parts at odds, would show only after some were copied.
         self._copier.check(moves, to_host=False)
-        now = time.monotonic()
         fetched = {i for fetch in source.fetches for i in fetch.positions}
         here = [i for i in range(len(moves)) if i not in fetched]
         job = _Job(
             job_id,
             [i not in fetched for i in range(len(moves))],
             self._layout.bytes_of(gpu),
-            now,
-            now + self._timeout_s,
+            time.monotonic() + self._timeout_s,
             threading.Event(),
         )
         # Recorded now, on the engine's stream: compute may still use the destination blocks.
@@ -288,7 +288,6 @@ class StagedLoadHandler(_TierHandler):
     async def _fetch(self, load: "_Load", call: "_Call", before: "Sequence[_Call]") -> None:
         """Read some chunks into their slots; launch the copy of each as it arrives."""
         job, keys = load.job, call.keys
-        assert job.io_done is not None
         for other in dict.fromkeys(before):
             # What it brought must have left the slots before something else is read into them.
             await other.left()
@@ -312,7 +311,6 @@ class StagedLoadHandler(_TierHandler):
     def _copy(self, load: "_Load", call: "_Call", arrived: Sequence[int]) -> None:
         """Launch the copies of those of a call's chunks for which that was not done before."""
         job = load.job
-        assert job.io_done is not None
         if job.io_done.is_set():
             return  # answered already: nothing of a late read may reach the GPU
         good = [call.positions[n] for n in arrived if n not in call.copied]

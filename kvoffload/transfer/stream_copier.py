@@ -61,6 +61,8 @@ class Job:
     """Those it has used, in the order of their first use."""
     table: Table | None = None
     uploaded: Event | None = None
+    begun: Event | None = None
+    """Where the first lane comes to it, after the engine's work and the transfers before it."""
     unmarked: Exception | None = None
     """Why the transfer has failed, if its end could not be marked on the streams either."""
 
@@ -138,7 +140,7 @@ class Direction:
             except Exception as error:
                 job.unmarked = failed or error
             else:
-                job.fence.all_enqueued(events, failed)
+                job.fence.all_enqueued(job.begun, events, failed)
             self._launched.put(job)
         self._launched.put(None)
 
@@ -203,6 +205,8 @@ class Direction:
         if all(lane is not used for used in job.lanes):
             job.lanes.append(lane)
             self.fence_engine(job, lane)
+            if job.begun is None:
+                job.begun = lane.stream.record_event(timed=True)
             if job.table is not None:
                 self._bring_table(job, job.table, lane)
         return lane
@@ -254,7 +258,7 @@ class Direction:
         blocks that are still being read, or use blocks not yet written, and the manager give away
         slots that a copy still reads.
         """
-        return [lane.stream.record_event() for lane in job.lanes]
+        return [lane.stream.record_event(timed=True) for lane in job.lanes]
 
     def fence_host(self, job: Job) -> None:
         """Wait until the transfer has ended before it is answered and its table used again.

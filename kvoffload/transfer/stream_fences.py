@@ -1,9 +1,12 @@
 """Points in streams of a device, as handlers and engines see them."""
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 
 from kvoffload.transfer.device import Event
+
+log = logging.getLogger(__name__)
 
 
 class EngineFence:
@@ -34,6 +37,7 @@ class StreamFence:
     def __init__(self, hold_engine: Callable[[Event], None]) -> None:
         self.error: BaseException | None = None
         self._hold_engine = hold_engine
+        self._begun: Event | None = None
         self._events: Sequence[Event] | None = None
         self._layers: list[Sequence[Event]] = []
         self._is_reached = False
@@ -77,6 +81,18 @@ class StreamFence:
             return False
         return True
 
+    @property
+    def copy_time_s(self) -> float:
+        """See :meth:`kvoffload.transfer.base.CopyFence.copy_time_s`."""
+        begun, events = self._begun, self._events
+        if not self._is_reached or self.error is not None or begun is None or not events:
+            return 0.0
+        try:
+            return max(begun.elapsed_time(event) for event in events) / 1e3
+        except Exception as error:
+            log.warning("the time of a copy is not known: %s", error)
+            return 0.0
+
     # ---- for the threads that copy ----
 
     @property
@@ -90,9 +106,12 @@ class StreamFence:
             self._layers.append(events)
             self._changed.notify_all()
 
-    def all_enqueued(self, events: Sequence[Event], error: BaseException | None) -> None:
+    def all_enqueued(
+        self, begun: Event | None, events: Sequence[Event], error: BaseException | None
+    ) -> None:
         """Nothing more comes: the transfer ends when these are passed, and failed if ``error``."""
         with self._changed:
+            self._begun = begun
             self.error = self.error or error
             self._events = events
             self._changed.notify_all()

@@ -19,10 +19,10 @@ class Refusal(RuntimeError):
 class RefusingStream(LateStream):
     """A stream that records no event while its device refuses to."""
 
-    def record_event(self):
+    def record_event(self, **how):
         if self._device.refuses_events:
             raise Refusal("no event")
-        return super().record_event()
+        return super().record_event(**how)
 
 
 class RefusingDevice(LateDevice):

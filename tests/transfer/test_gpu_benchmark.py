@@ -1,5 +1,6 @@
 """The benchmark for a GPU runs here on a stand-in: every row comes out, failures cost no other."""
 
+import functools
 import json
 import sys
 
@@ -19,7 +20,7 @@ def cuda(monkeypatch):
     """A stand-in, and a benchmark small enough for it: slabs of several registrations."""
     fake = install(monkeypatch.setattr, PORTION)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    monkeypatch.setattr(torch.cuda, "Event", FakeCuda.Event)
+    monkeypatch.setattr(torch.cuda, "Event", functools.partial(FakeCuda.Event, blocking=True))
     monkeypatch.setattr(torch.cuda, "Stream", FakeCuda.Stream)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(transfer, "reason", lambda: "")

@@ -1,0 +1,139 @@
+"""A transfer's time is its own: what it waits for before it begins does not count."""
+
+import hashlib
+import time
+
+import pytest
+
+from kvoffload import open_backend
+from kvoffload.core.transfers import (
+    BackendLoadStoreSpec,
+    CPULoadStoreSpec,
+    Fetch,
+    GPULoadStoreSpec,
+    StagedLoadStoreSpec,
+    make_offload_key,
+)
+from kvoffload.testing.interleavings import NUM_SLOTS, PER_CHUNK, small_caches
+from kvoffload.testing.late_device import LateDevice
+from kvoffload.transfer.copier import CpuCopier, DoneFence
+from kvoffload.transfer.handlers import CopyHandler, PersistHandler, StagedLoadHandler
+from kvoffload.transfer.ioloop import IOLoop
+from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.slab import Slab
+from kvoffload.transfer.stream_copier import StreamCopier
+
+WAIT_S = 0.2
+READ_S = 0.05
+KEYS = tuple(make_offload_key(hashlib.sha256(bytes([i])).digest(), 0) for i in range(2))
+
+
+class SlowFence(DoneFence):
+    """The end of a forward pass that takes its time."""
+
+    def wait(self, timeout_s=None):
+        time.sleep(WAIT_S)
+        return True
+
+
+class Half:
+    """A copier, on a simulated device or a CPU, and an engine that is busy when asked."""
+
+    def __init__(self, on):
+        caches = small_caches()
+        self.layout = ChunkLayout(caches, PER_CHUNK)
+        self.slab = Slab(NUM_SLOTS, self.layout.slot_bytes)
+        self.device = LateDevice(caches, self.slab, seed=1)
+        if on == "cpu":
+            self.copier = CpuCopier(caches, self.slab, self.layout)
+        else:
+            self.copier = StreamCopier(
+                caches, self.slab, self.layout, self.device, stage_bytes=1000
+            )
+
+    def busy_engine(self, monkeypatch):
+        """Copies submitted from now on wait for a forward pass."""
+        self.device.engine.enqueue(lambda: time.sleep(WAIT_S))
+        if isinstance(self.copier, CpuCopier):
+            monkeypatch.setattr(self.copier, "record_fence", SlowFence)
+
+
+@pytest.fixture(params=["cpu", "device"])
+def half(request):
+    half = Half(request.param)
+    yield half
+    half.copier.close()
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_a_copy_that_waits_for_the_forward_pass_took_as_long_as_the_copy(
+    half, monkeypatch, until, to_host
+):
+    handler = CopyHandler(half.copier, half.layout, to_host)
+    gpu, host = GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([0])
+    half.busy_engine(monkeypatch)
+    begun = time.monotonic()
+    handler.transfer_async(1, (gpu, host) if to_host else (host, gpu))
+    (result,) = until(handler.get_finished)
+    assert time.monotonic() - begun >= WAIT_S
+    assert result.success
+    assert 0 < result.transfer_time_s < WAIT_S / 2
+
+
+def test_a_copy_that_failed_took_no_time(until):
+    half = Half("device")
+    half.device.failures.append(RuntimeError("out of something"))
+    handler = CopyHandler(half.copier, half.layout, to_host=True)
+    try:
+        handler.transfer_async(1, (GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([0])))
+        (result,) = until(handler.get_finished)
+    finally:
+        half.copier.close()
+    assert (result.success, result.transfer_time_s) == (False, 0.0)
+
+
+@pytest.fixture
+def io():
+    io = IOLoop()
+    yield io
+    io.close()
+
+
+def test_a_load_from_a_tier_took_its_reads_and_the_last_copy(half, monkeypatch, io, until):
+    store = open_backend("memory", {"capacity": "1MiB"}, "0" * 64)
+    views = [half.slab.slot(i, half.layout.payload_bytes[0]) for i in range(2)]
+    assert all(io.call(store.write(KEYS, views)))
+    read = store.read
+
+    async def slow_read(keys, into):
+        time.sleep(READ_S)  # noqa: ASYNC251
+        return await read(keys, into)
+
+    store.read = slow_read
+    handler = StagedLoadHandler(
+        io, {"store": store}, half.slab, half.layout, half.copier, timeout_s=30
+    )
+    half.busy_engine(monkeypatch)
+    io.loop.call_soon_threadsafe(time.sleep, WAIT_S)
+    source = StagedLoadStoreSpec([0, 1], [Fetch("store", (0, 1), KEYS)])
+    handler.transfer_async(1, (source, GPULoadStoreSpec([1, 2, 3, 4])))
+    (result,) = until(handler.get_finished)
+    assert result.success
+    assert READ_S <= result.transfer_time_s < WAIT_S
+
+
+def test_a_write_through_took_as_long_as_its_writes(half, io, until):
+    store = open_backend("memory", {"capacity": "1MiB"}, "0" * 64)
+    write = store.write
+
+    async def slow_write(keys, chunks):
+        time.sleep(READ_S)  # noqa: ASYNC251
+        return await write(keys, chunks)
+
+    store.write = slow_write
+    handler = PersistHandler(io, {"store": store}, half.slab, half.layout, timeout_s=30)
+    io.loop.call_soon_threadsafe(time.sleep, WAIT_S)
+    handler.transfer_async(1, (CPULoadStoreSpec([0, 1]), BackendLoadStoreSpec("store", KEYS)))
+    (result,) = until(handler.get_finished)
+    assert result.success
+    assert READ_S <= result.transfer_time_s < WAIT_S
