@@ -6,6 +6,7 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+from time_limit import pytest_addoption, time_limit  # noqa: F401
 from until import until  # noqa: F401  # pytest reads no conftest.py above that of pytest.ini
 
 _keep = tempfile.TemporaryDirectory()

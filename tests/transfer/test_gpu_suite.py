@@ -7,19 +7,41 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+HANGS = """
+import threading
+
+def test_that_hangs():
+    threading.Event().wait()
+
+def test_after_it():
+    pass
+"""
 
 
-def test_every_test_for_a_gpu_passes_on_a_stand_in_with_its_own_settings():
-    """A skip hides a fixture that is missing, and an assertion that correct code fails."""
+def run(*arguments):
+    """Run pytest as ``make test-gpu`` does; returns what it did."""
     command = [sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootdir", "."]
-    command += ["-p", "gpu_on_cpu", "-p", "no:cacheprovider", "-q", "--tb=short", "tests/gpu"]
-    done = subprocess.run(
-        command,
+    return subprocess.run(
+        [*command, "-p", "no:cacheprovider", "-q", "--tb=short", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": ".:examples:tests/helpers", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_every_test_for_a_gpu_passes_on_a_stand_in_with_its_own_settings():
+    """A skip hides a fixture that is missing, and an assertion that correct code fails."""
+    done = run("-p", "gpu_on_cpu", "tests/gpu")
     last = done.stdout.splitlines()[-1]
     assert re.fullmatch(r"\d+ passed, 1 deselected in .*", last), done.stdout + done.stderr
+
+
+def test_a_test_that_hangs_fails_and_the_next_one_runs_also_without_pytest_timeout(tmp_path):
+    hangs = tmp_path / "test_hangs.py"
+    hangs.write_text(HANGS)
+    limit = ["-o", "timeout=0.2", "-p", "no:timeout", "-p", "no:asyncio"]
+    done = run(*limit, "-p", "time_limit", str(hangs))
+    assert "took longer than 0.2 s" in done.stdout
+    assert re.fullmatch("1 failed, 1 passed in .*", done.stdout.splitlines()[-1]), done.stdout
