@@ -163,20 +163,19 @@ class CudaDevice:
             raise RuntimeError(f"cudaHostRegister: {cudart.cudaGetErrorString(error)}")
 
     def _unpin(self, address: int) -> None:
-        with torch.cuda.device(self._device):
-            cudart = _cuda.cudart()
-            error = cudart.cudaHostUnregister(address)
+        self.enter_thread()
+        cudart = _cuda.cudart()
+        error = cudart.cudaHostUnregister(address)
         if int(error) != 0:
             raise RuntimeError(f"cudaHostUnregister: {cudart.cudaGetErrorString(error)}")
 
     def _numa_node(self) -> int | None:
         properties: Any = torch.cuda.get_device_properties(self._device)
-        if not hasattr(properties, "pci_bus_id"):  # torch before 2.8
+        names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+        numbers: list[Any] = [getattr(properties, name, None) for name in names]
+        if None in numbers:  # torch before 2.8
             return None
-        return numa_node_of(
-            f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}"
-            f":{properties.pci_device_id:02x}.0"
-        )
+        return numa_node_of("{:04x}:{:02x}:{:02x}.0".format(*numbers))
 
     # ---- streams and memory ----
 
@@ -239,19 +238,21 @@ class CudaDevice:
     @_under_inference_mode
     def copy(self, stream: Stream, runs: Sequence[Run], to_host: bool) -> None:
         """See :class:`kvoffload.transfer.device.Device`."""
-        runs = self._pinning.ready(runs)
-        if self._batches is not None and len(runs) > 1:
+        pinned, others = self._pinning.ready(runs)
+        # The other direction's thread may give up batches meanwhile.
+        batches = self._batches
+        if batches is not None and len(pinned) > 1:
             try:
-                self._batches.copy(_torch(stream).cuda_stream, runs, self._slab.address, to_host)
+                batches.copy(_torch(stream).cuda_stream, pinned, self._slab.address, to_host)
             except Exception as error:
                 # What of the batch was enqueued is enqueued again below: the same bytes.
                 self._why_not["copies"] = str(error)
                 self._batches = None
                 log.warning("batched copies do not work here (%s); copying one by one", error)
             else:
-                return
+                pinned = []
         with torch.cuda.stream(_torch(stream)):
-            for run in runs:
+            for run in (*pinned, *others):
                 device = run.buffer[run.at : run.at + run.num_bytes]
                 host = self._host[run.host_at : run.host_at + run.num_bytes]
                 if to_host:

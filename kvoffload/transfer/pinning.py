@@ -37,7 +37,7 @@ class Pinning:
     Args:
         slab: the memory, which must outlive this object.
         register: pins ``(address, length)``; raises if it cannot. Runs on a thread of its own.
-        unregister: unpins what was pinned at an address.
+        unregister: unpins what was pinned at an address. Runs on that thread too.
         numa_node: where pages should be, if that is known.
         portion_bytes: how much is registered at once; whole pages.
     """
@@ -67,12 +67,18 @@ class Pinning:
         self._thread.start()
 
     def _run(self) -> None:
+        self._pin_all()
+        with self._progress:
+            self._progress.wait_for(lambda: self._is_closing)
+        self._unpin_all()
+
+    def _pin_all(self) -> None:
         total, begun_s = self._slab.num_bytes, time.monotonic()
         told_s = begun_s
         for start in range(0, total, self._portion_bytes):
             length = min(self._portion_bytes, total - start)
-            self._slab.populate(start, length)
             try:
+                self._slab.populate(start, length)
                 self._register(self._slab.address + start, length)
             except Exception as error:
                 self._give_up(error, start)
@@ -107,15 +113,37 @@ class Pinning:
             self._tried_bytes = self._slab.num_bytes
             self._progress.notify_all()
 
-    def ready(self, runs: Sequence[Run]) -> list[Run]:
+    def _unpin_all(self) -> None:
+        """Unpin on the thread that pinned: CUDA keeps for each thread the last error it met.
+
+        Left on the engine's thread, it would be raised by the next kernel that torch launches.
+        """
+        first = self._slab.address
+        for start in range(0, self.pinned_bytes, self._portion_bytes):
+            try:
+                self._unregister(first + start)
+            except Exception as error:
+                log.warning("host memory at %d could not be unpinned: %s", first + start, error)
+        self.pinned_bytes = 0
+
+    def ready(self, runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
         """Wait until these bytes are pinned, and cut runs where one registration ends.
 
         A copy must lie within one registered range, or CUDA refuses it.
+
+        Returns:
+            The runs of pinned memory, and those of memory that could not be pinned.
         """
         end = max((run.host_at + run.num_bytes for run in runs), default=0)
         with self._progress:
             self._progress.wait_for(lambda: self._tried_bytes >= end)
-        return [piece for run in runs for piece in self._cut(run)]
+        pieces = [piece for run in runs for piece in self._cut(run)]
+        if end <= self.pinned_bytes:
+            return pieces, []
+        split: tuple[list[Run], list[Run]] = [], []
+        for piece in pieces:
+            split[piece.host_at >= self.pinned_bytes].append(piece)
+        return split
 
     def _cut(self, run: Run) -> Iterator[Run]:
         for host_at, length in within_registrations(
@@ -127,14 +155,8 @@ class Pinning:
         """Unpin everything; nothing may be copying any more."""
         with self._progress:
             self._is_closing = True
+            self._progress.notify_all()
         self._thread.join()
-        first = self._slab.address
-        for start in range(0, self.pinned_bytes, self._portion_bytes):
-            try:
-                self._unregister(first + start)
-            except Exception as error:
-                log.warning("host memory at %d could not be unpinned: %s", first + start, error)
-        self.pinned_bytes = 0
 
 
 def within_registrations(

@@ -2,11 +2,15 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from kvoffload.transfer.device import Event
 
 log = logging.getLogger(__name__)
+
+POLL_S = 0.001
+"""Between two looks at an event that is waited for with a timeout: devices know no such wait."""
 
 
 class EngineFence:
@@ -22,8 +26,15 @@ class EngineFence:
         return self.event.query()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until it is done, however long that takes."""
-        self.event.synchronize()
+        """See :meth:`kvoffload.transfer.base.Fence.wait`."""
+        if timeout_s is None:
+            self.event.synchronize()
+            return True
+        end_s = time.monotonic() + timeout_s
+        while not self.event.query():
+            if time.monotonic() >= end_s:
+                return False
+            time.sleep(POLL_S)
         return True
 
 

@@ -129,6 +129,92 @@ def test_batches_that_are_refused_are_copied_one_by_one(cuda, monkeypatch):
         copier.close()
 
 
+def use_bindings(monkeypatch, cuda, version=13000):
+    """Put a stand-in for cuda-bindings in place; returns its ``runtime``."""
+    package = types.ModuleType("cuda.bindings")
+    package.runtime = fake_bindings(cuda, version)
+    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", package)
+    return package.runtime
+
+
+def test_batches_that_the_other_direction_gave_up_meanwhile_are_told_with_their_reason(
+    cuda, monkeypatch
+):
+    """Both directions fail at once: one reads what the other has just set to None."""
+    use_bindings(monkeypatch, cuda)
+    caches = make_caches([(512, 0)])
+    slab = Slab(8, 4096)
+    device = CudaDevice(caches, slab, triton=False)
+    reads = [device._batches]
+    device._batches = None
+    device._why_not["copies"] = "the reason"
+
+    class Racing(CudaDevice):
+        @property
+        def _batches(self):
+            return reads.pop() if reads else None
+
+    device.__class__ = Racing
+    here = torch.ones(512, dtype=torch.int8)
+    try:
+        runs = [Run(here, 0, 0, 256), Run(here, 256, 4096, 256)]
+        device.copy(CudaStream(FakeCuda.Stream()), runs, True)
+        assert device.stats()["why_not_copies"] == "the reason"
+        assert slab.rows[1][:256].all()
+    finally:
+        device.close()
+
+
+def test_memory_that_is_not_pinned_does_not_end_batches_of_what_is(cuda, monkeypatch, until):
+    runtime = use_bindings(monkeypatch, cuda)
+    cuda.refuse_after = PORTION
+    caches = make_caches([(512, 0)])
+    layout = ChunkLayout(caches, 1)
+    slab = Slab(8, layout.slot_bytes)
+    copier = StreamCopier(caches, slab, layout, CudaDevice(caches, slab, triton=False))
+    try:
+        until(lambda: "why_not_pinned" in copier.stats())
+        for slots in ([0, 2, 7, 5], [2, 0, 4, 6]):
+            moves = layout.moves(GPULoadStoreSpec([5, 9, 2, 1]), slots)
+            fence = copier.launch(moves, True, copier.record_fence())
+            assert fence.wait(10)
+            assert fence.error is None
+            for slot, block in zip(slots, [5, 9, 2, 1], strict=True):
+                expected = caches.tensors[0].tensor[block].numpy()
+                assert np.array_equal(slab.rows[slot][:512], expected)
+        assert copier.stats()["copies"] == "batched"
+        assert runtime.calls == 2
+    finally:
+        copier.close()
+
+
+def test_memory_is_unpinned_on_the_thread_that_pinned_it(cuda, monkeypatch, caplog):
+    """CUDA keeps each thread's last error: torch's next kernel on the engine's would raise it."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    threads = []
+    monkeypatch.setattr(
+        cuda, "cudaHostUnregister", lambda address: threads.append(threading.current_thread()) or 1
+    )
+    slab = Slab(8, 4096)
+    device = CudaDevice(make_caches([(512, 0)]), slab, triton=False)
+    device.close()
+    assert {thread.name for thread in threads} <= {"kvoffload-pin"}
+    assert len(threads) == len(cuda.registered) > 0
+    assert "could not be unpinned" in caplog.text
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("missing", ["pci_domain_id", "pci_bus_id", "pci_device_id"])
+def test_a_torch_that_does_not_tell_where_the_gpu_is_will_do(cuda, monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    known = {"pci_domain_id": 0, "pci_bus_id": 0x3B, "pci_device_id": 0}
+    del known[missing]
+    properties = types.SimpleNamespace(**known)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    CudaDevice(make_caches([(512, 0)]), Slab(8, 4096), triton=False).close()
+
+
 def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_told(cuda, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     cuda.refuse_after = 5 * 4096

@@ -141,6 +141,20 @@ def test_the_kernels_of_every_part_are_prepared_when_a_copier_is_made(parts):
     assert staged == set(parts.layout.regions[0])
 
 
+def test_a_wait_for_the_engines_work_ends_when_its_time_is_over(parts):
+    device = parts.device
+
+    def stand_still():
+        device.engine.work.appendleft(stand_still)
+
+    device.engine.enqueue(stand_still)
+    fence = parts.copier.record_fence()
+    assert not fence.wait(timeout_s=0.05)
+    device.engine.work.popleft()
+    assert fence.wait(timeout_s=10)
+    assert fence.wait()
+
+
 def test_a_thread_that_cannot_enter_the_device_fails_its_transfers_and_nothing_waits_for_ever():
     parts = Parts(UnenteredDevice)
     try:

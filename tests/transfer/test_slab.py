@@ -4,12 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvoffload.errors import ConfigError
 from kvoffload.transfer import slab as slab_module
+from kvoffload.transfer.device import Run
 from kvoffload.transfer.pinning import Pinning
 from kvoffload.transfer.slab import Slab, create_shared_memory
 
@@ -49,6 +52,23 @@ def test_a_slab_maps_what_was_asked_for_and_takes_it_as_it_is_used():
     slab.populate(0, slab.num_bytes)
     assert bytes(slab.slot(7, 4)) == b"abc\0"
     assert slab.array(7, 3).tolist() == [97, 98, 99]
+
+
+def test_copies_do_not_wait_for_memory_whose_pages_cannot_be_taken(monkeypatch):
+    slab = Slab(4, SLOT)
+
+    def refuse(start, length):
+        raise ValueError("madvise start out of bounds")
+
+    monkeypatch.setattr(slab, "populate", refuse)
+    pinning = Pinning(slab, lambda address, length: None, lambda address: None)
+    run = Run(torch.zeros(SLOT, dtype=torch.int8), 0, 0, SLOT)
+    ready = threading.Thread(target=lambda: pinning.ready([run]), daemon=True)
+    ready.start()
+    ready.join(10)
+    assert not ready.is_alive()
+    assert "out of bounds" in str(pinning.error)
+    pinning.close()
 
 
 def test_a_child_process_does_not_share_pages_that_a_gpu_writes():
