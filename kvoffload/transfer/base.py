@@ -81,6 +81,7 @@ class Copier(Protocol):
         Raises:
             ValueError: blocks or slots out of range, or one destination named twice; nothing has
                 been launched.
+            RuntimeError: the copier is closed.
         """
         ...
 

@@ -109,6 +109,8 @@ class CpuCopier:
         self._queue: queue.SimpleQueue[
             tuple[Sequence[ChunkMove], bool, Fence, _CpuFence] | None
         ] = queue.SimpleQueue()
+        self._is_closed = False
+        self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="kvoffload-copy", daemon=True)
         self._thread.start()
 
@@ -124,7 +126,10 @@ class CpuCopier:
         """See :meth:`kvoffload.transfer.base.Copier.launch`."""
         self.check(moves, to_host)
         fence = _CpuFence()
-        self._queue.put((moves, to_host, after, fence))
+        with self._closing:
+            if self._is_closed:
+                raise RuntimeError("the copier is closed")
+            self._queue.put((moves, to_host, after, fence))
         return fence
 
     def stats(self) -> dict[str, str | int]:
@@ -133,7 +138,9 @@ class CpuCopier:
 
     def close(self) -> None:
         """Finish the queue and join the thread, for as long as a copy may reasonably take."""
-        self._queue.put(None)
+        with self._closing:
+            self._is_closed = True
+            self._queue.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:

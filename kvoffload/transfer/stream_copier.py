@@ -92,6 +92,8 @@ class Direction:
             Lane(device.new_stream(), device.new_stage(plan.stage_bytes)) for _ in range(LANES)
         ]
         self._turn = 0
+        self._has_ended = False
+        self._ending = threading.Lock()
         self._tables: deque[Table] = deque()
         self._queued: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -108,12 +110,21 @@ class Direction:
             raise
 
     def submit(self, job: Job) -> None:
-        """Take a transfer; from any thread."""
-        self._queued.put(job)
+        """Take a transfer; from any thread.
+
+        Raises:
+            RuntimeError: it comes after the end.
+        """
+        with self._ending:
+            if self._has_ended:
+                raise RuntimeError("the copier is closed")
+            self._queued.put(job)
 
     def end(self) -> None:
         """Take nothing more; what was submitted is finished."""
-        self._queued.put(None)
+        with self._ending:
+            self._has_ended = True
+            self._queued.put(None)
 
     def join(self, until_s: float) -> bool:
         """Wait for the threads to end; False if some have not at that time (monotonic)."""

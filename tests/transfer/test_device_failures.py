@@ -7,6 +7,7 @@ import pytest
 
 from kvoffload.testing.interleavings import NUM_SLOTS, PER_CHUNK, small_caches, words
 from kvoffload.testing.late_device import LateDevice, LateStream
+from kvoffload.transfer.copier import CpuCopier
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
 from kvoffload.transfer.slab import Slab
 from kvoffload.transfer.stream_copier import StreamCopier
@@ -243,3 +244,17 @@ def test_layers_that_are_refused_leave_no_open_device():
     with pytest.raises(ValueError, match="tensors"):
         StreamCopier(caches, Slab(1, layout.slot_bytes), layout, device, layers=[[0]])
     assert device.is_closed
+
+
+@pytest.mark.parametrize("on", ["cpu", "device"])
+def test_a_transfer_after_the_copier_was_closed_is_refused(on):
+    """Accepted, it would be waited for without an end: no thread is there to carry it out."""
+    parts = Parts()
+    copier = parts.copier
+    if on == "cpu":
+        copier = CpuCopier(parts.caches, parts.slab, parts.layout)
+    fence = parts.copier.record_fence()
+    copier.close()
+    parts.copier.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        copier.launch([ChunkMove(0, 0, 0, np.array([1, 2], np.int32))], True, fence)
