@@ -23,6 +23,8 @@ _RECORD = struct.Struct("<8sQqQ")
 _SEAL = struct.Struct("<Q")
 _MAGIC = b"KVOLEDGR"
 _VERSION = 1
+_MOST = 1 << 62
+"""No root has so many bytes or changes: a sealed record that says so is damaged."""
 _LOCK_TRIES = 100
 _LOCK_PAUSE_S = 0.001
 
@@ -141,6 +143,8 @@ class Ledger:
         (seal,) = _SEAL.unpack_from(data, _RECORD.size)
         if (magic, version, seal) != (_MAGIC, _VERSION, _seal_of(data[: _RECORD.size])):
             return None
+        if not (0 <= resident < _MOST and changes < _MOST):
+            return None  # its successor would not fit the record
         self.resident_bytes, self.changes = resident, changes
         return int(resident)
 
