@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 PREFIX = redis_admin.PREFIX
 _LOOKUP_KEYS = 1000
 """Keys asked for in one request: other lookups get their turn after so many."""
+_MAX_DIGITS = 18
+"""Of a count that a server gives: below 2^63."""
 _MAX_SUSPECTS = 4
 """Values looked at again at once, each in memory of its own; others are at their next load."""
 
@@ -392,11 +394,14 @@ def _same_length(keys: Sequence[bytes], memory: Sequence[memoryview]) -> None:
 
 
 def _count(info: Mapping[str, str], field: str) -> int:
-    value = info.get(field, "")
-    return int(value) if value.isdecimal() else 0
+    return _number(info.get(field, ""))
 
 
 def _keys(info: Mapping[str, str], db: int) -> int:
     """The number in ``db0:keys=12,expires=12,...``."""
-    first = info.get(f"db{db}", "").partition(",")[0].removeprefix("keys=")
-    return int(first) if first.isdecimal() else 0
+    return _number(info.get(f"db{db}", "").partition(",")[0].removeprefix("keys="))
+
+
+def _number(digits: str) -> int:
+    """A count that a server gives; 0 for what is none, as 5,000 digits are."""
+    return int(digits) if digits.isdecimal() and len(digits) <= _MAX_DIGITS else 0

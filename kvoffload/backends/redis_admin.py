@@ -12,9 +12,9 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from kvoffload.backends.redis_channel import Address
-from kvoffload.backends.redis_control import client_options, control_client
+from kvoffload.backends.redis_control import control_client
+from kvoffload.backends.redis_discovery import SentinelResolver, fetch_slots
 from kvoffload.backends.redis_options import Access, RedisOptions, Target
-from kvoffload.backends.redis_topology import SentinelResolver, fetch_slots
 from kvoffload.backends.upkeep import Holding
 
 PREFIX = "kvoffload"
@@ -32,11 +32,7 @@ async def masters(target: Target, options: RedisOptions, access: Access) -> list
         OSError: none can be asked.
     """
     if target.kind == "sentinel":
-        try:
-            return [await SentinelResolver(target, options, access)()]
-        except OSError:
-            pass  # it says no more than that there is none
-        raise await _no_master(target, options, access)
+        return [await SentinelResolver(target, options, access)()]
     if target.kind != "cluster":
         return [target.addresses[0]]
     failure: OSError = OSError("no seeds")
@@ -48,33 +44,6 @@ async def masters(target: Target, options: RedisOptions, access: Access) -> list
             failure = OSError(f"{seed}: {error}")
             failure.__cause__ = error
     raise failure
-
-
-async def _no_master(target: Target, options: RedisOptions, access: Access) -> OSError:
-    """Ask each Sentinel why there is no master; the first refusal is the error's cause."""
-    said: list[str] = []
-    cause: BaseException | None = None
-    arguments = client_options(options, access, _PATIENCE_S) | {
-        "username": access.sentinel_username or None,
-        "password": access.sentinel_password() or None,
-    }
-    for address in target.addresses:
-        client = Redis(host=address.host, port=address.port, **arguments)
-        try:
-            named = await client.execute_command("SENTINEL", "MASTERS")  # type: ignore[no-untyped-call]
-            known = [
-                _text(dict(zip(row[::2], row[1::2], strict=False)).get(b"name")) for row in named
-            ]
-            verb = "counts it as down" if target.service in known else f"knows only {known}"
-            said.append(f"{address} {verb}")
-        except (RedisError, OSError) as error:
-            said.append(f"{address}: {error}")
-            cause = cause or error
-        finally:
-            await client.aclose()
-    failure = ConnectionError(f"no Sentinel names a master {target.service!r}: {'; '.join(said)}")
-    failure.__cause__ = cause
-    return failure
 
 
 @asynccontextmanager
@@ -151,10 +120,6 @@ async def _scan(client: Redis, pattern: str) -> AsyncIterator[list[bytes]]:
 def _is_foreign(value: object) -> bool:
     """Whether a reply says that a name of ours holds no string: somebody else put it there."""
     return isinstance(value, ResponseError) and str(value).startswith("WRONGTYPE")
-
-
-def _text(value: Any) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def _is_facts(name: bytes) -> bool:

@@ -2,35 +2,24 @@
 
 import ipaddress
 import os
-import socket
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import (
-    AuthenticationError,
-    BusyLoadingError,
-    MovedError,
-    NoPermissionError,
-    RedisError,
-)
+from redis.exceptions import MovedError, RedisError
 
 from kvoffload.backends.base import Backend
 from kvoffload.backends.redis_admin import client_of, masters
 from kvoffload.backends.redis_channel import Address
 from kvoffload.backends.redis_options import Access, RedisOptions, Target
+from kvoffload.backends.redis_refusal import RIGHTS, refusal
 from kvoffload.backends.upkeep import Finding
 from kvoffload.config import human_bytes
 
 OLDEST = (6, 2)
 """GETEX, which reads a chunk and prolongs its life in one command, came with this version."""
-RIGHTS = "~kvoffload:* +getex +psetex +exists +pexpire +unlink +ping +info +scan +strlen +get"
-_TLS_REMEDY = (
-    "is the port a TLS port, does ca_file hold who signed the server's certificate, is it for this "
-    "name, and does the server ask for cert_file and key_file?"
-)
 _PROBES = 50
 _CHUNKS, _CHUNK_BYTES = 16, 2 << 20
 _SLOW_BYTES_PER_S = 200e6
@@ -50,7 +39,7 @@ async def diagnose(
     try:
         addresses = await masters(target, options, access)
     except (OSError, ValueError) as error:
-        return [_refusal(error, target, options)]
+        return [refusal(error, target, options, access)]
     findings: list[Finding] = []
     if target.kind:
         listed = ", ".join(str(address) for address in addresses)
@@ -60,57 +49,6 @@ async def diagnose(
     if not any(finding.verdict == "failed" for finding in findings):
         findings += await _throughput(trial)
     return findings
-
-
-def _refusal(error: BaseException, target: Target, options: RedisOptions) -> Finding:
-    """Say why a server cannot be examined, by what is behind the error."""
-    causes = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:
-        causes.append(cause)
-    check, remedy = "reachable", "check host, port, firewall and that the server runs"
-    if any(isinstance(each, AuthenticationError) for each in causes):
-        check, remedy = "password", _password_remedy(error, target, options)
-    elif any(isinstance(each, NoPermissionError) for each in causes):
-        check, remedy = "rights", f"ACL SETUSER <user> {RIGHTS}"
-    elif any(isinstance(each, BusyLoadingError) for each in causes):
-        remedy = "it is reading its snapshot: wait; and a cache needs none (save '')"
-    elif any(isinstance(each, socket.gaierror) for each in causes):
-        remedy = "no such host name is known here: check the spelling, and the resolver"
-    elif target.addresses[0].path:
-        remedy = _socket_remedy(causes)
-    elif target.kind == "sentinel" and len(causes) == 1:
-        remedy = "check the service's name, and that its master runs"
-    elif any(isinstance(each, ConnectionRefusedError) for each in causes):
-        remedy = "nothing listens there: check host and port, and that the server runs"
-    elif any(isinstance(each, TimeoutError) for each in causes):
-        remedy += f"; {_TLS_REMEDY}" if target.tls else ""  # a plain port waits for more to read
-    elif target.tls:
-        check, remedy = "encryption", _TLS_REMEDY
-    elif any(isinstance(each, ConnectionResetError) for each in causes):
-        remedy += "; a TLS port takes rediss://"
-    return Finding(check, "failed", str(error), remedy)
-
-
-def _password_remedy(error: BaseException, target: Target, options: RedisOptions) -> str:
-    whose = "Sentinels' password" if "Sentinel" in str(error) else "password"
-    prefix = "sentinel_" if "Sentinel" in str(error) else ""
-    given = ("password_env", "password_file")
-    source = next((name for name in given if getattr(options, prefix + name)), "")
-    if source:
-        where = f"{prefix}{source} does not hold the {whose} of this user"
-    elif target.password and not prefix:
-        where = "the URL does not hold the password of this user (/ ? # @ % are written %2F ...)"
-    else:
-        where = f"the server wants a {whose}, and none is given"
-    return f"{where}: set {prefix}username and {prefix}password_file; ACL LIST shows the users"
-
-
-def _socket_remedy(causes: Sequence[BaseException]) -> str:
-    if any(isinstance(each, FileNotFoundError) for each in causes):
-        return "there is no such socket: compare with unixsocket in the server's configuration"
-    if any(isinstance(each, PermissionError) for each in causes):
-        return "this user may not use the socket: unixsocketperm 770, and the server's group"
-    return "nobody listens on this socket: start the server"
 
 
 async def _examine(
@@ -131,7 +69,7 @@ async def _examine(
                 return findings
             return findings + _by_info(info)
     except (OSError, ValueError) as error:
-        return [_refusal(error, target, options)]
+        return [refusal(error, target, options, access)]
 
 
 async def _reachable(client: Redis, address: Address) -> Finding:

@@ -26,27 +26,49 @@ class Greeting(NamedTuple):
         return self.info.get("run_id", "")
 
 
+class Refused(ConnectionError):
+    """An error reply where an answer was due."""
+
+    def __init__(self, command: str, error: ServerError) -> None:
+        self.command = command
+        self.code = error.code
+        # Servers quote what they do not understand, so after AUTH the text may have the password.
+        said = error.code if command == "AUTH" else error.text
+        super().__init__(f"{command} refused: {said}")
+
+
+async def introduce(connection: Connection, username: str, password: str) -> None:
+    """Say who we are, if there is a password.
+
+    Raises:
+        OSError: the server does not know us by it, or the connection was lost.
+    """
+    if password:
+        await _expect(
+            connection, b"OK", b"AUTH", *filter(None, [username.encode()]), password.encode()
+        )
+
+
+async def _expect(connection: Connection, answer: bytes, *command: bytes) -> None:
+    reply = await connection.ask(encode(*command), Line())
+    if isinstance(reply, ServerError):
+        raise Refused(command[0].decode(), reply)
+    if reply != answer:
+        raise ConnectionError(f"{command[0].decode()}: an unexpected reply")
+
+
 async def greet(connection: Connection, access: Access, ping_s: float) -> Greeting:
     """Introduce oneself, and see whether this is a server that can serve.
 
     Raises:
         OSError: it does not serve (now), or takes longer than ``ping_s`` to answer a PING.
     """
-    words: list[tuple[bytes, ...]] = []
-    if password := access.password():
-        name = access.username
-        words.append((b"AUTH", *([name.encode()] if name else []), password.encode()))
+    await introduce(connection, access.username, access.password())
     if access.db:
-        words.append((b"SELECT", b"%d" % access.db))
-    for command in words:
-        reply = await connection.ask(encode(*command), Line())
-        if reply != b"OK":
-            raise ConnectionError(f"{command[0].decode()} refused: {_code(reply)}")
+        await _expect(connection, b"OK", b"SELECT", b"%d" % access.db)
     loop = asyncio.get_running_loop()
     began = loop.time()
-    reply = await connection.ask(encode(b"PING"), Line())
-    if reply != b"PONG":
-        raise ConnectionError(f"PING refused: {_code(reply)}")
+    await _expect(connection, b"PONG", b"PING")
     if (took_s := loop.time() - began) > ping_s:
         raise ConnectionError(f"a PING takes {took_s:.2f} s")
     info = await connection.ask(encode(b"INFO"), Line())
@@ -97,7 +119,3 @@ def _noise(nbytes: int) -> bytes:
     """Bytes that nothing on the way compresses to a few."""
     block = os.urandom(_NOISE_BYTES)
     return (block * (nbytes // _NOISE_BYTES + 1))[:nbytes]
-
-
-def _code(reply: object) -> str:
-    return reply.code if isinstance(reply, ServerError) else "an unexpected reply"

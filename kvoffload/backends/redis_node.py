@@ -223,7 +223,7 @@ class Node:
         began = self._loop.time()
         try:
             connection = await self._open()
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever it is, the next request connects again
             self._connecting[id(pool)] -= 1
             self._unreachable(error, self._loop.time() - began)
             return
@@ -333,7 +333,7 @@ class Node:
             self._counters["probes"] += 1
             try:
                 connection = await self._open_as_before()
-            except (OSError, ValueError) as error:
+            except Exception as error:  # whatever it is, probing goes on
                 log.debug("redis at %s: still away: %s", self._where, error)
                 self.breaker.probe_failed()
                 self._troubled()

@@ -1,9 +1,10 @@
 """Redis' wire format, without any I/O: commands as bytes, replies from bytes.
 
-Only what the data path needs of RESP 2: simple strings, errors, integers and bulk strings. Each
-request says beforehand what its reply must look like (:class:`Line`, :class:`Integers`,
-:class:`Fill`); anything else is a :class:`ProtocolError`, after which the reader, and with it the
-connection, must not be used again. That is what keeps the bytes of one reply out of another's key.
+Only what kvoffload needs of RESP 2: simple strings, errors, integers, bulk strings, and arrays
+where a server is asked who serves what. Each request says beforehand what its reply must look like
+(:class:`Line`, :class:`Integers`, :class:`Fill`, :class:`Table`); anything else is a
+:class:`ProtocolError`, after which the reader, and with it the connection, must not be used again.
+That is what keeps the bytes of one reply out of another's key.
 
 A value goes straight from the socket into the caller's memory: the reader hands out the buffer to
 receive into (:meth:`ReplyReader.get_buffer`) and is told how much came (:meth:`received`).
@@ -11,14 +12,20 @@ receive into (:meth:`ReplyReader.get_buffer`) and is told how much came (:meth:`
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SCRATCH_BYTES = 64 << 10
 """Received bytes that are not a chunk: reply lines, small values. No reply of these is larger."""
 MAX_LINE_BYTES = 4 << 10
+MAX_TEXT = 300
+"""Characters kept of a server's error: enough for a MOVED with the longest host name."""
+MAX_TABLE_BYTES = 8 << 20
+MAX_TABLE_ELEMENTS = 1 << 17
+_MAX_TABLE_DEPTH = 6
 _PEEK_BYTES = 512
 """How far to read ahead where a chunk may follow: what lies beyond its length line is copied."""
 _CRLF = b"\r\n"
+_ARRAY = ord("*")
 
 
 class ProtocolError(Exception):
@@ -32,12 +39,38 @@ class WrongSize(ProtocolError):
     """
 
 
+KNOWN_CODES = frozenset({
+    "ASK", "BUSY", "BUSYKEY", "CLUSTERDOWN", "CROSSSLOT", "DENIED", "ERR", "EXECABORT", "INPROG",
+    "IOERR", "LOADING", "MASTERDOWN", "MISCONF", "MOVED", "NOADDR", "NOAUTH", "NOGOODSLAVE",
+    "NOMASTERLINK", "NOPERM", "NOPROTO", "NOQUORUM", "NOREPLICAS", "OOM", "READONLY", "REDIRECT",
+    "TRYAGAIN", "UNBLOCKED", "WRONGPASS", "WRONGTYPE",
+})  # fmt: skip
+"""Error codes of Redis and Valkey. Counters are named after these, and after no other word."""
+OTHER = "OTHER"
+
+
+def printable(text: str, limit: int = MAX_TEXT) -> str:
+    """A server's text as one bounded line for logs: control characters are escaped."""
+    short = text if len(text) <= limit else f"{text[:limit]}…"
+    if short.isprintable():
+        return short
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in short)
+
+
 class ServerError(NamedTuple):
     """An error reply: a value, because the connection is still in step."""
 
     code: str
-    """The first word: ``OOM``, ``MOVED``, ``NOAUTH``..."""
+    """The first word if it is one of :data:`KNOWN_CODES`, else :data:`OTHER`."""
     text: str
+    """What the server said, as :func:`printable` makes it."""
+
+    @classmethod
+    def of(cls, text: bytes) -> "ServerError":
+        """Read an error reply, given without its ``-``."""
+        said = text.decode("utf-8", "replace")
+        code = said.partition(" ")[0]
+        return cls(code if code in KNOWN_CODES else OTHER, printable(said))
 
 
 class Filled:
@@ -86,8 +119,56 @@ class Fill:
         self.nbytes = sum(view.nbytes for view in views)
 
 
-Expect = Line | Integers | Fill
-Reply = bytes | int | None | ServerError | Filled | Misfit | list[int | ServerError]
+class Table:
+    """Expect nested arrays of short values, given as lists; or any reply that fits :class:`Line`.
+
+    The bounds apply to what arrives, not to what is announced: nothing is allocated beforehand.
+    """
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self._nbytes = self._elements = 0
+        self._open: list[tuple[list[Any], int]] = []  # arrays begun, each with its whole length
+
+    def received(self, nbytes: int) -> None:
+        """Count bytes of the reply.
+
+        Raises:
+            ProtocolError: they are more than any table needs.
+        """
+        self._nbytes += nbytes
+        if self._nbytes > MAX_TABLE_BYTES:
+            raise ProtocolError("a table without end")
+
+    def begin(self, count: int) -> bool:
+        """Begin an array; True if the reply is complete with it.
+
+        Raises:
+            ProtocolError: there are too many elements, or they are nested too deeply.
+        """
+        self._elements += max(1, count)
+        if count < -1 or self._elements > MAX_TABLE_ELEMENTS or len(self._open) == _MAX_TABLE_DEPTH:
+            raise ProtocolError(f"an array of {count} elements in a table")
+        if count <= 0:
+            return self.put(None if count else [])
+        self._open.append(([], count))
+        return False
+
+    def put(self, value: Any) -> bool:
+        """Add a value where it belongs; True if the reply is complete with it."""
+        while self._open:
+            array, count = self._open[-1]
+            array.append(value)
+            if len(array) < count:
+                return False
+            self._open.pop()
+            value = array
+        self.value = value
+        return True
+
+
+Expect = Line | Integers | Fill | Table
+Reply = bytes | int | None | ServerError | Filled | Misfit | list[Any]
 
 
 _SINK = bytearray(SCRATCH_BYTES)
@@ -182,6 +263,8 @@ class ReplyReader:
             return self._integers(expect)
         if isinstance(expect, Fill):
             return self._fill(expect)
+        if isinstance(expect, Table):
+            return self._table(expect)
         return self._line()
 
     def _take_line(self) -> bytes | None:
@@ -234,6 +317,25 @@ class ReplyReader:
                 raise ProtocolError("a text where a number was due")
         done = len(expect.values) == expect.count
         return done, expect.values if done else None
+
+    def _table(self, expect: Table) -> tuple[bool, Reply]:
+        """Take as many elements as there are at once."""
+        while self._start < self._end:
+            begin = self._start
+            if self._scratch[begin] == _ARRAY:
+                line = self._take_line()
+                if line is None:
+                    return False, None
+                done = expect.begin(_number(line))
+            else:
+                complete, value = self._line()
+                if not complete:
+                    return False, None
+                done = expect.put(value)
+            expect.received(self._start - begin)
+            if done:
+                return True, expect.value
+        return False, None
 
     def _fill(self, expect: Fill) -> tuple[bool, Reply]:
         if not self._in_bulk:
@@ -288,8 +390,7 @@ def _simple(line: bytes) -> bytes | int | ServerError:
     if kind == b":":
         return _number(line)
     if kind == b"-":
-        text = line[1:].decode("utf-8", "replace")
-        return ServerError(text.partition(" ")[0], text)
+        return ServerError.of(line[1:])
     raise ProtocolError(f"a reply of an unknown kind ({kind!r})")
 
 

@@ -5,29 +5,20 @@ Discovery runs in the background, at most twice a second, and never on anybody's
 """
 
 import asyncio
-import binascii
 import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
-from redis.asyncio.sentinel import Sentinel
-from redis.exceptions import RedisError
-
 from kvoffload.backends.redis_channel import Address
-from kvoffload.backends.redis_control import client_options, control_client
+from kvoffload.backends.redis_discovery import REFRESH_EVERY_S, SentinelResolver, fetch_slots
 from kvoffload.backends.redis_node import Node, Resolve
 from kvoffload.backends.redis_options import Access, RedisOptions, Target
 from kvoffload.backends.redis_resp import ServerError
+from kvoffload.backends.redis_slots import NUM_SLOTS, Slots, parse_redirect, slot_of
 
 log = logging.getLogger(__name__)
-
-NUM_SLOTS = 16384
-_REFRESH_EVERY_S = 0.5
-
-Slots = list[tuple[int, int, Address]]
-"""First slot, last slot, master: the rows of a slot table."""
 
 
 class Topology(Protocol):
@@ -92,47 +83,6 @@ class Single:
         return self._node.close()
 
 
-class SentinelResolver:
-    """Asks Sentinels for the master's address, and remembers it for a moment."""
-
-    def __init__(self, target: Target, options: RedisOptions, access: Access) -> None:
-        self._target = target
-        self._options = options
-        self._access = access
-        self._known: tuple[Address, float] | None = None
-
-    async def __call__(self) -> Address:
-        """Return the master's address.
-
-        Raises:
-            OSError: no Sentinel answers, or none knows a master.
-        """
-        now = asyncio.get_running_loop().time()
-        if self._known and now < self._known[1]:
-            return self._known[0]
-        hosts = [(a.host, a.port) for a in self._target.addresses]
-        # A share of the time for each, so that one that hangs leaves time to ask the next.
-        each_s = self._options.connect_timeout_s / len(hosts)
-        credentials = {
-            "username": self._access.sentinel_username or None,
-            "password": self._access.sentinel_password() or None,
-        }
-        sentinel = Sentinel(  # type: ignore[no-untyped-call]
-            hosts,
-            sentinel_kwargs=client_options(self._options, self._access, each_s) | credentials,
-        )
-        try:
-            host, port = await sentinel.discover_master(self._target.service)
-        except RedisError as error:
-            raise ConnectionError(f"no Sentinel names a master: {error}") from error
-        finally:
-            for client in sentinel.sentinels:
-                await client.aclose()
-        address = Address(host if isinstance(host, str) else host.decode(), int(port))
-        self._known = address, now + _REFRESH_EVERY_S
-        return address
-
-
 class Cluster:
     """A cluster's slot table, one node for each master.
 
@@ -181,17 +131,24 @@ class Cluster:
         return list(self._nodes.values())
 
     def redirect(self, error: ServerError) -> tuple[Node, bool] | None:
-        """See :class:`Topology`. A MOVED also corrects the table."""
-        words = error.text.split()
-        if len(words) != 3 or not words[1].isdecimal() or int(words[1]) >= NUM_SLOTS:
-            return None
-        host, _, port = words[2].rpartition(":")
-        if not host or not port.isdecimal():
+        """See :class:`Topology`. A MOVED also corrects the table.
+
+        Only servers of the table and of the URL are followed to: an address known from nothing but
+        an error reply gets no connection, and so no password. The table is asked for again.
+        """
+        try:
+            slot, address = parse_redirect(error)
+        except ValueError as wrong:
+            log.debug("redis cluster: %s", wrong)
             self._stale.set()
             return None
-        node = self._node_at(Address(host.strip("[]"), int(port)))
+        if address not in self._nodes and address not in self._seeds:
+            log.debug("redis cluster: redirected to %s, which is in no table yet", address)
+            self._stale.set()
+            return None
+        node = self._node_at(address)
         if error.code == "MOVED":
-            self._slots[int(words[1])] = node
+            self._slots[slot] = node
             self._stale.set()
         return node, error.code == "ASK"
 
@@ -225,7 +182,7 @@ class Cluster:
             else:
                 self._adopt(slots)
                 self._known.set()
-            await asyncio.sleep(_REFRESH_EVERY_S * (2 if self._failing else 1))
+            await asyncio.sleep(REFRESH_EVERY_S * (2 if self._failing else 1))
 
     async def _fetch(self) -> Slots | None:
         healthy = [a for a, node in self._nodes.items() if not node.is_open]
@@ -233,7 +190,7 @@ class Cluster:
             try:
                 if slots := await self._ask(address):
                     return slots
-            except (OSError, ValueError) as error:
+            except Exception as error:  # whatever it is, the refresher goes on
                 log.debug("redis cluster: %s gives no slot table: %s", address, error)
         return None
 
@@ -245,40 +202,6 @@ class Cluster:
         used = {address for _, _, address in slots}
         for address in [a for a in self._nodes if a not in used]:
             self._nodes.pop(address).close()
-
-
-def slot_of(key: bytes) -> int:
-    """The cluster slot of a key, by its hash tag if it has one."""
-    start = key.find(b"{")
-    if start >= 0:
-        stop = key.find(b"}", start + 1)
-        if stop > start + 1:
-            key = key[start + 1 : stop]
-    return binascii.crc_hqx(key, 0) % NUM_SLOTS
-
-
-async def fetch_slots(address: Address, options: RedisOptions, access: Access) -> Slots:
-    """Ask one server for the slot table.
-
-    Raises:
-        OSError: it gives none.
-        ValueError: a secret is gone, or what came is no table.
-    """
-    client = control_client(address, options, access, options.connect_timeout_s)
-    try:
-        async with asyncio.timeout(2 * options.connect_timeout_s):
-            rows = await client.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]
-        slots = []
-        for start, stop, (host, port, *_), *_replicas in rows:
-            name = host.decode() if host else address.host  # empty: the one that was asked
-            slots.append((int(start), int(stop), Address(name, int(port))))
-        return slots
-    except RedisError as error:
-        raise ConnectionError(str(error)) from error
-    except (TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"not a slot table: {error}") from error
-    finally:
-        await client.aclose()
 
 
 def open_topology(

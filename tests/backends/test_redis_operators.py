@@ -7,6 +7,7 @@ import socket
 import ssl
 import sys
 import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -196,3 +197,49 @@ def test_gc_takes_the_digits_that_inspect_shows(server, kvoffload):
     assert gc("eeeeeeee") == 2
     assert gc(near) == 2
     assert kvoffload("gc", server.url, "--namespace", near).returncode == 2  # it is gone
+
+
+def test_a_doctor_names_what_answers_in_place_of_what_the_url_says(server, failure):
+    for url, check, remedy in (
+        (f"redis+sentinel://127.0.0.1:{server.port}/m", "topology", "no Sentinel"),
+        (f"redis+cluster://127.0.0.1:{server.port}", "topology", "no part of a cluster"),
+        (f"{server.url}/99", "database", "no database 99"),
+    ):
+        found = failure(url)
+        assert found["check"] == check, found
+        assert remedy in found["remedy"]
+        assert "firewall" not in found["remedy"]
+
+
+@pytest.mark.parametrize("kind", ["", "+cluster", "+sentinel"])
+def test_a_doctor_notices_a_port_of_something_else(failure, kind):
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as web:
+        thread = threading.Thread(target=web.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            path = "/m" if kind == "+sentinel" else ""
+            found = failure(f"redis{kind}://127.0.0.1:{web.server_port}{path}")
+        finally:
+            web.shutdown()
+            thread.join()
+    # Some of its reply came, or the kernel took it back with the connection.
+    assert found["check"] in ("protocol", "reachable"), found
+    assert "not Redis" in found["remedy"], found
+    assert "firewall" not in found["remedy"]
+
+
+def test_a_doctor_hides_a_password_that_the_server_quotes(failure):
+    """As servers do with commands that they do not know."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            with contextlib.suppress(OSError), listener.accept()[0] as taken:
+                taken.recv(1000)
+                taken.sendall(b"-ERR unknown command 'AUTH', args: 'verysecretindeed'\r\n")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        found = failure(f"redis://:verysecretindeed@127.0.0.1:{listener.getsockname()[1]}")
+        thread.join()
+    assert "unknown command" in found["detail"]
+    assert "verysecretindeed" not in json.dumps(found)

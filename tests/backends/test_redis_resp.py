@@ -73,14 +73,7 @@ small = st.one_of(
     st.integers(-(2**63), 2**63 - 1).map(lambda n: (b":%d\r\n" % n, n)),
     st.binary(max_size=3000).map(lambda b: (b"$%d\r\n%b\r\n" % (len(b), b), b)),
     st.just((b"$-1\r\n", None)),
-    line_texts.map(
-        lambda b: (
-            b"-" + b + b"\r\n",
-            ServerError(
-                b.decode("utf-8", "replace").partition(" ")[0], b.decode("utf-8", "replace")
-            ),
-        )
-    ),
+    line_texts.map(lambda b: (b"-" + b + b"\r\n", ServerError.of(b))),
 )
 
 
