@@ -30,10 +30,10 @@ from kvoffload.backends.redis_options import (
     RedisOptions,
     parse_url,
     redacted,
-    value_key,
 )
 from kvoffload.backends.redis_presence import Verdicts
 from kvoffload.backends.redis_resp import Integers, ServerError, encode
+from kvoffload.backends.redis_secrets import value_key
 from kvoffload.backends.redis_topology import Topology, open_topology
 from kvoffload.backends.upkeep import Finding, Holding
 
@@ -80,7 +80,9 @@ class RedisBackend:
         self._namespace = namespace
         self._target = parse_url(options.url)
         self._access = Access(options, self._target)
-        self._sealer = Sealer(namespace_digest(namespace), value_key(options))
+        for weakness in self._access.weaknesses():
+            log.warning("redis: %s; %s", weakness.problem, weakness.remedy)
+        self._sealer = Sealer(namespace_digest(namespace), value_key(options.secret_file))
         self._prefix = chunk_prefix(namespace, self._sealer.scheme)
         self._ttl_ms = b"%d" % int(options.ttl_s * 1000)
         self._counters: Counter[str] = Counter()
@@ -215,8 +217,8 @@ class RedisBackend:
     def usage(self) -> Usage:
         """What the servers said when they were last connected to: of everything they hold."""
         infos = [node.greeting.info for node in self._nodes()]
-        used = sum(_count(info, "used_memory") for info in infos)
-        limits = [_count(info, "maxmemory") for info in infos]
+        used = sum(_number(info.get("used_memory", "")) for info in infos)
+        limits = [_number(info.get("maxmemory", "")) for info in infos]
         keys = sum(_keys(info, self._target.db) for info in infos)
         return Usage(used, sum(limits) if limits and all(limits) else None, keys)
 
@@ -247,12 +249,7 @@ class RedisBackend:
 
     async def diagnose(self) -> list[Finding]:
         """See :class:`~kvoffload.backends.upkeep.Diagnoses`."""
-        return await redis_doctor.diagnose(
-            self._target,
-            self._options,
-            self._access,
-            lambda: RedisBackend(self._options, self._namespace),
-        )
+        return await redis_doctor.diagnose(self._target, self._options, self._access, self)
 
     # On the loop's thread.
 
@@ -391,10 +388,6 @@ def _bytes(view: memoryview) -> memoryview:
 def _same_length(keys: Sequence[bytes], memory: Sequence[memoryview]) -> None:
     if len(keys) != len(memory):
         raise ValueError(f"{len(keys)} keys, but {len(memory)} buffers")
-
-
-def _count(info: Mapping[str, str], field: str) -> int:
-    return _number(info.get(field, ""))
 
 
 def _keys(info: Mapping[str, str], db: int) -> int:

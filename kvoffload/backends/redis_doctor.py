@@ -13,6 +13,7 @@ from redis.exceptions import MovedError, RedisError
 from kvoffload.backends.base import Backend
 from kvoffload.backends.redis_admin import client_of, masters
 from kvoffload.backends.redis_channel import Address
+from kvoffload.backends.redis_discovery import ask
 from kvoffload.backends.redis_options import Access, RedisOptions, Target
 from kvoffload.backends.redis_refusal import RIGHTS, refusal
 from kvoffload.backends.upkeep import Finding
@@ -26,7 +27,7 @@ _SLOW_BYTES_PER_S = 200e6
 
 
 async def diagnose(
-    target: Target, options: RedisOptions, access: Access, trial: Callable[[], Backend]
+    target: Target, options: RedisOptions, access: Access, backend: Backend
 ) -> list[Finding]:
     """Examine every server behind a URL.
 
@@ -34,7 +35,7 @@ async def diagnose(
         target: what its URL says.
         options: its settings.
         access: its credentials.
-        trial: opens a backend in a namespace of its own, for the throughput.
+        backend: stores and loads for the throughput, and removes what it stored.
     """
     try:
         addresses = await masters(target, options, access)
@@ -44,10 +45,12 @@ async def diagnose(
     if target.kind:
         listed = ", ".join(str(address) for address in addresses)
         findings.append(Finding("topology", "ok", f"{target.kind}: {listed}"))
-    for address in addresses:
-        findings += await _examine(address, target, options, access)
+    examined = [await _examine(address, target, options, access) for address in addresses]
+    findings += [finding for each in examined for finding in each]
+    if any(len(each) > 1 for each in examined):  # a server answered
+        findings += _secrets(options, access)
     if not any(finding.verdict == "failed" for finding in findings):
-        findings += await _throughput(trial)
+        findings += await _throughput(backend)
     return findings
 
 
@@ -57,7 +60,8 @@ async def _examine(
     try:
         async with client_of(address, options, access) as client:
             findings = [await _reachable(client, address)]
-            findings += [_encryption(address, target), _password(address, options, access)]
+            findings.append(_encryption(address, target))
+            findings.append(await _password(address, options, access))
             findings += await _rights(client)
             try:
                 info: dict[str, Any] = await client.info()
@@ -99,8 +103,15 @@ def _encryption(address: Address, target: Target) -> Finding:
     )
 
 
-def _password(address: Address, options: RedisOptions, access: Access) -> Finding:
+async def _password(address: Address, options: RedisOptions, access: Access) -> Finding:
     if access.password():
+        if await _lets_in_anybody(address, options, access):
+            return Finding(
+                "password",
+                "failed",
+                "the server answers without a password, too: its default user needs none",
+                "ACL SETUSER default off, in the server's configuration or ACL file as well",
+            )
         of_url = "the user of the URL" if access.username else "default"
         return Finding("password", "ok", f"introduced as {options.username or of_url}")
     if address.path or _is_loopback(address.host):
@@ -111,6 +122,25 @@ def _password(address: Address, options: RedisOptions, access: Access) -> Findin
         "anyone who reaches the port reads and replaces chunks",
         f"ACL SETUSER kvoffload on >... {RIGHTS}; name it in username and password_file",
     )
+
+
+async def _lets_in_anybody(address: Address, options: RedisOptions, access: Access) -> bool:
+    try:
+        return await ask(address, access, options.connect_timeout_s, ("", ""), b"PING") == b"PONG"
+    except OSError:
+        return False
+
+
+def _secrets(options: RedisOptions, access: Access) -> list[Finding]:
+    found = [
+        Finding("secrets", "warning", weakness.problem, weakness.remedy)
+        for weakness in access.weaknesses()
+    ]
+    if options.secret_file:
+        return [*found, Finding("authenticity", "ok", "values are authenticated by secret_file")]
+    problem = "values are not authenticated: whoever may write here injects prompts"
+    remedy = "openssl rand -hex 32 > FILE, the same for all engines; name it in secret_file"
+    return [*found, Finding("authenticity", "warning", problem, remedy)]
 
 
 async def _rights(client: Redis) -> list[Finding]:
@@ -200,10 +230,9 @@ def _persistence(info: Mapping[str, Any]) -> Finding:
     return Finding("persistence", "ok", "none seen")
 
 
-async def _throughput(trial: Callable[[], Backend]) -> list[Finding]:
+async def _throughput(backend: Backend) -> list[Finding]:
     keys = [os.urandom(36) for _ in range(_CHUNKS)]
     memory = [memoryview(bytearray(_CHUNK_BYTES)) for _ in keys]
-    backend = trial()
     findings = []
     try:
         await backend.contains(keys)  # connects
@@ -224,7 +253,6 @@ async def _throughput(trial: Callable[[], Backend]) -> list[Finding]:
         return findings
     finally:
         await backend.remove(keys)
-        await backend.close()
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,15 +1,20 @@
 """Settings of the Redis backend: the URL taken apart, secrets, TLS. Nothing here opens a socket."""
 
-import os
 import re
 import ssl
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
 from kvoffload.backends.redis_channel import Address
+from kvoffload.backends.redis_secrets import (
+    Weakness,
+    exposed_files,
+    read_file,
+    read_password,
+    weak_password,
+)
 from kvoffload.config import ByteSize
 from kvoffload.errors import HIDDEN, ConfigError, shown
 
@@ -25,6 +30,7 @@ _ESCAPES = (
     "there is an @ behind the host: write / ? # @ of a user name or password as %2F %3F %23 %40, "
     "or better, name them in username and password_file"
 )
+_NO_TLS = "is for TLS, and the URL means none: write rediss://, or leave this setting out"
 _HOST = re.compile(r"(\[[^][@\s]+\]|[^][:@\s]+)(?::([0-9]{0,5}))?")
 _DATABASE = re.compile(r"[0-9]{1,9}")
 
@@ -86,7 +92,10 @@ class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ConfigError("max_inflight_bytes", self.max_inflight_bytes, "must be >= 1 MiB")
         if self.key_file and not self.cert_file:
             raise ConfigError("key_file", self.key_file, "goes with cert_file, which is not set")
-        parse_url(self.url)
+        if not parse_url(self.url).tls:
+            for name in ("ca_file", "cert_file", "key_file"):
+                if getattr(self, name):
+                    raise ConfigError(name, getattr(self, name), _NO_TLS)
 
     def __repr__(self) -> str:
         return f"RedisOptions(url={redacted(self.url)!r})"
@@ -201,61 +210,35 @@ class Access:
         self._password = target.password
         self._options = options
         self.password()  # a secret that cannot be read is an error at start
+        self.sentinel_password()
 
     def password(self) -> str:
         """Read the password, anew each time: it may have been changed.
 
         Raises:
-            ConfigError: its file or variable is not there.
+            ConfigError: its file or variable is not there, or empty.
         """
-        return _secret(self._options, "password") or self._password
+        options = self._options
+        named = read_password("password", options.password_env, options.password_file)
+        return named or self._password
 
     def sentinel_password(self) -> str:
         """The password for Sentinels; by default they have none."""
-        return _secret(self._options, "sentinel_password")
+        options = self._options
+        return read_password(
+            "sentinel_password", options.sentinel_password_env, options.sentinel_password_file
+        )
 
-
-def _secret(options: RedisOptions, name: str) -> str:
-    variable, file = getattr(options, f"{name}_env"), getattr(options, f"{name}_file")
-    if variable:
-        if variable not in os.environ:
-            raise ConfigError(f"{name}_env", variable, "this environment variable is not set")
-        return os.environ[variable]
-    if not file:
-        return ""
-    try:
-        return _read(f"{name}_file", file).decode().strip("\r\n")
-    except UnicodeDecodeError:
-        pass  # raised outside of here: that error carries the password
-    raise ConfigError(f"{name}_file", file, "must hold the password as text, and is not UTF-8")
-
-
-def _read(field: str, path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(field, path, f"cannot be read: {error.strerror}") from error
-
-
-def value_key(options: RedisOptions) -> bytes | None:
-    """Derive the key that authenticates values from ``secret_file``; None if there is none.
-
-    Raises:
-        ConfigError: the file is missing or too short, or the ``blake3`` extra is not installed.
-    """
-    if not options.secret_file:
-        return None
-    secret = _read("secret_file", options.secret_file).strip()
-    if len(secret) < 32:
-        raise ConfigError("secret_file", options.secret_file, "needs at least 32 bytes of secret")
-    try:
-        import blake3
-    except ImportError:
-        raise ConfigError(
-            "secret_file", options.secret_file, "needs its extra: pip install 'kvoffload[blake3]'"
-        ) from None
-    derived: bytes = blake3.blake3(secret, derive_key_context="kvoffload redis values v1").digest()
-    return derived
+    def weaknesses(self) -> list[Weakness]:
+        """What is wrong with the secrets that is no reason to refuse them."""
+        found = []
+        if self._password:
+            problem = "the URL has a password: ps and logs of the command line show it"
+            found.append(Weakness(problem, "write it into a file, and name that in password_file"))
+        found += weak_password("password", self.password())
+        found += weak_password("Sentinels' password", self.sentinel_password())
+        names = ("password_file", "sentinel_password_file", "secret_file", "key_file")
+        return found + exposed_files({name: getattr(self._options, name) for name in names})
 
 
 def _context(options: RedisOptions) -> ssl.SSLContext:
@@ -264,9 +247,9 @@ def _context(options: RedisOptions) -> ssl.SSLContext:
     except OSError as error:  # as ssl.SSLError is
         raise ConfigError("ca_file", options.ca_file, f"cannot be used: {error}") from error
     if options.cert_file:
-        _read("cert_file", options.cert_file)
+        read_file("cert_file", options.cert_file)
         if options.key_file:
-            _read("key_file", options.key_file)
+            read_file("key_file", options.key_file)
         try:
             # An empty password: OpenSSL would ask the terminal for that of an encrypted key.
             context.load_cert_chain(options.cert_file, options.key_file or None, password="")

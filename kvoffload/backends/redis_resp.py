@@ -170,7 +170,6 @@ class Table:
 Expect = Line | Integers | Fill | Table
 Reply = bytes | int | None | ServerError | Filled | Misfit | list[Any]
 
-
 _SINK = bytearray(SCRATCH_BYTES)
 
 

@@ -344,7 +344,7 @@ async def test_a_value_under_another_key_is_a_miss(empty):
 def with_secrets(server, folder, *names):
     """Backends that each have a secret of their own."""
     for name in names:
-        (folder / name).write_text(name[0] * 40)
+        (folder / name).write_text(name * 4 + "0123456789abcdef" * 2)
         options = {"url": server.url, "secret_file": str(folder / name), **PATIENT}
         yield open_backend("redis", options, "n")
 

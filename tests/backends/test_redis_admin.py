@@ -69,20 +69,24 @@ async def test_a_server_away_is_an_error_for_an_operator():
     await backend.close()
 
 
-async def verdicts(url):
-    backend = open_backend("redis", {"url": url, "timeout_s": 5.0}, "x")
+async def verdicts(url, **options):
+    backend = open_backend("redis", {"url": url, "timeout_s": 5.0, **options}, "x")
     findings = await backend.diagnose()
     await backend.close()
     assert all(finding.remedy for finding in findings if finding.verdict != "ok")
     return {finding.check: finding.verdict for finding in findings}
 
 
-async def test_an_examination_names_what_should_be_changed(server):
+async def test_an_examination_names_what_should_be_changed(server, tmp_path):
     assert (await verdicts(server.url))["policy"] == "warning"
     server.cli("config", "set", "maxmemory", "256mb")
     assert (await verdicts(server.url))["policy"] == "warning"  # noeviction
     server.cli("config", "set", "maxmemory-policy", "allkeys-lru")
-    found = await verdicts(server.url)
+    assert (await verdicts(server.url))["authenticity"] == "warning"
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef" * 4)
+    secret.chmod(0o600)
+    found = await verdicts(server.url, secret_file=str(secret))
     assert set(found.values()) == {"ok"}, found
     server.cli("config", "set", "appendonly", "yes")
     assert (await verdicts(server.url))["persistence"] == "warning"

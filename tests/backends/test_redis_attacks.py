@@ -43,7 +43,7 @@ LIES = {
 
 @pytest.fixture
 def secret_file(tmp_path):
-    (tmp_path / "secret").write_text("s" * 40)
+    (tmp_path / "secret").write_text("0123456789abcdef" * 3)
     return str(tmp_path / "secret")
 
 

@@ -155,6 +155,7 @@ def test_a_doctor_names_what_is_wrong_with_encryption(failure, tmp_path):
 
 def test_a_doctor_does_not_name_the_user_of_the_url(server, kvoffload):
     server.cli("acl", "setuser", "hunter", "on", ">p", "~kvoffload:*", "+@all")
+    server.cli("acl", "setuser", "default", "off")
     url = f"redis://hunter:p@127.0.0.1:{server.port}"
     shown = kvoffload("doctor", url).stdout
     assert "introduced as the user of the URL" in shown

@@ -157,16 +157,23 @@ def test_the_compose_file():
     assert settings.backends[0].options["root"] in mounted
     assert services["vllm"]["depends_on"] == ["redis"]
     assert "--maxmemory-policy allkeys-lru" in services["redis"]["command"]
+    redis = settings.backends[1].options
+    given = {f"/run/secrets/{name}" for name in services["vllm"]["secrets"]}
+    assert {redis["password_file"], redis["secret_file"]} == given
+    assert services["vllm"]["ports"] == ["127.0.0.1:8000:8000"]
+    assert services["redis"]["networks"] == ["cache"]
+    assert yaml.safe_load(filled)["networks"]["cache"]["internal"]
+    assert all("KV_UID" in service["user"] for service in yaml.safe_load(text)["services"].values())
 
 
 def test_the_compose_file_of_redis_and_valkey():
     file = yaml.safe_load(REDIS.read_text())
     assert set(file["services"]) == {"redis", "valkey"}
     for name, service in file["services"].items():
-        (script,) = service["command"]
-        assert f"exec {name}-server" in script
-        assert "--maxmemory-policy allkeys-lru" in script
-        assert service["secrets"] == ["password"]
+        assert service["command"].startswith(f"{name}-server ")
+        assert "--maxmemory-policy allkeys-lru" in service["command"]
+        assert service["secrets"] == ["password", "operator_password"]
+        assert "KV_UID" in service["user"]
         assert service["ports"] == ["127.0.0.1:6379:6379"]
     assert file["services"]["valkey"]["profiles"] == ["valkey"]
-    assert set(file["secrets"]) == {"password"}
+    assert set(file["secrets"]) == {"password", "operator_password"}
