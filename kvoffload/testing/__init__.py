@@ -3,6 +3,7 @@
 Nothing here is imported before it is asked for, so that pytest is not needed to import the package.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,11 @@ _HOMES = {
     "Plan": "kvoffload.testing.faults",
     "PolicySuite": "kvoffload.testing.policies",
 }
+
+_SUITES = ("backends", "hazards", "harness", "policies")
+if "pytest" in sys.modules:
+    # A failed assertion of a suite shows its values, as one of the author's own tests does.
+    sys.modules["pytest"].register_assert_rewrite(*(f"{__name__}.{name}" for name in _SUITES))
 
 __all__ = [
     "BackendSuite",

@@ -16,6 +16,16 @@ class DiskSuite(PersistentBackendSuite):
         options = {"root": str(self.folder / "kv"), "capacity": "64MiB", **self.settings}
         return open_backend("disk", options, namespace)
 
+    def open_small(self, namespace):
+        options = {"root": str(self.folder / "small"), "capacity": "1MiB", **self.settings}
+        return open_backend("disk", options, namespace)
+
+    def damage(self, backend, key):
+        (path,) = (self.folder / "kv").glob(f"*/??/{key.hex()}")
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+
     async def ready(self, backend):
         assert backend.wait_ready(10)
 

@@ -9,6 +9,11 @@ class TestMemory(BackendSuite):
     def open(self, namespace):
         return open_backend("memory", {"capacity": "64MiB"}, namespace)
 
+    def open_small(self, namespace):
+        return open_backend("memory", {"capacity": 16 * CHUNK_BYTES}, namespace)
+
+    test_a_damaged_chunk_is_a_miss_and_can_come_back = None  # no medium that could damage it
+
 
 async def test_the_chunk_used_longest_ago_leaves_first():
     backend = open_backend("memory", {"capacity": 3 * CHUNK_BYTES}, "ns")

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 
 import pytest
 
@@ -47,19 +48,40 @@ def empty(server):
     return server
 
 
-class TestOneServer(PersistentBackendSuite):
+TURN_THE_LAST_BYTE = """
+local value = redis.call("get", KEYS[1])
+redis.call("set", KEYS[1], value:sub(1, -2) .. string.char((value:byte(-1) + 1) % 256))
+"""
+
+
+class RedisSuite(PersistentBackendSuite):
+    servers: Sequence[RedisServer]
+    tls: Sequence[str] = ()
+
+    def damage(self, backend, key):
+        found = 0
+        for server in self.servers:
+            if name := server.cli("keys", f"*{key.hex()}*", tls=self.tls):
+                server.cli("eval", TURN_THE_LAST_BYTE, "1", name, tls=self.tls)
+                found += 1
+        assert found == 1
+
+
+class TestOneServer(RedisSuite):
     @pytest.fixture(autouse=True)
     def _server(self, empty):
         self.server = empty
+        self.servers = [empty]
 
     def open(self, namespace):
         return open_backend("redis", {"url": self.server.url, **PATIENT}, namespace)
 
 
-class TestAuthenticatedValues(PersistentBackendSuite):
+class TestAuthenticatedValues(RedisSuite):
     @pytest.fixture(autouse=True)
     def _server(self, empty, tmp_path):
         self.server, self.secret = empty, tmp_path / "secret"
+        self.servers = [empty]
         self.secret.write_text("0123456789abcdef" * 4)
 
     def open(self, namespace):
@@ -73,9 +95,10 @@ def cluster(tmp_path_factory):
         yield servers
 
 
-class TestCluster(PersistentBackendSuite):
+class TestCluster(RedisSuite):
     @pytest.fixture(autouse=True)
     def _cluster(self, cluster):
+        self.servers = cluster
         for server in cluster:
             server.cli("flushall")
         self.url = f"redis+cluster://127.0.0.1:{cluster[0].port}"
@@ -105,11 +128,12 @@ def tls(tmp_path_factory):
     server.stop()
 
 
-class TestTLS(PersistentBackendSuite):
+class TestTLS(RedisSuite):
     @pytest.fixture(autouse=True)
     def _tls(self, tls):
         self.server, self.files = tls
-        self.server.cli("flushall", tls=("--tls", "--cacert", self.files["ca"]))
+        self.servers, self.tls = [self.server], ("--tls", "--cacert", self.files["ca"])
+        self.server.cli("flushall", tls=self.tls)
 
     def open(self, namespace):
         url = f"rediss://localhost:{self.server.port}"
