@@ -1,20 +1,33 @@
 """Chunks in an SQLite database: a complete third-party backend in one file.
 
-Not fast, but whole: it keeps the contract of :class:`kvoffload.backends.base.Backend`, which the
-three-line test class beside it checks.
+Not fast, but whole: it keeps the contract of :class:`kvoffload.backends.base.Backend` and two of
+the optional ones beside it, which the test class in ``tests`` checks.
 """
 
 import asyncio
 import contextlib
 import sqlite3
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import xxhash
 
+from kvoffload.backends.base import Removal, Usage
+from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS chunks (
+    id INTEGER PRIMARY KEY, namespace TEXT, key BLOB, used_ns INTEGER, size INTEGER, digest BLOB,
+    payload BLOB
+);
+CREATE UNIQUE INDEX IF NOT EXISTS by_key ON chunks (namespace, key);
+CREATE INDEX IF NOT EXISTS by_use ON chunks (used_ns, size);
+"""
 
 
 class SqliteOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -22,6 +35,13 @@ class SqliteOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     path: str
     """The database file; made if missing."""
+    capacity: ByteSize = ByteSize(1 << 30)
+    """Payload bytes of all namespaces; beyond it the least recently used chunks leave."""
+
+    def __post_init__(self) -> None:
+        """Refuse a store that can hold nothing."""
+        if self.capacity <= 0:
+            raise ConfigError("capacity", int(self.capacity), "must be more than 0 bytes")
 
 
 class SqliteBackend:
@@ -30,16 +50,17 @@ class SqliteBackend:
     Options = SqliteOptions
 
     def __init__(self, options: SqliteOptions, namespace: str) -> None:
-        self._namespace = namespace
+        self._namespace, self._capacity_bytes = namespace, int(options.capacity)
         try:
             self._db = sqlite3.connect(options.path, check_same_thread=False, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute(
-                "CREATE TABLE IF NOT EXISTS chunks (namespace TEXT, key BLOB, digest BLOB, "
-                "payload BLOB, PRIMARY KEY (namespace, key)) WITHOUT ROWID"
-            )
+            # After a power loss the last chunks are missing; no chunk is half there.
+            self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;")
+            self._db.executescript(SCHEMA)
+            self._usage = self._counted()
         except sqlite3.Error as error:
             raise ConfigError("path", options.path, f"cannot be opened: {error}") from error
+        self._counters: Counter[str] = Counter()
+        self._removals: deque[Removal] = deque(maxlen=1 << 16)
         # One thread: SQLite wants one writer anyway, and the event loop must not wait for a disk.
         self._thread = ThreadPoolExecutor(1, "kvoffload-sqlite")
         self._closed = False
@@ -65,11 +86,25 @@ class SqliteBackend:
         await self._each(self._remove, len(keys), keys)
 
     async def close(self) -> None:
-        """Close the database after what is under way."""
+        """Close the database after the calls in flight."""
         if not self._closed:
             self._closed = True
             await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)
             self._thread.shutdown(wait=False)
+
+    # Three optional methods: statistics, and the events that follow from an eviction.
+
+    def usage(self) -> Usage:
+        """Return what was stored when this process wrote last; no query, as it must not block."""
+        return self._usage
+
+    def counters(self) -> Mapping[str, int]:
+        """Count by reason: ``read_missing``, ``corrupt_payload``, ``evicted``, ``refused_size``."""
+        return dict(self._counters)
+
+    def take_removals(self) -> list[Removal]:
+        """Return the chunks of this namespace that this process evicted since the last call."""
+        return [self._removals.popleft() for _ in range(len(self._removals))]
 
     async def _each(self, work: Callable[..., bool], count: int, *columns: Any) -> list[bool]:
         """Run ``work`` for each item on the thread; a database error is False for that item."""
@@ -103,22 +138,67 @@ class SqliteBackend:
         return self._row(key, "1") is not None
 
     def _read(self, key: bytes, into: memoryview) -> bool:
-        row = self._row(key, "digest, payload")
-        if row is None or len(row[1]) != len(into) or xxhash.xxh3_128_digest(row[1]) != row[0]:
+        row = self._row(key, "id, digest, payload")
+        if row is None or len(row[2]) != len(into):
+            self._counters["read_missing"] += 1
             return False
-        into[:] = row[1]
+        if xxhash.xxh3_128_digest(row[2]) != row[1]:
+            self._counters["corrupt_payload"] += 1
+            return False
+        into[:] = row[2]
+        self._db.execute("UPDATE chunks SET used_ns = ? WHERE id = ?", (time.time_ns(), row[0]))
         return True
 
     def _write(self, key: bytes, chunk: memoryview) -> bool:
+        if len(chunk) > self._capacity_bytes:
+            self._counters["refused_size"] += 1
+            return False
         payload = bytes(chunk)
-        self._db.execute(
-            "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?)",
-            (self._namespace, key, xxhash.xxh3_128_digest(payload), payload),
+        digest = xxhash.xxh3_128_digest(payload)
+        row = (self._namespace, key, time.time_ns(), len(payload), digest, payload)
+        with self._transaction():
+            self._db.execute("DELETE FROM chunks WHERE namespace = ? AND key = ?", row[:2])
+            evicted = self._evict(self._counted().resident_bytes + len(payload))
+            columns = "namespace, key, used_ns, size, digest, payload"
+            self._db.execute(f"INSERT INTO chunks ({columns}) VALUES (?, ?, ?, ?, ?, ?)", row)
+            self._usage = self._counted()
+        # Only now is it certain that they left.
+        self._counters["evicted"] += len(evicted)
+        self._removals.extend(
+            Removal(old, "evicted") for namespace, old in evicted if namespace == self._namespace
         )
         return True
 
+    def _evict(self, wanted_bytes: int) -> list[tuple[str, bytes]]:
+        """Delete the rows used longest ago until ``wanted_bytes`` are within the capacity."""
+        evicted = []
+        while wanted_bytes > self._capacity_bytes:
+            oldest = "SELECT id, namespace, key, size FROM chunks ORDER BY used_ns LIMIT 1"
+            row, namespace, key, size = self._db.execute(oldest).fetchone()
+            self._db.execute("DELETE FROM chunks WHERE id = ?", (row,))
+            wanted_bytes -= size
+            evicted.append((namespace, key))
+        return evicted
+
     def _remove(self, key: bytes) -> bool:
-        self._db.execute(
-            "DELETE FROM chunks WHERE namespace = ? AND key = ?", (self._namespace, key)
-        )
+        where = "namespace = ? AND key = ?"
+        self._db.execute(f"DELETE FROM chunks WHERE {where}", (self._namespace, key))
+        self._usage = self._counted()
         return True
+
+    def _counted(self) -> Usage:
+        """What is stored, by an index that holds no payload."""
+        sums = "SELECT coalesce(sum(size), 0), count(*) FROM chunks INDEXED BY by_use"
+        resident_bytes, chunks = self._db.execute(sums).fetchone()
+        return Usage(resident_bytes, self._capacity_bytes, chunks)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All that happens within, or nothing; another process waits meanwhile."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        finally:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
