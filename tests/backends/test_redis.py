@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvoffload import open_backend
+from kvoffload.backends.redis_chunks import INLINE_BYTES, Sealer
 from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import (
     CHUNK_BYTES,
@@ -363,6 +364,13 @@ async def test_a_value_under_another_key_is_a_miss(empty):
     assert await backend.read([a, b], slots(2)) == [True, False]
     assert backend.counters()["read_corrupt_key"] == 1
     await backend.close()
+
+
+def test_seals_that_take_long_are_made_off_the_loop():
+    small, large = memoryview(bytes(CHUNK_BYTES)), memoryview(bytes(INLINE_BYTES + 1))
+    plain, keyed = Sealer(bytes(32), None), Sealer(bytes(32), bytes(32))
+    assert [plain.slow(small), plain.slow(large)] == [False, True]
+    assert [keyed.slow(small), keyed.slow(large)] == [True, True]
 
 
 def with_secrets(server, folder, *names):

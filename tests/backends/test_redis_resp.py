@@ -266,3 +266,14 @@ def test_a_closed_reader_holds_no_memory_of_callers():
 
 def test_a_command_is_written_as_redis_wants_it():
     assert encode(b"GET", b"a\r\n") == b"*2\r\n$3\r\nGET\r\n$3\r\na\r\n\r\n"
+
+
+@pytest.mark.parametrize("received", [0, 50_000])
+def test_a_reader_closed_amid_a_chunk_lets_go_of_the_memory(received):
+    memory, reader = bytearray(100_000), ReplyReader()
+    reader.expect(Fill([memoryview(memory)]))
+    feed(reader, b"$100000\r\n" + bytes(received))
+    with pytest.raises(BufferError):
+        memory.append(0)
+    reader.close()
+    memory.append(0)
