@@ -2,7 +2,7 @@
 
 A backend is one class: an ``Options`` struct, a constructor ``(options, namespace)`` and the five
 coroutines of :class:`Backend`. Register it in the ``kvoffload.backends`` entry-point group, and
-inherit :class:`kvoffload.testing.BackendSuite` in a test class of three lines.
+inherit :class:`kvoffload.testing.BackendSuite` in a short test class.
 
 Small optional protocols sit beside it (:class:`Presence`, :class:`Describes`...); a backend that
 has one simply defines its methods. There are no capability flags.

@@ -95,5 +95,5 @@ def test_the_suite_catches_a_policy_that_breaks_the_contract(policy, fails):
         def make(self, capacity):
             return policy(capacity)
 
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="assert "):  # the message shows the values
         getattr(Suite(), fails)()
