@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 SUDO    = $$([ "$$(id -u)" = 0 ] || echo "sudo -n")
 INSTALL = sh -c '$(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$$0"'
 
-.PHONY: demo test check chaos bench setup redis-server clean demo-vllm test-vllm test-gpu bench-gpu
+.PHONY: demo test check chaos bench setup redis-server clean demo-vllm test-vllm test-gpu bench-gpu mutate
 
 demo: $(READY)
 	$(BIN)/kvoffload demo
@@ -82,3 +82,10 @@ bench-gpu:
 
 clean:
 	rm -rf $(VENV) demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# Lines that could be wrong and no test would notice: 20 mutants of each group take about two hours.
+# ARGS="--group offload --seed 7 --sample 40" chooses them; the same seed draws the same mutants.
+mutate: $(READY) redis-server
+	@$(BIN)/python -c 'import cosmic_ray' 2>/dev/null \
+	  || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutate]'
+	$(BIN)/python tools/mutation/mutate.py $(ARGS)
