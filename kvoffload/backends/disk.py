@@ -22,12 +22,13 @@ import aiofiles
 import aiofiles.os
 
 from kvoffload.backends.base import Removal, Usage
+from kvoffload.backends.disk_bounds import Bounds
 from kvoffload.backends.disk_chunks import Chunks, is_key, on_disk
 from kvoffload.backends.disk_doctor import diagnose
 from kvoffload.backends.disk_house import House
 from kvoffload.backends.disk_index import Name, name_of
 from kvoffload.backends.disk_io import ChunkFiles, probe_direct
-from kvoffload.backends.disk_keeper import Bounds, Keeper
+from kvoffload.backends.disk_keeper import Keeper
 from kvoffload.backends.disk_layout import MANIFEST, prepare_root
 from kvoffload.backends.disk_options import DiskOptions
 from kvoffload.backends.disk_purge import purge
@@ -323,12 +324,11 @@ class DiskBackend:
 
 
 def _bounds(options: DiskOptions) -> Bounds:
-    capacity = int(options.capacity)
     return Bounds(
-        capacity_bytes=capacity,
+        capacity_bytes=int(options.capacity),
         min_free_bytes=int(options.min_free),
-        high_bytes=int(capacity * options.high_watermark),
-        low_bytes=int(capacity * options.low_watermark),
+        high_watermark=options.high_watermark,
+        low_watermark=options.low_watermark,
         quarantine_files=options.quarantine,
     )
 

@@ -1,11 +1,15 @@
 """What one process holds of a root: its folders, its locks, the shared ledger; remade if gone."""
 
 import contextlib
+import fcntl
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from kvoffload.backends import disk_bounds
+from kvoffload.backends.disk_bounds import Bounds
 from kvoffload.backends.disk_layout import (
     LEDGER,
     QUARANTINE,
@@ -15,12 +19,14 @@ from kvoffload.backends.disk_layout import (
     refuse_unsafe,
 )
 from kvoffload.backends.disk_ledger import Ledger
-from kvoffload.backends.disk_writers import Ownership, Writer
+from kvoffload.backends.disk_writers import Ownership, Writer, count_alive
 from kvoffload.backends.vfs import Vfs
 from kvoffload.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+_LOCK_TRIES = 200
+_LOCK_PAUSE_S = 0.01
 ABANDONED_S = 3600.0
 """A namespace's folder that holds nothing and that nobody touched for so long may be removed."""
 
@@ -29,9 +35,16 @@ class Hold:
     """A foothold under a root, for the namespace folder of one name. Thread-safe."""
 
     def __init__(
-        self, vfs: Vfs, root: str, namespace: str, count: Callable[[str], None], *, durable: bool
+        self,
+        vfs: Vfs,
+        root: str,
+        namespace: str,
+        bounds: Bounds,
+        count: Callable[[str], None],
+        *,
+        durable: bool,
     ) -> None:
-        """Take it; ``count`` is told of what happened to it later.
+        """Take it; ``count`` is told of what happened to it later, ``bounds`` are wanted.
 
         Raises:
             OSError: the folder cannot be used.
@@ -51,10 +64,15 @@ class Hold:
             make_folder(vfs, self._folder, durable=durable)
             refuse_unsafe(self._folder, vfs.lstat(self._folder))
             self._stay()
-            self.writer = Writer(vfs, root)
-            undo.callback(self.writer.close)
-            self.ownership = Ownership(vfs, root)
             self.ledger = Ledger(vfs, f"{root}/{LEDGER}", fresh=self.fresh)
+            undo.callback(self.ledger.close)
+            with self._only_one_opens():
+                alone = not count_alive(vfs, root)
+                self.writer = Writer(vfs, root)
+                undo.callback(self.writer.close)
+                self.bounds = self._agree(bounds, alone=alone)
+                """The limits of the root, as its processes agreed on them."""
+            self.ownership = Ownership(vfs, root)
             self.ownership.take()
             undo.pop_all()
 
@@ -67,6 +85,8 @@ class Hold:
     def keep(self) -> None:
         """Look after it, every now and then: what is gone is remade, what is idle not abandoned."""
         self.remake()
+        with contextlib.suppress(OSError):
+            self._record_again()
         with contextlib.suppress(OSError):
             age_s = time.time() - self._vfs.lstat(self._folder).st_mtime
             if age_s > ABANDONED_S / 4:
@@ -99,6 +119,53 @@ class Hold:
         self._count("remade")
         log.warning("disk %s: folders had been removed, made anew", self._root)
         return True
+
+    @contextlib.contextmanager
+    def _only_one_opens(self) -> Iterator[None]:
+        """Let processes that open the root at once do so one after the other.
+
+        Who finds no other alive sets the limits, and two would find that of each other. A stopped
+        process may have the lock for ever, so waiting ends.
+        """
+        fd = self._vfs.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            for _ in range(_LOCK_TRIES):
+                try:
+                    self._vfs.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(_LOCK_PAUSE_S)
+                except OSError:
+                    break  # a file system without locks on folders
+            yield
+        finally:
+            self._vfs.close_quietly(fd)
+
+    def _agree(self, wanted: Bounds, *, alone: bool) -> Bounds:
+        """The limits to go by: those wanted by the only process, else those recorded."""
+        recorded = disk_bounds.load(self._vfs, self._root)
+        if recorded is not None and not alone:
+            disk_bounds.tell_difference(self._root, wanted, recorded)
+            return recorded
+        if recorded != wanted:
+            try:
+                self._record(wanted)
+            except OSError as error:
+                path = f"{self._root}/{disk_bounds.FILE}"
+                log.warning("disk: cannot write %s: %s", path, error.strerror)
+        disk_bounds.tell_change(self._root, recorded, wanted, self.ledger.resident_bytes)
+        return wanted
+
+    def _record(self, bounds: Bounds) -> None:
+        unfinished = f"{self.writer.folder}/{disk_bounds.FILE}"
+        disk_bounds.save(self._vfs, self._root, unfinished, bounds)
+
+    def _record_again(self) -> None:
+        """Record the limits of the root if somebody removed their file; raises OSError."""
+        try:
+            self._vfs.lstat(f"{self._root}/{disk_bounds.FILE}")
+        except FileNotFoundError:
+            self._record(self.bounds)
 
     def _stay(self) -> None:
         """Let the folder look lived in: who holds no chunk of it for long is alive all the same."""

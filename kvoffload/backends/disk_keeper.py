@@ -12,9 +12,9 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from kvoffload.backends.base import Removal
+from kvoffload.backends.disk_bounds import Bounds
 from kvoffload.backends.disk_hold import Hold
 from kvoffload.backends.disk_index import Index, Name, split_name
 from kvoffload.backends.disk_io import reason_of
@@ -37,18 +37,6 @@ _SILENT = ("removed",)
 """Reasons of removals the caller asked for itself: it need not be told."""
 
 
-class Bounds(NamedTuple):
-    """The limits a keeper keeps."""
-
-    capacity_bytes: int
-    min_free_bytes: int
-    high_bytes: int
-    """Above this the background evicts..."""
-    low_bytes: int
-    """...down to this."""
-    quarantine_files: int
-
-
 class Keeper:
     """Looks after one root on behalf of one process. Thread-safe."""
 
@@ -64,13 +52,13 @@ class Keeper:
     ) -> None:
         """Open the root, for the namespace folder of this name.
 
+        ``bounds`` are the limits wanted; :attr:`bounds` are those agreed for the root.
+
         Raises:
             OSError: the folder cannot be used.
         """
         self.vfs = vfs
         self.root = root
-        self.bounds = bounds
-        self.index = Index(make_policy, bounds.capacity_bytes, self._policy_failed)
         self.namespaces = [namespace]
         """Folder names by number; 0 is this backend's own."""
         self.others = 0
@@ -93,7 +81,9 @@ class Keeper:
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self._used: dict[Name, int] = {}
         self._writes_off_until = 0.0
-        self.hold = Hold(vfs, root, namespace, self.count, durable=durable)
+        self.hold = Hold(vfs, root, namespace, bounds, self.count, durable=durable)
+        self.bounds = self.hold.bounds
+        self.index = Index(make_policy, self.bounds.capacity_bytes, self._policy_failed)
         self.writer = self.hold.writer
         self.ownership = self.hold.ownership
         self.ledger = self.hold.ledger

@@ -7,6 +7,7 @@
         manifest.json                the facts behind the digest, for people
         snapshot                     the index as it was: a hint that makes a restart faster
         <2 hex digits>/<key, hex>    the chunks
+      .bounds.json                   capacity and other limits, agreed by all processes
       .ledger                        bytes allocated under the root, shared by all processes
       .owner                         locked by the process that evicts
       .writers/<token>/              temporary files of one writer, locked while it lives
@@ -126,7 +127,8 @@ def refuse_unsafe(path: str, facts: os.stat_result) -> None:
             f"belongs to user {facts.st_uid}, not to {os.geteuid()}; use a folder of your own",
         )
     if facts.st_mode & stat.S_IWOTH:
-        raise ConfigError("root", path, "is writable by everyone; chmod o-w, or use another folder")
+        remedy = f"is writable by everyone; chmod o-w, or give a sub-folder such as {path}/kv"
+        raise ConfigError("root", path, remedy)
 
 
 def _is_hex(name: str) -> bool:

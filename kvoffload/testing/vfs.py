@@ -242,6 +242,7 @@ def kind_of(path: str) -> str:
     parts = path.split("/")
     name, above = parts[-1], parts[-2] if len(parts) > 1 else ""
     fixed = {".ledger": "ledger", ".owner": "owner", "snapshot": "snapshot", "lock": "lock"}
+    fixed |= {".bounds.json": "bounds"}
     if name in fixed:
         return fixed[name]
     if ".writers" in parts:

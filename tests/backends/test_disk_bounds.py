@@ -253,6 +253,12 @@ def test_sizes_that_no_file_system_has_are_refused_however_they_are_given(tmp_pa
             assert (caught.value.field, caught.value.value) == (field, size)
 
 
+def _refused(root):
+    with pytest.raises(ConfigError) as caught:
+        open_backend("disk", {"root": str(root)}, "ns")
+    return str(caught.value)
+
+
 def test_roots_that_others_could_tamper_with_are_refused(tmp_path):
     real = tmp_path / "real"
     real.mkdir(0o700)
@@ -265,6 +271,7 @@ def test_roots_that_others_could_tamper_with_are_refused(tmp_path):
         with pytest.raises(ConfigError) as caught:
             open_backend("disk", {"root": str(tmp_path / name)}, "ns")
         assert caught.value.field == "root"
+    assert f"give a sub-folder such as {public}/kv" in _refused(public)
     inside = real / namespace_digest("ns").hex()
     inside.symlink_to(tmp_path / "public")
     with pytest.raises(ConfigError, match="symbolic link"):
@@ -281,6 +288,7 @@ async def test_folders_and_files_are_for_the_owner_alone(tmp_path):
     await write_all(backend, keys_of(2))
     await backend.describe({"model": "m"})
     await backend.close()
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
     for folder, folders, files in os.walk(tmp_path / "kv"):
         for name in folders:
             assert os.lstat(f"{folder}/{name}").st_mode & 0o777 == 0o700

@@ -181,7 +181,7 @@ async def test_a_device_that_answers_no_more_gives_misses_to_whoever_comes_later
 
 async def test_without_direct_io_the_page_cache_is_used_and_that_is_said(tmp_path):
     def no_direct(call, path):
-        return call == "open" and ".writers" in path and not path.endswith("lock")
+        return call == "open" and ".writers" in path and not path.endswith(("lock", ".json"))
 
     vfs = FailingVfs(1, 22, when=no_direct)
     backend = DiskBackend(options(tmp_path, io="auto"), "probe", vfs=vfs)
