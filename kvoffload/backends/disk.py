@@ -22,7 +22,6 @@ import aiofiles
 import aiofiles.os
 
 from kvoffload.backends.base import Removal, Usage
-from kvoffload.backends.disk_bounds import Bounds
 from kvoffload.backends.disk_chunks import Chunks, is_key, on_disk
 from kvoffload.backends.disk_doctor import diagnose
 from kvoffload.backends.disk_house import House
@@ -81,7 +80,7 @@ class DiskBackend:
         prepare_root(vfs, root, durable=durable)
         with contextlib.ExitStack() as undo:
             try:
-                keeper = Keeper(vfs, root, digest.hex(), _bounds(options), policy, durable=durable)
+                keeper = Keeper(vfs, root, digest.hex(), options.bounds(), policy, durable=durable)
             except OSError as error:
                 raise ConfigError("root", root, f"cannot be used: {error}") from error
             self._keeper = keeper
@@ -261,8 +260,12 @@ class DiskBackend:
 
     async def diagnose(self) -> list[Finding]:
         """See :class:`~kvoffload.backends.upkeep.Diagnoses`."""
-        await once(self.wait_ready, 60.0)
-        return await diagnose(self, self._keeper, self.io_mode, self.io_reason)
+        kept = ("io", "durability", "read_threads", "write_threads", "stall_s")
+        try:
+            return await diagnose(self.place, {name: getattr(self.options, name) for name in kept})
+        except ConfigError as error:
+            remedy = "see what changed the folder under this engine"
+            return [Finding("root", "failed", str(error), remedy)]
 
     @property
     def writer_folder(self) -> str:
@@ -321,16 +324,6 @@ class DiskBackend:
             self._keeper.hold.close()
         else:
             log.warning("disk: %s is stuck, left as it is", self._keeper.root)
-
-
-def _bounds(options: DiskOptions) -> Bounds:
-    return Bounds(
-        capacity_bytes=int(options.capacity),
-        min_free_bytes=int(options.min_free),
-        high_watermark=options.high_watermark,
-        low_watermark=options.low_watermark,
-        quarantine_files=options.quarantine,
-    )
 
 
 def _private(path: str, flags: int) -> int:

@@ -10,12 +10,12 @@ import os
 
 import msgspec
 
+from kvoffload.backends.disk_layout import BOUNDS
 from kvoffload.backends.vfs import Vfs
 from kvoffload.config import human_bytes
 
 log = logging.getLogger(__name__)
 
-FILE = ".bounds.json"
 VERSION = 1
 _MAX_FILE_BYTES = 1 << 16
 _LARGEST = 2**63 - 1
@@ -55,7 +55,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
         return resident_bytes - self.low_bytes if resident_bytes > self.high_bytes else 0
 
 
-_SETTINGS = (
+SETTINGS = (
     ("capacity", "capacity_bytes", human_bytes),
     ("min_free", "min_free_bytes", human_bytes),
     ("high_watermark", "high_watermark", str),
@@ -67,19 +67,27 @@ _SETTINGS = (
 
 def load(vfs: Vfs, root: str) -> Bounds | None:
     """The limits recorded in a root; None if there are none, or none that can be used."""
-    path = f"{root}/{FILE}"
     try:
-        data = _content(vfs, path)
+        return read(vfs, root)
+    except ValueError as error:
+        log.warning("disk: %s/%s is ignored: %s", root, BOUNDS, error)
+        return None
+
+
+def read(vfs: Vfs, root: str) -> Bounds | None:
+    """The limits recorded in a root; None if there are none, as an older version leaves it.
+
+    Raises:
+        ValueError: what is there cannot be used; the text says why.
+    """
+    try:
+        return msgspec.json.decode(_content(vfs, f"{root}/{BOUNDS}"), type=Bounds)
     except FileNotFoundError:
-        return None  # written by an older version
+        return None
     except OSError as error:
-        log.warning("disk: %s is ignored: %s", path, error.strerror)
-        return None
-    try:
-        return msgspec.json.decode(data, type=Bounds)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        log.warning("disk: %s is ignored: %s", path, error)
-        return None
+        raise ValueError(error.strerror) from error
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(str(error)) from error
 
 
 def save(vfs: Vfs, root: str, temporary: str, bounds: Bounds) -> None:
@@ -92,7 +100,7 @@ def save(vfs: Vfs, root: str, temporary: str, bounds: Bounds) -> None:
                 raise OSError(errno.EIO, "short write", temporary)
         finally:
             vfs.close_quietly(fd)
-        vfs.rename(temporary, f"{root}/{FILE}")
+        vfs.rename(temporary, f"{root}/{BOUNDS}")
     except OSError:
         vfs.unlink_quietly(temporary)
         raise
@@ -103,7 +111,7 @@ def tell_difference(root: str, wanted: Bounds, agreed: Bounds) -> None:
     differing = [
         f"{setting} = {shown(getattr(wanted, field))} is not used, "
         f"the engines that have this folder open use {shown(getattr(agreed, field))}"
-        for setting, field, shown in _SETTINGS
+        for setting, field, shown in SETTINGS
         if getattr(wanted, field) != getattr(agreed, field)
     ]
     if differing:
@@ -116,7 +124,7 @@ def tell_change(root: str, recorded: Bounds | None, wanted: Bounds, resident_byt
     changes = [
         f"{setting} changes from {shown(getattr(recorded, field))} "
         f"to {shown(getattr(wanted, field))}"
-        for setting, field, shown in _SETTINGS
+        for setting, field, shown in SETTINGS
         if recorded is not None and getattr(recorded, field) != getattr(wanted, field)
     ]
     leaving = wanted.evicted_bytes(resident_bytes)

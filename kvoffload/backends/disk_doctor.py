@@ -1,30 +1,85 @@
-"""Is this folder fit to be a tier? What ``kvoffload doctor ROOT`` looks into."""
+"""Is this folder fit to be a tier? What ``kvoffload doctor ROOT`` looks into.
 
+A root is looked at from outside: nothing in it is changed, evicted or repaired. Throughput is
+measured in a store of its own, in a sub-folder that is removed afterwards.
+"""
+
+import contextlib
 import mmap
 import os
 import secrets
+import shutil
 import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import msgspec
+
+from kvoffload.backends import disk_bounds
 from kvoffload.backends.base import Backend
-from kvoffload.backends.disk_keeper import Keeper
+from kvoffload.backends.disk_access import check_fresh_or_root
+from kvoffload.backends.disk_bounds import SETTINGS, Bounds
+from kvoffload.backends.disk_layout import SCRATCH, refuse_unsafe
+from kvoffload.backends.disk_options import DiskOptions
+from kvoffload.backends.disk_survey import Survey
 from kvoffload.backends.offloop import once
 from kvoffload.backends.upkeep import Finding
-from kvoffload.config import human_bytes
+from kvoffload.backends.vfs import Vfs
+from kvoffload.config import convert, human_bytes
+from kvoffload.errors import ConfigError
+from kvoffload.registry import open_backend
 
 _CHUNKS, _CHUNK_BYTES = 16, 2 << 20
+_SCRATCH_BYTES = 64 << 20
+"""Twice what is stored while measuring: nothing of it is evicted meanwhile."""
 _SLOW_BYTES_PER_S = 200e6
+_TAKEOVER_S = 3.0
+"""Longer than a process takes to notice that the one that evicts has ended."""
 _SHARED = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "fuse")
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
-async def diagnose(
-    backend: Backend, keeper: Keeper, io: str, io_reason: str | None
-) -> list[Finding]:
-    """Examine a root that has just been opened."""
-    findings = [_medium(keeper.root), _io(io, io_reason)]
-    findings += [await once(_space, keeper), _sharing(keeper)]
-    findings.append(await _throughput(backend))
-    return findings
+class _Patient(NamedTuple):
+    """The folder that is examined."""
+
+    root: str
+    vfs: Vfs
+    survey: Survey | None
+    """None: the folder is empty, no engine has used it."""
+    options: DiskOptions
+    given: Mapping[str, Any]
+    """The settings that were given, of all options."""
+
+
+async def diagnose(root: str, settings: Mapping[str, Any]) -> list[Finding]:
+    """Examine a folder, for an engine with these settings.
+
+    Raises:
+        ConfigError: a setting is wrong, or the folder is none that an engine would use.
+    """
+    return await _examine(await once(_admit, root, settings))
+
+
+def _admit(root: str, settings: Mapping[str, Any]) -> _Patient:
+    if "root" in settings:
+        raise ConfigError("root", settings["root"], "the folder is given already")
+    options = convert({**settings, "root": root}, DiskOptions)
+    vfs, root = Vfs(), os.path.abspath(os.path.expanduser(options.root))
+    used = check_fresh_or_root(vfs, root)
+    refuse_unsafe(root, vfs.lstat(root))
+    return _Patient(root, vfs, Survey(root, vfs) if used else None, options, settings)
+
+
+async def _examine(patient: _Patient) -> list[Finding]:
+    limits, bounds = _limits(patient)
+    findings = [_medium(patient.root), limits, await once(_ledger, patient)]
+    space, free = await once(_space, patient, bounds)
+    findings += [space, await once(_sharing, patient)]
+    if free < _SCRATCH_BYTES:
+        remedy = f"measuring needs {human_bytes(_SCRATCH_BYTES)} above min_free"
+        verdict = "warning" if space.verdict == "ok" else space.verdict
+        return [*findings, Finding("throughput", verdict, "not measured: no room", remedy)]
+    return findings + await _measured(patient)
 
 
 def file_system_of(path: str) -> str:
@@ -55,6 +110,113 @@ def _medium(root: str) -> Finding:
     return Finding("file system", "ok", kind)
 
 
+def _limits(patient: _Patient) -> tuple[Finding, Bounds | None]:
+    """The limits an engine would go by; None of an older version's root: nobody knows."""
+    options, given = patient.options, patient.given
+    wanted = options.bounds()
+    try:
+        recorded = disk_bounds.read(patient.vfs, patient.root)
+    except ValueError as error:
+        remedy = "an engine replaces the file when it opens the folder alone"
+        detail = f"the limits recorded in the folder cannot be used: {error}"
+        return Finding("limits", "warning", detail, remedy), wanted if "capacity" in given else None
+    if recorded is None:
+        if patient.survey is None or "capacity" in given:
+            origin = "given" if "capacity" in given else "the default"
+            return Finding("limits", "ok", f"{_shown(wanted)} ({origin})"), wanted
+        remedy = "give the capacity that engines will have: -o capacity=..."
+        return Finding("limits", "ok", "none recorded, as older versions leave it", remedy), None
+    # What is not given is as recorded; what is given is what somebody asks about.
+    chosen = {field: getattr(wanted, field) for name, field, _ in SETTINGS if name in given}
+    bounds = msgspec.structs.replace(recorded, **chosen)
+    if bounds == recorded:
+        return Finding("limits", "ok", f"{_shown(recorded)} (recorded in the folder)"), recorded
+    detail = f"{_shown(bounds)} asked about; recorded in the folder: {_shown(recorded)}"
+    return Finding("limits", "ok", detail), bounds
+
+
+def _shown(bounds: Bounds) -> str:
+    capacity, free = human_bytes(bounds.capacity_bytes), human_bytes(bounds.min_free_bytes)
+    return f"capacity {capacity}, min_free {free}"
+
+
+def _ledger(patient: _Patient) -> Finding:
+    survey = patient.survey
+    fault = survey.ledger_fault() if survey is not None else None
+    if fault is None:
+        return Finding("ledger", "ok", "none yet" if survey is None else "in order")
+    remedy = "an engine counts everything and sets it right; until then it stores nothing"
+    return Finding("ledger", "warning", fault, remedy)
+
+
+def _used_bytes(survey: Survey | None) -> int:
+    if survey is None:
+        return 0
+    booked = survey.booked_bytes()
+    return sum(c.allocated_bytes for c in survey.chunks()) if booked is None else booked
+
+
+def _space(patient: _Patient, bounds: Bounds | None) -> tuple[Finding, int]:
+    """Whether the capacity fits the device; and the bytes that may be used for measuring."""
+    space = patient.vfs.statvfs(patient.root)
+    free, used = space.f_bavail * space.f_frsize, _used_bytes(patient.survey)
+    detail = f"{human_bytes(free)} free, {human_bytes(used)} used, capacity "
+    if bounds is None:
+        return Finding("space", "ok", detail + "unknown"), free
+    detail += human_bytes(bounds.capacity_bytes)
+    room, spare = free + used - bounds.min_free_bytes, free - bounds.min_free_bytes
+    if room <= 0:
+        remedy = "make space: others have taken all but min_free"
+        return Finding("space", "failed", detail, remedy), spare
+    if used > bounds.capacity_bytes:
+        leaving = human_bytes(bounds.evicted_bytes(used))
+        remedy = f"raise capacity: an engine opened with this one evicts {leaving}"
+        return Finding("space", "warning", detail, remedy), spare
+    if room < bounds.capacity_bytes:
+        remedy = f"lower capacity to {human_bytes(room)}, or make space"
+        return Finding("space", "warning", detail, remedy), spare
+    return Finding("space", "ok", detail), spare
+
+
+def _sharing(patient: _Patient) -> Finding:
+    survey = patient.survey
+    count = survey.processes() if survey is not None else 0
+    detail = "1 process has it open" if count == 1 else f"{count} processes have it open"
+    if survey is None or not count:
+        return Finding("sharing", "ok", detail)
+    until = time.monotonic() + _TAKEOVER_S
+    while not (owned := survey.has_owner()) and survey.processes() and time.monotonic() < until:
+        time.sleep(0.1)  # the one that evicted may just have ended
+    if owned or not survey.processes():
+        return Finding("sharing", "ok", detail)
+    remedy = "see whether a stopped process still holds .owner"
+    return Finding("sharing", "warning", f"{detail}, but none may evict", remedy)
+
+
+async def _measured(patient: _Patient) -> list[Finding]:
+    """I/O mode and speed, of a store in a sub-folder."""
+    scratch = f"{patient.root}/{SCRATCH}{os.getpid()}-{secrets.token_hex(4)}"
+    kept = ("io", "durability", "read_threads", "write_threads", "stall_s")
+    settings = {name: patient.given[name] for name in kept if name in patient.given}
+    settings |= {"root": scratch, "capacity": _SCRATCH_BYTES, "min_free": 0}
+    try:
+        backend = await once(open_backend, "disk", settings, "kvoffload-doctor")
+    except ConfigError as error:
+        _remove(scratch)
+        return [Finding("throughput", "failed", str(error), "see what the error says")]
+    try:
+        mode = _io(getattr(backend, "io_mode", "unknown"), getattr(backend, "io_reason", None))
+        return [mode, await _throughput(backend)]
+    finally:
+        await backend.close()
+        _remove(scratch)
+
+
+def _remove(scratch: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(scratch)
+
+
 def _io(mode: str, reason: str | None) -> Finding:
     if reason is None:
         return Finding("io", "ok", mode)
@@ -62,45 +224,19 @@ def _io(mode: str, reason: str | None) -> Finding:
     return Finding("io", "warning", f"{mode}: direct I/O does not work here ({reason})", remedy)
 
 
-def _space(keeper: Keeper) -> Finding:
-    space = keeper.vfs.statvfs(keeper.root)
-    free = space.f_bavail * space.f_frsize
-    bounds, resident = keeper.bounds, keeper.ledger.resident_bytes
-    room = free + resident - bounds.min_free_bytes
-    detail = (
-        f"{human_bytes(free)} free, {human_bytes(resident)} used, "
-        f"capacity {human_bytes(bounds.capacity_bytes)}"
-    )
-    if room < bounds.capacity_bytes:
-        remedy = f"lower capacity to {human_bytes(max(0, room))}, or make space"
-        return Finding("space", "warning" if room > 0 else "failed", detail, remedy)
-    return Finding("space", "ok", detail)
-
-
-def _sharing(keeper: Keeper) -> Finding:
-    others = f"{keeper.others} other processes use it"
-    if keeper.ownership.held or keeper.others:
-        return Finding("sharing", "ok", others)
-    remedy = "see whether a stopped process still holds .owner"
-    return Finding("sharing", "warning", f"{others}, but none may evict", remedy)
-
-
 async def _throughput(backend: Backend) -> Finding:
-    """Store, load and remove some chunks."""
+    """Store and load some chunks."""
     keys = [secrets.token_bytes(36) for _ in range(_CHUNKS)]
     memory = memoryview(mmap.mmap(-1, _CHUNK_BYTES * _CHUNKS))
     memory[:_CHUNK_BYTES] = secrets.token_bytes(_CHUNK_BYTES)
     slots = [memory[i * _CHUNK_BYTES : (i + 1) * _CHUNK_BYTES] for i in range(_CHUNKS)]
     rates = []
-    try:
-        for call in (backend.write, backend.read):
-            began = time.perf_counter()
-            if not all(await call(keys, slots)):
-                remedy = "see the log for the reason"
-                return Finding("throughput", "failed", "a chunk was refused or missed", remedy)
-            rates.append(_CHUNKS * _CHUNK_BYTES / (time.perf_counter() - began))
-    finally:
-        await backend.remove(keys)
+    for call in (backend.write, backend.read):
+        began = time.perf_counter()
+        if not all(await call(keys, slots)):
+            remedy = "see the log for the reason"
+            return Finding("throughput", "failed", "a chunk was refused or missed", remedy)
+        rates.append(_CHUNKS * _CHUNK_BYTES / (time.perf_counter() - began))
     stored, loaded = (f"{human_bytes(rate)}/s" for rate in rates)
     slow = min(rates) < _SLOW_BYTES_PER_S
     remedy = "computing anew may be faster than this device" if slow else ""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from kvoffload.backends import disk_bounds
 from kvoffload.backends.disk_bounds import Bounds
 from kvoffload.backends.disk_layout import (
+    BOUNDS,
     LEDGER,
     QUARANTINE,
     is_namespace,
@@ -151,19 +152,19 @@ class Hold:
             try:
                 self._record(wanted)
             except OSError as error:
-                path = f"{self._root}/{disk_bounds.FILE}"
+                path = f"{self._root}/{BOUNDS}"
                 log.warning("disk: cannot write %s: %s", path, error.strerror)
         disk_bounds.tell_change(self._root, recorded, wanted, self.ledger.resident_bytes)
         return wanted
 
     def _record(self, bounds: Bounds) -> None:
-        unfinished = f"{self.writer.folder}/{disk_bounds.FILE}"
+        unfinished = f"{self.writer.folder}/{BOUNDS}"
         disk_bounds.save(self._vfs, self._root, unfinished, bounds)
 
     def _record_again(self) -> None:
         """Record the limits of the root if somebody removed their file; raises OSError."""
         try:
-            self._vfs.lstat(f"{self._root}/{disk_bounds.FILE}")
+            self._vfs.lstat(f"{self._root}/{BOUNDS}")
         except FileNotFoundError:
             self._record(self.bounds)
 

@@ -26,10 +26,13 @@ from kvoffload.errors import ConfigError
 
 MANIFEST = "manifest.json"
 SNAPSHOT = "snapshot"
+BOUNDS = ".bounds.json"
 LEDGER = ".ledger"
 OWNER = ".owner"
 WRITERS = ".writers"
 QUARANTINE = ".quarantine"
+SCRATCH = ".doctor-"
+"""Beginning of the name of a folder in which ``kvoffload doctor`` measures."""
 SHARDS = tuple(f"{i:02x}" for i in range(256))
 
 
@@ -124,7 +127,8 @@ def refuse_unsafe(path: str, facts: os.stat_result) -> None:
         raise ConfigError(
             "root",
             path,
-            f"belongs to user {facts.st_uid}, not to {os.geteuid()}; use a folder of your own",
+            f"belongs to user {facts.st_uid}, not to {os.geteuid()}; "
+            "run as that user, or use a folder of your own",
         )
     if facts.st_mode & stat.S_IWOTH:
         remedy = f"is writable by everyone; chmod o-w, or give a sub-folder such as {path}/kv"

@@ -6,6 +6,7 @@ in between leaves the figure too high, never too low; a scan by the evicting pro
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import struct
@@ -27,6 +28,22 @@ _MOST = 1 << 62
 """No root has so many bytes or changes: a sealed record that says so is damaged."""
 _LOCK_TRIES = 100
 _LOCK_PAUSE_S = 0.001
+
+
+def recorded_bytes(vfs: Vfs, path: str) -> int | None:
+    """The figure of a ledger that is looked at from outside; None if the record is damaged.
+
+    Raises:
+        OSError: there is no such file, it cannot be read, or a stopped process has its lock.
+    """
+    fd = vfs.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not _lock(vfs, fd, fcntl.LOCK_SH):
+            raise BlockingIOError(errno.EAGAIN, "locked by another process", path)
+        record = _read(vfs, fd)
+        return None if record is None else record[0]
+    finally:
+        vfs.close_quietly(fd)
 
 
 class Ledger:
@@ -136,17 +153,11 @@ class Ledger:
             self._unlocked()
 
     def _load(self) -> int | None:
-        data = bytearray(_RECORD.size + _SEAL.size)
-        if self._vfs.preadv(self._fd, [data], 0) != len(data):
+        record = _read(self._vfs, self._fd)
+        if record is None:
             return None
-        magic, version, resident, changes = _RECORD.unpack_from(data)
-        (seal,) = _SEAL.unpack_from(data, _RECORD.size)
-        if (magic, version, seal) != (_MAGIC, _VERSION, _seal_of(data[: _RECORD.size])):
-            return None
-        if not (0 <= resident < _MOST and changes < _MOST):
-            return None  # its successor would not fit the record
-        self.resident_bytes, self.changes = resident, changes
-        return int(resident)
+        self.resident_bytes, self.changes = record
+        return self.resident_bytes
 
     def _store(self, resident: int) -> bool:
         record = _RECORD.pack(_MAGIC, _VERSION, resident, self.changes + 1)
@@ -158,20 +169,39 @@ class Ledger:
         return True
 
     def _locked(self) -> bool:
-        # A stopped process may hold the lock for ever: do not wait with it.
-        for _ in range(_LOCK_TRIES):
-            try:
-                self._vfs.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            except BlockingIOError:
-                time.sleep(_LOCK_PAUSE_S)
-            except OSError:
-                return False
-        return False
+        try:
+            return _lock(self._vfs, self._fd, fcntl.LOCK_EX)
+        except OSError:
+            return False
 
     def _unlocked(self) -> None:
         with contextlib.suppress(OSError):
             self._vfs.flock(self._fd, fcntl.LOCK_UN)
+
+
+def _read(vfs: Vfs, fd: int) -> tuple[int, int] | None:
+    """Resident bytes and changes; None if the record is damaged."""
+    data = bytearray(_RECORD.size + _SEAL.size)
+    if vfs.preadv(fd, [data], 0) != len(data):
+        return None
+    magic, version, resident, changes = _RECORD.unpack_from(data)
+    (seal,) = _SEAL.unpack_from(data, _RECORD.size)
+    if (magic, version, seal) != (_MAGIC, _VERSION, _seal_of(data[: _RECORD.size])):
+        return None
+    if not (0 <= resident < _MOST and changes < _MOST):
+        return None  # its successor would not fit the record
+    return int(resident), int(changes)
+
+
+def _lock(vfs: Vfs, fd: int, kind: int) -> bool:
+    """Take a lock; False if that takes long: a stopped process may have it for ever."""
+    for _ in range(_LOCK_TRIES):
+        try:
+            vfs.flock(fd, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(_LOCK_PAUSE_S)
+    return False
 
 
 def _seal_of(record: bytes | bytearray) -> int:

@@ -4,6 +4,7 @@ import os
 
 import msgspec
 
+from kvoffload.backends.disk_bounds import Bounds
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
 
@@ -65,6 +66,16 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ConfigError("stall_s", self.stall_s, "must be a positive number of seconds")
         if self.quarantine < 0:
             raise ConfigError("quarantine", self.quarantine, "must not be negative")
+
+    def bounds(self) -> Bounds:
+        """The limits that these settings ask for."""
+        return Bounds(
+            capacity_bytes=int(self.capacity),
+            min_free_bytes=int(self.min_free),
+            high_watermark=self.high_watermark,
+            low_watermark=self.low_watermark,
+            quarantine_files=self.quarantine,
+        )
 
 
 def _refuse_unspeakable(root: str) -> None:

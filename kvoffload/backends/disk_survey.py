@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from kvoffload.backends.disk_access import check_root, denied
 from kvoffload.backends.disk_io import PAGE, reason_of
 from kvoffload.backends.disk_layout import (
     LEDGER,
@@ -20,17 +21,15 @@ from kvoffload.backends.disk_layout import (
     OWNER,
     QUARANTINE,
     SHARDS,
-    WRITERS,
     is_namespace,
     key_of,
     remove_namespace,
     shard_of,
 )
-from kvoffload.backends.disk_ledger import Ledger
+from kvoffload.backends.disk_ledger import Ledger, recorded_bytes
 from kvoffload.backends.disk_writers import clean_up, count_alive
 from kvoffload.backends.format import Header, parse_header
 from kvoffload.backends.vfs import Vfs
-from kvoffload.errors import ConfigError
 
 
 class ChunkFile(NamedTuple):
@@ -53,15 +52,14 @@ class Survey:
         """Look at a root.
 
         Raises:
-            ConfigError: it is no root of the disk backend.
+            ConfigError: it is no root of the disk backend, or one of another user.
         """
-        self.root = os.path.abspath(os.path.expanduser(root))
+        self.root = os.path.realpath(os.path.expanduser(root))
         self.vfs = vfs or Vfs()
         self._booked: Ledger | None = None
         self.unreadable: list[tuple[str, str]] = []
         """Folders that :meth:`chunks` could not list, and why."""
-        if not os.path.isdir(f"{self.root}/{WRITERS}"):
-            raise ConfigError("root", root, "is no folder of the disk backend")
+        check_root(self.vfs, self.root)
 
     def namespaces(self) -> list[str]:
         """Folder names of all namespaces."""
@@ -88,6 +86,7 @@ class Survey:
                 except FileNotFoundError:
                     continue
                 except OSError as error:
+                    self._refuse_foreign(where, error)
                     self.unreadable.append((where, reason_of(error)))
                     continue
                 for name in names:
@@ -140,20 +139,33 @@ class Survey:
             self.vfs.close_quietly(fd)
 
     def booked_bytes(self) -> int | None:
-        """What the shared ledger says is allocated."""
-        if not os.path.exists(f"{self.root}/{LEDGER}"):
-            return None
+        """What the shared ledger says is allocated; None: see :meth:`ledger_fault`."""
         try:
-            return self._ledger().refresh()
+            return recorded_bytes(self.vfs, f"{self.root}/{LEDGER}")
         except OSError:
-            return None  # a root mounted read-only can be looked at all the same
+            return None
+
+    def ledger_fault(self) -> str | None:
+        """What is wrong with the shared ledger; None if it can be relied on."""
+        try:
+            figure = recorded_bytes(self.vfs, f"{self.root}/{LEDGER}")
+        except FileNotFoundError:
+            return "missing"
+        except OSError as error:
+            return f"unreadable ({error.strerror})"
+        return "damaged" if figure is None else None
+
+    def _refuse_foreign(self, path: str, error: OSError) -> None:
+        """Raise ConfigError if this is no fault of the store but the wrong user's try."""
+        if isinstance(error, PermissionError) and (refusal := denied(self.vfs, path)) is not None:
+            raise refusal from error
 
     def verify(self, chunk: ChunkFile, buffer: memoryview) -> tuple[str | None, int]:
         """Read a chunk in pieces of ``buffer``; say what is wrong with it, and the bytes read."""
         try:
-            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOATIME
-            fd = self.vfs.open(chunk.path, flags)
+            fd = self._open(chunk.path)
         except OSError as error:
+            self._refuse_foreign(chunk.path, error)
             return reason_of(error), 0
         try:
             return self._verify(fd, chunk, buffer)
@@ -161,6 +173,14 @@ class Survey:
             return reason_of(error), 0
         finally:
             self.vfs.close_quietly(fd)
+
+    def _open(self, path: str) -> int:
+        flags = os.O_RDONLY | os.O_NONBLOCK
+        try:
+            return self.vfs.open(path, flags | os.O_NOATIME)
+        except PermissionError:
+            # Only the owner may read without a trace; whoever else may read leaves one.
+            return self.vfs.open(path, flags)
 
     def _verify(self, fd: int, chunk: ChunkFile, buffer: memoryview) -> tuple[str | None, int]:
         facts = self.vfs.fstat(fd)

@@ -1,5 +1,6 @@
 """``kvoffload doctor``: is this store fit to be a tier, and what should be changed?"""
 
+import asyncio
 import json
 from typing import Annotated
 
@@ -7,9 +8,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvoffload.backends import disk_doctor
 from kvoffload.backends.base import Backend
 from kvoffload.backends.upkeep import Diagnoses, Finding
-from kvoffload.cli.stores import OPTION_HELP, plain, run_on
+from kvoffload.cli.stores import OPTION_HELP, is_url, parsed, plain, run_on
 from kvoffload.errors import ConfigError
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
@@ -22,9 +24,14 @@ def command(
 ) -> None:
     """Examine a store: reachability, settings, rights, speed; each with a verdict and a remedy.
 
+    Nothing that is stored is changed, evicted or repaired. Run it as the user of the engines.
+
     Exit codes: 0 fit, perhaps with warnings; 1 something failed; 2 wrong usage or settings.
     """
-    findings = run_on(target, option, _diagnose)
+    if is_url(target):
+        findings = run_on(target, option, _diagnose)
+    else:
+        findings = asyncio.run(disk_doctor.diagnose(target, parsed(option or [])))
     if as_json:
         print(json.dumps({"findings": [finding._asdict() for finding in findings]}))
     else:
@@ -42,7 +49,7 @@ async def _diagnose(backend: Backend) -> list[Finding]:
 def _show(findings: list[Finding]) -> None:
     table = Table()
     for title in ("check", "verdict", "found", "what to do"):
-        table.add_column(title)
+        table.add_column(title, overflow="fold")
     for finding in findings:
         verdict = plain(finding.verdict, _COLOURS[finding.verdict])
         table.add_row(plain(finding.check), verdict, plain(finding.detail), plain(finding.remedy))

@@ -55,7 +55,7 @@ def run_on(target: str, settings: list[str] | None, work: Callable[[Backend], Aw
         typer.Exit: with code 1 when the store cannot be reached; it says why.
     """
     kind, options = backend_of(target)
-    options |= _parsed(settings or [])
+    options |= parsed(settings or [])
 
     async def whole() -> _T:
         backend = open_backend(kind, options, "kvoffload-command-line")
@@ -153,7 +153,8 @@ async def _survey(backend: Backend) -> list[Holding]:
     return await backend.survey()
 
 
-def _parsed(assignments: list[str]) -> dict[str, Any]:
+def parsed(assignments: list[str]) -> dict[str, Any]:
+    """Settings given with ``-o name=value``; values are JSON, or else plain text."""
     options: dict[str, Any] = {}
     for text in assignments:
         name, equals, value = text.partition("=")

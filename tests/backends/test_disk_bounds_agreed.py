@@ -11,7 +11,7 @@ import time
 import pytest
 from disk_parts import ON_DISK, chunk_bytes, open_disk, until, write
 
-from kvoffload.backends.disk_bounds import FILE
+from kvoffload.backends.disk_layout import BOUNDS
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import keys_of
 from kvoffload.testing.vfs import FailingVfs, kind_of
@@ -70,11 +70,11 @@ class Engine:
 
 
 def recorded(root):
-    return json.loads((root / FILE).read_text())
+    return json.loads((root / BOUNDS).read_text())
 
 
 def put(root, **changes):
-    (root / FILE).write_text(json.dumps(recorded(root) | changes))
+    (root / BOUNDS).write_text(json.dumps(recorded(root) | changes))
 
 
 def test_a_second_engine_takes_the_capacity_of_the_first_and_shrinks_nothing_later(tmp_path):
@@ -144,13 +144,13 @@ async def test_a_root_without_recorded_limits_stays_readable_and_gets_them(tmp_p
     backend = open_disk(tmp_path)
     await write(backend, keys_of(3))
     await backend.close()
-    (tmp_path / FILE).unlink()
+    (tmp_path / BOUNDS).unlink()
     caplog.clear()
     backend = open_disk(tmp_path, capacity=ByteSize(8 * MIB))
     assert await backend.contains(keys_of(3)) == [True] * 3
     assert caplog.records == []
     assert recorded(tmp_path)["capacity_bytes"] == 8 * MIB
-    assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / BOUNDS).stat().st_mode & 0o777 == 0o600
     await backend.close()
 
 
@@ -180,12 +180,12 @@ async def test_limits_that_cannot_be_are_ignored_with_a_line_in_the_log(
     tmp_path, caplog, what, damage
 ):
     await open_disk(tmp_path).close()
-    damage(tmp_path / FILE)
+    damage(tmp_path / BOUNDS)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         backend = await asyncio.wait_for(asyncio.to_thread(open_disk, tmp_path), 10)
     (record,) = caplog.records
-    assert FILE in record.getMessage()
+    assert BOUNDS in record.getMessage()
     assert "ignored" in record.getMessage()
     assert backend.usage().capacity_bytes == 64 * MIB
     assert recorded(tmp_path)["capacity_bytes"] == 64 * MIB
@@ -194,8 +194,8 @@ async def test_limits_that_cannot_be_are_ignored_with_a_line_in_the_log(
 
 async def test_limits_removed_under_a_running_engine_are_recorded_again(tmp_path):
     backend = open_disk(tmp_path)
-    (tmp_path / FILE).unlink()
-    assert await until((tmp_path / FILE).exists)
+    (tmp_path / BOUNDS).unlink()
+    assert await until((tmp_path / BOUNDS).exists)
     assert recorded(tmp_path)["capacity_bytes"] == 64 * MIB
     assert "remade" not in backend.counters()
     await backend.close()
@@ -207,6 +207,6 @@ async def test_an_engine_opens_where_its_limits_cannot_be_recorded(tmp_path, cap
     )
     backend = open_disk(tmp_path, vfs=broken)
     assert await write(backend, keys_of(2)) == [True, True]
-    assert sum(FILE in record.getMessage() for record in caplog.records) == 1
+    assert sum(BOUNDS in record.getMessage() for record in caplog.records) == 1
     assert os.listdir(backend.writer_folder) == ["lock"]
     await backend.close()

@@ -1,0 +1,167 @@
+"""``doctor FOLDER`` on folders as engines leave them: it looks, and changes nothing."""
+
+import os
+import shutil
+
+import pytest
+from disk_commands import SIZE, answered, kvoffload, open_disk
+
+from kvoffload import open_backend
+from kvoffload.backends.disk_layout import BOUNDS, LEDGER, SCRATCH
+from kvoffload.testing.backends import filled, keys_of
+
+
+def tree(root):
+    """Everything in a folder that a command could change; locks have no content."""
+    found = {}
+    for folder, _, files in os.walk(root):
+        facts = os.lstat(folder)
+        found[folder] = facts.st_mode, facts.st_ino
+        for file in files:
+            facts = os.lstat(f"{folder}/{file}")
+            with open(f"{folder}/{file}", "rb") as content:
+                found[f"{folder}/{file}"] = facts.st_mode, facts.st_mtime_ns, content.read()
+    return found
+
+
+@pytest.fixture
+async def root(tmp_path):
+    backend = open_disk(tmp_path / "kv", "llama")
+    await backend.write(keys_of(40), filled(keys_of(40), SIZE))
+    await backend.close()
+    return tmp_path / "kv"
+
+
+def findings(*words, code=0):
+    found = answered("doctor", *map(str, words), code=code)["findings"]
+    return {finding["check"]: finding for finding in found}
+
+
+@pytest.mark.parametrize("words", [(), ("-o", "capacity=1MiB"), ("-o", "min_free=1000TiB")])
+def test_a_store_is_the_same_after_its_examination(root, words):
+    before = tree(root)
+    found = findings(root, *words, code=1 if "min_free=1000TiB" in words else 0)
+    assert tree(root) == before
+    assert "64.0 MiB" in found["limits"]["detail"]
+    if not words:
+        assert found["space"]["verdict"] == "ok"
+        assert found["io"]["detail"] in ("direct", "buffered") or found["io"]["remedy"]
+        assert "2 MiB chunks" in found["throughput"]["detail"]
+    elif "capacity=1MiB" in words:
+        assert found["space"]["verdict"] == "warning"
+        assert "evicts" in found["space"]["remedy"]
+    else:
+        assert found["space"]["verdict"] == found["throughput"]["verdict"] == "failed"
+
+
+async def test_beside_a_full_engine_nothing_is_alarming(tmp_path):
+    """The engine's capacity is below what doctor stores for its measurement."""
+    options = {"root": str(tmp_path), "capacity": "1MiB", "min_free": 0}
+    backend = open_backend("disk", options, "llama")
+    await backend.write(keys_of(28), filled(keys_of(28), SIZE))
+    chunks = backend.usage().chunks
+    found = findings(tmp_path)
+    assert {each["verdict"] for name, each in found.items() if name not in SLOW} == {"ok"}
+    assert found["throughput"]["verdict"] != "failed"
+    assert found["sharing"]["detail"].startswith("1 process")
+    assert backend.usage().chunks == chunks
+    assert "evicted" not in backend.counters()
+    await backend.close()
+
+
+SLOW = ("throughput", "file system")
+"""What a test cannot know of the machine it runs on."""
+
+
+def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "Downloads").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    before = tree(tmp_path)
+    result = kvoffload("doctor", str(tmp_path))
+    assert result.returncode == 2
+    assert "notes.txt" in result.stderr
+    assert "folder of its own" in result.stderr
+    assert tree(tmp_path) == before
+
+
+def test_a_path_that_does_not_exist_is_not_made(tmp_path):
+    result = kvoffload("doctor", str(tmp_path / "kv"))
+    assert result.returncode == 2
+    assert f"mkdir -m 700 {tmp_path / 'kv'}" in result.stderr
+    assert not (tmp_path / "kv").exists()
+
+
+def test_an_empty_folder_is_examined_and_stays_empty(tmp_path):
+    tmp_path.chmod(0o755)
+    found = findings(tmp_path, "-o", "capacity=4MiB")
+    assert "4.0 MiB" in found["limits"]["detail"]
+    assert found["throughput"]["verdict"] != "failed"
+    assert os.listdir(tmp_path) == []
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_damaged_ledger_is_reported_and_not_repaired(root):
+    (root / LEDGER).write_bytes(b"damage" * 10)
+    before = tree(root)
+    found = findings(root)
+    assert (found["ledger"]["verdict"], found["ledger"]["detail"]) == ("warning", "damaged")
+    assert "1.2 MiB used" in found["space"]["detail"]  # counted, as the ledger says nothing
+    assert tree(root) == before
+
+
+def test_limits_that_cannot_be_used_are_reported_and_not_repaired(root):
+    (root / BOUNDS).write_text("{}")
+    before = tree(root)
+    assert findings(root)["limits"]["verdict"] == "warning"
+    assert tree(root) == before
+
+
+def test_the_root_of_an_older_version_is_not_measured_by_a_default(root):
+    (root / BOUNDS).unlink()
+    found = findings(root)
+    assert "capacity unknown" in found["space"]["detail"]
+    assert "-o capacity" in found["limits"]["remedy"]
+    assert not (root / BOUNDS).exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("-o", "root=/tmp"), "root"),
+        (("-o", "capacty=1GiB"), "did you mean 'capacity'"),
+        (("-o", "io=fast"), "io"),
+    ],
+)
+def test_wrong_settings_are_named(root, words, problem):
+    before = tree(root)
+    result = kvoffload("doctor", str(root), *words)
+    assert (result.returncode, problem in result.stderr) == (2, True), result.stderr
+    assert tree(root) == before
+
+
+def test_a_folder_that_everyone_may_write_is_refused_with_a_remedy(tmp_path):
+    tmp_path.chmod(0o777)
+    result = kvoffload("doctor", str(tmp_path))
+    assert result.returncode == 2
+    assert f"sub-folder such as {tmp_path}/kv" in result.stderr
+
+
+async def test_an_engine_examines_its_own_folder_without_evicting(tmp_path):
+    backend = open_disk(tmp_path / "kv", "llama")
+    await backend.write(keys_of(4), filled(keys_of(4), SIZE))
+    found = {finding.check: finding for finding in await backend.diagnose()}
+    assert found["limits"].detail.startswith("capacity 64.0 MiB")
+    assert found["throughput"].verdict != "failed"
+    assert backend.usage().chunks == 4
+    assert not [name for name in os.listdir(tmp_path / "kv") if name.startswith(SCRATCH)]
+    shutil.rmtree(tmp_path / "kv")
+    (finding,) = await backend.diagnose()
+    assert finding.verdict == "failed"
+    await backend.close()
+
+
+def test_what_is_printed_for_people_is_whole_in_a_narrow_terminal(root, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    text = "".join(kvoffload("doctor", str(root)).stdout.split())
+    assert "…" not in text
+    assert "throughput" in text
