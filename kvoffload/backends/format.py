@@ -52,7 +52,10 @@ def checksum(payload: Buffer) -> bytes:
 
     It guards against accidents, not against someone who can write to the store.
     """
-    return bytes(xxhash.xxh3_128_digest(payload))
+    # Before xxhash 4 the one-shot function holds the GIL for the whole chunk; this never does.
+    digest = xxhash.xxh3_128()
+    digest.update(payload)
+    return bytes(digest.digest())
 
 
 def pack_header(

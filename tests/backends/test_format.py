@@ -2,6 +2,9 @@
 
 import random
 import struct
+import sys
+import threading
+import time
 
 import pytest
 
@@ -106,3 +109,42 @@ def test_the_bytes_are_those_of_the_specification():
     assert header[40:72] == fmt.namespace_digest("n")
     assert header[72:74] == b"\x01\x02"
     assert not any(header[74:248])
+
+
+def test_a_checksum_is_not_the_one_shot_function_which_holds_the_gil(monkeypatch):
+    """Before xxhash 4 it holds the GIL for the whole chunk; ``update`` releases it in all."""
+    expected = fmt.xxhash.xxh3_128_digest(PAYLOAD)
+
+    def one_shot(*args):
+        raise AssertionError("this blocks every other thread")
+
+    monkeypatch.setattr(fmt.xxhash, "xxh3_128_digest", one_shot)
+    assert fmt.checksum(PAYLOAD) == expected
+    assert fmt.checksum(b"") == fmt.checksum(memoryview(b""))
+
+
+def test_another_thread_goes_on_during_a_checksum():
+    """With this switch interval a thread gets the GIL only where another releases it."""
+    payload = memoryview(bytearray(16 << 20))
+    turns, stopping = [0], threading.Event()
+
+    def other():
+        while not stopping.is_set():
+            turns[0] += 1
+            time.sleep(0.0002)
+
+    thread = threading.Thread(target=other)
+    interval = sys.getswitchinterval()
+    thread.start()
+    try:
+        sys.setswitchinterval(60.0)
+        for _ in range(300):
+            before = turns[0]
+            fmt.checksum(payload)
+            if advanced := turns[0] > before:
+                break
+    finally:
+        sys.setswitchinterval(interval)
+        stopping.set()
+        thread.join()
+    assert advanced
