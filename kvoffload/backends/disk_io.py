@@ -41,6 +41,13 @@ def reason_of(error: OSError) -> str:
     return f"io_{errno.errorcode.get(error.errno or 0, 'unknown')}"
 
 
+def strangeness(facts: os.stat_result) -> str | None:
+    """A counter's name for what is no file but lies where one belongs; None for a file."""
+    if stat.S_ISREG(facts.st_mode):
+        return None
+    return "corrupt_folder" if stat.S_ISDIR(facts.st_mode) else "corrupt_special"
+
+
 class ChunkFiles:
     """Reads and writes chunk files; thread-safe. ``direct`` bypasses the page cache."""
 
@@ -60,7 +67,7 @@ class ChunkFiles:
         try:
             fd = vfs.open(path, self._flags(os.O_RDONLY | os.O_NONBLOCK, target))
         except OSError as error:
-            return Outcome(reason_of(error))
+            return self._unopenable(path, error)
         try:
             header, beyond = self._pages()
             wanted = PAGE + target.nbytes
@@ -76,6 +83,17 @@ class ChunkFiles:
         finally:
             vfs.close_quietly(fd)
 
+    def _unopenable(self, path: str, error: OSError) -> Outcome:
+        """Tell a file that cannot be opened from what no direct I/O, or nobody, can open."""
+        reason = reason_of(error)
+        if not reason.startswith("io_"):
+            return Outcome(reason)
+        try:
+            facts = self.vfs.lstat(path)
+        except OSError:
+            return Outcome(reason)
+        return Outcome(strangeness(facts) or reason, facts)
+
     def _damaged(self, fd: int, reason: str, wanted: int) -> Outcome:
         """Say what is wrong with a file that could be read but is not the chunk wanted."""
         facts = self.vfs.fstat(fd)
@@ -89,9 +107,7 @@ class ChunkFiles:
             facts = self.vfs.fstat(fd)
         except OSError:
             return Outcome(reason_of(error))
-        if not stat.S_ISREG(facts.st_mode):
-            return Outcome("corrupt_link", facts)
-        return Outcome(reason_of(error), facts)
+        return Outcome(strangeness(facts) or reason_of(error), facts)
 
     def write(self, path: str, key: bytes, namespace: bytes, chunk: memoryview) -> Outcome:
         """Write a chunk under a temporary name; the caller gives it its own, or removes it."""

@@ -7,14 +7,13 @@ the moment it is touched, and removals are booked in the shared ledger.
 import fcntl
 import json
 import os
-import stat
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import xxhash
 
 from kvoffload.backends.disk_access import check_root, denied
-from kvoffload.backends.disk_io import PAGE, reason_of
+from kvoffload.backends.disk_io import PAGE, reason_of, strangeness
 from kvoffload.backends.disk_layout import (
     LEDGER,
     MANIFEST,
@@ -184,8 +183,8 @@ class Survey:
 
     def _verify(self, fd: int, chunk: ChunkFile, buffer: memoryview) -> tuple[str | None, int]:
         facts = self.vfs.fstat(fd)
-        if not stat.S_ISREG(facts.st_mode):
-            return "corrupt_link", 0
+        if (strange := strangeness(facts)) is not None:
+            return strange, 0
         read = self.vfs.preadv(fd, [buffer[:PAGE]], 0)
         header = parse_header(buffer[:read])
         if not isinstance(header, Header):

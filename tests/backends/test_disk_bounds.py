@@ -13,6 +13,7 @@ from kvoffload.backends.disk import DiskBackend, DiskOptions
 from kvoffload.backends.format import namespace_digest
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
+from kvoffload.offload.policies.lru import LRUPolicy
 from kvoffload.testing.backends import filled, keys_of, slots
 from kvoffload.testing.vfs import FailingVfs
 
@@ -56,6 +57,25 @@ async def test_the_least_recently_used_chunks_make_room(tmp_path):
     assert [backend.holds(key) for key in keys] == [True, False, False, True, True, True]
     assert {removal.key for removal in backend.take_removals()} == set(keys[1:3])
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 4 * ON_DISK
+    await backend.close()
+
+
+@pytest.mark.parametrize("policy_fails", [False, True])
+async def test_the_background_goes_on_evicting_after_a_store_had_to(
+    tmp_path, monkeypatch, policy_fails
+):
+    settings = {"high_watermark": 1.0, "low_watermark": 1.0}
+    backend = open_disk(tmp_path, capacity=ByteSize(4 * ON_DISK), **settings)
+    assert await write_all(backend, keys_of(6)) == [True] * 6
+    if policy_fails:
+        with monkeypatch.context() as broken:
+            broken.setattr(LRUPolicy, "victims", None)
+            assert await write_all(backend, keys_of(1, "more")) == [False]
+    keeper = backend._keeper
+    assert keeper._wanting == 0
+    for left in (3, 2):
+        assert keeper.evict_one()  # as the housekeeping thread does above the high watermark
+        assert chunk_bytes(tmp_path) == keeper.ledger.refresh() == left * ON_DISK
     await backend.close()
 
 

@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+import stat
 
 import pytest
 
@@ -105,19 +106,38 @@ async def test_the_same_key_of_another_namespace_is_a_miss(store):
     await other.close()
 
 
-async def test_things_that_are_no_files_are_a_miss(store):
-    backend, root = store
-    keys = keys_of(3)
+@pytest.mark.parametrize("io", ["auto", "buffered"])
+async def test_what_is_no_file_is_a_miss_once_and_gives_way_to_a_store(tmp_path, io):
+    backend, root = open_store(tmp_path, io=io), tmp_path
+    keys = keys_of(4)
     await backend.write(keys, filled(keys, SIZE))
     files = files_of(root)
-    link, folder, pipe = (files[key.hex()] for key in keys)
+    strange = link, folder, pipe, socket_path = [files[key.hex()] for key in keys]
     shutil.copy(link, root / "elsewhere")
-    for path in (link, folder, pipe):
+    for path in strange:
         path.unlink()
     link.symlink_to(root / "elsewhere")
     folder.mkdir()
     os.mkfifo(pipe)
-    assert await backend.read(keys, slots(3, SIZE)) == [False] * 3
+    os.mknod(socket_path, stat.S_IFSOCK | 0o600)
+    assert await backend.read(keys, slots(4, SIZE)) == [False] * 4
+    counts = backend.counters()
+    reasons = ("corrupt", "corrupt_link", "corrupt_folder", "corrupt_special")
+    assert [counts.get(reason) for reason in reasons] == [4, 1, 1, 2]
+    assert await backend.write(keys, filled(keys, SIZE)) == [True] * 4
+    assert await backend.read(keys, slots(4, SIZE)) == [True] * 4
+    assert all(path.is_file() and not path.is_symlink() for path in strange)
+    await backend.close()
+
+
+async def test_a_chunk_that_somebody_removed_is_stored_again(store):
+    backend, root = store
+    keys = keys_of(2)
+    assert await backend.write(keys, filled(keys, SIZE)) == [True] * 2
+    files_of(root)[keys[0].hex()].unlink()
+    assert await backend.write(keys, filled(keys, SIZE)) == [True] * 2
+    assert sorted(files_of(root)) == sorted(key.hex() for key in keys)
+    assert await backend.read(keys, slots(2, SIZE)) == [True] * 2
 
 
 async def test_quarantine_is_bounded_and_counted_in_the_capacity(tmp_path):

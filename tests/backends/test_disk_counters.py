@@ -2,12 +2,14 @@
 
 import ast
 import errno
+import os
 import re
+import stat
 from itertools import chain
 from pathlib import Path
 
 import kvoffload.backends.disk as package
-from kvoffload.backends.disk_io import reason_of
+from kvoffload.backends.disk_io import reason_of, strangeness
 
 CODE = Path(package.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "disk.md"
@@ -54,6 +56,8 @@ def reasons():
     for node in ast.walk(code):
         if isinstance(node, ast.Return) and node.value is not None:
             yield from (f"corrupt_{t}" for t in texts(node.value) if isinstance(t, str))
+    for kind in (stat.S_IFDIR, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFLNK):
+        yield strangeness(os.stat_result([kind, *[0] * 9]))
     yield "corrupt_size"
     yield "corrupt_short"
 

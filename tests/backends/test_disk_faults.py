@@ -8,12 +8,14 @@ import shutil
 import pytest
 
 from kvoffload.backends.disk import DiskBackend, DiskOptions
+from kvoffload.backends.disk_io import probe_direct
 from kvoffload.backends.disk_layout import WRITERS
+from kvoffload.backends.vfs import Vfs
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
-from kvoffload.testing.vfs import EVERY_ERROR, FailingVfs, StuckVfs
+from kvoffload.testing.vfs import EVERY_ERROR, FailingVfs, StuckVfs, kind_of
 
 SIZE = 8192
 KEYS = keys_of(7)
@@ -192,6 +194,20 @@ async def test_without_direct_io_the_page_cache_is_used_and_that_is_said(tmp_pat
         DiskBackend(options(tmp_path, io="direct"), "probe", vfs=FailingVfs(1, 22, when=no_direct))
     assert caught.value.field == "io"
     assert not os.listdir(tmp_path / WRITERS)
+
+
+@pytest.mark.parametrize(("error", "reason"), [(22, "io_EINVAL"), (None, "io_short")])
+async def test_a_disk_that_writes_directly_but_does_not_read_so_uses_the_page_cache(
+    tmp_path, error, reason
+):
+    if probe_direct(Vfs(), str(tmp_path / "probe")) is not None:
+        pytest.skip("no direct I/O here")
+    vfs = FailingVfs(1, error, when=lambda c, p: c == "preadv" and kind_of(p) == "temporary")
+    backend = DiskBackend(options(tmp_path, io="auto"), "probe", vfs=vfs)
+    assert (backend.io_mode, backend.io_reason) == ("buffered", reason)
+    assert await backend.write(KEYS[:1], filled(KEYS[:1], SIZE)) == [True]
+    assert await check(backend, KEYS[:1]) == [True]
+    await backend.close()
 
 
 @pytest.mark.parametrize("turns", [500, pytest.param(6_000, marks=pytest.mark.chaos)])

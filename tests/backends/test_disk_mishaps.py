@@ -1,6 +1,7 @@
 """What no system call reports: threads that do not start, policies that raise, loads cut off."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -162,6 +163,15 @@ async def test_a_policy_that_cannot_reorder_costs_no_answer(tmp_path, monkeypatc
 # ---- an open that fails --------------------------------------------------------------------------
 
 
+def open_files():
+    """Descriptors of this process with what each leads to."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
+    return found
+
+
 @pytest.mark.parametrize(
     "part", ["kvoffload-disk-load_1", "kvoffload-disk-store_0", "kvoffload-disk"]
 )
@@ -176,13 +186,13 @@ def test_an_open_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, part):
     options = DiskOptions(root=str(tmp_path), min_free=ByteSize(0), read_threads=2)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", start)
-        # Threads and files of earlier tests may still end meanwhile: only what is new counts.
-        threads, descriptors = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
+        threads, descriptors = set(threading.enumerate()), open_files()
         for _ in range(2):
             with pytest.raises(RuntimeError, match="can't start"):
                 DiskBackend(options, "ns")
+            # Sets, and not counts: what an earlier test left may end meanwhile.
             assert set(threading.enumerate()) <= threads
-            assert set(os.listdir("/proc/self/fd")) <= descriptors
+            assert open_files() <= descriptors
             assert os.listdir(tmp_path / WRITERS) == []
     backend = DiskBackend(options, "ns")
     assert backend._keeper.ownership.held

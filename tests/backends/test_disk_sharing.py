@@ -301,9 +301,11 @@ def check_swarm(root, kills, pause_s):
     backend = open_disk(root, "rank0", capacity=ByteSize(capacity))
 
     def counted_and_there():
-        chunks = sum(path.lstat().st_blocks * 512 for path in root.glob("*/??/*"))
-        aside = sum(path.lstat().st_blocks * 512 for path in root.glob(".quarantine/*"))
-        return backend.usage().resident_bytes, chunks + aside
+        there = 0
+        for path in (*root.glob("*/??/*"), *root.glob(".quarantine/*")):
+            with contextlib.suppress(FileNotFoundError):  # evicted since it was listed
+                there += path.lstat().st_blocks * 512
+        return backend.usage().resident_bytes, there
 
     # The new owner may be evicting down to its watermark while this counts files.
     until = time.monotonic() + 10
