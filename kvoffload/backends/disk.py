@@ -100,6 +100,7 @@ class DiskBackend:
         self._stopping = threading.Event()
         self._unfinished: set[asyncio.Future[Any]] = set()
         self._facts: dict[str, str] | None = None
+        self._describing = asyncio.Lock()
         self._remakes = 0
 
     # ---- Backend ---------------------------------------------------------------------------
@@ -159,7 +160,11 @@ class DiskBackend:
         finally:
             self._keeper.index.rank(_head_last(keys, answers))
             self._house.wake()
-        if self._remakes != self._keeper.hold.remakes and self._facts is not None:
+        if self._facts is None:
+            # Opened by a name alone: that is what people will ask for.
+            self._facts, self._remakes = {}, self._keeper.hold.remakes
+            self._begun(self._write_manifest({}))
+        elif self._remakes != self._keeper.hold.remakes:
             await self.describe(self._facts)
         return answers
 
@@ -239,24 +244,37 @@ class DiskBackend:
 
     async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
         """Do something that close() waits for, and that being cancelled does not cut short."""
+        return await asyncio.shield(self._begun(work))
+
+    def _begun(self, work: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":
+        """Begin something that close() waits for."""
         task = asyncio.ensure_future(work)
         self._unfinished.add(task)
         task.add_done_callback(self._unfinished.discard)
-        return await asyncio.shield(task)
+        return task
 
     async def _write_manifest(self, facts: Mapping[str, str]) -> None:
-        manifest = {"format": 1, "namespace": self.namespace, "facts": dict(facts)}
+        """Keep name and facts of the namespace, once; facts replace a name alone."""
+        text, name_alone = (self._manifest(each) for each in (facts, {}))
         target = f"{self._keeper.folder(0)}/{MANIFEST}"
         threads = DaemonThreads()
-        try:
-            if await aiofiles.os.path.exists(target, executor=threads):
-                return
-            unfinished = self._keeper.writer.temporary(booked=False)
-            async with aiofiles.open(unfinished, "w", opener=_private, executor=threads) as file:
-                await file.write(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
-            await aiofiles.os.replace(unfinished, target, executor=threads)
-        except OSError as error:
-            log.warning("disk: cannot write %s: %s", target, error)
+        async with self._describing:
+            try:
+                there = await _content(target, threads)
+                if there is not None and (not facts or there != name_alone.encode()):
+                    return
+                unfinished = self._keeper.writer.temporary(booked=False)
+                async with aiofiles.open(
+                    unfinished, "w", opener=_private, executor=threads
+                ) as file:
+                    await file.write(text)
+                await aiofiles.os.replace(unfinished, target, executor=threads)
+            except OSError as error:
+                log.warning("disk: cannot write %s: %s", target, error)
+
+    def _manifest(self, facts: Mapping[str, str]) -> str:
+        manifest = {"format": 1, "namespace": self.namespace, "facts": dict(facts)}
+        return json.dumps(manifest, indent=2, sort_keys=True) + "\n"
 
     async def diagnose(self) -> list[Finding]:
         """See :class:`~kvoffload.backends.upkeep.Diagnoses`."""
@@ -324,6 +342,19 @@ class DiskBackend:
             self._keeper.hold.close()
         else:
             log.warning("disk: %s is stuck, left as it is", self._keeper.root)
+
+
+async def _content(path: str, threads: DaemonThreads) -> bytes | None:
+    """What a small file holds; None if it is not there."""
+    try:
+        async with aiofiles.open(path, "rb", opener=_unblocked, executor=threads) as file:
+            return bytes(await file.read(1 << 20))
+    except FileNotFoundError:
+        return None
+
+
+def _unblocked(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _private(path: str, flags: int) -> int:

@@ -4,6 +4,7 @@ Works on files and locks alone, beside any number of running engines: everything
 the moment it is touched, and removals are booked in the shared ledger.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from kvoffload.backends import disk_bounds
 from kvoffload.backends.disk_access import check_root, denied
 from kvoffload.backends.disk_io import PAGE, reason_of, strangeness
 from kvoffload.backends.disk_layout import (
@@ -26,7 +28,8 @@ from kvoffload.backends.disk_layout import (
     shard_of,
 )
 from kvoffload.backends.disk_ledger import Ledger, recorded_bytes
-from kvoffload.backends.disk_writers import clean_up, count_alive
+from kvoffload.backends.disk_strays import Leftover, leftovers, remove_leftover, strays
+from kvoffload.backends.disk_writers import count_alive
 from kvoffload.backends.format import Header, parse_header
 from kvoffload.backends.vfs import Vfs
 
@@ -204,39 +207,82 @@ class Survey:
             return "corrupt_short", read
         return (None if digest.digest() == header.checksum else "corrupt_payload"), read
 
-    def remove(self, chunk: ChunkFile) -> int | None:
-        """Remove a chunk unless it was replaced since; return the bytes freed, None: impossible."""
+    def require_write(self) -> None:
+        """Refuse before anything is removed if nothing can be.
+
+        Raises:
+            ConfigError: the root belongs to another user, who has to do it.
+        """
+        if os.access(self.root, os.W_OK, effective_ids=True):
+            return
+        self._refuse_foreign(self.root, PermissionError())
+
+    def remove(self, chunk: ChunkFile) -> int:
+        """Remove a chunk unless it was replaced since; return the bytes freed.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
         try:
             if self.vfs.lstat(chunk.path).st_ino != chunk.inode:
                 return 0
             self.vfs.unlink(chunk.path)
         except FileNotFoundError:
             return 0
-        except OSError:
-            return None
-        self._ledger().give_back(chunk.allocated_bytes)
+        self._give_back(chunk.allocated_bytes)
         return chunk.allocated_bytes
 
-    def remove_leftovers(self) -> int:
-        """Remove temporary files of dead processes; return the bytes freed."""
-        freed = clean_up(self.vfs, self.root, "")[1]
-        if freed:
-            self._ledger().give_back(freed)
-        return freed
+    def leftovers(self) -> list[Leftover]:
+        """Folders that dead processes left."""
+        return leftovers(self.vfs, self.root)
 
-    def remove_quarantined(self) -> int:
-        """Remove everything set aside; return the bytes freed."""
-        freed = 0
-        for path in self.quarantined():
-            try:
-                allocated = self.vfs.lstat(path).st_blocks * 512
-                self.vfs.unlink(path)
-            except OSError:
-                continue
-            freed += allocated
-        if freed:
-            self._ledger().give_back(freed)
-        return freed
+    def remove_leftover(self, leftover: Leftover) -> int:
+        """Remove one of them; return the bytes freed.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        self._give_back(remove_leftover(self.vfs, leftover.path))
+        return leftover.allocated_bytes
+
+    def strays(self) -> list[str]:
+        """Paths of what is under the root and not the store's."""
+        return list(strays(self.vfs, self.root))
+
+    def capacity_bytes(self) -> int | None:
+        """The capacity recorded in the root; None if there is none, or see :meth:`limits_fault`."""
+        try:
+            bounds = disk_bounds.read(self.vfs, self.root)
+        except ValueError:
+            return None
+        return None if bounds is None else bounds.capacity_bytes
+
+    def limits_fault(self) -> str | None:
+        """Why the recorded limits cannot be used; None if they can, or there are none."""
+        try:
+            disk_bounds.read(self.vfs, self.root)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def remove_quarantined(self, path: str) -> int:
+        """Remove a file set aside; return the bytes freed.
+
+        Raises:
+            OSError: it cannot be removed, or is a folder.
+        """
+        allocated = self.allocated_bytes(path)
+        with contextlib.suppress(FileNotFoundError):
+            self.vfs.unlink(path)
+            self._give_back(allocated)
+        return allocated
+
+    def allocated_bytes(self, path: str) -> int:
+        """What one file takes up; 0 if it is gone."""
+        try:
+            return self.vfs.lstat(path).st_blocks * 512
+        except OSError:
+            return 0
 
     def remove_namespace_folder(self, namespace: str) -> bool:
         """Remove a namespace's folder if it holds no chunk and nobody has the root open."""
@@ -244,7 +290,9 @@ class Survey:
             return False
         return remove_namespace(self.vfs, f"{self.root}/{namespace}")
 
-    def _ledger(self) -> Ledger:
-        if self._booked is None:
+    def _give_back(self, allocated_bytes: int) -> None:
+        """Book what was removed; a root without a ledger gets none from us."""
+        if self._booked is None and os.path.exists(f"{self.root}/{LEDGER}"):
             self._booked = Ledger(self.vfs, f"{self.root}/{LEDGER}", fresh=False)
-        return self._booked
+        if self._booked is not None and allocated_bytes:
+            self._booked.give_back(allocated_bytes)

@@ -124,27 +124,36 @@ def clean_up(vfs: Vfs, root: str, own: str) -> tuple[int, int]:
     """
     alive = freed = 0
     for name in vfs.listdir(f"{root}/{WRITERS}"):
-        folder = f"{root}/{WRITERS}/{name}"
         if name == own:
             continue
-        if name.startswith(_UNBORN):
-            freed += _remove_old(vfs, folder)
-            continue
-        fd = None
         try:
-            fd = vfs.open(f"{folder}/{_LOCK}", os.O_RDWR)
-            vfs.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            freed += _remove_folder(vfs, folder)
+            freed += clean_folder(vfs, f"{root}/{WRITERS}/{name}")
         except BlockingIOError:
             alive += 1
-        except FileNotFoundError:
-            freed += _remove_quietly(vfs, folder)  # without its lock: half removed by the dead
         except OSError:
             continue  # undeletable: try again next time
-        finally:
-            if fd is not None:
-                vfs.close_quietly(fd)
     return alive, freed
+
+
+def clean_folder(vfs: Vfs, folder: str) -> int:
+    """Remove the folder of a writer if that is dead; return the bytes freed of those booked.
+
+    Raises:
+        BlockingIOError: the writer lives.
+        OSError: the folder cannot be removed.
+    """
+    if os.path.basename(folder).startswith(_UNBORN):
+        return _remove_old(vfs, folder)
+    fd = None
+    try:
+        fd = vfs.open(f"{folder}/{_LOCK}", os.O_RDWR)
+        vfs.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return _remove_folder(vfs, folder)
+    except FileNotFoundError:
+        return _remove_quietly(vfs, folder)  # without its lock: half removed by the dead
+    finally:
+        if fd is not None:
+            vfs.close_quietly(fd)
 
 
 def count_alive(vfs: Vfs, root: str) -> int:
@@ -164,6 +173,25 @@ def count_alive(vfs: Vfs, root: str) -> int:
     return alive
 
 
+def is_dead(vfs: Vfs, folder: str) -> bool:
+    """Whether a writer's folder is a leftover that :func:`clean_up` would remove."""
+    if os.path.basename(folder).startswith(_UNBORN):
+        return _is_old(vfs, folder)
+    try:
+        fd = vfs.open(f"{folder}/{_LOCK}", os.O_RDONLY)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    try:
+        vfs.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
+    finally:
+        vfs.close_quietly(fd)
+
+
 def temporary_bytes(vfs: Vfs, root: str, own: str) -> int:
     """Bytes that temporary files of other writers take up at this moment."""
     total = 0
@@ -180,10 +208,14 @@ def temporary_bytes(vfs: Vfs, root: str, own: str) -> int:
 
 def _remove_old(vfs: Vfs, folder: str) -> int:
     # Being made at this moment, or left half made or half removed: only age tells.
-    with contextlib.suppress(OSError):
-        if time.time() - vfs.lstat(folder).st_mtime > _BIRTH_S:
-            return _remove_folder(vfs, folder)
-    return 0
+    return _remove_quietly(vfs, folder) if _is_old(vfs, folder) else 0
+
+
+def _is_old(vfs: Vfs, folder: str) -> bool:
+    try:
+        return time.time() - vfs.lstat(folder).st_mtime > _BIRTH_S
+    except OSError:
+        return False
 
 
 def _remove_quietly(vfs: Vfs, folder: str) -> int:

@@ -5,12 +5,12 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kvoffload.backends import disk_doctor
 from kvoffload.backends.base import Backend
 from kvoffload.backends.upkeep import Diagnoses, Finding
+from kvoffload.cli.console import console
 from kvoffload.cli.stores import OPTION_HELP, is_url, parsed, plain, run_on
 from kvoffload.errors import ConfigError
 
@@ -53,4 +53,4 @@ def _show(findings: list[Finding]) -> None:
     for finding in findings:
         verdict = plain(finding.verdict, _COLOURS[finding.verdict])
         table.add_row(plain(finding.check), verdict, plain(finding.detail), plain(finding.remedy))
-    Console().print(table)
+    console().print(table)

@@ -3,14 +3,16 @@
 import json
 import re
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from kvoffload.backends.disk_survey import ChunkFile, Survey
 from kvoffload.cli import stores
+from kvoffload.cli.console import console
 from kvoffload.config import ByteSize, human_bytes
 from kvoffload.errors import ConfigError
 
@@ -38,7 +40,10 @@ def command(
 ) -> None:
     """Remove chunks, leftovers of dead processes and damaged files; safe while engines run.
 
-    Exit codes: 0 done, 1 something could not be removed, 2 no such folder or wrong options.
+    --dry-run lists every path that would go, and changes nothing.
+
+    Exit codes: 0 done, 1 something could not be removed, 2 no such folder, one of another user, or
+    wrong options.
     """
     if stores.is_url(root):
         if capacity is not None or older_than is not None:
@@ -46,19 +51,46 @@ def command(
             raise ConfigError("capacity / older-than", capacity or older_than, remedy)
         stores.gc(root, option, namespace, dry_run, as_json)
         return
-    limit = None if capacity is None else ByteSize.parse(capacity, "capacity")
+    stores.refuse_settings(option)
+    limit = None if capacity is None else size_with_unit(capacity, "capacity")
     age_s = None if older_than is None else parse_age(older_than)
     report = collect(Survey(root), limit=limit, age_s=age_s, namespace=namespace, dry_run=dry_run)
     if as_json:
         print(json.dumps(report))
     else:
-        Console().print(
-            f"{'would remove' if dry_run else 'removed'} {report['removed']} chunks, "
-            f"{human_bytes(report['freed_bytes'])}; {report['kept']} chunks stay, "
-            f"{human_bytes(report['kept_bytes'])}; {report['undeletable']} could not be removed"
-        )
+        show(report)
     if report["undeletable"]:
         raise typer.Exit(1)
+
+
+def size_with_unit(text: str, field: str) -> int:
+    """Read ``100GiB``; refuse a bare number, which might mean any unit.
+
+    Raises:
+        ConfigError: it is no size, or has no unit.
+    """
+    size = ByteSize.parse(text, field)
+    if not text.strip()[-1].isalpha():
+        raise ConfigError(field, text, "needs a unit: 100GiB, 500MB, 4096B")
+    return size
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the report for people: a dry run with every path, one a line."""
+    terminal = console()
+    for each in report["going"] if report["dry_run"] else []:
+        line = f"{each['kind']} {human_bytes(each['bytes'])} {each['path']}"
+        terminal.print(stores.plain(line), soft_wrap=True)
+    terminal.print(
+        f"{'would remove' if report['dry_run'] else 'removed'} {report['removed']} chunks, "
+        f"{report['quarantined']} damaged files set aside, {report['leftovers']} leftovers of dead "
+        f"processes: {human_bytes(report['freed_bytes'])}; {report['kept']} chunks stay, "
+        f"{human_bytes(report['kept_bytes'])}",
+        soft_wrap=True,
+    )
+    for each in report["not_removed"]:
+        line = f"cannot be removed: {each['path']} ({each['why']})"
+        terminal.print(stores.plain(line), soft_wrap=True)
 
 
 def parse_age(text: str) -> float:
@@ -79,32 +111,58 @@ def collect(
 ) -> dict[str, Any]:
     """Remove what the limits name; without any, only what is of no use to anyone."""
     folder = None if namespace is None else _folder(found, namespace)
+    if not dry_run:
+        found.require_write()
     chunks = sorted(found.chunks(folder), key=lambda chunk: chunk.used_ns)
     everything = folder is not None and limit is None and age_s is None
-    removed = freed = undeletable = 0
-    left = sum(chunk.allocated_bytes for chunk in chunks)
+    removal = _Removal(dry_run)
     for chunk in _going(chunks, limit=limit, age_s=age_s, everything=everything):
-        gone = chunk.allocated_bytes if dry_run else found.remove(chunk)
-        if gone is None:
-            undeletable += 1
-        else:
-            removed += 1
-            freed += gone
-            left -= chunk.allocated_bytes
-    if not dry_run:
-        freed += found.remove_quarantined()
-        freed += found.remove_leftovers()
-        if everything and folder is not None:
-            found.remove_namespace_folder(folder)
+        removal.take("chunk", chunk.path, chunk.allocated_bytes, partial(found.remove, chunk))
+    for path in found.quarantined():
+        size = found.allocated_bytes(path)
+        removal.take("damaged", path, size, partial(found.remove_quarantined, path))
+    for each in found.leftovers():
+        size = each.allocated_bytes
+        removal.take("leftover", each.path, size, partial(found.remove_leftover, each))
+    if everything and folder is not None and not dry_run:
+        found.remove_namespace_folder(folder)
+    removed = removal.counts["chunk"]
+    left = sum(chunk.allocated_bytes for chunk in chunks) - removal.bytes["chunk"]
     return {
         "root": found.root,
         "dry_run": dry_run,
         "removed": removed,
-        "freed_bytes": freed,
+        "quarantined": removal.counts["damaged"],
+        "leftovers": removal.counts["leftover"],
+        "freed_bytes": removal.bytes.total(),
         "kept": len(chunks) - removed,
         "kept_bytes": left,
-        "undeletable": undeletable,
+        "going": removal.going if dry_run else [],
+        "undeletable": len(removal.undeletable),
+        "not_removed": removal.undeletable,
     }
+
+
+class _Removal:
+    """What goes, counted alike whether it is removed or only named."""
+
+    def __init__(self, dry_run: bool) -> None:
+        self._dry_run = dry_run
+        self.counts: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self.going: list[dict[str, Any]] = []
+        self.undeletable: list[dict[str, str]] = []
+
+    def take(self, kind: str, path: str, allocated_bytes: int, remove: Callable[[], int]) -> None:
+        """Remove one thing, or name it; ``remove`` returns the bytes freed or raises OSError."""
+        try:
+            freed = allocated_bytes if self._dry_run else remove()
+        except OSError as error:
+            self.undeletable.append({"path": path, "why": error.strerror or str(error)})
+            return
+        self.counts[kind] += 1
+        self.bytes[kind] += freed
+        self.going.append({"kind": kind, "path": path, "bytes": allocated_bytes})
 
 
 def _folder(found: Survey, wanted: str) -> str:

@@ -5,10 +5,10 @@ import time
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from kvoffload.backends.disk_survey import Survey
 from kvoffload.cli import stores
+from kvoffload.cli.console import console
 from kvoffload.config import human_bytes
 
 AGES = (("1 min", 60), ("1 hour", 3600), ("1 day", 86400), ("1 week", 7 * 86400))
@@ -23,11 +23,12 @@ def command(
 ) -> None:
     """Show namespaces, chunks, bytes, ages and how lately chunks were used. Changes nothing.
 
-    Exit codes: 0 done, 1 the server cannot be asked, 2 no such folder.
+    Exit codes: 0 done, 1 the server cannot be asked, 2 no such folder, or one of another user.
     """
     if stores.is_url(root):
         stores.inspect(root, option, as_json)
         return
+    stores.refuse_settings(option)
     report = survey(Survey(root))
     if as_json:
         print(json.dumps(report))
@@ -44,6 +45,8 @@ def survey(found: Survey) -> dict[str, Any]:
         "owner": found.has_owner(),
         "allocated_bytes": sum(each["allocated_bytes"] for each in namespaces),
         "ledger_bytes": found.booked_bytes(),
+        "ledger_fault": found.ledger_fault(),
+        "capacity_bytes": found.capacity_bytes(),
         "quarantined": found.quarantined(),
         "namespaces": namespaces,
     }
@@ -78,32 +81,40 @@ def _namespace(found: Survey, name: str, now: float) -> dict[str, Any]:
 
 def show(report: dict[str, Any]) -> None:
     """Print the report for people."""
-    console = Console(highlight=False)
+    terminal = console()
     owner = "one of them evicts" if report["owner"] else "nobody evicts"
-    booked = report["ledger_bytes"]
-    console.print(stores.plain(report["root"], "bold") + f": {report['processes']} open, {owner}")
-    console.print(
+    booked, capacity = report["ledger_bytes"], report["capacity_bytes"]
+    root = stores.plain(report["root"], "bold")
+    terminal.print(root + f": {report['processes']} open, {owner}", soft_wrap=True)
+    terminal.print(
         f"allocated by chunks: {human_bytes(report['allocated_bytes'])}, in the ledger: "
-        f"{'unknown' if booked is None else human_bytes(booked)}, "
-        f"set aside as damaged: {len(report['quarantined'])} files"
+        f"{report['ledger_fault'] if booked is None else human_bytes(booked)}, "
+        f"capacity: {'not recorded' if capacity is None else human_bytes(capacity)}, "
+        f"set aside as damaged: {len(report['quarantined'])} files",
+        soft_wrap=True,
     )
     for each in report["namespaces"]:
-        oldest, newest, used = (
-            _age(each[field]) for field in ("oldest_s", "newest_s", "last_used_s")
-        )
-        console.print()
-        stores.show_name(console, each["folder"], each["facts"])
-        console.print(
-            f"  {each['chunks']} chunks, {human_bytes(each['allocated_bytes'])}, "
-            f"stored {oldest} to {newest} ago, last used {used} ago"
-        )
-        within = ", ".join(f"{label}: {count}" for label, count in each["used_within"].items())
-        console.print(f"  used within {within}")
+        terminal.print()
+        # A namespace that was opened by its name has no facts behind it.
+        named = {"namespace": each["namespace"]} if each["namespace"] else None
+        stores.show_name(terminal, each["folder"], each["facts"] or named)
+        for line in _chunk_lines(each):
+            terminal.print(f"  {line}", soft_wrap=True)
 
 
-def _age(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
+def _chunk_lines(each: dict[str, Any]) -> list[str]:
+    if not each["chunks"]:
+        return ["0 chunks"]
+    oldest, newest, used = (_age(each[field]) for field in ("oldest_s", "newest_s", "last_used_s"))
+    within = ", ".join(f"{label}: {count}" for label, count in each["used_within"].items())
+    return [
+        f"{each['chunks']} chunks, {human_bytes(each['allocated_bytes'])}, "
+        f"stored {oldest} to {newest} ago, last used {used} ago",
+        f"used within {within}",
+    ]
+
+
+def _age(seconds: float) -> str:
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"

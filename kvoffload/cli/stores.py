@@ -12,6 +12,7 @@ from rich.text import Text
 
 from kvoffload.backends.base import Backend
 from kvoffload.backends.upkeep import Holding, Purges, Surveys
+from kvoffload.cli.console import console
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
 from kvoffload.registry import open_backend
@@ -22,6 +23,13 @@ LEAST_DIGITS = 8
 """Of a namespace's name: so many does ``inspect`` show, and so many does ``gc`` want at least."""
 _SCHEMES = ("redis", "rediss", "unix")
 _T = TypeVar("_T")
+
+
+def refuse_settings(settings: list[str] | None) -> None:
+    """Refuse ``-o`` where a folder is looked at as it is; raises ConfigError."""
+    if settings:
+        remedy = "a folder is looked at as it is; settings are for redis:// stores"
+        raise ConfigError("--option", settings[0], remedy)
 
 
 def is_url(target: str) -> bool:
@@ -67,7 +75,7 @@ def run_on(target: str, settings: list[str] | None, work: Callable[[Backend], Aw
     try:
         return asyncio.run(whole())
     except OSError as error:
-        Console(stderr=True).print(plain(f"kvoffload: {error}"), soft_wrap=True)
+        console(stderr=True).print(plain(f"kvoffload: {error}"), soft_wrap=True)
         raise typer.Exit(1) from None
 
 
@@ -77,12 +85,12 @@ def inspect(target: str, settings: list[str] | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"namespaces": [holding._asdict() for holding in found]}))
         return
-    console = Console(highlight=False)
+    terminal = console()
     for each in found:
-        show_name(console, each.namespace, each.facts)
-        console.print(f"  {each.chunks} chunks, {human_bytes(each.stored_bytes)}")
+        show_name(terminal, each.namespace, each.facts)
+        terminal.print(f"  {each.chunks} chunks, {human_bytes(each.stored_bytes)}")
     if not found:
-        console.print("nothing of kvoffload's is stored here")
+        terminal.print("nothing of kvoffload's is stored here")
 
 
 def plain(text: object, style: str = "") -> Text:
@@ -91,11 +99,11 @@ def plain(text: object, style: str = "") -> Text:
     return Text(safe, style)
 
 
-def show_name(console: Console, namespace: str, facts: object) -> None:
+def show_name(terminal: Console, namespace: str, facts: object) -> None:
     """Print the line of a namespace: the first digits of its name, and its facts."""
     pairs = sorted(facts.items()) if isinstance(facts, Mapping) else []
     told = ", ".join(f"{name}={value}" for name, value in pairs) or "no facts stored"
-    console.print(plain(namespace[:SHOWN_DIGITS], "bold") + "  " + plain(told))
+    terminal.print(plain(namespace[:SHOWN_DIGITS], "bold") + "  " + plain(told), soft_wrap=True)
 
 
 def named(wanted: str, names: Iterable[str]) -> str:
@@ -144,7 +152,7 @@ def gc(
         print(json.dumps({"dry_run": dry_run, "removed": chunks, "freed_bytes": stored_bytes}))
     else:
         verb = "would remove" if dry_run else "removed"
-        Console().print(f"{verb} {chunks} chunks, {human_bytes(stored_bytes)}")
+        console().print(f"{verb} {chunks} chunks, {human_bytes(stored_bytes)}")
 
 
 async def _survey(backend: Backend) -> list[Holding]:

@@ -4,7 +4,7 @@ import asyncio
 import os
 
 import pytest
-from disk_commands import ON_DISK, SIZE, answered, kvoffload, open_disk
+from disk_commands import ON_DISK, SIZE, answered, files_of, kvoffload, open_disk, process
 
 from kvoffload.testing.backends import filled, keys_of, slots
 
@@ -17,10 +17,6 @@ async def root(tmp_path):
         await backend.write(keys_of(count), filled(keys_of(count), SIZE))
         await backend.close()
     return tmp_path / "kv"
-
-
-def files_of(root, namespace_dir="*"):
-    return sorted(root.glob(f"{namespace_dir}/??/*"))
 
 
 def used_long_ago(path, days):
@@ -65,9 +61,9 @@ def test_gc_by_capacity_removes_the_least_recently_used(root):
     old = files_of(root)[4:6]
     for path in old:
         used_long_ago(path, 1)
-    assert answered("gc", str(root), "--capacity", str(7 * ON_DISK), "--dry-run")["removed"] == 2
+    assert answered("gc", str(root), "--capacity", f"{7 * ON_DISK}B", "--dry-run")["removed"] == 2
     assert len(files_of(root)) == 9
-    report = answered("gc", str(root), "--capacity", str(7 * ON_DISK))
+    report = answered("gc", str(root), "--capacity", f"{7 * ON_DISK}B")
     assert (report["removed"], report["kept"], report["freed_bytes"]) == (2, 7, 2 * ON_DISK)
     assert not any(path.exists() for path in old)
     assert answered("inspect", str(root))["ledger_bytes"] == 7 * ON_DISK
@@ -139,6 +135,13 @@ def test_gc_alone_removes_only_what_is_of_no_use(root):
         ("gc", "/nowhere"),
         ("gc", "{root}", "--older-than", "soon"),
         ("gc", "{root}", "--capacity", "much"),
+        ("gc", "{root}", "--capacity", "100"),
+        ("gc", "{root}", "-o", "x=1"),
+        ("inspect", "{root}", "-o", "x=1"),
+        ("verify", "redis://localhost"),
+        ("verify", "{root}", "--sample", "5"),
+        ("verify", "{root}", "--sample", "0%"),
+        ("verify", "{root}", "--rate", "100"),
         ("gc", "{root}", "--namespace", "unknown"),
     ],
 )
@@ -147,6 +150,7 @@ def test_wrong_words_are_named_and_end_with_two(root, words):
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert result.stderr.startswith("kvoffload: ")
+    assert len(files_of(root)) == 9
 
 
 async def test_beside_an_engine_at_work(root):
@@ -164,10 +168,10 @@ async def test_beside_an_engine_at_work(root):
         for words in (
             ("inspect", str(root)),
             ("verify", str(root)),
-            ("gc", str(root), "--capacity", str(10 * ON_DISK)),
+            ("gc", str(root), "--capacity", f"{10 * ON_DISK}B"),
             ("verify", str(root), "--repair"),
         ):
-            results.append(await asyncio.to_thread(answered, *words))
+            results.append(await asyncio.to_thread(answered, *words, run=process))
 
     await asyncio.gather(work(), tools())
     assert (results[0]["processes"], results[0]["owner"]) == (1, True)

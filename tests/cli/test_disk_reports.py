@@ -1,0 +1,219 @@
+"""What ``inspect``, ``verify`` and ``gc`` say: exactly, in whole lines, and to the right user."""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from disk_commands import ON_DISK, SIZE, answered, as_user, files_of, kvoffload, open_disk, process
+
+from kvoffload.testing.backends import filled, keys_of
+
+
+@pytest.fixture
+async def root(tmp_path):
+    for namespace, count in (("llama", 6), ("qwen", 3)):
+        backend = open_disk(tmp_path / "kv", namespace)
+        await backend.describe({"model": namespace, "dtype": "bfloat16"})
+        await backend.write(keys_of(count), filled(keys_of(count), SIZE))
+        await backend.close()
+    return tmp_path / "kv"
+
+
+async def test_a_namespace_opened_by_its_name_is_found_by_that_name(tmp_path):
+    for name in ("alpha", "beta"):
+        backend = open_disk(tmp_path, name)
+        await backend.write(keys_of(2), filled(keys_of(2), SIZE))
+        await backend.close()
+    named = {each["namespace"]: each for each in answered("inspect", str(tmp_path))["namespaces"]}
+    assert sorted(named) == ["alpha", "beta"]
+    assert "namespace=alpha" in kvoffload("inspect", str(tmp_path)).stdout
+    assert answered("gc", str(tmp_path), "--namespace", "alpha")["removed"] == 2
+    (left,) = answered("inspect", str(tmp_path))["namespaces"]
+    assert left["namespace"] == "beta"
+
+
+async def test_facts_replace_a_name_alone_and_a_name_replaces_no_facts(tmp_path):
+    backend = open_disk(tmp_path, "alpha")
+    await backend.write(keys_of(1), filled(keys_of(1), SIZE))
+    await backend.describe({"model": "m"})
+    await backend.close()
+    backend = open_disk(tmp_path, "alpha")
+    await backend.write(keys_of(2), filled(keys_of(2), SIZE))
+    await backend.close()
+    (found,) = answered("inspect", str(tmp_path))["namespaces"]
+    assert (found["namespace"], found["facts"]) == ("alpha", {"model": "m"})
+
+
+async def test_an_empty_namespace_has_no_ages(tmp_path):
+    await open_disk(tmp_path, "empty").close()
+    result = kvoffload("inspect", str(tmp_path))
+    assert "0 chunks\n" in result.stdout
+    assert "ago" not in result.stdout
+
+
+def aside(root, size=20_000):
+    (root / ".quarantine" / "1-aa").write_bytes(bytes(size))
+    dead = root / ".writers" / "0123456789abcdef"
+    dead.mkdir()
+    (dead / "lock").write_text("")
+    (dead / "0").write_bytes(bytes(size))
+    scratch = root / ".doctor-1-ab"
+    (scratch / "inner").mkdir(parents=True)
+    (scratch / "inner" / "file").write_bytes(bytes(size))
+    os.utime(scratch, (0, 0))
+    return [root / ".quarantine" / "1-aa", dead, scratch]
+
+
+@pytest.mark.parametrize("limits", [(), ("--capacity", f"{7 * ON_DISK}B")])
+def test_a_dry_run_says_exactly_what_the_run_then_does(root, limits):
+    useless = aside(root)
+    young = root / ".doctor-2-cd"
+    young.mkdir()
+    planned = answered("gc", str(root), *limits, "--dry-run")
+    assert all(path.exists() for path in useless)
+    text = kvoffload("gc", str(root), *limits, "--dry-run").stdout
+    assert all(each["path"] in text for each in planned["going"])
+    done = answered("gc", str(root), *limits)
+    for field in ("removed", "quarantined", "leftovers", "freed_bytes", "kept", "kept_bytes"):
+        assert planned[field] == done[field], field
+    assert (done["removed"], done["quarantined"], done["leftovers"]) == (2 if limits else 0, 1, 2)
+    assert done["freed_bytes"] == done["removed"] * ON_DISK + 3 * 20_480
+    assert {each["path"] for each in planned["going"]} >= {str(path) for path in useless}
+    assert not any(os.path.exists(each["path"]) for each in planned["going"])
+    assert young.exists()
+
+
+def test_gc_says_what_it_cannot_remove(root):
+    (root / ".quarantine" / "2-bb").mkdir()
+    report = answered("gc", str(root), code=1)
+    assert report["undeletable"] == 1
+    assert report["not_removed"][0]["path"].endswith("2-bb")
+
+
+def test_gc_makes_no_ledger_where_there_is_none(root):
+    (root / ".ledger").unlink()
+    assert answered("gc", str(root), "--capacity", f"{7 * ON_DISK}B")["removed"] == 2
+    assert not (root / ".ledger").exists()
+
+
+def test_verify_reports_strays_leftovers_and_a_broken_ledger(root):
+    useless = aside(root)
+    shard = files_of(root)[0].parent
+    strays = [root / "notes.txt", shard / "zz", shard.parent / "other"]
+    for path in strays:
+        path.write_text("mine")
+    report = answered("verify", str(root))
+    assert sorted(report["strays"]) == sorted(map(str, strays))
+    assert {each["path"] for each in report["leftovers"]} == {str(path) for path in useless[1:]}
+    assert report["ledger_fault"] is None
+    (root / ".ledger").write_bytes(b"damage" * 10)
+    (root / ".bounds.json").write_text("[]")
+    report = answered("verify", str(root), "--repair", code=1)
+    assert report["ledger_fault"] == "damaged"
+    assert report["limits_fault"]
+    assert (root / ".ledger").read_bytes() == b"damage" * 10
+    text = kvoffload("verify", str(root)).stdout
+    assert "ledger damaged" in text
+    assert all(f"not of this store: {path}\n" in text for path in strays)
+    assert all(path.exists() for path in strays)
+
+
+def test_verify_names_what_lies_in_place_of_a_chunk_and_why_it_stays(root):
+    folder, pipe, link = files_of(root)[:3]
+    for path in (folder, pipe, link):
+        path.unlink()
+    folder.mkdir()
+    os.mkfifo(pipe)
+    link.symlink_to("/etc/passwd")
+    report = answered("verify", str(root), "--repair", code=1)
+    assert report["reasons"] == {"corrupt_folder": 1, "corrupt_special": 1, "corrupt_link": 1}
+    (left,) = [each for each in report["damaged"] if not each["removed"]]
+    assert left["path"] == str(folder)
+    assert "by hand" in left["why"]
+    text = kvoffload("verify", str(root), "--repair").stdout
+    assert f"corrupt_folder: {folder} (left in place: a folder, remove it by hand)\n" in text
+    assert os.path.exists("/etc/passwd")
+
+
+def test_verify_reads_a_part_and_no_faster_than_told(root):
+    report = answered("verify", str(root), "--sample", "30%")
+    assert (report["chunks"], report["of_chunks"]) == (3, 9)
+    report = answered("verify", str(root), "--rate", f"{9 * ON_DISK * 2}B/s")
+    assert report["chunks"] == 9
+    assert report["seconds"] >= 0.4
+
+
+def test_paths_and_facts_are_whole_lines_when_piped(root, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    (damaged,) = files_of(root)[:1]
+    os.truncate(damaged, 5000)
+    assert f"corrupt_size: {damaged} (left in place)\n" in kvoffload("verify", str(root)).stdout
+    text = kvoffload("inspect", str(root)).stdout
+    assert f"{root}: 0 open" in text
+    assert "dtype=bfloat16, model=llama\n" in text
+
+
+def test_a_terminal_without_these_characters_is_no_error(root):
+    ascii_only = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    for path in root.glob("*/manifest.json"):
+        path.write_text('{"facts": {"model": "\\u2013caf\\u00e9"}}', encoding="ascii")
+    for words in (("inspect",), ("verify",), ("gc", "--dry-run"), ("doctor",)):
+        result = process(words[0], str(root), *words[1:], **ascii_only)
+        assert result.returncode == 0, result.stderr
+        assert "Traceback" not in result.stderr
+    assert "model=\\u2013caf\\xe9" in process("inspect", str(root), **ascii_only).stdout
+
+
+@pytest.fixture
+def foreign(tmp_path_factory):
+    """A folder that every user can reach, and a user who is not its owner."""
+    if os.geteuid():
+        pytest.skip("becoming another user needs root")
+    place = tempfile.mkdtemp(dir="/tmp", prefix="kvoffload-foreign-")
+    os.chmod(place, 0o755)
+    yield Path(place)
+    shutil.rmtree(place)
+
+
+async def test_another_user_is_told_whose_the_folder_is(foreign):
+    backend = open_disk(foreign / "kv", "llama")
+    await backend.write(keys_of(3), filled(keys_of(3), SIZE))
+    await backend.close()
+
+    def refused(command, *words):
+        assert kvoffload(command, str(foreign / "kv")).returncode == 0  # imports everything
+        result = as_user(65534, command, str(foreign / "kv"), *words)
+        assert result.returncode == 2, result.stdout + result.stderr
+        return result.stderr
+
+    for mode in (0o700, 0o755):
+        (foreign / "kv").chmod(mode)
+        for command in ("inspect", "verify", "gc", "doctor"):
+            assert "belongs to user 0, not to 65534; run as that user" in refused(command)
+    # Whoever may read verifies, without the access times left as they are; removing is refused.
+    for path in [foreign / "kv", *(foreign / "kv").rglob("*")]:
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    report = json.loads(as_user(65534, "verify", str(foreign / "kv"), "--json").stdout)
+    assert (report["chunks"], report["damaged"]) == (3, [])
+    assert "belongs to user 0" in refused("verify", "--repair")
+    assert "belongs to user 0" in refused("gc", "--capacity", "1B")
+
+
+def test_wrong_paths_are_told_apart(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes").write_text("")
+    for name, problem in (
+        ("missing", "does not exist"),
+        ("file", "is not a folder"),
+        ("file/below", "is below something that is no folder"),
+        ("empty", "is empty"),
+        ("other", "is no folder of the disk backend"),
+    ):
+        for command in ("inspect", "verify", "gc"):
+            result = kvoffload(command, str(tmp_path / name))
+            assert (result.returncode, problem in result.stderr) == (2, True), result.stderr
