@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from kvoffload.connectors.vllm.affinity import warn_of_cores
-from kvoffload.connectors.vllm.facts import hash_root
+from kvoffload.connectors.vllm.facts import check_layout, hash_root
 from kvoffload.connectors.vllm.messages import RankFacts
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.connectors.vllm.settings import VllmConfigSettings, read_settings
@@ -32,10 +32,12 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]
     """vLLM's offloading connector with our two halves; made by vLLM, once a role and process.
 
     Raises:
-        ConfigError: a setting in ``kv_connector_extra_config`` is wrong, or vLLM is untested.
+        ConfigError: a setting in ``kv_connector_extra_config`` is wrong, the layout of the KV
+            cache cannot be offloaded, or vLLM is untested.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        check_layout(vllm_config.cache_config.kv_cache_layout)
         # Past OffloadingConnector's own constructor, which would build vLLM's halves.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)

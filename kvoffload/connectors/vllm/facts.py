@@ -10,11 +10,14 @@ from typing import Any
 
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.versions import installed_version
+from kvoffload.errors import ConfigError
 from kvoffload.offload.identity import Fact
 
 log = logging.getLogger(__name__)
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_REFUSED_LAYOUTS = ("LHBNC",)
+"""Where the heads of a block lie apart from each other, outside of the block."""
 _NOT_IDENTITY = ("_name_or_path", "transformers_version", "_commit_hash")
 
 
@@ -40,7 +43,7 @@ def resolve_facts(
             model.model_weights or model.model,
         )
         weights = f"known to {vllm_config.kv_transfer_config.engine_id} alone"
-    return {
+    facts: dict[str, Fact] = {
         "engine": "vllm",
         "engine_version": installed_version(),
         "model": model.model,
@@ -50,7 +53,7 @@ def resolve_facts(
         "dtype": str(model.dtype),
         "quantization": str(model.quantization) if model.quantization else None,
         "kv_dtype": str(cache.cache_dtype),
-        "kv_scales": _kv_scales(vllm_config),
+        "kv_scales": None,  # vLLM calculates none any more; without the name all stores go cold
         "kv_layout": str(cache.kv_cache_layout),
         "kv_tensors": _tensor_digest(kv_caches),
         "kv_groups": _groups(kv_cache_config),
@@ -66,6 +69,31 @@ def resolve_facts(
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "hash_root": root if shared else f"random in {vllm_config.kv_transfer_config.engine_id}",
     }
+    # A newer fact stands only where it differs from vLLM's default: the digest of engines that
+    # leave the default, and so all that they have stored, stays as it was.
+    if (interleaved := parallel.cp_kv_cache_interleave_size) != 1:
+        facts["context_parallel_interleave"] = interleaved
+    if states := recurrent_states(kv_cache_config):
+        facts["recurrent_states"] = states
+    return facts
+
+
+def check_layout(layout: str | None) -> None:
+    """Refuse a KV cache layout in which vLLM's canonical view shows a part of a block alone.
+
+    Args:
+        layout: a name of vLLM's ``KVCacheLayout``; None where nothing is resolved or wished.
+
+    Raises:
+        ConfigError: names the layout and the remedy.
+    """
+    if layout in _REFUSED_LAYOUTS:
+        raise ConfigError(
+            "VLLM_KV_CACHE_LAYOUT",
+            layout,
+            "vLLM's offloading would store one head of one layer of each block in this layout, and "
+            "load wrong bytes; set it to LBHNC",
+        )
 
 
 def hash_root(vllm_config: Any) -> tuple[str, bool]:
@@ -101,7 +129,33 @@ def weights_fingerprint(vllm_config: Any) -> str | None:
 def config_digest(hf_config: Any) -> str:
     """Digest a model's configuration without what does not change what it computes."""
     plain = {k: v for k, v in hf_config.to_dict().items() if k not in _NOT_IDENTITY}
-    return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()
+    try:
+        text = json.dumps(plain, sort_keys=True, default=_spelled)
+    except ValueError:  # an object that contains itself
+        text = json.dumps(plain, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _spelled(value: Any) -> Any:
+    """Spell what JSON cannot, alike in every process: sets in order, objects by their contents.
+
+    The text of a plain object is its address: with that in a digest each start finds nothing.
+    """
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    text = str(value)
+    if " at 0x" not in text:
+        return text
+    if hasattr(value, "__qualname__"):  # a function
+        return f"{value.__module__}.{value.__qualname__}"
+    if hasattr(value, "__dict__"):
+        return [type(value).__qualname__, vars(value)]
+    log.warning(
+        "kvoffload: %s in the model's configuration shows nothing but its address, so NOTHING "
+        "STORED WILL BE FOUND after a restart or by another instance.",
+        text,
+    )
+    return text
 
 
 def attention_backends(vllm_config: Any, kv_caches: Mapping[str, Any]) -> str:
@@ -114,13 +168,6 @@ def attention_backends(vllm_config: Any, kv_caches: Mapping[str, Any]) -> str:
     return " ".join(sorted(names))
 
 
-def _kv_scales(vllm_config: Any) -> Fact:
-    """Scales found out while running differ from process to process: share with nobody then."""
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        return f"calculated by {vllm_config.kv_transfer_config.engine_id}"
-    return None
-
-
 def _tensor_digest(kv_caches: Mapping[str, Any]) -> str:
     """Digest each layer's dtype, and shape and strides but for the number of blocks."""
     text = [
@@ -128,6 +175,22 @@ def _tensor_digest(kv_caches: Mapping[str, Any]) -> str:
         for layer, cache in sorted(kv_caches.items())
     ]
     return hashlib.sha256("\n".join(text).encode()).hexdigest()
+
+
+def recurrent_states(kv_cache_config: Any) -> str:
+    """Spell shapes and dtypes of recurrent states: vLLM hands their tensors over as plain bytes.
+
+    They say what ``mamba_cache_dtype`` and ``mamba_ssm_cache_dtype`` came to, and in which order
+    the dimensions of a convolution's state stand. Empty for models of attention alone.
+    """
+    found = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        members = getattr(spec, "kv_cache_specs", {"": spec})  # of a group with several specs
+        for layer, each in sorted(members.items()):
+            if hasattr(each, "dtypes"):
+                found.append(f"{layer or ','.join(group.layer_names)}: {each.shapes} {each.dtypes}")
+    return "; ".join(found)
 
 
 def _groups(kv_cache_config: Any) -> str:

@@ -1,18 +1,41 @@
 """Settings, versions, and what is said of a configuration that will not do."""
 
+import hashlib
 import json
+import os
+import subprocess
+import sys
 import types
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
-from kvoffload.connectors.vllm.connector import check_memory_of_ranks, warn_of_settings
-from kvoffload.connectors.vllm.facts import hash_root, resolve_facts, weights_fingerprint
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MambaSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvoffload.connectors.vllm.connector import (
+    KVOffloadConnector,
+    check_memory_of_ranks,
+    warn_of_settings,
+)
+from kvoffload.connectors.vllm.facts import (
+    check_layout,
+    config_digest,
+    hash_root,
+    resolve_facts,
+    weights_fingerprint,
+)
 from kvoffload.connectors.vllm.settings import read_settings
 from kvoffload.connectors.vllm.versions import check_version, is_tested
 from kvoffload.errors import ConfigError
+from kvoffload.offload.identity import namespace
 from kvoffload.transfer.slab import available_host_bytes
 
 
@@ -95,13 +118,15 @@ def test_json_of_the_documentation_is_accepted():
         read_settings(extra)
 
 
-def test_weights_that_nothing_tells_apart_are_shared_with_nobody(tmp_path, caplog, monkeypatch):
-    # As vLLM has it for a URL: a folder with the configuration alone, named after the URL.
+@pytest.fixture
+def facts(tmp_path, monkeypatch):
+    """Return a function that resolves the facts of an engine; arguments say what differs."""
     monkeypatch.setattr("kvoffload.connectors.vllm.facts.hash_root", lambda config: ("root", True))
     monkeypatch.setattr("kvoffload.connectors.vllm.facts.attention_backends", lambda *_: "cpu")
+    some = types.SimpleNamespace
 
-    def weights(engine, **more):
-        some = types.SimpleNamespace
+    def resolve(engine="engine", groups=(), interleave=1, **more):
+        # As vLLM has it for a URL: a folder with the configuration alone, named after the URL.
         model = some(
             model=str(tmp_path),
             model_weights="s3://bucket/model",
@@ -130,14 +155,101 @@ def test_weights_that_nothing_tells_apart_are_shared_with_nobody(tmp_path, caplo
         config = some(
             model_config=model,
             cache_config=cache,
-            parallel_config=some(**sizes),
+            parallel_config=some(**sizes, cp_kv_cache_interleave_size=interleave),
             load_config=some(load_format="runai_streamer"),
             lora_config=None,
             kv_transfer_config=some(engine_id=engine),
         )
         settings = read_settings({"cpu_bytes": 1, **more})
-        return resolve_facts(config, some(kv_cache_groups=[]), {}, settings)["weights"]
+        return resolve_facts(config, some(kv_cache_groups=groups), {}, settings)
 
-    assert weights("before a restart") != weights("after it")
+    return resolve
+
+
+def test_weights_that_nothing_tells_apart_are_shared_with_nobody(facts, caplog):
+    assert facts("before a restart")["weights"] != facts("after it")["weights"]
     assert "Set weights_id" in caplog.text
-    assert weights("a", weights_id="v7") == weights("b", weights_id="v7")
+    assert facts("a", weights_id="v7")["weights"] == facts("b", weights_id="v7")["weights"]
+
+
+def test_how_context_parallel_ranks_interleave_tokens_is_part_of_the_identity(facts):
+    assert facts(interleave=16) != facts(interleave=1)
+    # The stores of engines that leave the default do not go cold.
+    assert "context_parallel_interleave" not in facts(interleave=1)
+
+
+def test_dtypes_and_shapes_of_recurrent_states_are_part_of_the_identity(facts):
+    def group(*dtypes, shapes=((4, 3), (8, 16)), uniform=False):
+        spec = MambaSpec(block_size=64, shapes=shapes, dtypes=dtypes)
+        if uniform:
+            spec = UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs={"layers.0": spec})
+        return (KVCacheGroupSpec(["layers.0"], spec),)
+
+    half, brain = torch.float16, torch.bfloat16
+    for uniform in (False, True):
+        known = [
+            facts(groups=group(half, half, uniform=uniform)),
+            facts(groups=group(half, brain, uniform=uniform)),  # mamba_ssm_cache_dtype
+            facts(groups=group(brain, brain, uniform=uniform)),  # mamba_cache_dtype
+            # VLLM_SSM_CONV_STATE_LAYOUT
+            facts(groups=group(half, half, shapes=((3, 4), (8, 16)), uniform=uniform)),
+        ]
+        assert len({namespace(**each) for each in known}) == len(known)
+    attention = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=64, dtype=half)
+    assert "recurrent_states" not in facts(groups=(KVCacheGroupSpec(["layers.0"], attention),))
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "LBHNC", "BLHNC", "BHLNC", None])
+def test_layouts_whose_blocks_lie_in_one_piece_are_taken(layout):
+    check_layout(layout)
+
+
+def test_a_layout_with_heads_outside_of_blocks_is_refused_with_the_remedy():
+    with pytest.raises(ConfigError, match=r"VLLM_KV_CACHE_LAYOUT = 'LHBNC'.*set it to LBHNC"):
+        check_layout("LHBNC")
+    resolved = types.SimpleNamespace(cache_config=types.SimpleNamespace(kv_cache_layout="LHBNC"))
+    with pytest.raises(ConfigError, match="VLLM_KV_CACHE_LAYOUT"):
+        KVOffloadConnector(resolved, None, None)
+
+
+class _Plain:
+    """As models that bring their own code keep in their configurations; its text is its address."""
+
+    def __init__(self, size):
+        self.size = size
+
+
+def test_the_digest_of_a_configuration_has_no_addresses_and_no_random_order():
+    def digest(value):
+        return config_digest(types.SimpleNamespace(to_dict=lambda: {"torch": 1, "x": value}))
+
+    assert digest(_Plain(1)) == digest(_Plain(1)) != digest(_Plain(2))
+    assert digest([_Plain(_Plain(1))]) == digest([_Plain(_Plain(1))]) != digest([_Plain(_Plain(2))])
+    assert digest(_Plain) == digest(_Plain) != digest(namespace)
+    itself = _Plain(1)
+    itself.size = itself
+    assert digest(itself) == digest(itself)
+
+
+def test_the_digest_of_a_set_is_the_same_in_every_process():
+    code = (
+        "import types; from kvoffload.connectors.vllm.facts import config_digest as digest; "
+        "print(digest(types.SimpleNamespace(to_dict=lambda: {'x': {'a', 'b', 'c', 'd', 'e'}})))"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in "12"
+    }
+    assert len(digests) == 1
+
+
+def test_the_digest_of_an_ordinary_configuration_is_what_it_was():
+    plain = {"dtype": torch.bfloat16, "sizes": [1, 2], "_name_or_path": "anything"}
+    config = types.SimpleNamespace(to_dict=lambda: plain)
+    text = '{"dtype": "torch.bfloat16", "sizes": [1, 2]}'
+    assert config_digest(config) == hashlib.sha256(text.encode()).hexdigest()
