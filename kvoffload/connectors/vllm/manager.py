@@ -160,7 +160,6 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
                 medium=Medium.CPU if on_host else Medium.STORAGE,
                 removed=event.removed,
                 locality=_locality(event.medium),
-                ownership=None if on_host else event.medium.lower(),
                 removal_expected=True,
             )
 

@@ -1,0 +1,190 @@
+"""What routers make of the events that an engine publishes: NVIDIA Dynamo's indexer counts them.
+
+The indexer is a wheel for CPU of 70 MB. It lives in an environment of its own in the cache folder
+of the tests, and is installed there once.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
+from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
+
+from kvoffload.connectors.vllm.manager import ManagerAdapter
+from kvoffload.core.transfers import make_offload_key
+from kvoffload.offload.manager import Tier, TieredOffloadingManager
+from kvoffload.offload.policies.lru import LRUPolicy
+
+DYNAMO = "1.6.1"
+BLOCK = 32
+LENGTH, CACHED = 1000, 992
+KNOWN_MEDIA = {"CPU", "STORAGE"}
+"""Of those that Dynamo's indexer counts, what lies below the GPU."""
+
+
+class Nothing:
+    """The presence of an empty tier."""
+
+    def holds(self, key):
+        return False
+
+    def forget(self, keys):
+        pass
+
+
+@pytest.mark.parametrize("tier", ["disk", "redis"])
+def test_events_carry_no_owner_and_media_that_routers_know(tier):
+    key = make_offload_key(b"h" * 32, 0)
+    ledger = TieredOffloadingManager(2, LRUPolicy(2), (Tier(tier, Nothing()),))
+    adapter = ManagerAdapter()
+    adapter.attach(ledger, 2)
+    ledger.prepare_store([key])
+    ledger.complete_store([key])
+    (transfer,) = ledger.take_transfers()
+    ledger.complete_transfer(transfer, (True,))
+    ledger.reset_cache()
+    tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, False))
+    events = list(tracker.take_events(adapter.take_events()))
+    assert {(event.medium, type(event).__name__) for event in events} == {
+        ("CPU", "BlockStored"),
+        ("STORAGE", "BlockStored"),
+        ("CPU", "BlockRemoved"),
+    }
+    assert {event.medium for event in events} == KNOWN_MEDIA
+    assert [event.ownership for event in events] == [None] * 3
+    places = {event.medium: event.locality for event in events}
+    assert places == {"CPU": "LOCAL", "STORAGE": "REMOTE" if tier == "redis" else "LOCAL"}
+
+
+@pytest.fixture(scope="module")
+def dynamo():
+    """Return the Python of an environment with Dynamo's indexer; skip where it cannot be had."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvoffload-tests"
+    folder = cache / f"dynamo-{DYNAMO}"
+    python = folder / "bin" / "python"
+    ready = folder / ".ready"
+    if not ready.exists():
+        quietly = {"capture_output": True, "text": True, "check": False}
+        made = subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], **quietly)
+        if not made.returncode:
+            wanted = f"ai-dynamo-runtime=={DYNAMO}"
+            made = subprocess.run([str(python), "-m", "pip", "install", "-q", wanted], **quietly)
+        if made.returncode:
+            pytest.skip(f"Dynamo's indexer cannot be had: {(made.stdout + made.stderr)[-300:]}")
+        ready.touch()
+    return str(python)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+class Indexer:
+    """Dynamo's indexer in a process of its own."""
+
+    def __init__(self, python, log):
+        self.port, self.log = free_port(), log
+        with open(log, "w") as out:
+            self.process = subprocess.Popen(
+                [python, "-m", "dynamo.indexer", "--threads", "1", "--port", str(self.port)],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        until = time.monotonic() + 60
+        while not self._listens():
+            assert time.monotonic() < until, log.read_text()[-3000:]
+            time.sleep(0.1)
+
+    def subscribe(self, port):
+        """Listen to an engine that publishes already."""
+        engine = {"instance_id": 1, "model_name": "tiny", "block_size": BLOCK}
+        self._post("/register", {**engine, "endpoint": f"tcp://127.0.0.1:{port}"})
+
+    def found(self, prompt):
+        """Return how many of a prompt's tokens are found on ``gpu``, ``cpu`` and ``disk``.
+
+        What is found further up counts further down as well.
+        """
+        answer = self._post("/query", {"token_ids": prompt, "model_name": "tiny"})
+        engine = json.loads(answer)["instances"].get("1", {})
+        return tuple(engine.get(place, 0) for place in ("gpu", "cpu", "disk"))
+
+    def _listens(self):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+            return True
+        return False
+
+    def _post(self, path, asked):
+        assert self.process.poll() is None, self.log.read_text()[-3000:]
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            json.dumps(asked).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.read()
+
+
+@pytest.fixture
+def indexer(dynamo, tmp_path):
+    running = Indexer(dynamo, tmp_path / "indexer.log")
+    yield running
+    running.process.kill()
+    running.process.wait()
+
+
+@pytest.mark.timeout(1800)
+def test_dynamos_indexer_counts_what_a_disk_tier_has(start, prompts, tmp_path, indexer):
+    port = free_port()
+    engine = start(
+        {
+            "cpu_bytes": "5MiB",  # 80 blocks: two prompts and a half
+            "backends": [{"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}],
+            "self_describing_kv_events": True,
+        },
+        max_model_len=2048,
+        num_gpu_blocks_override=68,
+        kv_events_config={
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{port}",
+        },
+    )
+    first, *others = prompts(5, LENGTH)
+    indexer.subscribe(port)
+    until = time.monotonic() + 60
+    heard = False
+    while not heard:
+        assert time.monotonic() < until, "the indexer hears nothing of the engine"
+        probe = prompts(1, BLOCK + 1, seed=time.monotonic_ns())[0]
+        engine.generate([probe], 1)
+        time.sleep(0.5)
+        heard = indexer.found(probe)[0] == BLOCK
+
+    def wait_for(*places):
+        until = time.monotonic() + 60
+        while (now := indexer.found(first)) != places:
+            assert time.monotonic() < until, f"the indexer finds {now} instead of {places}"
+            engine.ask("quiet")
+
+    engine.generate([first])
+    wait_for(CACHED, CACHED, CACHED)
+    for prompt in others:
+        engine.generate([prompt])
+        engine.ask("quiet")
+    wait_for(0, 0, CACHED)
+    engine.ask("reset", connector=True)
+    wait_for(0, 0, 0)
+    engine.kill()
