@@ -34,6 +34,21 @@ def load(group: str, name: str, field: str = "type") -> Any:
         raise ConfigError(field, name, remedy) from error
 
 
+def read_options(type: str, options: dict[str, Any], where: str = "") -> Any:
+    """Read a backend's options into its own settings struct, without opening the store.
+
+    Args:
+        type: see :func:`open_backend`.
+        options: see :func:`open_backend`.
+        where: prefix for field names in errors.
+
+    Raises:
+        ConfigError: unknown type, unknown or bad option.
+    """
+    factory: BackendFactory = load(BACKENDS, type, f"{where}type")
+    return convert(options, factory.Options, where)
+
+
 def open_backend(
     type: str,
     options: dict[str, Any],
@@ -52,8 +67,8 @@ def open_backend(
     Raises:
         ConfigError: unknown type, unknown or bad option, or a root that cannot be used.
     """
-    factory: BackendFactory = load(BACKENDS, type, f"{where}type")
-    settings = convert(options, factory.Options, where)
+    settings = read_options(type, options, where)
+    factory: BackendFactory = load(BACKENDS, type)
     try:
         return factory(settings, namespace)
     except ConfigError as error:

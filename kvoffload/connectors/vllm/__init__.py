@@ -4,6 +4,7 @@
 that a vLLM we do not know is refused with a sentence rather than with a traceback of its insides.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -27,4 +28,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'kvoffload.connectors.vllm' has no attribute {name!r}")
     with explained(name):
-        return getattr(import_module(_HOMES[name]), name)
+        found = getattr(import_module(_HOMES[name]), name)
+        if name == "KVOffloadConnector":
+            early = import_module("kvoffload.connectors.vllm.early")
+            early.check_asker(sys._getframe(1))
+        return found

@@ -17,10 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from kvoffload.connectors.vllm.affinity import warn_of_cores
+from kvoffload.connectors.vllm.early import check_settings
 from kvoffload.connectors.vllm.facts import check_layout, hash_root
 from kvoffload.connectors.vllm.messages import RankFacts
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
-from kvoffload.connectors.vllm.settings import VllmConfigSettings, read_settings
+from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.spec import HalvesSpec
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
 from kvoffload.transfer.slab import check_host_memory
@@ -40,7 +41,7 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]
         check_layout(vllm_config.cache_config.kv_cache_layout)
         # Past OffloadingConnector's own constructor, which would build vLLM's halves.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
-        settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        settings = check_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         config = build_offloading_config(vllm_config, kv_cache_config)
         self._canonical_layout = False
         self.connector_scheduler: KVOffloadScheduler | None = None
@@ -93,9 +94,9 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]
         """No. Asked while the command line is read: a good moment to refuse a bad setting.
 
         Raises:
-            ConfigError: see :func:`read_settings`.
+            ConfigError: see :func:`check_settings`.
         """
-        read_settings(extra_config)
+        check_settings(extra_config)
         return False
 
     @classmethod

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from kvoffload import registry
 from kvoffload.config import OffloadConfig, parse_config
 from kvoffload.connectors.vllm.versions import check_version
 
@@ -27,7 +28,10 @@ class VllmConfigSettings(OffloadConfig, frozen=True, forbid_unknown_fields=True,
 
 
 def read_settings(extra: Mapping[str, Any]) -> VllmConfigSettings:
-    """Read and check the extra config of a KV transfer config.
+    """Read and check the extra config of a KV transfer config, the options of each tier among it.
+
+    No store is opened. What only a store can tell is found out when it is: a folder that belongs to
+    another user, a server that is away.
 
     Raises:
         ConfigError: an unknown key (with a suggestion), a bad value, an untested vLLM.
@@ -35,4 +39,7 @@ def read_settings(extra: Mapping[str, Any]) -> VllmConfigSettings:
     wanted = {key: value for key, value in extra.items() if key not in _FOR_VLLM}
     settings = parse_config(wanted, VllmConfigSettings)
     check_version(settings.allow_untested_vllm)
+    registry.load(registry.POLICIES, settings.policy, "policy")
+    for i, tier in enumerate(settings.backends):
+        registry.read_options(tier.type, tier.options, f"backends[{i}].")
     return settings

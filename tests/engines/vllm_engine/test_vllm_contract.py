@@ -118,6 +118,12 @@ OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
             },
         ),
         (
+            # Its argument is read from its frame: see early.py.
+            "vllm.distributed.kv_transfer.kv_connector.factory",
+            "KVConnectorFactory",
+            {"get_connector_class": ["cls", "kv_transfer_config"]},
+        ),
+        (
             "vllm.v1.kv_offload.base",
             "OffloadingManager",
             {

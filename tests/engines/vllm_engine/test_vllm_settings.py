@@ -13,6 +13,8 @@ import torch
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
@@ -42,6 +44,51 @@ from kvoffload.transfer.slab import available_host_bytes
 def test_a_misspelt_setting_is_refused_with_a_suggestion():
     with pytest.raises(ConfigError, match="did you mean 'cpu_bytes'"):
         read_settings({"cpu_byte": "1GiB"})
+
+
+DISK = {"type": "disk", "root": "/nowhere", "capacity": "1GiB"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        (
+            {"backends": [DISK, {**DISK, "capacty": 1}]},
+            r"backends\[1\]\.capacty = 1: .*did you mean 'capacity'",
+        ),
+        ({"backends": [{**DISK, "io": "fast"}]}, r"backends\[0\]\.io = 'fast': must be one of"),
+        ({"backends": [{"type": "disc"}]}, r"backends\[0\]\.type = 'disc': .*installed: .*disk"),
+        ({"backends": [{"type": "redis", "url": "http://x"}]}, r"backends\[0\]\.url"),
+        ({"backends": [{"type": "disk"}]}, r"backends\[0\]\.root = None: is required"),
+        ({"policy": "lur"}, r"policy = 'lur'"),
+    ],
+)
+def test_the_options_of_every_tier_are_checked_before_a_model_is_loaded(changed, sentence):
+    config = KVTransferConfig(
+        kv_connector="KVOffloadConnector",
+        kv_connector_module_path="kvoffload.connectors.vllm",
+        kv_role="kv_both",
+        kv_connector_extra_config={"cpu_bytes": "1GiB", **changed},
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        KVConnectorFactory.get_connector_class(config)
+    with pytest.raises(ConfigError, match=sentence):  # where vLLM tells the class itself
+        KVOffloadConnector.requires_piecewise_for_cudagraph(config.kv_connector_extra_config)
+    assert not Path("/nowhere").exists()
+
+
+def test_a_layout_that_cannot_be_offloaded_is_refused_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "LHBNC")
+    with pytest.raises(ConfigError, match="VLLM_KV_CACHE_LAYOUT"):
+        KVOffloadConnector.requires_piecewise_for_cudagraph({"cpu_bytes": "1GiB"})
+
+
+def test_the_class_can_be_imported_without_settings():
+    kv_transfer_config = None  # a name that vLLM uses, and others may
+    from kvoffload.connectors.vllm import KVOffloadConnector as again
+
+    assert again is KVOffloadConnector
+    assert kv_transfer_config is None
 
 
 def test_settings_of_vllm_itself_are_left_to_it():

@@ -1,0 +1,43 @@
+"""What is found out while vLLM reads its command line, before it loads a model."""
+
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+from kvoffload.connectors.vllm.facts import check_layout
+from kvoffload.connectors.vllm.settings import VllmConfigSettings, read_settings
+
+CONNECTOR = "KVOffloadConnector"
+
+
+def check_settings(extra: Mapping[str, Any]) -> VllmConfigSettings:
+    """Read the settings, and check what the environment asks of vLLM.
+
+    Raises:
+        ConfigError: a setting is wrong, or a wish of the environment cannot be met.
+    """
+    from vllm import envs
+
+    check_layout(envs.VLLM_KV_CACHE_LAYOUT)
+    return read_settings(extra)
+
+
+def check_asker(frame: FrameType | None) -> None:
+    """Check the settings for which vLLM looks the connector's class up.
+
+    On platforms with static graphs vLLM gives the class its settings early
+    (``requires_piecewise_for_cudagraph``). On others, CPUs among them, no method of ours is called
+    before the model is loaded. The class is looked up early on all of them, and the function that
+    does so has the settings as its argument. Without that argument nothing is checked here, and all
+    of it when the connector is made.
+
+    Args:
+        frame: of the function that asked for the class.
+
+    Raises:
+        ConfigError: see :func:`check_settings`.
+    """
+    config = frame.f_locals.get("kv_transfer_config") if frame is not None else None
+    extra = getattr(config, "kv_connector_extra_config", None)
+    if isinstance(extra, Mapping) and getattr(config, "kv_connector", None) == CONNECTOR:
+        check_settings(extra)
