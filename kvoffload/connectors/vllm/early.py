@@ -5,19 +5,21 @@ from types import FrameType
 from typing import Any
 
 from kvoffload.connectors.vllm.facts import check_layout
+from kvoffload.connectors.vllm.logs import follow_vllm
 from kvoffload.connectors.vllm.settings import VllmConfigSettings, read_settings
 
 CONNECTOR = "KVOffloadConnector"
 
 
 def check_settings(extra: Mapping[str, Any]) -> VllmConfigSettings:
-    """Read the settings, and check what the environment asks of vLLM.
+    """Read the settings, check what the environment asks of vLLM, and log where vLLM logs.
 
     Raises:
         ConfigError: a setting is wrong, or a wish of the environment cannot be met.
     """
     from vllm import envs
 
+    follow_vllm(envs.VLLM_CONFIGURE_LOGGING)
     check_layout(envs.VLLM_KV_CACHE_LAYOUT)
     return read_settings(extra)
 

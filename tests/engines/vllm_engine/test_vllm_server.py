@@ -1,0 +1,160 @@
+"""A real server's log: our lines stand among vLLM's, and a wrong setting ends it at once."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
+
+pytestmark = pytest.mark.timeout(1800)
+
+OF_VLLM = re.compile(
+    r"\((?P<process>\w+) pid=\d+\) (?P<level>[A-Z]+) \d\d-\d\d \d\d:\d\d:\d\d \[\w+\.py:\d+\] "
+)
+"""How vLLM begins a line of its log."""
+AWAY = "is left alone until it answers again"
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def settings(*backends):
+    return {"cpu_bytes": "16MiB", "backends": list(backends)}
+
+
+def unreachable():
+    return {"type": "redis", "url": f"redis://127.0.0.1:{free_port()}"}
+
+
+class Server:
+    """An API server in a process group of its own."""
+
+    def __init__(self, model, log, extra):
+        self.port, self.log_file = free_port(), log
+        transfer = {
+            "kv_connector": "KVOffloadConnector",
+            "kv_connector_module_path": "kvoffload.connectors.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra,
+        }
+        with open(log, "w") as output:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+                    *("--model", model, "--served-model-name", "tiny", "--port", str(self.port)),
+                    *("--load-format", "dummy", "--enforce-eager", "--block-size", "32"),
+                    *("--kv-transfer-config", json.dumps(transfer)),
+                ],
+                env={
+                    **os.environ,
+                    "HF_HUB_OFFLINE": "1",
+                    "VLLM_CPU_KVCACHE_SPACE": "1",
+                    "VLLM_NO_USAGE_STATS": "1",
+                    "OMP_NUM_THREADS": "2",
+                },
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    @property
+    def log(self):
+        return self.log_file.read_text()
+
+    def wait_ready(self):
+        until = time.monotonic() + 600
+        while not self._is_healthy():
+            assert self.process.poll() is None, self.log[-3000:]
+            assert time.monotonic() < until, self.log[-3000:]
+            time.sleep(0.5)
+
+    def _is_healthy(self):
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
+            return True
+        return False
+
+    def ask(self, prompt):
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 2}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        urllib.request.urlopen(request, timeout=300).close()
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def serve(models, tmp_path):
+    running = []
+
+    def begin(extra):
+        running.append(Server(models(), tmp_path / "server.log", extra))
+        return running[-1]
+
+    yield begin
+    for server in running:
+        server.kill()
+
+
+def lines_with(log, text):
+    """Return process and level of each line with a text; every one begins as vLLM's lines do."""
+    found = [line for line in log.splitlines() if text in line]
+    begins = [OF_VLLM.match(line) for line in found]
+    assert all(begins), f"naked: {found}"
+    return [(match["process"], match["level"]) for match in begins]
+
+
+def test_lines_stand_in_a_servers_log_as_vllms_own_do(serve, prompts):
+    server = serve(settings(unreachable()))
+    server.wait_ready()
+    assert lines_with(server.log, "host slots on each of 1 ranks") == [("EngineCore", "INFO")]
+    until = time.monotonic() + 120
+    while len(lines_with(server.log, AWAY)) < 2:
+        assert time.monotonic() < until, server.log[-3000:]
+        server.ask(prompts(1, 200, seed=time.monotonic_ns())[0])
+    # One line a process, which its name tells apart.
+    said = Counter(lines_with(server.log, AWAY))
+    assert said == {("EngineCore", "WARNING"): 1, ("Worker", "WARNING"): 1}
+
+
+def test_where_one_process_has_both_halves_a_stores_state_is_said_once(start, prompts):
+    engine = start(
+        settings(unreachable()),
+        distributed_executor_backend="uni",
+        env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    )
+    assert lines_with(engine.log, "host slots on each of 1 ranks") == [("MainProcess", "INFO")]
+    for seed in range(3):
+        engine.generate(prompts(2, 200, seed=seed))
+    engine.ask("quiet")
+    assert lines_with(engine.log, AWAY) == [("MainProcess", "WARNING")]
+    engine.kill()
+
+
+def test_a_misspelt_option_of_a_tier_ends_a_server_before_it_loads_a_model(serve, tmp_path):
+    root = tmp_path / "kv"
+    server = serve(settings({"type": "disk", "root": str(root), "capacty": "1GiB"}))
+    assert server.process.wait(300) != 0
+    assert "backends[0].capacty = '1GiB': unknown key; did you mean 'capacity'?" in server.log
+    assert "EngineCore" not in server.log
+    assert "oading model" not in server.log
+    assert not root.exists()
