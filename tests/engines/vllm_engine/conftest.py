@@ -7,6 +7,7 @@ minute of CPU time: tests share engines where they can.
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import random
 import signal
@@ -31,6 +32,16 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if Path(__file__).parent in Path(item.fspath).parents:
             item.add_marker(pytest.mark.skip(reason="vLLM is not installed; see make test-vllm"))
+
+
+@pytest.fixture(autouse=True)
+def _own_logger():
+    """Give the logger back as it was, where a test let it follow vLLM's in this process."""
+    logger = logging.getLogger("kvoffload")
+    before = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], level, logger.propagate = before
+    logger.setLevel(level)
 
 
 class Engine:
