@@ -32,6 +32,7 @@ from kvoffload.connectors.local_under_way import UnderWay
 from kvoffload.connectors.recording import RequestLog
 from kvoffload.connectors.short_loads import ShortLoads
 from kvoffload.connectors.spec import TieredOffloadingSpec
+from kvoffload.connectors.uses import Uses
 from kvoffload.core.interface import KVCacheConfig
 from kvoffload.errors import ConfigError
 from kvoffload.offload.base import (
@@ -114,6 +115,7 @@ class LocalConnector:
             self.config, layout.slot_bytes, {**facts, **layout_facts}, layout
         )
         self._manager = self._spec.get_manager()
+        self._uses = Uses(self._manager)
         self._worker = TransferWorker(self._spec.get_handlers(kv_caches))
         self._requests: dict[str, RequestState] = {}
         # Where a good prefix is kept, an engine gets on with it.
@@ -292,7 +294,7 @@ class LocalConnector:
         if state is None:
             return False
         self._manager.drop(state.refused)
-        self._manager.retire(self._groups.from_head_to_tail(state.keys), self._context(request))
+        self._uses.end(self._context(request), self._groups.from_head_to_tail(state.keys))
         return state.loading is not None
 
     # ---- the rest of an engine's life ----
@@ -399,13 +401,11 @@ class LocalConnector:
 
     def _count_use(self, request: OffloadRequest, state: RequestState, loaded_end: int) -> None:
         """Count the request as a use of its chunks; of windows, of those it reads."""
-        if state.counted:
-            return
-        state.counted = True
-        keys = self._chunk_keys(request, state)
-        self._log.asked_for(keys[self._groups.offloaded[0].index])
-        used = self._groups.used(keys, loaded_end)
-        self._manager.touch(used, self._context(request))
+        if self._uses.count(
+            self._context(request),
+            lambda: self._groups.used(self._chunk_keys(request, state), loaded_end),
+        ):
+            self._log.asked_for(state.keys[self._groups.offloaded[0].index])
 
     def _chunk_keys(self, request: OffloadRequest, state: RequestState) -> list[list[OffloadKey]]:
         for group in self._groups.offloaded:

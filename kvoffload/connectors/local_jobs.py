@@ -55,8 +55,6 @@ class RequestState:
     """The job that loads for it now."""
     barred: bool = False
     """Its blocks were computed before a reset: they are not to be stored any more."""
-    counted: bool = False
-    """Whether the request counted as a use of its chunks."""
     refused: tuple[OffloadKey, ...] = ()
     """Chunks that found no room when they were last offered for storing."""
 

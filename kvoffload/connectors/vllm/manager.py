@@ -1,7 +1,9 @@
 """Our ledger behind the face that vLLM's offloading scheduler calls."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.base import (
@@ -16,6 +18,7 @@ from vllm.v1.kv_offload.base import PrepareStoreOutput as VllmStoreOutput
 from vllm.v1.kv_offload.base import ReqContext as VllmContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvoffload.connectors.uses import Uses
 from kvoffload.connectors.vllm.metrics import ManagerFigures, StatsPublisher
 from kvoffload.offload.base import (
     CPULoadStoreSpec,
@@ -38,6 +41,13 @@ class Prepared(NamedTuple):
     """Chunks asked for; more than ``keys`` where host memory had no room."""
 
 
+@dataclass
+class _Named:
+    """Chunks that loads and stores of one request named; vLLM keeps this with its request."""
+
+    keys: dict[OffloadKey, None] = field(default_factory=dict)
+
+
 class ManagerAdapter(VllmManager):  # type: ignore[misc]
     """vLLM's manager verbs over a :class:`TieredOffloadingManager`, which :meth:`attach` brings.
 
@@ -48,6 +58,10 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.ledger: TieredOffloadingManager | None = None
+        self.read_whole: Callable[[VllmContext], Iterable[OffloadKey]] | None = None
+        """Lists a request's chunks of full attention, as far as they are full. Set by the owner;
+        without it a request uses the chunks that its first load or store names."""
+        self._uses: Uses | None = None
         self._num_slots = 0
         self.stats = StatsPublisher()
         self._prepared: list[Prepared] = []
@@ -58,6 +72,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
     def attach(self, ledger: TieredOffloadingManager, num_slots: int) -> None:
         """Use this ledger from now on; before, every lookup misses and nothing is stored."""
         self.ledger = ledger
+        self._uses = Uses(ledger)
         self._num_slots = num_slots
 
     def take_prepared(self) -> list[Prepared]:
@@ -117,6 +132,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         wanted = list(keys)
         if self.ledger is None:
             return CPULoadStoreSpec(())
+        self._count_use(wanted, req_context, wanted)
         spec = self.ledger.prepare_load(wanted, our_context(req_context))
         self._sources.clear()
         if isinstance(spec, StagedLoadStoreSpec):
@@ -131,7 +147,9 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         """See vLLM."""
         if self.ledger is None:
             return None
-        output = self.ledger.prepare_store(list(keys), our_context(req_context))
+        wanted = list(keys)
+        self._count_use(wanted, req_context)
+        output = self.ledger.prepare_store(wanted, our_context(req_context))
         if output is None:
             return None
         if output.refused_keys:
@@ -145,11 +163,33 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
 
     # ---- the rest ----
 
+    def _count_use(
+        self,
+        named: Sequence[OffloadKey],
+        req_context: VllmContext,
+        loaded: Sequence[OffloadKey] = (),
+    ) -> None:
+        """Count a request before room is made for what its first load or store names."""
+        if self._uses is None:
+            return
+        used = loaded if self.read_whole else named
+        self._uses.count(our_context(req_context), lambda: self._in_order(used, req_context))
+        state = req_context.get_state(_Named)
+        if state is None:
+            req_context.set_state(state := _Named())
+        state.keys.update(dict.fromkeys(named))
+
+    def _in_order(self, named: Iterable[OffloadKey], req_context: VllmContext) -> list[OffloadKey]:
+        """Return these chunks of a request and those of full attention, from head to tail."""
+        whole = self.read_whole(req_context) if self.read_whole else ()
+        place = req_context.get_offload_key_position
+        return sorted(dict.fromkeys(chain(whole, named)), key=lambda key: place(key) or 0)
+
     def on_request_finished(self, req_context: VllmContext) -> None:
-        """Mark the request's chunks as used, so that its tail leaves before its head."""
-        if self.ledger is not None:
-            positions = req_context._offload_key_positions
-            self.ledger.touch(sorted(positions, key=positions.__getitem__))
+        """Let the tail of the request's chunks leave before their head; this is no use."""
+        if self._uses is not None:
+            state = req_context.get_state(_Named) or _Named()
+            self._uses.end(our_context(req_context), self._in_order(state.keys, req_context))
 
     def take_events(self) -> Iterable[VllmEvent]:
         """Translate what became resident, or ceased to be."""

@@ -55,6 +55,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
     ) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         self.adapter: ManagerAdapter = self.manager
+        self.adapter.read_whole = self._read_whole
         self.settings = settings
         self.stores: LookupStores | None = None
         self._book: JobBook | None = None
@@ -175,6 +176,15 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             window = group.load_window_size_in_chunks(end)
             keys.extend(wanted if window is None else wanted[-window:])
         return keys
+
+    def _read_whole(self, req_context: Any) -> Iterable[OffloadKey]:
+        """List a request's full chunks of the groups that read all of them."""
+        status = self._req_status.get(req_context.req_id)
+        if status is None:
+            return
+        for group, state in zip(self.config.kv_group_configs, status.group_states, strict=True):
+            if group.sliding_window_size_in_chunks is None:
+                yield from state.offload_keys
 
     def _waited_long(self, request: Any) -> bool:
         status = self._req_status[request.request_id]
