@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from kvoffload.connectors.answers import split
 from kvoffload.connectors.chunks import ChunkGroups
 from kvoffload.connectors.local_jobs import Load, LoadOutcome, RequestState, Store
 from kvoffload.connectors.short_loads import ShortLoads
@@ -125,14 +126,15 @@ class UnderWay:
         still_waits = state is not None and state.loading == result.job_id
         if state is not None and still_waits:
             state.loading = None
-        good = [key for key, ok in zip(load.keys, result.ok, strict=True) if ok]
-        bad = [key for key, ok in zip(load.keys, result.ok, strict=True) if not ok]
+        good, bad = split(load.keys, result.ok)
         # Forgotten before the outcome is told, or the next lookup would promise them again.
         context = ReqContext(load.request_id)
-        self._manager.complete_load(
-            bad, context, success=False, settled=result.settled, reason=result.reason
-        )
-        self._manager.complete_load(good, context)
+        if bad:
+            self._manager.complete_load(
+                bad, context, success=False, settled=result.settled, reason=result.reason
+            )
+        if good:
+            self._manager.complete_load(good, context)
         if not result.settled:
             self._unsettled[result.job_id] = tuple(
                 slot for slot, ok in zip(load.host_slots, result.ok, strict=True) if not ok
@@ -168,10 +170,11 @@ class UnderWay:
 
     def _store_ended(self, store: Store, result: TransferResult) -> None:
         self._end(store, result.job_id)
-        good = [key for key, ok in zip(store.keys, result.ok, strict=True) if ok]
-        bad = [key for key, ok in zip(store.keys, result.ok, strict=True) if not ok]
-        self._manager.complete_store(bad, store.context, success=False, settled=result.settled)
-        self._manager.complete_store(good, store.context)
+        good, bad = split(store.keys, result.ok)
+        if bad:
+            self._manager.complete_store(bad, store.context, success=False, settled=result.settled)
+        if good:
+            self._manager.complete_store(good, store.context)
         num_bytes = result.transfer_bytes * len(good) // max(1, len(store.keys))
         self._manager.figures.stored("CPU", len(good), num_bytes, result.transfer_time_s)
         if not result.settled:

@@ -103,7 +103,10 @@ class Loading:
         reason: str = "",
     ) -> None:
         """See :meth:`OffloadingManager.complete_load`."""
-        known, unknown = self._under_way.end(list(keys), req_context)
+        answered = list(keys)
+        if not answered:
+            return
+        known, unknown = self._under_way.end(answered, req_context)
         self._books.unexpected("complete_load", unknown)
         # From tail to head, so that of one prompt the tail is the older and leaves first.
         backwards = known[::-1]

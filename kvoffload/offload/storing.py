@@ -96,7 +96,10 @@ class Storing:
         settled: bool = True,
     ) -> None:
         """See :meth:`OffloadingManager.complete_store`."""
-        known, unknown = self._under_way.end(list(keys), req_context)
+        answered = list(keys)
+        if not answered:
+            return
+        known, unknown = self._under_way.end(answered, req_context)
         self._books.unexpected("complete_store", unknown)
         stored = known
         if not (success and settled and self._host.all_ready(known[::-1])):

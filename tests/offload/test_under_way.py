@@ -1,6 +1,7 @@
 """Answers that come twice, or from somebody else: counted, and nothing changes."""
 
 import pytest
+from opcodes import count_opcodes
 
 from kvoffload.offload.base import ReqContext, make_offload_key
 from kvoffload.offload.manager import TieredOffloadingManager
@@ -77,6 +78,24 @@ def test_what_one_request_loads_twice_at_once_it_answers_twice():
         manager.complete_load(KEYS[:1], A)
         assert manager.busy_slots == busy
     assert manager.counters["unexpected_completion"] == 1
+
+
+@pytest.mark.parametrize("verb", ["store", "load"])
+def test_an_answer_for_no_chunk_does_not_make_the_answer_for_all_dearer(verb):
+    took = []
+    for count in (100, 600):
+        keys = [make_offload_key(i.to_bytes(32, "big"), 0) for i in range(count)]
+        manager = new_manager(count)
+        manager.prepare_store(keys, A)
+        complete = manager.complete_store
+        if verb == "load":
+            complete(keys, A)
+            manager.prepare_load(keys, A)
+            complete = manager.complete_load
+        complete([], A, success=False)
+        took.append(count_opcodes(lambda c=complete, k=keys: c(k, A), "/kvoffload/offload/"))
+        assert manager.busy_slots == 0
+    assert (took[1] - took[0]) / 500 < 1
 
 
 def test_nothing_is_kept_of_what_was_answered():

@@ -1,8 +1,8 @@
 """Jobs on their way through the workers, and what the ledger is told when the last rank answers."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvoffload.connectors.answers import split
 from kvoffload.connectors.vllm.messages import StepReport, well_on_both
 from kvoffload.offload.base import CPULoadStoreSpec, LoadStoreSpec, OffloadKey, ReqContext, Transfer
 from kvoffload.offload.manager import TieredOffloadingManager
@@ -97,19 +97,12 @@ class JobBook:
         if job.stale:
             ok = (False,) * len(job.keys)
         settled = job.ranks_unsettled == 0
-        good, bad = _split(job.keys, ok)
         if isinstance(job.kind, Transfer):
             self.ledger.complete_transfer(job.kind, ok, settled)
             in_limbo = job.host_slots
         else:
             # Forgotten before anything else: the next lookup must not promise them again.
-            context, ledger = ReqContext(job.req_id), self.ledger
-            if job.kind == "load":
-                ledger.complete_load(bad, context, False, settled, job.reason)
-                ledger.complete_load(good, context)
-            else:
-                ledger.complete_store(bad, context, success=False, settled=settled)
-                ledger.complete_store(good, context)
+            self._complete(job, ok, settled)
             in_limbo = tuple(
                 slot for slot, fine in zip(job.host_slots, ok, strict=True) if not fine
             )
@@ -117,17 +110,21 @@ class JobBook:
             self._limbo[job_id] = in_limbo, job.ranks_unsettled
         return Ended(job, ok)
 
+    def _complete(self, job: Job, ok: tuple[bool, ...], settled: bool) -> None:
+        context, ledger = ReqContext(job.req_id), self.ledger
+        good, bad = split(job.keys, ok)
+        if job.kind == "load":
+            if bad:
+                ledger.complete_load(bad, context, False, settled, job.reason)
+            if good:
+                ledger.complete_load(good, context)
+        else:
+            if bad:
+                ledger.complete_store(bad, context, success=False, settled=settled)
+            if good:
+                ledger.complete_store(good, context)
+
 
 def slots_of(spec: LoadStoreSpec) -> tuple[int, ...]:
     """Return a host spec's slots as plain numbers."""
     return tuple(spec.host_slots.tolist()) if isinstance(spec, CPULoadStoreSpec) else ()
-
-
-def _split(
-    keys: Iterable[OffloadKey], ok: Iterable[bool]
-) -> tuple[list[OffloadKey], list[OffloadKey]]:
-    good: list[OffloadKey] = []
-    bad: list[OffloadKey] = []
-    for key, fine in zip(keys, ok, strict=True):
-        (good if fine else bad).append(key)
-    return good, bad

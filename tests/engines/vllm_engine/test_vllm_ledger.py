@@ -1,6 +1,7 @@
 """What ranks report and what vLLM's scheduler asks, as the ledger is told of it."""
 
 import pytest
+from opcodes import count_opcodes
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
@@ -12,6 +13,7 @@ from kvoffload.connectors.vllm.messages import StepReport
 from kvoffload.connectors.vllm.metrics import metric_definitions
 from kvoffload.connectors.vllm.presence import RankedPresence
 from kvoffload.core.transfers import TransferResult, make_offload_key
+from kvoffload.offload.base import ReqContext as OurContext
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.offload.policies.lru import LRUPolicy
 
@@ -84,6 +86,26 @@ def test_what_a_reset_overtook_ends_as_if_it_had_failed(ledger):
     book.take_in(report(1, (True, True)))
     assert [ledger.lookup(key) for key in KEYS[:2]] == [False, False]
     assert ledger.busy_slots == 0
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+def test_the_end_of_a_whole_job_costs_the_ledger_nothing_for_each_chunk(kind):
+    took = []
+    for count in (100, 600):
+        ledger = TieredOffloadingManager(count, LRUPolicy(count))
+        keys = [make_offload_key(i.to_bytes(32, "big"), 0) for i in range(count)]
+        context = OurContext("r")
+        output = ledger.prepare_store(keys, context)
+        if kind == "load":
+            ledger.complete_store(keys, context)
+            ledger.prepare_load(keys, context)
+        book = JobBook(ledger, num_ranks=1)
+        book.begin(1, Job(kind, output.keys_to_store, tuple(range(count)), "r"))
+        answer = report(1, (True,) * count)
+        took.append(count_opcodes(lambda b=book, a=answer: b.take_in(a), "/kvoffload/offload/"))
+        assert ledger.lookup_prefix(keys) == (count, False)
+        assert ledger.busy_slots == 0
+    assert (took[1] - took[0]) / 500 < 1
 
 
 def test_a_rank_that_lacks_its_part_makes_the_chunk_absent():

@@ -1,0 +1,48 @@
+"""What the end of a transfer costs the manager, in steps of the interpreter for each chunk."""
+
+import pytest
+from opcodes import count_opcodes
+
+from kvoffload.connectors.local import LocalConnector
+
+BLOCK = 4
+MANAGER = "/kvoffload/offload/"
+
+
+@pytest.fixture
+def connector(new_kv_caches):
+    caches = new_kv_caches(num_blocks=1024, page_bytes=(64,))
+    settings = {"cpu_bytes": "8MiB", "policy": "lru"}
+    made = LocalConnector(settings, caches, block_size=BLOCK, facts={"model": "m"})
+    yield made
+    made.close()
+
+
+def ends_of(connector, request, table):
+    """Store a request's chunks, then load them; return the steps that taking in each end took."""
+    took = []
+
+    def take_in():
+        connector._worker.wait(set(connector._under_way._jobs))
+        took.append(count_opcodes(connector.poll, MANAGER))
+        assert connector._under_way.count == 0
+
+    connector.after_forward(request, table, request.num_tokens)
+    take_in()
+    tokens = connector.get_num_new_matched_tokens(request, 0)
+    connector.update_state_after_alloc(request, table, tokens)
+    take_in()
+    connector.request_finished(request)
+    assert connector.stats()["manager"].get("unexpected_completion", 0) == 0
+    return took
+
+
+def test_the_end_of_a_whole_transfer_costs_the_manager_nothing_for_each_chunk(
+    connector, new_request
+):
+    few, many = (
+        ends_of(connector, new_request(f"{count}", count * BLOCK + 1), [range(1, 2 + count)])
+        for count in (100, 600)
+    )
+    a_chunk = [(more - less) / 500 for less, more in zip(few, many, strict=True)]
+    assert max(a_chunk) < 1, "steps a chunk to end a store, a load"
