@@ -237,7 +237,8 @@ class OffloadingManager(ABC):
         """The request with these chunks, head to tail, ended: of them the tail is to leave first.
 
         Chunks of a long prompt are stored over many steps, heads before tails; left so, the heads
-        would leave first and make the tails useless. This is no further use.
+        would leave first and make the tails useless. This is no further use. Chunks still being
+        stored, or written to a tier, take their place in that order when they have landed.
         """
 
     @abstractmethod

@@ -32,6 +32,7 @@ from kvoffload.offload.loading import Loading
 from kvoffload.offload.lookups import Lookups
 from kvoffload.offload.policies.base import Policy
 from kvoffload.offload.residence import CPU, Residence
+from kvoffload.offload.retirement import Retirement
 from kvoffload.offload.storing import Storing
 from kvoffload.offload.tiers import Tier
 from kvoffload.offload.write_through import WriteThrough
@@ -88,8 +89,9 @@ class TieredOffloadingManager(OffloadingManager):
             host,
             max_persisting_slots * max(1, host.slot_bytes),
             self.counters,
-            lambda keys: self._residence.departures.note(keys, DROPPED),
+            self._dropped,
         )
+        self._retirement = Retirement(host, self._write_through)
         self._books = Books(
             host, self._lookups, self._residence, self._write_through, self.counters, promote
         )
@@ -101,6 +103,10 @@ class TieredOffloadingManager(OffloadingManager):
     def _use_tiers(self, tiers: Sequence[Tier]) -> None:
         self.tiers = self._lookups.tiers = tuple(tiers)
         self._write_through.use(tiers)
+
+    def _dropped(self, keys: Sequence[OffloadKey]) -> None:
+        self._residence.departures.note(keys, DROPPED)
+        self._retirement.landed(keys)
 
     # ---- looking up ----
 
@@ -179,7 +185,9 @@ class TieredOffloadingManager(OffloadingManager):
         settled: bool = True,
     ) -> None:
         """See :meth:`OffloadingManager.complete_store`."""
-        self._storing.complete(keys, req_context, success, settled)
+        answered = tuple(keys)
+        self._storing.complete(answered, req_context, success, settled)
+        self._retirement.landed(answered)
 
     def drop(self, keys: Sequence[OffloadKey]) -> None:
         """Give up storing chunks that were refused; see :class:`PrepareStoreOutput`."""
@@ -193,10 +201,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     def retire(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         """See :meth:`OffloadingManager.retire`."""
-        idle = self._host.idle
-        for key in reversed(keys):
-            if key in idle.slots:
-                idle.put(key, idle.take(key))
+        self._retirement.retire(keys)
 
     # ---- write-through ----
 
@@ -219,6 +224,7 @@ class TieredOffloadingManager(OffloadingManager):
         if any(tier is current for current in self.tiers):  # not replaced meanwhile
             self._residence.written(tier, good)
         self._write_through.begin()
+        self._retirement.landed(transfer.keys)
 
     def release_slots(self, host_slots: Iterable[int]) -> None:
         """See :meth:`OffloadingManager.release_slots`."""
@@ -243,6 +249,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._residence.record(gone, CPU, Reason.RESET)
         self._storing.clear()
         self._write_through.forget_waiting()
+        self._retirement.clear()
 
     def replace_tiers(self, tiers: Sequence[Tier]) -> None:
         """Use other stores below from now on; follow-ups not taken yet are dropped.
@@ -254,6 +261,7 @@ class TieredOffloadingManager(OffloadingManager):
             self.complete_transfer(transfer, [False] * len(transfer.keys))
         self._residence.replaced(self.tiers)
         self._use_tiers(tiers)
+        self._retirement.clear()
 
     # ---- figures, self-check ----
 
@@ -288,3 +296,4 @@ class TieredOffloadingManager(OffloadingManager):
     def check(self) -> None:
         """Raise UsageError if the ledger contradicts itself; for tests, O(host slots)."""
         self._host.check()
+        self._retirement.check()

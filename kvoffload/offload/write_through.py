@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvoffload.core.transfers import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKey
 from kvoffload.offload.base import Transfer
@@ -22,6 +22,7 @@ class _Lane:
         self.pinned_bytes = 0
         # Oldest first. They are not pinned: one that is evicted before its turn is dropped.
         self.waiting: dict[OffloadKey, None] = {}
+        self.writing: dict[OffloadKey, None] = {}
 
 
 class WriteThrough:
@@ -35,7 +36,7 @@ class WriteThrough:
         limit_bytes: high-water mark of host bytes pinned for this. Each tier has an equal share, so
             that one that hangs does not hold up the others.
         counters: where drops and failures are counted.
-        dropped: told of drops.
+        dropped: told of chunks that will not be written.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class WriteThrough:
         slots = list(map(host.pin, batch))
         for key in batch:
             del waiting[key]
+        lane.writing.update(dict.fromkeys(batch))
         self._drop(lane, gone)
         if batch:
             source = CPULoadStoreSpec(slots)
@@ -132,12 +134,20 @@ class WriteThrough:
         if lane is None:
             return None
         lane.pinned_bytes -= sum(map(self._host.bytes_of, transfer.keys))
+        for key in transfer.keys:
+            lane.writing.pop(key, None)
         return lane.tier
 
     def forget_waiting(self) -> None:
         """Nothing that waits is to be written any more."""
         for lane in self._lanes.values():
             lane.waiting.clear()
+
+    def chunks(self) -> Iterator[dict[OffloadKey, None]]:
+        """Yield the chunks that wait for a tier or are being written to it, for each tier."""
+        for lane in self._lanes.values():
+            yield lane.waiting
+            yield lane.writing
 
     def figures(self, name: str) -> dict[str, int]:
         """Bytes under way to a tier, and chunks that wait."""

@@ -1,0 +1,86 @@
+"""The order of an ended request's chunks: tails leave before heads, since a tail needs its head."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvoffload.core.transfers import OffloadKey
+from kvoffload.errors import UsageError
+from kvoffload.offload.host import HostLedger
+from kvoffload.offload.write_through import WriteThrough
+
+
+@dataclass(slots=True)
+class _Ended:
+    """A request that ended while chunks of it were in flight."""
+
+    chunks: Sequence[OffloadKey]
+    """From its head to the last that was in flight; later ones are in order already."""
+    num_in_flight: int
+
+
+class Retirement:
+    """Puts chunks in order when their request ends, and again when the last in flight has landed.
+
+    A chunk that is stored, or written to a tier, is out of the eviction order. It returns at the
+    recent end: behind its head, if the request has ended meanwhile. All prompts with a chunk have
+    the same chunks before it, so one entry a chunk is enough, whichever request ended last.
+
+    Args:
+        host: its idle chunks are put in order.
+        write_through: asked which chunks wait for a tier or are being written.
+    """
+
+    def __init__(self, host: HostLedger, write_through: WriteThrough) -> None:
+        self._host = host
+        self._write_through = write_through
+        self._in_flight: dict[OffloadKey, _Ended] = {}
+
+    def retire(self, keys: Sequence[OffloadKey]) -> None:
+        """See :meth:`OffloadingManager.retire`."""
+        self._put_in_order(keys)
+        places = [place for place in self._places() if not place.keys().isdisjoint(keys)]
+        late = [i for i, key in enumerate(keys) if any(key in place for place in places)]
+        if not late:
+            return
+        ended = _Ended(keys[: late[-1] + 1], len(late))
+        for i in late:
+            before = self._in_flight.get(keys[i])
+            self._in_flight[keys[i]] = ended
+            if before is not None:
+                self._landed(before)
+
+    def landed(self, keys: Iterable[OffloadKey]) -> None:
+        """Transfers of these chunks ended, well or not, or will not begin."""
+        if not self._in_flight:
+            return
+        for key in keys:
+            if key in self._in_flight and not self._is_in_flight(key):
+                self._landed(self._in_flight.pop(key))
+
+    def _landed(self, ended: _Ended) -> None:
+        ended.num_in_flight -= 1
+        if not ended.num_in_flight:
+            self._put_in_order(ended.chunks)
+
+    def _places(self) -> Iterator[Mapping[OffloadKey, object]]:
+        yield self._host.incoming
+        yield from self._write_through.chunks()
+
+    def _is_in_flight(self, key: OffloadKey) -> bool:
+        return any(key in place for place in self._places())
+
+    def _put_in_order(self, keys: Sequence[OffloadKey]) -> None:
+        idle = self._host.idle
+        here = [key for key in dict.fromkeys(reversed(keys)) if key in idle.slots]
+        slots = [idle.slots[key] for key in here]
+        idle.take_all(here)
+        idle.put_all(here, slots)
+
+    def clear(self) -> None:
+        """Forget requests that ended: their chunks are gone, or nothing more is written."""
+        self._in_flight.clear()
+
+    def check(self) -> None:
+        """Raise UsageError if a chunk is waited for that is not in flight; for tests."""
+        if not all(map(self._is_in_flight, self._in_flight)):
+            raise UsageError("the manager waits for a transfer that has ended")

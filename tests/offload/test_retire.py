@@ -1,0 +1,134 @@
+"""Tails of a prefix leave before heads, whenever the transfers of its chunks end."""
+
+import pytest
+from manager_parts import Store, keys
+
+from kvoffload import registry
+from kvoffload.offload.base import ReqContext
+from kvoffload.offload.manager import Tier, TieredOffloadingManager
+
+A, B = ReqContext("a"), ReqContext("b")
+POLICIES = ["lru", "arc", "handicap"]
+
+
+def new_manager(policy, slots, stores=(), **settings):
+    order = registry.load(registry.POLICIES, policy, "policy")(slots)
+    tiers = [Tier(f"tier{i}", store, store) for i, store in enumerate(stores)]
+    return TieredOffloadingManager(slots, order, tiers, **settings)
+
+
+def evicted_one_by_one(manager, count):
+    """Store other chunks, one at a time, and return which chunk each of them evicted."""
+    gone = []
+    for key in keys("filler", count):
+        gone += manager.prepare_store([key]).evicted_keys
+    return gone
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("parts", [[(2, 4)], [(2, 3), (3, 4)], [(3, 4), (2, 3)]])
+def test_stores_that_end_after_their_request_keep_the_tail_first(policy, parts):
+    manager = new_manager(policy, 4)
+    a = keys("a", 4)
+    manager.touch(a, A)
+    manager.prepare_store(a[:2], A)
+    manager.complete_store(a[:2], A)
+    manager.prepare_store(a[2:], A)
+    manager.retire(a, A)
+    for first, end in parts:
+        manager.complete_store(a[first:end], A)
+    manager.check()
+    assert evicted_one_by_one(manager, 4) == a[::-1]
+
+
+def stored_in_steps(manager):
+    """Store six chunks of a request, two a step; return them."""
+    a = keys("a", 6)
+    manager.touch(a, A)
+    for i in range(0, 6, 2):
+        manager.prepare_store(a[i : i + 2], A)
+        manager.complete_store(a[i : i + 2], A)
+    return a
+
+
+def written(manager, transfers):
+    for transfer in transfers:
+        manager.complete_transfer(transfer, [True] * len(transfer.keys))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_writes_that_end_after_the_request_keep_the_tail_first(policy, order):
+    manager = new_manager(policy, 6, [Store()], max_persisting_slots=6)
+    a = stored_in_steps(manager)
+    transfers = manager.take_transfers()
+    manager.retire(a, A)
+    written(manager, [transfers[i] for i in order])
+    manager.check()
+    assert evicted_one_by_one(manager, 6) == a[::-1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_writes_that_begin_after_the_request_keep_the_tail_first(policy):
+    manager = new_manager(policy, 6, [Store(), Store()], max_persisting_slots=2)
+    a = stored_in_steps(manager)
+    manager.retire(a, A)
+    while transfers := manager.take_transfers():
+        written(manager, transfers)
+    manager.check()
+    assert evicted_one_by_one(manager, 6) == a[::-1]
+
+
+@pytest.mark.parametrize("failed", [0, 1, 2, 3])
+def test_a_store_that_fails_after_its_request_leaves_the_others_in_order(failed):
+    manager = new_manager("lru", 4)
+    a = keys("a", 4)
+    manager.prepare_store(a, A)
+    manager.retire(a, A)
+    rest = [key for key in a if key != a[failed]]
+    for key in rest:
+        manager.complete_store([key], A)
+    manager.complete_store([a[failed]], A, success=False)
+    manager.check()
+    assert evicted_one_by_one(manager, 4) == rest[::-1]
+
+
+def test_of_two_requests_with_one_head_both_tails_leave_before_it():
+    manager = new_manager("lru", 5)
+    head, (a2, a3), (b2,) = keys("h", 2), keys("a", 2), keys("b", 1)
+    manager.prepare_store([*head, a2, a3], A)
+    manager.complete_store([*head[:1], a3], A)
+    manager.retire([*head, a2, a3], A)
+    manager.prepare_store([b2], B)
+    manager.retire([*head, b2], B)
+    manager.complete_store([a2], A)
+    manager.complete_store([head[1]], A)
+    manager.complete_store([b2], B)
+    manager.check()
+    gone = evicted_one_by_one(manager, 5)
+    assert gone[-2:] == head[::-1]
+    assert gone.index(a3) < gone.index(a2)
+
+
+def test_a_write_that_was_dropped_is_not_waited_for():
+    manager = new_manager("lru", 2, [Store()], max_persisting_slots=1)
+    a = keys("a", 2)
+    manager.prepare_store(a, A)
+    manager.complete_store(a, A)
+    (first,) = manager.take_transfers()
+    manager.retire(a, A)
+    assert manager.prepare_store(keys("b", 1), B).evicted_keys == (a[1],)
+    manager.complete_transfer(first, [True])
+    assert manager.counters["persist_dropped_tier0"] == 1
+    manager.check()
+
+
+@pytest.mark.parametrize("forget", ["reset_cache", "replace_tiers"])
+def test_nothing_is_waited_for_after_everything_was_forgotten(forget):
+    manager = new_manager("lru", 4, [Store()], max_persisting_slots=1)
+    a = keys("a", 2)
+    manager.prepare_store(a, A)
+    manager.complete_store(a, A)
+    manager.retire(a, A)
+    manager.reset_cache() if forget == "reset_cache" else manager.replace_tiers([])
+    manager.check()
