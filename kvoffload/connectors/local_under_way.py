@@ -9,7 +9,7 @@ from kvoffload.connectors.chunks import ChunkGroups
 from kvoffload.connectors.local_jobs import Load, LoadOutcome, RequestState, Store
 from kvoffload.connectors.short_loads import ShortLoads
 from kvoffload.core.transfers import TransferSpec
-from kvoffload.offload.base import CPULoadStoreSpec, ReqContext, Transfer, TransferResult
+from kvoffload.offload.base import ReqContext, Transfer, TransferResult
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.transfer.worker import TransferWorker
 
@@ -110,7 +110,6 @@ class UnderWay:
             result.transfer_time_s,
         )
         if not result.settled:
-            assert isinstance(transfer.src, CPULoadStoreSpec)
             self._unsettled[result.job_id] = tuple(transfer.src.host_slots.tolist())
 
     def _end(self, job: Load | Store, job_id: int) -> None:

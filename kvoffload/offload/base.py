@@ -127,7 +127,7 @@ class Transfer:
     :meth:`OffloadingManager.complete_transfer`.
     """
 
-    src: LoadStoreSpec
+    src: CPULoadStoreSpec
     dst: LoadStoreSpec
     keys: tuple[OffloadKey, ...]
     tier: str = field(default="")

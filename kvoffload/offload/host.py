@@ -301,14 +301,14 @@ class HostLedger:
 
     def prioritise(self, keys: Sequence[OffloadKey], priority: int) -> None:
         """Chunks about to be stored are of this priority from now on; see :class:`ByPriority`."""
-        if not isinstance(self.policy, ByPriority):
+        order = self.policy
+        if not isinstance(order, ByPriority):
             if not priority:
                 return
             # Once in a ledger's life: from the first priority on, slots are kept beside the order.
-            self.policy = ByPriority(self.policy)
-            self.idle = idle_in(self.policy, self.idle.slots)
-        assert isinstance(self.policy, ByPriority)
-        self.policy.mark(keys, priority)
+            self.policy = order = ByPriority(order)
+            self.idle = idle_in(order, self.idle.slots)
+        order.mark(keys, priority)
 
     def _forget_priorities(self, keys: Sequence[OffloadKey]) -> None:
         """Chunks are here no more: stored again, they are of the priority they get then."""

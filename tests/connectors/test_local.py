@@ -1,5 +1,6 @@
 """The local connector under everything an engine and a store can do to it."""
 
+import functools
 import threading
 import time
 
@@ -296,6 +297,39 @@ def test_a_load_that_ended_before_a_reset_but_was_not_polled_brings_nothing(
     connector.reset_cache()
     (outcome,) = until(connector.poll)
     assert (outcome.num_loaded_tokens, outcome.ok) == (0, False)
+
+
+def test_a_load_that_outlives_the_wait_of_a_reset_brings_nothing(
+    connect, new_request, until, monkeypatch
+):
+    connector = connect()
+    store(connector, new_request("p", 41))
+    copier, gate = connector._spec._copier, threading.Event()
+    copy = copier._copy
+    copier._copy = lambda *copies: (gate.wait(5), copy(*copies))
+    request = new_request("p", 41)
+    tokens = connector.get_num_new_matched_tokens(request, 0)
+    connector.update_state_after_alloc(request, [range(20, 31)], tokens)
+    monkeypatch.setattr(connector, "flush", functools.partial(connector.flush, 0.01))
+    connector.reset_cache()
+    assert connector.poll() == []  # its copy is not done, and will be well
+    gate.set()
+    (outcome,) = until(connector.poll)
+    assert (outcome.num_loaded_tokens, outcome.ok) == (0, False)
+    store(connector, new_request("q", 41))
+    assert load(connector, new_request("q", 41), range(20, 31), until).ok  # of after the reset
+    connector.check()
+
+
+def test_of_an_ended_request_the_tail_leaves_before_the_head(connect, new_request):
+    connector = connect(cpu_bytes="16KiB", backends=[])  # four chunks of eight tokens
+    request, blocks = new_request("p", 33), [range(5, 14)]
+    for computed in (16, 32):
+        connector.after_forward(request, blocks, computed)
+        assert connector.flush()
+    connector.request_finished(request)
+    store(connector, new_request("q", 8))
+    assert connector.get_num_new_matched_tokens(new_request("p", 33), 0) == 24
 
 
 def test_tiers_that_cannot_be_opened_anew_at_a_reset_are_left_out(

@@ -319,6 +319,8 @@ class Walk:
             used += host.bytes_of(key)
         assert host.resident_bytes == used
         assert 0 <= host.inflight_bytes <= host.capacity_bytes - used
+        for figures in self.manager.stats()["write_through"].values():
+            assert figures["waiting_chunks"] <= host.num_slots
         self.checks += 1
         if self.checks % 3 == 0:
             self.replay()

@@ -45,6 +45,39 @@ def test_a_chunk_dropped_on_its_way_down_is_missing_because_of_that():
     assert manager.counters["persist_dropped_tier0"] == 1
 
 
+def test_what_waits_for_a_tier_that_hangs_is_bounded():
+    manager = new_manager(slots=4, stores=[Store()], max_persisting_slots=1)
+    stored = 0
+    for i in range(10):
+        manager.touch(keys("prompt 0", 2)[1:])  # first in the queue, never evicted
+        stored += len(put(manager, keys(f"prompt {i}", 2), name=f"r{i}").keys_to_store)
+        waiting = manager.stats()["write_through"]["TIER0"]["waiting_chunks"]
+        assert waiting <= 4
+    (transfer,) = manager.take_transfers()  # it never ends
+    dropped = manager.counters["persist_dropped_tier0"]
+    assert dropped > 10
+    assert stored == dropped + waiting + len(transfer.keys)
+
+
+def test_hits_are_counted_by_where_they_are():
+    store = Store(keys("a", 3))
+    manager = new_manager(stores=[store])
+    a = keys("a", 4)
+    count = manager.counters
+    assert manager.lookup_prefix(a) == (3, False)
+    assert (count["lookup_hits"], count["lookup_hits_TIER0"], count["lookup_misses"]) == (3, 3, 1)
+    put(manager, a)
+    assert manager.lookup_prefix(a) == (4, False)  # all in host memory
+    assert manager.lookup_prefix([*a[:2], *keys("b", 1)]) == (2, False)
+    assert (count["lookup_hits"], count["lookup_hits_TIER0"], count["lookup_misses"]) == (9, 3, 2)
+    manager.reset_cache()
+    for transfer in manager.take_transfers():
+        manager.complete_transfer(transfer, [True] * len(transfer.keys))
+    manager.prepare_load(a[:1])  # from the tier: about to be in host memory
+    assert manager.lookup_prefix(a) == (0, True)
+    assert (count["lookup_hits"], count["lookup_pending"], count["lookup_misses"]) == (9, 1, 2)
+
+
 def test_after_a_change_of_namespace_what_was_known_belongs_to_the_other_one():
     manager = new_manager(slots=2)
     put(manager, keys("a", 1))
