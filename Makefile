@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 SUDO    = $$([ "$$(id -u)" = 0 ] || echo "sudo -n")
 INSTALL = sh -c '$(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$$0"'
 
-.PHONY: demo test check chaos bench setup redis-server clean demo-vllm test-vllm test-gpu bench-gpu mutate
+.PHONY: demo test test-package check chaos bench setup redis-server clean demo-vllm test-vllm test-gpu bench-gpu mutate
 
 demo: $(READY)
 	$(BIN)/kvoffload demo
@@ -18,6 +18,10 @@ test: check redis-server
 # The long forms: 10,000 lives of a folder, most ended by SIGKILL, a million steps of the manager, every fault at full length.
 chaos: $(READY) redis-server
 	$(BIN)/python -m pytest -m chaos --timeout=3600
+
+# The source archive, installed into an empty environment: about a minute, and no GPU packages.
+test-package: $(READY)
+	tests/package.sh $(BIN)/python
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -1,8 +1,11 @@
 """The package as a whole: light to import, layered, and without code in data."""
 
 import ast
+import os
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 import kvoffload
 
 PACKAGE = Path(kvoffload.__file__).parent
+ROOT = PACKAGE.parent
 
 
 def run(code):
@@ -43,3 +47,53 @@ def test_stored_bytes_are_never_code():
             else:
                 continue
             assert not names & (forbidden | {"eval", "exec", "torch.load"}), (path, node.lineno)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The source archive and the wheel, as `python -m build` makes them, without a network."""
+    out = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-t", "wheel"]
+    subprocess.run([*build, "-d", str(out)], cwd=ROOT, check=True, capture_output=True)
+    return next(out.glob("*.tar.gz")), next(out.glob("*.whl"))
+
+
+def modules(*folders):
+    return {str(p.relative_to(ROOT)) for name in folders for p in (ROOT / name).rglob("*.py")}
+
+
+def test_the_source_archive_lacks_no_module_and_no_page(built):
+    with tarfile.open(built[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    pages = {page.name for page in ROOT.glob("*.md")}
+    wanted = modules("kvoffload", "examples", "benchmarks", "tests") | pages
+    assert wanted - names == set()
+    assert {"backends", "connectors"} & names == set()  # links of the checkout
+
+
+def test_the_wheel_lacks_no_module_of_the_package_the_demo_and_the_benches(built):
+    with zipfile.ZipFile(built[1]) as archive:
+        names = set(archive.namelist())
+    shipped = modules("examples/mini_engine", "examples/vllm", "benchmarks")
+    wanted = modules("kvoffload") | {f"kvoffload/_checkout/{name}" for name in shipped}
+    assert wanted - names == set()
+
+
+def test_the_demo_and_the_benches_are_found_in_an_unpacked_wheel(built, tmp_path):
+    with zipfile.ZipFile(built[1]) as archive:
+        archive.extractall(tmp_path)
+    program = """if True:
+        from kvoffload.cli.checkout import benchmark, benchmark_names, example
+        engine = benchmark("vllm_parts.engine")
+        print(example("mini_engine.demo_text").__file__, "vllm" in benchmark_names())
+        print(*(engine.ROOT.joinpath(path) for path in (engine.CHILD, engine.TINY_MODEL)))"""
+    shown = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    demo, has_vllm, *scripts = shown.stdout.split()
+    assert has_vllm == "True"
+    for path in (demo, *scripts):
+        assert Path(path).is_relative_to(tmp_path)
+        assert Path(path).is_file()

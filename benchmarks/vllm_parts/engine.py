@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any, Self
 
 ROOT = Path(__file__).parents[2]
+"""Of the checkout, or of what a wheel has of it."""
+CHILD = "examples/vllm/bench_child.py"
+TINY_MODEL = "examples/vllm/tiny_model.py"
 MARK = "@@answer "
 SHAPE = {
     "num_hidden_layers": 24,
@@ -53,7 +56,7 @@ class Engine:
                 "kv_connector_extra_config": extra,
             }
         self.process = subprocess.Popen(
-            [_python(), str(ROOT / "examples/vllm/bench_child.py"), json.dumps(options)],
+            [_python(), str(ROOT / CHILD), json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -130,8 +133,8 @@ def settings(folder: Path) -> dict[str, dict[str, Any]]:
 
 def make_model(folder: Path, shape: Mapping[str, int] | None = None) -> str:
     """Write a tiny model, or one of that shape, for random weights; return its folder."""
-    script = ROOT / "examples/vllm/tiny_model.py"
-    subprocess.run([_python(), str(script), str(folder)], check=True, capture_output=True)
+    command = [_python(), str(ROOT / TINY_MODEL), str(folder)]
+    subprocess.run(command, check=True, capture_output=True)
     config = folder / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **(shape or {})}))
     return str(folder)

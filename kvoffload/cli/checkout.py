@@ -8,16 +8,18 @@ from types import ModuleType
 import kvoffload
 
 _PACKAGE = Path(kvoffload.__file__).parent
+_FOLDERS = (_PACKAGE.parent, _PACKAGE / "_checkout")
+"""Where ``examples`` and ``benchmarks`` are; a wheel keeps the folders of a checkout."""
 
 
 def example(name: str) -> ModuleType:
     """Import a package of ``examples/``."""
-    return _import(name, _PACKAGE.parent / "examples", _PACKAGE / "_examples")
+    return _import(name, "examples")
 
 
 def benchmark(name: str) -> ModuleType:
     """Import a module of ``benchmarks/``; it has ``run() -> dict``."""
-    return _import(f"benchmarks.{name}", _PACKAGE.parent, _PACKAGE / "_benchmarks")
+    return _import(f"benchmarks.{name}", ".")
 
 
 def benchmark_names() -> list[str]:
@@ -26,11 +28,11 @@ def benchmark_names() -> list[str]:
     return sorted(path.stem for path in harness.parent.glob("*.py") if path != harness)
 
 
-def _import(name: str, *folders: Path) -> ModuleType:
-    for folder in folders:
+def _import(name: str, below: str) -> ModuleType:
+    for folder in (root / below for root in _FOLDERS):
         path = folder.joinpath(*name.split("."))
         if path.is_dir() or path.with_suffix(".py").is_file():
             if str(folder) not in sys.path:
                 sys.path.insert(0, str(folder))
             return importlib.import_module(name)
-    raise SystemExit(f"kvoffload: {name} is neither in {folders[0]} nor in {folders[1]}")
+    raise SystemExit(f"kvoffload: {name} is neither in {_FOLDERS[0]} nor in {_FOLDERS[1]}")

@@ -3,8 +3,13 @@
 Exit codes: 0 done; 1 the command found something wrong (it says what); 2 wrong usage or settings.
 """
 
+import io
+import os
 import sys
 from importlib import import_module
+from typing import Annotated
+
+import kvoffload
 
 COMMANDS: dict[str, str] = {
     "demo": "Serve long prompts again from host memory and, after a kill, from disk.",
@@ -28,14 +33,29 @@ def main() -> None:
 
     from kvoffload.errors import ConfigError
 
+    def print_version(asked: bool) -> None:
+        if asked:
+            print(f"kvoffload {kvoffload.__version__}")
+            raise typer.Exit
+
+    def options(
+        version: Annotated[
+            bool,
+            typer.Option(
+                "--version", help="Print the version.", callback=print_version, is_eager=True
+            ),
+        ] = False,
+    ) -> None: ...
+
     app = typer.Typer(
         name="kvoffload",
         help="KV cache offloading: demo, benchmarks and tools for operators.",
+        callback=options,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
-    asked = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
+    asked = _asked()
     for name, summary in COMMANDS.items():
         if asked is None or asked not in COMMANDS:
             app.command(name, help=summary)(lambda: None)  # listed in --help without its imports
@@ -45,10 +65,22 @@ def main() -> None:
                 app.add_typer(module.app, name=name)
             else:
                 app.command(name)(module.command)
-    if len(COMMANDS) == 1 or asked in COMMANDS:
-        app.callback()(lambda: None)  # keep the command's name even when it is the only one
+    _never_fail_to_print()
     try:
         app()
     except ConfigError as error:
         print(f"kvoffload: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _asked() -> str | None:
+    """Return the command that is run, or whose words a shell wants to complete."""
+    typed = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS")
+    words = typed.split() if typed else sys.argv
+    return next((word for word in words[1:] if not word.startswith("-")), None)
+
+
+def _never_fail_to_print() -> None:
+    """Print ``?`` for a character that the terminal's encoding lacks."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")

@@ -1,17 +1,23 @@
 """The command line as a user types it."""
 
+import os
 import subprocess
 import sys
 
+import pytest
+
+import kvoffload as package
 from kvoffload.cli.main import COMMANDS
 
 
-def kvoffload(*words):
+def kvoffload(*words, **env):
+    program = "import sys; sys.argv[0] = 'kvoffload'\nfrom kvoffload.cli.main import main; main()"
     return subprocess.run(
-        [sys.executable, "-c", "from kvoffload.cli.main import main; main()", *words],
+        [sys.executable, "-c", program, *words],
         capture_output=True,
         text=True,
         timeout=60,
+        env={**os.environ, **env},
     )
 
 
@@ -32,3 +38,30 @@ def test_every_command_explains_itself_and_its_exit_codes():
 def test_an_unknown_command_is_wrong_usage():
     result = kvoffload("nothing")
     assert result.returncode == 2
+
+
+def test_the_version_is_said():
+    result = kvoffload("--version")
+    assert (result.returncode, result.stdout) == (0, f"kvoffload {package.__version__}\n")
+
+
+@pytest.mark.parametrize("words", [(), ("bench",)])
+def test_help_has_a_short_form(words):
+    assert kvoffload(*words, "-h").stdout == kvoffload(*words, "--help").stdout != ""
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"), [("kvoffload rep", "replay"), ("kvoffload replay --pol", "--policies")]
+)
+def test_a_shell_completes_commands_and_their_options(typed, completed):
+    asked = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    result = kvoffload(_KVOFFLOAD_COMPLETE="complete_bash", **asked)
+    assert completed in result.stdout.split(), result
+
+
+def test_a_terminal_that_is_not_utf_8_ends_no_command(tmp_path):
+    trace = tmp_path / "é.jsonl"
+    trace.write_text('{"hash_ids": [1, 2]}\n')
+    result = kvoffload("replay", str(trace), "--sizes", "1", PYTHONIOENCODING="ascii")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "?.jsonl: 1 requests" in result.stdout
