@@ -1,6 +1,7 @@
 """``kvoffload size``: how much memory for what hit rate."""
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,12 +22,18 @@ from kvoffload.errors import ConfigError
 from kvoffload.replay.model import bytes_per_token, read_config
 from kvoffload.replay.sample import sampled
 from kvoffload.replay.sizing import Answer, answer, curve, curve_sizes
+from kvoffload.replay.trace import Trace
 
 
 def command(
     trace: Annotated[Path | None, typer.Argument(help=TRACE_HELP)] = None,
-    model: Annotated[Path, typer.Option(help="The model's config.json, or its folder.")] = Path(),
-    block_tokens: Annotated[int, typer.Option(help="Tokens in a block of the trace.")] = 512,
+    model: Annotated[
+        Path | None, typer.Option(help="The model's config.json, or its folder.")
+    ] = None,
+    block_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens in a block of the trace, where the trace does not say it."),
+    ] = None,
     kv_dtype: Annotated[str, typer.Option(help="Type of the KV cache; default: model's.")] = "",
     tensor_parallel: Annotated[int, typer.Option(help="Ranks of the engine.")] = 1,
     targets: Annotated[
@@ -41,19 +48,22 @@ def command(
 
     Exit codes: 0 done; 2 wrong usage, or a trace or config.json that cannot be used.
     """
-    if block_tokens < 1:
+    if block_tokens is not None and block_tokens < 1:
         raise ConfigError("block_tokens", block_tokens, "must be at least 1")
     wanted = [_percent(text) for text in targets.split(",") if text]
     if not wanted:
         raise ConfigError("targets", targets, "must be percentages, such as 50,90,99")
+    if model is None:
+        raise ConfigError("model", None, "give --model: a config.json, or a model's folder")
     token_bytes = bytes_per_token(read_config(model), kv_dtype or None, tensor_parallel)
     loaded = sampled(open_trace(trace, synthetic), sample)
+    tokens = _tokens(loaded, block_tokens)
     with progress_bar(len(curve_sizes(loaded)) * loaded.accesses) as step:
         points = curve(loaded, policy, step)
     answers = [answer(points, share) for share in wanted]
-    block_bytes = token_bytes * block_tokens
+    block_bytes = token_bytes * tokens
     if as_json:
-        rows = [_plain(each, block_bytes) for each in answers]
+        rows = [_plain(each, block_bytes, tensor_parallel) for each in answers]
         sizes = {"bytes_per_token": token_bytes, "block_bytes": block_bytes}
         print(
             json.dumps(
@@ -62,24 +72,39 @@ def command(
             )
         )
         return
+    ranks = "one rank" if tensor_parallel == 1 else f"all {tensor_parallel} ranks together"
     console = Console()
     console.print(
         f"{human_bytes(token_bytes)} of KV cache a token, {human_bytes(block_bytes)} a block of "
-        f"{block_tokens} tokens; policy {policy}",
+        f"{tokens} tokens, on {ranks}; policy {policy}",
         soft_wrap=True,
     )
     table = Table()
-    for title in ("of what can be hit", "prefix hits", "blocks", "tokens", "memory"):
-        table.add_column(title, justify="right")
+    for title in ("of what can be hit", "prefix hits", "blocks", "tokens", "memory", "cpu_bytes"):
+        table.add_column(title, justify="right", overflow="fold")
     for each in answers:
         table.add_row(
             f"{100 * each.share:.4g} %",
             f"{100 * each.hit_rate:.2f} %",
             f"{each.blocks:,}",
-            f"{each.blocks * block_tokens:,}",
+            f"{each.blocks * tokens:,}",
             human_bytes(each.blocks * block_bytes),
+            human_bytes(each.blocks * block_bytes / tensor_parallel),
         )
     console.print(table)
+    console.print(f"memory: on {ranks}; cpu_bytes: the setting, which is for each rank")
+
+
+def _tokens(trace: Trace, asked: int | None) -> int:
+    """Return the tokens in a block: what the trace says, else what was asked for."""
+    told = trace.block_tokens
+    if told is not None and asked not in (None, told):
+        raise ConfigError("block_tokens", asked, f"the trace says {told}")
+    tokens = told or asked
+    if tokens is None:
+        remedy = "the trace does not say it; for one in Mooncake's format: --block-tokens 512"
+        raise ConfigError("block_tokens", None, remedy)
+    return tokens
 
 
 def _percent(text: str) -> float:
@@ -92,10 +117,11 @@ def _percent(text: str) -> float:
     return percent / 100
 
 
-def _plain(each: Answer, block_bytes: int) -> dict[str, Any]:
+def _plain(each: Answer, block_bytes: int, ranks: int) -> dict[str, Any]:
     return {
         "share_of_infinite": each.share,
         "prefix_hit_rate": round(each.hit_rate, 6),
         "blocks": each.blocks,
         "bytes": each.blocks * block_bytes,
+        "bytes_per_rank": math.ceil(each.blocks * block_bytes / ranks),
     }

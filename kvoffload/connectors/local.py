@@ -110,7 +110,7 @@ class LocalConnector:
                 f"{group.layer_names} {group.kv_cache_spec}"
                 for group in kv_cache_config.kv_cache_groups
             )
-        self._log = RequestLog(self.config.record)
+        self._log = RequestLog(self.config.record, self._groups.offloaded[0].chunk_tokens)
         self._spec = TieredOffloadingSpec(
             self.config, layout.slot_bytes, {**facts, **layout_facts}, layout
         )

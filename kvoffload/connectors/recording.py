@@ -18,16 +18,18 @@ class RequestLog:
 
     Args:
         path: the file, which others may append to as well; empty: nothing is written.
+        tokens_per_chunk: of the chunks that requests ask for.
 
     Raises:
         ConfigError: the file cannot be opened.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, tokens_per_chunk: int) -> None:
         self._path = Path(path) if path else None
+        self._tokens_per_chunk = tokens_per_chunk
         if self._path is not None:
             try:
-                Recorder(self._path).close()
+                Recorder(self._path, self._tokens_per_chunk).close()
             except OSError as error:
                 why = error.strerror or type(error).__name__
                 raise ConfigError("record", path, f"must be a file to append to: {why}") from None
@@ -37,7 +39,7 @@ class RequestLog:
         if self._path is None or not keys:
             return
         try:
-            with Recorder(self._path) as recorder:
+            with Recorder(self._path, self._tokens_per_chunk) as recorder:
                 recorder.used(keys)
         except OSError as error:
             log.warning("requests are no longer recorded: %s", error)

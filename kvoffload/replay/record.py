@@ -2,12 +2,16 @@
 
 One JSON object a line::
 
-    {"keys": ["6f1c…", …], "medium": "CPU", "removed": false, "reason": "stored"}
+    {"keys": ["6f1c…", …], "medium": "CPU", "removed": false, "reason": "stored",
+     "tokens_per_chunk": 16}
 
 The fields are those of :class:`~kvoffload.offload.base.OffloadingEvent`, keys in hexadecimal, head
-of the prompt first. A line with reason ``used`` names all blocks a request asked for, hits and
-misses; where a file has such lines, they are its requests. Without them only the stored blocks,
-that is the misses, are known: then a replay sees no hits that the recorded cache had.
+of the prompt first. ``kvoffload size`` reads the tokens of a chunk. Each line has them, because a
+file may be cut, and several engines may append to it.
+
+A line with reason ``used`` names all blocks a request asked for, hits and misses; where a file has
+such lines, they are its requests. Without them only the stored blocks, that is the misses, are
+known: then a replay sees no hits that the recorded cache had.
 """
 
 from collections.abc import Iterable
@@ -20,9 +24,15 @@ from kvoffload.offload.base import OffloadingEvent, OffloadKey
 
 
 class Recorder:
-    """Appends events to a file, which it owns until :meth:`close`."""
+    """Appends events to a file, which it owns until :meth:`close`.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the file.
+        tokens_per_chunk: tokens that each key stands for.
+    """
+
+    def __init__(self, path: Path, tokens_per_chunk: int) -> None:
+        self._tokens_per_chunk = tokens_per_chunk
         # A line at a time: whoever is killed leaves whole lines, and several may append.
         self._file = path.open("ab", buffering=0)
 
@@ -41,6 +51,7 @@ class Recorder:
             "medium": medium,
             "removed": removed,
             "reason": reason,
+            "tokens_per_chunk": self._tokens_per_chunk,
         }
         self._file.write(msgspec.json.encode(line) + b"\n")
 

@@ -12,6 +12,7 @@ ones is weighted to stand for all uses of their stratum.
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvoffload.errors import ConfigError
 from kvoffload.replay.trace import Trace
@@ -27,21 +28,24 @@ def sampled(trace: Trace, share: float) -> Trace:
         raise ConfigError("sample", share, "must be more than 0 and at most 1")
     if share == 1:
         return trace
-    uses = Counter(key for request in trace.requests for key in request)
-    strata: defaultdict[int, list[bytes]] = defaultdict(list)
-    for key, count in uses.items():
-        strata[count.bit_length()].append(key)
+    uses: Counter[int] = Counter()
+    for request in trace.requests.blocks():
+        uses.update(request)
+    strata: defaultdict[int, list[int]] = defaultdict(list)
+    for block, count in uses.items():
+        strata[count.bit_length()].append(block)
     weights: dict[bytes, float] = {}
-    for keys in strata.values():
-        keys.sort(key=uses.__getitem__)
-        kept = _evenly(keys, share)
-        factor = sum(map(uses.__getitem__, keys)) / sum(map(uses.__getitem__, kept))
-        for key in kept:
+    for blocks in strata.values():
+        blocks.sort(key=uses.__getitem__)
+        kept = _evenly(blocks, share)
+        factor = sum(map(uses.__getitem__, blocks)) / sum(map(uses.__getitem__, kept))
+        for block in kept:
+            key = trace.requests.keys[block]
             weights[key] = factor * trace.weights.get(key, 1)
-    requests = (tuple(filter(weights.__contains__, request)) for request in trace.requests)
-    return Trace(trace.name, list(filter(None, requests)), trace.sample * share, weights)
+    requests = trace.requests.only(weights)
+    return replace(trace, requests=requests, sample=trace.sample * share, weights=weights)
 
 
-def _evenly(keys: Sequence[bytes], share: float) -> list[bytes]:
-    count = max(1, round(len(keys) * share))
-    return [keys[int((at + 0.5) * len(keys) / count)] for at in range(count)]
+def _evenly(blocks: Sequence[int], share: float) -> list[int]:
+    count = max(1, round(len(blocks) * share))
+    return [blocks[int((at + 0.5) * len(blocks) / count)] for at in range(count)]

@@ -5,12 +5,14 @@ use. Then all its blocks are used, tail first, and those missing are stored in p
 """
 
 import heapq
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, takewhile
+from typing import TypeVar
 
 from kvoffload.offload.policies.base import Policy
-from kvoffload.replay.trace import Keys
+from kvoffload.replay.requests import Keys, Requests
 
 Progress = Callable[[int], None]
 """Told now and then how many blocks were used since it was last told."""
@@ -19,6 +21,7 @@ Weights = Mapping[bytes, float]
 WHOLE: Weights = {}
 
 _REPORT_EVERY = 256
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -88,7 +91,7 @@ def _reported(requests: Sequence[Keys], progress: Progress | None) -> Iterator[K
             since = 0
 
 
-def _prefix(request: Keys, held: Collection[bytes]) -> int:
+def _prefix(request: Iterable[_T], held: Collection[_T]) -> int:
     return sum(takewhile(bool, map(held.__contains__, request)))
 
 
@@ -175,7 +178,7 @@ def infinite(requests: Sequence[Keys], weights: Weights = WHOLE) -> Hits:
 
 
 def belady(
-    requests: Sequence[Keys],
+    requests: Requests,
     capacity: int,
     progress: Progress | None = None,
     weights: Weights = WHOLE,
@@ -186,38 +189,77 @@ def belady(
     one if that is the one. It is a bound on block hits; prefix hits follow it closely, but are not
     what it maximises.
     """
-    never = 1 << 62
-    uses = [key for request in requests for key in reversed(request)]
-    next_use = [never] * len(uses)
-    seen: dict[bytes, int] = {}
-    for at in range(len(uses) - 1, -1, -1):
-        next_use[at] = seen.get(uses[at], never)
-        seen[uses[at]] = at
-    held: dict[bytes, int] = {}
-    farthest: list[tuple[int, bytes]] = []  # (minus next use, key); stale unless ``held`` agrees
+    never, next_use = requests.accesses, _next_uses(requests)
+    held: dict[int, int] = {}  # block → its next use
+    farthest = _Farthest(held, len(requests.keys))
     found = Hits()
     at = 0
-    for request in _reported(requests, progress):
-        prefix = _prefix(request, held)
+    for request, blocks in zip(_reported(requests, progress), requests.blocks(), strict=True):
+        prefix = _prefix(blocks, held)
         hits: list[bool] = []
-        for key in reversed(request):
+        for block in reversed(blocks):
             due = next_use[at]
             at += 1
-            hits.append(key in held)
+            hits.append(block in held)
             if hits[-1]:
                 pass
             elif due == never:
                 continue
             elif len(held) >= capacity:
-                while held.get(farthest[0][1]) != -farthest[0][0]:
-                    heapq.heappop(farthest)
-                if -farthest[0][0] <= due:
+                victim = farthest.find()
+                if held[victim] <= due:
                     continue
-                del held[heapq.heappop(farthest)[1]]
+                del held[victim]
             if due == never:
-                del held[key]  # its last use was this one
+                del held[block]  # its last use was this one
                 continue
-            held[key] = due
-            heapq.heappush(farthest, (-due, key))
+            held[block] = due
+            farthest.add(block, due)
         found.count(request, prefix, hits, weights)
     return found
+
+
+def _next_uses(requests: Requests) -> "array[int]":
+    """For each use of a block, tails first: when it is used again; the number of uses: never."""
+    uses = requests.accesses
+    kind = "I" if uses < 1 << 32 else "Q"
+    next_use = array(kind, [uses]) * uses
+    next_of = array(kind, [uses]) * len(requests.keys)
+    at = uses
+    for blocks in requests.blocks_backwards():
+        for block in blocks:
+            at -= 1
+            next_use[at] = next_of[block]
+            next_of[block] = at
+    return next_use
+
+
+class _Farthest:
+    """Finds the block whose next use is the farthest, among those that ``held`` has.
+
+    A heap of single numbers, which name both the next use and the block. A block's entry is stale
+    once ``held`` has another next use for it; stale entries are dropped before they outnumber the
+    others.
+    """
+
+    def __init__(self, held: Mapping[int, int], num_blocks: int) -> None:
+        self._held = held
+        self._num_blocks = num_blocks
+        self._heap: list[int] = []
+
+    def add(self, block: int, due: int) -> None:
+        if len(self._heap) > 2 * len(self._held) + 1024:
+            self._heap = [self._entry(*item) for item in self._held.items()]
+            heapq.heapify(self._heap)
+        else:
+            heapq.heappush(self._heap, self._entry(block, due))
+
+    def find(self) -> int:
+        while True:
+            due, block = divmod(-self._heap[0], self._num_blocks)
+            if self._held.get(block) == due:
+                return block
+            heapq.heappop(self._heap)
+
+    def _entry(self, block: int, due: int) -> int:
+        return -(due * self._num_blocks + block)

@@ -80,8 +80,8 @@ def _scaled(capacity: int, trace: Trace) -> int:
     return max(1, round(capacity * trace.sample))
 
 
-def _policy(name: str) -> Callable[[int], Any]:
-    made: Callable[[int], Any] = load(POLICIES, name, "policies")
+def _policy(name: str, field: str) -> Callable[[int], Any]:
+    made: Callable[[int], Any] = load(POLICIES, name, field)
     return made
 
 
@@ -104,7 +104,7 @@ def study(
     """
     names = list(dict.fromkeys(policies))
     for name in names:
-        _policy(name)  # a wrong name is to be told now, not after minutes of replaying
+        _policy(name, "policies")  # a wrong name is to be told now, not after minutes of replaying
     rows = [study_one(trace, name, size, progress) for name in names for size in sizes]
     bounds = [_bound(trace, size, progress) for size in sizes]
     return [*rows, *bounds, _everything(trace)]
@@ -117,7 +117,7 @@ def study_one(trace: Trace, policy: str, size: int, progress: Progress | None = 
         ConfigError: no such policy.
     """
     start, capacity = perf_counter(), _scaled(size, trace)
-    made = _policy(policy)(capacity)
+    made = _policy(policy, "policy")(capacity)
     hits = replay(trace.requests, made, capacity, progress, trace.weights)
     return Row(policy, size, hits, perf_counter() - start)
 
@@ -135,7 +135,7 @@ def study_tiers(
     Raises:
         ConfigError: no such policy.
     """
-    makers = {name: _policy(name) for name in policies}
+    makers = {name: _policy(name, "policies") for name in policies}
     rows: list[Row] = []
     for policy, make in makers.items():
         start = perf_counter()

@@ -7,21 +7,19 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
 from kvoffload.errors import ConfigError
-
-Keys = tuple[bytes, ...]
-"""The blocks of one prompt, head first; equal keys mean equal prefixes."""
+from kvoffload.replay.requests import Requests, RequestsBuilder
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Time = Annotated[float, msgspec.Meta(ge=0)]
 _Ids = list[_Count | str]
-
+_Tokens = Annotated[int, msgspec.Meta(ge=1)] | None
 
 _SHOWN = 200
 """Characters of a wrong value that its error shows."""
@@ -60,6 +58,7 @@ class EventLine(msgspec.Struct):
     medium: str = ""
     removed: bool = False
     reason: str = "stored"
+    tokens_per_chunk: _Tokens = None
 
 
 @dataclass(frozen=True)
@@ -67,41 +66,55 @@ class Trace:
     """Requests in order, and what was read to get them."""
 
     name: str
-    requests: list[Keys]
+    requests: Requests
     sample: float = 1.0
     """The share of all blocks that was kept. Capacities are to be scaled by it."""
     weights: Mapping[bytes, float] = field(default_factory=dict)
     """Of a sample: how many uses each use of a block stands for."""
+    block_tokens: int | None = None
+    """Tokens in a block, where the trace says so throughout."""
 
     @property
     def accesses(self) -> int:
         """Blocks asked for, all requests together."""
-        return sum(map(len, self.requests))
+        return self.requests.accesses
 
     @property
     def distinct(self) -> int:
         """Different blocks asked for."""
-        return len({key for request in self.requests for key in request})
+        return len(self.requests.keys)
 
 
-class _Interning:
-    """One key object for each id, uniform as the hashes that name blocks in life."""
+class _Told:
+    """The tokens in a block, as the parts of a trace say: one number, or nothing."""
 
     def __init__(self) -> None:
-        self._keys: dict[int | str, bytes] = {}
+        self._told: set[int | None] = set()
 
-    def __call__(self, ids: Iterable[int | str]) -> Keys:
-        known = self._keys
-        for name in ids:
-            if name not in known:
-                known[name] = blake2b(str(name).encode(), digest_size=16).digest()
-        return tuple([known[name] for name in ids])
+    def hear(self, tokens: int | None, path: Path, line: int | None, field: str) -> None:
+        """Take what one part says.
+
+        Raises:
+            TraceError: an earlier part says something else.
+        """
+        others = self._told - {tokens, None}
+        if tokens is not None and others:
+            remedy = f"what precedes it says {others.pop()}; replay the parts one by one"
+            raise TraceError(path, line, field, tokens, remedy)
+        self._told.add(tokens)
+
+    @property
+    def tokens(self) -> int | None:
+        """What every part says; None if one says nothing."""
+        return next(iter(self._told)) if len(self._told) == 1 else None
 
 
 def from_ids(name: str, requests: Iterable[Iterable[int | str]]) -> Trace:
     """Make a trace of requests given by block ids, such as a synthetic workload's."""
-    keys = _Interning()
-    return Trace(name, [keys(tuple(ids)) for ids in requests])
+    builder = RequestsBuilder()
+    for ids in requests:
+        builder.add(ids)
+    return Trace(name, builder.build())
 
 
 def read_trace(path: Path) -> Trace:
@@ -111,39 +124,42 @@ def read_trace(path: Path) -> Trace:
         TraceError: names file, line and field.
     """
     try:
-        trace = from_ids(path.name, _folder(path) if path.is_dir() else _lines(path))
+        requests, told = _folder(path) if path.is_dir() else _lines(path)
     except OSError as error:
         remedy = f"cannot be read: {error.strerror}"
         raise TraceError(path, None, "trace", str(path), remedy) from error
-    if not trace.accesses:
+    if not requests.accesses:
         raise TraceError(path, None, "trace", str(path), "has no block accesses")
-    return trace
+    return Trace(path.name, requests, block_tokens=told.tokens)
 
 
-def _lines(path: Path) -> Iterator[list[int | str]]:
+def _lines(path: Path) -> tuple[Requests, _Told]:
     """Requests of a JSONL file, of requests or of events, told apart by the first line."""
-    requests = msgspec.json.Decoder(RequestLine)
-    events = msgspec.json.Decoder(EventLine)
-    uses: list[list[int | str]] = []
-    stores: list[list[int | str]] = []
-    is_events: bool | None = None
     with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            line = raw.strip()
-            if not line:
-                continue
-            if is_events is None:
-                is_events = b'"keys"' in line and b'"hash_ids"' not in line
-            if is_events:
-                event = _decode(events, line, path, number)
-                if event.reason == "used":
-                    uses.append([*event.keys])
-                elif not event.removed:
-                    stores.append([*event.keys])
-            else:
-                yield [*_decode(requests, line, path, number).hash_ids]
+        lines = ((number, line) for number, raw in enumerate(file, 1) if (line := raw.strip()))
+        first = next(lines, (0, b""))
+        of_file = chain((first,) if first[0] else (), lines)
+        if b'"keys"' in first[1] and b'"hash_ids"' not in first[1]:
+            return _events(path, of_file)
+        decoder = msgspec.json.Decoder(RequestLine)
+        builder = RequestsBuilder()
+        for number, line in of_file:
+            builder.add(_decode(decoder, line, path, number).hash_ids)
+        return builder.build(), _Told()
+
+
+def _events(path: Path, lines: Iterable[tuple[int, bytes]]) -> tuple[Requests, _Told]:
+    decoder = msgspec.json.Decoder(EventLine)
+    uses, stores, told = RequestsBuilder(), RequestsBuilder(), _Told()
+    for number, line in lines:
+        event = _decode(decoder, line, path, number)
+        told.hear(event.tokens_per_chunk, path, number, "tokens_per_chunk")
+        if event.reason == "used":
+            uses.add(event.keys)
+        elif not event.removed and not len(uses):
+            stores.add(event.keys)
     # Uses name whole prompts, stored blocks included; stores alone are what was missed.
-    yield from uses or stores
+    return (uses if len(uses) else stores).build(), told
 
 
 def _decode(decoder: "msgspec.json.Decoder[Any]", line: bytes, path: Path, number: int) -> Any:
@@ -189,31 +205,36 @@ def _shown(line: bytes, field: str) -> object:
     return data.get(name) if isinstance(data, dict) and name in data else _text(line)
 
 
-def _folder(root: Path) -> Iterator[list[int | str]]:
+def _folder(root: Path) -> tuple[Requests, _Told]:
     """Requests of all conversations, merged by their times."""
-    timed: list[tuple[float, int, list[int | str]]] = []
+    builder, told = RequestsBuilder(), _Told()
     for path in sorted(root.glob("*.json")):
-        raw = path.read_bytes()
-        try:
-            raw.decode()
-            data = msgspec.json.decode(raw)
-        except UnicodeDecodeError as error:
-            line = raw.count(b"\n", 0, error.start) + 1
-            raise TraceError(path, line, "text", _text(raw), "is not UTF-8") from error
-        except msgspec.DecodeError as error:
-            raise TraceError(path, _line_of(raw, error), "JSON", _text(raw), str(error)) from error
-        except RecursionError as error:
-            raise TraceError(path, None, "JSON", _text(raw), _why(error)) from error
-        local = isinstance(data, dict) and data.get("hash_id_scope") == "local"
-        scope = f"{path.name}:" if local else ""
+        data = _read_json(path)
+        facts = data if isinstance(data, dict) else {}
+        is_local = facts.get("hash_id_scope") == "local"
+        scope = builder.scope(f"{path.name}:") if is_local else None
+        tokens = _checked(facts.get("block_size"), _Tokens, path, "$.block_size")
+        told.hear(tokens, path, None, "$.block_size")
         try:
             for time, ids in _conversation(data, path, "$", 0.0):
-                timed.append((time, len(timed), [f"{scope}{name}" for name in ids]))
+                builder.add(ids, time, scope)
         except RecursionError as error:
-            raise TraceError(path, None, "JSON", _text(raw), _why(error)) from error
-    timed.sort(key=lambda request: request[:2])
-    for _, _, ids in timed:
-        yield ids
+            raise TraceError(path, None, "JSON", _text(path.read_bytes()), _why(error)) from error
+    return builder.build(), told
+
+
+def _read_json(path: Path) -> Any:
+    raw = path.read_bytes()
+    try:
+        raw.decode()
+        return msgspec.json.decode(raw)
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise TraceError(path, line, "text", _text(raw), "is not UTF-8") from error
+    except msgspec.DecodeError as error:
+        raise TraceError(path, _line_of(raw, error), "JSON", _text(raw), str(error)) from error
+    except RecursionError as error:
+        raise TraceError(path, None, "JSON", _text(raw), _why(error)) from error
 
 
 def _line_of(raw: bytes, error: msgspec.DecodeError) -> int:

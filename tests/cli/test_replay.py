@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvoffload.cli.main import main
+from kvoffload.offload.base import make_offload_key
+from kvoffload.replay.record import Recorder
 
 LLAMA_8B = {
     "num_hidden_layers": 32,
@@ -170,7 +172,56 @@ def test_size_says_how_much_memory_for_what_hit_rate(kvoffload, trace, tmp_path)
     assert 0 < half["blocks"] < all_of_it["blocks"] <= 21
     assert all_of_it["bytes"] == all_of_it["blocks"] * 2 * 1024 * 1024
     table = kvoffload(*words)
-    assert "128.0 KiB of KV cache a token" in table.stdout
+    assert (
+        "128.0 KiB of KV cache a token, 2.0 MiB a block of 16 tokens, on one rank" in table.stdout
+    )
+
+
+def test_size_says_what_each_rank_takes(kvoffload, trace, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    words = ("size", str(trace), "--model", str(tmp_path), "--block-tokens", "16")
+    words = (*words, "--tensor-parallel", "4", "--targets", "100")
+    (row,) = json.loads(kvoffload(*words, "--json").stdout)["rows"]
+    assert row["bytes"] == 21 * 2 * 1024 * 1024 == 4 * row["bytes_per_rank"]
+    table = kvoffload(*words)
+    assert "on all 4 ranks together" in table.stdout
+    assert "cpu_bytes" in table.stdout
+    assert "10.5 MiB" in table.stdout
+
+
+def recorded(path, *tokens_per_chunk):
+    for tokens in tokens_per_chunk:
+        with Recorder(path, tokens) as recorder:
+            recorder.used([make_offload_key(bytes([n]) * 32, 0) for n in range(6)])
+    return path
+
+
+def test_a_recorded_trace_is_sized_with_its_own_chunks(kvoffload, tmp_path):
+    path = recorded(tmp_path / "requests.jsonl", 32, 32)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    words = ("size", str(path), "--model", str(tmp_path), "--targets", "100")
+    done = kvoffload(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows"][0]["bytes"] == 6 * 32 * 128 * 1024
+    same = kvoffload(*words, "--json", "--block-tokens", "32")
+    assert same.stdout == done.stdout
+    other = kvoffload(*words, "--block-tokens", "512")
+    assert other.returncode == 2
+    assert "block_tokens = 512: the trace says 32" in other.stderr
+
+
+def test_a_trace_that_does_not_say_its_tokens_is_not_sized_by_guessing(kvoffload, trace, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    done = kvoffload("size", str(trace), "--model", str(tmp_path))
+    assert done.returncode == 2
+    assert "block_tokens = None: the trace does not say" in done.stderr
+    assert "--block-tokens 512" in done.stderr
+
+
+def test_size_asks_for_the_model(kvoffload, trace):
+    done = kvoffload("size", str(trace), "--block-tokens", "16")
+    assert done.returncode == 2
+    assert "model = None: give --model" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -180,11 +231,11 @@ def test_size_says_how_much_memory_for_what_hit_rate(kvoffload, trace, tmp_path)
         (("--targets", ","), "targets = ','"),
         (("--block-tokens", "0"), "block_tokens"),
         (("--kv-dtype", "int3"), "kv_dtype = 'int3'"),
-        (("--policy", "lfu"), "lfu"),
+        (("--policy", "lfu"), "policy = 'lfu'"),
     ],
 )
 def test_a_wrong_size_question_ends_with_code_2(kvoffload, trace, tmp_path, words, message):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    done = kvoffload("size", str(trace), "--model", str(tmp_path), *words)
+    done = kvoffload("size", str(trace), "--model", str(tmp_path), "--block-tokens", "16", *words)
     assert done.returncode == 2
     assert message in done.stderr

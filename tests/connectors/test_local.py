@@ -425,6 +425,7 @@ def test_requests_are_recorded_as_a_trace_for_replay(connect, new_request, until
     trace = read_trace(moved)
     assert [len(request) for request in trace.requests] == [5, 5, 5]
     assert trace.distinct == 10
+    assert trace.block_tokens == connector.block_size * connector.config.blocks_per_chunk == 8
     assert len(read_trace(file).requests) == 1
 
 

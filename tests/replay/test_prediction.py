@@ -38,7 +38,7 @@ def test_the_replay_of_a_manager_s_record_has_the_manager_s_hit_rate(tmp_path, n
     trace = from_ids(workload, generate(workload, SyntheticOptions(seed=2, requests=600)))
     prompts = [[make_offload_key(key * 2, 0) for key in request] for request in trace.requests]
     manager = TieredOffloadingManager(SLOTS, policy(SLOTS))
-    with Recorder(tmp_path / "events.jsonl") as recorder:
+    with Recorder(tmp_path / "events.jsonl", tokens_per_chunk=16) as recorder:
         loaded = serve(manager, recorder, prompts)
     manager.check()
     recorded = read_trace(tmp_path / "events.jsonl")

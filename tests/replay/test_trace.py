@@ -127,7 +127,7 @@ def test_an_error_shows_the_beginning_of_a_long_value(tmp_path):
 def test_recorded_events_are_a_trace_of_uses(tmp_path):
     keys = [make_offload_key(bytes([i]) * 32, 0) for i in range(4)]
     path = tmp_path / "events.jsonl"
-    with Recorder(path) as recorder:
+    with Recorder(path, tokens_per_chunk=16) as recorder:
         recorder.used(keys[:2])
         recorder.events([OffloadingEvent(tuple(keys[:2]), "CPU", False, Reason.STORED)])
         recorder.used(keys[:3])
@@ -137,7 +137,7 @@ def test_recorded_events_are_a_trace_of_uses(tmp_path):
 
 def test_events_without_uses_are_a_trace_of_stores(tmp_path):
     path = tmp_path / "events.jsonl"
-    with Recorder(path) as recorder:
+    with Recorder(path, tokens_per_chunk=16) as recorder:
         for removed, reason in ((False, Reason.STORED), (True, Reason.EVICTED)) * 2:
             key = make_offload_key(bytes(32), 0)
             recorder.events([OffloadingEvent((key,), "CPU", removed, reason)])
@@ -150,3 +150,44 @@ def test_a_bad_event_names_its_line(tmp_path):
     path = written(tmp_path / "events.jsonl", '{"keys": ["00"]}', '{"keys": [3]}')
     with pytest.raises(TraceError, match=r"events.jsonl:2: keys\[0\]"):
         read_trace(path)
+
+
+def recorded(path, *tokens_per_chunk):
+    for tokens in tokens_per_chunk:
+        with Recorder(path, tokens) as recorder:
+            recorder.used([make_offload_key(bytes(32), 0)])
+    return path
+
+
+def test_a_recorded_trace_says_its_tokens_a_block(tmp_path):
+    assert read_trace(recorded(tmp_path / "events.jsonl", 32, 32)).block_tokens == 32
+
+
+def test_a_trace_that_does_not_say_its_tokens_a_block_has_none(tmp_path):
+    old = '{"keys": ["00"], "reason": "used"}'
+    assert read_trace(written(tmp_path / "old.jsonl", old)).block_tokens is None
+    assert read_trace(written(tmp_path / "requests.jsonl", request(1))).block_tokens is None
+    mixed = recorded(tmp_path / "mixed.jsonl", 32)
+    mixed.write_text(mixed.read_text() + old)
+    assert read_trace(mixed).block_tokens is None
+
+
+def test_engines_with_different_chunks_cannot_share_a_record(tmp_path):
+    path = recorded(tmp_path / "events.jsonl", 32, 16)
+    with pytest.raises(TraceError, match=r"events.jsonl:2: tokens_per_chunk = 16: .*32"):
+        read_trace(path)
+
+
+def test_conversations_say_their_tokens_a_block(tmp_path):
+    for name, tokens in (("a", 64), ("b", 64)):
+        content = {"block_size": tokens, "requests": [{"hash_ids": [1]}]}
+        written(tmp_path / f"{name}.json", json.dumps(content))
+    assert read_trace(tmp_path).block_tokens == 64
+    written(tmp_path / "c.json", json.dumps({"block_size": 16, "requests": [{"hash_ids": [1]}]}))
+    with pytest.raises(TraceError, match=r"c.json: \$.block_size = 16: .*64"):
+        read_trace(tmp_path)
+    written(tmp_path / "c.json", json.dumps({"block_size": 0, "requests": [{"hash_ids": [1]}]}))
+    with pytest.raises(TraceError, match=r"c.json: \$.block_size = 0: "):
+        read_trace(tmp_path)
+    written(tmp_path / "c.json", json.dumps([{"hash_ids": [1]}]))
+    assert read_trace(tmp_path).block_tokens is None

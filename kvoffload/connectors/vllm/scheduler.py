@@ -64,7 +64,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         self._failed_loads: Counter[str] = Counter()
         self._explained: dict[str, list[dict[OffloadKey, str]]] = {}
         """Request that asked for it → for each group, where its chunks were, or why not."""
-        self._log = RequestLog(settings.record)
+        self._log = RequestLog(settings.record, self.config.kv_group_configs[0].tokens_per_chunk)
         self._logged: set[str] = set()
 
     def meet_workers(self, ranks: Iterable[RankFacts]) -> None:

@@ -63,7 +63,9 @@ def test_what_requests_ask_for_is_recorded(engine, root, prompts):
     before = len(read_trace(file).requests)
     new = prompts(2, 1000, seed=4)
     engine.generate([*new, new[0]])
-    one, other, again = read_trace(file).requests[before:]
+    trace = read_trace(file)
+    assert trace.block_tokens == 992 // CHUNKS
+    one, other, again = trace.requests[before:]
     assert [len(one), one] == [CHUNKS, again]
     assert not set(one) & set(other)
 
