@@ -2,25 +2,25 @@
 
 import difflib
 import re
-from collections.abc import Mapping
-from typing import Any, TypeVar, overload
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, TypeVar, overload
 
 import msgspec
 
 from kvoffload.errors import ConfigError, shown
 
-_UNITS = {
-    "": 1, "b": 1,
-    "k": 1000, "kb": 1000, "m": 1000**2, "mb": 1000**2, "g": 1000**3, "gb": 1000**3,
-    "t": 1000**4, "tb": 1000**4,
-    "ki": 1 << 10, "kib": 1 << 10, "mi": 1 << 20, "mib": 1 << 20,
-    "gi": 1 << 30, "gib": 1 << 30, "ti": 1 << 40, "tib": 1 << 40,
-}  # fmt: skip
+_PREFIXES = "kmgtp"
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{ending}": base ** (power + 1)
+    for power, prefix in enumerate(_PREFIXES)
+    for base, endings in ((1000, ("", "b")), (1024, ("i", "ib")))
+    for ending in endings
+}
 # Not any number of digits: int() refuses thousands of them in its own words, float() says infinity.
 _SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-zA-Z]*)\s*")
 _LARGEST = 2**63 - 1
 """What a file system can count; no size in a setting means more."""
-_SIZE_REMEDY = "a size is a number of bytes or a string such as '512MiB' or '8GB', at most 8 EiB"
+_SIZE_REMEDY = "a size is a number of bytes or a string such as '512MiB' or '8GB', below 8 EiB"
 
 
 class ByteSize(int):
@@ -42,6 +42,27 @@ class ByteSize(int):
         raise ConfigError(field, value, _SIZE_REMEDY)
 
 
+Bytes = Annotated[
+    ByteSize,
+    msgspec.Meta(
+        extra_json_schema={
+            "anyOf": [
+                {"type": "integer", "minimum": 0, "maximum": _LARGEST},
+                {
+                    "type": "string",
+                    "pattern": r"^\s*[0-9]{1,20}(\.[0-9]{1,20})?\s*"
+                    r"([kKmMgGtTpP]([iI]?[bB]?)|[bB])?\s*$",
+                },
+            ]
+        }
+    ),
+]
+"""A size as a field of settings, with what ``msgspec.json.schema`` says of it."""
+# What __post_init__ refuses in its own words is told to schemas here.
+_AtLeastOne = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 1})]
+_Seconds = Annotated[float, msgspec.Meta(extra_json_schema={"exclusiveMinimum": 0})]
+
+
 def human_bytes(count: float) -> str:
     """Write a number of bytes for people: ``human_bytes(3 << 30) == "3.0 GiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -55,7 +76,8 @@ class BackendConfig(msgspec.Struct, frozen=True):
     """One persistent tier: a registered backend's name and that backend's own options."""
 
     type: str
-    options: dict[str, Any] = {}
+    # People write a tier's options beside its type; see parse_config.
+    options: Annotated[dict[str, Any], msgspec.Meta(extra_json_schema={"not": {}})] = {}
 
     def __repr__(self) -> str:
         return f"BackendConfig(type={self.type!r}, options={shown(self.options)!r})"
@@ -68,26 +90,27 @@ class BackendConfig(msgspec.Struct, frozen=True):
 class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What an engine attaches with. Read one from plain data with :func:`parse_config`."""
 
-    cpu_bytes: ByteSize
+    cpu_bytes: Bytes
     """Host memory for offloaded chunks, for this process; 0: chunks are kept on the tiers alone."""
     backends: tuple[BackendConfig, ...] = ()
     """Tiers below host memory, looked up in this order."""
-    staging_bytes: ByteSize = ByteSize(256 << 20)
+    # By a factory: a schema cannot show a default that is no plain number.
+    staging_bytes: Bytes = msgspec.field(default_factory=lambda: ByteSize(256 << 20))
     """Host memory that chunks pass through on their way to the tiers and back if ``cpu_bytes`` is
     0; not used otherwise."""
-    blocks_per_chunk: int = 1
+    blocks_per_chunk: _AtLeastOne = 1
     """Consecutive GPU blocks that are keyed, moved and evicted together."""
     policy: str = "lru"
     """Which host chunks leave first; a name of the ``kvoffload.policies`` entry-point group."""
-    load_timeout_s: float = 5.0
+    load_timeout_s: _Seconds = 5.0
     """A load not finished by then is a miss; the engine recomputes."""
-    store_timeout_s: float = 30.0
+    store_timeout_s: _Seconds = 30.0
     """A store or write-through not finished by then is dropped."""
-    lookup_timeout_s: float = 0.25
+    lookup_timeout_s: _Seconds = 0.25
     """How long a tier may leave "is this chunk here?" unanswered."""
-    max_inflight_bytes: ByteSize | None = None
+    max_inflight_bytes: Bytes | None = None
     """Host bytes that write-through may pin at once; default: a half of the host memory."""
-    store_threshold: int = 1
+    store_threshold: _AtLeastOne = 1
     """Requests a chunk must be seen in before it is stored; 2 keeps out what is never used again,
     at the price of one more computation of what is."""
     promote: bool = True
@@ -106,6 +129,10 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         for name in ("load_timeout_s", "store_timeout_s", "lookup_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(name, getattr(self, name), "must be a positive number of seconds")
+        setting, host_bytes = self.host_memory
+        if self.max_inflight_bytes is not None and self.max_inflight_bytes > host_bytes:
+            remedy = f"write-through pins host memory: at most {setting}, {human_bytes(host_bytes)}"
+            raise ConfigError("max_inflight_bytes", human_bytes(self.max_inflight_bytes), remedy)
 
     @property
     def host_memory(self) -> tuple[str, ByteSize]:
@@ -159,8 +186,7 @@ def convert(data: Mapping[str, Any], struct: type[_T], where: str = "") -> _T:
     known = [f.encode_name for f in msgspec.structs.fields(struct)]
     for name in data:
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+            hint = did_you_mean(str(name), known) or f"known keys: {', '.join(known)}"
             raise ConfigError(f"{where}{name}", data[name], f"unknown key; {hint}")
     for field in msgspec.structs.fields(struct):
         if field.required and field.encode_name not in data:
@@ -175,7 +201,39 @@ def convert(data: Mapping[str, Any], struct: type[_T], where: str = "") -> _T:
         text, _, path = str(error).rpartition(" - at `$.")
         name = path.rstrip("`") if text else ""
         value = data.get(name.split(".")[0].split("[")[0]) if name else dict(data)
-        raise ConfigError(f"{where}{name}", value, text or str(error)) from error
+        remedy = _remedy(text or str(error), struct, name)
+        raise ConfigError(f"{where}{name}", value, remedy) from error
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question with the name that is nearest, in whatever case; empty if none is near."""
+    folded = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(name.lower(), folded, n=1)
+    return f"did you mean {folded[close[0]]!r}?" if close else ""
+
+
+_WRONG_TYPE = re.compile(r"Expected `(\w+)( \| null)?`, got `\w+`")
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
+
+
+def _remedy(message: str, struct: type[msgspec.Struct], name: str) -> str:
+    """Say what msgspec says of a wrong type as people say it, with the default as an example."""
+    match = _WRONG_TYPE.fullmatch(message)
+    if match is None or match[1] not in _TYPES:
+        return message
+    kind = _TYPES[match[1]]
+    if match[1] in ("int", "float"):
+        kind += " of seconds" if name.endswith("_s") else ""
+        default = {f.encode_name: f.default for f in msgspec.structs.fields(struct)}.get(name)
+        kind += f", such as {default}" if isinstance(default, int | float) else ""
+    return f"must be {kind}" + (", or null" if match[2] else "")
 
 
 def _decode(kind: type, value: object) -> object:

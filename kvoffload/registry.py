@@ -5,7 +5,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from kvoffload.backends.base import Backend, BackendFactory
-from kvoffload.config import convert
+from kvoffload.config import convert, did_you_mean
 from kvoffload.errors import ConfigError
 
 BACKENDS = "kvoffload.backends"
@@ -26,7 +26,8 @@ def load(group: str, name: str, field: str = "type") -> Any:
     found = _named(group)
     if name not in found:
         known = ", ".join(sorted(found)) or "none (is the package installed?)"
-        raise ConfigError(field, name, f"no such plug-in in {group}; installed: {known}")
+        hint = did_you_mean(name, found) or f"installed: {known}"
+        raise ConfigError(field, name, f"no such plug-in in {group}; {hint}")
     try:
         return found[name].load()
     except Exception as error:  # somebody else's module raises what it likes

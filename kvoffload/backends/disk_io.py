@@ -158,6 +158,8 @@ def is_aligned(memory: memoryview) -> bool:
 
 def probe_direct(vfs: Vfs, path: str) -> str | None:
     """Try direct I/O on a scratch file; say why it does not work here, or None if it does."""
+    if not hasattr(os, "O_DIRECT"):  # only Linux has it
+        return "io_ENOTSUP"
     page = memoryview(mmap.mmap(-1, PAGE))
     page[:8] = b"kvoffld?"
     try:
@@ -190,7 +192,7 @@ def _go_on(
         if done % PAGE:
             # The rest no longer begins on a page: go on through the page cache.
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
         skip = call(fd, rest, done)
         if skip <= 0:
             break

@@ -52,12 +52,12 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         for field, choices in (("io", IO_MODES), ("durability", DURABILITY)):
             if getattr(self, field) not in choices:
                 raise ConfigError(field, getattr(self, field), f"must be one of {choices}")
-        if not 0 < self.low_watermark <= self.high_watermark <= 1:
-            raise ConfigError(
-                "low_watermark",
-                self.low_watermark,
-                "must be 0 < low_watermark <= high_watermark <= 1",
-            )
+        if not 0 < self.high_watermark <= 1:
+            remedy = "is a share of the capacity: must be more than 0 and at most 1"
+            raise ConfigError("high_watermark", self.high_watermark, remedy)
+        if not 0 < self.low_watermark <= self.high_watermark:
+            remedy = f"must be more than 0 and at most high_watermark, {self.high_watermark}"
+            raise ConfigError("low_watermark", self.low_watermark, remedy)
         for field in ("read_threads", "write_threads"):
             threads = getattr(self, field)
             if threads is not None and not 1 <= threads <= MAX_THREADS:

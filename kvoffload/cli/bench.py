@@ -1,6 +1,7 @@
 """``kvoffload bench NAME``: measurements, each beside the limit measured in the same run."""
 
 import json
+import os
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +12,8 @@ from kvoffload.cli.checkout import benchmark, benchmark_names
 
 NEED_MORE = ("vllm",)
 """Benches that need an engine installed; ``all`` leaves them out."""
+LINUX_ONLY = ("disk", "e2e", "vllm")
+"""Benches that empty the page cache or read past it; ``all`` leaves them out elsewhere."""
 
 NAMES_HELP = "copy, core, disk, e2e, load, manager, redis, redis_faults, vllm; or all (not vllm)."
 
@@ -26,7 +29,11 @@ def command(
     names = benchmark_names()
     if name != "all" and name not in names:
         raise typer.BadParameter(f"{name!r}: must be one of {', '.join(names)}, or all")
-    for each in [n for n in names if n not in NEED_MORE] if name == "all" else [name]:
+    elsewhere = () if hasattr(os, "posix_fadvise") else LINUX_ONLY
+    if name in elsewhere:
+        raise typer.BadParameter(f"{name!r}: needs Linux, whose page cache it empties")
+    left_out = {*NEED_MORE, *elsewhere}
+    for each in [n for n in names if n not in left_out] if name == "all" else [name]:
         report = benchmark(each).run()
         if as_json:
             print(json.dumps(report))

@@ -1,6 +1,7 @@
 """``kvoffload bench``: the object it prints, and what it refuses."""
 
 import json
+import os
 
 import pytest
 from typer.testing import CliRunner
@@ -22,6 +23,13 @@ def test_an_unknown_bench_is_refused_with_the_known_ones(run):
     result = run("nothing")
     assert result.exit_code == 2
     assert "copy" in result.output
+
+
+def test_a_bench_that_needs_linux_says_so_elsewhere(run, monkeypatch):
+    monkeypatch.delattr(os, "posix_fadvise")
+    result = run("e2e")
+    assert result.exit_code == 2
+    assert "needs Linux" in result.output
 
 
 @pytest.mark.parametrize("name", benchmark_names())
