@@ -12,8 +12,13 @@ thread that answers scrapes only ever sees the last of these::
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+try:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.registry import Collector
+except ImportError as error:
+    raise ImportError(
+        "kvoffload.metrics needs its extra: pip install 'kvoffload[metrics]'"
+    ) from error
 
 import kvoffload
 

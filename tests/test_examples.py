@@ -1,5 +1,6 @@
 """The examples work, and so does every code block of the documents."""
 
+import json
 import os
 import re
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from kvoffload.config import ByteSize, parse_config
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md")])
@@ -54,8 +57,6 @@ def test_commands_in_the_documents_exist(code):
 
 @pytest.mark.parametrize("code", blocks("json"))
 def test_json_blocks_are_json(code):
-    import json
-
     json.loads(code)
 
 
@@ -88,3 +89,15 @@ def test_a_third_party_backend_passes_the_suite_it_inherits(tmp_path):
     )
     assert result.returncode == 0, result.stdout
     assert " passed" in result.stdout
+
+
+def test_the_script_for_a_vllm_server_leaves_room_on_a_shared_file_system():
+    script = ROOT / "examples/vllm/serve.sh"
+    env = {**os.environ, "PYTHON": "echo"}
+    done = subprocess.run(
+        ["sh", str(script), "MODEL"], env=env, capture_output=True, text=True, check=True
+    )
+    settings = json.loads(done.stdout[done.stdout.index("{") :])["kv_connector_extra_config"]
+    (disk,) = parse_config(settings).backends
+    assert ByteSize.parse(disk.options["capacity"]) <= 20 << 30
+    assert ByteSize.parse(disk.options["min_free"]) >= 10 << 30

@@ -1,5 +1,8 @@
 """What Prometheus scrapes after real stores, loads and evictions."""
 
+import subprocess
+import sys
+
 import pytest
 
 from kvoffload.connectors.local import LocalConnector
@@ -67,3 +70,13 @@ def test_before_the_first_snapshot_there_is_only_the_version():
     from kvoffload.metrics import Exporter
 
     assert [family.name for family in Exporter().collect()] == ["kvoffload_build_info"]
+
+
+def test_without_its_extra_the_module_names_it():
+    program = "import sys; sys.modules['prometheus_client'] = None; import kvoffload.metrics"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert (
+        "ImportError: kvoffload.metrics needs its extra: pip install 'kvoffload[metrics]'"
+        in (done.stderr.splitlines()[-1])
+    )

@@ -183,6 +183,7 @@ def run(options: DemoOptions, progress: Progress = lambda what, done: None) -> d
     ]
     return {
         "demo": "kvoffload",
+        "quick": options.quick,
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
         "threads": options.threads,

@@ -85,9 +85,11 @@ def print_table(console: Any, report: Mapping[str, Any]) -> None:
     table.add_column("pass")
     for heading in (
         "re-\nquests", "prompt\ntokens", "from\nGPU", "from\nCPU", "from\ndisk", "com-\nputed",
-        "median\nTTFT", "with-\nout", "speed-\nup",
+        "median\nTTFT", "with-\nout",
     ):  # fmt: skip
         table.add_column(heading, justify="right")
+    if not report["quick"]:
+        table.add_column("speed-\nup", justify="right")
     table.add_column("same\noutput", justify="right")
     for row in report["passes"]:
         came = row["tokens_from"]
@@ -97,7 +99,7 @@ def print_table(console: Any, report: Mapping[str, Any]) -> None:
             f"{row['tokens_recomputed']:,}",
             _seconds(row["median_ttft_s"]),
             _seconds(row["baseline_median_ttft_s"]),
-            f"{row['speedup']:.1f}×",
+            *([] if report["quick"] else [f"{row['speedup']:.1f}×"]),
             "[green]yes[/]" if row["outputs_identical"] else "[red]NO[/]",
         )
     console.print(table)
@@ -120,7 +122,8 @@ def draw_plot(path: Path, report: Mapping[str, Any]) -> None:
                 x + shift + 0.2 * (i / max(1, len(times) - 1) - 0.5) for i in range(len(times))
             ]
             axes.plot(spread, times, "o", ms=4, color=colors[kind], mec="white", mew=0.5)
-            text = f"{_seconds(median)}" + ("" if kind else f"\n{row['speedup']:.1f}×")
+            factor = "" if kind or report["quick"] else f"\n{row['speedup']:.1f}×"
+            text = f"{_seconds(median)}{factor}"
             axes.annotate(text, (x + shift, max([median, *times])), xytext=(0, 5),
                           textcoords="offset points", ha="center", fontsize=9)  # fmt: skip
     axes.set_xticks(range(len(report["passes"])), TICKS)

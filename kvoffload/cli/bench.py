@@ -5,10 +5,10 @@ import os
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kvoffload.cli.checkout import benchmark, benchmark_names
+from kvoffload.cli.output import console
 
 NEED_MORE = ("vllm",)
 """Benches that need an engine installed; ``all`` leaves them out."""
@@ -43,11 +43,11 @@ def command(
 
 def show(report: dict[str, Any]) -> None:
     """Print a report as a table."""
-    table = Table(title=f"{report['bench']} on {report['machine']}")
-    table.add_column("case")
+    table = Table()
+    table.add_column("case", overflow="fold")
     for title in ("value", "limit", "ratio"):
-        table.add_column(title, justify="right")
-    table.add_column("limit is")
+        table.add_column(title, justify="right", overflow="fold")
+    table.add_column("limit is", overflow="fold")
     for row in report["rows"]:
         limit, ratio = row["limit"], row["ratio"]
         table.add_row(
@@ -57,4 +57,6 @@ def show(report: dict[str, Any]) -> None:
             "" if ratio is None else f"{ratio:.2f}",
             row["limit_name"] or "",
         )
-    Console().print(table)
+    to = console()
+    to.print(f"{report['bench']} on {report['machine']}", soft_wrap=True, highlight=False)
+    to.print(table, crop=False)

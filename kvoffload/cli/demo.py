@@ -2,14 +2,17 @@
 
 import json
 import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from kvoffload.cli.checkout import example
+from kvoffload.cli.output import console
 from kvoffload.errors import ConfigError, KVOffloadError
 
 
@@ -37,14 +40,17 @@ def command(
     Exit codes: 0 all outputs are those of an engine without offloading, and both tiers served; 1 an
     output differs, a tier served nothing, or an engine process died; 2 wrong usage or settings.
     """
-    demo, reports = example("mini_engine.demo"), example("mini_engine.demo_report")
-    console = Console(stderr=as_json)
+    if threads is not None and threads < 1:
+        raise ConfigError("threads", threads, "must be at least 1")
+    _check_folder(out)
+    demo = example("mini_engine.demo")
+    to = console(stderr=as_json)
     options = demo.DemoOptions(out=out, checkpoint=checkpoint, quick=quick, device=device)
     if threads is not None:
         options = demo.DemoOptions(out, checkpoint, quick, device, threads)
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
-        with Progress(*columns, console=console) as bar:
+        with Progress(*columns, console=Console(stderr=as_json)) as bar:
             task = bar.add_task("starting", total=demo.num_requests(options))
             report = demo.run(
                 options, lambda what, done: bar.update(task, description=what, advance=done)
@@ -52,23 +58,48 @@ def command(
     except ConfigError:
         raise
     except KVOffloadError as error:
-        console.print(f"kvoffload demo: {error}", style="red")
+        to.print(f"kvoffload demo: {error}", style="red", soft_wrap=True, markup=False)
         sys.exit(1)
 
-    reports.write_json(out / "report.json", report)
-    written = ["report.json"]
-    try:
-        reports.draw_plot(out / "ttft.png", report)
-        written.append("ttft.png")
-    except ImportError:
-        console.print("no plot: pip install 'kvoffload[plots]'")
+    written = write(out, report)
     if as_json:
         print(json.dumps(report))
     else:
-        reports.print_table(console, report)
-        chunks = report["killed_with_chunks_on_their_way"]
-        console.print(f"Before pass 3 the engine was killed with {chunks} chunks on their way.")
-        console.print(f"Written to {out}: {', '.join(written)}")
+        show(to, out, report, written)
     for problem in report["problems"]:
-        console.print(f"PROBLEM  {problem}", style="red")
+        to.print(f"PROBLEM  {problem}", style="red", soft_wrap=True, markup=False)
     sys.exit(1 if report["problems"] else 0)
+
+
+def write(out: Path, report: Mapping[str, Any]) -> list[str]:
+    """Write the report, and a picture where matplotlib is installed; return the files' names."""
+    reports = example("mini_engine.demo_report")
+    reports.write_json(out / "report.json", report)
+    try:
+        reports.draw_plot(out / "ttft.png", report)
+    except ImportError:
+        return ["report.json"]
+    return ["report.json", "ttft.png"]
+
+
+def show(to: Console, out: Path, report: Mapping[str, Any], written: Sequence[str]) -> None:
+    """Print what the demo found."""
+    example("mini_engine.demo_report").print_table(to, report)
+    chunks = report["killed_with_chunks_on_their_way"]
+    lines = [f"Before pass 3 the engine was killed with {chunks} chunks on their way."]
+    if report["quick"]:
+        lines.append("A check, no figures: prompts are too short for their times to say anything.")
+    lines.append(f"Written to {out}: {', '.join(written)}")
+    if "ttft.png" not in written:
+        lines.append("no plot: pip install 'kvoffload[plots]'")
+    for line in lines:
+        to.print(line, soft_wrap=True, markup=False)
+
+
+def _check_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ConfigError("out", str(out), f"cannot be written: {error.strerror}") from error

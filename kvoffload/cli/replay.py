@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from kvoffload.cli.output import console, print_numbers
 from kvoffload.errors import ConfigError
 from kvoffload.replay import synthetic
 from kvoffload.replay.sample import sampled
@@ -27,7 +27,10 @@ from kvoffload.replay.study import (
 )
 from kvoffload.replay.trace import Trace, from_ids, read_trace
 
-TRACE_HELP = "JSONL of requests with hash_ids, a folder of conversations, or recorded events."
+TRACE_HELP = (
+    "JSONL of requests with hash_ids or of recorded events, also as .gz, or - for standard input; "
+    "or a folder of conversations."
+)
 SYNTHETIC_HELP = (
     f"Make requests instead: NAME[:seed=1,requests=6000]; {', '.join(synthetic.WORKLOADS)}."
 )
@@ -47,7 +50,7 @@ def command(
     """Replay a trace through eviction policies and print their hit rates.
 
     A request can use the contiguous prefix of its blocks that is there. Beside the policies stand
-    Belady's bound and a store that holds everything.
+    Belady's bound on block hits, and a store that holds everything.
 
     Exit codes: 0 done; 2 wrong usage or a trace that cannot be read (file, line and field named).
     """
@@ -109,49 +112,50 @@ def facts(trace: Trace) -> dict[str, Any]:
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
     """Show a bar on standard error while it is a terminal."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+    with Progress(
+        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ) as bar:
         task = bar.add_task("replaying", total=total)
         yield lambda blocks: bar.advance(task, blocks)
 
 
 def _show(trace: Trace, rows: Sequence[Row]) -> None:
-    console = Console()
-    console.print(
+    to = console()
+    to.print(
         f"{trace.name}: {len(trace.requests):,} requests, {trace.accesses:,} block accesses, "
         f"{trace.distinct:,} distinct blocks"
         + (f" (a sample of {trace.sample:.3g})" if trace.sample < 1 else ""),
         soft_wrap=True,
+        markup=False,
     )
     if any(row.levels for row in rows):
-        _show_tiers(console, rows)
-        return
-    _show_rates(console, rows, "contiguous-prefix hits, %", lambda hits: hits.prefix_rate)
-    _show_rates(console, rows, "block hits, %", lambda hits: hits.block_rate)
+        _show_tiers(to, rows)
+    else:
+        _show_rates(to, rows, "contiguous-prefix hits, %", lambda hits: hits.prefix_rate)
+        _show_rates(to, rows, "block hits, %", lambda hits: hits.block_rate)
+    to.print(
+        "belady bounds block hits; a policy's prefix hits may be above belady's in small stores",
+        soft_wrap=True,
+    )
 
 
 def _show_rates(
-    console: Console, rows: Sequence[Row], title: str, rate: Callable[[Hits], float]
+    to: Console, rows: Sequence[Row], title: str, rate: Callable[[Hits], float]
 ) -> None:
     sizes = list(dict.fromkeys(row.capacity for row in rows if row.capacity is not None))
-    table = Table(title=title)
-    table.add_column("policy")
-    for size in sizes:
-        table.add_column(f"{size:,}", justify="right")
+    lines = []
     for name in dict.fromkeys(row.policy for row in rows):
         cells = {row.capacity: f"{100 * rate(row.hits):.2f}" for row in rows if row.policy == name}
-        table.add_row(name, *(cells.get(size, cells.get(None, "")) for size in sizes))
-    console.print(table)
+        lines.append((name, [cells.get(size, cells.get(None, "")) for size in sizes]))
+    print_numbers(to, title, "policy", [f"{size:,}" for size in sizes], lines)
 
 
-def _show_tiers(console: Console, rows: Sequence[Row]) -> None:
-    table = Table(title="contiguous-prefix hits by tier, %")
-    table.add_column("policy")
+def _show_tiers(to: Console, rows: Sequence[Row]) -> None:
     tiers = list(rows[0].levels)
-    for name in [*tiers, "all tiers", "block hits"]:
-        table.add_column(name, justify="right")
+    lines = []
     for row in rows:
         shares = [f"{100 * row.levels[name]:.2f}" if row.levels else "" for name in tiers]
         rates = (row.hits.prefix_rate, row.hits.block_rate)
-        table.add_row(row.policy, *shares, *(f"{100 * rate:.2f}" for rate in rates))
-    console.print(table)
+        lines.append((row.policy, [*shares, *(f"{100 * rate:.2f}" for rate in rates)]))
+    columns = [*tiers, "all tiers", "block hits"]
+    print_numbers(to, "contiguous-prefix hits by tier, %", "policy", columns, lines)

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from kvoffload.cli.output import console, print_numbers
 from kvoffload.cli.replay import (
     SAMPLE_HELP,
     SYNTHETIC_HELP,
@@ -73,26 +72,27 @@ def command(
         )
         return
     ranks = "one rank" if tensor_parallel == 1 else f"all {tensor_parallel} ranks together"
-    console = Console()
-    console.print(
+    to = console()
+    title = (
         f"{human_bytes(token_bytes)} of KV cache a token, {human_bytes(block_bytes)} a block of "
-        f"{tokens} tokens, on {ranks}; policy {policy}",
-        soft_wrap=True,
+        f"{tokens} tokens, on {ranks}; policy {policy}"
     )
-    table = Table()
-    for title in ("of what can be hit", "prefix hits", "blocks", "tokens", "memory", "cpu_bytes"):
-        table.add_column(title, justify="right", overflow="fold")
-    for each in answers:
-        table.add_row(
+    lines = [
+        (
             f"{100 * each.share:.4g} %",
-            f"{100 * each.hit_rate:.2f} %",
-            f"{each.blocks:,}",
-            f"{each.blocks * tokens:,}",
-            human_bytes(each.blocks * block_bytes),
-            human_bytes(each.blocks * block_bytes / tensor_parallel),
+            [
+                f"{100 * each.hit_rate:.2f} %",
+                f"{each.blocks:,}",
+                f"{each.blocks * tokens:,}",
+                human_bytes(each.blocks * block_bytes),
+                human_bytes(each.blocks * block_bytes / tensor_parallel),
+            ],
         )
-    console.print(table)
-    console.print(f"memory: on {ranks}; cpu_bytes: the setting, which is for each rank")
+        for each in answers
+    ]
+    columns = ("prefix hits", "blocks", "tokens", "memory", "cpu_bytes")
+    print_numbers(to, title, "of what can be hit", columns, lines)
+    to.print(f"memory: on {ranks}; cpu_bytes: the setting, which is for each rank", soft_wrap=True)
 
 
 def _tokens(trace: Trace, asked: int | None) -> int:

@@ -5,11 +5,14 @@
 * a JSONL file of the manager's events (:mod:`kvoffload.replay.record`).
 """
 
+import gzip
+import sys
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 
@@ -21,6 +24,7 @@ _Time = Annotated[float, msgspec.Meta(ge=0)]
 _Ids = list[_Count | str]
 _Tokens = Annotated[int, msgspec.Meta(ge=1)] | None
 
+_STDIN = Path("-")
 _SHOWN = 200
 """Characters of a wrong value that its error shows."""
 
@@ -118,24 +122,31 @@ def from_ids(name: str, requests: Iterable[Iterable[int | str]]) -> Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace of any kind.
+    """Read a trace of any kind; ``-`` is standard input, a name ending in ``.gz`` a packed file.
 
     Raises:
         TraceError: names file, line and field.
     """
     try:
         requests, told = _folder(path) if path.is_dir() else _lines(path)
-    except OSError as error:
-        remedy = f"cannot be read: {error.strerror}"
+    except (OSError, EOFError, zlib.error) as error:  # the last two: of a packed file
+        remedy = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         raise TraceError(path, None, "trace", str(path), remedy) from error
     if not requests.accesses:
         raise TraceError(path, None, "trace", str(path), "has no block accesses")
-    return Trace(path.name, requests, block_tokens=told.tokens)
+    name = "standard input" if path == _STDIN else path.name
+    return Trace(name, requests, block_tokens=told.tokens)
+
+
+def _open(path: Path) -> gzip.GzipFile | BinaryIO:
+    if path == _STDIN:
+        return sys.stdin.buffer
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
 
 def _lines(path: Path) -> tuple[Requests, _Told]:
     """Requests of a JSONL file, of requests or of events, told apart by the first line."""
-    with path.open("rb") as file:
+    with _open(path) as file:
         lines = ((number, line) for number, raw in enumerate(file, 1) if (line := raw.strip()))
         first = next(lines, (0, b""))
         of_file = chain((first,) if first[0] else (), lines)

@@ -1,5 +1,7 @@
 """The replay and size commands as users run them."""
 
+import gzip
+import io
 import json
 import os
 import subprocess
@@ -24,9 +26,9 @@ LLAMA_8B = {
 def kvoffload(monkeypatch, capsys):
     """The command line, in this process: returns its exit code and what it printed."""
 
-    def run(*words):
+    def run(*words, columns="120"):
         monkeypatch.setattr(sys, "argv", ["kvoffload", *words])
-        monkeypatch.setenv("COLUMNS", "120")
+        monkeypatch.setenv("COLUMNS", columns)
         with pytest.raises(SystemExit) as ended:
             main()
         printed = capsys.readouterr()
@@ -159,6 +161,58 @@ def test_a_broken_trace_names_file_line_and_field(kvoffload, trace):
     done = kvoffload("replay", str(trace))
     assert done.returncode == 2
     assert f"{trace}:21: hash_ids[2]" in done.stderr
+
+
+WIDE = ("--policies", "handicap,s3fifo,lru", "--sizes", "1k,2k,3k,10k,20k,30k,100k,200k,300k")
+
+
+def test_a_table_has_one_line_a_row_where_a_script_reads_it(kvoffload, trace):
+    done = kvoffload("replay", str(trace), *WIDE, columns="")
+    row = next(line for line in done.stdout.splitlines() if "s3fifo" in line)
+    assert row.count("90.87") == 9
+    assert "…" not in done.stdout
+    (tmp := trace.with_name("name " * 40 + ".jsonl")).write_text(trace.read_text())
+    assert f"{tmp.name}: 20 requests" in kvoffload("replay", str(tmp), *WIDE, columns="").stdout
+
+
+@pytest.mark.parametrize("columns", ["60", "40", "10"])
+def test_a_narrow_terminal_cuts_no_name_and_no_number(kvoffload, trace, columns):
+    done = kvoffload("replay", str(trace), *WIDE, columns=columns)
+    assert done.returncode == 0, done.stderr
+    words = set(done.stdout.split())
+    assert {"handicap", "s3fifo", "infinite", "90.87", "1,000", "300,000"} <= words
+    assert done.stdout.count(" 90.87 ") == 2 * 9 * 5  # two tables, three policies and two bounds
+    if columns != "10":
+        assert all(len(line) <= int(columns) for line in done.stdout.splitlines() if "│" in line)
+
+
+def test_the_bound_is_said_to_be_one_on_blocks(kvoffload, trace):
+    done = kvoffload("replay", str(trace), "--policies", "lru", "--sizes", "3")
+    assert "belady bounds block hits" in done.stdout
+
+
+def test_a_trace_may_be_compressed_or_come_from_standard_input(kvoffload, trace, monkeypatch):
+    words = ("--policies", "lru", "--sizes", "1k", "--json")
+    plain = json.loads(kvoffload("replay", str(trace), *words).stdout)["trace"]
+    packed = trace.with_name("trace.jsonl.gz")
+    packed.write_bytes(gzip.compress(trace.read_bytes()))
+    assert json.loads(kvoffload("replay", str(packed), *words).stdout)["trace"] == {
+        **plain, "name": packed.name,
+    }  # fmt: skip
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(trace.read_bytes())))
+    done = kvoffload("replay", "-", *words)
+    assert json.loads(done.stdout)["trace"] == {**plain, "name": "standard input"}
+
+
+@pytest.mark.parametrize("keep", [40, 12, 3])
+def test_a_compressed_trace_that_is_damaged_is_named(kvoffload, trace, keep):
+    packed = trace.with_name("trace.jsonl.gz")
+    packed.write_bytes(gzip.compress(trace.read_bytes())[:keep])
+    done = kvoffload("replay", str(packed))
+    assert done.returncode == 2
+    assert f"{packed}: trace" in done.stderr
+    assert "cannot be read: " in done.stderr
+    assert "None" not in done.stderr
 
 
 def test_size_says_how_much_memory_for_what_hit_rate(kvoffload, trace, tmp_path):

@@ -9,7 +9,9 @@ from mini_engine.demo import DemoOptions, num_requests
 from mini_engine.demo_report import problems
 from mini_engine.demo_text import conversations
 from mini_engine.tokenizer import ByteTokenizer
+from rich.console import Console
 
+from kvoffload.cli import demo
 from kvoffload.cli.checkout import benchmark
 
 COMMAND = [sys.executable, "-c", "from kvoffload.cli.main import main; main()", "demo"]
@@ -70,6 +72,48 @@ def test_the_e2e_bench_makes_rows_of_a_report(quick):
         row["case"] for row in made
     }
     assert all(row["ratio"] == pytest.approx(row["value"] / row["limit"]) for row in made)
+
+
+@pytest.fixture
+def shown(quick, tmp_path, monkeypatch, capsys):
+    """What the command prints of a report, where matplotlib is not installed."""
+
+    def show(**changed):
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        monkeypatch.setenv("COLUMNS", "80")
+        demo.show(Console(), tmp_path, {**quick[1], **changed}, demo.write(tmp_path, quick[1]))
+        return capsys.readouterr().out
+
+    return show
+
+
+def test_without_matplotlib_the_extra_is_named(shown):
+    assert "no plot: pip install 'kvoffload[plots]'" in shown()
+
+
+def test_the_quick_form_shows_no_speed_ups(shown):
+    assert "speed-" not in shown(quick=True)
+    assert "no figures" in shown(quick=True)
+    assert "speed-" in shown(quick=False)
+    assert "no figures" not in shown(quick=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--threads", "0"), "threads = 0: must be at least 1"),
+        (("--out", "/proc/x"), "out = '/proc/x': cannot be written"),
+        (("--out", "/dev/null"), "out = '/dev/null': cannot be written"),
+        (("--out", "/proc"), "out = '/proc': cannot be written"),
+    ],
+)
+def test_what_the_demo_cannot_use_is_named_before_it_runs(words, message):
+    done = subprocess.run(
+        [*COMMAND, *words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_folder_without_a_checkpoint_is_wrong_usage(tmp_path):
