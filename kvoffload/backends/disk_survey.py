@@ -179,7 +179,7 @@ class Survey:
     def _open(self, path: str) -> int:
         flags = os.O_RDONLY | os.O_NONBLOCK
         try:
-            return self.vfs.open(path, flags | os.O_NOATIME)
+            return self.vfs.open(path, flags | getattr(os, "O_NOATIME", 0))
         except PermissionError:
             # Only the owner may read without a trace; whoever else may read leaves one.
             return self.vfs.open(path, flags)
