@@ -20,6 +20,9 @@ _UNITS = {"": 1, "b": 1} | {
 _SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-zA-Z]*)\s*")
 _LARGEST = 2**63 - 1
 """What a file system can count; no size in a setting means more."""
+HARMLESS_HINTS = ("offload", "max_load_tokens")
+"""Hints that cost other requests nothing and tell nothing of them: allowed by default."""
+KNOWN_HINTS = (*HARMLESS_HINTS, "tiers", "priority", "explain")
 _SIZE_REMEDY = "a size is a number of bytes or a string such as '512MiB' or '8GB', below 8 EiB"
 
 
@@ -115,6 +118,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     at the price of one more computation of what is."""
     promote: bool = True
     """Whether a chunk loaded from a tier is also written to the nearer tiers that lack it."""
+    client_hints: tuple[str, ...] = HARMLESS_HINTS
+    """Hints that requests may use. ``priority``, ``tiers`` and ``explain`` affect other requests or
+    tell of them: allow these where all clients trust each other."""
     record: str = ""
     """A file to which each request's chunks are appended, as a trace for ``kvoffload replay``."""
 
@@ -126,6 +132,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError("blocks_per_chunk", self.blocks_per_chunk, "must be at least 1")
         if self.store_threshold < 1:
             raise ConfigError("store_threshold", self.store_threshold, "must be at least 1")
+        if unknown := [name for name in self.client_hints if name not in KNOWN_HINTS]:
+            raise ConfigError("client_hints", unknown[0], f"known: {', '.join(KNOWN_HINTS)}")
         for name in ("load_timeout_s", "store_timeout_s", "lookup_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(name, getattr(self, name), "must be a positive number of seconds")

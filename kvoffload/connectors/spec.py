@@ -182,6 +182,7 @@ class TieredOffloadingSpec(OffloadingSpec):
             max_persisting_slots=None if limit is None else limit // self.slot_bytes,
             store_threshold=self.config.store_threshold,
             promote=self.config.promote,
+            client_hints=self.config.client_hints,
         )
 
     def get_handlers(

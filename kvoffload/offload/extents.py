@@ -13,7 +13,7 @@ from kvoffload.core.transfers import OffloadKey
 from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.host import HostLedger
 from kvoffload.offload.policies.base import Policy
-from kvoffload.offload.priority import ByPriority
+from kvoffload.offload.priority import SHARE_ABOVE, ByPriority
 
 STEAL_TRIES = 4
 """Extents looked at when one is to be taken away; one with a chunk in use cannot be."""
@@ -339,7 +339,15 @@ class ExtentLedger(HostLedger):
             if priority and not isinstance(size.policy, ByPriority):
                 size.policy = ByPriority(size.policy)
             if isinstance(size.policy, ByPriority):
-                size.policy.mark([k for k in keys if self._size_of(k) is size], priority)
+                marked = [k for k in keys if self._size_of(k) is size]
+                if priority > 0:
+                    marked = marked[: self._rows_above_left() // size.rows]
+                size.policy.mark(marked, priority)
+
+    def _rows_above_left(self) -> int:
+        orders = [(size.rows, size.policy) for size in self._sizes]
+        above = sum(rows * it.num_above for rows, it in orders if isinstance(it, ByPriority))
+        return max(0, int(self.num_slots * SHARE_ABOVE) - above)
 
     def _forget_priorities(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:

@@ -1,22 +1,29 @@
 """What a request may ask of offloading, in its ``kv_transfer_params`` under ``"kvoffload"``.
 
-For instance ``{"kvoffload": {"tiers": ["disk"], "max_load_tokens": 4096}}``. A hint is a wish: one
-that is unknown or makes no sense is ignored, counted, and warned about once.
+For instance ``{"kvoffload": {"max_load_tokens": 4096}}``. Clients write hints, so a hint is a wish:
+a hint that is unknown, makes no sense, or is not allowed by the operator is ignored and counted.
+Nothing of what a client sends is kept but the parsed form, which has five small fields.
 """
 
 import logging
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
+from kvoffload.config import HARMLESS_HINTS
 from kvoffload.offload.base import ReqContext
 
 log = logging.getLogger(__name__)
 
 PARAM = "kvoffload"
 REMEMBERED_REQUESTS = 1024
+MAX_NAMES = 16
+"""Hints, or tiers of one hint, above which a request's hints are ignored unread."""
+MAX_NAME_CHARS = 40
+WARNING_INTERVAL_S = 60.0
 
 
 class Hints(msgspec.Struct, frozen=True):
@@ -39,61 +46,100 @@ _FIELDS = {field.encode_name: field for field in msgspec.structs.fields(Hints)}
 
 
 class HintReader:
-    """Reads hints, once a request; counts and reports what it ignores.
+    """Parses the hints of each request once; counts and reports what it ignores.
 
     Args:
-        counters: where ``hints_ignored`` is counted.
+        counters: where ``hints_ignored`` and ``hints_not_allowed`` are counted.
+        allowed: the names of the hints that requests may use.
+        now_s: a monotonic clock.
     """
 
-    def __init__(self, counters: Counter[str]) -> None:
+    def __init__(
+        self,
+        counters: Counter[str],
+        allowed: Iterable[str] = HARMLESS_HINTS,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._counters = counters
-        # Request → its hints as they were given, and as they were read.
-        self._read: OrderedDict[str, tuple[object, Hints]] = OrderedDict()
-        self._warned: set[str] = set()
+        self._allowed = frozenset(allowed)
+        self._now_s = now_s
+        self._read: OrderedDict[str, Hints] = OrderedDict()
+        self._quiet_until_s = float("-inf")
+
+    def __len__(self) -> int:
+        """Return how many requests' hints are remembered."""
+        return len(self._read)
 
     def hints(self, context: ReqContext | None, tier_names: frozenset[str]) -> Hints:
         """Return what a request asks for; ``tier_names`` are those that exist."""
         if context is None or not context.kv_transfer_params:
             return NO_HINTS
-        params: object = context.kv_transfer_params  # from a client: may be anything
-        if not isinstance(params, Mapping):
-            self._ignore("kv_transfer_params", params, "must be an object")
-            return NO_HINTS
-        raw = params.get(PARAM)
-        if raw is None:
-            return NO_HINTS
-        given, hints = self._read.get(context.req_id, (None, NO_HINTS))
-        if given != raw:
-            hints = self._parse(raw, tier_names)
-            self._read[context.req_id] = raw, hints
-            while len(self._read) > REMEMBERED_REQUESTS:
+        known = self._read.get(context.req_id)
+        if known is not None:
+            return known
+        hints = self._parse(context.kv_transfer_params, tier_names)
+        if context.req_id:
+            self._read[context.req_id] = hints
+            if len(self._read) > REMEMBERED_REQUESTS:
                 self._read.popitem(last=False)
         return hints
 
-    def _parse(self, raw: object, tier_names: frozenset[str]) -> Hints:
-        if not isinstance(raw, Mapping):
-            self._ignore(PARAM, raw, "must be an object")
+    def forget(self, req_id: str) -> None:
+        """Drop the hints of a request that ended; its id may name another request now."""
+        self._read.pop(req_id, None)
+
+    def _parse(self, params: object, tier_names: frozenset[str]) -> Hints:
+        if not isinstance(params, Mapping):
+            return self._ignore("kv_transfer_params", "must be an object")
+        raw = params.get(PARAM)
+        if raw is None:
             return NO_HINTS
+        if not isinstance(raw, Mapping):
+            return self._ignore(PARAM, "must be an object")
+        if len(raw) > MAX_NAMES:
+            return self._ignore(PARAM, f"has more than {MAX_NAMES} names")
         good: dict[str, Any] = {}
         for name, value in raw.items():
-            field = _FIELDS.get(name)
-            if field is None:
-                self._ignore(str(name), value, f"unknown; known are {', '.join(_FIELDS)}")
-                continue
-            try:
-                good[name] = msgspec.convert(value, field.type, strict=True)
-            except msgspec.ValidationError as error:
-                self._ignore(name, value, str(error))
-        if "tiers" in good and good["tiers"] is not None:
-            if unknown := set(good["tiers"]) - tier_names:
-                self._ignore("tiers", sorted(unknown), f"known are {sorted(tier_names)}")
+            if name not in _FIELDS:
+                self._ignore(name, f"unknown; known are {', '.join(_FIELDS)}")
+            elif name not in self._allowed:
+                self._counters["hints_not_allowed"] += 1
+                self._warn(name, "not among the hints that client_hints allows")
+            elif isinstance(value, (list, tuple)) and len(value) > MAX_NAMES:
+                self._ignore(name, f"has more than {MAX_NAMES} items")
+            else:
+                self._convert(name, value, good)
+        if good.get("tiers"):
+            if not tier_names.issuperset(good["tiers"]):
+                self._ignore("tiers", f"known are {sorted(tier_names)}")
             good["tiers"] = tuple(name for name in good["tiers"] if name in tier_names)
         if (good.get("max_load_tokens") or 0) < 0:
-            self._ignore("max_load_tokens", good.pop("max_load_tokens"), "must not be negative")
+            del good["max_load_tokens"]
+            self._ignore("max_load_tokens", "must not be negative")
         return Hints(**good)
 
-    def _ignore(self, name: str, value: object, why: str) -> None:
+    def _convert(self, name: str, value: object, good: dict[str, Any]) -> None:
+        try:
+            good[name] = msgspec.convert(value, _FIELDS[name].type, strict=True)
+        except msgspec.ValidationError as error:
+            self._ignore(name, str(error))
+
+    def _ignore(self, name: object, why: str) -> Hints:
         self._counters["hints_ignored"] += 1
-        if name not in self._warned and len(self._warned) < REMEMBERED_REQUESTS:
-            self._warned.add(name)
-            log.warning("hint %s = %.100r of a request is ignored: %s", name, value, why)
+        self._warn(name, why)
+        return NO_HINTS
+
+    def _warn(self, name: object, why: str) -> None:
+        """Log one line a minute at most; the client's name in it is short and escaped."""
+        now_s = self._now_s()
+        if now_s < self._quiet_until_s:
+            return
+        self._quiet_until_s = now_s + WARNING_INTERVAL_S
+        shown = ascii(name[:MAX_NAME_CHARS]) if isinstance(name, str) else type(name).__name__
+        log.warning(
+            "hint %s of a request is ignored: %s (%d ignored, %d not allowed so far)",
+            shown,
+            why,
+            self._counters["hints_ignored"],
+            self._counters["hints_not_allowed"],
+        )

@@ -17,7 +17,7 @@ from kvoffload.core.transfers import OffloadKey
 from kvoffload.errors import UsageError
 from kvoffload.offload.idle import Idle, idle_in
 from kvoffload.offload.policies.base import Policy
-from kvoffload.offload.priority import ByPriority
+from kvoffload.offload.priority import SHARE_ABOVE, ByPriority
 
 
 @dataclass
@@ -300,7 +300,10 @@ class HostLedger:
             self.idle.put(key, self.pinned.pop(key))
 
     def prioritise(self, keys: Sequence[OffloadKey], priority: int) -> None:
-        """Chunks about to be stored are of this priority from now on; see :class:`ByPriority`."""
+        """Chunks about to be stored are of this priority from now on; see :class:`ByPriority`.
+
+        Those above :data:`SHARE_ABOVE` of the slots stay normal.
+        """
         order = self.policy
         if not isinstance(order, ByPriority):
             if not priority:
@@ -308,6 +311,8 @@ class HostLedger:
             # Once in a ledger's life: from the first priority on, slots are kept beside the order.
             self.policy = order = ByPriority(order)
             self.idle = idle_in(order, self.idle.slots)
+        if priority > 0:
+            keys = keys[: max(0, int(self.num_slots * SHARE_ABOVE) - order.num_above)]
         order.mark(keys, priority)
 
     def _forget_priorities(self, keys: Sequence[OffloadKey]) -> None:

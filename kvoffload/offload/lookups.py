@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
+from kvoffload.config import HARMLESS_HINTS
 from kvoffload.core.transfers import OffloadKey
 from kvoffload.offload.base import ReqContext
 from kvoffload.offload.figures import Figures
@@ -19,13 +20,19 @@ ASKED_AHEAD = 1024
 class Lookups:
     """Answers questions and counts the answers; changes nothing."""
 
-    def __init__(self, host: HostLedger, figures: Figures, counters: Counter[str]) -> None:
+    def __init__(
+        self,
+        host: HostLedger,
+        figures: Figures,
+        counters: Counter[str],
+        client_hints: Iterable[str] = HARMLESS_HINTS,
+    ) -> None:
         self.tiers: tuple[Tier, ...] = ()
         """Set by the manager."""
         self._host = host
         self._figures = figures
         self._counters = counters
-        self._hints = HintReader(counters)
+        self._hints = HintReader(counters, client_hints)
 
     # ---- which tiers ----
 
@@ -34,6 +41,11 @@ class Lookups:
         if req_context is None or not req_context.kv_transfer_params:
             return NO_HINTS
         return self._hints.hints(req_context, frozenset(tier.name for tier in self.tiers))
+
+    def forget_hints(self, req_context: ReqContext | None) -> None:
+        """Drop what a request asked for: the request ended."""
+        if req_context is not None:
+            self._hints.forget(req_context.req_id)
 
     def tiers_for(self, req_context: ReqContext | None) -> tuple[Tier, ...]:
         """Return the tiers that a request may be served from or stored to."""

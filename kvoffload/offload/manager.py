@@ -12,6 +12,7 @@ Nothing here does I/O; write-through is handed out by ``take_transfers``. Loads 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from kvoffload.config import HARMLESS_HINTS
 from kvoffload.offload.admission import Sightings
 from kvoffload.offload.base import (
     CPULoadStoreSpec,
@@ -56,6 +57,7 @@ class TieredOffloadingManager(OffloadingManager):
         slot_bytes: bytes of a slot, if ``host`` is a number; for figures in bytes.
         store_threshold: requests a chunk must be seen in to be stored.
         promote: whether what is loaded from a tier is also written to the nearer ones.
+        client_hints: names of the hints that requests may use.
     """
 
     lookups_type = Lookups
@@ -72,6 +74,7 @@ class TieredOffloadingManager(OffloadingManager):
         slot_bytes: int = 1,
         store_threshold: int = 1,
         promote: bool = True,
+        client_hints: Iterable[str] = HARMLESS_HINTS,
     ) -> None:
         if isinstance(host, int):
             if policy is None:
@@ -82,7 +85,7 @@ class TieredOffloadingManager(OffloadingManager):
         """What connectors measure: see :class:`Figures`."""
         self._host = host
         self._residence = Residence(REMEMBERED_DEPARTURES, self.counters)
-        self._lookups = self.lookups_type(host, self.figures, self.counters)
+        self._lookups = self.lookups_type(host, self.figures, self.counters, client_hints)
         if max_persisting_slots is None:
             max_persisting_slots = max(1, host.num_slots // 2)
         self._write_through = WriteThrough(
@@ -201,6 +204,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     def retire(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         """See :meth:`OffloadingManager.retire`."""
+        self._lookups.forget_hints(req_context)
         self._retirement.retire(keys)
 
     # ---- write-through ----

@@ -1,11 +1,14 @@
 """Priorities over any policy: chunks of a lower priority leave first, whatever their use."""
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 
 from kvoffload.offload.policies.base import Policy
 
+SHARE_ABOVE = 0.5
+"""Of host memory: the most that chunks of priorities above 0 hold. They never age, so without
+a limit one client could keep all of it."""
 FURTHEST = 8
 """Priorities beyond this, above or below 0, count as this: each has an order of its own."""
 
@@ -24,6 +27,8 @@ class ByPriority:
         # Of chunks in the order, or out of it for a while; 0 is not noted.
         self._priority: dict[bytes, int] = {}
         self._orders: dict[int, OrderedDict[bytes, None]] = {}
+        self.num_above = 0
+        """Chunks of a priority above 0."""
 
     @property
     def marked(self) -> Collection[bytes]:
@@ -34,7 +39,10 @@ class ByPriority:
         """Give chunks that have none, and are not in the order, a priority."""
         if priority:
             priority = max(-FURTHEST, min(FURTHEST, priority))
+            before = len(self._priority)
             self._priority.update(dict.fromkeys(keys, priority))
+            if priority > 0:
+                self.num_above += len(self._priority) - before
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Chunks that are not in the order any more will not come back with their priority.
@@ -42,7 +50,8 @@ class ByPriority:
         Neither ``remove`` nor ``victims`` says that: what was pinned or spared is added again.
         """
         if self._priority:
-            deque(map(self._priority.pop, keys, repeat(None)), maxlen=0)
+            gone = map(self._priority.pop, keys, repeat(0))
+            self.num_above -= sum(priority > 0 for priority in gone)
 
     def _order_of(self, key: bytes, priority: int) -> OrderedDict[bytes, None] | None:
         order = self._orders.get(priority)
@@ -109,3 +118,4 @@ class ByPriority:
         self._normal.clear()
         self._orders.clear()
         self._priority.clear()
+        self.num_above = 0

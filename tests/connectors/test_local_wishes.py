@@ -47,6 +47,7 @@ def test_a_request_may_limit_what_is_loaded_for_it(connector, ask, until):
     connector.update_state_after_alloc(request, [list(range(20, 31))], 16)
     (outcome,) = until(connector.poll)
     assert (outcome.num_loaded_tokens, outcome.ok) == (16, True)
+    connector.request_finished(request)
     assert connector.get_num_new_matched_tokens(ask(max_load_tokens=0), 0) == 0
 
 

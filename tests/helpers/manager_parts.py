@@ -1,5 +1,6 @@
 """A manager with stores that are plain sets, and what tests of it do over and over."""
 
+from kvoffload.config import KNOWN_HINTS
 from kvoffload.offload.base import ReqContext, make_offload_key
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.offload.policies.lru import LRUPolicy
@@ -26,6 +27,7 @@ class Store:
 
 def new_manager(slots=10, stores=(), **settings):
     tiers = [Tier(f"tier{i}", store, store) for i, store in enumerate(stores)]
+    settings = {"client_hints": KNOWN_HINTS, **settings}
     return TieredOffloadingManager(slots, LRUPolicy(slots), tiers, **settings)
 
 

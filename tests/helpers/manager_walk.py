@@ -6,6 +6,7 @@ from what was done, the events and the tiers, never from the manager's own ledge
 """
 
 from kvoffload.backends.base import Removal
+from kvoffload.config import KNOWN_HINTS
 from kvoffload.offload.base import (
     CPULoadStoreSpec,
     OffloadKey,
@@ -82,7 +83,12 @@ class Walk:
         self.stores = self.new_stores()
         self.staging = staging
         self.manager = (StagingManager if staging else TieredOffloadingManager)(
-            host, policy, self.tiers(), max_persisting, store_threshold=threshold
+            host,
+            policy,
+            self.tiers(),
+            max_persisting,
+            store_threshold=threshold,
+            client_hints=KNOWN_HINTS,
         )
         self.threshold = threshold
         self.seen = {key: set() for prompt in KEYS for key in prompt}

@@ -4,6 +4,7 @@ import tracemalloc
 
 import pytest
 
+from kvoffload.config import KNOWN_HINTS
 from kvoffload.offload.base import ReqContext, make_offload_key
 from kvoffload.offload.extents import ExtentLedger
 from kvoffload.offload.geometry import HostGeometry
@@ -36,13 +37,19 @@ def put(manager, wanted, priority=0):
     return output
 
 
+def put_one(manager, prompt, priority):
+    chunk = keys(prompt, 1)
+    put(manager, chunk, priority)
+    return chunk
+
+
 def one_size(slots):
-    return TieredOffloadingManager(slots, FIFOPolicy(slots))
+    return TieredOffloadingManager(slots, FIFOPolicy(slots), client_hints=KNOWN_HINTS)
 
 
 def two_sizes(slots):
     geometry = HostGeometry.plan(slots * 4096 * 10, [4096, 3 * 4096])
-    return TieredOffloadingManager(ExtentLedger(geometry, FIFOPolicy))
+    return TieredOffloadingManager(ExtentLedger(geometry, FIFOPolicy), client_hints=KNOWN_HINTS)
 
 
 def cost(manager, priority):
@@ -61,7 +68,11 @@ def cost(manager, priority):
 )
 @pytest.mark.parametrize("of_resident", [lambda i: -1, lambda i: 1, lambda i: i % 300 - 50])
 @pytest.mark.parametrize("priority", [-1, 0, 1])
-def test_a_store_costs_the_same_whoever_is_resident(new_manager, full, of_resident, priority):
+def test_a_store_costs_the_same_whoever_is_resident(
+    new_manager, full, of_resident, priority, monkeypatch
+):
+    for module in ("host", "extents"):  # also where every resident is above 0
+        monkeypatch.setattr(f"kvoffload.offload.{module}.SHARE_ABOVE", 1.0)
     costs = []
     for residents in (100, 3000):
         manager = new_manager(residents if full else residents + 10)
@@ -75,7 +86,7 @@ def test_a_store_costs_the_same_whoever_is_resident(new_manager, full, of_reside
 
 
 def test_priorities_below_0_leave_first_and_those_above_last_each_in_order_of_use():
-    manager = TieredOffloadingManager(6, LRUPolicy(6))
+    manager = TieredOffloadingManager(6, LRUPolicy(6), client_hints=KNOWN_HINTS)
     stored = {p: keys(f"prompt {p}", 1) for p in (2, 1, 0, -2, -1)}
     for priority, chunk in stored.items():
         put(manager, chunk, priority)
@@ -91,11 +102,27 @@ def test_priorities_below_0_leave_first_and_those_above_last_each_in_order_of_us
     ]
 
 
+@pytest.mark.parametrize("new_manager", [one_size, two_sizes])
+def test_priorities_above_0_hold_at_most_half_of_host_memory(new_manager):
+    manager = new_manager(8)
+    num_slots = manager._host.num_slots
+    kept = [key for i in range(num_slots) for key in put_one(manager, f"greedy {i}", FURTHEST)]
+    assert len(manager._host._marked()) == num_slots // 2
+    for i in range(3 * num_slots):
+        put_one(manager, f"others {i}", 0)
+    assert sum(manager.lookup(key) for key in kept) == num_slots // 2
+    manager.check()
+    # What leaves makes room for other chunks of a high priority.
+    manager.reset_cache()
+    put_one(manager, "later", 1)
+    assert len(manager._host._marked()) == 1
+
+
 def test_priorities_far_from_0_are_equal():
-    manager = one_size(3)
+    manager = one_size(6)
     for i, priority in enumerate((10**30, FURTHEST, FURTHEST + 1)):
         put(manager, keys(f"prompt {i}", 1), priority)
-    gone = put(manager, keys("new", 3)).evicted_keys
+    gone = put(manager, keys("new", 6)).evicted_keys
     assert list(gone) == [key for i in range(3) for key in keys(f"prompt {i}", 1)]
 
 

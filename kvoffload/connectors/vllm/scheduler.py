@@ -87,6 +87,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             slot_bytes=slot_bytes,
             store_threshold=self.settings.store_threshold,
             promote=self.settings.promote,
+            client_hints=self.settings.client_hints,
         )
         self.adapter.attach(ledger, num_slots)
         self._book = JobBook(ledger, len(ranks))

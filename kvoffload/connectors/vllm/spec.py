@@ -84,6 +84,7 @@ class KVOffloadSpec(HalvesSpec):
             policy(num_slots),
             slot_bytes=self._slot_bytes,
             store_threshold=self.settings.store_threshold,
+            client_hints=self.settings.client_hints,
         )
         adapter.attach(ledger, num_slots)
         return adapter

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvoffload.config import KNOWN_HINTS
 from kvoffload.replay.trace import read_trace
 
 pytestmark = pytest.mark.timeout(900)
@@ -17,7 +18,8 @@ def root(tmp_path_factory):
 def begin(start, root):
     disk = {"type": "disk", "root": str(root), "capacity": "1GiB", "min_free": 0}
     record = str(root.parent / "requests.jsonl")
-    return lambda: start({"cpu_bytes": "256MiB", "backends": [disk], "record": record})
+    extra = {"cpu_bytes": "256MiB", "backends": [disk], "record": record}
+    return lambda: start({**extra, "client_hints": KNOWN_HINTS})
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,154 @@
+"""Hints come from clients: what they cost, what they leave behind, and who may use which."""
+
+import logging
+import sys
+import tracemalloc
+from collections import Counter
+
+import msgspec
+import pytest
+
+from kvoffload.config import HARMLESS_HINTS, KNOWN_HINTS, OffloadConfig, parse_config
+from kvoffload.errors import ConfigError
+from kvoffload.offload.base import ReqContext, make_offload_key
+from kvoffload.offload.hints import (
+    MAX_NAME_CHARS,
+    NO_HINTS,
+    REMEMBERED_REQUESTS,
+    WARNING_INTERVAL_S,
+    HintReader,
+    Hints,
+)
+from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.offload.policies.lru import LRUPolicy
+
+TIERS = frozenset({"disk"})
+
+
+@pytest.fixture
+def clock():
+    return [0.0]
+
+
+@pytest.fixture
+def reader(clock):
+    return HintReader(Counter(), KNOWN_HINTS, lambda: clock[0])
+
+
+def ask(reader, hint, name="r"):
+    return reader.hints(ReqContext(name, {"kvoffload": hint}), TIERS)
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_by_default_a_request_may_use_only_the_hints_that_cost_others_nothing():
+    assert OffloadConfig(cpu_bytes=1).client_hints == HARMLESS_HINTS
+    reader = HintReader(Counter())
+    wishes = {"offload": False, "max_load_tokens": 7, "tiers": [], "priority": 8, "explain": True}
+    assert ask(reader, wishes) == Hints(offload=False, max_load_tokens=7)
+    assert reader._counters == {"hints_not_allowed": 3}
+
+
+def test_the_manager_obeys_the_setting():
+    def priority(**settings):
+        manager = TieredOffloadingManager(4, LRUPolicy(4), **settings)
+        return manager.hints(ReqContext("r", {"kvoffload": {"priority": 8}})).priority
+
+    assert priority() == 0
+    assert priority(client_hints=("priority",)) == 8
+
+
+def test_the_settings_name_every_hint_and_no_other():
+    assert set(KNOWN_HINTS) == {field.name for field in msgspec.structs.fields(Hints)}
+    with pytest.raises(ConfigError, match=r"client_hints = 'explian'.*explain"):
+        parse_config({"cpu_bytes": 1, "client_hints": ["explian"]})
+
+
+def test_nothing_that_a_client_sends_is_kept(reader):
+    tracemalloc.start()
+    for i in range(50):
+        junk = {"pad": "x" * (1 << 20), "tiers": ["y" * (1 << 20)], "priority": 10**5000}
+        ask(reader, junk, f"r{i}")
+        del junk
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert held < 1 << 20
+
+
+def test_hints_end_with_their_request_and_are_bounded_without_an_end(reader):
+    manager = TieredOffloadingManager(4, LRUPolicy(4))
+    context = ReqContext("r", {"kvoffload": {"max_load_tokens": 7}})
+    assert manager.hints(context).max_load_tokens == 7
+    manager.retire([make_offload_key(bytes(32), 0)], context)
+    assert len(manager._lookups._hints) == 0
+    for i in range(REMEMBERED_REQUESTS + 10):
+        ask(reader, {"max_load_tokens": i}, f"r{i}")
+    assert len(reader) == REMEMBERED_REQUESTS
+
+
+class Counting(dict):
+    """Counts how often its items are looked at."""
+
+    looks = 0
+
+    def items(self):
+        Counting.looks += 1
+        return super().items()
+
+    def __eq__(self, other):
+        raise AssertionError("a client's object was compared")
+
+    __hash__ = None
+
+
+def test_hints_are_parsed_once_a_request(reader):
+    hint = Counting(max_load_tokens=7)
+    for _ in range(5):
+        assert ask(reader, hint).max_load_tokens == 7
+    assert Counting.looks == 1
+
+
+def test_a_request_without_a_name_is_read_each_time(reader):
+    assert ask(reader, {"max_load_tokens": 7}, "").max_load_tokens == 7
+    assert ask(reader, {"max_load_tokens": 8}, "").max_load_tokens == 8
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        {f"n{i}": 1 for i in range(300_000)},
+        {"tiers": ["disk"] * 100_000},
+        {"tiers": nested(sys.getrecursionlimit() * 3)},
+        {"unknown": nested(sys.getrecursionlimit() * 3)},
+        nested(sys.getrecursionlimit() * 3),
+        {"max_load_tokens": -(10**5000)},
+        {"explain": float("nan")},
+        {"\ud800": "\ud800"},
+    ],
+)
+def test_what_makes_no_sense_is_ignored_in_one_line(reader, hint, caplog):
+    assert ask(reader, hint) == NO_HINTS
+    assert reader._counters["hints_ignored"] == 1
+    (record,) = caplog.records
+    assert len(record.getMessage()) < 300
+
+
+def test_a_name_from_a_client_forges_no_line_and_floods_no_log(reader, clock, caplog):
+    ask(reader, {"a\nCRITICAL forged\x1b[31m" + "z" * 5_000_000: 1})
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert text.isprintable()
+    assert text.isascii()
+    assert text.count("z") < MAX_NAME_CHARS
+    for i in range(1000):
+        ask(reader, {f"name{i}": 1}, f"r{i}")
+    assert len(caplog.records) == 1
+    clock[0] += WARNING_INTERVAL_S  # and nobody has silenced the log for good
+    ask(reader, {"last": 1}, "last")
+    assert [r.levelno for r in caplog.records] == [logging.WARNING] * 2
+    assert "1002 ignored" in caplog.text
