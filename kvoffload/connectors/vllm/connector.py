@@ -23,6 +23,7 @@ from kvoffload.connectors.vllm.messages import RankFacts
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.spec import HalvesSpec
+from kvoffload.connectors.vllm.trust import refuse_weak_hashes, warn_of_images
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
 from kvoffload.transfer.slab import check_host_memory
 
@@ -48,7 +49,9 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]
         self.connector_worker: KVOffloadWorker | None = None
         spec = HalvesSpec(config, settings)
         if role == KVConnectorRole.SCHEDULER:
+            refuse_weak_hashes(vllm_config, settings)
             warn_of_settings(vllm_config, settings)
+            warn_of_images(vllm_config, settings)
             warn_of_cores(vllm_config.device_config.device_type)
             self.connector_scheduler = KVOffloadScheduler(
                 spec, settings, vllm_config, kv_cache_config
@@ -144,7 +147,6 @@ def warn_of_settings(vllm_config: Any, settings: VllmConfigSettings) -> None:
         log.warning(
             "kvoffload: prefix hashes start from a random number in each process "
             "(prefix_caching_hash_algo %r), so NOTHING STORED WILL BE FOUND after a restart or by "
-            "another instance. Set --prefix-caching-hash-algo sha256, or the environment variable "
-            "PYTHONHASHSEED to the same number everywhere.",
+            "another instance. Set --prefix-caching-hash-algo sha256.",
             vllm_config.cache_config.prefix_caching_hash_algo,
         )

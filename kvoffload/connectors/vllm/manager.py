@@ -68,12 +68,18 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         self._sources: dict[OffloadKey, str] = {}
         self.refused: dict[str, tuple[OffloadKey, ...]] = {}
         """Of each request, chunks of this step that may be offered again; taken by the owner."""
+        self._kept_out: set[str] = set()
 
     def attach(self, ledger: TieredOffloadingManager, num_slots: int) -> None:
         """Use this ledger from now on; before, every lookup misses and nothing is stored."""
         self.ledger = ledger
         self._uses = Uses(ledger)
         self._num_slots = num_slots
+
+    def keep_out(self, req_id: str) -> None:
+        """Load nothing for a request and store nothing of it, until it ends."""
+        self._kept_out.add(req_id)
+        self.count(Counter(requests_not_trusted=1))
 
     def take_prepared(self) -> list[Prepared]:
         """Return the preparations since the last call."""
@@ -88,7 +94,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
 
     def lookup(self, key: OffloadKey, req_context: VllmContext) -> LookupResult:
         """See vLLM; RETRY never lasts beyond the lookup deadline of the tiers."""
-        if self.ledger is None:
+        if self.ledger is None or req_context.req_id in self._kept_out:
             return LookupResult.MISS
         return _ANSWERS[self.ledger.lookup(key, our_context(req_context))]
 
@@ -96,7 +102,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         self, keys: Sequence[OffloadKey], req_context: VllmContext
     ) -> tuple[int, bool]:
         """See :meth:`kvoffload.offload.base.OffloadingManager.lookup_prefix`."""
-        if self.ledger is None:
+        if self.ledger is None or req_context.req_id in self._kept_out:
             return 0, False
         return self.ledger.lookup_prefix(keys, our_context(req_context))
 
@@ -112,6 +118,8 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         """See :meth:`TieredOffloadingManager.explain`."""
         if self.ledger is None:
             return ["never_stored"] * len(keys)
+        if req_context.req_id in self._kept_out:
+            return ["not_trusted"] * len(keys)
         return self.ledger.explain(keys, our_context(req_context))
 
     def get_load_source(self, key: OffloadKey, req_context: VllmContext) -> CacheHitSource:
@@ -147,6 +155,8 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         """See vLLM."""
         if self.ledger is None:
             return None
+        if req_context.req_id in self._kept_out:
+            return VllmStoreOutput([], CPULoadStoreSpec(()), [])  # None would be offered again
         wanted = list(keys)
         self._count_use(wanted, req_context)
         output = self.ledger.prepare_store(wanted, our_context(req_context))
@@ -187,9 +197,15 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
 
     def on_request_finished(self, req_context: VllmContext) -> None:
         """Let the tail of the request's chunks leave before their head; this is no use."""
-        if self._uses is not None:
+        if self._uses is None:
+            return
+        if req_context.req_id in self._kept_out:
+            self._kept_out.remove(req_context.req_id)
+            chunks = []  # its hashes may be those of other requests
+        else:
             state = req_context.get_state(_Named) or _Named()
-            self._uses.end(our_context(req_context), self._in_order(state.keys, req_context))
+            chunks = self._in_order(state.keys, req_context)
+        self._uses.end(our_context(req_context), chunks)
 
     def take_events(self) -> Iterable[VllmEvent]:
         """Translate what became resident, or ceased to be."""

@@ -29,6 +29,7 @@ from kvoffload.connectors.vllm.manager import ManagerAdapter
 from kvoffload.connectors.vllm.messages import RankFacts, StepOrders, StepReport
 from kvoffload.connectors.vllm.presence import LookupStores
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
+from kvoffload.connectors.vllm.trust import is_trusted
 from kvoffload.offload.base import OffloadKey, Reason, Transfer
 from kvoffload.offload.hints import PARAM
 
@@ -100,6 +101,12 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         )
 
     # ---- a waiting request ----
+
+    def on_new_request(self, request: Any) -> None:
+        """See vLLM; a request whose hashes a client may have chosen stays out of all tiers."""
+        if not is_trusted(request, self.settings):
+            self.adapter.keep_out(request.request_id)
+        super().on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None

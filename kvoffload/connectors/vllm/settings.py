@@ -23,6 +23,11 @@ class VllmConfigSettings(OffloadConfig, frozen=True, forbid_unknown_fields=True,
     share a tier. By default a fingerprint of the files, which tells copies apart by their times."""
     canary: bool = True
     """Store and load a pattern through every tier before the first request is served."""
+    trust_image_uuids: bool = False
+    """True: offload requests with images and without ``cache_salt``. vLLM takes a client's ``uuid``
+    as the hash of an image, so only a gateway that removes it makes that safe."""
+    allow_weak_hashes: bool = False
+    """True: use tiers with a hash whose collisions a client can search for (xxhash)."""
     allow_untested_vllm: bool = False
     """True: go on with a version of vLLM outside the tested range."""
 

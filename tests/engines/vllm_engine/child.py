@@ -29,13 +29,15 @@ def main() -> None:
         salts: list[str] | None = None,
         loras: list[list[Any] | None] | None = None,
         images: list[int | None] | None = None,
+        uuids: list[str] | None = None,
         abort: dict[str, int] | None = None,
         hints: dict[str, Any] | None = None,
         limit_s: float = 300.0,
     ) -> dict[str, Any]:
         """Run prompts together.
 
-        ``images`` gives a prompt an image of noise, by its seed; ``abort`` maps a prompt's place to
+        ``images`` gives a prompt an image of noise, by its seed, ``uuids`` the name under which a
+        client sends it; ``abort`` maps a prompt's place to
         the step it is aborted at; ``hints`` are all prompts' wishes of kvoffload.
         """
         numbers: dict[str, int] = {}
@@ -47,6 +49,8 @@ def main() -> None:
                 asked["cache_salt"] = salts[i]
             if images and images[i] is not None:
                 asked["multi_modal_data"] = {"image": noise(images[i])}
+            if uuids:
+                asked["multi_modal_uuids"] = {"image": [uuids[i]]}
             lora = LoRARequest(*loras[i]) if loras and loras[i] else None
             params = SamplingParams(
                 temperature=0,

@@ -127,7 +127,7 @@ def test_chunks_of_four_blocks_stored_when_seen_twice(start, prompts, tmp_path):
 
 @pytest.mark.long
 def test_the_same_image_hits_and_another_one_misses(start, prompts, tmp_path):
-    extra = {"cpu_bytes": "64MiB", "backends": disk(tmp_path / "kv")}
+    extra = {"cpu_bytes": "64MiB", "backends": disk(tmp_path / "kv"), "trust_image_uuids": True}
     engine = start(extra, kind="blip2", max_model_len=2048)
     prompt = prompts(1, 500)  # behind the 32 tokens of the image
 
@@ -142,6 +142,34 @@ def test_the_same_image_hits_and_another_one_misses(start, prompts, tmp_path):
     assert ask(1) == (512, first[1])
     assert ask(2)[0] == 512
     assert ask(None)[0] == 0
+    engine.kill()
+
+
+@pytest.mark.long
+def test_an_image_under_the_hash_of_another_is_served_to_no_other_client(start, prompts, tmp_path):
+    root = tmp_path / "kv"
+    engine = start(
+        {"cpu_bytes": "64MiB", "backends": disk(root), "client_hints": ["explain"]},
+        kind="blip2",
+        max_model_len=2048,
+    )
+    prompt = prompts(1, 500)
+
+    def ask(image, **more):
+        answer = engine.generate(prompt, images=[image], **more)
+        forget(engine)
+        return answer
+
+    ask(1, uuids=["of a logo"])
+    assert ask(2, uuids=["of a logo"])["cached"] == [0]
+    (params,) = ask(2, uuids=["of a logo"], hints={"explain": True})["told"]
+    assert set(params["kvoffload"]["chunks"][0]) == {"not_trusted"}
+    assert not [path for path in root.rglob("*/??/*") if path.is_file()]
+    # In the space of a salt that the gateway set, images are offloaded.
+    ask(1, salts=["tenant"])
+    assert ask(1, salts=["tenant"])["cached"] == [512]
+    assert ask(None)["cached"] == [0]
+    assert ask(None)["cached"] == [480]
     engine.kill()
 
 

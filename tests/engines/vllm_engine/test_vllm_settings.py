@@ -35,6 +35,7 @@ from kvoffload.connectors.vllm.facts import (
     weights_fingerprint,
 )
 from kvoffload.connectors.vllm.settings import read_settings
+from kvoffload.connectors.vllm.trust import refuse_weak_hashes, warn_of_images
 from kvoffload.connectors.vllm.versions import check_version, is_tested
 from kvoffload.errors import ConfigError
 from kvoffload.offload.identity import namespace
@@ -126,12 +127,37 @@ def test_a_random_hash_root_is_found_out_and_the_remedy_named(caplog, monkeypatc
     settings = read_settings({"cpu_bytes": 1 << 20, "backends": [{"type": "memory"}]})
     assert not hash_root(_vllm_config("xxhash"))[1]
     warn_of_settings(_vllm_config("xxhash"), settings)
-    assert "PYTHONHASHSEED" in caplog.text
+    assert "--prefix-caching-hash-algo sha256" in caplog.text
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     assert hash_root(_vllm_config("xxhash")) == ("7", True)
     caplog.clear()
     warn_of_settings(_vllm_config("sha256"), settings)
     assert not caplog.text
+
+
+@pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor"])
+def test_hashes_that_clients_can_collide_are_refused_where_tiers_keep_chunks(algorithm):
+    tiers = {"cpu_bytes": 1 << 20, "backends": [{"type": "memory"}]}
+    config = _vllm_config(algorithm)
+    with pytest.raises(ConfigError, match=rf"{algorithm}.*sha256.*allow_weak_hashes"):
+        refuse_weak_hashes(config, read_settings(tiers))
+    refuse_weak_hashes(config, read_settings({**tiers, "allow_weak_hashes": True}))
+    refuse_weak_hashes(config, read_settings({"cpu_bytes": 1 << 20}))
+    refuse_weak_hashes(_vllm_config("sha256"), read_settings(tiers))
+
+
+@pytest.mark.parametrize("trusts", [False, True])
+def test_the_start_says_what_becomes_of_images(caplog, trusts):
+    caplog.set_level("INFO")
+    settings = read_settings({"cpu_bytes": 1 << 20, "trust_image_uuids": trusts})
+    config = types.SimpleNamespace(model_config=types.SimpleNamespace(is_multimodal_model=True))
+    warn_of_images(config, settings)
+    (record,) = caplog.records
+    assert ("WARNING" if trusts else "INFO") == record.levelname
+    assert "trust_image_uuids" in record.getMessage()
+    config.model_config.is_multimodal_model = False
+    warn_of_images(config, settings)
+    assert len(caplog.records) == 1
 
 
 def test_ranks_that_ask_for_more_than_there_is_together_are_refused():
