@@ -3,8 +3,11 @@
 ``kvoffload bench manager``. Batches of 2,048 chunks over a capacity of 100,000, full; then at
 2 million. Where vLLM cannot be imported its rows are missing, which a line on standard error says;
 run it with an environment that has both. At 100,000 the peers take turns. Each row is the best of
-several rounds, and every key is a new object, as it is when an engine computes it. Takes 1 minute
-and 2 GB of memory.
+several rounds, and every key is a new object, as it is when an engine computes it. Takes 2 minutes
+and 3 GB of memory.
+
+A cycle is what the connectors do for a request: its use is counted, its chunks are stored or
+loaded, the transfer is answered, the request ends. vLLM's managers get what its scheduler calls.
 """
 
 import gc
@@ -17,8 +20,10 @@ from typing import Any
 
 from benchmarks.harness import Row, report, row
 from kvoffload.core.transfers import OffloadKey, make_offload_key
+from kvoffload.offload.base import ReqContext
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.offload.policies.arc import ARCPolicy
+from kvoffload.offload.policies.handicap import HandicapPolicy
 from kvoffload.offload.policies.lru import LRUPolicy
 
 CAPACITY = 100_000
@@ -29,26 +34,40 @@ TURN = 4
 PINNED = 20_000
 LARGE = 2_000_000
 CYCLES = (
-    ("store cycle with eviction", ("prepare_store", "complete_store")),
-    ("load cycle", ("prepare_load", "complete_load")),
+    (
+        "store cycle with eviction",
+        ("begin, store", "prepare_store", "complete_store", "end, store"),
+    ),
+    ("load cycle", ("begin, load", "prepare_load", "complete_load", "end, load")),
     ("lookup of a hit", ("lookup",)),
 )
 
 
 class Side:
-    """One manager, driven the same way as the others."""
+    """One manager of ours, driven as the connectors drive it."""
 
-    def __init__(self, name: str, manager: Any, new_context: Callable[[int], Any]) -> None:
+    def __init__(self, name: str, manager: Any) -> None:
         self.name = name
         self.manager = manager
-        self._new_context = new_context
         self._count = 0
         self.best: dict[str, float] = {}
 
-    def context(self) -> Any:
-        """Make the context of a new request."""
+    def context(self, keys: Sequence[OffloadKey] = ()) -> Any:
+        """Make the context of a new request with these chunks."""
         self._count += 1
-        return self._new_context(self._count)
+        return ReqContext(f"r{self._count}")
+
+    def begin(self, keys: Sequence[OffloadKey], context: Any) -> None:
+        """Tell the manager of a request before room is made for it."""
+        self.manager.touch(keys, context)
+
+    def answered(self, keys: Sequence[OffloadKey]) -> Any:
+        """Return the chunks of an answer as the engine's scheduler passes them."""
+        return keys
+
+    def end(self, keys: Sequence[OffloadKey], context: Any) -> None:
+        """Tell the manager that a request ended."""
+        self.manager.retire(keys, context)
 
     def time(self, verb: str, count: int, call: Callable[[], object]) -> None:
         """Keep the best time of a verb, in seconds a chunk."""
@@ -70,11 +89,49 @@ class Side:
         return answer is True or getattr(answer, "name", "") == "HIT"
 
     def store(self, keys: Sequence[OffloadKey]) -> None:
-        """Store chunks and drop what is told of it."""
-        context = self.context()
-        self.manager.prepare_store(keys, context)
-        self.manager.complete_store(keys, context)
+        """Store the chunks of a request and drop what is told of it."""
+        self._request("store", keys)
         list(self.manager.take_events())
+
+    def load(self, keys: Sequence[OffloadKey]) -> None:
+        """Load the chunks of a request."""
+        self._request("load", keys)
+
+    def _request(self, what: str, keys: Sequence[OffloadKey]) -> None:
+        context, answered = self.context(keys), self.answered(keys)
+        prepare = getattr(self.manager, f"prepare_{what}")
+        complete = getattr(self.manager, f"complete_{what}")
+        count = len(keys)
+        self.time(f"begin, {what}", count, lambda: self.begin(keys, context))
+        self.time(f"prepare_{what}", count, lambda: prepare(keys, context))
+        self.time(f"complete_{what}", count, lambda: complete(answered, context))
+        self.time(f"end, {what}", count, lambda: self.end(keys, context))
+
+
+class VllmSide(Side):
+    """One manager of vLLM's, driven as its scheduler drives it."""
+
+    def context(self, keys: Sequence[OffloadKey] = ()) -> Any:
+        """Make the context of a new request; its scheduler notes where each chunk ends."""
+        from vllm.v1.kv_offload.base import ReqContext as VllmContext
+
+        self._count += 1
+        context = VllmContext(f"r{self._count}")
+        for i, key in enumerate(keys):
+            context.set_offload_key_position(key, 16 * (i + 1))
+        return context
+
+    def begin(self, keys: Sequence[OffloadKey], context: Any) -> None:
+        """Tell the manager of a request."""
+        self.manager.on_new_request(context)
+
+    def answered(self, keys: Sequence[OffloadKey]) -> Any:
+        """Return the chunks of an answer as a set, as its scheduler does."""
+        return set(keys)
+
+    def end(self, keys: Sequence[OffloadKey], context: Any) -> None:
+        """Tell the manager that a request ended."""
+        self.manager.on_request_finished(context)
 
 
 Maker = Callable[[int], Side]
@@ -86,19 +143,17 @@ def makers() -> dict[str, Maker]:
     found: dict[str, Maker] = {
         "ours, LRU": lambda capacity: ours(capacity, "ours, LRU", LRUPolicy),
         "ours, ARC": lambda capacity: ours(capacity, "ours, ARC", ARCPolicy),
+        "ours, handicap": lambda capacity: ours(capacity, "ours, handicap", HandicapPolicy),
     }
     try:
-        from vllm.v1.kv_offload.base import ReqContext
         from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
     except ImportError as error:
         print(f"manager: no rows against vLLM, which cannot be imported: {error}", file=sys.stderr)
         return found
 
     def peer(policy: str) -> Maker:
-        return lambda capacity: Side(
-            f"vLLM, {policy.upper()}",
-            CPUOffloadingManager(capacity, policy, enable_events=True),
-            lambda i: ReqContext(f"r{i}"),
+        return lambda capacity: VllmSide(
+            f"vLLM, {policy.upper()}", CPUOffloadingManager(capacity, policy, enable_events=True)
         )
 
     return found | {"vLLM, LRU": peer("lru"), "vLLM, ARC": peer("arc")}
@@ -106,8 +161,7 @@ def makers() -> dict[str, Maker]:
 
 def ours(capacity: int, name: str, policy: type) -> Side:
     """Make a side of ours with host memory alone."""
-    manager = TieredOffloadingManager(capacity, policy(capacity))
-    return Side(name, manager, lambda _: None)
+    return Side(name, TieredOffloadingManager(capacity, policy(capacity)))
 
 
 def new_keys(first: int, count: int) -> list[OffloadKey]:
@@ -134,6 +188,8 @@ def _cycles(measured: Sequence[Side]) -> None:
         for side in measured:
             side.store(new_keys(first, BATCH))
         first += BATCH
+    for side in measured:
+        side.best.clear()  # of a store that was not full
     for _ in range(ROUNDS):
         for side in measured:
             for batch in range(TURN):
@@ -142,26 +198,15 @@ def _cycles(measured: Sequence[Side]) -> None:
 
 
 def _one_round(side: Side, first: int) -> None:
-    keys, again = new_keys(first, BATCH), new_keys(first, BATCH)
-    manager, context = side.manager, side.context()
-    side.time("prepare_store", BATCH, lambda: manager.prepare_store(keys, context))
-    side.time("complete_store", BATCH, lambda: manager.complete_store(keys, context))
-    list(manager.take_events())
+    side.store(new_keys(first, BATCH))
+    again = new_keys(first, BATCH)
     side.time("lookup", BATCH, side.look_up(again))
     side.time("lookup, miss", BATCH, side.look_up(new_keys(1 << 40, BATCH)[:1] * BATCH))
-    loading = side.context()
-    side.time("prepare_load", BATCH, lambda: manager.prepare_load(again, loading))
-    side.time("complete_load", BATCH, lambda: manager.complete_load(again, loading))
+    side.load(again)
 
 
 def _cycle_rows(measured: Sequence[Side]) -> list[Row]:
-    cases = {
-        **dict(CYCLES),
-        "prepare_store": ("prepare_store",),
-        "complete_store": ("complete_store",),
-        "prepare_load": ("prepare_load",),
-        "complete_load": ("complete_load",),
-    }
+    cases = dict(CYCLES) | {verb: (verb,) for _, verbs in CYCLES[:2] for verb in verbs}
     mine = [side for side in measured if side.name.startswith("ours")]
     peers = [side for side in measured if side not in mine]
     rows = []
@@ -263,6 +308,7 @@ def _grown(make: Maker, capacity: int) -> dict[str, float]:
     while first < capacity:
         side.store(new_keys(first, BATCH))
         first += BATCH
+    side.best.clear()
     for _ in range(ROUNDS * TURN):
         _one_round(side, first)
         first += BATCH

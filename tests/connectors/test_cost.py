@@ -3,7 +3,10 @@
 import pytest
 from opcodes import count_opcodes
 
+from kvoffload.cli.checkout import benchmark
 from kvoffload.connectors.local import LocalConnector
+from kvoffload.core.transfers import make_offload_key
+from kvoffload.offload.policies.lru import LRUPolicy
 
 BLOCK = 4
 MANAGER = "/kvoffload/offload/"
@@ -46,3 +49,39 @@ def test_the_end_of_a_whole_transfer_costs_the_manager_nothing_for_each_chunk(
     )
     a_chunk = [(more - less) / 500 for less, more in zip(few, many, strict=True)]
     assert max(a_chunk) < 1, "steps a chunk to end a store, a load"
+
+
+def test_the_benchmark_of_the_manager_measures_what_the_connector_does(connector, new_request):
+    verbs = ("touch", "prepare_store", "complete_store", "prepare_load", "complete_load", "retire")
+    request, table = new_request("p", 41), [range(1, 12)]
+    real, measured = told(connector._manager, verbs), benchmark("manager").ours(10, "", LRUPolicy)
+    connector.after_forward(request, table, request.num_tokens)
+    connector.flush()
+    connector.request_finished(request)
+    tokens = connector.get_num_new_matched_tokens(request, 0)
+    connector.update_state_after_alloc(request, table, tokens)
+    connector.flush()
+    connector.request_finished(request)
+    bench = told(measured.manager, verbs)
+    keys = [make_offload_key(hashed, 0) for hashed in request.block_hashes]
+    measured.store(keys)
+    measured.load(keys)
+    assert real == bench == [(verb, keys) for verb in (*verbs[:3], "retire", "touch", *verbs[3:])]
+
+
+def told(manager, verbs):
+    """Record what a manager is told: verbs and chunks."""
+    calls = []
+
+    def watch(verb):
+        real = getattr(manager, verb)
+
+        def note(keys, *rest, **more):
+            calls.append((verb, list(keys)))
+            return real(keys, *rest, **more)
+
+        setattr(manager, verb, note)
+
+    for verb in verbs:
+        watch(verb)
+    return calls
