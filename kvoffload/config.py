@@ -103,7 +103,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     0; not used otherwise."""
     blocks_per_chunk: _AtLeastOne = 1
     """Consecutive GPU blocks that are keyed, moved and evicted together."""
-    policy: str = "lru"
+    policy: str = "handicap"
     """Which host chunks leave first; a name of the ``kvoffload.policies`` entry-point group."""
     load_timeout_s: _Seconds = 5.0
     """A load not finished by then is a miss; the engine recomputes."""

@@ -27,7 +27,7 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """``direct`` bypasses the page cache, ``buffered`` uses it, ``auto``: direct if possible."""
     durability: str = "none"
     """``fsync``: what was answered True survives a power loss. ``none``: it may be missing."""
-    policy: str = "lru"
+    policy: str = "handicap"
     """Which chunks leave first; a name of the ``kvoffload.policies`` entry-point group."""
     high_watermark: float = 0.95
     """Above this part of the capacity the background begins to evict..."""

@@ -38,7 +38,7 @@ def command(
     targets: Annotated[
         str, typer.Option(help="Shares of what an infinite store would hit, in percent.")
     ] = "50,80,90,95,99",
-    policy: Annotated[str, typer.Option(help="The store's eviction policy.")] = "lru",
+    policy: Annotated[str, typer.Option(help="The store's eviction policy.")] = "handicap",
     synthetic: Annotated[str, typer.Option(help=SYNTHETIC_HELP)] = "",
     sample: Annotated[float, typer.Option(help=SAMPLE_HELP)] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

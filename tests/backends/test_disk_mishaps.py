@@ -16,7 +16,7 @@ from kvoffload.backends.disk_house import House
 from kvoffload.backends.disk_layout import WRITERS
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
-from kvoffload.offload.policies.lru import LRUPolicy
+from kvoffload.offload.policies.handicap import HandicapPolicy
 from kvoffload.testing.backends import keys_of, slots
 from kvoffload.testing.vfs import StuckVfs
 
@@ -103,7 +103,7 @@ async def test_a_store_in_which_something_raises_is_a_refusal_and_leaves_no_byte
     keys = keys_of(4)
     assert await write(backend, keys[:1]) == [True]
     owner, method = {
-        "policy": (LRUPolicy, "add"),
+        "policy": (HandicapPolicy, "add"),
         "header": (backend._chunks._files, "_pages"),
         "name": (backend._keeper.writer, "temporary"),
         "stat": (backend._keeper, "_allocated"),
@@ -127,7 +127,7 @@ async def test_a_policy_that_names_no_victim_but_raises_refuses_the_store(tmp_pa
     backend = open_disk(tmp_path, **settings)
     keys = keys_of(4)
     assert await write(backend, keys[:2]) == [True] * 2
-    failing(monkeypatch, LRUPolicy, "victims")
+    failing(monkeypatch, HandicapPolicy, "victims")
     assert [(await write(backend, [keys[2]]))[0] for _ in range(3)] == [False] * 3
     assert backend.counters() == {"write_failed": 3}
     assert_exact(backend, tmp_path)
@@ -151,7 +151,7 @@ async def test_a_load_in_which_something_raises_is_a_miss(tmp_path, monkeypatch,
 async def test_a_policy_that_cannot_reorder_costs_no_answer(tmp_path, monkeypatch, method):
     backend = open_disk(tmp_path, io="buffered")
     keys = keys_of(3)
-    failing(monkeypatch, LRUPolicy, method, times=1)
+    failing(monkeypatch, HandicapPolicy, method, times=1)
     assert await write(backend, keys) == [True] * 3
     assert await backend.read(keys, slots(3, SIZE)) == [True] * 3
     await backend.remove(keys)

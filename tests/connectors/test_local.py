@@ -321,17 +321,6 @@ def test_a_load_that_outlives_the_wait_of_a_reset_brings_nothing(
     connector.check()
 
 
-def test_of_an_ended_request_the_tail_leaves_before_the_head(connect, new_request):
-    connector = connect(cpu_bytes="16KiB", backends=[])  # four chunks of eight tokens
-    request, blocks = new_request("p", 33), [range(5, 14)]
-    for computed in (16, 32):
-        connector.after_forward(request, blocks, computed)
-        assert connector.flush()
-    connector.request_finished(request)
-    store(connector, new_request("q", 8))
-    assert connector.get_num_new_matched_tokens(new_request("p", 33), 0) == 24
-
-
 def test_tiers_that_cannot_be_opened_anew_at_a_reset_are_left_out(
     connect, new_request, monkeypatch
 ):

@@ -1,0 +1,58 @@
+"""What leaves host memory first, as an engine sees it through the connector."""
+
+import pytest
+
+from kvoffload.connectors.local import LocalConnector
+
+BLOCK = 4
+
+
+@pytest.fixture
+def connect(kv_caches):
+    made = []
+
+    def make(chunks, **settings):
+        config = {"cpu_bytes": chunks * 4096, "blocks_per_chunk": 2, **settings}
+        made.append(LocalConnector(config, kv_caches, block_size=BLOCK, facts={"model": "m"}))
+        return made[-1]
+
+    yield make
+    for connector in made:
+        connector.check()
+        connector.close()
+
+
+def use(connector, request):
+    """Compute a request in one step, after loading what is there; return the tokens loaded."""
+    table = [range(1, 2 + request.num_tokens // BLOCK)]
+    found = connector.get_num_new_matched_tokens(request, 0)
+    connector.update_state_after_alloc(request, table, found)
+    assert connector.flush()
+    connector.poll()
+    connector.after_forward(request, table, request.num_tokens)
+    assert connector.flush()
+    connector.request_finished(request)
+    return found
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "handicap"])
+def test_of_an_ended_request_the_tail_leaves_before_the_head(connect, new_request, policy):
+    connector = connect(chunks=4, policy=policy)
+    request, table = new_request("p", 33), [range(5, 14)]
+    for computed in (16, 32):
+        connector.after_forward(request, table, computed)
+        assert connector.flush()
+    connector.request_finished(request)
+    use(connector, new_request("q", 8))
+    assert connector.get_num_new_matched_tokens(new_request("p", 33), 0) == 24
+
+
+@pytest.mark.parametrize(("settings", "survives"), [({}, True), ({"policy": "lru"}, False)])
+def test_by_default_a_prompt_that_came_back_outlives_prompts_seen_once(
+    connect, new_request, settings, survives
+):
+    connector = connect(chunks=16, **settings)
+    assert [use(connector, new_request("again", 33)) for _ in range(2)] == [0, 32]
+    for i in range(4):  # as many chunks as host memory takes
+        use(connector, new_request(f"once {i}", 33))
+    assert use(connector, new_request("again", 33)) == (32 if survives else 0)
