@@ -163,5 +163,4 @@ class HostWorker(VllmWorker):  # type: ignore[misc]
 
 def _in_order(keys: Any, context: Any) -> list[OffloadKey]:
     """Order what vLLM completes as a set: the ledger wants prompts from head to tail."""
-    positions = context._offload_key_positions
-    return sorted(keys, key=lambda key: positions.get(key, 0))
+    return sorted(keys, key=lambda key: context.get_offload_key_position(key) or 0)
