@@ -1,8 +1,8 @@
 """The handlers: GPU ↔ host slots, host slots → tier, and loads that begin in a tier.
 
-The worker gives each handler only the pairs of ends that it is registered for.
 Each takes jobs on the engine's thread and answers each exactly once. Only those with a backend leg
-use the I/O loop; a job crosses to it once.
+use the I/O loop; a job crosses to it once. The worker routes by the types of a transfer's two ends,
+so that a handler gets those it is registered for and no others.
 """
 
 import asyncio
@@ -40,8 +40,6 @@ CANCEL_GRACE_S = 0.02
 KEYS_PER_CALL = 8
 """Chunks in one backend call of a load from a store that does not tell of each as it arrives: as
 the call returns, they go on to the GPU."""
-
-
 _NO_IO = threading.Event()
 """Of jobs without a backend leg."""
 _NO_IO.set()

@@ -23,7 +23,7 @@ from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 from kvoffload.transfer.stream_copier import StreamCopier
 
-WAIT_S = 0.2
+WAIT_S = 0.3
 READ_S = 0.05
 KEYS = tuple(make_offload_key(hashlib.sha256(bytes([i])).digest(), 0) for i in range(2))
 
