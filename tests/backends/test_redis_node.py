@@ -44,7 +44,7 @@ async def ask(backend):
 async def test_failed_connects_hours_apart_do_not_open_the_breaker(server, backend):
     now_s = 0.0
     node = node_of(backend)
-    node.breaker = Breaker(clock=lambda: now_s)
+    node.breaker = Breaker(patience_s=60.0, clock=lambda: now_s)
     for _ in range(2):
         server.kill()
         await until(lambda: disconnected(backend))
