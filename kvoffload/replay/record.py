@@ -14,6 +14,7 @@ such lines, they are its requests. Without them only the stored blocks, that is 
 known: then a replay sees no hits that the recorded cache had.
 """
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,10 @@ from types import TracebackType
 import msgspec
 
 from kvoffload.offload.base import OffloadingEvent, OffloadKey
+
+
+def _for_owner_alone(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 class Recorder:
@@ -34,7 +39,8 @@ class Recorder:
     def __init__(self, path: Path, tokens_per_chunk: int) -> None:
         self._tokens_per_chunk = tokens_per_chunk
         # A line at a time: whoever is killed leaves whole lines, and several may append.
-        self._file = path.open("ab", buffering=0)
+        # Block hashes confirm a guessed prompt, so the file is for its owner alone.
+        self._file = open(path, "ab", buffering=0, opener=_for_owner_alone)  # noqa: SIM115 - owned until close()
 
     def events(self, events: Iterable[OffloadingEvent]) -> None:
         """Write what ``manager.take_events()`` returned."""

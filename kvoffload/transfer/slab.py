@@ -57,6 +57,8 @@ class Slab:
             self._map = mmap.mmap(fd, self.num_bytes)
         # Fewer page faults at first use, fewer entries in the tables of processor and GPU.
         self._advise("MADV_HUGEPAGE")
+        # KV of all clients must not end in a core file, nor make it as large as the slab.
+        self._advise("MADV_DONTDUMP")
         self._flat: HostBytes = np.frombuffer(self._map, np.int8)
         self.rows: HostBytes = self._flat.reshape(num_slots, slot_bytes)
         self._bytes = memoryview(self._map)

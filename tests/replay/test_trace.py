@@ -1,6 +1,7 @@
 """Traces of three kinds are read, and what is wrong with one is named."""
 
 import json
+import os
 
 import pytest
 
@@ -191,3 +192,12 @@ def test_conversations_say_their_tokens_a_block(tmp_path):
         read_trace(tmp_path)
     written(tmp_path / "c.json", json.dumps([{"hash_ids": [1]}]))
     assert read_trace(tmp_path).block_tokens is None
+
+
+def test_a_recorded_trace_is_for_its_owner_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        Recorder(tmp_path / "trace", 16).close()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "trace").stat().st_mode & 0o777 == 0o600

@@ -54,6 +54,13 @@ def test_a_slab_maps_what_was_asked_for_and_takes_it_as_it_is_used():
     assert slab.array(7, 3).tolist() == [97, 98, 99]
 
 
+def test_a_core_file_has_no_cache_of_clients_in_it():
+    slab = Slab(4, 1 << 20)
+    slab.rows[:] = 1
+    _, flags = resident_bytes(slab.address)
+    assert "dd" in flags.split()
+
+
 def test_copies_do_not_wait_for_memory_whose_pages_cannot_be_taken(monkeypatch):
     slab = Slab(4, SLOT)
 
