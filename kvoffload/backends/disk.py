@@ -161,9 +161,10 @@ class DiskBackend:
             self._keeper.index.rank(_head_last(keys, answers))
             self._house.wake()
         if self._facts is None:
-            # Opened by a name alone: that is what people will ask for.
+            # Opened by a name alone: that is what people will ask for. A dead disk delays no store.
             self._facts, self._remakes = {}, self._keeper.hold.remakes
-            self._begun(self._write_manifest({}))
+            naming = self._begun(self._write_manifest({}))
+            await asyncio.wait([naming], timeout=self.options.stall_s)
         elif self._remakes != self._keeper.hold.remakes:
             await self.describe(self._facts)
         return answers

@@ -8,6 +8,7 @@ from kvoffload.backends.disk_index import Name, name_of
 from kvoffload.backends.disk_io import PAGE, ChunkFiles
 from kvoffload.backends.disk_keeper import Keeper
 from kvoffload.backends.format import MAX_KEY_BYTES
+from kvoffload.backends.log_rate import Throttle
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +21,7 @@ class Chunks:
         self._keeper = keeper
         self._files = files
         self._digest = digest
+        self._unreadable = Throttle(log)
 
     def read(self, key: bytes, target: memoryview) -> bool:
         """Fill a slot, verified."""
@@ -44,7 +46,7 @@ class Chunks:
             self._keeper.set_aside(name, facts, reason)
         else:
             self._keeper.count(f"read_{reason}")
-            log.warning("disk: cannot read %s: %s", self._keeper.path(name), reason)
+            self._unreadable.warning("disk: cannot read %s: %s", self._keeper.path(name), reason)
         return False
 
     def write(self, key: bytes, chunk: memoryview) -> bool:

@@ -19,6 +19,8 @@ from kvoffload.backends.disk_hold import Hold
 from kvoffload.backends.disk_index import Index, Name, split_name
 from kvoffload.backends.disk_io import reason_of
 from kvoffload.backends.disk_layout import QUARANTINE, chunk_path, make_folder
+from kvoffload.backends.disk_quarantine import trim
+from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.vfs import Vfs
 from kvoffload.offload.policies.base import Policy
 
@@ -78,6 +80,7 @@ class Keeper:
         self._wanting = 0
         """Stores that wait for an eviction."""
         self._counts: Counter[str] = Counter()
+        self._damaged, self._undeletable = Throttle(log), Throttle(log)
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self._used: dict[Name, int] = {}
         self._writes_off_until = 0.0
@@ -273,7 +276,7 @@ class Keeper:
                 pass  # someone else was faster, and has booked it
             except OSError as error:
                 self.count("undeletable")
-                log.warning("disk: cannot remove %s: %s", path, error)
+                self._undeletable.warning("disk: cannot remove %s: %s", path, error)
                 return False
             self.left(name, reason)
         return True
@@ -360,7 +363,7 @@ class Keeper:
     def set_aside(self, name: Name, facts: os.stat_result | None, reason: str) -> None:
         """Take a damaged file out of every reader's sight, keeping a few for a look at them."""
         path = self.path(name)
-        log.warning("disk: %s failed verification: %s", path, reason)
+        self._damaged.warning("disk: %s failed verification: %s", path, reason)
         self.count(reason)
         # A file's name has 255 bytes at most.
         kept = f"{self.root}/{QUARANTINE}/{time.time_ns()}-{os.path.basename(path)[:200]}"
@@ -378,26 +381,9 @@ class Keeper:
             except OSError:
                 pass  # removed below, if that is possible
         if moved:
-            self._trim_quarantine()
+            trim(self.vfs, self.root, self.bounds, self._unlink)
         elif not self.discard(name, "corrupt"):
             self.index.hide([name])
-
-    def _trim_quarantine(self) -> None:
-        """Keep the newest few, and no more than a sixteenth of the capacity."""
-        folder = f"{self.root}/{QUARANTINE}"
-        kept_bytes = 0
-        try:
-            files = sorted(self.vfs.listdir(folder), reverse=True)
-        except OSError as error:
-            log.warning("disk: cannot trim %s: %s", folder, error)
-            return
-        for number, file in enumerate(files):
-            with contextlib.suppress(OSError):  # tried again with the next one set aside
-                allocated = self._allocated(f"{folder}/{file}")
-                kept_bytes += allocated
-                too_many = number >= self.bounds.quarantine_files
-                if too_many or kept_bytes * 16 > self.bounds.capacity_bytes:
-                    self._unlink(f"{folder}/{file}")
 
     def _allocated(self, path: str) -> int:
         try:

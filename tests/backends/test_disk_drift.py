@@ -264,6 +264,7 @@ def test_what_cannot_be_looked_at_does_not_end_inspect_and_is_no_success_for_ver
 
     asyncio.run(store())
     (folder,) = tmp_path.glob("?" * 64)
+    (folder / "manifest.json").unlink()
     os.mkfifo(folder / "manifest.json")
     failing = FailingVfs(
         1, errno.EIO, sticky=True, when=lambda c, p: c == "listdir" and kind_of(p) == "shard"

@@ -168,10 +168,11 @@ async def test_a_ledger_damaged_while_in_use_is_mended(tmp_path):
 
 async def test_leftovers_of_the_dead_are_removed_and_of_the_living_never(tmp_path):
     alive = open_disk(tmp_path)
-    (tmp_path / WRITERS / "0123456789abcdef").mkdir()
-    dead = tmp_path / WRITERS / "0123456789abcdef"
-    (dead / "lock").write_text("")
-    (dead / "7").write_bytes(bytes(50_000))
+    unseen = tmp_path / "unseen"  # the living one may clean up at any moment
+    unseen.mkdir()
+    (unseen / "lock").write_text("")
+    (unseen / "7").write_bytes(bytes(50_000))
+    dead = unseen.rename(tmp_path / WRITERS / "0123456789abcdef")
     half_removed = tmp_path / WRITERS / "fedcba9876543210"
     half_removed.mkdir()
     being_born = tmp_path / WRITERS / "new-0000000000000000"

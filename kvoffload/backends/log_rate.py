@@ -1,0 +1,33 @@
+"""Warnings about single chunks: a wrong device has a hundred thousand of them in a minute."""
+
+import logging
+import threading
+import time
+
+PERIOD_S = 1.0
+
+
+class Throttle:
+    """Writes one kind of warning at most once a second, with the number left out. Thread-safe.
+
+    What is left out is counted elsewhere, by the counters of a backend.
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._lock = threading.Lock()
+        self._silent_until = 0.0
+        self._left_out = 0
+
+    def warning(self, text: str, *values: object) -> None:
+        """Write this line, or count it for the next one."""
+        with self._lock:
+            now = time.monotonic()
+            if now < self._silent_until:
+                self._left_out += 1
+                return
+            self._silent_until = now + PERIOD_S
+            left_out, self._left_out = self._left_out, 0
+        if left_out:
+            text, values = text + " (%d more like it before)", (*values, left_out)
+        self._log.warning(text, *values)

@@ -1,0 +1,50 @@
+"""Many damaged chunks are many counts, and few lines of log."""
+
+import logging
+import os
+
+from disk_parts import SIZE, open_disk, write
+
+from kvoffload.backends import log_rate
+from kvoffload.backends.log_rate import Throttle
+from kvoffload.testing.backends import keys_of, slots
+
+log = logging.getLogger("kvoffload.test")
+
+
+def messages(caplog, text):
+    return [r.getMessage() for r in caplog.records if text in r.getMessage()]
+
+
+def test_the_next_line_tells_how_many_were_left_out(caplog, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(log_rate.time, "monotonic", lambda: now[0])
+    throttle, another = Throttle(log), Throttle(log)
+    for i in range(50):
+        throttle.warning("chunk %s of 100%% is damaged", i)
+        now[0] += 0.01
+    another.warning("something else")
+    now[0] += 1.0
+    throttle.warning("chunk %s of 100%% is damaged", 50)
+    now[0] += 1.0
+    throttle.warning("chunk %s of 100%% is damaged", 51)
+    assert [record.getMessage() for record in caplog.records] == [
+        "chunk 0 of 100% is damaged",
+        "something else",
+        "chunk 50 of 100% is damaged (49 more like it before)",
+        "chunk 51 of 100% is damaged",
+    ]
+
+
+async def test_many_damaged_files_are_few_lines_and_all_are_counted(tmp_path, caplog):
+    backend = open_disk(tmp_path)
+    keys = keys_of(150)
+    await write(backend, keys)
+    for path in tmp_path.glob("*/??/*"):
+        os.truncate(path, 5000)
+    assert await backend.read(keys, slots(150, SIZE)) == [False] * 150
+    assert backend.counters()["corrupt_size"] == 150
+    lines = messages(caplog, "failed verification")
+    assert 1 <= len(lines) <= 10
+    assert str(tmp_path) in lines[0]
+    await backend.close()
