@@ -21,6 +21,7 @@ from urllib.parse import quote
 from kvoffload.backends import redis_admin, redis_doctor
 from kvoffload.backends.base import Usage
 from kvoffload.backends.format import MAX_KEY_BYTES, namespace_digest
+from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.redis_chunks import Batch, Load, Sealer, Store
 from kvoffload.backends.redis_connection import Outcome, Request
 from kvoffload.backends.redis_facts import Facts
@@ -96,7 +97,7 @@ class RedisBackend:
         self._suspects: set[bytes] = set()  # keys whose values are looked at again
         self._facts_name = facts_name(namespace)
         self._facts = Facts(self._facts_name, options.ttl_s, self._send_facts)
-        self._warned_until = 0.0
+        self._damaged = Throttle(log)
 
     def __repr__(self) -> str:
         return f"RedisBackend({redacted(self._options.url)!r}, {self._namespace!r})"
@@ -143,7 +144,7 @@ class RedisBackend:
             if why == "missing":
                 self._verdicts.set(keys[i], False)
             elif why.startswith("corrupt_"):
-                self._warn("redis: a value is not the chunk asked for (%s)", why)
+                self._damaged.warning("redis: a value is not the chunk asked for (%s)", why)
                 self._verdicts.set(keys[i], False)
                 self._suspect(keys[i], into[i].nbytes)
 
@@ -339,13 +340,6 @@ class RedisBackend:
         node = self._topology.node(self._facts_name) if self._topology is not None else None
         if node is not None:
             node.command([request])
-
-    def _warn(self, text: str, *values: object) -> None:
-        """Log at most once a second; the counters have the rest."""
-        now = asyncio.get_running_loop().time()
-        if now >= self._warned_until:
-            self._warned_until = now + 1.0
-            log.warning(text, *values)
 
     def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
         task = asyncio.get_running_loop().create_task(work)
