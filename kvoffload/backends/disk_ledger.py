@@ -160,12 +160,12 @@ class Ledger:
         return self.resident_bytes
 
     def _store(self, resident: int) -> bool:
-        record = _RECORD.pack(_MAGIC, _VERSION, resident, self.changes + 1)
+        changes = (self.changes + 1) % _MOST  # what is written must be readable
+        record = _RECORD.pack(_MAGIC, _VERSION, resident, changes)
         data = record + _SEAL.pack(_seal_of(record))
         if self._vfs.pwritev(self._fd, [data], 0) != len(data):
             return False
-        self.resident_bytes = resident
-        self.changes += 1
+        self.resident_bytes, self.changes = resident, changes
         return True
 
     def _locked(self) -> bool:

@@ -38,6 +38,16 @@ def test_a_sealed_ledger_with_absurd_counts_is_damaged_until_it_is_set_right(tmp
     ledger.close()
 
 
+def test_the_last_count_that_is_good_has_a_good_successor(tmp_path):
+    path = tmp_path / ".ledger"
+    path.write_bytes(sealed(7, 2**62 - 1))
+    ledger = Ledger(Vfs(), str(path), fresh=False)
+    assert ledger.refresh() == 7
+    assert ledger.reserve(100, 1 << 40)
+    assert ledger.refresh() == 107
+    ledger.close()
+
+
 async def test_a_store_with_such_a_ledger_is_set_right_and_stores(tmp_path):
     (tmp_path / "root").mkdir(mode=0o700)
     backend = open_disk(tmp_path / "root")

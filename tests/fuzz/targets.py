@@ -206,7 +206,10 @@ def _slot_row(start: int, stop: int) -> bytes:
 
 TARGETS = {
     chunk_header: [pack_header(_KEY, _NAMESPACE, b"chunk")[:_SEALED] + b"chunk"],
-    disk_ledger: [struct.pack("<qQ", 5, 2**64 - 1), struct.pack("<qQ", 2**63 - 1, 7)],
+    disk_ledger: [
+        struct.pack("<qQ", resident, changes)
+        for resident, changes in ((5, 2**64 - 1), (2**63 - 1, 7), (0, 2**62 - 1), (2**62 - 1, 9))
+    ],
     snapshot: [struct.pack("<HI", 3, 2) + b"abc" + bytes(8) + b"xyz" + bytes(8)],
     replies: [
         b"\0\x05+OK\r\n:1\r\n:0\r\n-OOM\r\n$-1\r\n*1\r\n:1\r\n$2\r\nab\r\n",
