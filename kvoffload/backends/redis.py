@@ -4,10 +4,10 @@ One value a chunk, one command a chunk, several connections, straight from and t
 memory; every value verified. A server that is down, slow or full costs misses, never time: see
 :mod:`~kvoffload.backends.redis_breaker`. ``docs/redis.md`` is for operators.
 
-Where things are: settings in ``redis_options``, the wire format in ``redis_resp``, connections in
-``redis_channel`` and ``redis_connection``, one server in ``redis_node``, several in
-``redis_topology``, loads and stores in ``redis_chunks``, what is known to be there in
-``redis_presence``, what a namespace is in ``redis_facts``.
+Where things are: settings in ``redis_options`` and ``redis_secrets``, the wire format in
+``redis_resp``, connections in ``redis_channel`` and ``redis_connection``, one server in
+``redis_node``, several in ``redis_topology``, ``redis_discovery`` and ``redis_slots``, loads and
+stores in ``redis_chunks``, presence in ``redis_presence``, namespaces' facts in ``redis_facts``.
 """
 
 import asyncio
