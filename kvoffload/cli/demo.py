@@ -50,7 +50,7 @@ def command(
         options = demo.DemoOptions(out, checkpoint, quick, device, threads)
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
-        with Progress(*columns, console=Console(stderr=as_json)) as bar:
+        with Progress(*columns, console=console(stderr=as_json)) as bar:
             task = bar.add_task("starting", total=demo.num_requests(options))
             report = demo.run(
                 options, lambda what, done: bar.update(task, description=what, advance=done)

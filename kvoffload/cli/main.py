@@ -81,6 +81,7 @@ def _asked() -> str | None:
 
 
 def _never_fail_to_print() -> None:
-    """Print ``?`` for a character that the terminal's encoding lacks."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+    """Spell out a character that the terminal's encoding lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

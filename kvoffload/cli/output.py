@@ -14,7 +14,7 @@ _FRAME = 3
 
 def console(*, stderr: bool = False) -> Console:
     """Return a console as wide as the terminal, or without a limit where there is none."""
-    found = Console(stderr=stderr)
+    found = Console(highlight=False, stderr=stderr)
     if not found.is_terminal and not os.environ.get("COLUMNS"):
         found.width = _UNLIMITED
     return found

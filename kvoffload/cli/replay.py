@@ -113,7 +113,7 @@ def facts(trace: Trace) -> dict[str, Any]:
 def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
     """Show a bar on standard error while it is a terminal."""
     with Progress(
-        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+        console=console(stderr=True), transient=True, disable=not sys.stderr.isatty()
     ) as bar:
         task = bar.add_task("replaying", total=total)
         yield lambda blocks: bar.advance(task, blocks)

@@ -64,4 +64,4 @@ def test_a_terminal_that_is_not_utf_8_ends_no_command(tmp_path):
     trace.write_text('{"hash_ids": [1, 2]}\n')
     result = kvoffload("replay", str(trace), "--sizes", "1", PYTHONIOENCODING="ascii")
     assert (result.returncode, result.stderr) == (0, "")
-    assert "?.jsonl: 1 requests" in result.stdout
+    assert "\\xe9.jsonl: 1 requests" in result.stdout
