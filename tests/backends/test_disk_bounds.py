@@ -13,7 +13,7 @@ from kvoffload.backends.disk import DiskBackend, DiskOptions
 from kvoffload.backends.format import namespace_digest
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
-from kvoffload.offload.policies.lru import LRUPolicy
+from kvoffload.offload.policies.handicap import HandicapPolicy
 from kvoffload.testing.backends import filled, keys_of, slots
 from kvoffload.testing.vfs import FailingVfs
 
@@ -69,7 +69,7 @@ async def test_the_background_goes_on_evicting_after_a_store_had_to(
     assert await write_all(backend, keys_of(6)) == [True] * 6
     if policy_fails:
         with monkeypatch.context() as broken:
-            broken.setattr(LRUPolicy, "victims", None)
+            broken.setattr(HandicapPolicy, "victims", None)
             assert await write_all(backend, keys_of(1, "more")) == [False]
     keeper = backend._keeper
     assert keeper._wanting == 0
@@ -268,7 +268,7 @@ def test_settings_that_cannot_work_are_refused_by_name(tmp_path, field, value):
 def test_sizes_that_no_file_system_has_are_refused_however_they_are_given(tmp_path):
     for field in ("capacity", "min_free"):
         for size in (-1, 1 << 63, 10**20):
-            with pytest.raises(ConfigError, match="at most 8 EiB") as caught:
+            with pytest.raises(ConfigError, match="below 8 EiB") as caught:
                 DiskOptions(root=str(tmp_path), **{field: size})
             assert (caught.value.field, caught.value.value) == (field, size)
 

@@ -127,6 +127,7 @@ def test_a_request_without_a_name_is_read_each_time(reader):
         {"unknown": nested(sys.getrecursionlimit() * 3)},
         nested(sys.getrecursionlimit() * 3),
         {"max_load_tokens": -(10**5000)},
+        {"max_load_tokens": "7"},
         {"explain": float("nan")},
         {"\ud800": "\ud800"},
     ],
