@@ -39,28 +39,38 @@ class Retirement:
         """See :meth:`OffloadingManager.retire`."""
         self._put_in_order(keys)
         places = [place for place in self._places() if not place.keys().isdisjoint(keys)]
-        late = [i for i, key in enumerate(keys) if any(key in place for place in places)]
+        late = {key: i for i, key in enumerate(keys) if any(key in place for place in places)}
         if not late:
             return
-        ended = _Ended(keys[: late[-1] + 1], len(late))
-        for i in late:
-            before = self._in_flight.get(keys[i])
-            self._in_flight[keys[i]] = ended
-            if before is not None:
-                self._landed(before)
+        ended = _Ended(keys[: max(late.values()) + 1], len(late))
+        before = [self._in_flight[key] for key in late if key in self._in_flight]
+        self._in_flight.update(dict.fromkeys(late, ended))
+        self._landed(before, keys)
 
     def landed(self, keys: Iterable[OffloadKey]) -> None:
         """Transfers of these chunks ended, well or not, or will not begin."""
         if not self._in_flight:
             return
-        for key in keys:
-            if key in self._in_flight and not self._is_in_flight(key):
-                self._landed(self._in_flight.pop(key))
+        gone = {key for key in keys if key in self._in_flight and not self._is_in_flight(key)}
+        self._landed(map(self._in_flight.pop, gone))
 
-    def _landed(self, ended: _Ended) -> None:
-        ended.num_in_flight -= 1
-        if not ended.num_in_flight:
-            self._put_in_order(ended.chunks)
+    def _landed(self, requests: Iterable[_Ended], in_order: Sequence[OffloadKey] = ()) -> None:
+        """A chunk of each of these requests has landed, or is waited for by another request.
+
+        Many requests may have one prompt's chunks: those of the longest are put in order alone.
+        """
+        done: list[_Ended] = []
+        for ended in requests:
+            ended.num_in_flight -= 1
+            if not ended.num_in_flight:
+                done.append(ended)
+        if not done:
+            return
+        covered = set(in_order)
+        for ended in sorted(done, key=lambda it: -len(it.chunks)):
+            if not covered.issuperset(ended.chunks):
+                covered.update(ended.chunks)
+                self._put_in_order(ended.chunks)
 
     def _places(self) -> Iterator[Mapping[OffloadKey, object]]:
         yield self._host.incoming

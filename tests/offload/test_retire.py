@@ -6,6 +6,7 @@ from manager_parts import Store, keys
 from kvoffload import registry
 from kvoffload.offload.base import ReqContext
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
+from kvoffload.offload.policies.lru import LRUPolicy
 
 A, B = ReqContext("a"), ReqContext("b")
 POLICIES = ["lru", "arc", "handicap"]
@@ -132,3 +133,47 @@ def test_nothing_is_waited_for_after_everything_was_forgotten(forget):
     manager.retire(a, A)
     manager.reset_cache() if forget == "reset_cache" else manager.replace_tiers([])
     manager.check()
+
+
+class CountingLRU(LRUPolicy):
+    added = 0
+
+    def add_all(self, keys):
+        self.added += len(keys)
+        super().add_all(keys)
+
+
+@pytest.mark.parametrize("lengths", [range(1, 33), range(32, 0, -1), [32] * 32])
+def test_writes_that_land_together_cost_the_same_however_many_requests_wait(lengths):
+    order = CountingLRU(32)
+    store = Store()
+    manager = TieredOffloadingManager(
+        32, order, [Tier("tier0", store, store)], max_persisting_slots=32
+    )
+    a = keys("a", 32)
+    manager.prepare_store(a, A)
+    manager.complete_store(a, A)
+    (transfer,) = manager.take_transfers()
+    for i, length in enumerate(lengths):
+        manager.retire(a[:length], ReqContext(f"r{i}"))
+    before = order.added
+    manager.complete_transfer(transfer, [True] * 32)
+    manager.check()
+    assert order.added - before <= 32
+    assert evicted_one_by_one(manager, 32) == a[::-1]
+
+
+def test_a_request_that_ends_again_is_put_in_order_once():
+    order = CountingLRU(33)
+    store = Store()
+    manager = TieredOffloadingManager(
+        33, order, [Tier("tier0", store, store)], max_persisting_slots=1
+    )
+    a = keys("a", 32)
+    manager.prepare_store(a, A)
+    manager.complete_store(a, A)
+    for length in range(32, 0, -1):
+        manager.retire(a[:length], A)
+    before = order.added
+    manager.retire(a, B)
+    assert order.added - before <= 32
