@@ -131,7 +131,7 @@ class Vllm:
                 report.completed_jobs[job_id] = 1
         self.half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
 
-    def run(self, prompt, in_gpu=0, steps=1):
+    def new(self, prompt, in_gpu=0):
         request = types.SimpleNamespace(
             request_id=prompt.request_id,
             block_hashes=prompt.block_hashes,
@@ -140,13 +140,30 @@ class Vllm:
             num_computed_tokens=in_gpu,
             kv_transfer_params=None,
             kv_hints=None,
+            cache_salt=None,
+            mm_features=[],
             skip_reading_prefix_cache=False,
             status=None,
             is_finished=lambda: request.over,
             over=False,
         )
-        half = self.half
-        half.on_new_request(request)
+        self.half.on_new_request(request)
+        return request
+
+    def give_up(self, prompt):
+        """End a request that was looked up, and never admitted."""
+        request = self.new(prompt)
+        found, _ = self.half.get_num_new_matched_tokens(request, 0)
+        self.end(request)
+        return found
+
+    def end(self, request):
+        request.over = True
+        self.half.request_finished(request)
+        self.step(finished=[request.request_id])
+
+    def run(self, prompt, in_gpu=0, steps=1):
+        half, request = self.half, self.new(prompt, in_gpu)
         found, _ = half.get_num_new_matched_tokens(request, in_gpu)
         count = -(-prompt.num_tokens // BLOCK)
         tables = tuple([next(self.blocks) for _ in range(count)] for _ in self.kinds)
@@ -172,9 +189,7 @@ class Vllm:
         for end in ends(request.num_computed_tokens, prompt.num_tokens, steps):
             self.step(new, {request.request_id: end - request.num_computed_tokens})
             new, request.num_computed_tokens = (), end
-        request.over = True
-        half.request_finished(request)
-        self.step(finished=[request.request_id])
+        self.end(request)
         return found
 
     def close(self):
@@ -201,6 +216,12 @@ class Local:
             connector.after_forward(prompt, table, end)
             connector.flush()
         connector.request_finished(prompt)
+        return found
+
+    def give_up(self, prompt):
+        """End a request that was looked up, and never admitted."""
+        found = self.connector.get_num_new_matched_tokens(prompt, 0)
+        self.connector.request_finished(prompt)
         return found
 
     def close(self):
