@@ -51,8 +51,8 @@ class Retirement:
         """Transfers of these chunks ended, well or not, or will not begin."""
         if not self._in_flight:
             return
-        gone = {key for key in keys if key in self._in_flight and not self._is_in_flight(key)}
-        self._landed(map(self._in_flight.pop, gone))
+        gone = [key for key in keys if key in self._in_flight and not self._is_in_flight(key)]
+        self._landed(map(self._in_flight.pop, dict.fromkeys(gone)))
 
     def _landed(self, requests: Iterable[_Ended], in_order: Sequence[OffloadKey] = ()) -> None:
         """A chunk of each of these requests has landed, or is waited for by another request.
