@@ -294,7 +294,7 @@ class LocalConnector:
         if state is None:
             return False
         self._manager.drop(state.refused)
-        self._uses.end(self._context(request), self._groups.from_head_to_tail(state.keys))
+        self._uses.end(self._context(request), lambda: self._groups.from_head_to_tail(state.keys))
         return state.loading is not None
 
     # ---- the rest of an engine's life ----

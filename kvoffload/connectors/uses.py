@@ -33,7 +33,15 @@ class Uses:
         self._manager.touch(used(), context)
         return True
 
-    def end(self, context: ReqContext, chunks: Sequence[OffloadKey]) -> None:
-        """The request with these chunks, head to tail, ended: its tail leaves before its head."""
+    def end(self, context: ReqContext, chunks: Callable[[], Sequence[OffloadKey]]) -> None:
+        """A request ended: its tail leaves before its head.
+
+        A request that did not count, because it was never admitted, leaves the order as it is.
+
+        Args:
+            context: of the request.
+            chunks: lists its chunks, head to tail; called only if the request counted.
+        """
+        counted = context.req_id in self._counted
         self._counted.discard(context.req_id)
-        self._manager.retire(chunks, context)
+        self._manager.retire(chunks() if counted else (), context)

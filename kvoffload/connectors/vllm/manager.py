@@ -199,13 +199,9 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         """Let the tail of the request's chunks leave before their head; this is no use."""
         if self._uses is None:
             return
-        if req_context.req_id in self._kept_out:
-            self._kept_out.remove(req_context.req_id)
-            chunks = []  # its hashes may be those of other requests
-        else:
-            state = req_context.get_state(_Named) or _Named()
-            chunks = self._in_order(state.keys, req_context)
-        self._uses.end(our_context(req_context), chunks)
+        self._kept_out.discard(req_context.req_id)  # it did not count: it neither loads nor stores
+        named = req_context.get_state(_Named) or _Named()
+        self._uses.end(our_context(req_context), lambda: self._in_order(named.keys, req_context))
 
     def take_events(self) -> Iterable[VllmEvent]:
         """Translate what became resident, or ceased to be."""

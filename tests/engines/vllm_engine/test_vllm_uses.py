@@ -307,3 +307,12 @@ def test_a_threshold_of_three_takes_three_requests(both, new_request):
             engine.run(new_request("p", 20, request_id=f"r{i}"), steps=2)
             resident.append(engine.manager.resident)
         assert resident == [0, 0, 5]
+
+
+def test_requests_that_were_never_admitted_change_no_order(both, new_request):
+    for engine in both(policy="lru"):
+        engine.run(new_request("a", 41))
+        engine.run(new_request("b", 41))
+        before = list(engine.manager._host.idle.slots)
+        assert engine.give_up(new_request("a", 41, request_id="again")) == 40
+        assert list(engine.manager._host.idle.slots) == before
