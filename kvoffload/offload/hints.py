@@ -84,6 +84,10 @@ class HintReader:
                 self._read.popitem(last=False)
         return hints
 
+    def known(self, req_id: str) -> Hints:
+        """Return what a request asked for earlier in its life."""
+        return self._read.get(req_id, NO_HINTS)
+
     def forget(self, req_id: str) -> None:
         """Drop the hints of a request that ended; its id may name another request now."""
         self._read.pop(req_id, None)

@@ -38,8 +38,10 @@ class Lookups:
 
     def hints(self, req_context: ReqContext | None) -> Hints:
         """Return what a request asks for."""
-        if req_context is None or not req_context.kv_transfer_params:
+        if req_context is None:
             return NO_HINTS
+        if not req_context.kv_transfer_params:  # answers of transfers name the request alone
+            return self._hints.known(req_context.req_id)
         return self._hints.hints(req_context, frozenset(tier.name for tier in self.tiers))
 
     def forget_hints(self, req_context: ReqContext | None) -> None:

@@ -208,6 +208,14 @@ def test_what_comes_from_a_far_tier_goes_to_the_nearer_ones():
     assert take_written(manager) == {("tier0", *keys("a", 3)[1:])}
 
 
+def test_answers_that_name_a_request_alone_keep_to_the_tiers_it_asked_for():
+    a = keys("a", 1)
+    manager = new_manager(stores=[Store(), Store(a)])
+    manager.prepare_load(a, ReqContext("r", {"kvoffload": {"tiers": ["tier1"]}}))
+    manager.complete_load(a, ReqContext("r"))
+    assert manager.take_transfers() == []
+
+
 def test_without_promotion_what_is_loaded_is_written_nowhere():
     manager = new_manager(stores=[Store(), Store(keys("a", 3))], promote=False)
     fetch(manager, keys("a", 3))

@@ -58,7 +58,7 @@ DISK = {"type": "disk", "root": "/nowhere", "capacity": "1GiB"}
             r"backends\[1\]\.capacty = 1: .*did you mean 'capacity'",
         ),
         ({"backends": [{**DISK, "io": "fast"}]}, r"backends\[0\]\.io = 'fast': must be one of"),
-        ({"backends": [{"type": "disc"}]}, r"backends\[0\]\.type = 'disc': .*installed: .*disk"),
+        ({"backends": [{"type": "disc"}]}, r"backends\[0\]\.type = 'disc': .*did you mean 'disk'"),
         ({"backends": [{"type": "redis", "url": "http://x"}]}, r"backends\[0\]\.url"),
         ({"backends": [{"type": "disk"}]}, r"backends\[0\]\.root = None: is required"),
         ({"policy": "lur"}, r"policy = 'lur'"),
