@@ -29,6 +29,8 @@ class Connector(Protocol):
         self, request: Request, block_ids: tuple[Sequence[int], ...], num_computed_tokens: int
     ) -> None: ...
 
+    def request_preempted(self, request: Request) -> bool: ...
+
     def request_finished(self, request: Request) -> bool: ...
 
     def flush(self) -> object: ...
@@ -59,6 +61,9 @@ class NoOffloading:
         self, request: Request, block_ids: tuple[Sequence[int], ...], num_computed_tokens: int
     ) -> None:
         """Nothing to store to."""
+
+    def request_preempted(self, request: Request) -> bool:
+        return False
 
     def request_finished(self, request: Request) -> bool:
         return False

@@ -117,7 +117,7 @@ class Scheduler:
         self._give_up_blocks(request)
 
     def _give_up_blocks(self, request: EngineRequest) -> None:
-        self._connector.request_finished(request)
+        self._connector.request_preempted(request)
         self._manager.free(request)
         request.num_computed_tokens = 0
         request.state = State.WAITING

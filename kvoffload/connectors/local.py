@@ -11,6 +11,7 @@ its blocks are allocated       ``update_state_after_alloc``: the load begins
 every step, also when idle     ``poll``: which loads ended, and how far each got
 before a forward pass          ``before_forward``: blocks about to be written are let go of
 after a forward pass           ``after_forward``: newly full chunks are stored
+it gives up its blocks         ``request_preempted``, if it will be admitted again
 a request ends in any way      ``request_finished``
 =============================  =====================================================================
 
@@ -20,7 +21,7 @@ Nothing here does I/O or raises because of a store; a failed load is an outcome 
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvoffload.backends.base import ReportsUsage
@@ -283,19 +284,23 @@ class LocalConnector:
         store = Store(context, keys, slots, tuple(source.block_ids.tolist()))
         self._under_way.begin(store, (source, CPULoadStoreSpec(slots)))
 
+    def request_preempted(self, request: OffloadRequest) -> bool:
+        """Forget a request that gave up its blocks, until it is admitted again.
+
+        It was counted as a use of its chunks and is not counted again.
+
+        Returns:
+            See :meth:`request_finished`.
+        """
+        return self._forget(request, self._uses.pause)
+
     def request_finished(self, request: OffloadRequest) -> bool:
-        """Forget a request that ended, was aborted or preempted; harmless if unknown.
+        """Forget a request that ended or was aborted; harmless if unknown.
 
         Returns:
             True if a load still writes its blocks: free them only when :meth:`poll` names it.
         """
-        self._short_loads.gave_up(request.request_id)
-        state = self._requests.pop(request.request_id, None)
-        if state is None:
-            return False
-        self._manager.drop(state.refused)
-        self._uses.end(self._context(request), lambda: self._groups.from_head_to_tail(state.keys))
-        return state.loading is not None
+        return self._forget(request, self._uses.end)
 
     # ---- the rest of an engine's life ----
 
@@ -387,6 +392,20 @@ class LocalConnector:
         self._manager.check()
 
     # ---- inside ----
+
+    def _forget(
+        self,
+        request: OffloadRequest,
+        retire: Callable[[ReqContext, Callable[[], Sequence[OffloadKey]]], None],
+    ) -> bool:
+        self._short_loads.gave_up(request.request_id)
+        state = self._requests.pop(request.request_id, None)
+        keys = state.keys if state else [[]]
+        retire(self._context(request), lambda: self._groups.from_head_to_tail(keys))
+        if state is None:
+            return False
+        self._manager.drop(state.refused)
+        return state.loading is not None
 
     def _context(self, request: OffloadRequest) -> ReqContext:
         return ReqContext(request.request_id, getattr(request, "kv_transfer_params", None))

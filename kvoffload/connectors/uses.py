@@ -33,6 +33,11 @@ class Uses:
         self._manager.touch(used(), context)
         return True
 
+    def pause(self, context: ReqContext, chunks: Callable[[], Sequence[OffloadKey]]) -> None:
+        """Do as :meth:`end` for a request that will be admitted again: then it does not count."""
+        counted = context.req_id in self._counted
+        self._manager.retire(chunks() if counted else (), context)
+
     def end(self, context: ReqContext, chunks: Callable[[], Sequence[OffloadKey]]) -> None:
         """A request ended: its tail leaves before its head.
 
@@ -42,6 +47,5 @@ class Uses:
             context: of the request.
             chunks: lists its chunks, head to tail; called only if the request counted.
         """
-        counted = context.req_id in self._counted
+        self.pause(context, chunks)
         self._counted.discard(context.req_id)
-        self._manager.retire(chunks() if counted else (), context)

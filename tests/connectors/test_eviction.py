@@ -56,3 +56,29 @@ def test_by_default_a_prompt_that_came_back_outlives_prompts_seen_once(
     for i in range(4):  # as many chunks as host memory takes
         use(connector, new_request(f"once {i}", 33))
     assert use(connector, new_request("again", 33)) == (32 if survives else 0)
+
+
+def test_a_request_that_is_preempted_counts_as_used_once(connect, new_request):
+    connector = connect(chunks=8, policy="arc")
+    request, table = new_request("p", 33), [range(5, 14)]
+    for computed in (16, 32):
+        connector.after_forward(request, table, computed)
+        assert connector.flush()
+        assert connector.request_preempted(request) is False
+        assert connector.get_num_new_matched_tokens(request, 0) == computed
+    connector.after_forward(request, table, 32)
+    connector.request_finished(request)
+    order = connector._manager._host.policy
+    assert (len(order._once.keys), len(order._again.keys)) == (4, 0)
+    use(connector, request)
+    assert (len(order._once.keys), len(order._again.keys)) == (0, 4)
+
+
+def test_a_preempted_request_that_is_not_admitted_again_leaves_nothing(connect, new_request):
+    connector = connect(chunks=8, policy="arc")
+    request = new_request("p", 33)
+    connector.after_forward(request, [range(5, 14)], 32)
+    connector.request_preempted(request)
+    connector.request_finished(request)
+    use(connector, request)
+    assert len(connector._manager._host.policy._again.keys) == 4
