@@ -1,5 +1,6 @@
 """The order of an ended request's chunks: tails leave before heads, since a tail needs its head."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -7,6 +8,10 @@ from kvoffload.core.transfers import OffloadKey
 from kvoffload.errors import UsageError
 from kvoffload.offload.host import HostLedger
 from kvoffload.offload.write_through import WriteThrough
+
+LISTED_PER_SLOT = 8
+"""Chunks that the lists of ended requests have together, for each host slot. Requests with one long
+head list it again and again, for as long as a tier hangs."""
 
 
 @dataclass(slots=True)
@@ -33,7 +38,8 @@ class Retirement:
     def __init__(self, host: HostLedger, write_through: WriteThrough) -> None:
         self._host = host
         self._write_through = write_through
-        self._in_flight: dict[OffloadKey, _Ended] = {}
+        self._in_flight: OrderedDict[OffloadKey, _Ended] = OrderedDict()
+        self._num_listed = 0
 
     def retire(self, keys: Sequence[OffloadKey]) -> None:
         """See :meth:`OffloadingManager.retire`."""
@@ -45,7 +51,10 @@ class Retirement:
         ended = _Ended(keys[: max(late.values()) + 1], len(late))
         before = [self._in_flight[key] for key in late if key in self._in_flight]
         self._in_flight.update(dict.fromkeys(late, ended))
+        self._num_listed += len(ended.chunks)
         self._landed(before, keys)
+        while self._num_listed > LISTED_PER_SLOT * self._host.num_slots:
+            self._let_go(self._in_flight.popitem(last=False)[1])
 
     def landed(self, keys: Iterable[OffloadKey]) -> None:
         """Transfers of these chunks ended, well or not, or will not begin."""
@@ -59,11 +68,7 @@ class Retirement:
 
         Many requests may have one prompt's chunks: those of the longest are put in order alone.
         """
-        done: list[_Ended] = []
-        for ended in requests:
-            ended.num_in_flight -= 1
-            if not ended.num_in_flight:
-                done.append(ended)
+        done = [ended for ended in requests if self._let_go(ended)]
         if not done:
             return
         covered = set(in_order)
@@ -71,6 +76,14 @@ class Retirement:
             if not covered.issuperset(ended.chunks):
                 covered.update(ended.chunks)
                 self._put_in_order(ended.chunks)
+
+    def _let_go(self, ended: _Ended) -> bool:
+        """Wait for one chunk less of a request; return whether that was the last."""
+        ended.num_in_flight -= 1
+        if ended.num_in_flight:
+            return False
+        self._num_listed -= len(ended.chunks)
+        return True
 
     def _places(self) -> Iterator[Mapping[OffloadKey, object]]:
         yield self._host.incoming
@@ -89,8 +102,12 @@ class Retirement:
     def clear(self) -> None:
         """Forget requests that ended: their chunks are gone, or nothing more is written."""
         self._in_flight.clear()
+        self._num_listed = 0
 
     def check(self) -> None:
         """Raise UsageError if a chunk is waited for that is not in flight; for tests."""
         if not all(map(self._is_in_flight, self._in_flight)):
             raise UsageError("the manager waits for a transfer that has ended")
+        lists = {id(ended): len(ended.chunks) for ended in self._in_flight.values()}
+        if sum(lists.values()) != self._num_listed:
+            raise UsageError("the manager miscounts the lists of ended requests")

@@ -177,3 +177,18 @@ def test_a_request_that_ends_again_is_put_in_order_once():
     before = order.added
     manager.retire(a, B)
     assert order.added - before <= 32
+
+
+def test_a_tier_that_hangs_does_not_let_the_lists_of_ended_requests_grow():
+    manager = new_manager("lru", 64, [Store()], max_persisting_slots=1)
+    head = keys("h", 40)
+    manager.prepare_store(head, A)
+    manager.complete_store(head, A)
+    for i in range(200):
+        context, own = ReqContext(f"r{i}"), keys(f"own {i} ", 1)
+        manager.prepare_store(own, context)
+        manager.complete_store(own, context)
+        manager.retire([*head, *own], context)
+        manager.check()
+    waiting = {id(it): it for it in manager._retirement._in_flight.values()}
+    assert 0 < sum(len(it.chunks) for it in waiting.values()) <= 8 * 64
