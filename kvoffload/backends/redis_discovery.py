@@ -84,7 +84,7 @@ class SentinelResolver:
             try:
                 masters = await self._masters(sentinel)
             except (OSError, ValueError) as error:
-                said.append(f"{sentinel}: {error or type(error).__name__}")
+                said.append(f"{sentinel}: {str(error) or type(error).__name__}")
                 cause = cause or error
                 continue
             if address := masters.get(service):

@@ -248,7 +248,7 @@ class Node:
         if self._closed:
             return
         self._counters["connect_failed"] += 1
-        log.debug("redis at %s: %s", self._where, error or type(error).__name__)
+        log.debug("redis at %s: %s", self._where, str(error) or type(error).__name__)
         self._fail(_CONNECT, lasted_s, str(error) or type(error).__name__)
         if not self._data:
             self._lose((self._loads, self._stores), "unreachable")

@@ -20,6 +20,8 @@ from kvoffload.backends.redis_slots import NUM_SLOTS, Slots, parse_redirect, slo
 
 log = logging.getLogger(__name__)
 
+_SHOWN_SERVERS = 5
+
 
 class Topology(Protocol):
     """Finds the server for a key. On the I/O loop's thread, but for :meth:`shut`."""
@@ -176,6 +178,8 @@ class Cluster:
             await self._stale.wait()
             self._stale.clear()
             slots = await self._fetch()
+            if slots is not None and self._failing:
+                log.warning("redis cluster: a slot table is known again")
             self._failing = slots is None
             if slots is None:
                 self._stale.set()  # nobody answered: ask again after the pause
@@ -186,12 +190,17 @@ class Cluster:
 
     async def _fetch(self) -> Slots | None:
         healthy = [a for a, node in self._nodes.items() if not node.is_open]
+        said: list[str] = []
         for address in dict.fromkeys([*healthy, *self._seeds, *self._nodes]):
             try:
                 if slots := await self._ask(address):
                     return slots
+                said.append(f"{address}: a table without servers")
             except Exception as error:  # whatever it is, the refresher goes on
-                log.debug("redis cluster: %s gives no slot table: %s", address, error)
+                said.append(f"{address}: {str(error) or type(error).__name__}")
+        if not self._failing:  # said once, not with every try
+            some = "; ".join(said[:_SHOWN_SERVERS])
+            log.warning("redis cluster: no server gives a slot table: %s", some)
         return None
 
     def _adopt(self, slots: Slots) -> None:

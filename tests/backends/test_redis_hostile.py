@@ -126,6 +126,51 @@ async def test_after_a_hostile_slot_table_the_store_comes_back():
             group.create_task(comes_back_after_a_hostile_table(name), name=name)
 
 
+async def test_a_cluster_without_a_table_is_logged_once_and_so_is_its_return(caplog):
+    """A URL of a cluster for a server that is none stored nothing, and no line said why."""
+    tables = [b"-ERR This instance has cluster support disabled\r\n"]
+
+    def answer(words):
+        return tables[-1] if words[0].upper() == b"CLUSTER" else polite(words)
+
+    def lines():
+        return [r.getMessage() for r in caplog.records if "slot table" in r.getMessage()]
+
+    async with FakeRedis(answer) as server:
+        async with RedisEngine(f"redis+cluster://{server.address}") as engine:
+            assert await engine.store() == [False] * 8
+
+            async def asked_twice():
+                return sum(words[0].upper() == b"CLUSTER" for words in server.commands) > 1
+
+            await until(asked_twice)
+            (line,) = lines()
+            assert f"{server.address}: CLUSTER refused: ERR This instance has cluster" in line
+            tables.append(table((0, NUM_SLOTS - 1, "127.0.0.1", server.port)))
+
+            async def known_again():
+                return len(lines()) == 2
+
+            await until(known_again)
+            assert "known again" in lines()[1]
+
+
+@pytest.mark.parametrize("kind", ["cluster", "sentinel"])
+async def test_servers_that_never_answer_are_said_to(kind, caplog):
+    """A timeout has no text of its own."""
+    async with FakeRedis(lambda words: b"") as server:
+        # Port 1 refuses, and so the second Sentinel leaves time to tell of the first.
+        rest = ",127.0.0.1:1/mymaster" if kind == "sentinel" else ""
+        url = f"redis+{kind}://{server.address}{rest}"
+        async with RedisEngine(url, connect_timeout_s=0.1) as engine:
+            await engine.store()
+
+            async def said():
+                return f"{server.address}: TimeoutError" in caplog.text
+
+            await until(said)
+
+
 def feed_without_end(reader, element):
     """Receive the beginning of a table, and then one element over and over."""
     taken, rest = 0, b"*100000\r\n"
