@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from kvoffload.cli.checkout import benchmark, benchmark_names
-from kvoffload.cli.output import console
+from kvoffload.cli.console import console
 
 NEED_MORE = ("vllm",)
 """Benches that need an engine installed; ``all`` leaves them out."""

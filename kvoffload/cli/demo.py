@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from kvoffload.cli.checkout import example
-from kvoffload.cli.output import console
+from kvoffload.cli.console import console
 from kvoffload.errors import ConfigError, KVOffloadError
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from kvoffload.backends import disk_doctor
 from kvoffload.backends.base import Backend
 from kvoffload.backends.upkeep import Diagnoses, Finding
-from kvoffload.cli.output import console
+from kvoffload.cli.console import console
 from kvoffload.cli.stores import OPTION_HELP, is_url, parsed, plain, run_on
 from kvoffload.errors import ConfigError
 

@@ -12,7 +12,7 @@ import typer
 
 from kvoffload.backends.disk_survey import ChunkFile, Survey
 from kvoffload.cli import stores
-from kvoffload.cli.output import console
+from kvoffload.cli.console import console
 from kvoffload.config import ByteSize, human_bytes
 from kvoffload.errors import ConfigError
 

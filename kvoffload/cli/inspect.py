@@ -8,7 +8,7 @@ import typer
 
 from kvoffload.backends.disk_survey import Survey
 from kvoffload.cli import stores
-from kvoffload.cli.output import console
+from kvoffload.cli.console import console
 from kvoffload.config import human_bytes
 
 AGES = (("1 min", 60), ("1 hour", 3600), ("1 day", 86400), ("1 week", 7 * 86400))

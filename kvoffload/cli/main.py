@@ -81,7 +81,6 @@ def _asked() -> str | None:
 
 
 def _never_fail_to_print() -> None:
-    """Spell out a character that the terminal's encoding lacks."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    """Spell out a character that the terminal's encoding lacks, as standard error does."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")

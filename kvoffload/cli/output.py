@@ -1,23 +1,12 @@
-"""Prints so that nothing is cut: a narrow terminal gets several tables, a script whole lines."""
+"""Prints numbers so that none is cut: a narrow terminal gets several tables."""
 
-import os
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-_UNLIMITED = 100_000
-"""Columns where no terminal says how many there are, and a script reads lines."""
 _FRAME = 3
 """Columns that a table's frame and padding take for each of its own."""
-
-
-def console(*, stderr: bool = False) -> Console:
-    """Return a console as wide as the terminal, or without a limit where there is none."""
-    found = Console(highlight=False, stderr=stderr)
-    if not found.is_terminal and not os.environ.get("COLUMNS"):
-        found.width = _UNLIMITED
-    return found
 
 
 def print_numbers(

@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from kvoffload.cli.output import console, print_numbers
+from kvoffload.cli.console import console
+from kvoffload.cli.output import print_numbers
 from kvoffload.errors import ConfigError
 from kvoffload.replay import synthetic
 from kvoffload.replay.sample import sampled

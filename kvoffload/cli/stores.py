@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvoffload.backends.base import Backend
 from kvoffload.backends.upkeep import Holding, Purges, Surveys
-from kvoffload.cli.output import console
+from kvoffload.cli.console import console
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
 from kvoffload.registry import open_backend

@@ -18,8 +18,8 @@ from rich.progress import (
 )
 
 from kvoffload.backends.disk_survey import ChunkFile, Survey
+from kvoffload.cli.console import console
 from kvoffload.cli.gc import size_with_unit
-from kvoffload.cli.output import console
 from kvoffload.cli.stores import is_url, plain
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError

@@ -131,7 +131,8 @@ def read_trace(path: Path) -> Trace:
         requests, told = _folder(path) if path.is_dir() else _lines(path)
     except (OSError, EOFError, zlib.error) as error:  # the last two: of a packed file
         remedy = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise TraceError(path, None, "trace", str(path), remedy) from error
+        wrong = Path(getattr(error, "filename", None) or path)  # one file of a folder
+        raise TraceError(wrong, None, "trace", str(wrong), remedy) from error
     if not requests.accesses:
         raise TraceError(path, None, "trace", str(path), "has no block accesses")
     name = "standard input" if path == _STDIN else path.name

@@ -165,3 +165,12 @@ def test_what_is_printed_for_people_is_whole_in_a_narrow_terminal(root, monkeypa
     text = "".join(kvoffload("doctor", str(root)).stdout.split())
     assert "…" not in text
     assert "throughput" in text
+
+
+def test_what_a_script_reads_has_one_line_for_each_check(root, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    text = kvoffload("doctor", str(root), "-o", "capacity=1MiB").stdout
+    rows = [line.split("\u2502") for line in text.splitlines() if line.startswith("\u2502")]
+    assert all(row[1].strip() for row in rows), text
+    (space,) = [row for row in rows if row[1].strip() == "space"]
+    assert "an engine opened with this one evicts" in space[4]

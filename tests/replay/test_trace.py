@@ -201,3 +201,11 @@ def test_a_recorded_trace_is_for_its_owner_alone(tmp_path):
     finally:
         os.umask(before)
     assert (tmp_path / "trace").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_conversation_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"hash_ids": [1]}))
+    (tmp_path / "b.json").symlink_to(tmp_path / "gone")
+    with pytest.raises(TraceError, match=r"b\.json: trace") as caught:
+        read_trace(tmp_path)
+    assert caught.value.path == tmp_path / "b.json"
