@@ -9,6 +9,7 @@ happens in the background.
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -23,12 +24,12 @@ import aiofiles.os
 
 from kvoffload.backends.base import Removal, Usage
 from kvoffload.backends.disk_chunks import Chunks, is_key, on_disk
-from kvoffload.backends.disk_doctor import diagnose
+from kvoffload.backends.disk_doctor import KEPT, diagnose
 from kvoffload.backends.disk_house import House
 from kvoffload.backends.disk_index import Name, name_of
 from kvoffload.backends.disk_io import ChunkFiles, probe_direct
 from kvoffload.backends.disk_keeper import Keeper
-from kvoffload.backends.disk_layout import MANIFEST, prepare_root
+from kvoffload.backends.disk_layout import MANIFEST
 from kvoffload.backends.disk_options import DiskOptions
 from kvoffload.backends.disk_purge import purge
 from kvoffload.backends.format import MAX_KEY_BYTES, namespace_digest
@@ -77,12 +78,21 @@ class DiskBackend:
         policy = load(POLICIES, options.policy, "policy")
         durable = options.durability == "fsync"
         digest = namespace_digest(namespace)
-        prepare_root(vfs, root, durable=durable)
         with contextlib.ExitStack() as undo:
             try:
-                keeper = Keeper(vfs, root, digest.hex(), options.bounds(), policy, durable=durable)
+                keeper = Keeper(
+                    vfs,
+                    root,
+                    digest.hex(),
+                    options.bounds(),
+                    policy,
+                    durable=durable,
+                    trust_parents=options.trust_parent_folders,
+                )
             except OSError as error:
-                raise ConfigError("root", root, f"cannot be used: {error}") from error
+                name = errno.errorcode.get(error.errno or 0, "error")
+                remedy = f"must be a folder this process can write ({name}: {error.strerror})"
+                raise ConfigError("root", root, remedy) from error
             self._keeper = keeper
             undo.callback(keeper.hold.close)
             self.io_mode, self.io_reason = self._choose_io(vfs)
@@ -107,7 +117,7 @@ class DiskBackend:
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Answer from the index, and from the folder for keys it does not know."""
-        if self._closed:
+        if self._refuses("read", len(keys)):
             return [False] * len(keys)
         answers = [self.holds(key) for key in keys]
         unknown = [i for i, known in enumerate(answers) if not known]
@@ -130,7 +140,7 @@ class DiskBackend:
     ) -> list[bool]:
         """Do so, and tell of each; see :class:`~kvoffload.backends.base.ReadsEach`."""
         _same_length(keys, into)
-        if self._closed:
+        if self._refuses("read", len(keys)):
             return [False] * len(keys)
 
         def load(i: int) -> bool:
@@ -149,7 +159,7 @@ class DiskBackend:
     async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
         """Write chunks, each whole or not at all; see :meth:`Backend.write`."""
         _same_length(keys, chunks)
-        if self._closed:
+        if self._refuses("write", len(keys)):
             return [False] * len(keys)
         for key in keys:
             if not is_key(key):
@@ -171,7 +181,7 @@ class DiskBackend:
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """Remove files."""
-        if self._closed:
+        if self._refuses("write", len(keys)):
             return
 
         def discard(i: int) -> bool:
@@ -193,7 +203,9 @@ class DiskBackend:
 
     def holds(self, key: bytes) -> bool:
         """Say at once whether a chunk is believed to be here."""
-        return not self._closed and name_of(0, key) in self._keeper.index
+        keeper = self._keeper
+        unsafe = self._closed or keeper.hold.refusal is not None
+        return not unsafe and name_of(0, key) in keeper.index
 
     @property
     def place(self) -> str:
@@ -261,17 +273,27 @@ class DiskBackend:
         threads = DaemonThreads()
         async with self._describing:
             try:
-                there = await _content(target, threads)
+                there = await self._content(target, threads)
                 if there is not None and (not facts or there != name_alone.encode()):
                     return
                 unfinished = self._keeper.writer.temporary(booked=False)
                 async with aiofiles.open(
-                    unfinished, "w", opener=_private, executor=threads
+                    unfinished, "w", opener=self._keeper.vfs.open, executor=threads
                 ) as file:
                     await file.write(text)
-                await aiofiles.os.replace(unfinished, target, executor=threads)
+                rename = aiofiles.os.wrap(self._keeper.vfs.rename)
+                await rename(unfinished, target, executor=threads)
             except OSError as error:
                 log.warning("disk: cannot write %s: %s", target, error)
+
+    async def _content(self, path: str, threads: DaemonThreads) -> bytes | None:
+        """What a small file holds; None if it is not there."""
+        opener = self._keeper.vfs.open  # below the root's descriptor
+        try:
+            async with aiofiles.open(path, "rb", opener=opener, executor=threads) as file:
+                return bytes(await file.read(1 << 20))
+        except FileNotFoundError:
+            return None
 
     def _manifest(self, facts: Mapping[str, str]) -> str:
         manifest = {"format": 1, "namespace": self.namespace, "facts": dict(facts)}
@@ -279,9 +301,8 @@ class DiskBackend:
 
     async def diagnose(self) -> list[Finding]:
         """See :class:`~kvoffload.backends.upkeep.Diagnoses`."""
-        kept = ("io", "durability", "read_threads", "write_threads", "stall_s")
         try:
-            return await diagnose(self.place, {name: getattr(self.options, name) for name in kept})
+            return await diagnose(self.place, {name: getattr(self.options, name) for name in KEPT})
         except ConfigError as error:
             remedy = "see what changed the folder under this engine"
             return [Finding("root", "failed", str(error), remedy)]
@@ -294,6 +315,13 @@ class DiskBackend:
     def wait_ready(self, timeout_s: float) -> bool:
         """Block until what was on disk at the start is known; False if that takes longer."""
         return self._keeper.ready.wait(timeout_s)
+
+    def _refuses(self, kind: str, items: int) -> bool:
+        """Whether all of these are answered False: closed, or others tamper with the root."""
+        if not self._closed and self._keeper.hold.refusal is not None:
+            self._keeper.count(f"{kind}_unsafe", items)
+            return True
+        return self._closed
 
     def _gave_up(self, kind: str, items: int, first: bool) -> None:
         """A lane has answered False for these without trying, because all its threads are stuck."""
@@ -343,23 +371,6 @@ class DiskBackend:
             self._keeper.hold.close()
         else:
             log.warning("disk: %s is stuck, left as it is", self._keeper.root)
-
-
-async def _content(path: str, threads: DaemonThreads) -> bytes | None:
-    """What a small file holds; None if it is not there."""
-    try:
-        async with aiofiles.open(path, "rb", opener=_unblocked, executor=threads) as file:
-            return bytes(await file.read(1 << 20))
-    except FileNotFoundError:
-        return None
-
-
-def _unblocked(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def _head_last(keys: Sequence[bytes], answers: Sequence[bool]) -> list[Name]:

@@ -1,5 +1,6 @@
 """Whether a folder can be looked at from outside: wrong paths and wrong users are named."""
 
+import errno
 import os
 import stat
 
@@ -21,10 +22,12 @@ def check_root(vfs: Vfs, root: str) -> None:
     if WRITERS in names:
         try:
             vfs.listdir(f"{root}/{WRITERS}")
-        except NotADirectoryError:
-            names = [""]
         except PermissionError as error:
             raise denied(vfs, f"{root}/{WRITERS}") or error from error
+        except OSError as error:
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP):  # a file, or a link
+                raise
+            names = [""]
         else:
             return
     remedy = "is no folder of the disk backend" if names else "is empty: no engine has used it yet"

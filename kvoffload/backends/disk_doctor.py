@@ -9,6 +9,7 @@ import mmap
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -19,9 +20,10 @@ from kvoffload.backends import disk_bounds
 from kvoffload.backends.base import Backend
 from kvoffload.backends.disk_access import check_fresh_or_root
 from kvoffload.backends.disk_bounds import SETTINGS, Bounds
-from kvoffload.backends.disk_layout import SCRATCH, refuse_unsafe
+from kvoffload.backends.disk_layout import SCRATCH
 from kvoffload.backends.disk_options import DiskOptions
 from kvoffload.backends.disk_survey import Survey
+from kvoffload.backends.disk_trust import refuse_exposed, refuse_unsafe
 from kvoffload.backends.offloop import once
 from kvoffload.backends.upkeep import Finding
 from kvoffload.backends.vfs import Vfs
@@ -35,6 +37,8 @@ _SCRATCH_BYTES = 64 << 20
 _SLOW_BYTES_PER_S = 200e6
 _TAKEOVER_S = 3.0
 """Longer than a process takes to notice that the one that evicts has ended."""
+KEPT = ("io", "durability", "read_threads", "write_threads", "stall_s", "trust_parent_folders")
+"""Settings of an engine that also hold for the store in which throughput is measured."""
 _SHARED = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "fuse")
 _IN_MEMORY = ("tmpfs", "ramfs")
 
@@ -67,12 +71,14 @@ def _admit(root: str, settings: Mapping[str, Any]) -> _Patient:
     vfs, root = Vfs(), os.path.abspath(os.path.expanduser(options.root))
     used = check_fresh_or_root(vfs, root)
     refuse_unsafe(root, vfs.lstat(root))
+    if not options.trust_parent_folders:
+        refuse_exposed(vfs, root)
     return _Patient(root, vfs, Survey(root, vfs) if used else None, options, settings)
 
 
 async def _examine(patient: _Patient) -> list[Finding]:
     limits, bounds = _limits(patient)
-    findings = [_medium(patient.root), limits, await once(_ledger, patient)]
+    findings = [_medium(patient.root), _rights(patient), limits, await once(_ledger, patient)]
     space, free = await once(_space, patient, bounds)
     findings += [space, await once(_sharing, patient)]
     if free < _SCRATCH_BYTES:
@@ -108,6 +114,18 @@ def _medium(root: str) -> Finding:
         remedy = "give the memory to cpu_bytes instead, or use a disk"
         return Finding("file system", "warning", f"{kind}: gone with the next boot", remedy)
     return Finding("file system", "ok", kind)
+
+
+def _rights(patient: _Patient) -> Finding:
+    """Who could replace what is stored; what an engine refuses was refused before."""
+    mode = stat.S_IMODE(patient.vfs.lstat(patient.root).st_mode)
+    detail = f"mode {mode:04o}, user {os.geteuid()}; only this user or root may replace the folder"
+    try:
+        refuse_exposed(patient.vfs, patient.root)
+    except ConfigError as error:
+        remedy = "nothing where no untrusted process runs, as in a pod: trust_parent_folders is set"
+        return Finding("rights", "warning", f"mode {mode:04o}; {error}", remedy)
+    return Finding("rights", "ok", detail)
 
 
 def _limits(patient: _Patient) -> tuple[Finding, Bounds | None]:
@@ -196,8 +214,7 @@ def _sharing(patient: _Patient) -> Finding:
 async def _measured(patient: _Patient) -> list[Finding]:
     """I/O mode and speed, of a store in a sub-folder."""
     scratch = f"{patient.root}/{SCRATCH}{os.getpid()}-{secrets.token_hex(4)}"
-    kept = ("io", "durability", "read_threads", "write_threads", "stall_s")
-    settings = {name: patient.given[name] for name in kept if name in patient.given}
+    settings = {name: patient.given[name] for name in KEPT if name in patient.given}
     settings |= {"root": scratch, "capacity": _SCRATCH_BYTES, "min_free": 0}
     try:
         backend = await once(open_backend, "disk", settings, "kvoffload-doctor")

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from kvoffload.backends import disk_bounds
 from kvoffload.backends.disk_bounds import Bounds
@@ -14,13 +15,14 @@ from kvoffload.backends.disk_layout import (
     BOUNDS,
     LEDGER,
     QUARANTINE,
+    WRITERS,
     is_namespace,
     make_folder,
     prepare_root,
-    refuse_unsafe,
 )
 from kvoffload.backends.disk_ledger import Ledger
-from kvoffload.backends.disk_writers import Ownership, Writer, count_alive
+from kvoffload.backends.disk_trust import refuse_unsafe
+from kvoffload.backends.disk_writers import Ownership, Writer, count_alive, is_at
 from kvoffload.backends.vfs import Vfs
 from kvoffload.errors import ConfigError
 
@@ -44,24 +46,32 @@ class Hold:
         count: Callable[[str], None],
         *,
         durable: bool,
+        trust_parents: bool,
     ) -> None:
         """Take it; ``count`` is told of what happened to it later, ``bounds`` are wanted.
 
         Raises:
             OSError: the folder cannot be used.
-            ConfigError: it is a symbolic link, or others could tamper with it.
+            ConfigError: others could tamper with it, or replace it.
         """
         self._vfs = vfs
         self._root = root
         self._folder = f"{root}/{namespace}"
         self._count = count
         self._durable = durable
+        self._prepare = partial(
+            prepare_root, vfs, root, durable=durable, trust_parents=trust_parents
+        )
         self._remaking = threading.Lock()
+        self.refusal: str | None = None
+        """Why nothing may be loaded from the root or stored in it now; None: all is well."""
         self.remakes = 0
         """How often folders that somebody removed were made anew."""
-        self.fresh = self._holds_nothing()
-        """Whether the root was empty when it was opened."""
         with contextlib.ExitStack() as undo:
+            undo.callback(vfs.leave)
+            self._prepare()
+            self.fresh = self._holds_nothing()
+            """Whether the root was empty when it was opened."""
             make_folder(vfs, self._folder, durable=durable)
             refuse_unsafe(self._folder, vfs.lstat(self._folder))
             self._stay()
@@ -82,6 +92,7 @@ class Hold:
         self.writer.close()
         self.ownership.close()
         self.ledger.close()
+        self._vfs.leave()
 
     def keep(self) -> None:
         """Look after it, every now and then: what is gone is remade, what is idle not abandoned."""
@@ -101,10 +112,12 @@ class Hold:
         with self._remaking:
             try:
                 if not self._is_damaged():
+                    self._allow()
                     return False
-                prepare_root(self._vfs, self._root, durable=self._durable)
+                self._prepare()
                 fresh = self._holds_nothing()
                 make_folder(self._vfs, self._folder, durable=self._durable)
+                refuse_unsafe(self._folder, self._vfs.lstat(self._folder))
                 if self.writer.is_gone():
                     self.writer.move()
                 if self.ownership.is_gone():
@@ -112,14 +125,30 @@ class Hold:
                     self.ownership.take()
                 if self.ledger.is_gone():
                     self.ledger.reopen(fresh=fresh)
-            except (OSError, ConfigError) as error:
+            except ConfigError as error:
+                self._refuse(str(error))
+                return False
+            except OSError as error:
                 self._count("remake_failed")
                 log.warning("disk %s: folders are gone and cannot be made: %s", self._root, error)
                 return False
+            self._allow()
             self.remakes += 1
         self._count("remade")
         log.warning("disk %s: folders had been removed, made anew", self._root)
         return True
+
+    def _refuse(self, reason: str) -> None:
+        """Load and store nothing until the folder is in order: somebody tampers with it."""
+        self._count("remake_failed")
+        if self.refusal != reason:
+            log.error("disk: nothing is loaded or stored until this is set right: %s", reason)
+        self.refusal = reason
+
+    def _allow(self) -> None:
+        if self.refusal is not None:
+            log.warning("disk %s: the folder is in order again, and in use", self._root)
+        self.refusal = None
 
     @contextlib.contextmanager
     def _only_one_opens(self) -> Iterator[None]:
@@ -175,11 +204,20 @@ class Hold:
             self._vfs.utime(self._folder, now_ns, now_ns)
 
     def _is_damaged(self) -> bool:
+        """Whether folders or files are gone, or the root's name leads to another folder.
+
+        Raises:
+            ConfigError: others may write a folder, or one is of another user, or a link.
+        """
+        vfs = self._vfs
+        if not is_at(vfs, vfs.root_fd, self._root):
+            return True
+        refuse_unsafe(self._root, vfs.fstat(vfs.root_fd))
         if any(part.is_gone() for part in (self.writer, self.ownership, self.ledger)):
             return True
         try:
-            for folder in (self._folder, f"{self._root}/{QUARANTINE}"):
-                self._vfs.lstat(folder)
+            for folder in (self._folder, f"{self._root}/{WRITERS}", f"{self._root}/{QUARANTINE}"):
+                refuse_unsafe(folder, vfs.lstat(folder))
         except FileNotFoundError:
             return True
         return False

@@ -120,6 +120,7 @@ class House:
 
     def _tick(self) -> None:
         keeper = self._keeper
+        keeper.shards.forget()
         keeper.hold.keep()
         if keeper.hold.remakes != self._remakes:
             # By whoever noticed first. Index and ledger still tell of what was removed.

@@ -18,8 +18,9 @@ from kvoffload.backends.disk_bounds import Bounds
 from kvoffload.backends.disk_hold import Hold
 from kvoffload.backends.disk_index import Index, Name, split_name
 from kvoffload.backends.disk_io import reason_of
-from kvoffload.backends.disk_layout import QUARANTINE, chunk_path, make_folder
+from kvoffload.backends.disk_layout import QUARANTINE, make_folder, shard_of
 from kvoffload.backends.disk_quarantine import trim
+from kvoffload.backends.disk_shards import Shards
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.vfs import Vfs
 from kvoffload.offload.policies.base import Policy
@@ -51,6 +52,7 @@ class Keeper:
         make_policy: Callable[[int], Policy],
         *,
         durable: bool = False,
+        trust_parents: bool = False,
     ) -> None:
         """Open the root, for the namespace folder of this name.
 
@@ -84,7 +86,10 @@ class Keeper:
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self._used: dict[Name, int] = {}
         self._writes_off_until = 0.0
-        self.hold = Hold(vfs, root, namespace, bounds, self.count, durable=durable)
+        self.hold = Hold(
+            vfs, root, namespace, bounds, self.count, durable=durable, trust_parents=trust_parents
+        )
+        self.shards = Shards(vfs, self.count)
         self.bounds = self.hold.bounds
         self.index = Index(make_policy, self.bounds.capacity_bytes, self._policy_failed)
         self.writer = self.hold.writer
@@ -109,7 +114,9 @@ class Keeper:
     def path(self, name: Name) -> str:
         """Where a chunk lies."""
         number, key = split_name(name)
-        return chunk_path(self.folder(number), key)
+        shard = f"{self.folder(number)}/{shard_of(key)}"
+        self.shards.check(shard)
+        return f"{shard}/{key.hex()}"
 
     # ---- figures ---------------------------------------------------------------------------
 

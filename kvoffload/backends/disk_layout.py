@@ -1,4 +1,4 @@
-"""Where things lie under the root of the disk backend, and whether that root may be trusted.
+"""Where things lie under the root of the disk backend.
 
 ::
 
@@ -15,14 +15,13 @@
 """
 
 import contextlib
-import errno
 import os
 import stat
 
 import xxhash
 
+from kvoffload.backends.disk_trust import refuse_exposed, refuse_unsafe
 from kvoffload.backends.vfs import Vfs
-from kvoffload.errors import ConfigError
 
 MANIFEST = "manifest.json"
 SNAPSHOT = "snapshot"
@@ -79,6 +78,8 @@ def make_folder(vfs: Vfs, path: str, *, durable: bool = False) -> None:
 def remove_namespace(vfs: Vfs, folder: str) -> bool:
     """Remove a namespace's folder if it holds no chunk; say whether it is gone."""
     try:
+        if not stat.S_ISDIR(vfs.lstat(folder).st_mode):
+            return False
         for shard in SHARDS:
             with contextlib.suppress(FileNotFoundError):
                 vfs.rmdir(f"{folder}/{shard}")
@@ -95,44 +96,40 @@ def remove_namespace(vfs: Vfs, folder: str) -> bool:
     return True
 
 
-def prepare_root(vfs: Vfs, root: str, *, durable: bool) -> None:
-    """Make the root and its inner folders; refuse one that others could tamper with.
+def prepare_root(vfs: Vfs, root: str, *, durable: bool, trust_parents: bool) -> None:
+    """Make the root and its inner folders, and enter it; refuse one that others could replace.
 
     Raises:
-        ConfigError: the root cannot be made or written, is a symbolic link, belongs to someone
-            else, or is writable by everyone.
+        ConfigError: the root is a symbolic link, belongs to someone else, or others may write it or
+            (without ``trust_parents``) a folder above it.
+        OSError: the root cannot be made or written.
     """
+    if not trust_parents:
+        refuse_exposed(vfs, root)
+    _make_parents(os.path.dirname(root))
+    make_folder(vfs, root, durable=durable)
+    refuse_unsafe(root, vfs.lstat(root))
+    fd = vfs.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.makedirs(os.path.dirname(root), exist_ok=True)
-        make_folder(vfs, root, durable=durable)
-        facts = vfs.lstat(root)
-        refuse_unsafe(root, facts)
-        for inner in (WRITERS, QUARANTINE):
-            make_folder(vfs, f"{root}/{inner}")
-            refuse_unsafe(f"{root}/{inner}", vfs.lstat(f"{root}/{inner}"))
-    except OSError as error:
-        name = errno.errorcode.get(error.errno or 0, "error")
-        raise ConfigError(
-            "root", root, f"must be a folder this process can write ({name}: {error.strerror})"
-        ) from error
+        # Once more: another user may have been faster in a folder such as /tmp.
+        refuse_unsafe(root, vfs.fstat(fd))
+        if not trust_parents:
+            refuse_exposed(vfs, root)
+    except BaseException:
+        vfs.close_quietly(fd)
+        raise
+    vfs.enter(root, fd)
+    for inner in (WRITERS, QUARANTINE):
+        make_folder(vfs, f"{root}/{inner}")
+        refuse_unsafe(f"{root}/{inner}", vfs.lstat(f"{root}/{inner}"))
 
 
-def refuse_unsafe(path: str, facts: os.stat_result) -> None:
-    """Raise ConfigError for a folder that others could tamper with, or that leads elsewhere."""
-    if stat.S_ISLNK(facts.st_mode):
-        raise ConfigError("root", path, "is a symbolic link; give the folder itself")
-    if not stat.S_ISDIR(facts.st_mode):
-        raise ConfigError("root", path, "is not a folder")
-    if facts.st_uid != os.geteuid():
-        raise ConfigError(
-            "root",
-            path,
-            f"belongs to user {facts.st_uid}, not to {os.geteuid()}; "
-            "run as that user, or use a folder of your own",
-        )
-    if facts.st_mode & stat.S_IWOTH:
-        remedy = f"is writable by everyone; chmod o-w, or give a sub-folder such as {path}/kv"
-        raise ConfigError("root", path, remedy)
+def _make_parents(folder: str) -> None:
+    """Make missing folders above the root: for the owner to write, whatever the umask."""
+    if not os.path.isdir(folder):
+        _make_parents(os.path.dirname(folder))
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o755)
 
 
 def _is_hex(name: str) -> bool:

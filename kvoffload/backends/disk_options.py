@@ -41,6 +41,8 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """A device on which every thread waits longer than this is taken for dead: misses at once."""
     quarantine: int = 16
     """Damaged files kept for inspection, at most; older ones are removed."""
+    trust_parent_folders: bool = False
+    """Use a root below folders that other users may write: for volumes of a pod of its own."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""

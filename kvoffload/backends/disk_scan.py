@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
 
@@ -188,7 +189,11 @@ class Scanner:
                     continue
                 folder = f"{self._keeper.folder(number)}/{shard}"
                 try:
-                    mtime_ns = vfs.lstat(folder).st_mtime_ns
+                    facts = vfs.lstat(folder)
+                    if not stat.S_ISDIR(facts.st_mode):
+                        yield number, shard, []  # it gives way at its next use
+                        continue
+                    mtime_ns = facts.st_mtime_ns
                     if not full and self._mtimes.get((number, shard)) == mtime_ns:
                         continue
                     listed = vfs.listfacts(folder)
@@ -212,12 +217,11 @@ class Scanner:
     def _is_there(self, number: int) -> bool:
         """Whether a namespace has a folder still: removed ones keep their numbers."""
         try:
-            self._keeper.vfs.lstat(self._keeper.folder(number))
+            return stat.S_ISDIR(self._keeper.vfs.lstat(self._keeper.folder(number)).st_mode)
         except FileNotFoundError:
             return False
         except OSError:
             return True
-        return True
 
     def _forget_vanished(self, shards: set[tuple[int, str]] | None, present: set[Name]) -> None:
         """Drop names whose file is gone, in these shards (None: in all)."""

@@ -5,10 +5,12 @@ process however it ends.
 """
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
 import secrets
+import stat
 import time
 
 from kvoffload.backends.disk_layout import OWNER, WRITERS
@@ -146,7 +148,7 @@ def clean_folder(vfs: Vfs, folder: str) -> int:
         return _remove_old(vfs, folder)
     fd = None
     try:
-        fd = vfs.open(f"{folder}/{_LOCK}", os.O_RDWR)
+        fd = _open_lock(vfs, folder, os.O_RDWR)
         vfs.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return _remove_folder(vfs, folder)
     except FileNotFoundError:
@@ -161,7 +163,7 @@ def count_alive(vfs: Vfs, root: str) -> int:
     alive = 0
     for name in vfs.listdir(f"{root}/{WRITERS}"):
         try:
-            fd = vfs.open(f"{root}/{WRITERS}/{name}/{_LOCK}", os.O_RDONLY)
+            fd = _open_lock(vfs, f"{root}/{WRITERS}/{name}", os.O_RDONLY)
         except OSError:
             continue
         try:
@@ -178,7 +180,7 @@ def is_dead(vfs: Vfs, folder: str) -> bool:
     if os.path.basename(folder).startswith(_UNBORN):
         return _is_old(vfs, folder)
     try:
-        fd = vfs.open(f"{folder}/{_LOCK}", os.O_RDONLY)
+        fd = _open_lock(vfs, folder, os.O_RDONLY)
     except FileNotFoundError:
         return True
     except OSError:
@@ -190,6 +192,13 @@ def is_dead(vfs: Vfs, folder: str) -> bool:
         return False
     finally:
         vfs.close_quietly(fd)
+
+
+def _open_lock(vfs: Vfs, folder: str, flags: int) -> int:
+    """Open the lock of a writer; raises OSError, also for a link in place of the folder."""
+    if not stat.S_ISDIR(vfs.lstat(folder).st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
+    return vfs.open(f"{folder}/{_LOCK}", flags)
 
 
 def temporary_bytes(vfs: Vfs, root: str, own: str) -> int:

@@ -3,7 +3,7 @@
 import contextlib
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 Buffers = Sequence[bytes | bytearray | memoryview]
 
@@ -26,11 +26,44 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 class Vfs:
-    """The operating system. Methods raise OSError, block, and are called from worker threads."""
+    """The operating system. Methods raise OSError, block, and are called from worker threads.
+
+    After :meth:`enter` every path below the root is looked up from that folder's descriptor.
+    A folder that gets the root's name later is not reached.
+    """
+
+    root_fd = -1
+    """Descriptor of the root; -1: none is open."""
+    _root = _below = "\0"
+    """The root, and how the paths below it begin; no path begins with a NUL."""
+
+    def enter(self, root: str, fd: int) -> None:
+        """Look up paths below ``root`` from the folder open as ``fd``, which this then owns."""
+        if self.root_fd < 0:
+            self._root, self._below, self.root_fd = root, f"{root.rstrip('/')}/", fd
+            _locked.add(fd)  # a forked child closes its copy
+        else:
+            # The number stays, so a thread that has just read it reaches a folder of ours.
+            os.dup2(fd, self.root_fd, inheritable=False)
+            self.close_quietly(fd)
+
+    def leave(self) -> None:
+        """Close the root's descriptor; from now on every path below the root fails."""
+        fd, self.root_fd = self.root_fd, -1
+        if fd >= 0:
+            self.close_quietly(fd)
+
+    def _at(self, path: str) -> tuple[str, int | None]:
+        """A name and the descriptor of the folder from which the kernel looks it up."""
+        if path.startswith(self._below):
+            return path[len(self._below) :], self.root_fd
+        return path, None
 
     def open(self, path: str, flags: int) -> int:
-        """Open a file, new ones readable by the owner alone, links not followed."""
-        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        """Open a file, new ones readable by the owner alone; links and pipes cause no wait."""
+        name, at = self._at(path)
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        return os.open(name, flags, 0o600, dir_fd=at)
 
     def close(self, fd: int) -> None:
         """Close a descriptor."""
@@ -52,7 +85,8 @@ class Vfs:
 
     def lstat(self, path: str) -> os.stat_result:
         """Facts of a name, links not followed."""
-        return os.lstat(path)
+        name, at = self._at(path)
+        return os.stat(name, dir_fd=at, follow_symlinks=False)
 
     def preadv(self, fd: int, buffers: Buffers, offset: int) -> int:
         """Read into several buffers; may be short."""
@@ -76,11 +110,14 @@ class Vfs:
 
     def rename(self, source: str, target: str) -> None:
         """Give a file its final name, replacing what had it."""
-        os.rename(source, target)
+        name, at = self._at(source)
+        new_name, new_at = self._at(target)
+        os.rename(name, new_name, src_dir_fd=at, dst_dir_fd=new_at)
 
     def unlink(self, path: str) -> None:
         """Remove a file."""
-        os.unlink(path)
+        name, at = self._at(path)
+        os.unlink(name, dir_fd=at)
 
     def unlink_quietly(self, path: str) -> None:
         """Remove a file if that is possible; whatever stays is cleaned up later."""
@@ -89,32 +126,47 @@ class Vfs:
 
     def mkdir(self, path: str) -> None:
         """Make a folder for the owner alone."""
-        os.mkdir(path, 0o700)
+        name, at = self._at(path)
+        os.mkdir(name, 0o700, dir_fd=at)
 
     def rmdir(self, path: str) -> None:
         """Remove an empty folder."""
-        os.rmdir(path)
+        name, at = self._at(path)
+        os.rmdir(name, dir_fd=at)
 
     def listdir(self, path: str) -> list[str]:
-        """Names in a folder."""
-        return os.listdir(path)
+        """Names in a folder, links not followed."""
+        with self._folder(path) as fd:
+            return os.listdir(fd)
 
     def listfacts(self, path: str) -> list[tuple[str, os.stat_result]]:
         """Names in a folder with the facts of each; those that vanish meanwhile are left out."""
         listed = []
-        with os.scandir(path) as entries:
+        with self._folder(path) as fd, os.scandir(fd) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     listed.append((entry.name, entry.stat(follow_symlinks=False)))
         return listed
 
+    @contextlib.contextmanager
+    def _folder(self, path: str) -> Iterator[int]:
+        name, at = (".", self.root_fd) if path == self._root else self._at(path)
+        # Without O_DIRECTORY a link gives ELOOP, which tells it from a file.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        fd = os.open(name, flags, dir_fd=at)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
     def statvfs(self, path: str) -> os.statvfs_result:
         """Space of a file system."""
-        return os.statvfs(path)
+        return os.statvfs(self.root_fd if path == self._root else path)
 
     def utime(self, path: str, atime_ns: int, mtime_ns: int) -> None:
         """Set a file's times."""
-        os.utime(path, ns=(atime_ns, mtime_ns), follow_symlinks=False)
+        name, at = self._at(path)
+        os.utime(name, ns=(atime_ns, mtime_ns), dir_fd=at, follow_symlinks=False)
 
     def flock(self, fd: int, operation: int) -> None:
         """Take or release an advisory lock, which a forked child does not inherit."""

@@ -60,7 +60,7 @@ async def test_keys_that_cannot_have_been_stored_are_absent_and_harm_nothing(tmp
 async def test_an_examination_names_medium_io_space_sharing_and_speed(tmp_path):
     backend = open_backend("disk", {"root": str(tmp_path / "kv"), "capacity": "1TiB"}, "ns")
     findings = {finding.check: finding for finding in await backend.diagnose()}
-    told = ["file system", "limits", "ledger", "space", "sharing", "io", "throughput"]
+    told = ["file system", "rights", "limits", "ledger", "space", "sharing", "io", "throughput"]
     assert list(findings) == told
     assert findings["space"].verdict in ("ok", "warning")
     assert "capacity 1.0 TiB" in findings["space"].detail

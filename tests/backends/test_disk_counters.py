@@ -68,8 +68,8 @@ def possible():
     failing = found - corrupt
     every = set(corrupt)
     for text in counted():
-        if text == "*_stalled":
-            every |= {"read_stalled", "write_stalled"}
+        if text in ("*_stalled", "*_unsafe"):
+            every |= {text.replace("*", kind) for kind in ("read", "write")}
         elif text == "read_*":
             every |= {f"read_{reason}" for reason in failing}
         elif text == "write_*":
