@@ -36,7 +36,7 @@ from kvoffload.backends.redis_presence import Verdicts
 from kvoffload.backends.redis_resp import Integers, ServerError, encode
 from kvoffload.backends.redis_secrets import value_key
 from kvoffload.backends.redis_topology import Topology, open_topology
-from kvoffload.backends.upkeep import Finding, Holding
+from kvoffload.backends.upkeep import Aged, Finding, Holding
 
 log = logging.getLogger(__name__)
 
@@ -247,6 +247,11 @@ class RedisBackend:
         """See :class:`~kvoffload.backends.upkeep.Purges`."""
         prefixes = [f"{PREFIX}:{quote(namespace, safe='')}:" for namespace in namespaces]
         return await redis_admin.purge(self._target, self._options, self._access, prefixes)
+
+    async def purge_unused(self, age_s: float, namespace: str | None, *, dry_run: bool) -> Aged:
+        """See :class:`~kvoffload.backends.upkeep.PurgesByAge`."""
+        where = self._target, self._options, self._access
+        return await redis_admin.purge_unused(*where, age_s, namespace, dry_run=dry_run)
 
     async def diagnose(self) -> list[Finding]:
         """See :class:`~kvoffload.backends.upkeep.Diagnoses`."""

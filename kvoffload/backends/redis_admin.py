@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import msgspec
 from redis.asyncio import Redis
@@ -15,12 +15,15 @@ from kvoffload.backends.redis_channel import Address
 from kvoffload.backends.redis_control import control_client
 from kvoffload.backends.redis_discovery import SentinelResolver, fetch_slots
 from kvoffload.backends.redis_options import Access, RedisOptions, Target
-from kvoffload.backends.upkeep import Holding
+from kvoffload.backends.upkeep import Aged, Holding
+from kvoffload.errors import ConfigError
 
 PREFIX = "kvoffload"
 _STEP = 500
 """Names a SCAN looks at, and at most as many removed at once: well below a millisecond each."""
 _PATIENCE_S = 10.0
+_NO_EXPIRY = -1
+"""A server's answer for a value without a time to live."""
 _OURS = re.compile(rb"kvoffload:[!-9;-~]+:(?:facts|[0-9a-z-]+:\{[0-9a-f]+\})")
 """Names as they are made here, in ASCII. Whatever else begins like them is somebody else's."""
 
@@ -105,6 +108,58 @@ async def purge(
                         pipe.unlink(name)
                     removed += sum(await pipe.execute())
     return removed
+
+
+async def purge_unused(
+    target: Target,
+    options: RedisOptions,
+    access: Access,
+    age_s: float,
+    namespace: str | None,
+    *,
+    dry_run: bool,
+) -> Aged:
+    """Remove chunks by age; see :class:`~kvoffload.backends.upkeep.PurgesByAge`.
+
+    Each store and load sets a chunk's time to live to ``ttl_s``: what is missing of it is the age.
+    """
+    if age_s >= options.ttl_s:
+        remedy = f"what nothing used for ttl_s, {options.ttl_s:g} s, has expired; if the engines"
+        raise ConfigError("older-than", f"{age_s:g} s", f"{remedy} have another: -o ttl_s=...")
+    total = Counter[str]()
+    pattern = f"{PREFIX}:{'*' if namespace is None else quote(namespace, safe='') + ':*'}"
+    for address in await masters(target, options, access):
+        async with client_of(address, options, access) as client:
+            async for found in _scan(client, pattern):
+                names = [n for n in found if _OURS.fullmatch(n) and not _is_facts(n)]
+                left_ms = await _of_each(client, "PTTL", names)
+                total["undated"] += sum(
+                    each == _NO_EXPIRY or each > options.ttl_s * 1000 for each in left_ms
+                )
+                old = [
+                    name
+                    for name, each in zip(names, left_ms, strict=True)
+                    if 0 <= each <= (options.ttl_s - age_s) * 1000
+                ]
+                sizes = await _of_each(client, "STRLEN", old)
+                gone = [bool(size) for size in sizes]
+                if not dry_run:
+                    gone = [bool(each) for each in await _of_each(client, "UNLINK", old)]
+                total["chunks"] += sum(gone)
+                total["bytes"] += sum(s for s, removed in zip(sizes, gone, strict=True) if removed)
+    return Aged(total["chunks"], total["bytes"], total["undated"])
+
+
+async def _of_each(client: Redis, command: str, names: Sequence[bytes]) -> list[int]:
+    """Ask the same of each name; 0 for one that holds no string."""
+    pipe = client.pipeline(transaction=False)
+    for name in names:
+        pipe.execute_command(command, name)
+    answers = await pipe.execute(raise_on_error=False) if names else []
+    for answer in answers:
+        if isinstance(answer, RedisError) and not _is_foreign(answer):
+            raise answer
+    return [0 if _is_foreign(answer) else int(answer) for answer in answers]
 
 
 async def _scan(client: Redis, pattern: str) -> AsyncIterator[list[bytes]]:

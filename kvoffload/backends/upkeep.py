@@ -45,6 +45,30 @@ class Purges(Protocol):
         ...
 
 
+class Aged(NamedTuple):
+    """What a removal by age came to."""
+
+    chunks: int
+    """Removed, or in a dry run to be removed."""
+    stored_bytes: int
+    undated: int
+    """Chunks that stay because the store does not tell when they were last used."""
+
+
+@runtime_checkable
+class PurgesByAge(Protocol):
+    """Optional: removes chunks that nothing has used for some time."""
+
+    async def purge_unused(self, age_s: float, namespace: str | None, *, dry_run: bool) -> Aged:
+        """Remove what was not used for so long, of one namespace or of all, in small steps.
+
+        Raises:
+            ConfigError: the store cannot tell such an age.
+            OSError: the store cannot be reached, or refuses.
+        """
+        ...
+
+
 class Finding(NamedTuple):
     """One thing looked into."""
 

@@ -45,15 +45,14 @@ def command(
     Exit codes: 0 done, 1 something could not be removed, 2 no such folder, one of another user, or
     wrong options.
     """
+    age_s = None if older_than is None else parse_age(older_than)
     if stores.is_url(root):
-        if capacity is not None or older_than is not None:
-            remedy = "a server evicts by its own maxmemory-policy, and by ttl_s"
-            raise ConfigError("capacity / older-than", capacity or older_than, remedy)
-        stores.gc(root, option, namespace, dry_run, as_json)
+        if capacity is not None:
+            raise ConfigError("capacity", capacity, "a server evicts by its own maxmemory-policy")
+        stores.gc(root, option, namespace, age_s, dry_run, as_json)
         return
     stores.refuse_settings(option)
     limit = None if capacity is None else size_with_unit(capacity, "capacity")
-    age_s = None if older_than is None else parse_age(older_than)
     report = collect(Survey(root), limit=limit, age_s=age_s, namespace=namespace, dry_run=dry_run)
     if as_json:
         print(json.dumps(report))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvoffload.backends.base import Backend
-from kvoffload.backends.upkeep import Holding, Purges, Surveys
+from kvoffload.backends.upkeep import Aged, Holding, Purges, PurgesByAge, Surveys
 from kvoffload.cli.console import console
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
@@ -128,31 +129,50 @@ def named(wanted: str, names: Iterable[str]) -> str:
 
 
 def gc(
-    target: str, settings: list[str] | None, namespace: str | None, dry_run: bool, as_json: bool
+    target: str,
+    settings: list[str] | None,
+    namespace: str | None,
+    age_s: float | None,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
-    """Remove one namespace from a store, or say what would go.
+    """Remove one namespace from a store, or what was not used for so long; or say what would go.
 
     Raises:
-        ConfigError: no namespace is named (what is not used expires by itself), or none of those
-            that are there.
+        ConfigError: neither is named (what is not used expires by itself), or no namespace that is
+            there, or an age that the store cannot tell.
     """
-    if namespace is None:
-        raise ConfigError("namespace", None, "name one; what is not used expires by itself")
-
-    async def collect(backend: Backend) -> tuple[int, int]:
-        found = await _survey(backend)
-        meant = named(namespace, (each.namespace for each in found))
-        held = [each for each in found if each.namespace == meant]
-        if not dry_run and isinstance(backend, Purges):
-            await backend.purge([meant])
-        return sum(each.chunks for each in held), sum(each.stored_bytes for each in held)
-
-    chunks, stored_bytes = run_on(target, settings, collect)
+    if namespace is None and age_s is None:
+        remedy = "name one, or give --older-than; what is not used expires by itself"
+        raise ConfigError("namespace", None, remedy)
+    found = run_on(target, settings, partial(_collect, namespace, age_s, dry_run))
+    report = {"dry_run": dry_run, "removed": found.chunks, "freed_bytes": found.stored_bytes}
     if as_json:
-        print(json.dumps({"dry_run": dry_run, "removed": chunks, "freed_bytes": stored_bytes}))
-    else:
-        verb = "would remove" if dry_run else "removed"
-        console().print(f"{verb} {chunks} chunks, {human_bytes(stored_bytes)}")
+        print(json.dumps(report | {"undated": found.undated}))
+        return
+    verb = "would remove" if dry_run else "removed"
+    told = f"{verb} {found.chunks} chunks, {human_bytes(found.stored_bytes)}"
+    if found.undated:
+        told += (
+            f"; {found.undated} chunks stay: they live longer than ttl_s, so their age is unknown; "
+            "give the ttl_s of the engines with -o"
+        )
+    console().print(told, soft_wrap=True)
+
+
+async def _collect(
+    namespace: str | None, age_s: float | None, dry_run: bool, backend: Backend
+) -> Aged:
+    found = [] if namespace is None else await _survey(backend)
+    meant = None if namespace is None else named(namespace, (each.namespace for each in found))
+    if age_s is not None:
+        if not isinstance(backend, PurgesByAge):
+            raise ConfigError("older-than", age_s, "this backend removes nothing by age")
+        return await backend.purge_unused(age_s, meant, dry_run=dry_run)
+    held = [each for each in found if each.namespace == meant]
+    if not dry_run and meant is not None and isinstance(backend, Purges):
+        await backend.purge([meant])
+    return Aged(sum(each.chunks for each in held), sum(each.stored_bytes for each in held), 0)
 
 
 async def _survey(backend: Backend) -> list[Holding]:

@@ -1,5 +1,6 @@
 """Surveying, purging and examining, on real servers."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from kvoffload import open_backend
 from kvoffload.backends.upkeep import Diagnoses, Purges, Surveys
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of
 from kvoffload.testing.redis_server import BINARY, MISSING, RedisServer, free_port, redis_cluster
+from tests.helpers.disk_commands import kvoffload as in_process
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 
@@ -196,3 +198,38 @@ def test_no_command_shows_a_secret(server, tmp_path, monkeypatch, kind):
             assert done.stdout or done.stderr, (command, words)
             assert secret not in done.stdout + done.stderr, (command, words)
             assert "Traceback" not in done.stderr
+
+
+def aged(server, namespace, chunk, unused_s):
+    """Let a chunk look as if nothing had used it for so long."""
+    name = f"kvoffload:{namespace}:xxh3:{{{keys_of(chunk + 1, namespace)[chunk].hex()}}}"
+    assert server.cli("pexpire", name, str(int((86400 - unused_s) * 1000))) == "1"
+
+
+def test_gc_removes_by_age_what_no_engine_used(server):
+    asyncio.run(store(server.url, "one", 4, {"model": "m"}))
+    asyncio.run(store(server.url, "two", 2))
+    server.cli("set", "somebody:else", "1")
+    for namespace, chunk, hours in (("one", 0, 7), ("one", 1, 5), ("two", 0, 20)):
+        aged(server, namespace, chunk, hours * 3600)
+    server.cli("persist", f"kvoffload:one:xxh3:{{{keys_of(4, 'one')[3].hex()}}}")
+    size = CHUNK_BYTES + 256
+    words = ("gc", server.url, "--older-than", "6h", "--json")
+    for more in (("--dry-run",), ()):
+        report = json.loads(in_process(*words, "--namespace", "one", *more).stdout)
+        assert report == {
+            "dry_run": bool(more), "removed": 1, "freed_bytes": size, "undated": 1,
+        }  # fmt: skip
+    report = json.loads(in_process(*words).stdout)
+    assert (report["removed"], report["freed_bytes"]) == (1, size)
+    assert server.cli("dbsize") == "6"  # three of one and its facts, one of two, another's
+    told = in_process("gc", server.url, "--older-than", "6h").stdout
+    assert "1 chunks stay" in told
+    assert "ttl_s" in told
+
+
+def test_an_age_that_a_server_cannot_tell_is_refused(server):
+    refused = in_process("gc", server.url, "--older-than", "2d")
+    assert (refused.returncode, "-o ttl_s" in refused.stderr) == (2, True)
+    assert in_process("gc", server.url, "--older-than", "2d", "-o", "ttl_s=604800").returncode == 0
+    assert in_process("gc", server.url).returncode == 2
