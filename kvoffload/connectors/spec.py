@@ -226,6 +226,13 @@ class TieredOffloadingSpec(OffloadingSpec):
         old = dict(self._opened.backends)
         # Nobody but us ever knew a generation's name. Other namespaces belong to replicas as well.
         forgotten = [self.namespace] if "generation" in self._facts else []
+        if old and not forgotten:
+            log.info(
+                "reset: %s load nothing more of what they stored before, and do not erase it; "
+                "kvoffload gc --namespace %s erases it",
+                ", ".join(old),
+                self.namespace,
+            )
         self._facts["generation"] = generation
         try:
             opened = self._open()

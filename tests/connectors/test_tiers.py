@@ -1,11 +1,14 @@
 """Tiers that could never be of use are refused at start; what a reset leaves behind is removed."""
 
+import logging
 import os
+import re
 
 import pytest
 
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.errors import ConfigError
+from tests.helpers.disk_commands import kvoffload
 
 BLOCK = 4
 
@@ -42,6 +45,21 @@ def test_two_tiers_on_one_root_are_refused_by_name(kv_caches, tmp_path):
     assert caught.value.field == "backends[1]"
     assert caught.value.value == str((tmp_path / "kv").resolve())
     assert "backends[0]" in caught.value.remedy
+
+
+def test_a_reset_says_that_tiers_are_not_erased_and_what_erases_them(
+    kv_caches, new_request, tmp_path, caplog
+):
+    connector = connect(kv_caches, disk(tmp_path))
+    store(connector, new_request("p", 41))
+    with caplog.at_level(logging.INFO, "kvoffload"):
+        connector.reset_cache()
+    (line,) = [message for message in caplog.messages if message.startswith("reset: ")]
+    assert "do not erase it" in line
+    connector.close()
+    (command,) = re.findall(r"gc (--namespace \S+)", line)
+    assert "removed 5 chunks" in kvoffload("gc", str(tmp_path), *command.split()).stdout
+    assert not list(tmp_path.glob("*/??/*"))
 
 
 def test_an_old_generation_is_removed_and_what_others_share_is_left(
