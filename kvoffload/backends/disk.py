@@ -205,7 +205,8 @@ class DiskBackend:
         """Say at once whether a chunk is believed to be here."""
         keeper = self._keeper
         unsafe = self._closed or keeper.hold.refusal is not None
-        return not unsafe and name_of(0, key) in keeper.index
+        name = name_of(0, key)
+        return not unsafe and name in keeper.index and keeper.uses.is_fresh(name)
 
     @property
     def place(self) -> str:

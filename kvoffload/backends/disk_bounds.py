@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 VERSION = 1
 _MAX_FILE_BYTES = 1 << 16
 _LARGEST = 2**63 - 1
+SHORTEST_TTL_S, LONGEST_TTL_S = 1.0, 315_360_000.0
+"""Access times tell other processes of a use about a second later; ten years are for ever."""
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +32,8 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     high_watermark: float
     low_watermark: float
     quarantine_files: int
+    ttl_s: float | None = None
+    """Seconds from its last use until a chunk expires."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be; msgspec reports it as a validation error of the file."""
@@ -39,6 +43,8 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("a size that no file system has")
         if not 0 < self.low_watermark <= self.high_watermark <= 1 or self.quarantine_files < 0:
             raise ValueError("watermarks or quarantine out of range")
+        if self.ttl_s is not None and not SHORTEST_TTL_S <= self.ttl_s <= LONGEST_TTL_S:
+            raise ValueError("ttl_s out of range")
 
     @property
     def high_bytes(self) -> int:
@@ -61,6 +67,7 @@ SETTINGS = (
     ("high_watermark", "high_watermark", str),
     ("low_watermark", "low_watermark", str),
     ("quarantine", "quarantine_files", str),
+    ("ttl_s", "ttl_s", str),
 )
 """Setting, field of the record, how its value is written for people."""
 

@@ -4,6 +4,7 @@ import logging
 import os
 from typing import Literal
 
+from kvoffload.backends.disk_expiry import is_fresh
 from kvoffload.backends.disk_index import Name, name_of
 from kvoffload.backends.disk_io import PAGE, ChunkFiles
 from kvoffload.backends.disk_keeper import Keeper
@@ -29,6 +30,8 @@ class Chunks:
             return False
         name = name_of(0, key)
         try:
+            if self._keeper.uses.expires and not is_fresh(self._keeper, name):
+                return self._missed(name, "missing", None)
             reason, facts = self._files.read(self._keeper.path(name), key, self._digest, target)
             return reason is None or self._missed(name, reason, facts)
         except Exception:
@@ -40,7 +43,7 @@ class Chunks:
         """Draw the consequences of a load that went wrong."""
         if reason == "missing":
             self._keeper.count("read_missing")
-            if name in self._keeper.index:
+            if name in self._keeper.index and self._keeper.uses.is_fresh(name):
                 self._keeper.left(name, "vanished")
         elif reason.startswith("corrupt"):
             self._keeper.set_aside(name, facts, reason)
@@ -62,6 +65,8 @@ class Chunks:
         keeper, remakes = self._keeper, self._keeper.hold.remakes
         name = name_of(0, key)
         if name in keeper.index and self.exists(key):
+            if keeper.uses.expires:
+                keeper.uses.used([name])
             return self._made_durable(name, anew=False)
         reserved = on_disk(chunk.nbytes)
         if not keeper.reserve(reserved):
@@ -91,10 +96,11 @@ class Chunks:
         if self._keeper.index.hides(name) or not is_key(key):
             return False
         try:
-            self._keeper.vfs.lstat(self._keeper.path(name))
+            facts = self._keeper.vfs.lstat(self._keeper.path(name))
         except OSError:
             return False
-        return True
+        self._keeper.uses.seen([(name, facts.st_atime_ns)])
+        return self._keeper.uses.is_fresh(name)
 
     def _made_durable(self, name: bytes, *, anew: bool) -> bool:
         """Sync the folder, and the file if another stored it, who may not have cared."""

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from kvoffload.backends.disk_expiry import expire, pause_s
 from kvoffload.backends.disk_keeper import Keeper
 from kvoffload.backends.disk_scan import Scanner
 from kvoffload.backends.disk_writers import clean_up
@@ -44,6 +45,7 @@ class House:
         self._may_look_at = 0.0
         """Not even for want of victims before this."""
         self._save_at = time.monotonic() + _SNAPSHOT_S
+        self._expire_at = 0.0
         self._saved_changes = keeper.ledger.changes
         self._remakes = 0
         self._thread = threading.Thread(target=self._run, name="kvoffload-disk", daemon=True)
@@ -143,6 +145,9 @@ class House:
             self._look_at = 0.0
         if now >= self._look_at:
             self._look()
+        if now >= self._expire_at:
+            self._expire_at = now + pause_s(keeper)
+            expire(keeper, self._stop.is_set)
         if now >= self._save_at and keeper.ledger.changes != self._saved_changes:
             self._saved_changes = keeper.ledger.changes
             self._save_at = now + _SNAPSHOT_S

@@ -21,6 +21,7 @@ from kvoffload.backends.disk_io import reason_of
 from kvoffload.backends.disk_layout import QUARANTINE, make_folder, shard_of
 from kvoffload.backends.disk_quarantine import trim
 from kvoffload.backends.disk_shards import Shards
+from kvoffload.backends.disk_uses import Uses
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.vfs import Vfs
 from kvoffload.offload.policies.base import Policy
@@ -84,13 +85,13 @@ class Keeper:
         self._counts: Counter[str] = Counter()
         self._damaged, self._undeletable = Throttle(log), Throttle(log)
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
-        self._used: dict[Name, int] = {}
         self._writes_off_until = 0.0
         self.hold = Hold(
             vfs, root, namespace, bounds, self.count, durable=durable, trust_parents=trust_parents
         )
         self.shards = Shards(vfs, self.count)
         self.bounds = self.hold.bounds
+        self.uses = Uses(self.bounds.ttl_s)
         self.index = Index(make_policy, self.bounds.capacity_bytes, self._policy_failed)
         self.writer = self.hold.writer
         self.ownership = self.hold.ownership
@@ -150,14 +151,11 @@ class Keeper:
         Remembered here, and in the files' access times a little later.
         """
         self.index.touch(names)
-        with self._lock:
-            self._used.update(dict.fromkeys(names, time.time_ns()))
+        self.uses.used(names)
 
     def record_use(self) -> None:
         """Write access times, where other processes and the next start find them."""
-        with self._lock:
-            used, self._used = self._used, {}
-        for name, atime_ns in used.items():
+        for name, atime_ns in self.uses.take_unwritten().items():
             path = self.path(name)
             with contextlib.suppress(OSError):
                 self.vfs.utime(path, atime_ns, self.vfs.lstat(path).st_mtime_ns)
@@ -261,6 +259,7 @@ class Keeper:
                     self.vfs.rename(temporary, path)
             except OSError as error:
                 return reason_of(error)
+            self.uses.stored(name)
             try:
                 self.index.add(name, allocated)
             except BaseException:
@@ -278,7 +277,7 @@ class Keeper:
         path = self.path(name)
         with self._publishing:
             try:
-                self._unlink(path, self.index.size(name))
+                self.unlink(path, self.index.size(name))
             except FileNotFoundError:
                 pass  # someone else was faster, and has booked it
             except OSError as error:
@@ -288,7 +287,7 @@ class Keeper:
             self.left(name, reason)
         return True
 
-    def _unlink(self, path: str, booked: int | None = None) -> None:
+    def unlink(self, path: str, booked: int | None = None) -> None:
         """Remove a file and give back what was booked for it; raises OSError if it stays.
 
         A file system may go on allocating after the write (extents, compression): what a file
@@ -305,6 +304,7 @@ class Keeper:
     def left(self, name: Name, reason: str) -> None:
         """Note that a chunk is gone."""
         known = self.index.drop(name)
+        self.uses.forget(name)
         self.count(reason)
         number, key = split_name(name)
         if known and number == 0 and reason not in _SILENT:
@@ -388,7 +388,7 @@ class Keeper:
             except OSError:
                 pass  # removed below, if that is possible
         if moved:
-            trim(self.vfs, self.root, self.bounds, self._unlink)
+            trim(self.vfs, self.root, self.bounds, self.unlink)
         elif not self.discard(name, "corrupt"):
             self.index.hide([name])
 

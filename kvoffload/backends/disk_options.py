@@ -4,7 +4,7 @@ import os
 
 import msgspec
 
-from kvoffload.backends.disk_bounds import Bounds
+from kvoffload.backends.disk_bounds import LONGEST_TTL_S, SHORTEST_TTL_S, Bounds
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
 
@@ -41,6 +41,8 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """A device on which every thread waits longer than this is taken for dead: misses at once."""
     quarantine: int = 16
     """Damaged files kept for inspection, at most; older ones are removed."""
+    ttl_s: float | None = None
+    """Seconds from its last use until a chunk expires; by default chunks leave for room alone."""
     trust_parent_folders: bool = False
     """Use a root below folders that other users may write: for volumes of a pod of its own."""
 
@@ -68,6 +70,8 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ConfigError("stall_s", self.stall_s, "must be a positive number of seconds")
         if self.quarantine < 0:
             raise ConfigError("quarantine", self.quarantine, "must not be negative")
+        if self.ttl_s is not None and not SHORTEST_TTL_S <= self.ttl_s <= LONGEST_TTL_S:
+            raise ConfigError("ttl_s", self.ttl_s, "must be 1 second to ten years, or absent")
 
     def bounds(self) -> Bounds:
         """The limits that these settings ask for."""
@@ -77,6 +81,7 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             high_watermark=self.high_watermark,
             low_watermark=self.low_watermark,
             quarantine_files=self.quarantine,
+            ttl_s=self.ttl_s,
         )
 
 

@@ -92,6 +92,7 @@ class Scanner:
         if self._stopping():
             return False
         found.sort()
+        keeper.uses.seen((name, used_ns) for used_ns, name, _ in found)
         keeper.index.found(
             (name, allocated) for _, name, allocated in found if afresh or name not in keeper.index
         )
