@@ -20,7 +20,7 @@ from kvoffload.backends import disk_bounds
 from kvoffload.backends.base import Backend
 from kvoffload.backends.disk_access import check_fresh_or_root
 from kvoffload.backends.disk_bounds import SETTINGS, Bounds
-from kvoffload.backends.disk_layout import SCRATCH
+from kvoffload.backends.disk_layout import QUARANTINE, SCRATCH, WRITERS
 from kvoffload.backends.disk_options import DiskOptions
 from kvoffload.backends.disk_survey import Survey
 from kvoffload.backends.disk_trust import refuse_exposed, refuse_unsafe
@@ -78,7 +78,8 @@ def _admit(root: str, settings: Mapping[str, Any]) -> _Patient:
 
 async def _examine(patient: _Patient) -> list[Finding]:
     limits, bounds = _limits(patient)
-    findings = [_medium(patient.root), _rights(patient), limits, await once(_ledger, patient)]
+    findings = [_medium(patient.root), await once(_rights, patient), limits]
+    findings.append(await once(_ledger, patient))
     space, free = await once(_space, patient, bounds)
     findings += [space, await once(_sharing, patient)]
     if free < _SCRATCH_BYTES:
@@ -117,14 +118,22 @@ def _medium(root: str) -> Finding:
 
 
 def _rights(patient: _Patient) -> Finding:
-    """Who could replace what is stored; what an engine refuses was refused before."""
-    mode = stat.S_IMODE(patient.vfs.lstat(patient.root).st_mode)
-    detail = f"mode {mode:04o}, user {os.geteuid()}; only this user or root may replace the folder"
+    """Who could replace what is stored; the root itself was looked at before anything else."""
+    vfs, root = patient.vfs, patient.root
+    mode = f"mode {stat.S_IMODE(vfs.lstat(root).st_mode):04o}"
+    inner = [WRITERS, QUARANTINE, *patient.survey.namespaces()] if patient.survey else []
     try:
-        refuse_exposed(patient.vfs, patient.root)
+        for name in inner:
+            with contextlib.suppress(FileNotFoundError):
+                refuse_unsafe(f"{root}/{name}", vfs.lstat(f"{root}/{name}"))
+    except ConfigError as error:
+        return Finding("rights", "failed", str(error), "until then engines that use it refuse it")
+    try:
+        refuse_exposed(vfs, root)
     except ConfigError as error:
         remedy = "nothing where no untrusted process runs, as in a pod: trust_parent_folders is set"
-        return Finding("rights", "warning", f"mode {mode:04o}; {error}", remedy)
+        return Finding("rights", "warning", f"{mode}; {error}", remedy)
+    detail = f"{mode}; only user {os.geteuid()} and root may replace the folder"
     return Finding("rights", "ok", detail)
 
 

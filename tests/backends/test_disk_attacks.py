@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from disk_parts import SIZE, open_disk, until, write
 
 from kvoffload.backends.disk_layout import WRITERS, shard_of
 from kvoffload.backends.disk_survey import Survey
@@ -16,7 +17,6 @@ from kvoffload.backends.format import namespace_digest
 from kvoffload.cli.inspect import survey
 from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import filled, keys_of, slots
-from tests.helpers.disk_parts import SIZE, open_disk, until, write
 
 NOBODY = 65534
 

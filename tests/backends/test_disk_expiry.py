@@ -4,6 +4,7 @@ import os
 import time
 
 import pytest
+from disk_parts import SIZE, chunk_bytes, open_disk, until, write
 
 from kvoffload.backends import disk_quarantine, disk_uses
 from kvoffload.backends.base import Removal
@@ -12,7 +13,6 @@ from kvoffload.backends.disk_expiry import expire, pause_s
 from kvoffload.backends.disk_layout import QUARANTINE
 from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import keys_of, slots
-from tests.helpers.disk_parts import SIZE, chunk_bytes, open_disk, until, write
 
 HOUR_S = 3600.0
 

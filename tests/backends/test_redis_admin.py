@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 import pytest
+from disk_commands import kvoffload as in_process
 
 from kvoffload import open_backend
 from kvoffload.backends.upkeep import Diagnoses, Purges, Surveys
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of
 from kvoffload.testing.redis_server import BINARY, MISSING, RedisServer, free_port, redis_cluster
-from tests.helpers.disk_commands import kvoffload as in_process
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 

@@ -146,6 +146,28 @@ def test_a_folder_that_everyone_may_write_is_refused_with_a_remedy(tmp_path):
     assert f"sub-folder such as {tmp_path}/kv" in result.stderr
 
 
+def test_the_rights_of_a_root_and_of_the_folders_above_it_are_looked_at(root):
+    found = findings(root)["rights"]
+    assert (found["verdict"], found["detail"][:9]) == ("ok", "mode 0700")
+    root.chmod(0o770)
+    assert f"chmod g-w {root}" in kvoffload("doctor", str(root)).stderr
+    root.chmod(0o700)
+    above = root.parent
+    above.chmod(0o777)
+    refused = kvoffload("doctor", str(root))
+    assert (refused.returncode, f"chmod g-w,o-w {above}" in refused.stderr) == (2, True)
+    found = findings(root, "-o", "trust_parent_folders=true")
+    assert found["rights"]["verdict"] == "warning"
+    assert str(above) in found["rights"]["detail"]
+    assert found["throughput"]["verdict"] != "failed"
+    above.chmod(0o700)
+    (namespace,) = [path for path in root.iterdir() if len(path.name) == 64]
+    namespace.chmod(0o770)
+    found = findings(root, code=1)
+    assert found["rights"]["verdict"] == "failed"
+    assert f"chmod g-w {namespace}" in found["rights"]["detail"]
+
+
 async def test_an_engine_examines_its_own_folder_without_evicting(tmp_path):
     backend = open_disk(tmp_path / "kv", "llama")
     await backend.write(keys_of(4), filled(keys_of(4), SIZE))

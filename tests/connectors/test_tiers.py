@@ -5,10 +5,10 @@ import os
 import re
 
 import pytest
+from disk_commands import kvoffload
 
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.errors import ConfigError
-from tests.helpers.disk_commands import kvoffload
 
 BLOCK = 4
 
