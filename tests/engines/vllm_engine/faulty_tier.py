@@ -86,6 +86,7 @@ class FaultyCopies:
     real = CpuCopier.launch
     calls = 0
     error = RuntimeError("a copy that fails was planned here")
+    copy_time_s = 0.0
 
     @classmethod
     def follow(cls, file):
