@@ -5,14 +5,16 @@ the folders in it, and of every folder on the way to it, as with sshd's StrictMo
 """
 
 import errno
+import functools
+import grp
 import os
+import pwd
 import stat
 from collections.abc import Iterator
 
 from kvoffload.backends.vfs import Vfs
 from kvoffload.errors import ConfigError
 
-_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _MAX_LINKS = 40
 """The kernel's own limit for links on the way to one file."""
 
@@ -30,7 +32,7 @@ def refuse_unsafe(path: str, facts: os.stat_result) -> None:
             f"belongs to user {facts.st_uid}, not to {os.geteuid()}; "
             "run as that user, or use a folder of your own",
         )
-    if facts.st_mode & _OTHERS:
+    if _is_open(facts):
         raise ConfigError("root", path, f"is {_writable(path, facts)}{_sub_folder(path, facts)}")
 
 
@@ -50,9 +52,33 @@ def refuse_exposed(vfs: Vfs, root: str) -> None:
             problem = f"{owner} {os.geteuid()}: that user could replace it; use another place"
             raise ConfigError("root", root, problem + remedy)
         sticky = facts.st_mode & stat.S_ISVTX  # there, users rename what is their own alone
-        if stat.S_ISDIR(facts.st_mode) and facts.st_mode & _OTHERS and not sticky:
+        if stat.S_ISDIR(facts.st_mode) and _is_open(facts) and not sticky:
             problem = f"lies below {path}, which is {_writable(path, facts)}"
             raise ConfigError("root", root, problem + remedy)
+
+
+def _is_open(facts: os.stat_result) -> bool:
+    """Whether other users may write a folder."""
+    if facts.st_mode & stat.S_IWOTH:
+        return True
+    return bool(facts.st_mode & stat.S_IWGRP) and not is_private_group(facts.st_gid)
+
+
+@functools.cache
+def is_private_group(gid: int) -> bool:
+    """Whether this process's user is alone in a group.
+
+    Debian, Ubuntu and Fedora give each user such a group, and folders that the group may write.
+    """
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    if gid == 0 or set(group.gr_mem) - {user.pw_name}:
+        return False  # 0: containers give it to users without a name
+    return user.pw_gid == gid and all(
+        other.pw_gid != gid or other.pw_uid == user.pw_uid for other in pwd.getpwall()
+    )
 
 
 def _on_the_way(vfs: Vfs, folder: str) -> Iterator[tuple[str, os.stat_result]]:

@@ -7,10 +7,12 @@ import subprocess
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from disk_parts import SIZE, open_disk, until, write
 
+from kvoffload.backends import disk_trust
 from kvoffload.backends.disk_layout import WRITERS, shard_of
 from kvoffload.backends.disk_survey import Survey
 from kvoffload.backends.format import namespace_digest
@@ -28,6 +30,12 @@ def public():
     os.chmod(folder, 0o777)
     yield Path(folder)
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+def shared_group(monkeypatch):
+    """The group of new folders has other members, whoever runs the tests."""
+    monkeypatch.setattr(disk_trust, "is_private_group", lambda gid: False)
 
 
 def refusal(root, **settings):
@@ -67,6 +75,7 @@ def swap(root, ours, evil, nobody):
 
 
 @pytest.mark.parametrize(("mode", "remedy"), [(0o770, "chmod g-w"), (0o777, "chmod g-w,o-w")])
+@pytest.mark.usefixtures("shared_group")
 def test_a_root_that_a_group_or_everyone_may_write_is_refused(tmp_path, mode, remedy):
     root = tmp_path / "kv"
     root.mkdir()
@@ -77,6 +86,7 @@ def test_a_root_that_a_group_or_everyone_may_write_is_refused(tmp_path, mode, re
 
 
 @pytest.mark.parametrize(("mode", "remedy"), [(0o770, "chmod g-w"), (0o777, "chmod g-w,o-w")])
+@pytest.mark.usefixtures("shared_group")
 def test_a_root_below_a_folder_that_others_may_write_is_refused(tmp_path, mode, remedy):
     above = tmp_path / "above"
     root = above / "between" / "kv"
@@ -90,6 +100,51 @@ def test_a_root_below_a_folder_that_others_may_write_is_refused(tmp_path, mode, 
     shutil.rmtree(above / "between")
     above.chmod(mode | 0o1000)  # as /tmp: nobody renames what belongs to another
     asyncio.run(open_disk(root).close())
+
+
+@pytest.mark.parametrize(
+    ("gid", "members", "others", "private"),
+    [
+        (1000, [], [], True),
+        (1000, ["me"], [], True),
+        (1000, ["me", "you"], [], False),
+        (1000, [], [1000], False),  # whose primary group it is, too
+        (100, [], [], False),  # not this user's own
+        (0, [], [], False),
+        (7, None, [], False),  # a group without a name
+    ],
+)
+def test_a_user_is_alone_in_a_group_of_its_own(monkeypatch, gid, members, others, private):
+    def account(name, uid, primary):
+        return SimpleNamespace(pw_name=name, pw_uid=uid, pw_gid=primary)
+
+    def group(number):
+        if members is None:
+            raise KeyError(number)
+        return SimpleNamespace(gr_mem=members)
+
+    me = account("me", os.geteuid(), 1000 if gid == 1000 else 0 if gid == 0 else 1)
+    accounts = [me, *(account("you", 4321, other) for other in others)]
+    monkeypatch.setattr(disk_trust.pwd, "getpwuid", lambda uid: me)
+    monkeypatch.setattr(disk_trust.pwd, "getpwall", lambda: accounts)
+    monkeypatch.setattr(disk_trust.grp, "getgrgid", group)
+    disk_trust.is_private_group.cache_clear()
+    try:
+        assert disk_trust.is_private_group(gid) is private
+    finally:
+        disk_trust.is_private_group.cache_clear()
+
+
+def test_folders_that_a_group_of_one_may_write_are_the_users_own(tmp_path, monkeypatch):
+    """As Ubuntu makes them in a user's home."""
+    monkeypatch.setattr(disk_trust, "is_private_group", lambda gid: True)
+    root = tmp_path / "home" / "kv"
+    root.mkdir(parents=True)
+    for folder in (root, root.parent):
+        folder.chmod(0o775)
+    asyncio.run(open_disk(root).close())
+    root.parent.chmod(0o777)
+    assert "writable by everyone" in refusal(root)
 
 
 def test_links_on_the_way_are_followed_by_the_look_at_it_too(tmp_path):
