@@ -17,6 +17,9 @@ test: check redis-server
 
 # The long forms: 10,000 lives of a folder, most ended by SIGKILL, a million steps of the manager, every fault at full length.
 chaos: $(READY) redis-server
+	@$(BIN)/python -c 'import atheris' 2>/dev/null \
+	  || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'atheris>=3.0,<4' \
+	  || echo "COULD NOT INSTALL atheris: fuzzing by coverage will be skipped"
 	$(BIN)/python -m pytest -m chaos --timeout=3600
 
 # The source archive, installed into an empty environment: about a minute, and no GPU packages.
