@@ -89,7 +89,10 @@ async def test_an_examination_names_what_should_be_changed(server, tmp_path):
     secret.write_text("0123456789abcdef" * 4)
     secret.chmod(0o600)
     found = await verdicts(server.url, secret_file=str(secret))
+    # How fast a busy machine is says nothing of the server's settings.
+    speed = {found.pop("latency"), found.pop("throughput")}
     assert set(found.values()) == {"ok"}, found
+    assert "failed" not in speed
     server.cli("config", "set", "appendonly", "yes")
     assert (await verdicts(server.url))["persistence"] == "warning"
     assert server.cli("dbsize") == "0"  # it leaves nothing behind
