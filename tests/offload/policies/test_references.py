@@ -1,6 +1,7 @@
-"""LRU and ARC decide as independent implementations of the textbook and of the paper do."""
+"""Policies decide as independent implementations of the textbook and of the papers do."""
 
 import json
+import random
 from collections import OrderedDict
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 from kvoffload.offload.policies.arc import ARCPolicy
 from kvoffload.offload.policies.lru import LRUPolicy
+from kvoffload.offload.policies.lru2 import LRU2Policy
+from kvoffload.offload.policies.s3fifo import S3FIFOPolicy
 
 TRACE = Path(__file__).parents[4] / "shared" / "traces" / "mooncake_conversation.jsonl"
 
@@ -84,6 +87,75 @@ class PaperARC:
         return evicted
 
 
+class PaperLRU2:
+    """LRU-K of the paper for K = 2: a search over all pages for the oldest last but one use.
+
+    The paper retains the uses of absent pages for a time; here it is for 3 capacities of pages.
+    """
+
+    def __init__(self, size):
+        self.size, self.clock, self.resident, self.retained = size, 0, {}, OrderedDict()
+
+    def request(self, page):
+        """Return the page evicted for this one, if any."""
+        evicted = None
+        self.clock += 1
+        if page in self.resident:
+            self.resident[page] = (self.resident[page][1], self.clock)
+            return None
+        if len(self.resident) == self.size:
+            # A last but one use that never was is older than any; then the last use decides.
+            evicted = min(self.resident, key=self.resident.__getitem__)
+            self.retained[evicted] = self.resident.pop(evicted)[1]
+            if len(self.retained) == 3 * self.size + 1:
+                self.retained.popitem(last=False)
+        self.resident[page] = (self.retained.pop(page, 0), self.clock)
+        return evicted
+
+
+class PaperS3FIFO:
+    """Algorithm 1 of the paper, its names; EVICTS looks at one page, as INSERT calls it again."""
+
+    def __init__(self, size):
+        self.size, self.share = size, max(1, size // 10)
+        self.s, self.m, self.g, self.freq = [], [], [], {}
+
+    def request(self, page):
+        """Return the page evicted for this one, if any."""
+        if page in self.freq:
+            self.freq[page] = min(self.freq[page] + 1, 3)
+            return None
+        evicted = None
+        while len(self.s) + len(self.m) == self.size:
+            evicted = self.evict_s() if len(self.s) >= self.share or not self.m else self.evict_m()
+        if page in self.g:
+            self.g.remove(page)
+            self.m.append(page)
+        else:
+            self.s.append(page)
+        self.freq[page] = 0
+        return evicted
+
+    def evict_s(self):
+        tail = self.s.pop(0)
+        if self.freq[tail] > 1:
+            self.m.append(tail)
+            self.freq[tail] = 0
+            return self.evict_m() if len(self.m) > self.size - self.share else None
+        self.g = [*self.g, tail][-(self.size - self.size // 10) :]
+        del self.freq[tail]
+        return tail
+
+    def evict_m(self):
+        while True:
+            tail = self.m.pop(0)
+            if not self.freq[tail]:
+                del self.freq[tail]
+                return tail
+            self.freq[tail] -= 1
+            self.m.append(tail)
+
+
 def request(policy, capacity, key):
     """One request for one key, as a store makes it; returns the key evicted for it, if any."""
     policy.touch(key)
@@ -98,9 +170,14 @@ PAIRS = [
     pytest.param(LRUPolicy, TextbookLRU, id="lru"),
     pytest.param(ARCPolicy, PaperARC, id="arc"),
 ]
+SLOW_PAIRS = [
+    pytest.param(LRU2Policy, PaperLRU2, id="lru2"),
+    pytest.param(S3FIFOPolicy, PaperS3FIFO, id="s3fifo"),
+]
+"""Their references search all pages, too slowly for a trace."""
 
 
-@pytest.mark.parametrize(("policy", "reference"), PAIRS)
+@pytest.mark.parametrize(("policy", "reference"), [*PAIRS, *SLOW_PAIRS])
 @given(
     capacity=st.integers(1, 12),
     accesses=st.lists(st.one_of(st.integers(0, 8), st.integers(0, 40)), max_size=400),
@@ -110,6 +187,15 @@ def test_every_decision_is_the_reference_s_on_any_sequence(policy, reference, ca
     ours, theirs = policy(capacity), reference(capacity)
     for page in accesses:
         assert request(ours, capacity, bytes([page])) == theirs.request(bytes([page]))
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 9, 20, 36])
+@pytest.mark.parametrize(("policy", "reference"), [*PAIRS, *SLOW_PAIRS])
+def test_every_decision_is_the_reference_s_where_some_keys_are_popular(policy, reference, capacity):
+    ours, theirs, draw = policy(capacity), reference(capacity), random.Random(capacity)
+    pages = [page.to_bytes(2, "big") for page in range(6 * capacity)]
+    for page in draw.choices(pages, [1 / (1 + at) for at in range(len(pages))], k=3000):
+        assert request(ours, capacity, page) == theirs.request(page)
 
 
 @pytest.mark.skipif(not TRACE.exists(), reason="the conversation trace is not on this machine")
