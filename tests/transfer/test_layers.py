@@ -99,6 +99,25 @@ def test_a_layer_is_used_while_later_ones_are_still_copied(on_cpu, monkeypatch):
     assert fence.error is None
 
 
+def test_a_layer_whose_tensors_do_not_follow_each_other_in_a_slot_comes_back_byte_for_byte(
+    new_kv_caches,
+):
+    caches = new_kv_caches(page_bytes=(64, 64, 64))
+    layout = ChunkLayout(caches, PER_CHUNK)
+    layers = [[0, 2], [1]]
+    copier = make_copier(caches, Slab(NUM_SLOTS, layout.slot_bytes), layout, layers)
+    try:
+        before = [entry.tensor[:4].clone() for entry in caches.tensors]
+        assert launch(copier, layout, True).wait(10)
+        for entry in caches.tensors:
+            entry.tensor[:4] = 0
+        assert launch(copier, layout, False).wait(10)
+        for entry, pages in zip(caches.tensors, before, strict=True):
+            assert torch.equal(entry.tensor[:4], pages)
+    finally:
+        copier.close()
+
+
 def test_a_layer_that_fails_fails_the_load_and_nobody_waits_for_ever(on_cpu, monkeypatch):
     caches, layout, copier = on_cpu
     scatter = Scatter.copy

@@ -119,6 +119,33 @@ def test_files_in_a_containers_cache_do_not_count_as_memory_in_use(tmp_path, mon
     assert slab_module.available_host_bytes() == 800_000
 
 
+@pytest.mark.parametrize(
+    ("group", "limit", "folder", "names"),
+    [
+        ("0::/pod/ours", "pod", "sys/fs/cgroup", ("memory.max", "memory.current")),
+        ("0::/pod/ours", "pod/ours", "sys/fs/cgroup", ("memory.max", "memory.current")),
+        ("0::/", "", "sys/fs/cgroup", ("memory.max", "memory.current")),
+        (
+            "4:cpu,memory:/pod/ours",
+            "pod",
+            "sys/fs/cgroup/memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ),
+    ],
+)
+def test_a_limit_of_the_own_cgroup_or_of_any_above_counts(
+    tmp_path, monkeypatch, group, limit, folder, names
+):
+    monkeypatch.setattr(slab_module, "Path", lambda path: tmp_path / path.lstrip("/"))
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"7:cpuset:/elsewhere\n{group}\n")
+    at = tmp_path / folder / limit
+    at.mkdir(parents=True)
+    (at / names[0]).write_text("1000000\n")
+    (at / names[1]).write_text("900000\n")
+    assert slab_module.available_host_bytes() == 100_000
+
+
 CHILD = """
 import sys, time
 from kvoffload.transfer.slab import Slab, create_shared_memory
