@@ -71,6 +71,32 @@ def test_sizes_in_equal_demand_by_bytes_share_equally():
     assert resident_kib(manager, 1, 20) == pytest.approx(2048, rel=0.15)
 
 
+def test_sizes_in_equal_demand_do_not_take_extents_from_each_other_for_ever():
+    manager = new_manager(1000, 4, 20)
+    sizes = manager._host._sizes
+    shares = []
+    for i in range(300):
+        for group, count in ((0, 5), (1, 1)):
+            put(manager, keys(group, f"{i}", count))
+            shares.append(tuple(size.num_extents for size in sizes))
+    assert len(set(shares[300:])) == 1
+
+
+def test_a_new_size_takes_most_from_the_size_that_has_most():
+    manager = new_manager(4096, 4, 20, 36)
+    for i in range(40):
+        put(manager, keys(0, f"a{i}", 200))
+    for i in range(10):
+        put(manager, keys(1, f"b{i}", 10))
+    before = [resident_kib(manager, group, size) for group, size in ((0, 4), (1, 20))]
+    for i in range(10):
+        put(manager, keys(2, f"c{i}", 5))
+    after = [resident_kib(manager, group, size) for group, size in ((0, 4), (1, 20))]
+    assert before[0] > before[1]
+    assert before[0] - after[0] > 800
+    assert before[1] - after[1] < 300
+
+
 def test_a_pinned_chunk_keeps_its_extent():
     manager = new_manager(240, 4, 20)
     small = keys(0, "a", 60)
