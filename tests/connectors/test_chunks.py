@@ -1,8 +1,10 @@
 """How a prefix is sought among chunks of several KV cache groups: what is asked, and how often."""
 
+import pytest
 import torch
 
-from kvoffload.connectors.chunks import ChunkGroups
+from kvoffload.connectors.block_tables import to_load
+from kvoffload.connectors.chunks import NULL_BLOCK, ChunkGroups, Piece
 from kvoffload.core.interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -36,3 +38,13 @@ def test_chunks_of_full_attention_are_asked_for_together_and_only_those_of_windo
     assert together == [keys[0]]
     assert alone == keys[1][-2:]
     assert {get_offload_group_idx(key) for key in alone} == {1}
+
+
+@pytest.mark.parametrize(
+    ("has_nulls", "first"),
+    [(True, [Piece(0, 1, 3, 4)]), (False, [Piece(0, 0, 0, 2), Piece(0, 1, 2, 4)])],
+)
+def test_only_where_there_is_a_null_block_is_block_0_left_out_of_loads(has_nulls, first):
+    groups = ChunkGroups(BLOCK, 2)
+    table = [NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 7, 8, 9]
+    assert to_load(groups, [table], 0, 24, has_nulls) == [*first, Piece(0, 2, 4, 6)]

@@ -142,6 +142,14 @@ def test_a_request_aborted_while_loading_keeps_its_blocks_until_told(
     connector.check()
 
 
+def test_a_request_whose_load_has_ended_may_free_its_blocks_at_once(connect, new_request, until):
+    connector = connect()
+    request = new_request("p", 41)
+    store(connector, request)
+    assert load(connector, request, range(20, 31), until).ok
+    assert connector.request_finished(request) is False
+
+
 def test_two_requests_for_one_prefix_share_the_fetch(connect, new_request, until, faulty):
     connector = connect(load_timeout_s=5.0, lookup_timeout_s=5.0)
     store(connector, new_request("p", 41))
@@ -284,6 +292,8 @@ def test_requests_running_at_a_reset_store_nothing_of_before(connect, new_reques
     connector.after_forward(running, [range(5, 25)], 80)
     connector.flush()
     assert connector.get_num_new_matched_tokens(new_request("p", 81), 0) == 0
+    store(connector, new_request("p", 41, request_id="later"))
+    assert connector.get_num_new_matched_tokens(new_request("p", 81, request_id="last"), 0) == 40
 
 
 def test_a_load_that_ended_before_a_reset_but_was_not_polled_brings_nothing(
@@ -319,6 +329,19 @@ def test_a_load_that_outlives_the_wait_of_a_reset_brings_nothing(
     store(connector, new_request("q", 41))
     assert load(connector, new_request("q", 41), range(20, 31), until).ok  # of after the reset
     connector.check()
+
+
+def test_a_shutdown_says_how_many_transfers_it_did_not_wait_for(
+    connect, new_request, caplog, monkeypatch
+):
+    connector = connect()
+    copier, gate = connector._spec._copier, threading.Event()
+    copy = copier._copy
+    monkeypatch.setattr(copier, "_copy", lambda *copies: (gate.wait(5), copy(*copies)))
+    connector.after_forward(new_request("p", 41), [range(5, 15)], 40)
+    threading.Timer(0.1, gate.set).start()
+    connector.close(timeout_s=0.01)
+    assert "1 transfers had not ended at shutdown" in caplog.text
 
 
 def test_tiers_that_cannot_be_opened_anew_at_a_reset_are_left_out(
