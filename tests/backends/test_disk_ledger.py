@@ -1,12 +1,13 @@
 """A ledger file made by somebody else: sealed as ours are, with counts that no root has."""
 
+import fcntl
 import struct
 
 import pytest
 import xxhash
 from disk_parts import open_disk, until, write
 
-from kvoffload.backends.disk_ledger import Ledger
+from kvoffload.backends.disk_ledger import Ledger, recorded_bytes
 from kvoffload.backends.vfs import Vfs
 from kvoffload.testing.backends import keys_of
 
@@ -46,6 +47,17 @@ def test_the_last_count_that_is_good_has_a_good_successor(tmp_path):
     assert ledger.reserve(100, 1 << 40)
     assert ledger.refresh() == 107
     ledger.close()
+
+
+def test_a_ledger_that_a_stopped_process_has_locked_is_an_error_for_those_who_only_look(tmp_path):
+    path = tmp_path / ".ledger"
+    path.write_bytes(sealed(7, 5))
+    assert recorded_bytes(Vfs(), str(path)) == 7
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError, match="locked by another process"):
+            recorded_bytes(Vfs(), str(path))
+    assert recorded_bytes(Vfs(), str(path)) == 7
 
 
 async def test_a_store_with_such_a_ledger_is_set_right_and_stores(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 
 from kvoffload.backends import disk_house
 from kvoffload.backends.disk import DiskBackend, DiskOptions
+from kvoffload.backends.disk_hold import ABANDONED_S
 from kvoffload.backends.disk_layout import MANIFEST, SNAPSHOT
 from kvoffload.backends.disk_scan import Scanner
 from kvoffload.backends.format import namespace_digest
@@ -132,6 +133,16 @@ async def test_counting_anew_leaves_the_order_of_eviction_alone(tmp_path):
     assert await write(owner, keys_of(2, "new")) == [True] * 2
     assert [owner.holds(key) for key in keys] == [True, True, False, False]
     await owner.close()
+
+
+async def test_the_folder_of_an_idle_process_does_not_come_to_look_abandoned(tmp_path):
+    backend = open_disk(tmp_path)
+    (folder,) = (path for path in tmp_path.iterdir() if not path.name.startswith("."))
+    seen_s = time.time() - ABANDONED_S / 2
+    os.utime(folder, (seen_s, seen_s))
+    backend._keeper.hold.keep()
+    assert time.time() - folder.stat().st_mtime < 60
+    await backend.close()
 
 
 async def test_a_file_removed_under_a_reader_stays_whole_for_it(tmp_path):

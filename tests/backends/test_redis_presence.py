@@ -1,11 +1,15 @@
-"""Verdicts on a clock of their own, without a server."""
+"""Verdicts on a clock of their own, and questions that a server answers."""
 
 import threading
 
 import pytest
 
+from kvoffload import open_backend
 from kvoffload.backends import redis_presence
 from kvoffload.backends.redis_presence import FORGOTTEN_S, Verdicts
+from kvoffload.testing.backends import filled, keys_of
+from kvoffload.testing.redis_engine import until
+from kvoffload.testing.redis_server import BINARY, MISSING, RedisServer
 
 
 class World:
@@ -133,3 +137,30 @@ def test_two_threads_may_use_it_at_once():
     stop.set()
     thread.join()
     assert not failures
+
+
+@pytest.mark.skipif(BINARY is None, reason=MISSING)
+async def test_what_another_engine_stored_is_found_by_asking(tmp_path):
+    server = RedisServer(tmp_path / "redis")
+    settings = {"url": server.url, "timeout_s": 5.0, "lookup_timeout_s": 60.0}
+    writer, asking = (open_backend("redis", settings, "shared") for _ in range(2))
+    try:
+        keys = keys_of(2)
+        assert await writer.write(keys, filled(keys)) == [True] * 2
+        assert asking.holds(keys[0]) is None  # before it has a loop
+        await asking.describe({"model": "m"})
+
+        async def answered():
+            return asking.holds(keys[0])
+
+        await until(answered)
+        assert asking.holds(keys[1]) is None
+
+        async def answered_too():
+            return asking.holds(keys[1])
+
+        await until(answered_too)
+    finally:
+        await writer.close()
+        await asking.close()
+        server.stop()
