@@ -5,10 +5,12 @@ fills no memory, and ends no task for good.
 import asyncio
 import itertools
 import logging
+import time
 
 import pytest
 from redis_fakes import FakeRedis, bulk, masters_of, polite, table
 
+from kvoffload.backends.redis_discovery import REFRESH_EVERY_S
 from kvoffload.backends.redis_resp import MAX_TABLE_BYTES, ProtocolError, ReplyReader, Table
 from kvoffload.backends.redis_slots import NUM_SLOTS
 from kvoffload.testing.redis_engine import RedisEngine, until
@@ -124,6 +126,28 @@ async def test_after_a_hostile_slot_table_the_store_comes_back():
     async with asyncio.TaskGroup() as group:  # they mostly wait: side by side
         for name in HOSTILE_TABLES:
             group.create_task(comes_back_after_a_hostile_table(name), name=name)
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+async def test_however_badly_a_cluster_answers_it_is_asked_for_its_table_at_a_pace(refuses):
+    """Neither servers that refuse it nor redirects without end make a storm of questions."""
+
+    def answer(words):
+        if words[0].upper() == b"CLUSTER":
+            row = (0, NUM_SLOTS - 1, "127.0.0.1", server.port)
+            return b"-ERR no\r\n" if refuses else table(row)
+        if words[0] == b"GETEX":
+            return b"-MOVED 7 %b\r\n" % server.address.encode()
+        return polite(words)
+
+    async with FakeRedis(answer) as server:
+        begun_s = time.monotonic()
+        async with RedisEngine(f"redis+cluster://{server.address}") as engine:
+            while time.monotonic() < begun_s + 0.5:
+                await engine.load()
+                await asyncio.sleep(0.005)
+        asked = sum(words[0].upper() == b"CLUSTER" for words in server.commands)
+        assert 1 <= asked <= 2 + (time.monotonic() - begun_s) / REFRESH_EVERY_S
 
 
 async def test_a_cluster_without_a_table_is_logged_once_and_so_is_its_return(caplog):
