@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvoffload.backends.redis_resp import (
     FILLED,
     MAX_LINE_BYTES,
+    MAX_TABLE_ELEMENTS,
     MISFIT,
     SCRATCH_BYTES,
     Fill,
@@ -18,6 +19,7 @@ from kvoffload.backends.redis_resp import (
     ProtocolError,
     ReplyReader,
     ServerError,
+    Table,
     WrongSize,
     encode,
 )
@@ -251,6 +253,18 @@ def test_no_reply_fills_more_than_the_scratch_memory():
     reader.expect(Integers(10**6))
     with pytest.raises(ProtocolError):
         feed(reader, b"1" * (2 * SCRATCH_BYTES))
+
+
+@pytest.mark.parametrize("empty", [b"*0\r\n", b"*-1\r\n"])
+def test_an_array_without_elements_counts_as_one_against_the_bound_of_a_table(empty):
+    most = MAX_TABLE_ELEMENTS // 2  # each row counts, and so do the rows that were announced
+    reader = ReplyReader()
+    reader.expect(Table())
+    (rows,) = feed(reader, b"*%d\r\n" % most + empty * most)
+    assert len(rows) == most
+    reader.expect(Table())
+    with pytest.raises(ProtocolError, match="in a table"):
+        feed(reader, b"*%d\r\n" % (most + 1) + empty * (most + 1))
 
 
 def test_a_closed_reader_holds_no_memory_of_callers():
