@@ -200,6 +200,9 @@ async def test_another_user_is_told_whose_the_folder_is(foreign):
     assert (report["chunks"], report["damaged"]) == (3, [])
     assert "belongs to user 0" in refused("verify", "--repair")
     assert "belongs to user 0" in refused("gc", "--capacity", "1B")
+    # A chunk that another user may not read is not one that is damaged.
+    files_of(foreign / "kv")[0].chmod(0o600)
+    assert "belongs to user 0" in refused("verify")
 
 
 def test_wrong_paths_are_told_apart(tmp_path):
