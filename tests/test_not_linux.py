@@ -73,7 +73,7 @@ def test_chunks_are_stored_examined_and_verified(run, tmp_path):
     assert (code, "using the page cache" in printed) == (0, True), printed
     command = "import sys; from kvoffload.cli.main import main; main()"
     code, printed = run("-c", command, "verify", "kv")
-    assert (code, "1 chunks" in printed, "0 damaged" in printed) == (0, True, True), printed
+    assert (code, "1 chunk," in printed, "0 damaged" in printed) == (0, True, True), printed
     code, printed = run("-c", command, "inspect", "kv")
     assert code == 0, printed
 

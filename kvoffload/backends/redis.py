@@ -36,15 +36,13 @@ from kvoffload.backends.redis_presence import Verdicts
 from kvoffload.backends.redis_resp import Integers, ServerError, encode
 from kvoffload.backends.redis_secrets import value_key
 from kvoffload.backends.redis_topology import Topology, open_topology
-from kvoffload.backends.upkeep import Aged, Finding, Holding
+from kvoffload.backends.upkeep import Aged, Finding, Holding, ServerTotal
 
 log = logging.getLogger(__name__)
 
 PREFIX = redis_admin.PREFIX
 _LOOKUP_KEYS = 1000
 """Keys asked for in one request: other lookups get their turn after so many."""
-_MAX_DIGITS = 18
-"""Of a count that a server gives: below 2^63."""
 _MAX_SUSPECTS = 4
 """Values looked at again at once, each in memory of its own; others are at their next load."""
 
@@ -218,10 +216,7 @@ class RedisBackend:
     def usage(self) -> Usage:
         """What the servers said when they were last connected to: of everything they hold."""
         infos = [node.greeting.info for node in self._nodes()]
-        used = sum(_number(info.get("used_memory", "")) for info in infos)
-        limits = [_number(info.get("maxmemory", "")) for info in infos]
-        keys = sum(_keys(info, self._target.db) for info in infos)
-        return Usage(used, sum(limits) if limits and all(limits) else None, keys)
+        return redis_admin.usage_of(infos, self._target.db)
 
     def counters(self) -> Mapping[str, int]:
         """See :meth:`~kvoffload.backends.base.ReportsUsage.counters`; docs/redis.md explains."""
@@ -242,6 +237,10 @@ class RedisBackend:
     async def survey(self) -> list[Holding]:
         """See :class:`~kvoffload.backends.upkeep.Surveys`."""
         return await redis_admin.survey(self._target, self._options, self._access)
+
+    async def totals(self) -> list[ServerTotal]:
+        """See :class:`~kvoffload.backends.upkeep.TellsTotals`."""
+        return await redis_admin.totals(self._target, self._options, self._access)
 
     async def purge(self, namespaces: Sequence[str]) -> int:
         """See :class:`~kvoffload.backends.upkeep.Purges`."""
@@ -387,13 +386,3 @@ def _bytes(view: memoryview) -> memoryview:
 def _same_length(keys: Sequence[bytes], memory: Sequence[memoryview]) -> None:
     if len(keys) != len(memory):
         raise ValueError(f"{len(keys)} keys, but {len(memory)} buffers")
-
-
-def _keys(info: Mapping[str, str], db: int) -> int:
-    """The number in ``db0:keys=12,expires=12,...``."""
-    return _number(info.get(f"db{db}", "").partition(",")[0].removeprefix("keys="))
-
-
-def _number(digits: str) -> int:
-    """A count that a server gives; 0 for what is none, as 5,000 digits are."""
-    return int(digits) if digits.isdecimal() and len(digits) <= _MAX_DIGITS else 0

@@ -1,9 +1,10 @@
 """Looking at, and emptying, what servers hold: by SCAN in small steps, never by KEYS."""
 
+import contextlib
+import math
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -11,17 +12,20 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
+from kvoffload.backends.base import Usage
 from kvoffload.backends.redis_channel import Address
 from kvoffload.backends.redis_control import control_client
 from kvoffload.backends.redis_discovery import SentinelResolver, fetch_slots
 from kvoffload.backends.redis_options import Access, RedisOptions, Target
-from kvoffload.backends.upkeep import Aged, Holding
+from kvoffload.backends.upkeep import Aged, Holding, ServerTotal
 from kvoffload.errors import ConfigError
 
 PREFIX = "kvoffload"
 _STEP = 500
 """Names a SCAN looks at, and at most as many removed at once: well below a millisecond each."""
 _PATIENCE_S = 10.0
+_MAX_DIGITS = 18
+"""Of a count that a server gives: below 2^63."""
 _NO_EXPIRY = -1
 """A server's answer for a value without a time to live."""
 _OURS = re.compile(rb"kvoffload:[!-9;-~]+:(?:facts|[0-9a-z-]+:\{[0-9a-f]+\})")
@@ -49,7 +53,7 @@ async def masters(target: Target, options: RedisOptions, access: Access) -> list
     raise failure
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def client_of(
     address: Address, options: RedisOptions, access: Access
 ) -> AsyncIterator[Redis]:
@@ -68,6 +72,7 @@ async def survey(target: Target, options: RedisOptions, access: Access) -> list[
     chunks: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     facts: dict[str, dict[str, str]] = {}
+    expiry = _Expiry()
     for address in await masters(target, options, access):
         async with client_of(address, options, access) as client:
             async for found in _scan(client, f"{PREFIX}:*"):
@@ -82,16 +87,58 @@ async def survey(target: Target, options: RedisOptions, access: Access) -> list[
                         continue
                     if isinstance(value, RedisError):
                         raise value
-                    namespace = unquote(name.split(b":")[1].decode())
+                    namespace = _namespace_of(name)
                     if _is_facts(name):
                         facts[namespace] = _read_facts(value)
                     else:
                         chunks[namespace] += 1
                         sizes[namespace] += value
+                await expiry.add(client, [name for name in names if not _is_facts(name)])
     return [
-        Holding(namespace, facts.get(namespace, {}), chunks[namespace], sizes[namespace])
+        Holding(
+            namespace,
+            facts.get(namespace, {}),
+            chunks[namespace],
+            sizes[namespace],
+            expiry.latest_s(namespace),
+        )
         for namespace in sorted(chunks.keys() | facts.keys())
     ]
+
+
+class _Expiry:
+    """When the last chunk of each namespace expires, as far as the user may ask."""
+
+    def __init__(self) -> None:
+        self._latest_ms: dict[str, float] = {}
+
+    async def add(self, client: Redis, names: Sequence[bytes]) -> None:
+        try:
+            left_ms = await _of_each(client, "PTTL", names)
+        except ResponseError:  # a user without this right
+            left_ms = [_NO_EXPIRY] * len(names)
+        for name, each in zip(names, left_ms, strict=True):
+            namespace = _namespace_of(name)
+            found_ms = math.inf if each == _NO_EXPIRY else each
+            self._latest_ms[namespace] = max(self._latest_ms.get(namespace, 0), found_ms)
+
+    def latest_s(self, namespace: str) -> float | None:
+        latest_ms = self._latest_ms.get(namespace, math.inf)
+        return None if latest_ms == math.inf else latest_ms / 1000
+
+
+async def totals(target: Target, options: RedisOptions, access: Access) -> list[ServerTotal]:
+    """Say how full the servers are; see :class:`~kvoffload.backends.upkeep.TellsTotals`."""
+    found = []
+    for address in await masters(target, options, access):
+        async with client_of(address, options, access) as client:
+            with contextlib.suppress(ResponseError):  # a user without this right
+                info: dict[str, Any] = await client.info("memory")
+                used_bytes, limit_bytes = (
+                    count_of(str(info.get(name, ""))) for name in ("used_memory", "maxmemory")
+                )
+                found.append(ServerTotal(str(address), used_bytes, limit_bytes or None))
+    return found
 
 
 async def purge(
@@ -177,6 +224,10 @@ def _is_foreign(value: object) -> bool:
     return isinstance(value, ResponseError) and str(value).startswith("WRONGTYPE")
 
 
+def _namespace_of(name: bytes) -> str:
+    return unquote(name.split(b":")[1].decode())
+
+
 def _is_facts(name: bytes) -> bool:
     return name.endswith(b":facts")
 
@@ -186,3 +237,21 @@ def _read_facts(value: Any) -> dict[str, str]:
         return msgspec.json.decode(value or b"{}", type=dict[str, str])
     except (msgspec.DecodeError, ValueError, RecursionError):
         return {}
+
+
+def usage_of(infos: Sequence[Mapping[str, str]], db: int) -> Usage:
+    """Add up what servers said of themselves (``INFO``)."""
+    used = sum(count_of(info.get("used_memory", "")) for info in infos)
+    limits = [count_of(info.get("maxmemory", "")) for info in infos]
+    keys = sum(_keys(info, db) for info in infos)
+    return Usage(used, sum(limits) if limits and all(limits) else None, keys)
+
+
+def _keys(info: Mapping[str, str], db: int) -> int:
+    """The number in ``db0:keys=12,expires=12,...``."""
+    return count_of(info.get(f"db{db}", "").partition(",")[0].removeprefix("keys="))
+
+
+def count_of(digits: str) -> int:
+    """A count that a server gives; 0 for what is none, as 5,000 digits are."""
+    return int(digits) if digits.isdecimal() and len(digits) <= _MAX_DIGITS else 0

@@ -17,6 +17,8 @@ class Holding(NamedTuple):
     chunks: int
     stored_bytes: int
     """Bytes of its values or files, headers included."""
+    expires_s: float | None = None
+    """Seconds until its last chunk expires if none is used; None: some never do, or unknown."""
 
 
 @runtime_checkable
@@ -28,6 +30,28 @@ class Surveys(Protocol):
 
         Raises:
             OSError: the store cannot be reached, or refuses to be looked at.
+        """
+        ...
+
+
+class ServerTotal(NamedTuple):
+    """How full one server is, with all that it holds."""
+
+    server: str
+    used_bytes: int
+    limit_bytes: int | None
+    """None: it has no limit of its own."""
+
+
+@runtime_checkable
+class TellsTotals(Protocol):
+    """Optional: says how full the servers of the store are, without a look at what they hold."""
+
+    async def totals(self) -> list[ServerTotal]:
+        """Ask each server; one that does not tell is left out.
+
+        Raises:
+            OSError: a server cannot be reached.
         """
         ...
 

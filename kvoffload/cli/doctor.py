@@ -11,7 +11,8 @@ from kvoffload.backends import disk_doctor
 from kvoffload.backends.base import Backend
 from kvoffload.backends.upkeep import Diagnoses, Finding
 from kvoffload.cli.console import console
-from kvoffload.cli.stores import OPTION_HELP, is_url, parsed, plain, run_on
+from kvoffload.cli.output import plain
+from kvoffload.cli.stores import OPTION_HELP, is_url, parsed, run_on
 from kvoffload.errors import ConfigError
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}

@@ -13,6 +13,7 @@ import typer
 from kvoffload.backends.disk_survey import ChunkFile, Survey
 from kvoffload.cli import stores
 from kvoffload.cli.console import console
+from kvoffload.cli.output import counted, plain
 from kvoffload.config import ByteSize, human_bytes
 from kvoffload.errors import ConfigError
 
@@ -79,9 +80,10 @@ def show(report: dict[str, Any]) -> None:
     terminal = console()
     for each in report["going"] if report["dry_run"] else []:
         line = f"{each['kind']} {human_bytes(each['bytes'])} {each['path']}"
-        terminal.print(stores.plain(line), soft_wrap=True)
+        terminal.print(plain(line), soft_wrap=True)
+    verb = "would remove" if report["dry_run"] else "removed"
     terminal.print(
-        f"{'would remove' if report['dry_run'] else 'removed'} {report['removed']} chunks, "
+        f"{verb} {counted(report['removed'], 'chunk')}, "
         f"{report['quarantined']} damaged files set aside, {report['leftovers']} leftovers of dead "
         f"processes: {human_bytes(report['freed_bytes'])}; {report['kept']} chunks stay, "
         f"{human_bytes(report['kept_bytes'])}",
@@ -89,7 +91,7 @@ def show(report: dict[str, Any]) -> None:
     )
     for each in report["not_removed"]:
         line = f"cannot be removed: {each['path']} ({each['why']})"
-        terminal.print(stores.plain(line), soft_wrap=True)
+        terminal.print(plain(line), soft_wrap=True)
 
 
 def parse_age(text: str) -> float:

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from kvoffload.backends.disk_survey import Survey
-from kvoffload.cli import stores
+from kvoffload.cli import namespaces, stores
 from kvoffload.cli.console import console
+from kvoffload.cli.output import plain
 from kvoffload.config import human_bytes
 
 AGES = (("1 min", 60), ("1 hour", 3600), ("1 day", 86400), ("1 week", 7 * 86400))
@@ -20,35 +21,39 @@ def command(
         list[str] | None, typer.Option("--option", "-o", help=stores.OPTION_HELP)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    sort: Annotated[
+        namespaces.Order, typer.Option(help="Largest, longest unused, or first name first.")
+    ] = namespaces.Order.size,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print every fact.")] = False,
 ) -> None:
     """Show namespaces, chunks, bytes, ages and how lately chunks were used. Changes nothing.
 
     Exit codes: 0 done, 1 the server cannot be asked, 2 no such folder, or one of another user.
     """
     if stores.is_url(root):
-        stores.inspect(root, option, as_json)
+        stores.inspect(root, option, as_json, sort, verbose)
         return
     stores.refuse_settings(option)
     report = survey(Survey(root))
     if as_json:
         print(json.dumps(report))
     else:
-        show(report)
+        show(report, sort, verbose=verbose)
 
 
 def survey(found: Survey) -> dict[str, Any]:
     """Collect the figures that ``--json`` prints."""
-    namespaces = [_namespace(found, name, time.time()) for name in found.namespaces()]
+    held = [_namespace(found, name, time.time()) for name in found.namespaces()]
     return {
         "root": found.root,
         "processes": found.processes(),
         "owner": found.has_owner(),
-        "allocated_bytes": sum(each["allocated_bytes"] for each in namespaces),
+        "allocated_bytes": sum(each["allocated_bytes"] for each in held),
         "ledger_bytes": found.booked_bytes(),
         "ledger_fault": found.ledger_fault(),
         "capacity_bytes": found.capacity_bytes(),
         "quarantined": found.quarantined(),
-        "namespaces": namespaces,
+        "namespaces": held,
     }
 
 
@@ -79,12 +84,12 @@ def _namespace(found: Survey, name: str, now: float) -> dict[str, Any]:
     }
 
 
-def show(report: dict[str, Any]) -> None:
+def show(report: dict[str, Any], order: namespaces.Order, *, verbose: bool) -> None:
     """Print the report for people."""
     terminal = console()
     owner = "one of them evicts" if report["owner"] else "nobody evicts"
     booked, capacity = report["ledger_bytes"], report["capacity_bytes"]
-    root = stores.plain(report["root"], "bold")
+    root = plain(report["root"], "bold")
     terminal.print(root + f": {report['processes']} open, {owner}", soft_wrap=True)
     terminal.print(
         f"allocated by chunks: {human_bytes(report['allocated_bytes'])}, in the ledger: "
@@ -93,29 +98,30 @@ def show(report: dict[str, Any]) -> None:
         f"set aside as damaged: {len(report['quarantined'])} files",
         soft_wrap=True,
     )
-    for each in report["namespaces"]:
-        terminal.print()
+    namespaces.show(
+        terminal, [*map(_row, report["namespaces"])], "last used", order, verbose=verbose
+    )
+
+
+def _row(each: dict[str, Any]) -> namespaces.Row:
+    name, used_s = each["namespace"], each["last_used_s"]
+    # A digest of facts is told by its folder, as damaged facts and older versions leave no other.
+    is_named = isinstance(name, str) and namespaces.short(name) == name != ""
+    return namespaces.Row(
+        name if is_named else each["folder"],
         # A namespace that was opened by its name has no facts behind it.
-        named = {"namespace": each["namespace"]} if each["namespace"] else None
-        stores.show_name(terminal, each["folder"], each["facts"] or named)
-        for line in _chunk_lines(each):
-            terminal.print(f"  {line}", soft_wrap=True)
+        each["facts"] or ({"namespace": name} if name else None),
+        each["chunks"],
+        each["allocated_bytes"],
+        used_s,
+        "" if used_s is None else f"{namespaces.duration(used_s)} ago",
+        [f"folder {each['folder']}", *_details(each)],
+    )
 
 
-def _chunk_lines(each: dict[str, Any]) -> list[str]:
+def _details(each: dict[str, Any]) -> list[str]:
     if not each["chunks"]:
         return ["0 chunks"]
-    oldest, newest, used = (_age(each[field]) for field in ("oldest_s", "newest_s", "last_used_s"))
+    oldest, newest = (namespaces.duration(each[field]) for field in ("oldest_s", "newest_s"))
     within = ", ".join(f"{label}: {count}" for label, count in each["used_within"].items())
-    return [
-        f"{each['chunks']} chunks, {human_bytes(each['allocated_bytes'])}, "
-        f"stored {oldest} to {newest} ago, last used {used} ago",
-        f"used within {within}",
-    ]
-
-
-def _age(seconds: float) -> str:
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
+    return [f"stored {oldest} to {newest} ago", f"used within {within}"]

@@ -1,12 +1,26 @@
-"""Prints numbers so that none is cut: a narrow terminal gets several tables."""
+"""Text and numbers for a terminal: nothing is cut, and nothing from a store controls it."""
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 _FRAME = 3
 """Columns that a table's frame and padding take for each of its own."""
+
+
+def plain(text: object, style: str = "") -> Text:
+    """Text from a store or a server as it is: no markup, no control characters for the terminal."""
+    safe = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(text))
+    return Text(safe, style)
+
+
+def counted(number: int, noun: str) -> str:
+    """Write a number of things: ``counted(1, "chunk") == "1 chunk"``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def print_numbers(
@@ -15,6 +29,8 @@ def print_numbers(
     first: str,
     columns: Sequence[str],
     rows: Sequence[tuple[str, Sequence[str]]],
+    *,
+    texts: int = 0,
 ) -> None:
     """Print rows of a name and numbers; in a narrow terminal, as several tables.
 
@@ -24,20 +40,22 @@ def print_numbers(
         first: heading of the names.
         columns: headings of the numbers.
         rows: names, each with its numbers as text.
+        texts: how many of the first columns hold words, which begin at the left.
     """
     to.print(title, soft_wrap=True, highlight=False, markup=False)
-    names_width = max(len(first), *(len(name) for name, _ in rows))
+    names_width = max(cell_len(first), *(cell_len(name) for name, _ in rows))
     widths = [
-        max(len(column), *(len(cells[at]) for _, cells in rows))
+        max(cell_len(column), *(cell_len(cells[at]) for _, cells in rows))
         for at, column in enumerate(columns)
     ]
     for some in _that_fit(to.width - names_width - _FRAME - 1, widths):
         table = Table()
         table.add_column(first, min_width=names_width, no_wrap=True)
         for at in some:
-            table.add_column(columns[at], justify="right", min_width=widths[at], no_wrap=True)
+            side: Literal["left", "right"] = "left" if at < texts else "right"
+            table.add_column(columns[at], justify=side, min_width=widths[at], no_wrap=True)
         for name, cells in rows:
-            table.add_row(name, *(cells[at] for at in some))
+            table.add_row(Text(name), *(Text(cells[at]) for at in some))
         to.print(table, crop=False)
 
 

@@ -2,26 +2,33 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from kvoffload.backends.base import Backend
-from kvoffload.backends.upkeep import Aged, Holding, Purges, PurgesByAge, Surveys
+from kvoffload.backends.upkeep import (
+    Aged,
+    Holding,
+    Purges,
+    PurgesByAge,
+    ServerTotal,
+    Surveys,
+    TellsTotals,
+)
 from kvoffload.cli.console import console
+from kvoffload.cli.namespaces import Order, Row, duration, show
+from kvoffload.cli.output import counted, plain
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
 from kvoffload.registry import open_backend
 
 OPTION_HELP = "A setting of the backend: -o ca_file=/etc/ca.pem"
-SHOWN_DIGITS = 16
 LEAST_DIGITS = 8
-"""Of a namespace's name: so many does ``inspect`` show, and so many does ``gc`` want at least."""
+"""Of a namespace's name: so many does ``gc`` want at least."""
 _SCHEMES = ("redis", "rediss", "unix")
 _T = TypeVar("_T")
 
@@ -80,31 +87,29 @@ def run_on(target: str, settings: list[str] | None, work: Callable[[Backend], Aw
         raise typer.Exit(1) from None
 
 
-def inspect(target: str, settings: list[str] | None, as_json: bool) -> None:
+def inspect(
+    target: str, settings: list[str] | None, as_json: bool, order: Order, verbose: bool
+) -> None:
     """Show what a store holds of each namespace."""
-    found = run_on(target, settings, _survey)
+    found, totals = run_on(target, settings, _look)
     if as_json:
-        print(json.dumps({"namespaces": [holding._asdict() for holding in found]}))
+        held = [holding._asdict() for holding in found]
+        print(json.dumps({"servers": [each._asdict() for each in totals], "namespaces": held}))
         return
     terminal = console()
-    for each in found:
-        show_name(terminal, each.namespace, each.facts)
-        terminal.print(f"  {each.chunks} chunks, {human_bytes(each.stored_bytes)}")
+    for each in totals:
+        limit = "no limit" if each.limit_bytes is None else human_bytes(each.limit_bytes)
+        told = f": {human_bytes(each.used_bytes)} used by all data, limit: {limit}"
+        terminal.print(plain(each.server, "bold") + told, soft_wrap=True)
+    show(terminal, [*map(_row, found)], "expires in", order, verbose=verbose)
     if not found:
         terminal.print("nothing of kvoffload's is stored here")
 
 
-def plain(text: object, style: str = "") -> Text:
-    """Text from a store or a server as it is: no markup, no control characters for the terminal."""
-    safe = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(text))
-    return Text(safe, style)
-
-
-def show_name(terminal: Console, namespace: str, facts: object) -> None:
-    """Print the line of a namespace: the first digits of its name, and its facts."""
-    pairs = sorted(facts.items()) if isinstance(facts, Mapping) else []
-    told = ", ".join(f"{name}={value}" for name, value in pairs) or "no facts stored"
-    terminal.print(plain(namespace[:SHOWN_DIGITS], "bold") + "  " + plain(told), soft_wrap=True)
+def _row(each: Holding) -> Row:
+    left_s = each.expires_s
+    unused_s, time = (None, "") if left_s is None else (-left_s, duration(left_s))
+    return Row(each.namespace, each.facts, each.chunks, each.stored_bytes, unused_s, time)
 
 
 def named(wanted: str, names: Iterable[str]) -> str:
@@ -151,7 +156,7 @@ def gc(
         print(json.dumps(report | {"undated": found.undated}))
         return
     verb = "would remove" if dry_run else "removed"
-    told = f"{verb} {found.chunks} chunks, {human_bytes(found.stored_bytes)}"
+    told = f"{verb} {counted(found.chunks, 'chunk')}, {human_bytes(found.stored_bytes)}"
     if found.undated:
         told += (
             f"; {found.undated} chunks stay: they live longer than ttl_s, so their age is unknown; "
@@ -173,6 +178,11 @@ async def _collect(
     if not dry_run and meant is not None and isinstance(backend, Purges):
         await backend.purge([meant])
     return Aged(sum(each.chunks for each in held), sum(each.stored_bytes for each in held), 0)
+
+
+async def _look(backend: Backend) -> tuple[list[Holding], list[ServerTotal]]:
+    found = await _survey(backend)
+    return found, await backend.totals() if isinstance(backend, TellsTotals) else []
 
 
 async def _survey(backend: Backend) -> list[Holding]:

@@ -13,14 +13,17 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TimeRemainingColumn,
-    TransferSpeedColumn,
 )
+from rich.text import Text
 
 from kvoffload.backends.disk_survey import ChunkFile, Survey
 from kvoffload.cli.console import console
 from kvoffload.cli.gc import size_with_unit
-from kvoffload.cli.stores import is_url, plain
+from kvoffload.cli.output import counted, plain
+from kvoffload.cli.stores import is_url
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
 
@@ -62,6 +65,14 @@ def command(
         raise typer.Exit(1)
 
 
+class _SpeedColumn(ProgressColumn):
+    """Bytes a second in the units of the results; rich's own column knows multiples of 1000."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{human_bytes(speed)}/s")
+
+
 def parse_share(text: str) -> float:
     """Read ``5%`` as a part of one; raises ConfigError."""
     match = _SHARE.fullmatch(text.strip())
@@ -99,7 +110,12 @@ def verify(
     done = gone = 0
     began = time.monotonic()
     terminal = console(stderr=True)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        _SpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=terminal, disable=quiet or not terminal.is_terminal) as bar:
         task = bar.add_task("", total=sum(chunk.allocated_bytes for chunk in chunks))
         for chunk in chunks:
@@ -148,7 +164,7 @@ def _repaired(found: Survey, chunk: ChunkFile, repair: bool) -> dict[str, Any]:
 def show(report: dict[str, Any]) -> None:
     """Print the report for people, each path on a line of its own."""
     lines = [
-        f"{report['chunks']} chunks, {human_bytes(report['bytes'])} read in "
+        f"{counted(report['chunks'], 'chunk')}, {human_bytes(report['bytes'])} read in "
         f"{report['seconds']:.1f} s ({human_bytes(report['bytes_per_second'])}/s), "
         f"{len(report['damaged'])} damaged"
     ]

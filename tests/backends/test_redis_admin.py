@@ -154,12 +154,39 @@ async def test_inspect_and_gc_show_and_remove_a_namespace(server):
         return {n["namespace"]: n["chunks"] for n in json.loads(shown.stdout)["namespaces"]}
 
     assert held() == {"one": 3, "two": 3}
-    assert "model=two" in kvoffload("inspect", server.url).stdout
+    assert "model=two" in kvoffload("inspect", server.url, "-v").stdout
     would = kvoffload("gc", server.url, "--namespace", "one", "--dry-run", "--json")
     assert json.loads(would.stdout)["removed"] == 3
     assert held() == {"one": 3, "two": 3}
     assert kvoffload("gc", server.url, "--namespace", "one").returncode == 0
     assert held() == {"two": 3}
+
+
+async def test_inspect_says_how_full_the_server_is_and_when_namespaces_expire(server):
+    for namespace, count in (("one", 2), ("two", 4)):
+        await store(server.url, namespace, count, {"model": f"model-{namespace}"})
+    server.cli("config", "set", "maxmemory", "256mb")
+    for chunk in range(4):
+        aged(server, "two", chunk, 18 * 3600)
+    report = json.loads(kvoffload("inspect", server.url, "--json").stdout)
+    (total,) = report["servers"]
+    assert (total["server"], total["limit_bytes"]) == (f"127.0.0.1:{server.port}", 256 << 20)
+    assert total["used_bytes"] > 0
+    one, two = report["namespaces"]
+    assert 86_000 < one["expires_s"] <= 86_400
+    assert 21_000 < two["expires_s"] <= 21_600
+    text = kvoffload("inspect", server.url).stdout
+    assert "limit: 256.0 MiB" in text
+    assert text.index("model-two") < text.index("model-one")  # the larger one first
+    assert "6.0 h" in text
+    text = kvoffload("inspect", server.url, "--sort", "name").stdout
+    assert text.index("model-one") < text.index("model-two")
+    server.cli("acl", "setuser", "low", "on", ">p", "~kvoffload:*", "+scan", "+strlen", "+get")
+    low = kvoffload("inspect", f"redis://low:p@127.0.0.1:{server.port}", "--json")
+    assert low.returncode == 0, low.stderr
+    report = json.loads(low.stdout)
+    assert report["servers"] == []
+    assert [(n["chunks"], n["expires_s"]) for n in report["namespaces"]] == [(2, None), (4, None)]
 
 
 def test_inspect_and_gc_say_what_is_wrong(server):

@@ -174,7 +174,7 @@ def test_a_survey_passes_over_what_others_put_beside_the_chunks(server, kvoffloa
     server.cli("set", "kvoffload:bad:facts", "[" * 100_000)
     server.cli("set", "kvoffload:number:facts", '{"a": 1}')
     server.cli("eval", "redis.call('set', 'kvoffload:\\255x:xxh3:{0}', '1')", "0")
-    done = kvoffload("inspect", server.url)
+    done = kvoffload("inspect", server.url, "-v")
     assert done.returncode == 0, done.stderr
     assert r"note=\x1b[31m:smile:\x0a, path=a[/]b, x=[red]c[/red]" in done.stdout
     held = json.loads(kvoffload("inspect", server.url, "--json").stdout)["namespaces"]

@@ -35,7 +35,7 @@ def test_inspect_shows_namespaces_bytes_ages_and_use(root):
     assert by_name["qwen"]["facts"] == {"model": "qwen", "dtype": "bfloat16"}
     assert sum(each["used_within"]["1 hour"] for each in by_name.values()) == 8
     assert max(each["oldest_s"] for each in by_name.values()) > 86400
-    text = kvoffload("inspect", str(root)).stdout
+    text = kvoffload("inspect", str(root), "-v").stdout
     assert "model=llama" in text.replace("\n", "")
 
 
@@ -110,8 +110,9 @@ def test_gc_refuses_a_beginning_that_is_short_or_not_the_only_one(root):
 def test_inspect_shows_facts_as_they_are_and_no_markup(root, manifest, shown):
     for path in root.glob("*/manifest.json"):
         path.write_text(manifest)
-    result = kvoffload("inspect", str(root))
+    result = kvoffload("inspect", str(root), "-v")
     assert result.returncode == 0, result.stderr
+    assert "\x1b" not in result.stdout
     assert result.stdout.count(shown) == 2
 
 

@@ -1,8 +1,12 @@
 """What ``inspect``, ``verify`` and ``gc`` say: exactly, in whole lines, and to the right user."""
 
+import contextlib
 import json
 import os
+import pty
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -29,7 +33,11 @@ async def test_a_namespace_opened_by_its_name_is_found_by_that_name(tmp_path):
         await backend.close()
     named = {each["namespace"]: each for each in answered("inspect", str(tmp_path))["namespaces"]}
     assert sorted(named) == ["alpha", "beta"]
-    assert "namespace=alpha" in kvoffload("inspect", str(tmp_path)).stdout
+    assert "namespace=alpha" in kvoffload("inspect", str(tmp_path), "-v").stdout
+    assert [row[0] for row in table(kvoffload("inspect", str(tmp_path)).stdout)] == [
+        "alpha",
+        "beta",
+    ]
     assert answered("gc", str(tmp_path), "--namespace", "alpha")["removed"] == 2
     (left,) = answered("inspect", str(tmp_path))["namespaces"]
     assert left["namespace"] == "beta"
@@ -49,9 +57,58 @@ async def test_facts_replace_a_name_alone_and_a_name_replaces_no_facts(tmp_path)
 
 async def test_an_empty_namespace_has_no_ages(tmp_path):
     await open_disk(tmp_path, "empty").close()
-    result = kvoffload("inspect", str(tmp_path))
+    result = kvoffload("inspect", str(tmp_path), "-v")
+    ((*_, chunks, stored, used),) = table(result.stdout)
+    assert (chunks, stored, used) == ("0", "0 B", "")
     assert "0 chunks\n" in result.stdout
     assert "ago" not in result.stdout
+
+
+def table(text):
+    """The cells of the rows of a table."""
+    lines = [line for line in text.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ((), ["large", "small", "empty"]),
+        (("--sort", "size"), ["large", "small", "empty"]),
+        (("--sort", "age"), ["small", "large", "empty"]),
+        (("--sort", "name"), ["empty", "large", "small"]),
+    ],
+)
+async def test_inspect_sorts_a_table_and_shows_all_facts_on_request(tmp_path, words, names):
+    facts = {"model": "org/m[7b]", "dtype": "bfloat16", "kv_dtype": "fp8", "zz": "f" * 64}
+    for namespace, count in (("large", 5), ("small", 2), ("empty", 0)):
+        backend = open_disk(tmp_path, namespace)
+        await backend.describe(facts)
+        await backend.write(keys_of(count), filled(keys_of(count), SIZE))
+        await backend.close()
+    held = {
+        each["namespace"]: each["folder"]
+        for each in answered("inspect", str(tmp_path))["namespaces"]
+    }
+    for path in (tmp_path / held["small"]).glob("??/*"):
+        os.utime(path, (path.stat().st_atime - 7200, path.stat().st_mtime))
+    text = kvoffload("inspect", str(tmp_path), *words).stdout
+    rows = table(text)
+    assert [row[0] for row in rows] == names
+    assert ["small", "org/m[7b]", "fp8", "2", "64.0 KiB", "2.0 h ago"] in rows
+    assert "zz=" not in text
+    told = kvoffload("inspect", str(tmp_path), *words, "--verbose").stdout
+    assert told.count(f"dtype=bfloat16, kv_dtype=fp8, model=org/m[7b], zz={'f' * 64}\n") == 3
+    assert all(f"folder {folder}\n" in told for folder in held.values())
+
+
+async def test_a_digest_is_shown_by_the_digits_that_gc_takes(tmp_path):
+    backend = open_disk(tmp_path, "ab" * 32)
+    await backend.write(keys_of(1), filled(keys_of(1), SIZE))
+    await backend.close()
+    ((digits, *_),) = table(kvoffload("inspect", str(tmp_path)).stdout)
+    assert len(digits) == 16
+    assert answered("gc", str(tmp_path), "--namespace", digits)["removed"] == 1
 
 
 def aside(root, size=20_000):
@@ -151,9 +208,11 @@ def test_paths_and_facts_are_whole_lines_when_piped(root, monkeypatch):
     (damaged,) = files_of(root)[:1]
     os.truncate(damaged, 5000)
     assert f"corrupt_size: {damaged} (left in place)\n" in kvoffload("verify", str(root)).stdout
-    text = kvoffload("inspect", str(root)).stdout
+    text = kvoffload("inspect", str(root), "-v").stdout
     assert f"{root}: 0 open" in text
     assert "dtype=bfloat16, model=llama\n" in text
+    text = kvoffload("inspect", str(root)).stdout
+    assert all(word in text for word in ("llama", "qwen", "bfloat16", "192.0 KiB", "0 s ago"))
 
 
 def test_a_terminal_without_these_characters_is_no_error(root):
@@ -164,7 +223,7 @@ def test_a_terminal_without_these_characters_is_no_error(root):
         result = process(words[0], str(root), *words[1:], **ascii_only)
         assert result.returncode == 0, result.stderr
         assert "Traceback" not in result.stderr
-    assert "model=\\u2013caf\\xe9" in process("inspect", str(root), **ascii_only).stdout
+    assert "model=\\u2013caf\\xe9" in process("inspect", str(root), "-v", **ascii_only).stdout
 
 
 @pytest.fixture
@@ -220,3 +279,25 @@ def test_wrong_paths_are_told_apart(tmp_path):
         for command in ("inspect", "verify", "gc"):
             result = kvoffload(command, str(tmp_path / name))
             assert (result.returncode, problem in result.stderr) == (2, True), result.stderr
+
+
+def test_the_progress_bar_counts_in_the_units_of_the_results(root):
+    """On a terminal, which only a process with one shows a bar to."""
+    master, terminal = pty.openpty()
+    program = "from kvoffload.cli.main import main; main()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, "verify", str(root)],
+        stdout=subprocess.DEVNULL,
+        stderr=terminal,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "120"},
+    ) as command:
+        os.close(terminal)
+        shown = b""
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while piece := os.read(master, 4096):
+                shown += piece
+    os.close(master)
+    assert command.returncode == 0
+    assert b"288.0/288.0 KiB" in shown
+    assert b"MB/s" not in shown
+    assert b"kB" not in shown
