@@ -3,6 +3,7 @@
 Exit codes: 0 done; 1 the command found something wrong (it says what); 2 wrong usage or settings.
 """
 
+import errno
 import io
 import os
 import sys
@@ -22,6 +23,10 @@ COMMANDS: dict[str, str] = {
     "size": "Say how much memory a trace and a model need for what hit rate.",
 }
 """Command → one-line help. The module ``kvoffload.cli.<command>`` has ``app`` or ``command``."""
+
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
+"""Of an error without a file's name: standard output is meant, on a full disk or a closed pipe."""
 
 
 def main() -> None:
@@ -67,10 +72,20 @@ def main() -> None:
                 app.command(name)(module.command)
     _never_fail_to_print()
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except ConfigError as error:
         print(f"kvoffload: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITABLE:
+            raise
+        _drop_output()
+        if error.errno != errno.EPIPE:
+            print(f"kvoffload: the output cannot be written: {error.strerror}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _asked() -> str | None:
@@ -78,6 +93,13 @@ def _asked() -> str | None:
     typed = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS")
     words = typed.split() if typed else sys.argv
     return next((word for word in words[1:] if not word.startswith("-")), None)
+
+
+def _drop_output() -> None:
+    """Send what is left to print nowhere: the interpreter would fail with it again as it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _never_fail_to_print() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvoffload.cli.console import console
-from kvoffload.cli.output import print_numbers
+from kvoffload.cli.output import plain, print_numbers
 from kvoffload.errors import ConfigError
 from kvoffload.replay import synthetic
 from kvoffload.replay.sample import sampled
@@ -123,11 +123,12 @@ def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
 def _show(trace: Trace, rows: Sequence[Row]) -> None:
     to = console()
     to.print(
-        f"{trace.name}: {len(trace.requests):,} requests, {trace.accesses:,} block accesses, "
-        f"{trace.distinct:,} distinct blocks"
-        + (f" (a sample of {trace.sample:.3g})" if trace.sample < 1 else ""),
+        plain(
+            f"{trace.name}: {len(trace.requests):,} requests, {trace.accesses:,} block accesses, "
+            f"{trace.distinct:,} distinct blocks"
+            + (f" (a sample of {trace.sample:.3g})" if trace.sample < 1 else "")
+        ),
         soft_wrap=True,
-        markup=False,
     )
     if any(row.levels for row in rows):
         _show_tiers(to, rows)

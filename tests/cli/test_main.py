@@ -10,11 +10,12 @@ import kvoffload as package
 from kvoffload.cli.main import COMMANDS
 
 
-def kvoffload(*words, **env):
+def kvoffload(*words, stdout=subprocess.PIPE, **env):
     program = "import sys; sys.argv[0] = 'kvoffload'\nfrom kvoffload.cli.main import main; main()"
     return subprocess.run(
         [sys.executable, "-c", program, *words],
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=60,
         env={**os.environ, **env},
@@ -57,6 +58,34 @@ def test_a_shell_completes_commands_and_their_options(typed, completed):
     asked = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
     result = kvoffload(_KVOFFLOAD_COMPLETE="complete_bash", **asked)
     assert completed in result.stdout.split(), result
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_full_disk_behind_the_output_is_one_sentence(tmp_path, options):
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"hash_ids": [1, 2]}\n')
+    with open("/dev/full", "w") as full:
+        result = kvoffload("replay", str(trace), "--sizes", "1", *options, stdout=full)
+    sentence = "kvoffload: the output cannot be written: No space left on device\n"
+    assert (result.returncode, result.stderr) == (1, sentence)
+
+
+def test_a_closed_pipe_ends_a_command_silently():
+    reading, writing = os.pipe()
+    os.close(reading)
+    result = kvoffload("--version", stdout=writing)
+    os.close(writing)
+    assert (result.returncode, result.stderr) == (1, "")
+
+
+def test_a_file_name_cannot_control_the_terminal(tmp_path):
+    trace = tmp_path / "\x1b[31mred\n.jsonl"
+    trace.write_text('{"hash_ids": [1, 2]}\n')
+    result = kvoffload("replay", str(trace), "--sizes", "1")
+    assert result.returncode == 0, result.stderr
+    assert "\x1b" not in result.stdout
+    assert r"\x1b[31mred\x0a.jsonl: 1 requests" in result.stdout
 
 
 def test_a_terminal_that_is_not_utf_8_ends_no_command(tmp_path):
