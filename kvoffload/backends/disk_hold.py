@@ -191,10 +191,16 @@ class Hold:
         disk_bounds.save(self._vfs, self._root, unfinished, bounds)
 
     def _record_again(self) -> None:
-        """Record the limits of the root if somebody removed their file; raises OSError."""
+        """Record the limits of the root if their file is gone or damaged; raises OSError.
+
+        An engine that opens the root would set its own limits otherwise.
+        """
         try:
-            self._vfs.lstat(f"{self._root}/{BOUNDS}")
-        except FileNotFoundError:
+            recorded = disk_bounds.read(self._vfs, self._root)
+        except ValueError as error:
+            log.warning("disk: %s/%s is replaced: %s", self._root, BOUNDS, error)
+            recorded = None
+        if recorded is None:
             self._record(self.bounds)
 
     def _stay(self) -> None:

@@ -258,7 +258,7 @@ class TieredOffloadingSpec(OffloadingSpec):
             try:
                 self.io.call(backend.close(), timeout_s)
             except Exception as error:
-                log.warning("%s: closing failed: %s", name, error or type(error).__name__)
+                log.warning("%s: closing failed: %s", name, str(error) or type(error).__name__)
 
 
 async def _retire(store: Backend, heir: Backend, forgotten: Sequence[str]) -> None:

@@ -84,7 +84,7 @@ class Prober:
                 asked = asyncio.wait_for(self._backend.contains(keys), self._timeout_s)
                 answers = same_length(await asked, keys)
             except Exception as error:
-                log.warning("probing %d keys failed: %s", count, error or type(error).__name__)
+                log.warning("probing %d keys failed: %s", count, str(error) or type(error).__name__)
                 answers = [False] * count
             for key, answer in zip(keys, answers, strict=True):
                 if self._verdicts.get(key, (True, 0.0))[0] is None:  # not forgotten meanwhile

@@ -84,3 +84,15 @@ def test_a_chunk_that_could_not_be_loaded_is_not_promised_again_soon(io, until):
     assert prober.holds(b"a") is False
     now[0] = 100.0
     assert answer(prober, b"a", until) is True
+
+
+async def test_the_log_names_a_timeout_which_has_no_words(caplog):
+    io = IOLoop()
+    prober = Prober(io, Silent([]), timeout_s=0.02)
+    assert prober.holds(b"k") is None
+    for _ in range(500):
+        if caplog.records:
+            break
+        await asyncio.sleep(0.01)
+    io.close()
+    assert caplog.messages == ["probing 1 keys failed: TimeoutError"]

@@ -125,7 +125,7 @@ class LookupStores:
             try:
                 loop.call(store.close(), timeout_s)
             except Exception as error:
-                log.warning("closing a store failed: %s", error or type(error).__name__)
+                log.warning("closing a store failed: %s", str(error) or type(error).__name__)
         self._opened = []
         loop.close(timeout_s)
         self._io = None

@@ -128,7 +128,7 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]
         try:
             self._io.call(self._backend.close(), 5.0)
         except Exception as error:
-            log.warning("kvoffload: closing failed: %s", error or type(error).__name__)
+            log.warning("kvoffload: closing failed: %s", str(error) or type(error).__name__)
         self._io.close()
 
     def _chunks(self, job: TransferJob) -> list[memoryview]:
