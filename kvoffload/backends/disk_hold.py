@@ -193,13 +193,16 @@ class Hold:
     def _record_again(self) -> None:
         """Record the limits of the root if their file is gone or damaged; raises OSError.
 
-        An engine that opens the root would set its own limits otherwise.
+        An engine that opens the root would set its own limits otherwise. Only the owner replaces a
+        file, so that two versions do not replace each other's for ever.
         """
         try:
             recorded = disk_bounds.read(self._vfs, self._root)
         except ValueError as error:
-            log.warning("disk: %s/%s is replaced: %s", self._root, BOUNDS, error)
-            recorded = None
+            if self.ownership.held:
+                self._record(self.bounds)
+                log.warning("disk: %s/%s is recorded again: %s", self._root, BOUNDS, error)
+            return
         if recorded is None:
             self._record(self.bounds)
 
