@@ -1,6 +1,7 @@
 """Settings: frozen structs, strict; an unknown key or a bad value is an error at start."""
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar, overload
@@ -9,7 +10,7 @@ import msgspec
 
 from kvoffload.errors import ConfigError, shown
 
-_PREFIXES = "kmgtp"
+_PREFIXES = "kmgtpe"
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{ending}": base ** (power + 1)
     for power, prefix in enumerate(_PREFIXES)
@@ -54,7 +55,7 @@ Bytes = Annotated[
                 {
                     "type": "string",
                     "pattern": r"^\s*[0-9]{1,20}(\.[0-9]{1,20})?\s*"
-                    r"([kKmMgGtTpP]([iI]?[bB]?)|[bB])?\s*$",
+                    r"([kKmMgGtTpPeE]([iI]?[bB]?)|[bB])?\s*$",
                 },
             ]
         }
@@ -135,8 +136,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         if unknown := [name for name in self.client_hints if name not in KNOWN_HINTS]:
             raise ConfigError("client_hints", unknown[0], f"known: {', '.join(KNOWN_HINTS)}")
         for name in ("load_timeout_s", "store_timeout_s", "lookup_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(name, getattr(self, name), "must be a positive number of seconds")
+            if not 0 < getattr(self, name) < math.inf:
+                remedy = "must be a positive, finite number of seconds"
+                raise ConfigError(name, getattr(self, name), remedy)
         setting, host_bytes = self.host_memory
         if self.max_inflight_bytes is not None and self.max_inflight_bytes > host_bytes:
             remedy = f"write-through pins host memory: at most {setting}, {human_bytes(host_bytes)}"
@@ -208,9 +210,20 @@ def convert(data: Mapping[str, Any], struct: type[_T], where: str = "") -> _T:
         # msgspec ends its messages with the path: "... - at `$.backends[0].type`"
         text, _, path = str(error).rpartition(" - at `$.")
         name = path.rstrip("`") if text else ""
-        value = data.get(name.split(".")[0].split("[")[0]) if name else dict(data)
+        value = _found_at(data, name) if name else dict(data)
         remedy = _remedy(text or str(error), struct, name)
         raise ConfigError(f"{where}{name}", value, remedy) from error
+
+
+def _found_at(data: Mapping[str, Any], path: str) -> Any:
+    """The item that a path such as ``backends[0].type`` leads to, or the last one on its way."""
+    found: Any = data
+    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
+        try:
+            found = found[name] if name else found[int(index)]
+        except (LookupError, TypeError):
+            break
+    return found
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

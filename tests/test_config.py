@@ -1,6 +1,7 @@
 """Settings: what is right is read, what is wrong is named."""
 
 import json
+import math
 
 import msgspec
 import pytest
@@ -21,6 +22,8 @@ from kvoffload.registry import BACKENDS, POLICIES, load, open_backend
         ("0", 0),
         ("1PiB", 1 << 50),
         ("2 pb", 2 * 10**15),
+        ("7 EiB", 7 << 60),
+        ("1.5eb", 15 * 10**17),
         (2**63 - 1, 2**63 - 1),
         (f"{2**63 - 1}", 2**63 - 1),
     ],
@@ -29,7 +32,16 @@ def test_sizes_are_numbers_or_human_text(text, count):
     assert ByteSize.parse(text) == count
 
 
-TOO_MUCH = [2**63, f"{2**63}", "999999999999TiB", "9" * 5000, "9" * 400 + ".5", "0" * 5000]
+TOO_MUCH = [
+    2**63,
+    f"{2**63}",
+    "8EiB",
+    "7.99999999999999999999EiB",
+    "999999999999TiB",
+    "9" * 5000,
+    "9" * 400 + ".5",
+    "0" * 5000,
+]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +76,8 @@ def test_a_whole_configuration():
         ({"cpu_bytes": 1, "blocks_per_chunk": 4.5}, "blocks_per_chunk", "whole number"),
         ({"cpu_bytes": 1, "promote": "yes"}, "promote", "true or false"),
         ({"cpu_bytes": 1, "record": 3}, "record", "text"),
+        ({"cpu_bytes": 1, "load_timeout_s": math.inf}, "load_timeout_s", "finite"),
+        ({"cpu_bytes": 1, "store_timeout_s": math.nan}, "store_timeout_s", "finite"),
         ({"cpu_bytes": 1, "max_inflight_bytes": 2}, "max_inflight_bytes", "cpu_bytes, 1 B"),
         ({"cpu_bytes": 1, "backends": {}}, "backends", "list"),
         ({"cpu_bytes": 1, "backends": ["disk"]}, "backends[0]", "type"),
@@ -74,6 +88,20 @@ def test_an_error_names_field_value_and_remedy(raw, field, hint):
         parse_config(raw)
     assert caught.value.field == field
     assert hint in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("raw", "field", "value"),
+    [
+        ({"client_hints": ["offload", [3]]}, "client_hints[1]", [3]),
+        ({"client_hints": ["offload", 3]}, "client_hints[1]", 3),
+        ({"client_hints": 3}, "client_hints", 3),
+    ],
+)
+def test_an_error_in_a_list_shows_the_item(raw, field, value):
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"cpu_bytes": 1, **raw})
+    assert (caught.value.field, caught.value.value) == (field, value)
 
 
 def test_bytes_for_people():
@@ -126,6 +154,7 @@ GOOD = [
     {"cpu_bytes": " 1.5 gb "},
     {"cpu_bytes": 0, "backends": [{"type": "disk", "root": "/kv", "capacity": "200GiB"}]},
     {"cpu_bytes": 1 << 30, "max_inflight_bytes": None, "policy": "arc", "promote": False},
+    {"cpu_bytes": "1EiB"},
     {"cpu_bytes": "1PiB", "blocks_per_chunk": 4, "load_timeout_s": 1, "record": "trace.jsonl"},
 ]
 BAD = [
