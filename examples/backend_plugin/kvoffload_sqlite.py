@@ -17,6 +17,7 @@ import msgspec
 import xxhash
 
 from kvoffload.backends.base import Removal, Usage
+from kvoffload.backends.upkeep import Holding
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
 
@@ -92,7 +93,7 @@ class SqliteBackend:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)
             self._thread.shutdown(wait=False)
 
-    # Three optional methods: statistics, and the events that follow from an eviction.
+    # Four optional methods: statistics, the events that follow from an eviction, a survey.
 
     def usage(self) -> Usage:
         """Return what was stored when this process wrote last; no query, as it must not block."""
@@ -105,6 +106,19 @@ class SqliteBackend:
     def take_removals(self) -> list[Removal]:
         """Return the chunks of this namespace that this process evicted since the last call."""
         return [self._removals.popleft() for _ in range(len(self._removals))]
+
+    async def survey(self) -> list[Holding]:
+        """Say for ``kvoffload inspect`` what is stored of every namespace."""
+        sums = "SELECT namespace, count(*), sum(size) FROM chunks GROUP BY namespace"
+
+        def run() -> list[Holding]:
+            try:
+                rows = self._db.execute(sums).fetchall()
+            except sqlite3.Error as error:
+                raise OSError(f"the database cannot be read: {error}") from error
+            return [Holding(name, {}, chunks, stored) for name, chunks, stored in rows]
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
     async def _each(self, work: Callable[..., bool], count: int, *columns: Any) -> list[bool]:
         """Run ``work`` for each item on the thread; a database error is False for that item."""

@@ -12,14 +12,17 @@ from kvoffload.backends.base import Backend
 from kvoffload.backends.upkeep import Diagnoses, Finding
 from kvoffload.cli.console import console
 from kvoffload.cli.output import plain
-from kvoffload.cli.stores import OPTION_HELP, is_url, parsed, run_on
+from kvoffload.cli.stores import OPTION_HELP, TYPE_HELP, chosen, is_url, parsed, run_on
 from kvoffload.errors import ConfigError
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 
 def command(
-    target: Annotated[str, typer.Argument(help="redis://..., rediss+cluster://..., or a folder.")],
+    target: Annotated[
+        str | None, typer.Argument(help="redis://..., rediss+cluster://..., or a folder.")
+    ] = None,
+    kind: Annotated[str | None, typer.Option("--type", help=TYPE_HELP)] = None,
     option: Annotated[list[str] | None, typer.Option("--option", "-o", help=OPTION_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -29,8 +32,8 @@ def command(
 
     Exit codes: 0 fit, perhaps with warnings; 1 something failed; 2 wrong usage or settings.
     """
-    if is_url(target):
-        findings = run_on(target, option, _diagnose)
+    if target is None or kind is not None or is_url(target):
+        findings = run_on(chosen(target, kind, Diagnoses), option, _diagnose)
     else:
         findings = asyncio.run(disk_doctor.diagnose(target, parsed(option or [])))
     if as_json:

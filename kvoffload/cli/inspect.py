@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvoffload.backends.disk_survey import Survey
+from kvoffload.backends.upkeep import Surveys
 from kvoffload.cli import namespaces, stores
 from kvoffload.cli.console import console
 from kvoffload.cli.output import plain
@@ -16,7 +17,10 @@ AGES = (("1 min", 60), ("1 hour", 3600), ("1 day", 86400), ("1 week", 7 * 86400)
 
 
 def command(
-    root: Annotated[str, typer.Argument(help="The disk backend's root folder, or redis://...")],
+    root: Annotated[
+        str | None, typer.Argument(help="The disk backend's root folder, or redis://...")
+    ] = None,
+    kind: Annotated[str | None, typer.Option("--type", help=stores.TYPE_HELP)] = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", "-o", help=stores.OPTION_HELP)
     ] = None,
@@ -30,8 +34,9 @@ def command(
 
     Exit codes: 0 done, 1 the server cannot be asked, 2 no such folder, or one of another user.
     """
-    if stores.is_url(root):
-        stores.inspect(root, option, as_json, sort, verbose)
+    if root is None or kind is not None or stores.is_url(root):
+        store = stores.chosen(root, kind, Surveys)
+        stores.inspect(store, option, as_json, sort, verbose)
         return
     stores.refuse_settings(option)
     report = survey(Survey(root))

@@ -24,9 +24,10 @@ from kvoffload.cli.namespaces import Order, Row, duration, show
 from kvoffload.cli.output import counted, plain
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
-from kvoffload.registry import open_backend
+from kvoffload.registry import BACKENDS, load, open_backend
 
 OPTION_HELP = "A setting of the backend: -o ca_file=/etc/ca.pem"
+TYPE_HELP = "Instead of URL or folder: the store of a plug-in, by its name, with settings as -o."
 LEAST_DIGITS = 8
 """Of a namespace's name: so many does ``gc`` want at least."""
 _SCHEMES = ("redis", "rediss", "unix")
@@ -58,11 +59,34 @@ def backend_of(target: str) -> tuple[str, dict[str, Any]]:
     raise ConfigError("target", target, "must be a redis:// URL (see docs/redis.md) or a folder")
 
 
-def run_on(target: str, settings: list[str] | None, work: Callable[[Backend], Awaitable[_T]]) -> _T:
-    """Open the backend a target means, do something with it, and close it.
+def chosen(target: str | None, kind: str | None, protocol: type) -> tuple[str, dict[str, Any]]:
+    """The backend that a target or else ``--type`` means; nothing is opened.
+
+    Raises:
+        ConfigError: neither or both are given, or the backend lacks the protocol.
+    """
+    if target is not None and kind is None:
+        return backend_of(target)
+    if target is not None or kind is None:
+        raise ConfigError("target", target, "give a URL or a folder, or --type NAME with -o")
+    if kind == "disk":
+        raise ConfigError("--type", kind, "give the folder itself, which is not opened then")
+    factory = load(BACKENDS, kind, "--type")
+    if isinstance(factory, type) and not issubclass(factory, protocol):
+        remedy = f"this backend does not offer kvoffload.backends.upkeep.{protocol.__name__}"
+        raise ConfigError("--type", kind, remedy)
+    return kind, {}
+
+
+def run_on(
+    store: tuple[str, dict[str, Any]],
+    settings: list[str] | None,
+    work: Callable[[Backend], Awaitable[_T]],
+) -> _T:
+    """Open a backend, do something with it, and close it.
 
     Args:
-        target: a URL or a folder.
+        store: its name, and the options that the target stands for.
         settings: ``name=value`` texts, as given with ``-o``.
         work: what to do.
 
@@ -70,8 +94,8 @@ def run_on(target: str, settings: list[str] | None, work: Callable[[Backend], Aw
         ConfigError: the target or a setting is wrong.
         typer.Exit: with code 1 when the store cannot be reached; it says why.
     """
-    kind, options = backend_of(target)
-    options |= parsed(settings or [])
+    kind, given = store
+    options = given | parsed(settings or [])
 
     async def whole() -> _T:
         backend = open_backend(kind, options, "kvoffload-command-line")
@@ -88,10 +112,14 @@ def run_on(target: str, settings: list[str] | None, work: Callable[[Backend], Aw
 
 
 def inspect(
-    target: str, settings: list[str] | None, as_json: bool, order: Order, verbose: bool
+    store: tuple[str, dict[str, Any]],
+    settings: list[str] | None,
+    as_json: bool,
+    order: Order,
+    verbose: bool,
 ) -> None:
     """Show what a store holds of each namespace."""
-    found, totals = run_on(target, settings, _look)
+    found, totals = run_on(store, settings, _look)
     if as_json:
         held = [holding._asdict() for holding in found]
         print(json.dumps({"servers": [each._asdict() for each in totals], "namespaces": held}))
@@ -150,7 +178,7 @@ def gc(
     if namespace is None and age_s is None:
         remedy = "name one, or give --older-than; what is not used expires by itself"
         raise ConfigError("namespace", None, remedy)
-    found = run_on(target, settings, partial(_collect, namespace, age_s, dry_run))
+    found = run_on(backend_of(target), settings, partial(_collect, namespace, age_s, dry_run))
     report = {"dry_run": dry_run, "removed": found.chunks, "freed_bytes": found.stored_bytes}
     if as_json:
         print(json.dumps(report | {"undated": found.undated}))

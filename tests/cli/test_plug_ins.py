@@ -1,0 +1,94 @@
+"""``inspect`` and ``doctor`` on stores of plug-ins, opened by their names."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from disk_commands import kvoffload, process
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "backend_plugin"
+PLUG_INS = """[kvoffload.backends]
+sqlite = kvoffload_sqlite:SqliteBackend
+examined = examined:Examined
+"""
+EXAMINED = """
+from kvoffload.backends.upkeep import Finding
+from kvoffload_sqlite import SqliteBackend
+
+class Examined(SqliteBackend):
+    async def diagnose(self):
+        return [Finding("journal", "failed", "no [b]WAL[/b]", "turn it on")]
+"""
+FILLED = """
+import asyncio, sys
+from kvoffload import open_backend
+from kvoffload.testing.backends import filled, keys_of
+
+async def fill():
+    for namespace, count in (("alpha", 1), ("beta", 3)):
+        backend = open_backend("sqlite", {"path": sys.argv[1]}, namespace)
+        assert all(await backend.write(keys_of(count), filled(keys_of(count), 1024)))
+        await backend.close()
+
+asyncio.run(fill())
+"""
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """The environment of a process in which the plug-ins are installed."""
+    metadata = tmp_path / "plug_ins-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: plug-ins\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(PLUG_INS)
+    (tmp_path / "examined.py").write_text(EXAMINED)
+    repository = Path(__file__).parents[2]
+    return {"PYTHONPATH": f"{tmp_path}:{EXAMPLE}:{repository}"}
+
+
+def test_inspect_and_doctor_open_a_store_by_its_name(tmp_path, installed):
+    setting = ("-o", f"path={tmp_path / 'kv.db'}")
+    done = run_python(FILLED, str(tmp_path / "kv.db"), installed)
+    assert done.returncode == 0, done.stderr
+    done = process("inspect", "--type", "sqlite", *setting, "--json", **installed)
+    assert done.returncode == 0, done.stderr
+    held = json.loads(done.stdout)["namespaces"]
+    assert [(n["namespace"], n["chunks"], n["stored_bytes"]) for n in held] == [
+        ("alpha", 1, 1024),
+        ("beta", 3, 3072),
+    ]
+    text = process("inspect", "--type", "sqlite", *setting, **installed).stdout
+    assert text.index("beta") < text.index("alpha")
+    assert "3.0 KiB" in text
+    done = process("doctor", "--type", "examined", *setting, **installed)
+    assert (done.returncode, "no [b]WAL[/b]" in done.stdout) == (1, True), done.stderr
+
+
+def test_what_cannot_be_opened_is_a_sentence_and_nothing_is_made(tmp_path, installed):
+    setting = ("-o", f"path={tmp_path / 'kv.db'}")
+    here = kvoffload
+    for words, said, run in (
+        (("doctor", "--type", "sqlite", *setting), "does not offer", partial(process, **installed)),
+        (("inspect", "--type", "memry"), "did you mean 'memory'?", here),
+        (("inspect", "--type", "memory"), "does not offer", here),
+        (("inspect", "--type", "disk", "-o", f"root={tmp_path}"), "give the folder itself", here),
+        (("doctor", "redis://localhost", "--type", "sqlite"), "or --type NAME", here),
+        (("inspect",), "give a URL or a folder", here),
+    ):
+        done = run(*words)
+        assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+        assert done.stderr.startswith("kvoffload: ")
+    assert not (tmp_path / "kv.db").exists()
+
+
+def run_python(program, argument, environment):
+    return subprocess.run(
+        [sys.executable, "-c", program, argument],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+    )
