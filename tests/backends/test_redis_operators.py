@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvoffload import open_backend
+from kvoffload.backends import redis_doctor
+from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.cli.main import main
 from kvoffload.testing.backends import filled, keys_of
 from kvoffload.testing.redis_server import (
@@ -163,6 +165,39 @@ def test_a_doctor_does_not_name_the_user_of_the_url(server, kvoffload):
 
 
 ODD_FACTS = {"path": "a[/]b", "x": "[red]c[/red]", "note": "\x1b[31m:smile:\n"}
+
+
+class SlowToConnect(MemoryBackend):
+    """Takes 10 s on a clock of its own to connect, and then 0.1 s a call."""
+
+    def __init__(self):
+        super().__init__(MemoryOptions(), "n")
+        self.now_s, self.connected = 0.0, False
+
+    async def _spend(self, call, *given):
+        self.now_s += 0.1 if self.connected else 10.0
+        self.connected = True
+        return await call(*given)
+
+    async def contains(self, keys):
+        return await self._spend(super().contains, keys)
+
+    async def write(self, keys, chunks):
+        return await self._spend(super().write, keys, chunks)
+
+    async def read(self, keys, into):
+        return await self._spend(super().read, keys, into)
+
+
+async def test_a_doctor_measures_transfers_without_the_time_to_connect(monkeypatch):
+    backend = SlowToConnect()
+    clock = SimpleNamespace(perf_counter=lambda: backend.now_s)
+    monkeypatch.setattr(redis_doctor, "time", clock)
+    findings = await redis_doctor._throughput(backend)
+    assert [finding.detail.split(" with")[0] for finding in findings] == [
+        "store: 320.0 MiB/s",
+        "load: 320.0 MiB/s",
+    ]
 
 
 def test_a_survey_passes_over_what_others_put_beside_the_chunks(server, kvoffload):
