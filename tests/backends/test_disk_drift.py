@@ -56,6 +56,15 @@ async def test_files_that_could_not_be_removed_for_a_while_leave_later(tmp_path)
     await backend.close()
 
 
+async def test_a_figure_above_the_capacity_with_nothing_to_evict_is_counted_anew(tmp_path):
+    backend = open_disk(tmp_path, **FULL)
+    backend._keeper.ledger.give_back(-9 * ON_DISK)  # as a process killed before it wrote
+    await write(backend, keys_of(1))  # refused, unless the count was quicker
+    assert await until(lambda: backend._keeper.ledger.refresh() == chunk_bytes(tmp_path), 5.0)
+    assert await write(backend, keys_of(8)) == [True] * 8
+    await backend.close()
+
+
 DYING = """
 import asyncio, sys
 from kvoffload.backends.disk import DiskBackend, DiskOptions
