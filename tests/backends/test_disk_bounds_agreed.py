@@ -175,7 +175,7 @@ def hostile():
     yield "a link", lambda path: (path.rename(f"{path}-"), path.symlink_to(f"{path}-"))
 
 
-@pytest.mark.parametrize(("what", "damage"), list(hostile()), ids=str)
+@pytest.mark.parametrize(("what", "damage"), list(hostile()), ids=[what for what, _ in hostile()])
 async def test_limits_that_cannot_be_are_ignored_with_a_line_in_the_log(
     tmp_path, caplog, what, damage
 ):

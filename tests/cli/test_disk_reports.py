@@ -11,19 +11,24 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from disk_commands import ON_DISK, SIZE, answered, as_user, files_of, kvoffload, open_disk, process
+from disk_commands import (
+    ON_DISK,
+    SIZE,
+    answered,
+    as_user,
+    files_of,
+    kvoffload,
+    open_disk,
+    process,
+    two_namespaces,
+)
 
 from kvoffload.testing.backends import filled, keys_of
 
 
 @pytest.fixture
 async def root(tmp_path):
-    for namespace, count in (("llama", 6), ("qwen", 3)):
-        backend = open_disk(tmp_path / "kv", namespace)
-        await backend.describe({"model": namespace, "dtype": "bfloat16"})
-        await backend.write(keys_of(count), filled(keys_of(count), SIZE))
-        await backend.close()
-    return tmp_path / "kv"
+    return await two_namespaces(tmp_path / "kv")
 
 
 async def test_a_namespace_opened_by_its_name_is_found_by_that_name(tmp_path):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from kvoffload import open_backend
 from kvoffload.cli.main import main
+from kvoffload.testing.backends import filled, keys_of
 
 SIZE = 28 * 1024
 ON_DISK = 32 * 1024
@@ -88,3 +89,13 @@ def _text():
 def _written(stream):
     stream.flush()
     return stream.buffer.getvalue().decode()
+
+
+async def two_namespaces(root):
+    """Make a store with 6 chunks of one model and 3 of another; return its folder."""
+    for namespace, count in (("llama", 6), ("qwen", 3)):
+        backend = open_disk(root, namespace)
+        await backend.describe({"model": namespace, "dtype": "bfloat16"})
+        await backend.write(keys_of(count), filled(keys_of(count), SIZE))
+        await backend.close()
+    return root
