@@ -13,13 +13,14 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Row, best_of, report, row
-from kvoffload.core.canonical import (
+from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
 )
-from kvoffload.core.transfers import CPULoadStoreSpec, GPULoadStoreSpec
-from kvoffload.transfer.copier import CpuCopier
+from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.handlers import CopyHandler
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
 from kvoffload.transfer.slab import Slab

@@ -22,11 +22,11 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.harness import Row, best_of, report, row
-from kvoffload.backends import disk_io
-from kvoffload.backends.disk import DiskBackend, DiskOptions
-from kvoffload.backends.disk_index import name_of
-from kvoffload.backends.disk_layout import SHARDS, SNAPSHOT
-from kvoffload.backends.format import check_chunk, check_header, namespace_digest, pack_header
+from kvoffload.backends.disk import chunk_file as disk_io
+from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
+from kvoffload.backends.disk.index import name_of
+from kvoffload.backends.disk.paths import SHARDS, SNAPSHOT
+from kvoffload.backends.header import check_chunk, check_header, namespace_digest, pack_header
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import keys_of
 

@@ -15,16 +15,19 @@ import torch
 
 from benchmarks.harness import Row, best_of, report, row
 from kvoffload import open_backend
-from kvoffload.core.canonical import (
+from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    Fetch,
+    GPULoadStoreSpec,
+    OffloadKey,
+    StagedLoadStoreSpec,
 )
-from kvoffload.core.transfers import Fetch, GPULoadStoreSpec, OffloadKey, StagedLoadStoreSpec
 from kvoffload.testing.backends import keys_of
-from kvoffload.transfer.copier import CpuCopier
+from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.handlers import StagedLoadHandler
-from kvoffload.transfer.ioloop import IOLoop
+from kvoffload.transfer.io_loop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 

@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.harness import Row, report, row
-from kvoffload.core.transfers import OffloadKey, make_offload_key
+from kvoffload.messages import OffloadKey, make_offload_key
 from kvoffload.offload.base import ReqContext
 from kvoffload.offload.manager import TieredOffloadingManager
-from kvoffload.offload.policies.arc import ARCPolicy
-from kvoffload.offload.policies.handicap import HandicapPolicy
-from kvoffload.offload.policies.lru import LRUPolicy
+from kvoffload.policies.arc import ARCPolicy
+from kvoffload.policies.handicap import HandicapPolicy
+from kvoffload.policies.lru import LRUPolicy
 
 CAPACITY = 100_000
 BATCH = 2048

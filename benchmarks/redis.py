@@ -30,7 +30,7 @@ from redis._parsers import _RESP2Parser
 
 from benchmarks.harness import Row, report, row
 from kvoffload import open_backend
-from kvoffload.testing.redis_server import BINARY, MISSING, RedisServer, make_certificates
+from tests.support.redis_server import BINARY, MISSING, RedisServer, make_certificates
 
 ROUNDS = 15
 NAMES = 64

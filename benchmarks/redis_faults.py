@@ -23,7 +23,8 @@ from typing import Any
 from benchmarks.harness import Row, report, row
 from kvoffload import open_backend
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, payload_of, slots
-from kvoffload.testing.proxy import (
+from kvoffload.transfer.io_loop import IOLoop
+from tests.support.proxy import (
     Corrupt,
     CutAfter,
     Fault,
@@ -33,8 +34,7 @@ from kvoffload.testing.proxy import (
     HangAfter,
     Latency,
 )
-from kvoffload.testing.redis_server import BINARY, MISSING, RedisServer, redis_cluster
-from kvoffload.transfer.ioloop import IOLoop
+from tests.support.redis_server import BINARY, MISSING, RedisServer, redis_cluster
 
 OUTAGE_S = 3.0
 TICK_S = 0.005

@@ -1,4 +1,4 @@
-"""Figures for Prometheus; needs the extra ``metrics``.
+"""Statistics for Prometheus; needs the extra ``metrics``.
 
 The engine's thread hands over what ``stats()`` of a connector returned, as often as it likes; the
 thread that answers scrapes only ever sees the last of these::

@@ -7,7 +7,7 @@ import pytest
 import torch
 from until import until  # noqa: F401
 
-from kvoffload.core.canonical import (
+from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,

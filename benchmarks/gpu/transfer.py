@@ -18,18 +18,19 @@ import torch
 
 from benchmarks.gpu.need import reason
 from benchmarks.harness import Row, machine, row
-from kvoffload.core.canonical import (
+from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
 )
-from kvoffload.core.transfers import CPULoadStoreSpec, GPULoadStoreSpec
-from kvoffload.transfer.cuda_device import CudaDevice
+from kvoffload.transfer.cuda.pinning import within_registrations
+from kvoffload.transfer.cuda.stream_copier import StreamCopier
+from kvoffload.transfer.cuda.torch_device import CudaDevice
 from kvoffload.transfer.handlers import CopyHandler
 from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.pinning import within_registrations
 from kvoffload.transfer.slab import Slab
-from kvoffload.transfer.stream_copier import StreamCopier
 
 SHAPES = {"Llama-3-8B-like": (64, 64 << 10), "MLA-like": (61, 18 << 10)}
 """Tensors, and bytes of their pages."""

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import xxhash
 
+from kvoffload.backends.admin import Holding
 from kvoffload.backends.base import Removal, Usage
-from kvoffload.backends.upkeep import Holding
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
 

@@ -15,11 +15,11 @@ from kvoffload.core.attention import (
     init_attn_backend,
     prepare_attn_metadata,
 )
-from kvoffload.core.canonical import CanonicalKVCaches
 from kvoffload.core.interface import KVCacheConfig, KVCacheSpec, ModelLimits
 from kvoffload.core.planning import get_kv_cache_config
 from kvoffload.core.tensors import canonicalize_kv_caches, init_kv_cache
 from kvoffload.errors import ConfigError, InsufficientMemoryError
+from kvoffload.messages import CanonicalKVCaches
 from mini_engine.attention import InvariantLatentBackend, InvariantPagedBackend
 from mini_engine.config import EngineConfig, ModelConfig
 from mini_engine.mixers import attention_layer, state_spec

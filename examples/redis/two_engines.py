@@ -49,7 +49,7 @@ def main(url: str | None) -> None:
     """Run two engines, one after the other, and compare what they say."""
     with ExitStack() as stack:
         if url is None:
-            from kvoffload.testing.redis_server import RedisServer
+            from tests.support.redis_server import RedisServer
 
             server = RedisServer(Path(stack.enter_context(tempfile.TemporaryDirectory())))
             stack.callback(server.stop)

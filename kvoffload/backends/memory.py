@@ -10,7 +10,7 @@ import msgspec
 from kvoffload.backends.base import Removal, Usage
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
-from kvoffload.offload.policies.lru import LRUPolicy
+from kvoffload.policies.lru import LRUPolicy
 
 _MAX_REMOVALS = 1 << 16
 """Removals kept for a listener that may never ask; older ones are lost to it."""

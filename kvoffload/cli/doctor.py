@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kvoffload.backends import disk_doctor
+from kvoffload.backends.admin import Diagnoses, Finding
 from kvoffload.backends.base import Backend
-from kvoffload.backends.upkeep import Diagnoses, Finding
+from kvoffload.backends.disk import doctor as disk_doctor
 from kvoffload.cli.console import console
 from kvoffload.cli.output import plain
 from kvoffload.cli.stores import OPTION_HELP, TYPE_HELP, chosen, is_url, parsed, run_on

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvoffload.backends.disk_survey import ChunkFile, Survey
+from kvoffload.backends.disk.inspector import ChunkFile, DiskInspector
 from kvoffload.cli import stores
 from kvoffload.cli.console import console
 from kvoffload.cli.output import counted, plain
@@ -54,7 +54,9 @@ def command(
         return
     stores.refuse_settings(option)
     limit = None if capacity is None else size_with_unit(capacity, "capacity")
-    report = collect(Survey(root), limit=limit, age_s=age_s, namespace=namespace, dry_run=dry_run)
+    report = collect(
+        DiskInspector(root), limit=limit, age_s=age_s, namespace=namespace, dry_run=dry_run
+    )
     if as_json:
         print(json.dumps(report))
     else:
@@ -103,7 +105,7 @@ def parse_age(text: str) -> float:
 
 
 def collect(
-    found: Survey,
+    found: DiskInspector,
     *,
     limit: int | None,
     age_s: float | None,
@@ -166,7 +168,7 @@ class _Removal:
         self.going.append({"kind": kind, "path": path, "bytes": allocated_bytes})
 
 
-def _folder(found: Survey, wanted: str) -> str:
+def _folder(found: DiskInspector, wanted: str) -> str:
     """The folder of the namespace meant by its own name, its folder's, or the beginning of that."""
     folders = found.namespaces()
     own = [folder for folder in folders if found.manifest(folder).get("namespace") == wanted]

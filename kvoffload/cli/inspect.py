@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvoffload.backends.disk_survey import Survey
-from kvoffload.backends.upkeep import Surveys
+from kvoffload.backends.admin import Surveys
+from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.cli import namespaces, stores
 from kvoffload.cli.console import console
 from kvoffload.cli.output import plain
@@ -39,14 +39,14 @@ def command(
         stores.inspect(store, option, as_json, sort, verbose)
         return
     stores.refuse_settings(option)
-    report = survey(Survey(root))
+    report = survey(DiskInspector(root))
     if as_json:
         print(json.dumps(report))
     else:
         show(report, sort, verbose=verbose)
 
 
-def survey(found: Survey) -> dict[str, Any]:
+def survey(found: DiskInspector) -> dict[str, Any]:
     """Collect the figures that ``--json`` prints."""
     held = [_namespace(found, name, time.time()) for name in found.namespaces()]
     return {
@@ -62,7 +62,7 @@ def survey(found: Survey) -> dict[str, Any]:
     }
 
 
-def _namespace(found: Survey, name: str, now: float) -> dict[str, Any]:
+def _namespace(found: DiskInspector, name: str, now: float) -> dict[str, Any]:
     manifest = found.manifest(name)
     count = allocated = 0
     oldest = newest = last_used = None

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import typer
 
-from kvoffload.backends.base import Backend
-from kvoffload.backends.upkeep import (
+from kvoffload.backends.admin import (
     Aged,
     Holding,
     Purges,
@@ -19,6 +18,7 @@ from kvoffload.backends.upkeep import (
     Surveys,
     TellsTotals,
 )
+from kvoffload.backends.base import Backend
 from kvoffload.cli.console import console
 from kvoffload.cli.namespaces import Order, Row, duration, show
 from kvoffload.cli.output import counted, plain
@@ -73,7 +73,7 @@ def chosen(target: str | None, kind: str | None, protocol: type) -> tuple[str, d
         raise ConfigError("--type", kind, "give the folder itself, which is not opened then")
     factory = load(BACKENDS, kind, "--type")
     if isinstance(factory, type) and not issubclass(factory, protocol):
-        remedy = f"this backend does not offer kvoffload.backends.upkeep.{protocol.__name__}"
+        remedy = f"this backend does not offer kvoffload.backends.admin.{protocol.__name__}"
         raise ConfigError("--type", kind, remedy)
     return kind, {}
 

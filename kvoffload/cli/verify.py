@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from kvoffload.backends.disk_survey import ChunkFile, Survey
+from kvoffload.backends.disk.inspector import ChunkFile, DiskInspector
 from kvoffload.cli.console import console
 from kvoffload.cli.gc import size_with_unit
 from kvoffload.cli.output import counted, plain
@@ -53,7 +53,7 @@ def command(
         raise ConfigError("root", root, "verify reads folders; a server verifies what it serves")
     share = None if sample is None else parse_share(sample)
     limit = None if rate is None else parse_rate(rate)
-    found = Survey(root)
+    found = DiskInspector(root)
     if repair:
         found.require_write()
     report = verify(found, repair=repair, quiet=as_json, share=share, bytes_per_s=limit)
@@ -90,7 +90,7 @@ def parse_rate(text: str) -> int:
 
 
 def verify(
-    found: Survey,
+    found: DiskInspector,
     *,
     repair: bool,
     quiet: bool,
@@ -148,7 +148,7 @@ def verify(
     }
 
 
-def _repaired(found: Survey, chunk: ChunkFile, repair: bool) -> dict[str, Any]:
+def _repaired(found: DiskInspector, chunk: ChunkFile, repair: bool) -> dict[str, Any]:
     """Whether a damaged chunk was removed, and why not."""
     if not repair:
         return {"removed": False, "why": "left in place"}

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from kvoffload.connectors.chunks import NULL_BLOCK, ChunkGroup, ChunkGroups, Piece
-from kvoffload.core.transfers import GPULoadStoreSpec
+from kvoffload.connectors.chunking import NULL_BLOCK, ChunkGroup, ChunkGroups, Piece
+from kvoffload.messages import GPULoadStoreSpec
 
 BlockTables = Sequence[Sequence[int]]
 """GPU block ids of a request from its first token on, for each KV cache group."""

@@ -27,13 +27,13 @@ from typing import Any
 from kvoffload.backends.base import ReportsUsage
 from kvoffload.config import OffloadConfig, parse_config
 from kvoffload.connectors.block_tables import BlockTables, gpu_end, to_load, to_store
-from kvoffload.connectors.chunks import ChunkGroups
+from kvoffload.connectors.builder import TieredOffloadingSpec
+from kvoffload.connectors.chunking import ChunkGroups
+from kvoffload.connectors.load_backoff import LoadBackoff
 from kvoffload.connectors.local_jobs import Load, LoadOutcome, OffloadRequest, RequestState, Store
 from kvoffload.connectors.local_under_way import UnderWay
-from kvoffload.connectors.recording import RequestLog
-from kvoffload.connectors.short_loads import ShortLoads
-from kvoffload.connectors.spec import TieredOffloadingSpec
-from kvoffload.connectors.uses import Uses
+from kvoffload.connectors.request_log import RequestLog
+from kvoffload.connectors.use_counter import UseCounter
 from kvoffload.core.interface import KVCacheConfig
 from kvoffload.errors import ConfigError
 from kvoffload.offload.base import (
@@ -44,7 +44,7 @@ from kvoffload.offload.base import (
     ReqContext,
     StagedLoadStoreSpec,
 )
-from kvoffload.offload.identity import Fact
+from kvoffload.offload.namespace import Fact
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.worker import TransferWorker
 
@@ -116,11 +116,11 @@ class LocalConnector:
             self.config, layout.slot_bytes, {**facts, **layout_facts}, layout
         )
         self._manager = self._spec.get_manager()
-        self._uses = Uses(self._manager)
+        self._uses = UseCounter(self._manager)
         self._worker = TransferWorker(self._spec.get_handlers(kv_caches))
         self._requests: dict[str, RequestState] = {}
         # Where a good prefix is kept, an engine gets on with it.
-        self._short_loads = ShortLoads(tolerated=int(self._groups.keeps_prefixes))
+        self._short_loads = LoadBackoff(tolerated=int(self._groups.keeps_prefixes))
         self._under_way = UnderWay(
             self._manager, self._worker, self._groups, self._requests, self._short_loads
         )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvoffload.connectors.chunks import Piece
+from kvoffload.connectors.chunking import Piece
 from kvoffload.offload.base import OffloadKey, ReqContext
 
 

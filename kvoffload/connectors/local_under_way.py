@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from kvoffload.connectors.answers import split
-from kvoffload.connectors.chunks import ChunkGroups
+from kvoffload.connectors.chunking import ChunkGroups
+from kvoffload.connectors.load_backoff import LoadBackoff
 from kvoffload.connectors.local_jobs import Load, LoadOutcome, RequestState, Store
-from kvoffload.connectors.short_loads import ShortLoads
-from kvoffload.core.transfers import TransferSpec
+from kvoffload.messages import TransferSpec
 from kvoffload.offload.base import ReqContext, Transfer, TransferResult
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.transfer.worker import TransferWorker
@@ -31,7 +31,7 @@ class UnderWay:
         worker: TransferWorker,
         groups: ChunkGroups,
         requests: Mapping[str, RequestState],
-        short_loads: ShortLoads,
+        short_loads: LoadBackoff,
     ) -> None:
         self.loaded_tokens: Counter[str] = Counter()
         """By the medium they came from."""

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core.block_index import FEW, BlockIndex, Ints
+from kvoffload.core.cache_stats import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from kvoffload.core.free_queue import FreeBlockQueue
-from kvoffload.core.stats import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from kvoffload.errors import InsufficientMemoryError, UsageError
 
 NULL_BLOCK = 0

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from math import gcd, lcm
 
 from kvoffload.core.block_pool import NULL_BLOCK, BlockPool
+from kvoffload.core.cache_stats import BlockStored, KVCacheEvent, PrefixCacheStats
 from kvoffload.core.groups import Group, make_group
 from kvoffload.core.hashing import HashChain
-from kvoffload.core.held_blocks import HeldBlocks
 from kvoffload.core.interface import KVCacheConfig
 from kvoffload.core.prefix import KVCacheBlocks, PrefixFinder, RequestLike
-from kvoffload.core.stats import BlockStored, KVCacheEvent, PrefixCacheStats
+from kvoffload.core.request_blocks import RequestBlocks
 from kvoffload.errors import KVCacheSpecError, UsageError
 
 
@@ -65,7 +65,7 @@ class KVCacheManager:
         self._dropping = tuple(group for group in self.groups if group.drops_blocks)
         self._finder = PrefixFinder(self.pool, self.groups, self.hash_block_size, self.block_size)
         self._nothing = self._finder.nothing
-        self._sequences: dict[str, HeldBlocks] = {}
+        self._sequences: dict[str, RequestBlocks] = {}
         self._deferred: list[tuple[list[int], ...]] = []
         self._stats = PrefixCacheStats() if log_stats else None
 
@@ -199,7 +199,7 @@ class KVCacheManager:
         return new
 
     def _grow(
-        self, sequence: HeldBlocks, computed: int, num_tokens: int, lookahead: int
+        self, sequence: RequestBlocks, computed: int, num_tokens: int, lookahead: int
     ) -> KVCacheBlocks | None:
         """Append blocks to a running request's tables."""
         for group in self._dropping:
@@ -268,7 +268,7 @@ class KVCacheManager:
             return None
 
         # Hits of all groups are held before anything is taken, or it might be one of them.
-        sequence = HeldBlocks(len(self.groups))
+        sequence = RequestBlocks(len(self.groups))
         for index, (hit, skip) in enumerate(zip(adopted, skips, strict=True)):
             if len(hit):
                 self.pool.adopt(hit)
@@ -302,7 +302,7 @@ class KVCacheManager:
             done = min(num_computed_tokens, len(request.chain))
             self._register(sequence, request.chain, done)
 
-    def _register(self, sequence: HeldBlocks, chain: HashChain, num_tokens: int) -> None:
+    def _register(self, sequence: RequestBlocks, chain: HashChain, num_tokens: int) -> None:
         registered = sequence.registered
         for group in self.groups:
             index = group.index
@@ -438,7 +438,7 @@ class KVCacheManager:
                 counted = self.pool.ref_count(block)
                 raise UsageError(f"block {block}: in {holders[block]} tables, {counted} holders")
 
-    def _held(self, request_id: str) -> HeldBlocks:
+    def _held(self, request_id: str) -> RequestBlocks:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             raise UsageError(f"{request_id} holds no blocks: allocate_slots() comes first")

@@ -1,6 +1,6 @@
 """KV cache memory: allocate it, and shape it for attention.
 
-Seen as rows of bytes, for transfers, it is in :mod:`kvoffload.core.rows`.
+Seen as rows of bytes, for transfers, it is in :mod:`kvoffload.core.canonicalize`.
 
 How the bytes of a layer lie follows from the plan and the backend:
 
@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from kvoffload.core.attention import AttentionBackend
+from kvoffload.core.canonicalize import LayerCache, canonicalize_kv_caches, layout_of
 from kvoffload.core.interface import (
     AttentionSpec,
     KVCacheConfig,
@@ -27,7 +28,6 @@ from kvoffload.core.interface import (
     KVCacheTensor,
     MambaSpec,
 )
-from kvoffload.core.rows import LayerCache, canonicalize_kv_caches, layout_of
 from kvoffload.errors import KVCacheSpecError
 
 __all__ = [

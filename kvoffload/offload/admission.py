@@ -3,10 +3,10 @@
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from kvoffload.core.transfers import OffloadKey
+from kvoffload.messages import OffloadKey
 
 
-class Sightings:
+class AdmissionFilter:
     """Counts in how many requests a chunk was seen, for as many chunks as it has room for.
 
     Args:

@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from kvoffload.core.canonical import (
+from kvoffload.messages import (
+    BackendLoadStoreSpec,
+    BlockIDsLoadStoreSpec,
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
-)
-from kvoffload.core.transfers import (
-    BackendLoadStoreSpec,
-    BlockIDsLoadStoreSpec,
     CPULoadStoreSpec,
     Fetch,
     GPULoadStoreSpec,

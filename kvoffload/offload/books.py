@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from kvoffload.core.transfers import OffloadKey
-from kvoffload.offload.host import HostLedger
-from kvoffload.offload.lookups import Lookups
-from kvoffload.offload.residence import Residence
+from kvoffload.messages import OffloadKey
+from kvoffload.offload.events import EventLog
+from kvoffload.offload.host_cache import HostCache
+from kvoffload.offload.lookup import Lookups
 from kvoffload.offload.write_through import WriteThrough
 
 log = logging.getLogger(__name__)
@@ -20,9 +20,9 @@ MAX_WARNINGS = 20
 class Books:
     """Made and owned by the manager; each part changes them by their own methods."""
 
-    host: HostLedger
+    host: HostCache
     lookups: Lookups
-    residence: Residence
+    residence: EventLog
     write_through: WriteThrough
     counters: Counter[str]
     promotes: bool = True

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from kvoffload.offload.policies.base import Policy
+from kvoffload.policies.base import Policy
 
 Many = Callable[[Sequence[bytes]], object]
 

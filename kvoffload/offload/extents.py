@@ -9,11 +9,11 @@ bytes asked for lately, which is the part it would have if all chunks were in on
 from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
-from kvoffload.core.transfers import OffloadKey
+from kvoffload.messages import OffloadKey
 from kvoffload.offload.geometry import HostGeometry
-from kvoffload.offload.host import HostLedger
-from kvoffload.offload.policies.base import Policy
+from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.priority import SHARE_ABOVE, ByPriority
+from kvoffload.policies.base import Policy
 
 STEAL_TRIES = 4
 """Extents looked at when one is to be taken away; one with a chunk in use cannot be."""
@@ -70,7 +70,7 @@ class _OrderBySize:
             size.policy.clear()
 
 
-class ExtentLedger(HostLedger):
+class ExtentLedger(HostCache):
     """A host ledger for several sizes; a slot's number is that of its first row.
 
     Args:
@@ -109,12 +109,12 @@ class ExtentLedger(HostLedger):
     # ---- figures ----
 
     def room_for(self, key: OffloadKey) -> int:
-        """See :meth:`HostLedger.room_for`; does not count what other sizes would have to give."""
+        """See :meth:`HostCache.room_for`; does not count what other sizes would have to give."""
         size = self._size_of(key)
         return size.num_free + len(size.policy) + len(self._unowned) * size.per_extent
 
     def has_room(self, keys: Sequence[OffloadKey]) -> bool:
-        """See :meth:`HostLedger.has_room`.
+        """See :meth:`HostCache.has_room`.
 
         Extents of nobody are shared among the sizes, and so is what sizes have beyond their needs.
         Of the latter not all can be taken away, if chunks in use are strewn over it.
@@ -131,24 +131,24 @@ class ExtentLedger(HostLedger):
 
     @property
     def busy_slots(self) -> int:
-        """See :meth:`HostLedger.busy_slots`."""
+        """See :meth:`HostCache.busy_slots`."""
         return sum(
             size.num_extents * size.per_extent - size.num_free - len(size.policy)
             for size in self._sizes
         )
 
     def bytes_of(self, key: OffloadKey) -> int:
-        """See :meth:`HostLedger.bytes_of`."""
+        """See :meth:`HostCache.bytes_of`."""
         return self._size_of(key).rows * self.slot_bytes
 
     @property
     def resident_bytes(self) -> int:
-        """See :meth:`HostLedger.resident_bytes`."""
+        """See :meth:`HostCache.resident_bytes`."""
         return sum(size.num_ready * size.rows for size in self._sizes) * self.slot_bytes
 
     @property
     def inflight_bytes(self) -> int:
-        """See :meth:`HostLedger.inflight_bytes`."""
+        """See :meth:`HostCache.inflight_bytes`."""
         rows = sum(
             (size.num_extents * size.per_extent - size.num_free - size.num_ready) * size.rows
             for size in self._sizes
@@ -160,7 +160,7 @@ class ExtentLedger(HostLedger):
     def reserve(
         self, keys: Sequence[OffloadKey], protected: Collection[OffloadKey] = ()
     ) -> tuple[list[int], list[OffloadKey]]:
-        """See :meth:`HostLedger.reserve`."""
+        """See :meth:`HostCache.reserve`."""
         kept = frozenset(protected)
         wanted: dict[_Size, int] = {}
         for key in keys:
@@ -324,7 +324,7 @@ class ExtentLedger(HostLedger):
     # ---- chunks ----
 
     def become_ready(self, key: OffloadKey, slot: int) -> None:
-        """See :meth:`HostLedger.become_ready`."""
+        """See :meth:`HostCache.become_ready`."""
         self._key_in[slot] = key
         self._size_of(key).num_ready += 1
         super().become_ready(key, slot)
@@ -334,7 +334,7 @@ class ExtentLedger(HostLedger):
             self.become_ready(key, slot)
 
     def prioritise(self, keys: Sequence[OffloadKey], priority: int) -> None:
-        """See :meth:`HostLedger.prioritise`."""
+        """See :meth:`HostCache.prioritise`."""
         for size in self._sizes:
             if priority and not isinstance(size.policy, ByPriority):
                 size.policy = ByPriority(size.policy)
@@ -360,7 +360,7 @@ class ExtentLedger(HostLedger):
         return {k for order in orders if isinstance(order, ByPriority) for k in order.marked}
 
     def forget(self, key: OffloadKey) -> None:
-        """See :meth:`HostLedger.forget`."""
+        """See :meth:`HostCache.forget`."""
         slot = self.pinned[key] if key in self.pinned else self.idle.slots[key]
         self._unready(key, slot)
         super().forget(key)

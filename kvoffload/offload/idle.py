@@ -4,9 +4,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Protocol, cast, runtime_checkable
 
-from kvoffload.core.transfers import OffloadKey
+from kvoffload.messages import OffloadKey
 from kvoffload.offload.bulk import add_all, remove_all
-from kvoffload.offload.policies.base import Policy
+from kvoffload.policies.base import Policy
 
 
 @runtime_checkable

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 
-from kvoffload.core.transfers import CPULoadStoreSpec, Fetch, OffloadKey, StagedLoadStoreSpec
+from kvoffload.messages import CPULoadStoreSpec, Fetch, OffloadKey, StagedLoadStoreSpec
 from kvoffload.offload.base import Reason, ReqContext
 from kvoffload.offload.books import Books
-from kvoffload.offload.residence import CPU
+from kvoffload.offload.events import CPU
 from kvoffload.offload.tiers import Tier, first_holder
 from kvoffload.offload.under_way import UnderWay
 

@@ -1,6 +1,6 @@
 """Decides what is loaded from where, what is stored and evicted, and what is written through.
 
-A chunk's life in host memory (kept in :mod:`kvoffload.offload.host`)::
+A chunk's life in host memory (kept in :mod:`kvoffload.offload.host_cache`)::
 
     prepare_store → incoming ─complete_store→ ready ⇄ ready + pinned ─evicted→ gone
     prepare_load  → fetching ─complete_load─→ ready   (a chunk that was only on a lower tier)
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvoffload.config import HARMLESS_HINTS
-from kvoffload.offload.admission import Sightings
+from kvoffload.offload.admission import AdmissionFilter
 from kvoffload.offload.base import (
     CPULoadStoreSpec,
     OffloadingEvent,
@@ -25,18 +25,18 @@ from kvoffload.offload.base import (
     Transfer,
 )
 from kvoffload.offload.books import Books
-from kvoffload.offload.departures import DROPPED
-from kvoffload.offload.figures import Figures, by_tier
+from kvoffload.offload.events import CPU, EventLog
 from kvoffload.offload.hints import Hints
-from kvoffload.offload.host import HostLedger
+from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.loading import Loading
-from kvoffload.offload.lookups import Lookups
-from kvoffload.offload.policies.base import Policy
-from kvoffload.offload.residence import CPU, Residence
+from kvoffload.offload.lookup import Lookups
+from kvoffload.offload.miss_reasons import DROPPED
 from kvoffload.offload.retirement import Retirement
+from kvoffload.offload.stats import Stats, by_tier
 from kvoffload.offload.storing import Storing
 from kvoffload.offload.tiers import Tier
 from kvoffload.offload.write_through import WriteThrough
+from kvoffload.policies.base import Policy
 
 __all__ = ["CPU", "Tier", "TieredOffloadingManager"]
 
@@ -66,7 +66,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     def __init__(
         self,
-        host: HostLedger | int,
+        host: HostCache | int,
         policy: Policy | None = None,
         tiers: Sequence[Tier] = (),
         max_persisting_slots: int | None = None,
@@ -79,12 +79,12 @@ class TieredOffloadingManager(OffloadingManager):
         if isinstance(host, int):
             if policy is None:
                 raise TypeError("a number of host slots needs a policy beside it")
-            host = HostLedger(host, policy, slot_bytes)
+            host = HostCache(host, policy, slot_bytes)
         self.counters: Counter[str] = Counter()
-        self.figures = Figures()
-        """What connectors measure: see :class:`Figures`."""
+        self.figures = Stats()
+        """What connectors measure: see :class:`Stats`."""
         self._host = host
-        self._residence = Residence(REMEMBERED_DEPARTURES, self.counters)
+        self._residence = EventLog(REMEMBERED_DEPARTURES, self.counters)
         self._lookups = self.lookups_type(host, self.figures, self.counters, client_hints)
         if max_persisting_slots is None:
             max_persisting_slots = max(1, host.num_slots // 2)
@@ -99,7 +99,7 @@ class TieredOffloadingManager(OffloadingManager):
             host, self._lookups, self._residence, self._write_through, self.counters, promote
         )
         self._loading = self.loading_type(self._books)
-        self._sightings = Sightings(store_threshold, max(MIN_SIGHTINGS, 2 * host.num_slots))
+        self._sightings = AdmissionFilter(store_threshold, max(MIN_SIGHTINGS, 2 * host.num_slots))
         self._storing = self.storing_type(self._books, self._sightings)
         self._use_tiers(tiers)
 

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 
-from kvoffload.offload.policies.base import Policy
+from kvoffload.policies.base import Policy
 
 SHARE_ABOVE = 0.5
 """Of host memory: the most that chunks of priorities above 0 hold. They never age, so without

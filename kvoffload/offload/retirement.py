@@ -4,9 +4,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvoffload.core.transfers import OffloadKey
 from kvoffload.errors import UsageError
-from kvoffload.offload.host import HostLedger
+from kvoffload.messages import OffloadKey
+from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.write_through import WriteThrough
 
 LISTED_PER_SLOT = 8
@@ -35,7 +35,7 @@ class Retirement:
         write_through: asked which chunks wait for a tier or are being written.
     """
 
-    def __init__(self, host: HostLedger, write_through: WriteThrough) -> None:
+    def __init__(self, host: HostCache, write_through: WriteThrough) -> None:
         self._host = host
         self._write_through = write_through
         self._in_flight: OrderedDict[OffloadKey, _Ended] = OrderedDict()

@@ -2,12 +2,12 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from kvoffload.core.transfers import CPULoadStoreSpec, OffloadKey
-from kvoffload.offload.admission import Sightings
+from kvoffload.messages import CPULoadStoreSpec, OffloadKey
+from kvoffload.offload.admission import AdmissionFilter
 from kvoffload.offload.base import PrepareStoreOutput, Reason, ReqContext
 from kvoffload.offload.books import Books
-from kvoffload.offload.departures import DROPPED
-from kvoffload.offload.residence import CPU
+from kvoffload.offload.events import CPU
+from kvoffload.offload.miss_reasons import DROPPED
 from kvoffload.offload.under_way import UnderWay
 
 
@@ -19,7 +19,7 @@ class Storing:
         sightings: decide what is admitted.
     """
 
-    def __init__(self, books: Books, sightings: Sightings) -> None:
+    def __init__(self, books: Books, sightings: AdmissionFilter) -> None:
         self._books = books
         self._host = books.host
         self.sightings = sightings

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvoffload.backends.base import Presence, Removal, ReportsRemovals
-from kvoffload.core.transfers import OffloadKey
+from kvoffload.messages import OffloadKey
 
 log = logging.getLogger(__name__)
 

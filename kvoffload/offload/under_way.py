@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from kvoffload.core.transfers import OffloadKey
+from kvoffload.messages import OffloadKey
 from kvoffload.offload.base import ReqContext
 
 

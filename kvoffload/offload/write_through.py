@@ -4,9 +4,9 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from kvoffload.core.transfers import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKey
+from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKey
 from kvoffload.offload.base import Transfer
-from kvoffload.offload.host import HostLedger
+from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.tiers import Tier
 
 WHILE_LOADING = 4
@@ -41,7 +41,7 @@ class WriteThrough:
 
     def __init__(
         self,
-        host: HostLedger,
+        host: HostCache,
         limit_bytes: int,
         counters: Counter[str],
         dropped: Callable[[Sequence[OffloadKey]], None],

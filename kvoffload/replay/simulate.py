@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import compress, takewhile
 from typing import TypeVar
 
-from kvoffload.offload.policies.base import Policy
+from kvoffload.policies.base import Policy
 from kvoffload.replay.requests import Keys, Requests
 
 Progress = Callable[[int], None]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-from kvoffload.offload.policies.base import Policy
+from kvoffload.policies.base import Policy
 
 __all__ = ["PolicySuite", "work"]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from kvoffload.backends.base import Backend, ReadsEach
-from kvoffload.core.transfers import (
+from kvoffload.messages import (
     BackendLoadStoreSpec,
     CPULoadStoreSpec,
     Fetch,
@@ -28,9 +28,9 @@ from kvoffload.core.transfers import (
 )
 from kvoffload.transfer.arrivals import Arrivals
 from kvoffload.transfer.base import Copier, CopyFence, Fence
-from kvoffload.transfer.ioloop import IOLoop
+from kvoffload.transfer.io_loop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
-from kvoffload.transfer.prober import same_length
+from kvoffload.transfer.presence import same_length
 from kvoffload.transfer.slab import Slab
 
 log = logging.getLogger(__name__)

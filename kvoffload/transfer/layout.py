@@ -11,8 +11,7 @@ from itertools import chain, repeat
 from operator import mul
 from typing import NamedTuple
 
-from kvoffload.core.canonical import CanonicalKVCaches
-from kvoffload.core.transfers import BlockIds, GPULoadStoreSpec
+from kvoffload.messages import BlockIds, CanonicalKVCaches, GPULoadStoreSpec
 
 PAGE = 4096
 """Slots and chunk payloads are multiples of this, so that any of them can be read with O_DIRECT."""

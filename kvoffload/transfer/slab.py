@@ -25,7 +25,7 @@ class Slab:
 
     Made on the engine's thread at start; slots may then be used from any thread, each by one
     transfer at a time: the manager sees to that. The memory is taken as it is first written; for a
-    GPU it is pinned by :class:`kvoffload.transfer.pinning.Pinning`.
+    GPU it is pinned by :class:`kvoffload.transfer.cuda.pinning.Pinning`.
 
     Args:
         num_slots: rows.

@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from kvoffload.core.transfers import (
+from kvoffload.messages import (
     LoadStoreSpec,
     OffloadingHandler,
     TransferResult,

@@ -7,7 +7,7 @@ import pytest
 from disk_commands import SIZE, answered, kvoffload, open_disk
 
 from kvoffload import open_backend
-from kvoffload.backends.disk_layout import BOUNDS, LEDGER, SCRATCH
+from kvoffload.backends.disk.paths import BOUNDS, LEDGER, SCRATCH
 from kvoffload.testing.backends import filled, keys_of
 
 

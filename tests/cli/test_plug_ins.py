@@ -16,7 +16,7 @@ sqlite = kvoffload_sqlite:SqliteBackend
 examined = examined:Examined
 """
 EXAMINED = """
-from kvoffload.backends.upkeep import Finding
+from kvoffload.backends.admin import Finding
 from kvoffload_sqlite import SqliteBackend
 
 class Examined(SqliteBackend):

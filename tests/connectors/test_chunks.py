@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from kvoffload.connectors.block_tables import to_load
-from kvoffload.connectors.chunks import NULL_BLOCK, ChunkGroups, Piece
+from kvoffload.connectors.chunking import NULL_BLOCK, ChunkGroups, Piece
 from kvoffload.core.interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     SlidingWindowSpec,
 )
-from kvoffload.core.transfers import get_offload_group_idx, make_offload_key
+from kvoffload.messages import get_offload_group_idx, make_offload_key
 
 BLOCK = 4
 SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 4, "dtype": torch.int8}

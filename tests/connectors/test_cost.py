@@ -5,8 +5,8 @@ from opcodes import count_opcodes
 
 from kvoffload.cli.checkout import benchmark
 from kvoffload.connectors.local import LocalConnector
-from kvoffload.core.transfers import make_offload_key
-from kvoffload.offload.policies.lru import LRUPolicy
+from kvoffload.messages import make_offload_key
+from kvoffload.policies.lru import LRUPolicy
 
 BLOCK = 4
 MANAGER = "/kvoffload/offload/"

@@ -12,14 +12,9 @@ import pytest
 import torch
 
 from kvoffload import registry
-from kvoffload.connectors.chunks import ChunkGroups
+from kvoffload.connectors.chunking import ChunkGroups
+from kvoffload.connectors.load_backoff import LoadBackoff
 from kvoffload.connectors.local import LocalConnector
-from kvoffload.connectors.short_loads import ShortLoads
-from kvoffload.core.canonical import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-)
 from kvoffload.core.hashing import BlockHasher, HashChain
 from kvoffload.core.interface import (
     ChunkedLocalAttentionSpec,
@@ -32,6 +27,11 @@ from kvoffload.core.interface import (
 from kvoffload.core.manager import KVCacheManager
 from kvoffload.core.request import Request
 from kvoffload.errors import ConfigError
+from kvoffload.messages import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
 from kvoffload.testing import FaultyBackend, Plan
 
 DIGEST = 8
@@ -359,7 +359,7 @@ def test_a_request_that_can_use_no_part_of_its_load_is_promised_nothing_until_it
 
 @pytest.mark.parametrize("tolerated", [0, 1])
 def test_short_loads_of_requests_that_never_come_back_are_forgotten(tolerated):
-    loads = ShortLoads(tolerated)
+    loads = LoadBackoff(tolerated)
     for i in range(5000):
         for _ in range(tolerated + 1):
             loads.note(f"r{i}")

@@ -5,6 +5,7 @@ import hashlib
 import pytest
 import torch
 
+from kvoffload.core.cache_stats import PrefixCacheStats, PrefixCachingMetrics
 from kvoffload.core.compat import (
     NONE_HASH,
     BlockHashType,
@@ -19,7 +20,6 @@ from kvoffload.core.compat import (
 from kvoffload.core.hashing import BlockHasher, HashChain, MultiModalItem
 from kvoffload.core.interface import FullAttentionSpec, ModelLimits, SlidingWindowSpec
 from kvoffload.core.request import Request
-from kvoffload.core.stats import PrefixCacheStats, PrefixCachingMetrics
 from kvoffload.errors import InsufficientMemoryError, KVCacheSpecError, UsageError
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvoffload.core.stats import AllBlocksCleared, BlockRemoved, BlockStored
+from kvoffload.core.cache_stats import AllBlocksCleared, BlockRemoved, BlockStored
 from kvoffload.errors import UsageError
 
 

@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvoffload.core.block_pool import NULL_BLOCK
+from kvoffload.core.cache_stats import AllBlocksCleared, BlockRemoved, BlockStored
 from kvoffload.core.hashing import BlockHasher, HashChain
 from kvoffload.core.interface import (
     ChunkedLocalAttentionSpec,
@@ -26,7 +27,6 @@ from kvoffload.core.interface import (
 )
 from kvoffload.core.manager import KVCacheManager
 from kvoffload.core.request import Request
-from kvoffload.core.stats import AllBlocksCleared, BlockRemoved, BlockStored
 from kvoffload.errors import UsageError
 
 SHAPE = {"num_kv_heads": 1, "head_size": 2, "dtype": torch.float16}

@@ -24,7 +24,7 @@ NAMES = {
     "vllm_hashing": ["VllmBlockHasher"],
     "block_pool": ["BlockPool"],
     "manager": ["KVCacheManager", "KVCacheBlocks"],
-    "stats": [
+    "cache_stats": [
         "BlockStored", "BlockRemoved", "AllBlocksCleared", "PrefixCachingMetrics",
         "PrefixCacheStats",
     ],
@@ -36,7 +36,6 @@ NAMES = {
         "allocate_kv_cache", "reshape_kv_cache", "init_kv_cache", "bind_kv_cache",
         "canonicalize_kv_caches",
     ],
-    "canonical": ["CanonicalKVCacheTensor", "CanonicalKVCacheRef", "CanonicalKVCaches"],
     "compat": [
         "NONE_HASH", "BlockHashType", "KVCacheBlock", "FreeKVCacheBlockQueue",
         "_gen_lora_extra_hash_keys", "_gen_mm_extra_hash_keys", "generate_block_hash_extra_keys",

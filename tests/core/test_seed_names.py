@@ -31,7 +31,7 @@ SEEDS = {
             "estimate_max_model_len", "get_kv_cache_config", "is_kv_cache_type_uniform",
             "unify_hybrid_kv_cache_specs", "unify_kv_cache_configs",
         ],
-        "core.stats": ["PrefixCachingMetrics.observe", "PrefixCacheStats"],
+        "core.cache_stats": ["PrefixCachingMetrics.observe", "PrefixCacheStats"],
         "core.request": ["Request"],
         "core.compat": [
             "NONE_HASH", "BlockHashType", "FreeKVCacheBlockQueue.append",

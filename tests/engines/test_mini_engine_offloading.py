@@ -19,7 +19,7 @@ from kvoffload import registry
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.errors import ConfigError
 from kvoffload.testing import FaultyBackend, Plan
-from kvoffload.transfer.copier import CpuCopier
+from kvoffload.transfer.cpu.copier import CpuCopier
 
 MAX_LEN = 96
 RANDOM, DAMAGED, MISBEHAVING, WITHOUT_HOST = 120, 40, 20, 20

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvoffload.connectors.vllm.versions import installed_version
+from kvoffload.core.cache_stats import AllBlocksCleared, BlockRemoved, BlockStored
 from kvoffload.core.hashing import HashChain, MultiModalItem
 from kvoffload.core.interface import (
     ChunkedLocalAttentionSpec,
@@ -24,7 +25,6 @@ from kvoffload.core.interface import (
 )
 from kvoffload.core.manager import KVCacheManager
 from kvoffload.core.request import Request
-from kvoffload.core.stats import AllBlocksCleared, BlockRemoved, BlockStored
 from kvoffload.core.vllm_hashing import VllmBlockHasher
 
 try:

@@ -8,7 +8,7 @@ import pytest
 from kvoffload.connectors.vllm import logs
 from kvoffload.connectors.vllm.logs import follow_vllm
 
-STORE = logging.getLogger("kvoffload.backends.redis_node")
+STORE = logging.getLogger("kvoffload.backends.redis.node")
 AWAY = "redis at %s is left alone until it answers again: %s"
 
 

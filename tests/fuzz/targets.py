@@ -15,11 +15,12 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from kvoffload.backends import disk_snapshot
-from kvoffload.backends.disk_layout import MANIFEST, WRITERS
-from kvoffload.backends.disk_ledger import Ledger
-from kvoffload.backends.disk_survey import Survey
-from kvoffload.backends.format import (
+from kvoffload.backends.disk import snapshot as disk_snapshot
+from kvoffload.backends.disk.inspector import DiskInspector
+from kvoffload.backends.disk.paths import MANIFEST, WRITERS
+from kvoffload.backends.disk.quota import Quota
+from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.header import (
     COMPACT_BYTES,
     MAX_KEY_BYTES,
     check_chunk,
@@ -28,9 +29,9 @@ from kvoffload.backends.format import (
     pack_header,
     parse_header,
 )
-from kvoffload.backends.redis_admin import _read_facts
-from kvoffload.backends.redis_options import parse_url, redacted
-from kvoffload.backends.redis_resp import (
+from kvoffload.backends.redis.admin import _read_facts
+from kvoffload.backends.redis.options import parse_url, redacted
+from kvoffload.backends.redis.resp import (
     MAX_TEXT,
     Fill,
     Integers,
@@ -40,14 +41,13 @@ from kvoffload.backends.redis_resp import (
     ServerError,
     Table,
 )
-from kvoffload.backends.redis_slots import (
+from kvoffload.backends.redis.slots import (
     MAX_NODES,
     NUM_SLOTS,
     parse_masters,
     parse_redirect,
     parse_slots,
 )
-from kvoffload.backends.vfs import Vfs
 from kvoffload.errors import ConfigError
 from kvoffload.offload.base import ReqContext
 from kvoffload.offload.hints import HintReader
@@ -79,7 +79,7 @@ def disk_ledger(data: bytes) -> None:
     record = _LEDGER.pack(b"KVOLEDGR", 1, *struct.unpack("<qQ", data[:16].ljust(16, b"\xff")))
     for content in (data, record + struct.pack("<Q", xxhash.xxh3_64_intdigest(record))):
         path.write_bytes(content)
-        ledger = Ledger(Vfs(), str(path), fresh=False)
+        ledger = Quota(Vfs(), str(path), fresh=False)
         if ledger.reserve(100, 1 << 40):
             ledger.give_back(100)
         ledger.give_back(-(1 << 30))
@@ -197,7 +197,7 @@ def facts(data: bytes) -> None:
     (_ROOT / WRITERS).mkdir(exist_ok=True)
     (_ROOT / "space").mkdir(exist_ok=True)
     (_ROOT / "space" / MANIFEST).write_bytes(data)
-    assert isinstance(Survey(str(_ROOT)).manifest("space"), dict)
+    assert isinstance(DiskInspector(str(_ROOT)).manifest("space"), dict)
 
 
 def _slot_row(start: int, stop: int) -> bytes:

@@ -7,13 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from kvoffload.core.canonical import (
+from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
 )
-from kvoffload.core.transfers import GPULoadStoreSpec
-from kvoffload.testing.interleavings import (
+from kvoffload.transfer.cuda.pinning import PORTION_BYTES
+from kvoffload.transfer.cuda.stream_copier import StreamCopier
+from kvoffload.transfer.factory import make_copier
+from kvoffload.transfer.layout import ChunkLayout, ChunkMove
+from kvoffload.transfer.slab import Slab
+from tests.support.interleavings import (
     LAYERS,
     NUM_SLOTS,
     PER_CHUNK,
@@ -21,11 +26,6 @@ from kvoffload.testing.interleavings import (
     small_caches,
     words,
 )
-from kvoffload.transfer.choice import make_copier
-from kvoffload.transfer.layout import ChunkLayout, ChunkMove
-from kvoffload.transfer.pinning import PORTION_BYTES
-from kvoffload.transfer.slab import Slab
-from kvoffload.transfer.stream_copier import StreamCopier
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +46,7 @@ WAYS = [(True, True), (True, False), (False, True), (False, False)]
 
 
 def new_copier(caches, slab, layout, *, triton=True, batches=True, **sizes):
-    from kvoffload.transfer.cuda_device import CudaDevice
+    from kvoffload.transfer.cuda.torch_device import CudaDevice
 
     device = CudaDevice(caches, slab, triton=triton, batches=batches)
     return StreamCopier(caches, slab, layout, device, **sizes)

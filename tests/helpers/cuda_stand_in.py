@@ -12,7 +12,8 @@ import weakref
 
 import torch
 
-from kvoffload.transfer import cuda_device, pinning
+from kvoffload.transfer.cuda import pinning
+from kvoffload.transfer.cuda import torch_device as cuda_device
 
 
 class FakeCuda:

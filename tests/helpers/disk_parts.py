@@ -2,7 +2,7 @@
 
 import asyncio
 
-from kvoffload.backends.disk import DiskBackend, DiskOptions
+from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled
 

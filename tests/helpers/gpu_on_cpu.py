@@ -7,9 +7,9 @@ fixtures exist, its calls fit, its assertions hold for correct code.
 import torch
 from cuda_stand_in import OnCpu, install
 
-from kvoffload.transfer import choice
-from kvoffload.transfer.cuda_device import CudaDevice
-from kvoffload.transfer.stream_copier import StreamCopier
+from kvoffload.transfer import factory as choice
+from kvoffload.transfer.cuda.stream_copier import StreamCopier
+from kvoffload.transfer.cuda.torch_device import CudaDevice
 
 PORTION_BYTES = 1 << 20
 SIZES = {"RUNS_EACH": 2, "WARM_UP": 200, "TRANSFERS": 600, "PINNED_BYTES": 3 << 19}

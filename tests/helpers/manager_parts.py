@@ -3,7 +3,7 @@
 from kvoffload.config import KNOWN_HINTS
 from kvoffload.offload.base import ReqContext, make_offload_key
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
-from kvoffload.offload.policies.lru import LRUPolicy
+from kvoffload.policies.lru import LRUPolicy
 
 
 def keys(prompt, count):

@@ -18,8 +18,8 @@ from kvoffload.offload.base import (
 from kvoffload.offload.extents import ExtentLedger
 from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
-from kvoffload.offload.policies.lru import LRUPolicy
-from kvoffload.offload.staging import StagingManager
+from kvoffload.offload.passthrough import StagingManager
+from kvoffload.policies.lru import LRUPolicy
 
 PROMPTS, LENGTH = 4, 6
 # Every other prompt is of a KV cache group of its own, whose chunks may be larger.

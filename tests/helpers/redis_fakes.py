@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from kvoffload.backends.redis_resp import encode
+from kvoffload.backends.redis.resp import encode
 
 Answer = Callable[[list[bytes]], bytes]
 

@@ -20,7 +20,7 @@ from kvoffload.offload.hints import (
     Hints,
 )
 from kvoffload.offload.manager import TieredOffloadingManager
-from kvoffload.offload.policies.lru import LRUPolicy
+from kvoffload.policies.lru import LRUPolicy
 
 TIERS = frozenset({"disk"})
 

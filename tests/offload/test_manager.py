@@ -4,7 +4,7 @@ import pytest
 
 from kvoffload.offload.base import Reason, StagedLoadStoreSpec, make_offload_key
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
-from kvoffload.offload.policies.lru import LRUPolicy
+from kvoffload.policies.lru import LRUPolicy
 
 
 def keys(prompt, count):

@@ -7,7 +7,7 @@ from kvoffload.offload.base import make_offload_key
 from kvoffload.offload.extents import ExtentLedger
 from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.manager import TieredOffloadingManager
-from kvoffload.offload.policies.lru import LRUPolicy
+from kvoffload.policies.lru import LRUPolicy
 
 KIB = 1024
 

@@ -4,7 +4,7 @@ import pytest
 from manager_parts import Store, keys, new_manager, put
 
 from kvoffload.backends.base import Removal
-from kvoffload.offload.departures import Departures
+from kvoffload.offload.miss_reasons import MissReasons
 
 # ---- why a chunk is missing ----
 
@@ -106,7 +106,7 @@ def test_the_memory_of_departures_is_bounded(monkeypatch):
 
 
 def test_however_large_its_batches_the_memory_of_departures_is_bounded():
-    departures = Departures(8)
+    departures = MissReasons(8)
     for count in (100, 3, 5, 100, 7):
         departures.note(keys(f"prompt of {count} ", count), "reset")
         assert sum(len(batch) for batch, _ in departures._batches) < 16
@@ -147,7 +147,7 @@ def resident_by(events):
 
 
 def test_whoever_misses_events_is_told_so_and_believes_nothing_that_is_not_so(monkeypatch):
-    monkeypatch.setattr("kvoffload.offload.residence.MAX_EVENTS", 10)
+    monkeypatch.setattr("kvoffload.offload.events.MAX_EVENTS", 10)
     manager = new_manager(slots=3)
     put(manager, keys("early", 1))
     heard = list(manager.take_events())
@@ -163,7 +163,7 @@ def test_whoever_misses_events_is_told_so_and_believes_nothing_that_is_not_so(mo
 
 
 def test_what_stays_resident_is_not_named_again_after_a_gap(monkeypatch):
-    monkeypatch.setattr("kvoffload.offload.residence.MAX_EVENTS", 2)
+    monkeypatch.setattr("kvoffload.offload.events.MAX_EVENTS", 2)
     manager = new_manager(slots=9)
     for name in "abc":
         put(manager, keys(name, 1))

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from manager_walk import KEYS, LENGTH, PROMPTS, Walk
 
-from kvoffload.offload.policies.arc import ARCPolicy
-from kvoffload.offload.policies.handicap import HandicapPolicy
-from kvoffload.offload.policies.lru import LRUPolicy
+from kvoffload.policies.arc import ARCPolicy
+from kvoffload.policies.handicap import HandicapPolicy
+from kvoffload.policies.lru import LRUPolicy
 
 ORDERS = [LRUPolicy, LRUPolicy, ARCPolicy, HandicapPolicy]
 """One that carries slots, one that takes keys in bulk, one that does neither."""

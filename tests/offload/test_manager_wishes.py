@@ -166,7 +166,7 @@ def test_questions_to_a_tier_that_needs_time_travel_together():
 
 
 def test_no_more_questions_are_asked_ahead_than_a_limit(monkeypatch):
-    monkeypatch.setattr("kvoffload.offload.lookups.ASKED_AHEAD", 3)
+    monkeypatch.setattr("kvoffload.offload.lookup.ASKED_AHEAD", 3)
     tier = Asked()
     new_manager(stores=[tier]).lookup_prefix(keys("a", 8))
     assert tier.asked == keys("a", 4)

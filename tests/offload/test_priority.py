@@ -9,9 +9,9 @@ from kvoffload.offload.base import ReqContext, make_offload_key
 from kvoffload.offload.extents import ExtentLedger
 from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.manager import TieredOffloadingManager
-from kvoffload.offload.policies.fifo import FIFOPolicy
-from kvoffload.offload.policies.lru import LRUPolicy
 from kvoffload.offload.priority import FURTHEST, ByPriority
+from kvoffload.policies.fifo import FIFOPolicy
+from kvoffload.policies.lru import LRUPolicy
 
 
 class Counted(bytes):
@@ -71,7 +71,7 @@ def cost(manager, priority):
 def test_a_store_costs_the_same_whoever_is_resident(
     new_manager, full, of_resident, priority, monkeypatch
 ):
-    for module in ("host", "extents"):  # also where every resident is above 0
+    for module in ("host_cache", "extents"):  # also where every resident is above 0
         monkeypatch.setattr(f"kvoffload.offload.{module}.SHARE_ABOVE", 1.0)
     costs = []
     for residents in (100, 3000):

@@ -6,7 +6,7 @@ from manager_parts import Store, keys
 from kvoffload import registry
 from kvoffload.offload.base import ReqContext
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
-from kvoffload.offload.policies.lru import LRUPolicy
+from kvoffload.policies.lru import LRUPolicy
 
 A, B = ReqContext("a"), ReqContext("b")
 POLICIES = ["lru", "arc", "handicap"]

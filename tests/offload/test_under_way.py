@@ -5,8 +5,8 @@ from opcodes import count_opcodes
 
 from kvoffload.offload.base import ReqContext, make_offload_key
 from kvoffload.offload.manager import TieredOffloadingManager
-from kvoffload.offload.policies.lru import LRUPolicy
 from kvoffload.offload.under_way import UnderWay
+from kvoffload.policies.lru import LRUPolicy
 
 A, B = ReqContext("a"), ReqContext("b")
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(3)]

@@ -5,8 +5,8 @@ from itertools import combinations
 
 import pytest
 
-from kvoffload.offload.policies.fifo import FIFOPolicy
-from kvoffload.offload.policies.lru import LRUPolicy
+from kvoffload.policies.fifo import FIFOPolicy
+from kvoffload.policies.lru import LRUPolicy
 from kvoffload.replay.simulate import Level, belady, infinite, replay, replay_levels
 from kvoffload.replay.synthetic import WORKLOADS, SyntheticOptions, generate
 from kvoffload.replay.trace import from_ids

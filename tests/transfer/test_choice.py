@@ -5,13 +5,13 @@ import threading
 import pytest
 import torch
 
-from kvoffload.core.canonical import (
+from kvoffload.errors import ConfigError
+from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
 )
-from kvoffload.errors import ConfigError
-from kvoffload.transfer.choice import make_copier
+from kvoffload.transfer.factory import make_copier
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 

@@ -10,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffload.core.canonical import (
+from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
 )
-from kvoffload.core.transfers import GPULoadStoreSpec
-from kvoffload.transfer.copier import CpuCopier
+from kvoffload.transfer.cpu.copier import CpuCopier
+from kvoffload.transfer.cpu.gather import PagesOfTensor, gathers, scatters
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
-from kvoffload.transfer.pages import PagesOfTensor, gathers, scatters
 from kvoffload.transfer.slab import Slab
 
 NUM_BLOCKS = 24

@@ -9,17 +9,17 @@ import pytest
 import torch
 from cuda_stand_in import FakeCuda, OnCpu, fake_bindings, install
 
-from kvoffload.core.canonical import (
+from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
 )
-from kvoffload.core.transfers import GPULoadStoreSpec
-from kvoffload.transfer.cuda_device import CudaDevice, CudaStream
-from kvoffload.transfer.device import Run
+from kvoffload.transfer.cuda.device import Run
+from kvoffload.transfer.cuda.stream_copier import StreamCopier
+from kvoffload.transfer.cuda.torch_device import CudaDevice, CudaStream
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
-from kvoffload.transfer.stream_copier import StreamCopier
 
 NUM_BLOCKS = 32
 PORTION = 3 * 4096

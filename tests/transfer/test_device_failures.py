@@ -5,12 +5,12 @@ import threading
 import numpy as np
 import pytest
 
-from kvoffload.testing.interleavings import NUM_SLOTS, PER_CHUNK, small_caches, words
-from kvoffload.testing.late_device import LateDevice, LateStream
-from kvoffload.transfer.copier import CpuCopier
+from kvoffload.transfer.cpu.copier import CpuCopier
+from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
 from kvoffload.transfer.slab import Slab
-from kvoffload.transfer.stream_copier import StreamCopier
+from tests.support.interleavings import NUM_SLOTS, PER_CHUNK, small_caches, words
+from tests.support.late_device import LateDevice, LateStream
 
 
 class Refusal(RuntimeError):

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from kvoffload.testing.interleavings import (
+from kvoffload.transfer.cpu.copier import CpuCopier
+from kvoffload.transfer.cuda.stream_copier import StreamCopier
+from kvoffload.transfer.layout import ChunkLayout, ChunkMove
+from kvoffload.transfer.slab import Slab
+from tests.support.interleavings import (
     LAYERS,
     NUM_BLOCKS,
     NUM_SLOTS,
     PER_CHUNK,
     small_caches,
 )
-from kvoffload.testing.late_device import LateDevice
-from kvoffload.transfer.copier import CpuCopier
-from kvoffload.transfer.layout import ChunkLayout, ChunkMove
-from kvoffload.transfer.slab import Slab
-from kvoffload.transfer.stream_copier import StreamCopier
+from tests.support.late_device import LateDevice
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload import open_backend
-from kvoffload.core.transfers import (
+from kvoffload.messages import (
     BackendLoadStoreSpec,
     CPULoadStoreSpec,
     Fetch,
@@ -22,14 +22,14 @@ from kvoffload.core.transfers import (
     make_offload_key,
 )
 from kvoffload.testing import FaultyBackend, Plan
-from kvoffload.transfer.copier import CpuCopier
+from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.handlers import (
     CopyHandler,
     PersistHandler,
     StagedLoadHandler,
     portions,
 )
-from kvoffload.transfer.ioloop import IOLoop
+from kvoffload.transfer.io_loop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 from kvoffload.transfer.worker import TransferWorker

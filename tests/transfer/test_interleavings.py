@@ -15,7 +15,7 @@ import pytest
 
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.connectors.local_jobs import Store
-from kvoffload.transfer.copier import CpuCopier, DoneFence
+from kvoffload.transfer.cpu.copier import CpuCopier, DoneFence
 from kvoffload.transfer.handlers import _Job
 
 BLOCK_SIZE, BLOCKS_A_REQUEST, NUM_BLOCKS, NUM_SLOTS = 4, 3, 12, 8

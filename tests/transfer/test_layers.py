@@ -10,8 +10,13 @@ import torch
 from mini_engine import Engine, SamplingParams
 from mini_engine.request import Work
 
-from kvoffload.core.transfers import GPULoadStoreSpec
-from kvoffload.testing.interleavings import (
+from kvoffload.messages import GPULoadStoreSpec
+from kvoffload.transfer.cpu.gather import Scatter
+from kvoffload.transfer.cuda.stream_copier import StreamCopier
+from kvoffload.transfer.factory import make_copier
+from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.slab import Slab
+from tests.support.interleavings import (
     LAYERS,
     NUM_SLOTS,
     PAGES,
@@ -19,12 +24,7 @@ from kvoffload.testing.interleavings import (
     small_caches,
     words,
 )
-from kvoffload.testing.late_device import LateDevice
-from kvoffload.transfer.choice import make_copier
-from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.pages import Scatter
-from kvoffload.transfer.slab import Slab
-from kvoffload.transfer.stream_copier import StreamCopier
+from tests.support.late_device import LateDevice
 
 
 class Gate:

@@ -12,8 +12,8 @@ import torch
 
 from kvoffload.errors import ConfigError
 from kvoffload.transfer import slab as slab_module
-from kvoffload.transfer.device import Run
-from kvoffload.transfer.pinning import Pinning
+from kvoffload.transfer.cuda.device import Run
+from kvoffload.transfer.cuda.pinning import Pinning
 from kvoffload.transfer.slab import Slab, create_shared_memory
 
 SLOT = 8192

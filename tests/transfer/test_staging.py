@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvoffload.core.canonical import (
+from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
 )
+from kvoffload.transfer.cuda.copy_plan import Plan
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
-from kvoffload.transfer.staging import Plan
 
 PER_CHUNK = 2
 PAGE = 4096

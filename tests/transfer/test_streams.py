@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvoffload.testing.interleavings import (
+from kvoffload.transfer.cuda import stream_copier
+from kvoffload.transfer.cuda.stream_copier import Direction, StreamCopier
+from kvoffload.transfer.layout import ChunkLayout, ChunkMove
+from kvoffload.transfer.slab import Slab
+from tests.support.interleavings import (
     LAYERS,
     NUM_SLOTS,
     PER_CHUNK,
@@ -15,11 +19,7 @@ from kvoffload.testing.interleavings import (
     small_caches,
     words,
 )
-from kvoffload.testing.late_device import LateDevice
-from kvoffload.transfer import stream_copier
-from kvoffload.transfer.layout import ChunkLayout, ChunkMove
-from kvoffload.transfer.slab import Slab
-from kvoffload.transfer.stream_copier import Direction, StreamCopier
+from tests.support.late_device import LateDevice
 
 RUNS = 1000
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from kvoffload import open_backend
-from kvoffload.core.transfers import (
+from kvoffload.messages import (
     BackendLoadStoreSpec,
     CPULoadStoreSpec,
     Fetch,
@@ -14,14 +14,14 @@ from kvoffload.core.transfers import (
     StagedLoadStoreSpec,
     make_offload_key,
 )
-from kvoffload.testing.interleavings import NUM_SLOTS, PER_CHUNK, small_caches
-from kvoffload.testing.late_device import LateDevice
-from kvoffload.transfer.copier import CpuCopier, DoneFence
+from kvoffload.transfer.cpu.copier import CpuCopier, DoneFence
+from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.handlers import CopyHandler, PersistHandler, StagedLoadHandler
-from kvoffload.transfer.ioloop import IOLoop
+from kvoffload.transfer.io_loop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
-from kvoffload.transfer.stream_copier import StreamCopier
+from tests.support.interleavings import NUM_SLOTS, PER_CHUNK, small_caches
+from tests.support.late_device import LateDevice
 
 WAIT_S = 0.3
 READ_S = 0.05

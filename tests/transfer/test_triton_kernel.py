@@ -8,10 +8,10 @@ import pytest
 
 CHILD = """
 import numpy as np, torch
-from kvoffload.core.canonical import *
-from kvoffload.transfer.cuda_kernels import IndexKernels
-from kvoffload.transfer.cuda_triton import TritonKernels
-from kvoffload.transfer.device import Part, Span, Table
+from kvoffload.messages import *
+from kvoffload.transfer.cuda.kernels import IndexKernels
+from kvoffload.transfer.cuda.triton_kernel import TritonKernels
+from kvoffload.transfer.cuda.device import Part, Span, Table
 from kvoffload.transfer.layout import ChunkLayout
 
 for pages, padding, per_chunk in [((24, 64), 0, 2), ((7, 300), 3, 3), ((40000, 12), 8, 1)]:

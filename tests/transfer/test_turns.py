@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from kvoffload import open_backend
-from kvoffload.core.transfers import (
+from kvoffload.messages import (
     Fetch,
     GPULoadStoreSpec,
     StagedLoadStoreSpec,
     make_offload_key,
 )
-from kvoffload.testing.interleavings import LAYERS, NUM_BLOCKS, PER_CHUNK, small_caches
-from kvoffload.testing.late_device import LateDevice
+from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.handlers import StagedLoadHandler
-from kvoffload.transfer.ioloop import IOLoop
+from kvoffload.transfer.io_loop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
-from kvoffload.transfer.stream_copier import StreamCopier
+from tests.support.interleavings import LAYERS, NUM_BLOCKS, PER_CHUNK, small_caches
+from tests.support.late_device import LateDevice
 
 CHUNKS = NUM_BLOCKS // PER_CHUNK
 KEYS = tuple(make_offload_key(hashlib.sha256(bytes([i])).digest(), 0) for i in range(CHUNKS))

@@ -16,14 +16,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from kvoffload.connectors.vllm.affinity import warn_of_cores
+from kvoffload.connectors.vllm.client_images import refuse_weak_hashes, warn_of_images
+from kvoffload.connectors.vllm.cpu_affinity import warn_of_cores
 from kvoffload.connectors.vllm.early import check_settings
-from kvoffload.connectors.vllm.facts import check_layout, hash_root
-from kvoffload.connectors.vllm.messages import RankFacts
+from kvoffload.connectors.vllm.fingerprint import check_layout, hash_root
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.spec import HalvesSpec
-from kvoffload.connectors.vllm.trust import refuse_weak_hashes, warn_of_images
+from kvoffload.connectors.vllm.step_messages import WorkerInfo
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
 from kvoffload.transfer.slab import check_host_memory
 
@@ -62,12 +62,12 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]
 
     # ---- both halves meet once, before the first request ----
 
-    def get_handshake_metadata(self) -> RankFacts | None:
+    def get_handshake_metadata(self) -> WorkerInfo | None:
         """On a worker: what the scheduler half must know of this rank."""
         return self.connector_worker.handshake() if self.connector_worker else None
 
     def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: Mapping[tuple[int, int], RankFacts]
+        self, metadata: Mapping[tuple[int, int], WorkerInfo]
     ) -> None:
         """On the scheduler: every rank has said what it is."""
         if self.connector_scheduler is not None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-from kvoffload.connectors.vllm.facts import check_layout
+from kvoffload.connectors.vllm.fingerprint import check_layout
 from kvoffload.connectors.vllm.logs import follow_vllm
 from kvoffload.connectors.vllm.settings import VllmConfigSettings, read_settings
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvoffload.connectors.answers import split
-from kvoffload.connectors.vllm.messages import StepReport, well_on_both
+from kvoffload.connectors.vllm.step_messages import WorkerReport, well_on_both
 from kvoffload.offload.base import CPULoadStoreSpec, LoadStoreSpec, OffloadKey, ReqContext, Transfer
 from kvoffload.offload.manager import TieredOffloadingManager
 
@@ -37,7 +37,7 @@ class Ended:
 
 
 @dataclass
-class JobBook:
+class JobTable:
     """Adds up the answers of all ranks. A chunk is well only if it is on every rank.
 
     Args:
@@ -64,7 +64,7 @@ class JobBook:
         for job in self._jobs.values():
             job.stale = True
 
-    def take_in(self, report: StepReport) -> list[Ended]:
+    def take_in(self, report: WorkerReport) -> list[Ended]:
         """Add a step's report; tell the ledger of the jobs that ended with it."""
         ended: list[Ended] = []
         for job_id, ranks in report.unsettled.items():

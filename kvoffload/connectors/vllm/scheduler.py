@@ -21,15 +21,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 
 from kvoffload import registry
 from kvoffload.backends.base import Removal
-from kvoffload.connectors.recording import RequestLog
-from kvoffload.connectors.spec import manager_type
-from kvoffload.connectors.vllm import canary
-from kvoffload.connectors.vllm.jobs import Job, JobBook, slots_of
-from kvoffload.connectors.vllm.manager import ManagerAdapter
-from kvoffload.connectors.vllm.messages import RankFacts, StepOrders, StepReport
-from kvoffload.connectors.vllm.presence import LookupStores
+from kvoffload.connectors.builder import manager_type
+from kvoffload.connectors.request_log import RequestLog
+from kvoffload.connectors.vllm import self_test as canary
+from kvoffload.connectors.vllm.client_images import is_trusted
+from kvoffload.connectors.vllm.jobs import Job, JobTable, slots_of
+from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
-from kvoffload.connectors.vllm.trust import is_trusted
+from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
+from kvoffload.connectors.vllm.tier_index import LookupStores
 from kvoffload.offload.base import OffloadKey, Reason, Transfer
 from kvoffload.offload.hints import PARAM
 
@@ -59,7 +59,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         self.adapter.read_whole = self._read_whole
         self.settings = settings
         self.stores: LookupStores | None = None
-        self._book: JobBook | None = None
+        self._book: JobTable | None = None
         self._transfer_ids = itertools.count(canary.JOB - 1, -1)
         self._generation: str | None = None
         self._failed_loads: Counter[str] = Counter()
@@ -68,7 +68,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         self._log = RequestLog(settings.record, self.config.kv_group_configs[0].tokens_per_chunk)
         self._logged: set[str] = set()
 
-    def meet_workers(self, ranks: Iterable[RankFacts]) -> None:
+    def meet_workers(self, ranks: Iterable[WorkerInfo]) -> None:
         """Build the ledger and open the stores for looking up, from what the workers are.
 
         Raises:
@@ -91,7 +91,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             client_hints=self.settings.client_hints,
         )
         self.adapter.attach(ledger, num_slots)
-        self._book = JobBook(ledger, len(ranks))
+        self._book = JobTable(ledger, len(ranks))
         log.info(
             "kvoffload: %d host slots on each of %d ranks; tiers: %s; namespace %s",
             num_slots,
@@ -233,11 +233,11 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
 
     # ---- every step ----
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See vLLM; adds write-through, and keeps a record of every job."""
         theirs = super().build_connector_meta(scheduler_output)
         self._offer_again()
-        orders = StepOrders(theirs.load_jobs, theirs.store_jobs, theirs.jobs_to_flush)
+        orders = StepMetadata(theirs.load_jobs, theirs.store_jobs, theirs.jobs_to_flush)
         prepared = {id(it.spec): it for it in self.adapter.take_prepared()}
         for job_id, job in itertools.chain(orders.load_jobs.items(), orders.store_jobs.items()):
             is_load = job_id in orders.load_jobs
@@ -275,7 +275,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
                 if first is not None:
                     group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, first)
 
-    def _order_write_through(self, orders: StepOrders) -> None:
+    def _order_write_through(self, orders: StepMetadata) -> None:
         if self._book is None or self.adapter.ledger is None:
             return
         for transfer in self.adapter.ledger.take_transfers():
@@ -292,7 +292,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in what the workers report, first our part and then vLLM's."""
         report = connector_output.kv_connector_worker_meta
-        if isinstance(report, StepReport) and self._book is not None:
+        if isinstance(report, WorkerReport) and self._book is not None:
             for ended in self._book.take_in(report):
                 self._note(ended.job, ended.ok)
             if self.stores is not None:

@@ -12,14 +12,14 @@ from vllm.v1.kv_offload.base import OffloadingWorker as VllmWorker
 from vllm.v1.kv_offload.base import TransferResult as VllmResult
 
 from kvoffload import registry
-from kvoffload.connectors.spec import TieredOffloadingSpec
-from kvoffload.connectors.vllm.affinity import unbound
-from kvoffload.connectors.vllm.caches import GpuEnd, canonical, slot_bytes
-from kvoffload.connectors.vllm.manager import ManagerAdapter, our_context
-from kvoffload.connectors.vllm.metrics import metric_definitions
+from kvoffload.connectors.builder import TieredOffloadingSpec
+from kvoffload.connectors.vllm.cpu_affinity import unbound
+from kvoffload.connectors.vllm.engine_metrics import metric_definitions
+from kvoffload.connectors.vllm.kv_caches import GpuEnd, canonical, slot_bytes
+from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter, our_context
 from kvoffload.connectors.vllm.settings import VllmConfigSettings, read_settings
-from kvoffload.core.transfers import CPULoadStoreSpec, LoadStoreSpec
 from kvoffload.errors import ConfigError
+from kvoffload.messages import CPULoadStoreSpec, LoadStoreSpec
 from kvoffload.offload.base import OffloadKey
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.transfer.worker import TransferWorker

@@ -28,9 +28,9 @@ from kvoffload import registry
 from kvoffload.backends.base import Describes
 from kvoffload.config import convert
 from kvoffload.connectors.vllm.versions import installed_version
-from kvoffload.offload.identity import Fact, namespace, readable
-from kvoffload.transfer.ioloop import IOLoop
-from kvoffload.transfer.prober import presence_on
+from kvoffload.offload.namespace import Fact, namespace, readable
+from kvoffload.transfer.io_loop import IOLoop
+from kvoffload.transfer.presence import presence_on
 
 log = logging.getLogger(__name__)
 

@@ -20,15 +20,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 )
 
 from kvoffload.backends.base import Backend, ReportsRemovals, ReportsUsage
-from kvoffload.connectors.spec import TieredOffloadingSpec
-from kvoffload.connectors.vllm.affinity import unbound
-from kvoffload.connectors.vllm.caches import GpuEnd, canonical
-from kvoffload.connectors.vllm.canary import sing
-from kvoffload.connectors.vllm.facts import resolve_facts
-from kvoffload.connectors.vllm.messages import RankFacts, StepOrders, StepReport
+from kvoffload.connectors.builder import TieredOffloadingSpec
+from kvoffload.connectors.vllm.cpu_affinity import unbound
+from kvoffload.connectors.vllm.fingerprint import resolve_facts
+from kvoffload.connectors.vllm.kv_caches import GpuEnd, canonical
+from kvoffload.connectors.vllm.self_test import sing
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
+from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
 from kvoffload.connectors.vllm.versions import is_synchronous
-from kvoffload.core.transfers import TransferResult
+from kvoffload.messages import TransferResult
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.worker import TransferWorker
 
@@ -65,7 +65,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         super().__init__(spec, vllm_config, kv_cache_config)
         self.settings = settings
         self._group_ids = get_offloading_group_ids(kv_cache_config)
-        self._report = StepReport()
+        self._report = WorkerReport()
         self._loads: dict[int, _Load] = {}
         self._stores: set[int] = set()
         self._failed_blocks: set[int] = set()
@@ -76,7 +76,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         self._counting: dict[str, ReportsUsage] = {}
         self._spec: TieredOffloadingSpec | None = None
         self._transfers = TransferWorker(())
-        self._facts = RankFacts(0, 0, {})
+        self._facts = WorkerInfo(0, 0, {})
 
     # ---- start ----
 
@@ -105,16 +105,16 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
             if self.settings.canary:
                 num_slots = sing(self._spec, self._transfers, ours, self.settings.blocks_per_chunk)
         self._find_reporters(self._spec.backends)
-        self._facts = RankFacts(num_slots, layout.slot_bytes, facts)
+        self._facts = WorkerInfo(num_slots, layout.slot_bytes, facts)
         self.worker = self._transfers
 
-    def handshake(self) -> RankFacts:
+    def handshake(self) -> WorkerInfo:
         """Return what the scheduler half must know of this rank."""
         return self._facts
 
     # ---- every step ----
 
-    def handle_preemptions(self, kv_connector_metadata: StepOrders) -> None:
+    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         """Before the forward pass: nothing it overwrites may still be read by a store."""
         orders = kv_connector_metadata
         flush = orders.jobs_to_flush or set()
@@ -137,7 +137,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
                 log.exception("the tiers could not be opened anew; going on with host memory alone")
             self._find_reporters(self._spec.backends)
 
-    def start_kv_transfers(self, metadata: StepOrders) -> None:
+    def start_kv_transfers(self, metadata: StepMetadata) -> None:
         """Begin this step's loads and write-throughs, and the last step's stores."""
         self._submit_stores()
         for job_id, job in metadata.load_jobs.items():
@@ -217,12 +217,12 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         taken, self._failed_requests = self._failed_requests, set()
         return taken
 
-    def build_connector_worker_meta(self) -> StepReport | None:
+    def build_connector_worker_meta(self) -> WorkerReport | None:
         """Return what happened since the last call; None for nothing."""
         self._report_on_stores()
         if self._report.is_empty:
             return None
-        report, self._report = self._report, StepReport()
+        report, self._report = self._report, WorkerReport()
         return report
 
     def _find_reporters(self, backends: Mapping[str, Backend]) -> None:
@@ -257,7 +257,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         """Release threads, stores and memory."""
         self._unsubmitted_store_jobs.clear()
         self._loads.clear()
-        self._report = StepReport()
+        self._report = WorkerReport()
         if self._spec is not None:
             self._find_reporters({})
             self._spec.close()

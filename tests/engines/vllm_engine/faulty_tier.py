@@ -10,9 +10,9 @@ from typing import Literal
 
 import msgspec
 
-from kvoffload.backends.disk import DiskBackend
+from kvoffload.backends.disk.backend import DiskBackend
 from kvoffload.testing.faults import FaultyBackend, Plan
-from kvoffload.transfer.copier import CpuCopier
+from kvoffload.transfer.cpu.copier import CpuCopier
 
 
 class CopyPlan(msgspec.Struct):

@@ -17,9 +17,9 @@ from vllm.v1.kv_offload.base import (
 
 from kvoffload import registry
 from kvoffload.backends.memory import MemoryBackend
-from kvoffload.connectors.spec import TieredOffloadingSpec
-from kvoffload.connectors.vllm.caches import GpuEnd, canonical
-from kvoffload.connectors.vllm.canary import sing
+from kvoffload.connectors.builder import TieredOffloadingSpec
+from kvoffload.connectors.vllm.kv_caches import GpuEnd, canonical
+from kvoffload.connectors.vllm.self_test import sing
 from kvoffload.connectors.vllm.settings import read_settings
 from kvoffload.errors import ConfigError
 from kvoffload.testing.faults import FaultyBackend, Plan

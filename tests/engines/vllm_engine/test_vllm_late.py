@@ -7,18 +7,19 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 import torch
 
 from kvoffload import registry
-from kvoffload.backends.disk import DiskBackend
-from kvoffload.connectors.spec import TieredOffloadingSpec
-from kvoffload.connectors.vllm.canary import sing
+from kvoffload.backends.disk.backend import DiskBackend
+from kvoffload.connectors.builder import TieredOffloadingSpec
+from kvoffload.connectors.vllm.self_test import sing
 from kvoffload.connectors.vllm.settings import read_settings
-from kvoffload.core.canonical import (
+from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
 )
-from kvoffload.core.transfers import CPULoadStoreSpec, GPULoadStoreSpec
-from kvoffload.testing.vfs import StuckVfs
 from kvoffload.transfer.worker import TransferWorker
+from tests.support.vfs import StuckVfs
 
 
 def test_a_read_of_the_canary_that_ends_late_touches_nobodys_chunk(tmp_path, monkeypatch, until):

@@ -7,21 +7,21 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
-from kvoffload.connectors.vllm.jobs import Job, JobBook
-from kvoffload.connectors.vllm.manager import ManagerAdapter
-from kvoffload.connectors.vllm.messages import StepReport
-from kvoffload.connectors.vllm.metrics import metric_definitions
-from kvoffload.connectors.vllm.presence import RankedPresence
-from kvoffload.core.transfers import TransferResult, make_offload_key
+from kvoffload.connectors.vllm.engine_metrics import metric_definitions
+from kvoffload.connectors.vllm.jobs import Job, JobTable
+from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
+from kvoffload.connectors.vllm.step_messages import WorkerReport
+from kvoffload.connectors.vllm.tier_index import TierIndex
+from kvoffload.messages import TransferResult, make_offload_key
 from kvoffload.offload.base import ReqContext as OurContext
 from kvoffload.offload.manager import TieredOffloadingManager
-from kvoffload.offload.policies.lru import LRUPolicy
+from kvoffload.policies.lru import LRUPolicy
 
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(8)]
 
 
 def report(job_id, ok, settled=True):
-    made = StepReport()
+    made = WorkerReport()
     made.add(TransferResult(job_id, ok, settled))
     return made
 
@@ -43,7 +43,7 @@ def stored(ledger, keys):
 
 
 def test_a_store_counts_only_after_the_last_rank_and_only_where_all_have_it(ledger):
-    book = JobBook(ledger, num_ranks=2)
+    book = JobTable(ledger, num_ranks=2)
     book.begin(5, stored(ledger, KEYS[:2]))
     assert book.take_in(report(5, (True, True))) == []
     assert ledger.lookup(KEYS[0]) is False
@@ -54,7 +54,7 @@ def test_a_store_counts_only_after_the_last_rank_and_only_where_all_have_it(ledg
 
 
 def test_a_failed_load_is_forgotten_before_anyone_can_look_again(ledger):
-    book = JobBook(ledger, num_ranks=2)
+    book = JobTable(ledger, num_ranks=2)
     book.begin(1, stored(ledger, KEYS[:2]))
     book.take_in(report(1, (True, True)).aggregate(report(1, (True, True))))
     spec = ledger.prepare_load(KEYS[:2])
@@ -67,11 +67,11 @@ def test_a_failed_load_is_forgotten_before_anyone_can_look_again(ledger):
 
 
 def test_slots_stay_out_of_use_until_every_rank_has_let_go(ledger):
-    book = JobBook(ledger, num_ranks=2)
+    book = JobTable(ledger, num_ranks=2)
     book.begin(1, stored(ledger, KEYS[:1]))
     book.take_in(report(1, (False,), settled=False).aggregate(report(1, (True,))))
     assert ledger.busy_slots == 1
-    later = StepReport()
+    later = WorkerReport()
     later.settled[1] = 1
     book.take_in(later)
     assert ledger.busy_slots == 0
@@ -79,7 +79,7 @@ def test_slots_stay_out_of_use_until_every_rank_has_let_go(ledger):
 
 
 def test_what_a_reset_overtook_ends_as_if_it_had_failed(ledger):
-    book = JobBook(ledger, num_ranks=1)
+    book = JobTable(ledger, num_ranks=1)
     book.begin(1, stored(ledger, KEYS[:2]))
     ledger.reset_cache()
     book.mark_stale()
@@ -99,7 +99,7 @@ def test_the_end_of_a_whole_job_costs_the_ledger_nothing_for_each_chunk(kind):
         if kind == "load":
             ledger.complete_store(keys, context)
             ledger.prepare_load(keys, context)
-        book = JobBook(ledger, num_ranks=1)
+        book = JobTable(ledger, num_ranks=1)
         book.begin(1, Job(kind, output.keys_to_store, tuple(range(count)), "r"))
         answer = report(1, (True,) * count)
         took.append(count_opcodes(lambda b=book, a=answer: b.take_in(a), "/kvoffload/offload/"))
@@ -119,7 +119,7 @@ def test_a_rank_that_lacks_its_part_makes_the_chunk_absent():
         def forget(self, keys):
             self.keys -= set(keys)
 
-    presence = RankedPresence([], [Here(*KEYS[:2]), Here(KEYS[0])])
+    presence = TierIndex([], [Here(*KEYS[:2]), Here(KEYS[0])])
     assert [presence.holds(key) for key in KEYS[:3]] == [True, False, False]
     presence.written(KEYS[2:3])
     assert presence.holds(KEYS[2])
@@ -135,7 +135,7 @@ def test_the_adapter_says_retry_only_for_what_is_on_its_way(ledger):
     context = ReqContext("r")
     assert adapter.lookup(KEYS[0], context) is LookupResult.MISS
     adapter.attach(ledger, 4)
-    book = JobBook(ledger, 1)
+    book = JobTable(ledger, 1)
     book.begin(1, stored(ledger, KEYS[:1]))
     book.take_in(report(1, (True,)))
     assert adapter.lookup(KEYS[0], context) is LookupResult.HIT

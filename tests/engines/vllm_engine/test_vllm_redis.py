@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from kvoffload.testing import redis_server
+from tests.support import redis_server
 
 pytestmark = [
     pytest.mark.timeout(1800),

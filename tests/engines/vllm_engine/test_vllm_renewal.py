@@ -11,14 +11,14 @@ from vllm.v1.kv_offload.base import ReqContext
 
 from kvoffload import registry
 from kvoffload.backends.base import Removal
-from kvoffload.connectors.spec import TieredOffloadingSpec
-from kvoffload.connectors.vllm.manager import ManagerAdapter
-from kvoffload.connectors.vllm.messages import RankFacts, StepOrders, StepReport
+from kvoffload.connectors.builder import TieredOffloadingSpec
+from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler, OffloadingConnectorScheduler
 from kvoffload.connectors.vllm.settings import read_settings
+from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
-from kvoffload.core.transfers import TransferResult, make_offload_key
 from kvoffload.errors import ConfigError
+from kvoffload.messages import TransferResult, make_offload_key
 from kvoffload.transfer.worker import TransferWorker
 
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(2)]
@@ -47,7 +47,7 @@ def test_the_scheduler_goes_on_without_tiers(settings, break_storage, monkeypatc
     half = object.__new__(KVOffloadScheduler)  # vLLM's part of it wants a whole configuration
     half.adapter, half.settings = ManagerAdapter(), settings
     half._generation, half._transfer_ids, half._explained = None, itertools.count(-2, -1), {}
-    half.meet_workers([RankFacts(4, 4096, {"rank": 0})])
+    half.meet_workers([WorkerInfo(4, 4096, {"rank": 0})])
     ledger, old = half.adapter.ledger, half.stores.presences["disk"]
     old.written(KEYS)
     assert ledger.lookup(KEYS[0])
@@ -56,15 +56,15 @@ def test_the_scheduler_goes_on_without_tiers(settings, break_storage, monkeypatc
     assert half._generation, "the workers must let go of the old generation as well"
     assert not ledger.lookup(KEYS[0]), "computed before the reset, and promised after it"
     # What the workers' stores still say of themselves, and chunks stored from now on.
-    report = StepReport()
+    report = WorkerReport()
     report.removals["disk"] = [Removal(KEYS[0], "evicted")]
     half.update_connector_output(types.SimpleNamespace(kv_connector_worker_meta=report))
     ledger.prepare_store(KEYS[:1], ReqContext("r"))
     ledger.complete_store(KEYS[:1], ReqContext("r"))
-    orders = StepOrders({}, {}, set())
+    orders = StepMetadata({}, {}, set())
     half._order_write_through(orders)
     for job_id in orders.write_through:
-        report = StepReport()
+        report = WorkerReport()
         report.add(TransferResult(job_id, (True,)))
         half.update_connector_output(types.SimpleNamespace(kv_connector_worker_meta=report))
     assert ledger.lookup(KEYS[0])
@@ -79,7 +79,7 @@ def test_a_worker_goes_on_with_stores_that_miss(settings, break_storage):
     chunk = [memoryview(bytearray(4096))]
     assert io.call(store.write(KEYS[:1], chunk), 10) == [True]
     break_storage()
-    orders = StepOrders({}, {}, set())
+    orders = StepMetadata({}, {}, set())
     orders.generation = "next"
     half.handle_preemptions(orders)
     assert io.call(half._spec.backends["disk"].read(KEYS[:1], chunk), 10) == [False]
@@ -95,7 +95,7 @@ def test_a_plug_in_that_cannot_say_how_it_fares_is_only_logged(caplog):
             raise RuntimeError("no removals")
 
     half = object.__new__(KVOffloadWorker)
-    half._report, half._told, half._told_s = StepReport(), {}, 0.0
+    half._report, half._told, half._told_s = WorkerReport(), {}, 0.0
     half._removers = half._counting = {"theirs": Broken()}
     assert half.build_connector_worker_meta() is None
     assert "theirs" in caplog.text

@@ -21,10 +21,10 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
 from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
 
-from kvoffload.connectors.vllm.manager import ManagerAdapter
-from kvoffload.core.transfers import make_offload_key
+from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
+from kvoffload.messages import make_offload_key
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
-from kvoffload.offload.policies.lru import LRUPolicy
+from kvoffload.policies.lru import LRUPolicy
 
 DYNAMO = "1.6.1"
 BLOCK = 32

@@ -8,12 +8,12 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 
 from vllm.v1.kv_offload.base import ReqContext
 
-from kvoffload.connectors.vllm.manager import ManagerAdapter
-from kvoffload.connectors.vllm.messages import RankFacts
-from kvoffload.connectors.vllm.presence import LookupStores
+from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.connectors.vllm.settings import read_settings
-from kvoffload.core.transfers import make_offload_key
+from kvoffload.connectors.vllm.step_messages import WorkerInfo
+from kvoffload.connectors.vllm.tier_index import LookupStores
+from kvoffload.messages import make_offload_key
 
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(8)]
 
@@ -27,7 +27,7 @@ def met(monkeypatch):
         half = object.__new__(KVOffloadScheduler)  # vLLM's part of it wants a whole configuration
         half.adapter = ManagerAdapter()
         half.settings = read_settings(settings)
-        half.meet_workers([RankFacts(4, 4096, {"rank": 0})])
+        half.meet_workers([WorkerInfo(4, 4096, {"rank": 0})])
         made.append(half)
         return half, half.adapter.ledger
 

@@ -11,12 +11,12 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvoffload import registry
-from kvoffload.backends.disk import DiskBackend
+from kvoffload.backends.disk.backend import DiskBackend
 from kvoffload.config import convert
 from kvoffload.connectors.vllm.tier import KVOffloadTier, TierOptions
-from kvoffload.core.transfers import make_offload_key
 from kvoffload.errors import ConfigError
-from kvoffload.testing.vfs import StuckVfs, kind_of
+from kvoffload.messages import make_offload_key
+from tests.support.vfs import StuckVfs, kind_of
 
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(8)]
 

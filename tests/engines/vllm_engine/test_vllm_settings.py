@@ -22,12 +22,13 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from kvoffload.connectors.vllm.client_images import refuse_weak_hashes, warn_of_images
 from kvoffload.connectors.vllm.connector import (
     KVOffloadConnector,
     check_memory_of_ranks,
     warn_of_settings,
 )
-from kvoffload.connectors.vllm.facts import (
+from kvoffload.connectors.vllm.fingerprint import (
     check_layout,
     config_digest,
     hash_root,
@@ -35,10 +36,9 @@ from kvoffload.connectors.vllm.facts import (
     weights_fingerprint,
 )
 from kvoffload.connectors.vllm.settings import read_settings
-from kvoffload.connectors.vllm.trust import refuse_weak_hashes, warn_of_images
 from kvoffload.connectors.vllm.versions import check_version, is_tested
 from kvoffload.errors import ConfigError
-from kvoffload.offload.identity import namespace
+from kvoffload.offload.namespace import namespace
 from kvoffload.transfer.slab import available_host_bytes
 
 
@@ -194,8 +194,12 @@ def test_json_of_the_documentation_is_accepted():
 @pytest.fixture
 def facts(tmp_path, monkeypatch):
     """Return a function that resolves the facts of an engine; arguments say what differs."""
-    monkeypatch.setattr("kvoffload.connectors.vllm.facts.hash_root", lambda config: ("root", True))
-    monkeypatch.setattr("kvoffload.connectors.vllm.facts.attention_backends", lambda *_: "cpu")
+    monkeypatch.setattr(
+        "kvoffload.connectors.vllm.fingerprint.hash_root", lambda config: ("root", True)
+    )
+    monkeypatch.setattr(
+        "kvoffload.connectors.vllm.fingerprint.attention_backends", lambda *_: "cpu"
+    )
     some = types.SimpleNamespace
 
     def resolve(engine="engine", groups=(), interleave=1, **more):
@@ -306,7 +310,7 @@ def test_the_digest_of_a_configuration_has_no_addresses_and_no_random_order():
 
 def test_the_digest_of_a_set_is_the_same_in_every_process():
     code = (
-        "import types; from kvoffload.connectors.vllm.facts import config_digest as digest; "
+        "import types; from kvoffload.connectors.vllm.fingerprint import config_digest as digest; "
         "print(digest(types.SimpleNamespace(to_dict=lambda: {'x': {'a', 'b', 'c', 'd', 'e'}})))"
     )
     digests = {

@@ -24,11 +24,11 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvoffload.connectors.local import LocalConnector
-from kvoffload.connectors.vllm.messages import RankFacts, StepReport
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.connectors.vllm.settings import read_settings
 from kvoffload.connectors.vllm.spec import HalvesSpec
-from kvoffload.core.transfers import TransferResult, make_offload_key
+from kvoffload.connectors.vllm.step_messages import WorkerInfo, WorkerReport
+from kvoffload.messages import TransferResult, make_offload_key
 
 BLOCK = 4
 SLOTS = 34
@@ -66,7 +66,7 @@ def new_half(settings, *kinds):
     )
     ours = read_settings(settings)
     half = KVOffloadScheduler(HalvesSpec(config, ours), ours, vllm_config, kv_cache_config)
-    half.meet_workers([RankFacts(SLOTS, SLOT_BYTES, {"rank": 0})])
+    half.meet_workers([WorkerInfo(SLOTS, SLOT_BYTES, {"rank": 0})])
     return half
 
 
@@ -123,7 +123,7 @@ class Vllm:
         output.num_scheduled_tokens = scheduled or {}
         output.finished_req_ids = set(finished)
         orders = self.half.build_connector_meta(output)
-        report = StepReport()
+        report = WorkerReport()
         for job_id in [*orders.load_jobs, *orders.store_jobs, *orders.write_through]:
             count = len(self.half._book._jobs[job_id].keys)
             report.add(TransferResult(job_id, (True,) * count, True))

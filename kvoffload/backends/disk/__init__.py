@@ -1,0 +1,1 @@
+"""The disk tier: chunks as files under a root that processes share."""

@@ -1,0 +1,201 @@
+"""Everything that decides what one rank's stored bytes mean, as vLLM has resolved it."""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvoffload.connectors.vllm.settings import VllmConfigSettings
+from kvoffload.connectors.vllm.versions import installed_version
+from kvoffload.errors import ConfigError
+from kvoffload.offload.namespace import Fact
+
+log = logging.getLogger(__name__)
+
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_REFUSED_LAYOUTS = ("LHBNC",)
+"""Where the heads of a block lie apart from each other, outside of the block."""
+_NOT_IDENTITY = ("_name_or_path", "transformers_version", "_commit_hash")
+
+
+def resolve_facts(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    kv_caches: Mapping[str, Any],
+    settings: VllmConfigSettings,
+) -> dict[str, Fact]:
+    """Collect the facts of this rank; the caller adds how chunks are laid out in a slot."""
+    model, cache, parallel = (
+        vllm_config.model_config,
+        vllm_config.cache_config,
+        vllm_config.parallel_config,
+    )
+    root, shared = hash_root(vllm_config)
+    revision = model.revision or getattr(model.hf_config, "_commit_hash", None)
+    weights = settings.weights_id or weights_fingerprint(vllm_config)
+    if revision is None and weights is None:
+        log.warning(
+            "kvoffload: neither a revision nor files tell which weights of %s these are, so "
+            "NOTHING STORED WILL BE FOUND after a restart or by another instance. Set weights_id.",
+            model.model_weights or model.model,
+        )
+        weights = f"known to {vllm_config.kv_transfer_config.engine_id} alone"
+    facts: dict[str, Fact] = {
+        "engine": "vllm",
+        "engine_version": installed_version(),
+        "model": model.model,
+        "revision": revision,
+        "weights": weights,
+        "hf_config": config_digest(model.hf_config),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization) if model.quantization else None,
+        "kv_dtype": str(cache.cache_dtype),
+        "kv_scales": None,  # vLLM calculates none any more; without the name all stores go cold
+        "kv_layout": str(cache.kv_cache_layout),
+        "kv_tensors": _tensor_digest(kv_caches),
+        "kv_groups": _groups(kv_cache_config),
+        "attention": attention_backends(vllm_config, kv_caches),
+        "block_size": cache.block_size,
+        "blocks_per_chunk": settings.blocks_per_chunk,
+        "rank": parallel.rank,
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "pipeline_parallel": parallel.pipeline_parallel_size,
+        "prefill_context_parallel": parallel.prefill_context_parallel_size,
+        "decode_context_parallel": parallel.decode_context_parallel_size,
+        "lora": vllm_config.lora_config is not None,
+        "hash_algorithm": cache.prefix_caching_hash_algo,
+        "hash_root": root if shared else f"random in {vllm_config.kv_transfer_config.engine_id}",
+    }
+    # A newer fact stands only where it differs from vLLM's default: the digest of engines that
+    # leave the default, and so all that they have stored, stays as it was.
+    if (interleaved := parallel.cp_kv_cache_interleave_size) != 1:
+        facts["context_parallel_interleave"] = interleaved
+    if states := recurrent_states(kv_cache_config):
+        facts["recurrent_states"] = states
+    return facts
+
+
+def check_layout(layout: str | None) -> None:
+    """Refuse a KV cache layout in which vLLM's canonical view shows a part of a block alone.
+
+    Args:
+        layout: a name of vLLM's ``KVCacheLayout``; None where nothing is resolved or wished.
+
+    Raises:
+        ConfigError: names the layout and the remedy.
+    """
+    if layout in _REFUSED_LAYOUTS:
+        raise ConfigError(
+            "VLLM_KV_CACHE_LAYOUT",
+            layout,
+            "vLLM's offloading would store one head of one layer of each block in this layout, and "
+            "load wrong bytes; set it to LBHNC",
+        )
+
+
+def hash_root(vllm_config: Any) -> tuple[str, bool]:
+    """Return what prefix hashes start from, and whether other processes start from the same."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+
+    algorithm = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+    # Asked twice: a root that other processes share comes out the same.
+    first, second = resolve_none_hash_seed(algorithm), resolve_none_hash_seed(algorithm)
+    return first, first == second
+
+
+def weights_fingerprint(vllm_config: Any) -> str | None:
+    """Tell the weights apart by their files; None where there are none (a name on a hub, a URL)."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if str(load.load_format) == "dummy":
+        return f"dummy, seed {model.seed}"
+    folder = Path(model.model)
+    if not folder.is_dir():
+        return None  # a name on a hub: the revision says it
+    digest = hashlib.sha256()
+    files = [file for pattern in _WEIGHT_FILES for file in sorted(folder.glob(pattern))]
+    for file in files:
+        facts = os.stat(file)  # follows links: hubs keep the files elsewhere
+        digest.update(f"{file.name} {facts.st_size} {facts.st_mtime_ns}\n".encode())
+        with open(file, "rb") as data:
+            digest.update(data.read(1 << 16))
+    # Of weights that are streamed from elsewhere the folder has the configuration only.
+    return digest.hexdigest() if files else None
+
+
+def config_digest(hf_config: Any) -> str:
+    """Digest a model's configuration without what does not change what it computes."""
+    plain = {k: v for k, v in hf_config.to_dict().items() if k not in _NOT_IDENTITY}
+    try:
+        text = json.dumps(plain, sort_keys=True, default=_spelled)
+    except ValueError:  # an object that contains itself
+        text = json.dumps(plain, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _spelled(value: Any) -> Any:
+    """Spell what JSON cannot, alike in every process: sets in order, objects by their contents.
+
+    The text of a plain object is its address: with that in a digest each start finds nothing.
+    """
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    text = str(value)
+    if " at 0x" not in text:
+        return text
+    if hasattr(value, "__qualname__"):  # a function
+        return f"{value.__module__}.{value.__qualname__}"
+    if hasattr(value, "__dict__"):
+        return [type(value).__qualname__, vars(value)]
+    log.warning(
+        "kvoffload: %s in the model's configuration shows nothing but its address, so NOTHING "
+        "STORED WILL BE FOUND after a restart or by another instance.",
+        text,
+    )
+    return text
+
+
+def attention_backends(vllm_config: Any, kv_caches: Mapping[str, Any]) -> str:
+    """Name the attention backends of the layers that have a KV cache."""
+    layers = vllm_config.compilation_config.static_forward_context
+    names = set()
+    for layer in kv_caches:
+        backend = getattr(layers.get(layer), "attn_backend", None)
+        names.add(backend.get_name() if backend is not None else "unknown")
+    return " ".join(sorted(names))
+
+
+def _tensor_digest(kv_caches: Mapping[str, Any]) -> str:
+    """Digest each layer's dtype, and shape and strides but for the number of blocks."""
+    text = [
+        f"{layer} {cache.dtype} {tuple(cache.shape[1:])} {tuple(cache.stride()[1:])}"
+        for layer, cache in sorted(kv_caches.items())
+    ]
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()
+
+
+def recurrent_states(kv_cache_config: Any) -> str:
+    """Spell shapes and dtypes of recurrent states: vLLM hands their tensors over as plain bytes.
+
+    They say what ``mamba_cache_dtype`` and ``mamba_ssm_cache_dtype`` came to, and in which order
+    the dimensions of a convolution's state stand. Empty for models of attention alone.
+    """
+    found = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        members = getattr(spec, "kv_cache_specs", {"": spec})  # of a group with several specs
+        for layer, each in sorted(members.items()):
+            if hasattr(each, "dtypes"):
+                found.append(f"{layer or ','.join(group.layer_names)}: {each.shapes} {each.dtypes}")
+    return "; ".join(found)
+
+
+def _groups(kv_cache_config: Any) -> str:
+    return "; ".join(
+        f"{type(group.kv_cache_spec).__name__} {group.kv_cache_spec.block_size}: "
+        + ",".join(group.layer_names)
+        for group in kv_cache_config.kv_cache_groups
+    )

@@ -1,0 +1,244 @@
+"""Our ledger behind the face that vLLM's offloading scheduler calls."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
+
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.base import OffloadingEvent as VllmEvent
+from vllm.v1.kv_offload.base import OffloadingManager as VllmManager
+from vllm.v1.kv_offload.base import PrepareStoreOutput as VllmStoreOutput
+from vllm.v1.kv_offload.base import ReqContext as VllmContext
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvoffload.connectors.use_counter import UseCounter
+from kvoffload.connectors.vllm.engine_metrics import ManagerFigures, StatsPublisher
+from kvoffload.offload.base import (
+    CPULoadStoreSpec,
+    OffloadKey,
+    ReqContext,
+    StagedLoadStoreSpec,
+)
+from kvoffload.offload.hints import NO_HINTS, Hints
+from kvoffload.offload.manager import CPU, TieredOffloadingManager
+
+_ANSWERS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
+
+
+class Prepared(NamedTuple):
+    """What a ``prepare_*`` call promised: these chunks, in these host slots, in this order."""
+
+    spec: CPULoadStoreSpec
+    keys: tuple[OffloadKey, ...]
+    num_asked: int
+    """Chunks asked for; more than ``keys`` where host memory had no room."""
+
+
+@dataclass
+class _Named:
+    """Chunks that loads and stores of one request named; vLLM keeps this with its request."""
+
+    keys: dict[OffloadKey, None] = field(default_factory=dict)
+
+
+class ManagerAdapter(VllmManager):  # type: ignore[misc]
+    """vLLM's manager verbs over a :class:`TieredOffloadingManager`, which :meth:`attach` brings.
+
+    vLLM's scheduler completes jobs without saying how they ended. So ``complete_*`` do nothing
+    here: whoever owns this adapter takes the preparations with :meth:`take_prepared`, and completes
+    them with the ledger itself, chunk by chunk.
+    """
+
+    def __init__(self) -> None:
+        self.ledger: TieredOffloadingManager | None = None
+        self.read_whole: Callable[[VllmContext], Iterable[OffloadKey]] | None = None
+        """Lists a request's chunks of full attention, as far as they are full. Set by the owner;
+        without it a request uses the chunks that its first load or store names."""
+        self._uses: UseCounter | None = None
+        self._num_slots = 0
+        self.stats = StatsPublisher()
+        self._prepared: list[Prepared] = []
+        self._sources: dict[OffloadKey, str] = {}
+        self.refused: dict[str, tuple[OffloadKey, ...]] = {}
+        """Of each request, chunks of this step that may be offered again; taken by the owner."""
+        self._kept_out: set[str] = set()
+
+    def attach(self, ledger: TieredOffloadingManager, num_slots: int) -> None:
+        """Use this ledger from now on; before, every lookup misses and nothing is stored."""
+        self.ledger = ledger
+        self._uses = UseCounter(ledger)
+        self._num_slots = num_slots
+
+    def keep_out(self, req_id: str) -> None:
+        """Load nothing for a request and store nothing of it, until it ends."""
+        self._kept_out.add(req_id)
+        self.count(Counter(requests_not_trusted=1))
+
+    def take_prepared(self) -> list[Prepared]:
+        """Return the preparations since the last call."""
+        taken, self._prepared = self._prepared, []
+        return taken
+
+    # ---- looking up ----
+
+    def on_new_request(self, req_context: VllmContext) -> RequestOffloadingContext:
+        """See vLLM: chunks are offered as they are computed."""
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: VllmContext) -> LookupResult:
+        """See vLLM; RETRY never lasts beyond the lookup deadline of the tiers."""
+        if self.ledger is None or req_context.req_id in self._kept_out:
+            return LookupResult.MISS
+        return _ANSWERS[self.ledger.lookup(key, our_context(req_context))]
+
+    def lookup_prefix(
+        self, keys: Sequence[OffloadKey], req_context: VllmContext
+    ) -> tuple[int, bool]:
+        """See :meth:`kvoffload.offload.base.OffloadingManager.lookup_prefix`."""
+        if self.ledger is None or req_context.req_id in self._kept_out:
+            return 0, False
+        return self.ledger.lookup_prefix(keys, our_context(req_context))
+
+    def has_room(self, keys: Sequence[OffloadKey]) -> bool:
+        """See :meth:`TieredOffloadingManager.has_room`."""
+        return self.ledger is None or self.ledger.has_room(keys)
+
+    def hints(self, req_context: VllmContext) -> Hints:
+        """Return what a request asks for."""
+        return NO_HINTS if self.ledger is None else self.ledger.hints(our_context(req_context))
+
+    def explain(self, keys: Sequence[OffloadKey], req_context: VllmContext) -> list[str]:
+        """See :meth:`TieredOffloadingManager.explain`."""
+        if self.ledger is None:
+            return ["never_stored"] * len(keys)
+        if req_context.req_id in self._kept_out:
+            return ["not_trusted"] * len(keys)
+        return self.ledger.explain(keys, our_context(req_context))
+
+    def get_load_source(self, key: OffloadKey, req_context: VllmContext) -> CacheHitSource:
+        """Name the tier a chunk of the load just prepared comes from."""
+        tier = self._sources.get(key)
+        if tier is None:
+            return CacheHitSource.HOST
+        return (
+            CacheHitSource.DISK if tier.startswith("disk") else CacheHitSource.EXTERNAL_UNSPECIFIED
+        )
+
+    # ---- loading and storing ----
+
+    def prepare_load(
+        self, keys: Collection[OffloadKey], req_context: VllmContext
+    ) -> CPULoadStoreSpec:
+        """See vLLM; the spec may cover only the leading keys."""
+        wanted = list(keys)
+        if self.ledger is None:
+            return CPULoadStoreSpec(())
+        self._count_use(wanted, req_context, wanted)
+        spec = self.ledger.prepare_load(wanted, our_context(req_context))
+        self._sources.clear()
+        if isinstance(spec, StagedLoadStoreSpec):
+            for fetch in spec.fetches:
+                self._sources.update(dict.fromkeys(fetch.keys, fetch.tier))
+        self._prepared.append(Prepared(spec, tuple(wanted[: len(spec.host_slots)]), len(wanted)))
+        return spec
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: VllmContext
+    ) -> VllmStoreOutput | None:
+        """See vLLM."""
+        if self.ledger is None:
+            return None
+        if req_context.req_id in self._kept_out:
+            return VllmStoreOutput([], CPULoadStoreSpec(()), [])  # None would be offered again
+        wanted = list(keys)
+        self._count_use(wanted, req_context)
+        output = self.ledger.prepare_store(wanted, our_context(req_context))
+        if output is None:
+            return None
+        if output.refused_keys:
+            self.refused[req_context.req_id] = output.refused_keys
+        if output.keys_to_store:
+            asked = len(output.keys_to_store)
+            self._prepared.append(Prepared(output.store_spec, output.keys_to_store, asked))
+        return VllmStoreOutput(
+            list(output.keys_to_store), output.store_spec, list(output.evicted_keys)
+        )
+
+    # ---- the rest ----
+
+    def _count_use(
+        self,
+        named: Sequence[OffloadKey],
+        req_context: VllmContext,
+        loaded: Sequence[OffloadKey] = (),
+    ) -> None:
+        """Count a request before room is made for what its first load or store names."""
+        if self._uses is None:
+            return
+        used = loaded if self.read_whole else named
+        self._uses.count(our_context(req_context), lambda: self._in_order(used, req_context))
+        state = req_context.get_state(_Named)
+        if state is None:
+            req_context.set_state(state := _Named())
+        state.keys.update(dict.fromkeys(named))
+
+    def _in_order(self, named: Iterable[OffloadKey], req_context: VllmContext) -> list[OffloadKey]:
+        """Return these chunks of a request and those of full attention, from head to tail."""
+        whole = self.read_whole(req_context) if self.read_whole else ()
+        place = req_context.get_offload_key_position
+        return sorted(dict.fromkeys(chain(whole, named)), key=lambda key: place(key) or 0)
+
+    def on_request_finished(self, req_context: VllmContext) -> None:
+        """Let the tail of the request's chunks leave before their head; this is no use."""
+        if self._uses is None:
+            return
+        self._kept_out.discard(req_context.req_id)  # it did not count: it neither loads nor stores
+        named = req_context.get_state(_Named) or _Named()
+        self._uses.end(our_context(req_context), lambda: self._in_order(named.keys, req_context))
+
+    def take_events(self) -> Iterable[VllmEvent]:
+        """Translate what became resident, or ceased to be."""
+        for event in self.ledger.take_events() if self.ledger else ():
+            on_host = event.medium == CPU
+            yield VllmEvent(
+                keys=list(event.keys),
+                medium=Medium.CPU if on_host else Medium.STORAGE,
+                removed=event.removed,
+                locality=_locality(event.medium),
+                removal_expected=True,
+            )
+
+    def reset_cache(self) -> None:
+        """Forget everything in host memory; the tiers' owner renews them."""
+        if self.ledger is not None:
+            self.ledger.reset_cache()
+
+    def get_stats(self) -> Any:
+        """Report what was counted since the last call, under vLLM's metric names where they fit."""
+        if self.ledger is None:
+            return None
+        ledger = self.ledger
+        return self.stats.collect(
+            ManagerFigures(ledger.counters, ledger.resident, ledger.busy_slots, self._num_slots)
+        )
+
+    def count(self, counters: Counter[str]) -> None:
+        """Add what the workers counted."""
+        self.stats.worker_counters.update(counters)
+
+
+def _locality(medium: str) -> Locality:
+    # Only what is known to be shared by several machines is called remote.
+    return Locality.REMOTE if medium.startswith("REDIS") else Locality.LOCAL
+
+
+def our_context(req_context: VllmContext) -> ReqContext:
+    """Translate what vLLM says of a request."""
+    return ReqContext(req_context.req_id, req_context.kv_transfer_params)

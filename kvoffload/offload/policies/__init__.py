@@ -1,1 +1,0 @@
-"""Eviction policies: one algorithm a file, the same classes for host slots and disk files."""

@@ -1,0 +1,1 @@
+"""Eviction policies: which chunk leaves first, in host memory and on disk."""

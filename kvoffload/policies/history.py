@@ -1,0 +1,109 @@
+"""What policies remember of keys that are not in the order, in bounded memory."""
+
+from array import array
+from collections.abc import Sequence
+from itertools import islice
+from random import Random
+from typing import TypeVar
+
+Note = TypeVar("Note")
+_SLACK = 32
+
+
+class PinnedState(dict[bytes, Note]):
+    """Notes on keys taken out of the order, most of them pinned and soon to be back.
+
+    A key may also be gone for good without anybody saying so; therefore the oldest notes are
+    dropped beyond ``limit``, give or take a few: many at a time, since to find a dict's oldest keys
+    is to step over those deleted before them.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self._most = limit + limit // _SLACK
+
+    def keep(self, key: bytes, note: Note) -> None:
+        """Remember a key's note until it comes back."""
+        self[key] = note
+        if len(self) > self._most:
+            self._drop()
+
+    def keep_all(self, keys: Sequence[bytes], notes: Sequence[Note]) -> None:
+        """Remember a note for each key."""
+        self.update(zip(keys, notes, strict=True))
+        if len(self) > self._most:
+            self._drop()
+
+    def _drop(self) -> None:
+        for key in list(islice(self, len(self) - self.limit)):
+            del self[key]
+
+
+_MOST = 3
+_rng = Random(0)
+
+
+def _masks() -> tuple[tuple[int, ...], ...]:
+    """Make masks of 3, 6 and 9 bits of a word, each with the bits of the one before."""
+    orders = [_rng.sample(range(64), 3 * _MOST) for _ in range(4096)]
+    return tuple(
+        tuple(sum(1 << bit for bit in order[: 3 * times]) for order in orders)
+        for times in range(1, _MOST + 1)
+    )
+
+
+_MASKS = _masks()
+"""The bits that say "seen once", "twice", "three times or more"; picked by checksum."""
+
+
+class RotatingBloomFilter:
+    """How often evicted keys had been seen, in about two bytes a key instead of the key itself.
+
+    Two generations of a Bloom filter whose bits for one key lie in one 64-bit word. When the
+    younger generation is full the older one is dropped (a third one, cleared a word at a time so
+    that no call is slow, becomes the younger), so the last ``keys`` to ``2 * keys`` noted
+    keys are remembered, all of them: forgetting keys here and there would tear holes into prefixes.
+    About one unknown key in a hundred is taken for known, which misplaces it in the order, nothing
+    else.
+    """
+
+    def __init__(self, keys: int) -> None:
+        self._keys = max(1, keys)
+        self._words = max(1, self._keys // 3)
+        self._noted = 0
+        self._young, self._old, self._next = self._empty()
+
+    def note(self, checksums: Sequence[int], times: int) -> None:
+        """Remember that the keys with these checksums had been seen 1, 2 or 3 (or more) times."""
+        masks, words = _MASKS[times - 1], self._words
+        for checksum in checksums:
+            high, at = divmod(checksum, words)
+            self._young[at] |= masks[high & 4095]
+            if self._noted < words:
+                self._next[self._noted] = 0
+            self._noted += 1
+            if self._noted >= self._keys:
+                self._old, self._young, self._next = self._young, self._next, self._old
+                self._noted = 0
+
+    def recall(self, checksum: int) -> int:
+        """Return how often the key with this checksum had been seen: 0 to 3."""
+        high, at = divmod(checksum, self._words)
+        young, old = self._young[at], self._old[at]
+        seen = 0
+        for masks in _MASKS:
+            bits = masks[high & 4095]
+            if young & bits != bits and old & bits != bits:
+                break
+            seen += 1
+        return seen
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        self._noted = 0
+        self._young, self._old, self._next = self._empty()
+
+    def _empty(self) -> "tuple[array[int], array[int], array[int]]":
+        empty = array("Q", [0]) * self._words
+        return empty, empty[:], empty[:]

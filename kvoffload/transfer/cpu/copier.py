@@ -1,0 +1,175 @@
+"""Copies between KV cache blocks in CPU memory and host slots, with the face of every copier."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvoffload.messages import CanonicalKVCaches
+from kvoffload.transfer.base import CopyFence, Fence, check_moves
+from kvoffload.transfer.cpu.gather import Indices, PageCopy, PagesOfTensor, gathers, scatters
+from kvoffload.transfer.layout import ChunkLayout, ChunkMove, Region
+from kvoffload.transfer.slab import HostBytes, Slab
+
+CLOSE_TIMEOUT_S = 5.0
+
+
+class DoneFence:
+    """A fence with nothing before it: on a CPU, tensor operations are finished when they return."""
+
+    error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Return True."""
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Return True at once."""
+        return True
+
+
+class _CpuFence:
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.copy_time_s = 0.0
+        self._is_reached = False
+        self._num_layers = 0
+        self._changed = threading.Condition()
+
+    def done(self) -> bool:
+        return self._is_reached
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_reached, timeout_s)
+
+    def wait_for_layer_load(self, layer: int) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_layers > layer or self._is_reached)
+            return self._num_layers > layer or self.error is None
+
+    def layer_came(self) -> None:
+        with self._changed:
+            self._num_layers += 1
+            self._changed.notify_all()
+
+    def reach(self, error: BaseException | None, copy_time_s: float = 0.0) -> None:
+        with self._changed:
+            self.error = error
+            self.copy_time_s = copy_time_s
+            self._is_reached = True
+            self._changed.notify_all()
+
+
+class CpuCopier:
+    """Copies for KV caches in CPU memory, on a thread of its own that plays the copy stream.
+
+    Args:
+        kv_caches: the engine's tensors.
+        slab: host memory.
+        layout: of chunks.
+        layers: the tensors of each layer, if loads shall bring one layer after the other; see
+            :meth:`ChunkLayout.regions_by_layer`, which says what is refused.
+    """
+
+    def __init__(
+        self,
+        kv_caches: CanonicalKVCaches,
+        slab: Slab,
+        layout: ChunkLayout,
+        layers: Sequence[Sequence[int]] = (),
+    ) -> None:
+        tensors: list[HostBytes] = [t.tensor.numpy() for t in kv_caches.tensors]
+        self._num_blocks = min(len(pages) for pages in tensors)
+        self._num_layers = len(layers)
+
+        def copies(
+            choose: Callable[[list[PagesOfTensor], int, int], list[PageCopy]],
+            regions_of_groups: Sequence[Sequence[Region]],
+        ) -> list[list[PageCopy]]:
+            return [
+                choose(
+                    [PagesOfTensor(tensors[r.tensor_idx][:, : r.page_bytes], r.offset) for r in rs],
+                    per_chunk,
+                    slab.address,
+                )
+                for rs, per_chunk in zip(regions_of_groups, layout.per_chunk, strict=True)
+            ]
+
+        # Step after step, for each group how its chunks go to host memory, or come back.
+        by_layer = layout.regions_by_layer(layers) if layers else [layout.regions]
+        self._steps = {
+            True: [copies(gathers, layout.regions)],
+            False: [copies(scatters, regions) for regions in by_layer],
+        }
+        self._slab = slab
+        self._layout = layout
+        self._queue: queue.SimpleQueue[
+            tuple[Sequence[ChunkMove], bool, Fence, _CpuFence] | None
+        ] = queue.SimpleQueue()
+        self._is_closed = False
+        self._closing = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="kvoffload-copy", daemon=True)
+        self._thread.start()
+
+    def record_fence(self) -> Fence:
+        """Return a fence that is done: see DoneFence."""
+        return DoneFence()
+
+    def check(self, moves: Sequence[ChunkMove], to_host: bool) -> None:
+        """See :meth:`kvoffload.transfer.base.Copier.check`."""
+        check_moves(moves, to_host, self._layout, self._num_blocks, self._slab)
+
+    def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> CopyFence:
+        """See :meth:`kvoffload.transfer.base.Copier.launch`."""
+        self.check(moves, to_host)
+        fence = _CpuFence()
+        with self._closing:
+            if self._is_closed:
+                raise RuntimeError("the copier is closed")
+            self._queue.put((moves, to_host, after, fence))
+        return fence
+
+    def stats(self) -> dict[str, str | int]:
+        """See :meth:`kvoffload.transfer.base.Copier.stats`."""
+        return {"copier": "cpu", "layers": self._num_layers}
+
+    def close(self) -> None:
+        """Finish the queue and join the thread, for as long as a copy may reasonably take."""
+        with self._closing:
+            self._is_closed = True
+            self._queue.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            moves, to_host, after, fence = job
+            try:
+                # The forward pass may still write these blocks (a store would read too early) or
+                # read them (a load would overwrite them): begin only after it.
+                after.wait()
+                begun_s = time.perf_counter()
+                self._copy(moves, to_host, fence)
+            except Exception as error:
+                fence.reach(error)
+            else:
+                fence.reach(None, time.perf_counter() - begun_s)
+
+    def _copy(self, moves: Sequence[ChunkMove], to_host: bool, fence: _CpuFence) -> None:
+        ends: list[list[tuple[Indices, int, HostBytes]]] = [[] for _ in self._layout.regions]
+        for move in moves:
+            ids = move.block_ids.astype(np.intp)
+            ends[move.group_idx].append((ids, move.first, self._slot(move)))
+        for step in self._steps[to_host]:
+            for copies, mine in zip(step, ends, strict=True):
+                # Tensor by tensor: one tensor's pages stay in the processor's caches and tables.
+                for part in copies:
+                    for ids, first, slot in mine:
+                        part.copy(ids, first, slot)
+            if self._num_layers and not to_host:
+                fence.layer_came()
+
+    def _slot(self, move: ChunkMove) -> HostBytes:
+        return self._slab.array(move.host_slot, self._layout.payload_bytes[move.group_idx])

@@ -1,0 +1,1 @@
+"""Copies for engines whose KV cache is on an NVIDIA GPU."""

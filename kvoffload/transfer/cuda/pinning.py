@@ -1,0 +1,209 @@
+"""Pins the slab for a GPU, portion by portion, while the engine starts.
+
+Registering memory costs some tenths of a second a gigabyte and holds locks of the driver meanwhile:
+done in portions on a thread of its own, it delays neither the start nor, much, other calls. Copies
+of slots not pinned yet wait, on the threads that launch copies, not on the engine's.
+
+``RLIMIT_MEMLOCK`` is not consulted beforehand: NVIDIA's driver pins pages itself and does not count
+them against it, so that a container's usual 8 MiB would refuse what works. It is named where
+registering fails.
+"""
+
+import ctypes
+import logging
+import platform
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from kvoffload.config import human_bytes
+from kvoffload.transfer.cuda.device import Run
+from kvoffload.transfer.slab import Slab
+
+log = logging.getLogger(__name__)
+
+PORTION_BYTES = 256 << 20
+PROGRESS_S = 5.0
+"""From one line about progress to the next."""
+_MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
+_MPOL_PREFERRED = 1
+
+
+class Pinning:
+    """Memory of a slab on its way to being pinned; :meth:`close` undoes it.
+
+    Args:
+        slab: the memory, which must outlive this object.
+        register: pins ``(address, length)``; raises if it cannot. Runs on a thread of its own.
+        unregister: unpins what was pinned at an address. Runs on that thread too.
+        numa_node: where pages should be, if that is known.
+        portion_bytes: how much is registered at once; whole pages.
+    """
+
+    def __init__(
+        self,
+        slab: Slab,
+        register: Callable[[int, int], None],
+        unregister: Callable[[int], None],
+        numa_node: int | None = None,
+        portion_bytes: int = PORTION_BYTES,
+    ) -> None:
+        self.pinned_bytes = 0
+        self.error: Exception | None = None
+        """Why the rest is not pinned: copies of it still work, slowly."""
+        self._slab = slab
+        self._register = register
+        self._unregister = unregister
+        self._portion_bytes = portion_bytes
+        self._tried_bytes = 0
+        self._is_closing = False
+        self._progress = threading.Condition()
+        slab.keep_from_forks()
+        if numa_node is not None:
+            prefer_node(slab.address, slab.num_bytes, numa_node)
+        self._thread = threading.Thread(target=self._run, name="kvoffload-pin", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._pin_all()
+        with self._progress:
+            self._progress.wait_for(lambda: self._is_closing)
+        self._unpin_all()
+
+    def _pin_all(self) -> None:
+        total, begun_s = self._slab.num_bytes, time.monotonic()
+        told_s = begun_s
+        for start in range(0, total, self._portion_bytes):
+            length = min(self._portion_bytes, total - start)
+            try:
+                self._slab.populate(start, length)
+                self._register(self._slab.address + start, length)
+            except Exception as error:
+                self._give_up(error, start)
+                return
+            with self._progress:
+                self.pinned_bytes += length
+                self._tried_bytes = start + length
+                self._progress.notify_all()
+                if self._is_closing:
+                    return
+            if time.monotonic() - told_s > PROGRESS_S:
+                told_s = time.monotonic()
+                log.info(
+                    "host memory: %s of %s pinned", human_bytes(start + length), human_bytes(total)
+                )
+        log.info("host memory: %s pinned in %.1f s", human_bytes(total), time.monotonic() - begun_s)
+
+    def _give_up(self, error: Exception, start: int) -> None:
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        memlock = "unlimited" if limit == resource.RLIM_INFINITY else human_bytes(limit)
+        log.warning(
+            "cpu_bytes: only %s of %s could be pinned (%s); the rest is copied more slowly. "
+            "RLIMIT_MEMLOCK is %s; NVIDIA's driver does not count pinned memory against it, "
+            "sandboxes may: see ulimit -l",
+            human_bytes(start),
+            human_bytes(self._slab.num_bytes),
+            error,
+            memlock,
+        )
+        with self._progress:
+            self.error = error
+            self._tried_bytes = self._slab.num_bytes
+            self._progress.notify_all()
+
+    def _unpin_all(self) -> None:
+        """Unpin on the thread that pinned: CUDA keeps for each thread the last error it met.
+
+        Left on the engine's thread, it would be raised by the next kernel that torch launches.
+        """
+        first = self._slab.address
+        for start in range(0, self.pinned_bytes, self._portion_bytes):
+            try:
+                self._unregister(first + start)
+            except Exception as error:
+                log.warning("host memory at %d could not be unpinned: %s", first + start, error)
+        self.pinned_bytes = 0
+
+    def ready(self, runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
+        """Wait until these bytes are pinned, and cut runs where one registration ends.
+
+        A copy must lie within one registered range, or CUDA refuses it.
+
+        Returns:
+            The runs of pinned memory, and those of memory that could not be pinned.
+        """
+        end = max((run.host_at + run.num_bytes for run in runs), default=0)
+        with self._progress:
+            self._progress.wait_for(lambda: self._tried_bytes >= end)
+        pieces = [piece for run in runs for piece in self._cut(run)]
+        if end <= self.pinned_bytes:
+            return pieces, []
+        split: tuple[list[Run], list[Run]] = [], []
+        for piece in pieces:
+            split[piece.host_at >= self.pinned_bytes].append(piece)
+        return split
+
+    def _cut(self, run: Run) -> Iterator[Run]:
+        for host_at, length in within_registrations(
+            run.host_at, run.num_bytes, self._portion_bytes
+        ):
+            yield Run(run.buffer, run.at + host_at - run.host_at, host_at, length)
+
+    def close(self) -> None:
+        """Unpin everything; nothing may be copying any more."""
+        with self._progress:
+            self._is_closing = True
+            self._progress.notify_all()
+        self._thread.join()
+
+
+def within_registrations(
+    at: int, num_bytes: int, portion_bytes: int = PORTION_BYTES
+) -> Iterator[tuple[int, int]]:
+    """Cut bytes of a slab where registrations end: CUDA refuses a copy that crosses such an end.
+
+    Args:
+        at: where the bytes begin in the slab.
+        num_bytes: how many there are.
+        portion_bytes: of a registration.
+
+    Yields:
+        Where each piece begins in the slab, and its bytes.
+    """
+    end = at + num_bytes
+    while at < end:
+        length = min(end - at, portion_bytes - at % portion_bytes)
+        yield at, length
+        at += length
+
+
+def prefer_node(address: int, length: int, node: int) -> None:
+    """Ask for pages of a range, not taken yet, to be on a NUMA node; without effect elsewhere."""
+    if _MBIND is None:
+        return
+    width = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask = (ctypes.c_ulong * (node // width + 1))()
+    mask[node // width] = 1 << (node % width)
+    libc = ctypes.CDLL(None, use_errno=True)
+    failed = libc.syscall(
+        ctypes.c_long(_MBIND),
+        ctypes.c_void_p(address),
+        ctypes.c_ulong(length),
+        ctypes.c_long(_MPOL_PREFERRED),
+        mask,
+        ctypes.c_ulong(len(mask) * width + 1),
+        ctypes.c_ulong(0),
+    )
+    if failed:
+        log.info("host memory is not bound to NUMA node %d: errno %d", node, ctypes.get_errno())
+
+
+def numa_node_of(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """Return the NUMA node of a device such as ``0000:3b:00.0``; None if nobody knows."""
+    try:
+        node = int((devices / pci_address.lower() / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None

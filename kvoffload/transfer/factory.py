@@ -1,0 +1,90 @@
+"""Which copier an engine's KV cache gets: by where its tensors are."""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from kvoffload.errors import ConfigError
+from kvoffload.messages import CanonicalKVCaches
+from kvoffload.transfer.base import Copier
+from kvoffload.transfer.cpu.copier import CpuCopier
+from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.slab import Slab
+
+log = logging.getLogger(__name__)
+
+
+def make_copier(
+    kv_caches: CanonicalKVCaches,
+    slab: Slab,
+    layout: ChunkLayout,
+    layers: Sequence[Sequence[int]] = (),
+) -> Copier:
+    """Make the copier for these tensors; whoever asked closes it, before the slab goes.
+
+    For CUDA the slab is pinned, in the background.
+
+    Args:
+        kv_caches: the engine's tensors.
+        slab: host memory.
+        layout: of chunks.
+        layers: the tensors of each layer, by index, in the order of a forward pass: loads then
+            bring one layer after the other, and :meth:`CopyFence.wait_for_layer_load` waits for
+            one. None by default: fewer and larger copies.
+
+    Raises:
+        ValueError: the tensors are not rows of bytes on one device, or the layers are not made up
+            of them; names them by index.
+        ConfigError: there is no copier for their device.
+    """
+    device = check_caches(kv_caches)
+    copier: Copier
+    if device.type == "cpu":
+        copier = CpuCopier(kv_caches, slab, layout, layers)
+    elif device.type == "cuda":
+        from kvoffload.transfer.cuda.stream_copier import StreamCopier
+        from kvoffload.transfer.cuda.torch_device import CudaDevice
+
+        copier = StreamCopier(kv_caches, slab, layout, CudaDevice(kv_caches, slab), layers=layers)
+    else:
+        raise ConfigError("kv_caches", str(device), "must be CPU or CUDA tensors")
+    log.info("copies: %s", ", ".join(f"{name} {value}" for name, value in copier.stats().items()))
+    return copier
+
+
+def check_caches(kv_caches: CanonicalKVCaches) -> torch.device:
+    """Return the one device that the tensors are on; refuse those that are not rows of bytes.
+
+    Raises:
+        ValueError: naming the tensors by their indices.
+    """
+    tensors = [entry.tensor for entry in kv_caches.tensors]
+    devices = [str(tensor.device) for tensor in tensors]
+    if len(set(devices)) != 1:
+        raise ValueError(f"kv_caches: tensors on several devices: {dict(enumerate(devices))}")
+    for i, tensor in enumerate(tensors):
+        if tensor.dtype != torch.int8 or tensor.dim() != 2:
+            raise ValueError(
+                f"kv_caches.tensors[{i}]: {tensor.dtype} of shape {tuple(tensor.shape)}, must be "
+                "int8 of shape (num_blocks, page_bytes)"
+            )
+        if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+            raise ValueError(
+                f"kv_caches.tensors[{i}]: strides {tensor.stride()}; the bytes of a row must lie "
+                "side by side"
+            )
+        if tensor.shape[0] > 1 and tensor.stride(0) < tensor.shape[1]:
+            raise ValueError(f"kv_caches.tensors[{i}]: strides {tensor.stride()}; rows overlap")
+    for group_idx, refs in enumerate(kv_caches.group_data_refs):
+        for ref in refs:
+            if not 0 <= ref.tensor_idx < len(tensors):
+                raise ValueError(
+                    f"group {group_idx} names tensor {ref.tensor_idx} of {len(tensors)}"
+                )
+            if ref.page_size_bytes > tensors[ref.tensor_idx].shape[1]:
+                raise ValueError(
+                    f"group {group_idx} uses {ref.page_size_bytes} bytes of the rows of tensor "
+                    f"{ref.tensor_idx}, which have {tensors[ref.tensor_idx].shape[1]}"
+                )
+    return tensors[0].device

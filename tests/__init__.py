@@ -1,0 +1,1 @@
+"""The tests; a package, so that their rigs have one name everywhere."""

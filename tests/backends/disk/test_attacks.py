@@ -1,0 +1,311 @@
+"""Other users of the host, and what they may have put in place of the store's own folders."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from disk_parts import SIZE, open_disk, until, write
+
+from kvoffload.backends.disk import permissions as disk_trust
+from kvoffload.backends.disk.inspector import DiskInspector
+from kvoffload.backends.disk.paths import WRITERS, shard_of
+from kvoffload.backends.header import namespace_digest
+from kvoffload.cli.inspect import survey
+from kvoffload.errors import ConfigError
+from kvoffload.testing.backends import filled, keys_of, slots
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def public():
+    """A folder that everyone may write, on a way that everyone may go."""
+    folder = tempfile.mkdtemp(prefix="kvoffload-public-", dir="/tmp")
+    os.chmod(folder, 0o777)
+    yield Path(folder)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def shared_group(monkeypatch):
+    """The group of new folders has other members, whoever runs the tests."""
+    monkeypatch.setattr(disk_trust, "is_private_group", lambda gid: False)
+
+
+def refusal(root, **settings):
+    with pytest.raises(ConfigError) as caught:
+        open_disk(root, **settings)
+    return str(caught.value)
+
+
+def tick(backend):
+    """Look at the folders now, as the housekeeping thread does once a second."""
+    backend._keeper.shards.forget()
+    backend._keeper.hold.keep()
+
+
+async def read(backend, keys):
+    """Load chunks; what was answered True, compared with what was stored."""
+    into = slots(len(keys), SIZE)
+    answers = await backend.read(keys, into)
+    for good, slot, true in zip(answers, into, filled(keys, SIZE), strict=True):
+        assert not good or slot == true, "somebody else's bytes"
+    return answers
+
+
+async def forged(folder, keys):
+    """Make a root with other bytes under the same keys and the same namespace."""
+    backend = open_disk(folder, trust_parent_folders=True)
+    other = filled(keys_of(len(keys), "forged"), SIZE)
+    assert all(await backend.write(keys, other))
+    await backend.close()
+
+
+def swap(root, ours, evil, nobody):
+    """Move a root away and another folder to its name, as another user if so wanted."""
+    user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if nobody else {}
+    for source, target in ((root, ours), (evil, root)):
+        subprocess.run(["mv", str(source), str(target)], check=True, **user)
+
+
+@pytest.mark.parametrize(("mode", "remedy"), [(0o770, "chmod g-w"), (0o777, "chmod g-w,o-w")])
+@pytest.mark.usefixtures("shared_group")
+def test_a_root_that_a_group_or_everyone_may_write_is_refused(tmp_path, mode, remedy):
+    root = tmp_path / "kv"
+    root.mkdir()
+    root.chmod(mode)
+    assert f"{remedy} {root}" in refusal(root)
+    root.chmod(0o755)
+    asyncio.run(open_disk(root).close())
+
+
+@pytest.mark.parametrize(("mode", "remedy"), [(0o770, "chmod g-w"), (0o777, "chmod g-w,o-w")])
+@pytest.mark.usefixtures("shared_group")
+def test_a_root_below_a_folder_that_others_may_write_is_refused(tmp_path, mode, remedy):
+    above = tmp_path / "above"
+    root = above / "between" / "kv"
+    above.mkdir()
+    above.chmod(mode)
+    told = refusal(root)
+    assert f"{remedy} {above}" in told
+    assert '"trust_parent_folders": true' in told
+    assert not (above / "between").exists()
+    asyncio.run(open_disk(root, trust_parent_folders=True).close())
+    shutil.rmtree(above / "between")
+    above.chmod(mode | 0o1000)  # as /tmp: nobody renames what belongs to another
+    asyncio.run(open_disk(root).close())
+
+
+@pytest.mark.parametrize(
+    ("gid", "members", "others", "private"),
+    [
+        (1000, [], [], True),
+        (1000, ["me"], [], True),
+        (1000, ["me", "you"], [], False),
+        (1000, [], [1000], False),  # whose primary group it is, too
+        (100, [], [], False),  # not this user's own
+        (0, [], [], False),
+        (7, None, [], False),  # a group without a name
+    ],
+)
+def test_a_user_is_alone_in_a_group_of_its_own(monkeypatch, gid, members, others, private):
+    def account(name, uid, primary):
+        return SimpleNamespace(pw_name=name, pw_uid=uid, pw_gid=primary)
+
+    def group(number):
+        if members is None:
+            raise KeyError(number)
+        return SimpleNamespace(gr_mem=members)
+
+    me = account("me", os.geteuid(), 1000 if gid == 1000 else 0 if gid == 0 else 1)
+    accounts = [me, *(account("you", 4321, other) for other in others)]
+    monkeypatch.setattr(disk_trust.pwd, "getpwuid", lambda uid: me)
+    monkeypatch.setattr(disk_trust.pwd, "getpwall", lambda: accounts)
+    monkeypatch.setattr(disk_trust.grp, "getgrgid", group)
+    disk_trust.is_private_group.cache_clear()
+    try:
+        assert disk_trust.is_private_group(gid) is private
+    finally:
+        disk_trust.is_private_group.cache_clear()
+
+
+def test_folders_that_a_group_of_one_may_write_are_the_users_own(tmp_path, monkeypatch):
+    """As Ubuntu makes them in a user's home."""
+    monkeypatch.setattr(disk_trust, "is_private_group", lambda gid: True)
+    root = tmp_path / "home" / "kv"
+    root.mkdir(parents=True)
+    for folder in (root, root.parent):
+        folder.chmod(0o775)
+    asyncio.run(open_disk(root).close())
+    root.parent.chmod(0o777)
+    assert "writable by everyone" in refusal(root)
+
+
+def test_links_on_the_way_are_followed_by_the_look_at_it_too(tmp_path):
+    exposed = tmp_path / "exposed"
+    (exposed / "below").mkdir(parents=True)
+    exposed.chmod(0o777)
+    (tmp_path / "first").symlink_to("second/")
+    (tmp_path / "second").symlink_to(exposed / ".." / "exposed" / "below")
+    assert f"chmod g-w,o-w {exposed}" in refusal(tmp_path / "first" / "kv")
+    exposed.chmod(0o755)
+    asyncio.run(open_disk(tmp_path / "first" / "kv").close())
+    (tmp_path / "loop").symlink_to("loop")
+    assert "ELOOP" in refusal(tmp_path / "loop" / "kv")
+
+
+def test_folders_and_links_of_other_users_on_the_way_are_refused(tmp_path):
+    if os.geteuid():
+        pytest.skip("needs root to give folders to another user")
+    foreign, real, link = tmp_path / "foreign", tmp_path / "real", tmp_path / "link"
+    foreign.mkdir()
+    os.chown(foreign, NOBODY, NOBODY)
+    assert f"{foreign}, which belongs to user {NOBODY}" in refusal(foreign / "kv")
+    real.mkdir()
+    link.symlink_to(real)
+    os.lchown(link, NOBODY, NOBODY)
+    assert f"{link}, which belongs to user {NOBODY}" in refusal(link / "kv")
+
+
+def test_folders_made_on_the_way_are_not_for_others_whatever_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        for _ in range(2):
+            asyncio.run(open_disk(tmp_path / "one" / "two" / "kv").close())
+    finally:
+        os.umask(before)
+    assert (tmp_path / "one").stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("attacker", ["another user", "this user"])
+async def test_a_root_put_in_place_of_ours_gives_misses_and_takes_no_chunk(public, attacker):
+    """By rename(), in a parent that others may write, which an operator has trusted."""
+    root, evil, keys = public / "kv", public / "evil", keys_of(4)
+    nobody = attacker == "another user"
+    if nobody and os.geteuid():
+        pytest.skip("needs root to act as another user")
+    await forged(evil, keys)
+    backend = open_disk(root, trust_parent_folders=True)
+    assert all(await write(backend, keys))
+    if nobody:
+        for path in (evil, *evil.rglob("*")):
+            os.chown(path, NOBODY, NOBODY)
+    else:
+        evil.chmod(0o770)
+    swap(root, public / "ours", evil, nobody)
+    await read(backend, keys)  # at once: our bytes or none
+    assert await until(lambda: backend._keeper.hold.refusal is not None)
+    evil_files = {path for path in root.rglob("*") if path.is_file()}
+    assert await read(backend, keys) == [False] * 4
+    assert await backend.contains(keys) == [False] * 4
+    assert not backend.holds(keys[0])
+    assert await write(backend, keys_of(4, "more")) == [False] * 4
+    await backend.remove(keys)
+    counters = backend.counters()
+    assert (counters["read_unsafe"], counters["write_unsafe"]) == (8, 8)
+    assert {path for path in root.rglob("*") if path.is_file()} == evil_files
+    os.rename(root, evil)
+    os.rename(public / "ours", root)
+    tick(backend)
+    assert await read(backend, keys) == [True] * 4
+    await backend.close()
+
+
+async def test_a_root_that_others_may_write_later_is_left_alone_until_they_may_not(tmp_path):
+    keys = keys_of(3)
+    backend = open_disk(tmp_path / "kv")
+    assert all(await write(backend, keys))
+    for folder in (tmp_path / "kv", tmp_path / "kv" / namespace_digest("disk").hex()):
+        folder.chmod(0o770)
+        tick(backend)
+        assert await read(backend, keys) == [False] * 3
+        folder.chmod(0o700)
+        tick(backend)
+        assert await read(backend, keys) == [True] * 3
+    await backend.close()
+
+
+async def test_a_root_that_its_operator_moved_and_made_anew_is_used(tmp_path):
+    keys = keys_of(3)
+    backend = open_disk(tmp_path / "kv")
+    assert all(await write(backend, keys))
+    (tmp_path / "kv").rename(tmp_path / "old")
+    (tmp_path / "kv").mkdir(mode=0o700)
+    assert await until(lambda: backend.counters().get("remade"))
+    assert await read(backend, keys) == [False] * 3
+    assert all(await write(backend, keys))
+    assert len(list((tmp_path / "kv").glob("*/??/*"))) == 3
+    await backend.close()
+
+
+@pytest.mark.parametrize("running", [False, True])
+async def test_a_link_in_place_of_a_shard_is_neither_read_nor_written_through(tmp_path, running):
+    (key,) = keys = keys_of(1)
+    backend = open_disk(tmp_path / "kv")
+    assert all(await write(backend, keys))
+    if not running:
+        await backend.close()
+    shard = tmp_path / "kv" / namespace_digest("disk").hex() / shard_of(key)
+    elsewhere = tmp_path / "elsewhere"
+    shard.rename(elsewhere)
+    shard.symlink_to(elsewhere)
+    before = (elsewhere / key.hex()).stat()
+    if running:
+        tick(backend)
+    else:
+        backend = open_disk(tmp_path / "kv")
+    assert await read(backend, keys) == [False]
+    assert backend.counters()["corrupt_link"] == 1
+    assert all(await write(backend, keys))
+    assert not shard.is_symlink()
+    assert await read(backend, keys) == [True]
+    after = (elsewhere / key.hex()).stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    await backend.close()
+
+
+async def test_a_link_among_the_writers_is_not_cleaned_up_through(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("kept")
+    await open_disk(tmp_path / "kv").close()
+    (tmp_path / "kv" / WRITERS / "0123456789abcdef").symlink_to(elsewhere)
+    backend = open_disk(tmp_path / "kv")
+    await backend.close()
+    assert (elsewhere / "precious").read_text() == "kept"
+
+
+def test_verify_names_a_link_in_place_of_a_shard_and_follows_none(tmp_path):
+    (key,) = keys = keys_of(1)
+    backend = open_disk(tmp_path / "kv")
+    assert all(asyncio.run(write(backend, keys)))
+    asyncio.run(backend.close())
+    shard = tmp_path / "kv" / namespace_digest("disk").hex() / shard_of(key)
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    found = DiskInspector(str(tmp_path / "kv"))
+    assert not list(found.chunks())
+    assert found.unreadable == [(str(shard), "corrupt_link")]
+
+
+@pytest.mark.parametrize("name", [f"{WRITERS}/0123456789abcdef/lock", ".owner"])
+def test_a_pipe_in_place_of_a_lock_stops_no_look_from_outside(tmp_path, name):
+    asyncio.run(open_disk(tmp_path / "kv").close())
+    path = tmp_path / "kv" / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    reports = []
+    look = threading.Thread(
+        target=lambda: reports.append(survey(DiskInspector(str(tmp_path / "kv")))), daemon=True
+    )
+    look.start()
+    look.join(5)
+    assert reports, "it waits for the pipe"
+    assert (reports[0]["processes"], reports[0]["owner"]) == (0, False)

@@ -1,0 +1,231 @@
+"""Whatever system call fails, and however often: hit or miss, and the accounting stays right."""
+
+import asyncio
+import os
+import random
+import shutil
+
+import pytest
+
+from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
+from kvoffload.backends.disk.chunk_file import probe_direct
+from kvoffload.backends.disk.paths import WRITERS
+from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.config import ByteSize
+from kvoffload.errors import ConfigError
+from kvoffload.testing import payload_of
+from kvoffload.testing.backends import filled, keys_of, slots
+from tests.support.vfs import EVERY_ERROR, FailingVfs, StuckVfs, kind_of
+
+SIZE = 8192
+KEYS = keys_of(7)
+OLD = keys_of(3, "old")
+
+
+def options(root, **settings):
+    return DiskOptions(
+        root=str(root),
+        capacity=ByteSize(5 * 12288),
+        min_free=ByteSize(0),
+        high_watermark=1.0,
+        low_watermark=1.0,
+        **{"io": "buffered", **settings},
+    )
+
+
+def chunk_bytes(root):
+    return sum(path.lstat().st_blocks * 512 for path in root.glob("*/??/*"))
+
+
+def aside_bytes(root):
+    return sum(path.lstat().st_blocks * 512 for path in root.glob(".quarantine/*"))
+
+
+async def check(backend, keys):
+    into = slots(len(keys), SIZE)
+    answers = await backend.read(keys, into)
+    for key, slot, good in zip(keys, into, answers, strict=True):
+        assert not good or bytes(slot) == payload_of(key, SIZE)
+    return answers
+
+
+async def life(root, vfs, durability):
+    """Open a folder with something in it; store, load, evict, remove, describe, close."""
+    try:
+        backend = DiskBackend(options(root, durability=durability), "faults", vfs=vfs)
+    except ConfigError:
+        return None
+    assert await asyncio.to_thread(backend.wait_ready, 10)
+    await check(backend, OLD)
+    for key in KEYS:
+        await backend.write([key], filled([key], SIZE))
+        assert chunk_bytes(root) <= 5 * 12288
+    await check(backend, KEYS)
+    await backend.contains([*KEYS, *OLD])
+    await backend.remove(KEYS[:1])
+    await backend.describe({"model": "m"})
+    calls = vfs.calls
+    vfs.heal()
+    await check(backend, [*KEYS, *OLD])
+    await backend.write(keys_of(1, "x"), filled(keys_of(1, "x"), SIZE))
+    booked = backend._keeper.ledger.refresh()  # None: damaged, and mended within a second
+    assert booked is None or booked >= chunk_bytes(root) + aside_bytes(root)
+    await backend.close()
+    return calls
+
+
+@pytest.fixture
+async def used(ram_path):
+    """A folder that an earlier life left."""
+    backend = DiskBackend(options(ram_path / "old"), "faults")
+    await backend.write(OLD, filled(OLD, SIZE))
+    await backend.close()
+    return ram_path / "old"
+
+
+async def attempt(used, nth, error, sticky, durability):
+    root = used.parent / "now"
+    shutil.copytree(used, root)
+    try:
+        vfs = FailingVfs(nth, error, sticky=sticky)
+        await life(root, vfs, durability)
+        backend = DiskBackend(options(root), "faults")
+        assert await asyncio.to_thread(backend.wait_ready, 10)
+        await check(backend, [*KEYS, *OLD])
+        assert backend.usage().resident_bytes == chunk_bytes(root) + aside_bytes(root)
+        assert await backend.write(KEYS, filled(KEYS, SIZE)) == [True] * 7
+        writers = [name for name in os.listdir(root / WRITERS) if not name.startswith("new-")]
+        assert writers == [os.path.basename(backend.writer_folder)]
+        await backend.close()
+    finally:
+        shutil.rmtree(root)
+
+
+async def calls_of_a_life(used, durability):
+    shutil.copytree(used, used.parent / "count")
+    calls = await life(used.parent / "count", FailingVfs(0, None), durability)
+    shutil.rmtree(used.parent / "count")
+    return calls
+
+
+@pytest.mark.parametrize("durability", ["none", "fsync"])
+async def test_the_nth_system_call_fails(used, durability):
+    calls = await calls_of_a_life(used, durability)
+    assert calls > 150
+    rng = random.Random(5)
+    for nth in range(1, calls + 1):
+        error = rng.choice(EVERY_ERROR)
+        await attempt(used, nth, error, rng.random() < 0.5, durability)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("durability", ["none", "fsync"])
+async def test_every_system_call_fails_in_every_way(used, durability):
+    calls = await calls_of_a_life(used, durability)
+    for error in EVERY_ERROR:
+        for sticky in (False, True):
+            for nth in range(1, calls + 1):
+                await attempt(used, nth, error, sticky, durability)
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.parametrize("io", ["buffered", "auto"])
+async def test_short_reads_and_writes_are_gone_on_with(tmp_path, call, io):
+    vfs = FailingVfs(1, None, sticky=True, when=lambda c, p: c == call and ".ledger" not in p)
+    backend = DiskBackend(options(tmp_path, io=io), "short", vfs=vfs)
+    assert await backend.write(KEYS[:3], filled(KEYS[:3], SIZE)) == [True] * 3
+    assert await check(backend, KEYS[:3]) == [True] * 3
+    await backend.close()
+
+
+async def test_a_failed_fsync_drops_the_chunk_and_is_not_repeated(tmp_path):
+    vfs = FailingVfs(1, 5, sticky=True, when=lambda call, path: call == "fsync")
+    vfs.heal()
+    backend = DiskBackend(options(tmp_path, durability="fsync"), "fsync", vfs=vfs)
+    vfs.nth, vfs.calls = 1, 0
+    assert await backend.write(KEYS[:1], filled(KEYS[:1], SIZE)) == [False]
+    assert vfs.calls == 1
+    assert backend.counters() == {"write_io_EIO": 1}
+    assert chunk_bytes(tmp_path) == 0
+    assert await check(backend, KEYS[:1]) == [False]
+    vfs.heal()
+    assert await backend.write(KEYS[:1], filled(KEYS[:1], SIZE)) == [True]
+    await backend.close()
+
+
+@pytest.mark.parametrize("call", ["preadv", "open"])
+async def test_a_device_that_answers_no_more_gives_misses_to_whoever_comes_later(tmp_path, call):
+    stuck = []
+    vfs = StuckVfs(lambda name, path: name == call and bool(stuck) and path.endswith(stuck[0]))
+    backend = DiskBackend(options(tmp_path, read_threads=2, stall_s=0.05), "hung", vfs=vfs)
+    await backend.write(KEYS[:4], filled(KEYS[:4], SIZE))
+    stuck.append(KEYS[0].hex())
+    # Two loads occupy both threads and cannot end: their memory is in the kernel's hands.
+    first = [asyncio.ensure_future(check(backend, KEYS[:1])) for _ in range(2)]
+    try:
+        waiting = asyncio.ensure_future(check(backend, KEYS[1:3]))
+        assert await asyncio.wait_for(waiting, 10) == [False, False]
+        assert await asyncio.wait_for(check(backend, KEYS[1:3]), 10) == [False, False]
+        first[0].cancel()
+        await asyncio.sleep(0.02)
+        assert not any(task.done() for task in first)
+        # Stores have threads of their own.
+        assert await backend.write(KEYS[4:5], filled(KEYS[4:5], SIZE)) == [True]
+    finally:
+        vfs.release()
+    assert await first[1] == [True]
+    with pytest.raises(asyncio.CancelledError):
+        await first[0]
+    assert await check(backend, KEYS[:4]) == [True] * 4
+    await backend.close()
+
+
+async def test_without_direct_io_the_page_cache_is_used_and_that_is_said(tmp_path):
+    def no_direct(call, path):
+        return call == "open" and ".writers" in path and not path.endswith(("lock", ".json"))
+
+    vfs = FailingVfs(1, 22, when=no_direct)
+    backend = DiskBackend(options(tmp_path, io="auto"), "probe", vfs=vfs)
+    assert (backend.io_mode, backend.io_reason) == ("buffered", "io_EINVAL")
+    assert await backend.write(KEYS[:1], filled(KEYS[:1], SIZE)) == [True]
+    await backend.close()
+    with pytest.raises(ConfigError) as caught:
+        DiskBackend(options(tmp_path, io="direct"), "probe", vfs=FailingVfs(1, 22, when=no_direct))
+    assert caught.value.field == "io"
+    assert not os.listdir(tmp_path / WRITERS)
+
+
+@pytest.mark.parametrize(("error", "reason"), [(22, "io_EINVAL"), (None, "io_short")])
+async def test_a_disk_that_writes_directly_but_does_not_read_so_uses_the_page_cache(
+    tmp_path, error, reason
+):
+    if probe_direct(Vfs(), str(tmp_path / "probe")) is not None:
+        pytest.skip("no direct I/O here")
+    vfs = FailingVfs(1, error, when=lambda c, p: c == "preadv" and kind_of(p) == "temporary")
+    backend = DiskBackend(options(tmp_path, io="auto"), "probe", vfs=vfs)
+    assert (backend.io_mode, backend.io_reason) == ("buffered", reason)
+    assert await backend.write(KEYS[:1], filled(KEYS[:1], SIZE)) == [True]
+    assert await check(backend, KEYS[:1]) == [True]
+    await backend.close()
+
+
+@pytest.mark.parametrize("turns", [500, pytest.param(6_000, marks=pytest.mark.chaos)])
+async def test_neither_memory_nor_descriptors_grow(ram_path, turns):
+    """Eighteen operations a turn: stores, hits, misses, evictions, removals."""
+    psutil = pytest.importorskip("psutil")
+    process = psutil.Process()
+    backend = DiskBackend(options(ram_path), "soak")
+    figures = []
+    into = slots(8, 512)
+    for turn in range(turns):
+        keys = keys_of(8, f"{turn % 100}")
+        await backend.write(keys, filled(keys, 512))
+        await backend.read(keys, into)
+        await backend.remove(keys[:2])
+        backend.take_removals()
+        if turn % (turns // 5) == turns // 5 - 1:
+            figures.append((process.num_fds(), process.memory_info().rss))
+    await backend.close()
+    assert figures[-1][0] <= figures[0][0]
+    assert figures[-1][1] - figures[1][1] < 16 << 20

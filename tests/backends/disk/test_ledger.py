@@ -1,0 +1,72 @@
+"""A ledger file made by somebody else: sealed as ours are, with counts that no root has."""
+
+import fcntl
+import struct
+
+import pytest
+import xxhash
+from disk_parts import open_disk, until, write
+
+from kvoffload.backends.disk.quota import Quota, recorded_bytes
+from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.testing.backends import keys_of
+
+
+def sealed(resident, changes):
+    record = struct.pack("<8sQqQ", b"KVOLEDGR", 1, resident, changes)
+    return record + struct.pack("<Q", xxhash.xxh3_64_intdigest(record))
+
+
+ABSURD = {
+    "changes": sealed(0, 2**64 - 1),
+    "bytes": sealed(2**63 - 1, 5),
+    "negative bytes": sealed(-(2**63), 5),
+}
+
+
+@pytest.mark.parametrize("name", ABSURD)
+def test_a_sealed_ledger_with_absurd_counts_is_damaged_until_it_is_set_right(tmp_path, name):
+    path = tmp_path / ".ledger"
+    path.write_bytes(ABSURD[name])
+    ledger = Quota(Vfs(), str(path), fresh=False)
+    assert ledger.refresh() is None
+    assert not ledger.reserve(100, 1 << 40)
+    ledger.give_back(-100)
+    assert ledger.settle(0)
+    assert ledger.refresh() == 0
+    assert ledger.reserve(100, 1 << 40)
+    assert ledger.refresh() == 100
+    ledger.close()
+
+
+def test_the_last_count_that_is_good_has_a_good_successor(tmp_path):
+    path = tmp_path / ".ledger"
+    path.write_bytes(sealed(7, 2**62 - 1))
+    ledger = Quota(Vfs(), str(path), fresh=False)
+    assert ledger.refresh() == 7
+    assert ledger.reserve(100, 1 << 40)
+    assert ledger.refresh() == 107
+    ledger.close()
+
+
+def test_a_ledger_that_a_stopped_process_has_locked_is_an_error_for_those_who_only_look(tmp_path):
+    path = tmp_path / ".ledger"
+    path.write_bytes(sealed(7, 5))
+    assert recorded_bytes(Vfs(), str(path)) == 7
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError, match="locked by another process"):
+            recorded_bytes(Vfs(), str(path))
+    assert recorded_bytes(Vfs(), str(path)) == 7
+
+
+async def test_a_store_with_such_a_ledger_is_set_right_and_stores(tmp_path):
+    (tmp_path / "root").mkdir(mode=0o700)
+    backend = open_disk(tmp_path / "root")
+    assert await write(backend, keys_of(1)) == [True]
+    with (tmp_path / "root" / ".ledger").open("r+b") as file:
+        file.write(ABSURD["changes"])
+    assert await write(backend, keys_of(1, "refused")) == [False]
+    assert await until(lambda: backend._keeper.ledger.refresh() is not None)
+    assert await write(backend, keys_of(1, "again")) == [True]
+    await backend.close()

@@ -1,0 +1,265 @@
+"""What no system call reports: threads that do not start, policies that raise, loads cut off."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+
+import pytest
+from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, until, write
+
+from kvoffload.backends.disk import housekeeper as disk_house
+from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
+from kvoffload.backends.disk.housekeeper import Housekeeper
+from kvoffload.backends.disk.paths import WRITERS
+from kvoffload.config import ByteSize
+from kvoffload.errors import ConfigError
+from kvoffload.policies.handicap import HandicapPolicy
+from kvoffload.testing.backends import keys_of, slots
+from tests.support.vfs import StuckVfs
+
+
+def assert_exact(backend, root):
+    assert backend._keeper.bytes_under_way == 0
+    assert backend._keeper.ledger.refresh() == chunk_bytes(root)
+
+
+# ---- a device that hangs -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "counter", "threads"),
+    [("preadv", "read_stalled", "read_threads"), ("pwritev", "write_stalled", "write_threads")],
+)
+async def test_what_a_dead_device_refuses_is_counted_and_said_once(
+    tmp_path, caplog, call, counter, threads
+):
+    stuck = []
+    vfs = StuckVfs(lambda name, path: name == call and bool(stuck) and ".ledger" not in path)
+    backend = open_disk(tmp_path, vfs=vfs, io="buffered", stall_s=0.05, **{threads: 1})
+    keys, new = keys_of(6), keys_of(6, "new")
+    assert await write(backend, keys) == [True] * 6
+
+    async def work():
+        if call == "preadv":
+            return await backend.read(keys, slots(6, SIZE))
+        return await write(backend, new)
+
+    def warnings():
+        return [r for r in caplog.records if "every thread" in r.getMessage()]
+
+    async def stall():
+        """Six are refused, twice, while one is stuck that had five behind it."""
+        before = backend.counters().get(counter, 0)
+        stuck.append(True)
+        first = asyncio.ensure_future(work())
+        try:
+            lane = backend._loads if call == "preadv" else backend._stores
+            assert await until(lane.stalled)
+            for _ in range(2):
+                assert await asyncio.wait_for(work(), 10) == [False] * 6
+            assert await until(lambda: backend.counters()[counter] == before + 17)
+        finally:
+            stuck.clear()
+            vfs.release()
+        assert await first == [True] + [False] * 5
+        assert backend.counters()[counter] == before + 17
+        vfs.hold()
+
+    with caplog.at_level(logging.WARNING):
+        for stalls in (1, 2):
+            await stall()
+            assert len(warnings()) == stalls
+            assert await work() == [True] * 6
+            await backend.remove(new)
+    assert str(tmp_path) in warnings()[0].getMessage()
+    await backend.close()
+
+
+# ---- errors that are no OSError ------------------------------------------------------------------
+
+
+def failing(monkeypatch, owner, method, times=3, error=RuntimeError):
+    """Make a method raise the next few times, after which it works again."""
+    real = getattr(owner, method)
+    left = [times]
+
+    def attempt(*args, **kwargs):
+        if left[0]:
+            left[0] -= 1
+            raise error(f"{method} does not work")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, method, attempt)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+@pytest.mark.parametrize("where", ["policy", "header", "name", "stat"])
+async def test_a_store_in_which_something_raises_is_a_refusal_and_leaves_no_bytes(
+    tmp_path, monkeypatch, caplog, where, error
+):
+    backend = open_disk(tmp_path, io="buffered")
+    keys = keys_of(4)
+    assert await write(backend, keys[:1]) == [True]
+    owner, method = {
+        "policy": (HandicapPolicy, "add"),
+        "header": (backend._chunks._files, "_pages"),
+        "name": (backend._keeper.writer, "temporary"),
+        "stat": (backend._keeper, "_allocated"),
+    }[where]
+    failing(monkeypatch, owner, method, error=error)
+    for key in keys[1:]:
+        assert await write(backend, [key]) == [False]
+    assert backend.counters() == {"write_failed": 3}
+    assert f"{method} does not work" in caplog.text
+    assert_exact(backend, tmp_path)
+    assert not any(map(backend.holds, keys[1:]))
+    assert os.listdir(backend.writer_folder) == ["lock"]
+    assert await write(backend, keys) == [True] * 4
+    assert await backend.read(keys, slots(4, SIZE)) == [True] * 4
+    assert_exact(backend, tmp_path)
+    await backend.close()
+
+
+async def test_a_policy_that_names_no_victim_but_raises_refuses_the_store(tmp_path, monkeypatch):
+    settings = {"capacity": ByteSize(2 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+    backend = open_disk(tmp_path, **settings)
+    keys = keys_of(4)
+    assert await write(backend, keys[:2]) == [True] * 2
+    failing(monkeypatch, HandicapPolicy, "victims")
+    assert [(await write(backend, [keys[2]]))[0] for _ in range(3)] == [False] * 3
+    assert backend.counters() == {"write_failed": 3}
+    assert_exact(backend, tmp_path)
+    assert await write(backend, [keys[2]]) == [True]
+    assert_exact(backend, tmp_path)
+    await backend.close()
+
+
+async def test_a_load_in_which_something_raises_is_a_miss(tmp_path, monkeypatch, caplog):
+    backend = open_disk(tmp_path, io="buffered", read_threads=1)
+    keys = keys_of(3)
+    assert await write(backend, keys) == [True] * 3
+    failing(monkeypatch, backend._chunks._files, "_pages", times=1, error=MemoryError)
+    assert await backend.read(keys, slots(3, SIZE)) == [False, True, True]
+    assert backend.counters() == {"read_failed": 1}
+    assert "_pages does not work" in caplog.text
+    await backend.close()
+
+
+@pytest.mark.parametrize("method", ["touch", "remove"])
+async def test_a_policy_that_cannot_reorder_costs_no_answer(tmp_path, monkeypatch, method):
+    backend = open_disk(tmp_path, io="buffered")
+    keys = keys_of(3)
+    failing(monkeypatch, HandicapPolicy, method, times=1)
+    assert await write(backend, keys) == [True] * 3
+    assert await backend.read(keys, slots(3, SIZE)) == [True] * 3
+    await backend.remove(keys)
+    assert backend.counters()["policy_failed"] == 1
+    assert_exact(backend, tmp_path)
+    await backend.close()
+
+
+async def test_a_policy_that_cannot_let_go_of_a_chunk_is_counted_and_keeps_no_file(
+    tmp_path, monkeypatch
+):
+    backend = open_disk(tmp_path, io="buffered")
+    keys = keys_of(3)
+    assert await write(backend, keys) == [True] * 3
+    failing(monkeypatch, HandicapPolicy, "remove", times=1)
+    await backend.remove(keys)
+    assert backend.counters()["policy_failed"] == 1
+    assert not any(map(backend.holds, keys))
+    assert_exact(backend, tmp_path)
+    await backend.close()
+
+
+# ---- an open that fails --------------------------------------------------------------------------
+
+
+def open_files():
+    """Descriptors of this process with what each leads to."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
+    return found
+
+
+@pytest.mark.parametrize(
+    "part", ["kvoffload-disk-load_1", "kvoffload-disk-store_0", "kvoffload-disk"]
+)
+def test_an_open_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, part):
+    real = threading.Thread.start
+
+    def start(thread):
+        if thread.name == part:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    options = DiskOptions(root=str(tmp_path), min_free=ByteSize(0), read_threads=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        threads, descriptors = set(threading.enumerate()), open_files()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="can't start"):
+                DiskBackend(options, "ns")
+            # Sets, and not counts: what an earlier test left may end meanwhile.
+            assert set(threading.enumerate()) <= threads
+            assert open_files() <= descriptors
+            assert os.listdir(tmp_path / WRITERS) == []
+    backend = DiskBackend(options, "ns")
+    assert backend._keeper.ownership.held
+    asyncio.run(backend.close())
+
+
+@pytest.mark.parametrize("field", ["read_threads", "write_threads"])
+@pytest.mark.parametrize("threads", [0, 257, 10**9])
+def test_more_threads_than_make_sense_are_refused(tmp_path, field, threads):
+    with pytest.raises(ConfigError) as caught:
+        DiskOptions(root=str(tmp_path), **{field: threads})
+    assert caught.value.field == field
+
+
+# ---- a load cut off, an owner that does not know of what others stored ---------------------------
+
+
+async def test_chunks_read_before_a_load_was_cut_off_count_as_used(tmp_path):
+    keys = keys_of(4)
+    vfs = StuckVfs(lambda name, path: name == "preadv" and path.endswith(keys[2].hex()))
+    settings = {"capacity": ByteSize(4 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+    backend = open_disk(tmp_path, vfs=vfs, read_threads=1, **settings)
+    assert [(await write(backend, [key]))[0] for key in keys] == [True] * 4
+    loading = asyncio.ensure_future(backend.read(keys, slots(4, SIZE)))
+    assert await until(lambda: vfs.stuck)
+    loading.cancel()
+    await asyncio.sleep(0.02)
+    vfs.release()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    # Without the load the first would leave; the last was not begun and is the oldest now.
+    assert await write(backend, keys_of(1, "new")) == [True]
+    assert [backend.holds(key) for key in keys] == [True, True, True, False]
+    await backend.close()
+
+
+async def test_an_owner_without_victims_looks_at_once_for_what_others_stored(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_house, "_TICK_S", 3600.0)
+    settings = {"capacity": ByteSize(6 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+    owner, other = open_disk(tmp_path, "one", **settings), open_disk(tmp_path, "two", **settings)
+    assert await write(other, keys_of(6, "two")) == [True] * 6
+    looks = []
+    real = Housekeeper._look
+    monkeypatch.setattr(
+        Housekeeper, "_look", lambda self: (looks.append(time.monotonic()), real(self))
+    )
+    refused = 0
+    while await write(owner, keys_of(1, "one")) != [True]:
+        refused += 1
+        assert refused < 500, owner.counters()
+        await asyncio.sleep(0.02)
+    assert owner.counters()["evicted"] >= 1
+    assert len(looks) <= refused
+    await owner.close()
+    await other.close()

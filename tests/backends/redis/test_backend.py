@@ -1,0 +1,611 @@
+"""The Redis backend against real servers: it conforms, wherever and however it is reached."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from kvoffload import open_backend
+from kvoffload.backends.redis.chunk_io import INLINE_BYTES, Sealer
+from kvoffload.errors import ConfigError
+from kvoffload.testing.backends import (
+    CHUNK_BYTES,
+    PersistentBackendSuite,
+    filled,
+    keys_of,
+    payload_of,
+    slots,
+)
+from tests.support.redis_server import (
+    BINARY,
+    MISSING,
+    RedisServer,
+    free_port,
+    make_certificates,
+    redis_cluster,
+)
+
+pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
+PATIENT = {"timeout_s": 5.0, "connect_timeout_s": 5.0, "lookup_timeout_s": 5.0}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """One plain server, also on a Unix socket."""
+    folder = tmp_path_factory.mktemp("redis")
+    server = RedisServer(folder, "--unixsocket", str(folder / "sock"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def empty(server):
+    """The plain server, holding nothing."""
+    server.cli("flushall")
+    return server
+
+
+TURN_THE_LAST_BYTE = """
+local value = redis.call("get", KEYS[1])
+redis.call("set", KEYS[1], value:sub(1, -2) .. string.char((value:byte(-1) + 1) % 256))
+"""
+
+
+class RedisSuite(PersistentBackendSuite):
+    servers: Sequence[RedisServer]
+    tls: Sequence[str] = ()
+
+    def damage(self, backend, key):
+        found = 0
+        for server in self.servers:
+            if name := server.cli("keys", f"*{key.hex()}*", tls=self.tls):
+                server.cli("eval", TURN_THE_LAST_BYTE, "1", name, tls=self.tls)
+                found += 1
+        assert found == 1
+
+
+class TestOneServer(RedisSuite):
+    @pytest.fixture(autouse=True)
+    def _server(self, empty):
+        self.server = empty
+        self.servers = [empty]
+
+    def open(self, namespace):
+        return open_backend("redis", {"url": self.server.url, **PATIENT}, namespace)
+
+
+class TestAuthenticatedValues(RedisSuite):
+    @pytest.fixture(autouse=True)
+    def _server(self, empty, tmp_path):
+        self.server, self.secret = empty, tmp_path / "secret"
+        self.servers = [empty]
+        self.secret.write_text("0123456789abcdef" * 4)
+
+    def open(self, namespace):
+        options = {"url": self.server.url, "secret_file": str(self.secret), **PATIENT}
+        return open_backend("redis", options, namespace)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with redis_cluster(tmp_path_factory.mktemp("cluster")) as servers:
+        yield servers
+
+
+class TestCluster(RedisSuite):
+    @pytest.fixture(autouse=True)
+    def _cluster(self, cluster):
+        self.servers = cluster
+        for server in cluster:
+            server.cli("flushall")
+        self.url = f"redis+cluster://127.0.0.1:{cluster[0].port}"
+
+    def open(self, namespace):
+        return open_backend("redis", {"url": self.url, **PATIENT}, namespace)
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory):
+    """A server that speaks TLS only, and its certificates."""
+    folder = tmp_path_factory.mktemp("tls")
+    files = make_certificates(folder / "certificates")
+    port = free_port()
+    try:
+        server = RedisServer(
+            folder, "--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no",
+            "--tls-cert-file", files["cert"], "--tls-key-file", files["key"],
+            "--tls-ca-cert-file", files["ca"], port=port,
+        )  # fmt: skip
+    except RuntimeError as error:
+        # What a server says that knows no such setting, and what one that knows it says.
+        if not any(said in str(error) for said in ("Bad directive", "Failed finding TLS support")):
+            raise
+        pytest.skip(f"{BINARY} was built without TLS")
+    yield server, files
+    server.stop()
+
+
+class TestTLS(RedisSuite):
+    @pytest.fixture(autouse=True)
+    def _tls(self, tls):
+        self.server, self.files = tls
+        self.servers, self.tls = [self.server], ("--tls", "--cacert", self.files["ca"])
+        self.server.cli("flushall", tls=self.tls)
+
+    def open(self, namespace):
+        url = f"rediss://localhost:{self.server.port}"
+        options = {"url": url, "ca_file": self.files["ca"], **PATIENT}
+        return open_backend("redis", options, namespace)
+
+
+async def stores_and_loads(options, namespace="n", count=4):
+    """Whether chunks make the round trip; always with the right bytes."""
+    backend = open_backend("redis", {**PATIENT, **options}, namespace)
+    keys, into = keys_of(count, namespace), slots(count)
+    try:
+        stored = await backend.write(keys, filled(keys))
+        loaded = await backend.read(keys, into)
+        for key, slot, ok in zip(keys, into, loaded, strict=True):
+            assert not ok or bytes(slot) == payload_of(key, CHUNK_BYTES)
+        return all(stored) and all(loaded)
+    finally:
+        await backend.close()
+
+
+async def test_a_unix_socket_will_do(empty):
+    assert await stores_and_loads({"url": f"unix://{empty.folder}/sock?db=3"})
+    assert "keys=4" in empty.cli("info", "keyspace").split("db3:")[1]
+
+
+async def test_a_certificate_for_another_name_is_refused(tls):
+    server, files = tls
+    wrong = {"url": f"rediss://127.0.0.1:{server.port}", "ca_file": files["ca"]}
+    assert not await stores_and_loads(wrong)
+
+
+async def test_a_certificate_of_nobody_known_is_refused(tls):
+    server, _ = tls
+    assert not await stores_and_loads({"url": f"rediss://localhost:{server.port}"})
+
+
+async def test_a_plain_connection_to_a_tls_port_is_a_miss(tls):
+    server, _ = tls
+    assert not await stores_and_loads({"url": f"redis://localhost:{server.port}"})
+
+
+MINIMAL_RIGHTS = "+getex +psetex +exists +pexpire +unlink +ping"
+
+
+@pytest.mark.parametrize("extra", ["", "+info"])
+async def test_a_user_with_few_rights_suffices(empty, monkeypatch, extra):
+    rights = [*MINIMAL_RIGHTS.split(), *extra.split()]
+    empty.cli("acl", "setuser", "kv", "reset", "on", ">geheim", "~kvoffload:*", *rights)
+    monkeypatch.setenv("KV_PASSWORD", "geheim")
+    named = {"url": empty.url, "username": "kv", "password_env": "KV_PASSWORD"}
+    assert await stores_and_loads(named)
+    assert await stores_and_loads({"url": f"redis://kv:geheim@127.0.0.1:{empty.port}"})
+
+
+async def test_a_user_who_may_not_store_still_loads(empty, caplog):
+    assert await stores_and_loads({"url": empty.url})
+    empty.cli("acl", "setuser", "kv", "reset", "on", ">p", "~kvoffload:*", "+getex", "+ping")
+    reader = open_backend("redis", {"url": f"redis://kv:p@127.0.0.1:{empty.port}"}, "n")
+    keys = keys_of(40)
+    owner = open_backend("redis", {"url": empty.url}, "n")
+    assert all(await owner.write(keys, filled(keys)))
+    for _ in range(3):
+        assert not any(await reader.write(keys, filled(keys)))
+        assert all(await reader.read(keys, slots(len(keys))))
+    counters = reader.counters()
+    assert counters["breakers_open"] == 0
+    assert counters["write_full"] >= 2 * len(keys)  # not tried again soon
+    assert caplog.text.count("psetex allows them") == 1
+    await reader.close()
+    await owner.close()
+
+
+def lacking(server, right):
+    """A backend whose user lacks one of the rights it needs."""
+    rights = [it for it in MINIMAL_RIGHTS.split() if it != f"+{right}"]
+    server.cli("acl", "setuser", "kv", "reset", "on", ">p", "~kvoffload:*", *rights)
+    return open_backend("redis", {"url": f"redis://kv:p@127.0.0.1:{server.port}"}, "n")
+
+
+@pytest.mark.parametrize("right", ["exists", "pexpire", "unlink"])
+async def test_a_right_that_is_missing_is_named_once_and_costs_no_connection(empty, caplog, right):
+    backend, keys = lacking(empty, right), keys_of(4)
+    for _ in range(3):
+        assert all(await backend.write(keys, filled(keys)))
+        assert all(await backend.read(keys, slots(4)))
+        assert await backend.contains(keys) == [right != "exists"] * 4
+        await backend.remove(keys[:1])
+    assert backend.counters()["connected"] <= 5
+    assert backend.counters()["breakers_open"] == 0
+    assert caplog.text.count(f"+{right} ~kvoffload:* allows it") == 1
+    await backend.close()
+
+
+async def test_a_user_who_may_not_load_is_told_so(empty, caplog):
+    backend, keys = lacking(empty, "getex"), keys_of(4)
+    for _ in range(3):
+        assert not any(await backend.read(keys, slots(4)))
+    assert backend.counters()["breakers_open"] == 1
+    assert caplog.text.count("+getex ~kvoffload:* allows it") == 1
+    await backend.close()
+
+
+async def test_a_name_that_nobody_resolves_holds_up_no_other_server(empty, monkeypatch):
+    hung = threading.Event()
+    resolve = socket.getaddrinfo
+
+    def resolver(host, *args, **kwargs):
+        return hung.wait() and [] if host == "nowhere.invalid" else resolve(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolver)
+    away = [open_backend("redis", {"url": "redis://nowhere.invalid"}, "n") for _ in range(40)]
+    near = open_backend("redis", {"url": f"redis://localhost:{empty.port}"}, "n")
+    try:
+        keys = keys_of(2)
+        lost = asyncio.gather(*(it.read(keys, slots(2)) for it in away))
+        assert all(await near.write(keys, filled(keys)))
+        assert all(await near.read(keys, slots(2)))
+        assert await lost == [[False, False]] * len(away)
+    finally:
+        hung.set()
+        for backend in (near, *away):
+            await backend.close()
+
+
+async def test_a_wrong_password_is_a_miss_and_never_shown(empty, caplog):
+    caplog.set_level("DEBUG")
+    empty.cli("acl", "setuser", "kv", "reset", "on", ">geheim", "~kvoffload:*", "+@all")
+    options = {"url": f"redis://kv:verysecret@127.0.0.1:{empty.port}"}
+    backend = open_backend("redis", options, "n")
+    assert "verysecret" not in repr(backend)
+    assert await backend.read(keys_of(2), slots(2)) == [False, False]
+    await backend.close()
+    assert caplog.text
+    assert "verysecret" not in caplog.text
+
+
+async def test_a_changed_password_file_is_read_again(empty, tmp_path):
+    empty.cli("acl", "setuser", "kv", "reset", "on", ">old", "~kvoffload:*", "+@all")
+    secret = tmp_path / "password"
+    secret.write_text("old\n")
+    options = {"url": empty.url, "username": "kv", "password_file": str(secret)}
+    assert await stores_and_loads(options)
+    empty.cli("acl", "setuser", "kv", "resetpass", ">new")
+    assert not await stores_and_loads(options)
+    secret.write_text("new\n")
+    assert await stores_and_loads(options)
+
+
+async def test_every_name_has_our_prefix_and_a_life_span(empty):
+    options = {"url": empty.url, "ttl_s": 100.0}
+    backend = open_backend("redis", options, "model/a:{b}*")
+    await backend.describe({"model": "m"})
+    keys = keys_of(3)
+    await backend.write(keys, filled(keys))
+    names = empty.cli("keys", "*").splitlines()
+    assert len(names) == 4
+    assert all(name.startswith("kvoffload:model%2Fa%3A%7Bb%7D%2A:") for name in names)
+    assert all(90 < int(empty.cli("ttl", name)) <= 100 for name in names)
+    await backend.close()
+
+
+async def test_reading_and_storing_again_prolong_a_chunks_life(empty):
+    backend = open_backend("redis", {"url": empty.url, "ttl_s": 100.0}, "n")
+    keys = keys_of(2)
+    await backend.write(keys, filled(keys))
+    names = empty.cli("keys", "*").splitlines()
+    for name in names:
+        empty.cli("pexpire", name, "5000")
+    await backend.read(keys[:1], slots(1))
+    assert sorted(int(empty.cli("ttl", name)) > 50 for name in names) == [False, True]
+    await backend.write(keys, filled(keys))
+    assert all(int(empty.cli("ttl", name)) > 50 for name in names)
+    assert backend.counters()["write_present"] == 2  # and nothing was sent again
+    await backend.close()
+
+
+def set_to(server, name, value):
+    """Put something else where a chunk was, around the backend."""
+    import redis
+
+    with redis.Redis(port=server.port) as client:
+        client.set(name, value)
+
+
+def tamper(server, change):
+    """Change the value of the only key by a function of its bytes, around the backend."""
+    import redis
+
+    with redis.Redis(port=server.port) as client:
+        (name,) = client.keys("kvoffload:*")
+        client.set(name, change(bytearray(client.get(name))))
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("payload", lambda v: v[:-1] + bytes([v[-1] ^ 1])),
+        ("header", lambda v: bytes([v[0] ^ 0x80]) + v[1:]),
+        ("size", lambda v: v[:-1]),
+        ("size", lambda v: v + b"x"),
+        ("size", lambda v: b""),
+        ("payload", lambda v: v[:300] + bytes(len(v) - 300)),
+    ],
+)
+async def test_a_damaged_value_is_a_miss_is_removed_and_can_be_stored_again(empty, what, change):
+    backend = open_backend("redis", {"url": empty.url, **PATIENT}, "n")
+    keys = keys_of(1)
+    await backend.write(keys, filled(keys))
+    tamper(empty, change)
+    assert await backend.read(keys, slots(1)) == [False], what
+    while empty.cli("dbsize") != "0":  # noqa: ASYNC110 - it happens in the server
+        await asyncio.sleep(0.01)
+    assert await backend.write(keys, filled(keys)) == [True]
+    assert await backend.read(keys, slots(1)) == [True]
+    assert backend.counters()["breakers_open"] == 0
+    await backend.close()
+
+
+async def test_a_value_under_another_key_is_a_miss(empty):
+    backend = open_backend("redis", {"url": empty.url, **PATIENT}, "n")
+    a, b = keys_of(2)
+    await backend.write([a], filled([a]))
+    (name,) = empty.cli("keys", "*").splitlines()
+    empty.cli("copy", name, name.replace(a.hex(), b.hex()))
+    assert await backend.contains([b]) == [True]
+    assert await backend.read([a, b], slots(2)) == [True, False]
+    assert backend.counters()["read_corrupt_key"] == 1
+    await backend.close()
+
+
+def test_seals_that_take_long_are_made_off_the_loop():
+    small, large = memoryview(bytes(CHUNK_BYTES)), memoryview(bytes(INLINE_BYTES + 1))
+    plain, keyed = Sealer(bytes(32), None), Sealer(bytes(32), bytes(32))
+    assert [plain.slow(small), plain.slow(large)] == [False, True]
+    assert [keyed.slow(small), keyed.slow(large)] == [True, True]
+
+
+def with_secrets(server, folder, *names):
+    """Backends that each have a secret of their own."""
+    for name in names:
+        (folder / name).write_text(name * 4 + "0123456789abcdef" * 2)
+        options = {"url": server.url, "secret_file": str(folder / name), **PATIENT}
+        yield open_backend("redis", options, "n")
+
+
+async def test_engines_with_different_secrets_keep_out_of_each_others_way(empty, tmp_path):
+    """As while a secret is changed on one engine after the other."""
+    old, new = with_secrets(empty, tmp_path, "old", "new")
+    keys = keys_of(8)
+    assert all(await old.write(keys, filled(keys)))
+    assert not any(await new.contains(keys))
+    assert not any(await new.read(keys, slots(8)))
+    assert all(await new.write(keys, filled(keys)))
+    assert all(await new.read(keys, slots(8)))
+    assert all(await old.read(keys, slots(8)))
+    assert empty.cli("dbsize") == "16"
+    await old.close()
+    await new.close()
+
+
+async def test_values_of_someone_without_the_secret_are_misses(empty, tmp_path):
+    """Every field and checksum is right, but the author did not have the secret."""
+    attacker, victim = with_secrets(empty, tmp_path, "theirs", "mine")
+    keys = keys_of(1)
+    await victim.write(keys, filled(keys))
+    (name,) = empty.cli("keys", "*").splitlines()
+    await attacker.write(keys, filled(keys))
+    (forged,) = set(empty.cli("keys", "*").splitlines()) - {name}
+    assert await attacker.read(keys, slots(1)) == [True]
+    empty.cli("copy", forged, name, "replace")
+    assert await victim.read(keys, slots(1)) == [False]
+    assert victim.counters()["read_corrupt_mac"] == 1
+    await attacker.close()
+    await victim.close()
+
+
+async def test_a_key_of_another_type_is_a_miss(empty):
+    backend = open_backend("redis", {"url": empty.url, **PATIENT}, "n")
+    keys = keys_of(2)
+    await backend.write(keys, filled(keys))
+    name = next(n for n in empty.cli("keys", "*").splitlines() if keys[0].hex() in n)
+    empty.cli("del", name)
+    empty.cli("rpush", name, "x")
+    assert await backend.read(keys, slots(2)) == [False, True]
+    while name in empty.cli("keys", "*"):  # noqa: ASYNC110 - it happens in the server
+        await asyncio.sleep(0.01)
+    assert await backend.contains(keys) == [False, True]
+    assert await backend.write(keys, filled(keys)) == [True, True]
+    assert await backend.read(keys, slots(2)) == [True, True]
+    assert backend.counters()["read_corrupt_type"] == 1
+    await backend.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "misses"),
+    [("", 1), ("short", 1), ("x" * 3 * CHUNK_BYTES, 24)],
+    ids=["empty", "short", "far too long"],
+)
+async def test_a_value_of_a_wrong_size_costs_no_other_chunk(empty, value, misses):
+    """At most its neighbours on the connection are misses for once."""
+    backend = open_backend("redis", {"url": empty.url, "connections": 1, **PATIENT}, "n")
+    keys = keys_of(24)
+    await backend.write(keys, filled(keys))
+    name = next(n for n in empty.cli("keys", "*").splitlines() if keys[5].hex() in n)
+    set_to(empty, name, value)
+    assert (await backend.read(keys, slots(24))).count(False) <= misses
+    while empty.cli("exists", name) == "1":  # noqa: ASYNC110 - it happens in the server
+        await asyncio.sleep(0.01)
+    assert empty.cli("dbsize") == "23"
+    assert (await backend.read(keys, slots(24))).count(False) == 1
+    assert backend.counters()["read_corrupt_size"] == 1
+    assert backend.counters()["breakers_open"] == 0
+    await backend.close()
+
+
+async def test_a_cluster_url_is_needed_for_a_cluster(cluster):
+    assert not await stores_and_loads({"url": cluster[0].url}, count=8)
+
+
+async def test_chunks_spread_over_a_cluster(cluster):
+    url = f"redis+cluster://127.0.0.1:{cluster[1].port}"
+    assert await stores_and_loads({"url": url}, "spread", count=48)
+    assert all(int(server.cli("dbsize")) > 0 for server in cluster)
+
+
+async def test_in_a_cluster_a_user_with_few_rights_suffices(cluster):
+    for server in cluster:
+        rights = [*MINIMAL_RIGHTS.split(), "+cluster|slots"]
+        server.cli("acl", "setuser", "kv", "reset", "on", ">geheim", "~kvoffload:*", *rights)
+    url = f"redis+cluster://kv:geheim@127.0.0.1:{cluster[2].port}"
+    assert await stores_and_loads({"url": url}, "rights", count=16)
+
+
+async def test_a_slot_that_moves_is_followed(cluster):
+    """ASK while it moves, MOVED afterwards: both lead to the chunk at once."""
+    url = f"redis+cluster://127.0.0.1:{cluster[0].port}"
+    backend = open_backend("redis", {"url": url, **PATIENT}, "moving")
+    keys = keys_of(1, "moving")
+    await backend.write(keys, filled(keys))
+    name = f"kvoffload:moving:xxh3:{{{keys[0].hex()}}}"
+    slot = cluster[0].cli("cluster", "keyslot", name)
+    source = next(s for s in cluster if int(s.cli("cluster", "countkeysinslot", slot)) == 1)
+    target = next(s for s in cluster if s is not source)
+    source_id, target_id = source.cli("cluster", "myid"), target.cli("cluster", "myid")
+    target.cli("cluster", "setslot", slot, "importing", source_id)
+    source.cli("cluster", "setslot", slot, "migrating", target_id)
+    source.cli("migrate", "127.0.0.1", str(target.port), name, "0", "5000")
+    try:
+        assert await backend.read(keys, slots(1)) == [True]
+        assert backend.counters()["refused_ask"] == 1
+    finally:
+        for server in (target, source):
+            server.cli("cluster", "setslot", slot, "node", target_id)
+    assert await backend.read(keys, slots(1)) == [True]
+    assert backend.counters()["refused_moved"] == 1
+    assert await backend.read(keys, slots(1)) == [True]
+    assert backend.counters()["refused_moved"] == 1  # the table was corrected
+    await backend.close()
+
+
+async def test_usage_and_facts_can_be_read(empty):
+    backend = open_backend("redis", {"url": empty.url}, "n")
+    await backend.describe({"model": "llama", "dtype": "bf16"})
+    keys = keys_of(2)
+    await backend.write(keys, filled(keys))
+    assert backend.usage().resident_bytes > 0
+    assert backend.counters()["write_ok"] == 2
+    assert "llama" in empty.cli("get", "kvoffload:n:facts")
+    await backend.close()
+
+
+async def facts_are_there(server, namespace):
+    while "llama" not in server.cli("get", f"kvoffload:{namespace}:facts"):  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
+async def test_facts_are_back_soon_after_a_flush(empty):
+    backend = open_backend("redis", {"url": empty.url}, "n")
+    await backend.describe({"model": "llama"})
+    await facts_are_there(empty, "n")
+    empty.cli("flushall")
+    keys = keys_of(2)
+    await backend.write(keys, filled(keys))
+    await facts_are_there(empty, "n")
+    await backend.close()
+
+
+async def test_loads_alone_keep_the_facts_alive(empty):
+    backend = open_backend("redis", {"url": empty.url, "ttl_s": 100.0}, "n")
+    keys = keys_of(2)
+    await backend.describe({"model": "llama"})
+    await backend.write(keys, filled(keys))
+    await facts_are_there(empty, "n")
+    while int(empty.cli("pttl", "kvoffload:n:facts")) > 99_000:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    await backend.read(keys, slots(2))
+    while int(empty.cli("pttl", "kvoffload:n:facts")) < 99_000:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    await backend.close()
+
+
+@pytest.mark.parametrize("bad", [b"", b"x" * 121])
+async def test_a_key_of_impossible_length_is_misuse(empty, bad):
+    backend = open_backend("redis", {"url": empty.url}, "n")
+    with pytest.raises(ValueError, match="1 to 120"):
+        await backend.write([bad], slots(1))
+    await backend.close()
+
+
+WRITER = """
+import asyncio, sys, random
+from kvoffload import open_backend
+from kvoffload.testing.backends import keys_of, filled, slots, payload_of, CHUNK_BYTES
+
+async def main(url, seed):
+    choose = random.Random(seed)
+    backend = open_backend("redis", {"url": url, "timeout_s": 10.0, "connect_timeout_s": 10.0}, "n")
+    keys, good = keys_of(24, "shared"), 0
+    for _ in range(25):
+        some = choose.sample(keys, 8)
+        await backend.write(some, filled(some))
+        some, into = choose.sample(keys, 8), slots(8)
+        for key, slot, ok in zip(some, into, await backend.read(some, into)):
+            assert not ok or bytes(slot) == payload_of(key, CHUNK_BYTES)
+            good += ok
+        await backend.remove(choose.sample(keys, 2))
+    await backend.close()
+    assert good > 50, good
+
+asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+"""
+
+
+def test_four_processes_write_read_and_remove_the_same_keys(empty):
+    workers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, empty.url, str(seed)]) for seed in range(4)
+    ]
+    assert [worker.wait(60) for worker in workers] == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({}, "url"),
+        ({"url": "http://host"}, "url"),
+        ({"url": "redis://a,b"}, "url"),
+        ({"url": "redis+sentinel://a,b"}, "url"),
+        ({"url": "redis+cluster://a/3"}, "url"),
+        ({"url": "redis://host:x"}, "url"),
+        ({"url": "redis://host/abc"}, "url"),
+        ({"url": "redis://host?timeout=3"}, "url"),
+        ({"url": "redis://host", "timeout_s": 0}, "timeout_s"),
+        ({"url": "redis://host", "connections": 0}, "connections"),
+        ({"url": "redis://host", "ttl_s": 1e-4}, "ttl_s"),
+        ({"url": "redis://host", "ttl_s": 1e16}, "ttl_s"),
+        ({"url": "redis://host", "max_inflight_bytes": 5}, "max_inflight_bytes"),
+        ({"url": "redis://host", "password_env": "SURELY_NOT_SET"}, "password_env"),
+        ({"url": "redis://host", "password_file": "/nowhere/x"}, "password_file"),
+        ({"url": "redis://host", "secret_file": "/nowhere/x"}, "secret_file"),
+        ({"url": "rediss://host", "ca_file": "/nowhere/x"}, "ca_file"),
+        ({"url": "redis://host", "tmeout_s": 1}, "tmeout_s"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_at_start(options, field):
+    with pytest.raises(ConfigError) as caught:
+        open_backend("redis", options, "n")
+    assert caught.value.field == field
+
+
+def test_a_bad_url_does_not_give_its_password_away():
+    with pytest.raises(ConfigError) as caught:
+        open_backend("redis", {"url": "redis://user:verysecret@host/notanumber"}, "n")
+    assert "verysecret" not in str(caught.value)

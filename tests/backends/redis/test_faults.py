@@ -1,0 +1,310 @@
+"""Redis killed, paused, full, refusing and moved: misses, right bytes, and back again.
+
+Whatever happens to the server, no call raises, none hangs, no byte is wrong, connections stay few,
+and once the server is well again, so is the cache. Times are the backend's own business here: the
+figures are in docs/redis.md, measured by ``benchmarks/redis_faults.py``.
+"""
+
+import asyncio
+import subprocess
+
+import pytest
+
+from kvoffload import open_backend
+from kvoffload.testing.backends import filled, keys_of
+from kvoffload.transfer.io_loop import IOLoop
+from tests.support.redis_engine import LIMIT_S, RedisEngine, until
+from tests.support.redis_server import BINARY, MISSING, RedisServer, free_port
+
+pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = RedisServer(tmp_path / "redis", "--enable-debug-command", "local")
+    yield server
+    server.stop()
+
+
+async def test_killed_it_is_left_alone_and_found_again(server):
+    async with RedisEngine(server.url) as engine:
+        await engine.back()
+        server.kill()
+        await engine.shut_out()
+        assert await engine.load() == [False] * 8
+        assert await engine.store() == [False] * 8
+        assert await engine.backend.contains(engine.keys) == [False] * 8
+        assert engine.backend.holds(engine.keys[0]) is False
+        connects = engine.count("connect_failed")
+        await engine.load()
+        assert engine.count("connect_failed") == connects  # open means: not even tried
+        server.start()
+        await engine.back()
+
+
+async def test_never_there_at_all_it_is_a_miss():
+    async with RedisEngine(f"redis://127.0.0.1:{free_port()}") as engine:
+        assert await engine.load() == [False] * 8
+        assert await engine.store() == [False] * 8
+
+
+async def test_restarted_empty_old_verdicts_are_dropped(server):
+    async with RedisEngine(server.url, present_s=3600.0) as engine:
+        await engine.store()
+        assert engine.backend.holds(engine.keys[0]) is True
+        server.kill()
+        server.start()
+
+        async def noticed():
+            await engine.backend.contains(engine.keys)
+            return engine.backend.holds(engine.keys[0]) is not True
+
+        await until(noticed)
+        assert not any(await engine.load())
+        await engine.back()
+
+
+async def test_restarted_and_used_again_the_facts_are_back(server):
+    async with RedisEngine(server.url) as engine:
+        server.kill()
+        await engine.backend.describe({"model": "llama"})
+        server.start()
+        await engine.back()
+
+        async def known():
+            return "llama" in server.cli("get", "kvoffload:faults:facts")
+
+        await until(known)
+
+
+async def test_connections_closed_for_idleness_change_no_verdict(server):
+    """The run id says that it is the same process still."""
+    async with RedisEngine(server.url, present_s=3600.0) as engine:
+        await engine.store()
+        server.cli("client", "kill", "type", "normal")
+        await until(lambda: disconnected(engine))
+        assert engine.backend.holds(engine.keys[0]) is True
+        assert await engine.hits()
+        assert engine.backend.holds(engine.keys[0]) is True
+
+
+async def disconnected(engine):
+    return engine.count("connections") == 0
+
+
+async def test_paused_it_is_left_alone_and_found_again(server):
+    async with RedisEngine(server.url) as engine:
+        await engine.back()
+        server.pause()
+        try:
+            await engine.shut_out()
+            assert await engine.load() == [False] * 8
+        finally:
+            server.resume()
+        await until(engine.hits)  # nothing was lost meanwhile
+
+
+@pytest.mark.chaos
+async def test_paused_for_half_a_minute(server):
+    async with RedisEngine(server.url) as engine:
+        await engine.back()
+        server.pause()
+        try:
+            for _ in range(300):
+                await engine.load()
+                await asyncio.sleep(0.1)
+        finally:
+            server.resume()
+        await until(engine.hits)
+
+
+async def test_a_short_client_pause_costs_nothing_but_time(server):
+    async with RedisEngine(server.url, timeout_s=5.0) as engine:
+        await engine.back()
+        server.cli("client", "pause", "200", "all")
+        assert await engine.hits()
+
+
+async def test_a_long_client_pause_is_an_outage(server):
+    async with RedisEngine(server.url) as engine:
+        await engine.back()
+        server.cli("client", "pause", "1500", "all")
+        await engine.shut_out()
+        await until(engine.hits)
+
+
+async def test_loading_its_snapshot_it_is_not_used_before_it_is_done(tmp_path):
+    """The moment in which a client that trusts the order of replies mixes up two keys."""
+    server = RedisServer(tmp_path / "redis", "--enable-debug-command", "local")
+    try:
+        async with RedisEngine(server.url) as engine:
+            await engine.store()
+            server.cli("debug", "populate", "3000", "x", "1000")
+            server.cli("save")
+            server.kill()
+            server = RedisServer(
+                tmp_path / "redis", "--key-load-delay", "700",  # microseconds a key
+                "--loading-process-events-interval-bytes", "1024", port=server.port,
+            )  # fmt: skip
+            assert "LOADING" in server.cli("ping")
+            while "PONG" not in server.cli("ping"):
+                await engine.load()
+                await asyncio.sleep(0.05)
+            assert engine.count("connect_failed") > 0
+            await until(engine.hits)
+    finally:
+        server.stop()
+
+
+async def test_full_it_refuses_stores_and_still_serves_loads(server):
+    async with RedisEngine(server.url) as engine:
+        await engine.back()
+        used = server.cli("info", "memory").split("used_memory:")[1].split()[0]
+        server.cli("config", "set", "maxmemory", used)
+        more = keys_of(8, "more")
+        assert await engine.store(more) == [False] * 8
+        assert await engine.hits()
+        assert engine.count("refused_oom") > 0
+        assert await engine.store(more) == [False] * 8
+        assert engine.count("write_full") > 0  # not even sent
+        assert not engine.open
+        server.cli("config", "set", "maxmemory", "0")
+
+        async def stored():
+            return all(await engine.store(more))
+
+        await until(stored)
+
+
+async def test_made_a_replica_it_is_left_alone_until_it_is_a_master_again(server, tmp_path):
+    other = RedisServer(tmp_path / "other")
+    try:
+        async with RedisEngine(server.url) as engine:
+            await engine.back()
+            server.cli("replicaof", "127.0.0.1", str(other.port))
+            await engine.shut_out()
+            server.cli("replicaof", "no", "one")
+            await engine.back()
+    finally:
+        other.stop()
+
+
+async def test_with_another_password_it_is_left_alone_until_it_is_right_again(server):
+    async with RedisEngine(server.url) as engine:
+        await engine.back()
+        server.cli("config", "set", "requirepass", "changed")
+        server.cli("-a", "changed", "--no-auth-warning", "client", "kill", "type", "normal")
+        await engine.shut_out()
+        server.cli("-a", "changed", "--no-auth-warning", "config", "set", "requirepass", "")
+        await until(engine.hits)
+
+
+async def test_a_right_taken_away_is_an_outage(server):
+    server.cli("acl", "setuser", "kv", "reset", "on", ">p", "~kvoffload:*", "+@all")
+    async with RedisEngine(f"redis://kv:p@127.0.0.1:{server.port}") as engine:
+        await engine.back()
+        server.cli("acl", "setuser", "kv", "-getex")
+        await engine.shut_out()
+        server.cli("acl", "setuser", "kv", "+getex")
+        await until(engine.hits)
+
+
+async def test_flushed_in_the_middle_of_loads_what_is_gone_is_a_miss(server):
+    async with RedisEngine(server.url) as engine:
+        keys = keys_of(48, "flush")
+        for _ in range(3):
+            assert all(await engine.store(keys))
+            loads = asyncio.gather(*(engine.load(keys) for _ in range(4)))
+            await asyncio.to_thread(server.cli, "flushall", "async")
+            await loads
+            assert not any(await engine.load(keys))
+        assert not engine.open
+
+
+async def test_clients_killed_all_the_time(server):
+    """Connections die under every call; what is loaded is right, and the end is good."""
+    async with RedisEngine(server.url) as engine:
+        await engine.store()
+        for _ in range(10):
+            calls = asyncio.gather(engine.load(), engine.store(), engine.load())
+            await asyncio.to_thread(server.cli, "client", "kill", "type", "normal")
+            await calls
+        await engine.back()
+
+
+async def test_lookups_on_the_engines_thread_end_by_themselves_while_the_server_is_paused(server):
+    """As an engine runs it: the loop on a thread of its own, questions on this one."""
+    io = IOLoop()
+    backend = open_backend("redis", {"url": server.url, "timeout_s": 0.3}, "faults")
+    backend.bind(io.loop)
+    keys = keys_of(20, "faults")
+    try:
+        assert all(io.call(backend.write(keys[:10], filled(keys[:10])), LIMIT_S))
+        assert await answers(backend, keys) == [True] * 10 + [False] * 10
+        server.pause()
+        unknown = keys_of(50, "unknown")
+        assert await answers(backend, unknown) == [False] * 50
+        server.resume()
+
+        async def known_again():
+            return await answers(backend, keys) == [True] * 10 + [False] * 10
+
+        await until(known_again)
+    finally:
+        io.call(backend.close(), LIMIT_S)
+        io.close()
+
+
+async def answers(backend, keys):
+    """Ask like a scheduler: again each step until there is an answer for every key."""
+    found = {}
+
+    async def all_answered():
+        for key in keys:
+            if found.get(key) is None:
+                found[key] = backend.holds(key)
+        return None not in found.values()
+
+    await until(all_answered)
+    return [found[key] for key in keys]
+
+
+async def test_sentinels_lead_to_the_new_master_after_a_failover(tmp_path):
+    master = RedisServer(tmp_path / "master")
+    replica = RedisServer(tmp_path / "replica", "--replicaof", "127.0.0.1", str(master.port))
+    watch = (
+        f"sentinel monitor kv 127.0.0.1 {master.port} 2",
+        "sentinel down-after-milliseconds kv 500",
+        "sentinel failover-timeout kv 3000",
+    )
+    sentinels = [RedisServer(tmp_path / f"sentinel{i}", sentinel=watch) for i in range(3)]
+    servers = [master, replica, *sentinels]
+    try:
+        hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in sentinels)
+        async with RedisEngine(f"redis+sentinel://{hosts}/kv", connect_timeout_s=1.0) as engine:
+            await engine.back()
+            await until(lambda: asyncio.to_thread(linked, replica, sentinels))
+            master.kill()
+
+            async def failed_over():
+                return all(await engine.store(keys_of(4, "after")))
+
+            await until(failed_over)
+            assert "role:master" in replica.cli("info", "replication")
+            await engine.back()
+            sentinels[0].kill()
+            servers.remove(sentinels[0])
+            assert await engine.hits()
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def linked(replica, sentinels):
+    """Whether a failover could succeed: the replica is in step, and known, as are the Sentinels."""
+    try:
+        return "master_link_status:up" in replica.cli("info", "replication") and all(
+            "slaves=1,sentinels=3" in sentinel.cli("info", "sentinel") for sentinel in sentinels
+        )
+    except subprocess.CalledProcessError:
+        return False

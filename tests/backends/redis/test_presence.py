@@ -1,0 +1,166 @@
+"""PresenceCache on a clock of their own, and questions that a server answers."""
+
+import threading
+
+import pytest
+
+from kvoffload import open_backend
+from kvoffload.backends.redis import presence_cache as redis_presence
+from kvoffload.backends.redis.presence_cache import FORGOTTEN_S, PresenceCache
+from kvoffload.testing.backends import filled, keys_of
+from tests.support.redis_engine import until
+from tests.support.redis_server import BINARY, MISSING, RedisServer
+
+
+class World:
+    """A clock, and how often there was something to ask."""
+
+    def __init__(self):
+        self.now = 100.0
+        self.asked = 0
+        self.verdicts = PresenceCache(self.ask, 0.25, 5.0, 1.0, clock=lambda: self.now)
+
+    def ask(self):
+        self.asked += 1
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+def test_questions_of_one_moment_travel_together(world):
+    verdicts = world.verdicts
+    assert [verdicts.holds(key) for key in (b"a", b"b", b"a")] == [None] * 3
+    assert world.asked == 1
+    assert verdicts.take_questions() == [b"a", b"b"]
+    verdicts.answer([b"a", b"b"], [True, False])
+    assert verdicts.holds(b"a") is True
+    assert verdicts.holds(b"b") is False
+    assert world.asked == 1
+
+
+def test_no_answer_by_the_deadline_means_no(world):
+    verdicts = world.verdicts
+    assert verdicts.holds(b"a") is None
+    world.now += 0.24
+    assert verdicts.holds(b"a") is None
+    world.now += 0.02
+    assert verdicts.holds(b"a") is False
+
+
+def test_an_answer_after_the_deadline_changes_nothing_yet(world):
+    verdicts = world.verdicts
+    verdicts.holds(b"a")
+    keys = verdicts.take_questions()
+    world.now += 0.3
+    assert verdicts.holds(b"a") is False
+    verdicts.answer(keys, [True])
+    assert verdicts.holds(b"a") is False
+    world.now += 1.1
+    assert verdicts.holds(b"a") is None  # asked anew
+
+
+@pytest.mark.parametrize(("present", "lasts_s"), [(True, 5.0), (False, 1.0)])
+def test_verdicts_expire(world, present, lasts_s):
+    verdicts = world.verdicts
+    verdicts.set(b"a", present)
+    world.now += lasts_s - 0.01
+    assert verdicts.holds(b"a") is present
+    world.now += 0.02
+    assert verdicts.holds(b"a") is None
+
+
+def test_a_failed_load_outlives_a_probe_that_says_otherwise(world):
+    verdicts = world.verdicts
+    verdicts.holds(b"a")
+    keys = verdicts.take_questions()
+    verdicts.forget([b"a"])
+    verdicts.answer(keys, [True])
+    assert verdicts.holds(b"a") is False
+    world.now += FORGOTTEN_S - 0.1
+    assert verdicts.holds(b"a") is False
+    verdicts.set(b"a", True)  # written again
+    assert verdicts.holds(b"a") is True
+
+
+def test_another_server_process_ends_all_verdicts_but_not_the_questions(world):
+    verdicts = world.verdicts
+    verdicts.set(b"a", True)
+    verdicts.forget([b"b"])
+    assert verdicts.holds(b"c") is None
+    verdicts.clear()
+    verdicts.answer([b"c"], [True])
+    assert verdicts.holds(b"c") is True
+    assert verdicts.holds(b"a") is None
+    assert verdicts.holds(b"b") is None
+
+
+def test_questions_nobody_takes_up_do_not_pile_up(world, monkeypatch):
+    monkeypatch.setattr(redis_presence, "MAX_VERDICTS", 100)
+    for i in range(1000):
+        world.verdicts.holds(b"%d" % i)
+    assert len(world.verdicts.take_questions()) <= 100
+
+
+def test_memory_is_bounded_and_the_oldest_go_first(world, monkeypatch):
+    monkeypatch.setattr(redis_presence, "MAX_VERDICTS", 100)
+    for i in range(1000):
+        world.verdicts.set(b"%d" % i, True)
+    assert len(world.verdicts) <= 100
+    assert world.verdicts.holds(b"999") is True
+    assert world.verdicts.holds(b"0") is None
+
+
+def test_two_threads_may_use_it_at_once():
+    """One asks and forgets, one answers and clears: nothing ever raises."""
+    verdicts = PresenceCache(lambda: None, 60.0, 60.0, 60.0)
+    keys = [b"%d" % i for i in range(500)]
+    stop, failures = threading.Event(), []
+
+    def answering():
+        try:
+            while not stop.is_set():
+                asked = verdicts.take_questions()
+                verdicts.answer(asked, [True] * len(asked))
+                if len(verdicts) > 400:
+                    verdicts.clear()
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=answering)
+    thread.start()
+    for i in range(40_000):
+        verdicts.holds(keys[i % 500])
+        if i % 7 == 0:
+            verdicts.forget([keys[(i * 31) % 500]])
+    stop.set()
+    thread.join()
+    assert not failures
+
+
+@pytest.mark.skipif(BINARY is None, reason=MISSING)
+async def test_what_another_engine_stored_is_found_by_asking(tmp_path):
+    server = RedisServer(tmp_path / "redis")
+    settings = {"url": server.url, "timeout_s": 5.0, "lookup_timeout_s": 60.0}
+    writer, asking = (open_backend("redis", settings, "shared") for _ in range(2))
+    try:
+        keys = keys_of(2)
+        assert await writer.write(keys, filled(keys)) == [True] * 2
+        assert asking.holds(keys[0]) is None  # before it has a loop
+        await asking.describe({"model": "m"})
+
+        async def answered():
+            return asking.holds(keys[0])
+
+        await until(answered)
+        assert asking.holds(keys[1]) is None
+
+        async def answered_too():
+            return asking.holds(keys[1])
+
+        await until(answered_too)
+    finally:
+        await writer.close()
+        await asking.close()
+        server.stop()

@@ -1,0 +1,235 @@
+"""Redis behind a bad line: late, cut, changed, hung or garbled; misses, right bytes, and back."""
+
+import asyncio
+import random
+import threading
+
+import pytest
+
+from kvoffload.testing.backends import CHUNK_BYTES, keys_of
+from tests.support.proxy import (
+    Bandwidth,
+    Corrupt,
+    CutAfter,
+    FaultProxy,
+    Garbage,
+    HalfCloseAfter,
+    HangAfter,
+    Latency,
+)
+from tests.support.redis_engine import LIMIT_S, RedisEngine, until
+from tests.support.redis_server import BINARY, MISSING, RedisServer
+
+pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = RedisServer(tmp_path / "redis")
+    yield server
+    server.stop()
+
+
+FAULTS = {
+    "latency": Latency(0.02, jitter_s=0.02),
+    "bandwidth": Bandwidth(20 << 20),
+    "cut_at_once": CutAfter(0),
+    "cut_in_a_chunk": CutAfter(100_000),
+    "half_closed": HalfCloseAfter(100_000),
+    "hang_at_once": HangAfter(0),
+    "hang_in_a_chunk": HangAfter(100_000),
+    "garbage": Garbage(),
+    "garbage_in_a_chunk": Garbage(100_000),
+}
+HARMLESS = {"latency", "bandwidth"}
+
+
+async def survives(server, name, way):
+    """Use a server through one fault, on a proxy of its own, and again without it."""
+    # What is only slow must succeed, on a busy machine too: there no deadline is in its way.
+    patient = {"timeout_s": LIMIT_S / 2} if name in HARMLESS else {}
+    async with FaultProxy("127.0.0.1", server.port) as proxy:
+        async with RedisEngine(f"redis://127.0.0.1:{proxy.port}", **patient) as engine:
+            await engine.back()
+            setattr(proxy, way, [FAULTS[name]])
+            stored = await engine.store(keys_of(8, f"new {name}"))
+            loaded = await engine.load()
+            assert name not in HARMLESS or (all(stored) and all(loaded)), name
+            await engine.load()
+            setattr(proxy, way, [])
+            await engine.back()
+
+
+@pytest.mark.parametrize("way", ["to_client", "to_server"])
+async def test_faults_on_the_wire(server, way):
+    async with asyncio.TaskGroup() as group:  # they mostly wait: side by side
+        for name in FAULTS:
+            group.create_task(survives(server, name, way), name=name)
+
+
+async def test_loads_that_hang_while_all_else_is_answered_are_an_outage(server):
+    """A line that passes only what is small: probes do not believe a PING either."""
+    async with FaultProxy("127.0.0.1", server.port) as proxy:
+        async with RedisEngine(f"redis://127.0.0.1:{proxy.port}") as engine:
+            await engine.back()
+            proxy.to_client = [HangAfter(20_000)]
+            tried = 0
+            while not engine.open:
+                assert all(await engine.backend.contains(engine.keys))
+                assert await engine.store(keys_of(1, f"other {tried}")) == [True]
+                await engine.load(engine.keys[:1])
+                tried += 1
+            assert tried <= 3
+            await until(lambda: counted(engine, "probes", 3))
+            assert engine.count("breaker_closed") == 0
+            proxy.to_client = []
+            await until(engine.hits)
+
+
+async def test_stores_that_hang_while_all_else_is_answered_are_an_outage(server):
+    async with FaultProxy("127.0.0.1", server.port) as proxy:
+        async with RedisEngine(f"redis://127.0.0.1:{proxy.port}") as engine:
+            await engine.back()
+            proxy.to_server = [HangAfter(20_000)]
+            tried = 0
+            while not engine.open:
+                assert all(await engine.backend.contains(engine.keys))
+                assert await engine.load(engine.keys[:1]) == [True]
+                await engine.store(keys_of(1, f"other {tried}"))
+                tried += 1
+            assert tried <= 3
+            await until(lambda: counted(engine, "probes", 3))
+            assert engine.count("breaker_closed") == 0
+            proxy.to_server = []
+            await until(engine.hits)
+
+
+async def counted(engine, name, times):
+    return engine.count(name) >= times
+
+
+async def test_too_slow_for_lookups_it_is_left_alone_until_it_is_quick_again(server):
+    """It answers everything, but every request in the engine would wait for it in vain."""
+    async with FaultProxy("127.0.0.1", server.port) as proxy:
+        options = {"timeout_s": 5.0, "connect_timeout_s": 5.0, "lookup_timeout_s": 0.1}
+        async with RedisEngine(f"redis://127.0.0.1:{proxy.port}", **options) as engine:
+            await engine.back()
+            proxy.to_client = [Latency(0.2)]
+
+            async def opened():
+                await engine.backend.contains(engine.keys)
+                return engine.open
+
+            await until(opened)
+            proxy.to_client = []
+            await until(engine.hits)
+
+
+async def test_one_changed_byte_anywhere_is_a_miss_or_harmless(server):
+    """Positions all over a batch of replies and of requests: header, payload, length, line end."""
+    choose = random.Random(0)
+    async with FaultProxy("127.0.0.1", server.port) as proxy:
+        async with RedisEngine(f"redis://127.0.0.1:{proxy.port}", connections=1) as engine:
+            await engine.back()
+            reply = CHUNK_BYTES + 256 + 10
+            spots = [0, 1, 5, 7, 8, 9, 10, 30, 200, 263, 264, 300, reply - 2, reply - 1, reply]
+            spots += [choose.randrange(8 * reply) for _ in range(20)]
+            for at in spots:
+                for way in ("to_client", "to_server"):
+                    setattr(proxy, way, [Corrupt(at, mask=1 << choose.randrange(8))])
+                    await engine.load()
+                    await engine.store()
+                    setattr(proxy, way, [])
+            await engine.back()
+    stored = set(server.cli("keys", "*").splitlines())
+    async with RedisEngine(
+        server.url
+    ) as engine:  # what a damaged request stored is found out later
+        await engine.load()
+    assert stored
+
+
+@pytest.mark.parametrize("at", [2, 100, 5000], ids=["length", "header", "payload"])
+async def test_a_good_value_damaged_on_its_way_stays_on_the_server(server, at):
+    async with FaultProxy("127.0.0.1", server.port) as proxy:
+        async with RedisEngine(f"redis://127.0.0.1:{proxy.port}", connections=1) as engine:
+            await engine.back()
+            proxy.to_client = [Corrupt(at)]
+            assert not all(await engine.load())
+            proxy.to_client = []
+            await until(engine.hits)  # and nothing was stored again
+            assert engine.count("corrupt_removed") == 0
+
+
+@pytest.mark.parametrize("name", ["latency", "cut_in_a_chunk", "garbage_in_a_chunk"])
+async def test_a_cancelled_call_leaves_the_memory_alone_on_a_bad_line(server, name):
+    async with FaultProxy("127.0.0.1", server.port) as proxy:
+        async with RedisEngine(f"redis://127.0.0.1:{proxy.port}") as engine:
+            await engine.back()
+            proxy.to_client = [FAULTS[name]]
+            for pause in (0, 0.001, 0.01, 0.03):
+                memory = [bytearray(CHUNK_BYTES) for _ in engine.keys]
+                into = [memoryview(block) for block in memory]
+                task = asyncio.ensure_future(engine.backend.read(engine.keys, into))
+                await asyncio.sleep(pause)
+                task.cancel()
+                await asyncio.wait([task])
+                for slot in into:
+                    slot[:] = b"\xaa" * CHUNK_BYTES
+                await asyncio.sleep(0.05)
+                assert all(bytes(slot) == b"\xaa" * CHUNK_BYTES for slot in into)
+                for slot, block in zip(into, memory, strict=True):
+                    slot.release()
+                    block.clear()  # BufferError if anything still has a hold on it
+
+
+async def test_memory_of_the_caller_is_not_held_after_a_call(server):
+    """Views of a slab can be released at once, also after failures."""
+    async with FaultProxy("127.0.0.1", server.port) as proxy:
+        async with RedisEngine(f"redis://127.0.0.1:{proxy.port}") as engine:
+            await engine.back()
+            for fault in ([], [CutAfter(100_000)], [HangAfter(1000)], [Garbage(50_000)]):
+                proxy.to_client = fault
+                memory = [bytearray(CHUNK_BYTES) for _ in engine.keys]
+                views = [memoryview(block) for block in memory]
+                await asyncio.wait_for(engine.backend.read(engine.keys, views), LIMIT_S)
+                await asyncio.wait_for(engine.backend.write(keys_of(8, str(fault)), views), LIMIT_S)
+                for view in views:
+                    view.release()
+                for block in memory:
+                    block.clear()  # BufferError if anything still has a hold on it
+
+
+async def test_a_server_that_answers_anything_but_redis(tmp_path):
+    """Something else listens on the port: it talks first, echoes, or says nothing."""
+    talk = {
+        "ssh": b"SSH-2.0-OpenSSH_9\r\n",
+        "http": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        "mute": b"",
+    }
+    for greeting in talk.values():
+
+        async def serve(reader, writer, greeting=greeting):
+            writer.write(greeting)
+            while data := await reader.read(1000):
+                writer.write(data)
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as other:
+            port = other.sockets[0].getsockname()[1]
+            async with RedisEngine(f"redis://127.0.0.1:{port}") as engine:
+                assert await engine.load() == [False] * 8
+                assert await engine.store() == [False] * 8
+
+
+async def test_connections_and_threads_do_not_grow_with_failures(server):
+    before = threading.active_count()
+    async with FaultProxy("127.0.0.1", server.port) as proxy:
+        async with RedisEngine(f"redis://127.0.0.1:{proxy.port}") as engine:
+            for _ in range(20):
+                proxy.to_client = [CutAfter(50_000)]
+                await asyncio.gather(*(engine.load() for _ in range(4)), engine.store())
+                proxy.to_client = []
+                await engine.load()
+            assert engine.count("connections") <= 3
+    assert threading.active_count() <= before + 1

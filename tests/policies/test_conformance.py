@@ -1,0 +1,99 @@
+"""Every built-in policy passes the suite that plug-in authors inherit, and bad ones do not."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvoffload.policies.lru import LRUPolicy
+from kvoffload.registry import POLICIES, load
+from kvoffload.testing import PolicySuite
+
+BUILT_IN = ["arc", "fifo", "handicap", "lru", "lru2", "s3fifo"]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+class TestBuiltInPolicies(PolicySuite):
+    @pytest.fixture(autouse=True)
+    def _policy(self, name):
+        self.policy_class = load(POLICIES, name)
+
+    def make(self, capacity):
+        return self.policy_class(capacity)
+
+
+class Scanning(LRUPolicy):
+    """Looks at a part of all keys to find one."""
+
+    def victims(self, count: int) -> Sequence[bytes]:
+        for _ in zip(range(len(self) // 16), self.numbers, strict=False):
+            pass
+        return super().victims(count)
+
+
+class SkipsPinned(LRUPolicy):
+    """Keeps pinned keys in its order and steps over them."""
+
+    def __init__(self, capacity):
+        super().__init__(capacity)
+        self.pinned = set()
+
+    def add(self, key):
+        self.pinned.discard(key)
+        super().add(key)
+
+    def remove(self, key):
+        if key in self:
+            self.pinned.add(key)
+
+    def victims(self, count):
+        taken = []
+        for key in list(self.numbers):
+            if len(taken) == count:
+                break
+            if key not in self.pinned:
+                taken.append(key)
+                del self.numbers[key]
+        return taken
+
+    def __len__(self):
+        return len(self.numbers) - len(self.pinned)
+
+    def __contains__(self, key):
+        return key in self.numbers and key not in self.pinned
+
+
+class Hoards(LRUPolicy):
+    """Remembers every key it ever saw."""
+
+    def __init__(self, capacity):
+        super().__init__(capacity)
+        self.seen = set()
+
+    def add(self, key):
+        self.seen.add(key)
+        super().add(key)
+
+
+class HeadFirst(LRUPolicy):
+    """Evicts the most recent key."""
+
+    def victims(self, count):
+        return [self.numbers.popitem()[0] for _ in range(min(count, len(self)))]
+
+
+@pytest.mark.parametrize(
+    ("policy", "fails"),
+    [
+        (Scanning, "test_work_does_not_grow_with_the_number_of_residents"),
+        (SkipsPinned, "test_pinned_keys_cost_nothing"),
+        (Hoards, "test_memory_is_bounded_by_the_capacity"),
+        (HeadFirst, "test_the_tail_of_a_prefix_leaves_before_its_head"),
+    ],
+)
+def test_the_suite_catches_a_policy_that_breaks_the_contract(policy, fails):
+    class Suite(PolicySuite):
+        def make(self, capacity):
+            return policy(capacity)
+
+    with pytest.raises(AssertionError, match="assert "):  # the message shows the values
+        getattr(Suite(), fails)()

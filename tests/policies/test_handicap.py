@@ -1,0 +1,105 @@
+"""The handicap policy learns from its load how much being seen once should count."""
+
+import random
+import zlib
+
+import pytest
+
+from kvoffload.policies.arc import ARCPolicy
+from kvoffload.policies.handicap import HANDICAPS, HandicapPolicy
+from kvoffload.policies.history import PinnedState, RotatingBloomFilter
+from kvoffload.policies.lru import LRUPolicy
+from kvoffload.replay.simulate import replay
+from kvoffload.replay.synthetic import SyntheticOptions, generate
+from kvoffload.replay.trace import from_ids
+
+
+def requests_of(workload, seed=7, requests=2500):
+    return from_ids("t", generate(workload, SyntheticOptions(seed, requests))).requests
+
+
+@pytest.mark.parametrize("workload", ["chat", "rag", "scan", "shared"])
+def test_it_hits_about_as_much_as_the_better_of_lru_and_arc_on_any_load(workload):
+    requests = requests_of(workload)
+    rate = {
+        policy: replay(requests, policy(1000), 1000).prefix_rate
+        for policy in (HandicapPolicy, LRUPolicy, ARCPolicy)
+    }
+    assert rate[HandicapPolicy] > max(rate[LRUPolicy], rate[ARCPolicy]) - 0.01
+
+
+def test_a_load_of_popular_prompts_teaches_it_a_large_handicap():
+    policy = HandicapPolicy(300)
+    replay(requests_of("shared"), policy, 300)
+    assert policy.handicaps in HANDICAPS[2:]
+
+
+def test_a_load_of_recent_documents_teaches_it_a_small_one():
+    policy = HandicapPolicy(1000)
+    replay(requests_of("rag"), policy, 1000)
+    assert policy.handicaps in HANDICAPS[:2]
+
+
+def test_a_scan_does_not_flush_what_is_used_again_and_again():
+    policy, capacity = HandicapPolicy(100), 100
+    hot = [b"hot%d" % i for i in range(40)]
+    rng = random.Random(1)
+    number = 0
+
+    def use(key):
+        policy.touch(key)
+        if key not in policy:
+            if len(policy) == capacity:
+                policy.victims(1)
+            policy.add(key)
+
+    for _ in range(150):
+        for key in hot:
+            use(key)
+        for _ in range(rng.randrange(100, 300)):
+            number += 1
+            use(b"once%d" % number)
+    assert sum(key in policy for key in hot) == len(hot)
+
+
+def test_a_pin_is_no_use():
+    """A key loaded or written through again and again is still one that was seen once."""
+    policy = HandicapPolicy(100)
+    policy.add(b"pinned")
+    for _ in range(10):
+        policy.remove(b"pinned")
+        policy.add(b"pinned")
+    policy.add(b"other")
+    assert list(policy.victims(1)) == [b"pinned"]
+    again = HandicapPolicy(100)
+    for key in (b"used", b"other"):
+        again.add(key)
+    again.remove(b"used")
+    again.touch(b"used")
+    again.add(b"used")
+    assert list(again.victims(2)) == [b"other", b"used"]
+
+
+def test_the_filter_remembers_all_of_the_last_keys_and_forgets_older_ones():
+    seen = RotatingBloomFilter(1000)
+    sums = [zlib.crc32(b"%d" % i) for i in range(6000)]
+    for at, checksum in enumerate(sums):
+        seen.note([checksum], at % 3 + 1)
+    assert all(seen.recall(sums[at]) >= at % 3 + 1 for at in range(5000, 6000))
+    assert sum(seen.recall(checksum) > 0 for checksum in sums[:3000]) < 200
+    exact = sum(seen.recall(sums[at]) == at % 3 + 1 for at in range(5000, 6000))
+    assert exact > 950
+
+
+def test_a_fresh_filter_knows_nothing_and_so_does_a_cleared_one():
+    seen = RotatingBloomFilter(10)
+    seen.note([3], 1)
+    seen.clear()
+    assert [seen.recall(checksum) for checksum in range(100)] == [0] * 100
+
+
+def test_notes_on_absent_keys_are_dropped_beyond_their_limit():
+    away = PinnedState(2)
+    for key in (b"a", b"b", b"c"):
+        away.keep(key, 1)
+    assert list(away) == [b"b", b"c"]

@@ -1,0 +1,1 @@
+"""Rigs of this project: crashes, power loss, real servers, simulated devices."""

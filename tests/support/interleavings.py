@@ -1,0 +1,253 @@
+"""Stores, loads, overwrites and preemptions in random order, against a model of what must result.
+
+The model knows what every block and slot holds in the order in which the engine asked for it. A
+device that runs copies late, or early, shows every missing fence as other bytes than the model's.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from kvoffload.messages import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
+from kvoffload.transfer.base import Copier, CopyFence
+from kvoffload.transfer.layout import ChunkLayout, ChunkMove
+from kvoffload.transfer.slab import Slab
+
+NUM_BLOCKS, NUM_SLOTS, PER_CHUNK = 24, 8, 2
+PAGES = ((256, 0), (64, 0), (1024, 64))
+"""Bytes of each tensor's pages, and the padding between them."""
+LAYERS = ((1,), (0, 2))
+"""Tensors of each layer; a copier made with these loads layer by layer."""
+GARBAGE = -1
+WAIT_S = 60.0
+
+
+class Engine(Protocol):
+    """What a forward pass does to blocks, enqueued on the engine's stream."""
+
+    def write(self, block: int, version: int) -> None:
+        """Fill a block's pages with a number."""
+        ...
+
+    def read(self, block: int, tensors: Sequence[int]) -> Callable[[], list[int]]:
+        """Read a block in some tensors; what it returns tells later which numbers were found."""
+        ...
+
+    def pause(self) -> None:
+        """Keep what is enqueued from now on from running before :meth:`resume`, or for a while."""
+        ...
+
+    def resume(self) -> None:
+        """Let it run."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until everything enqueued is done."""
+        ...
+
+
+def small_caches(device: str = "cpu") -> CanonicalKVCaches:
+    """Make the caches that interleavings run on."""
+    tensors, refs = [], []
+    for i, (page, padding) in enumerate(PAGES):
+        rows = torch.zeros((NUM_BLOCKS, page + padding), dtype=torch.int8, device=device)
+        tensors.append(CanonicalKVCacheTensor(rows[:, :page], page))
+        refs.append(CanonicalKVCacheRef(i, page))
+    return CanonicalKVCaches(tuple(tensors), (tuple(refs),))
+
+
+def words(kv_caches: CanonicalKVCaches, block: int) -> list[torch.Tensor]:
+    """Return a block's pages as 64-bit numbers, not copies."""
+    return [entry.tensor[block].view(torch.int64) for entry in kv_caches.tensors]
+
+
+@dataclass
+class _Copy:
+    slot: int
+    blocks: tuple[int, ...]
+    versions: tuple[int, ...]
+    to_host: bool
+    fence: CopyFence
+
+
+@dataclass
+class Interleaving:
+    """One run; :meth:`run` raises AssertionError where bytes are not the model's.
+
+    Args:
+        copier: under test, on caches from :func:`small_caches` and ``NUM_SLOTS`` slots.
+        engine: writes and reads the same caches.
+        slab: of the copier.
+        layout: of the copier.
+        seed: of all choices.
+        flushes: whether a block is waited for before it is overwritten; False breaks a rule that
+            engines keep, to show that it is needed.
+        keeps_slots: whether a slot is left alone while a load reads it; likewise.
+        keeps_blocks: whether the blocks of a load that nobody wants any more, because its request
+            was preempted, are left alone until it has ended; likewise.
+        waits_for_layers: whether a layer is waited for before it is read while its load goes on;
+            likewise.
+    """
+
+    copier: Copier
+    engine: Engine
+    slab: Slab
+    layout: ChunkLayout
+    seed: int
+    flushes: bool = True
+    keeps_slots: bool = True
+    keeps_blocks: bool = True
+    waits_for_layers: bool = True
+    compared: int = 0
+    """Blocks and slots found to hold what they must."""
+    _copies: list[_Copy] = field(default_factory=list)
+    _reads: list[tuple[Callable[[], list[int]], int, str]] = field(default_factory=list)
+
+    def run(self, steps: int = 30) -> None:
+        """Take random steps, then wait for everything and compare the rest."""
+        self._draw = random.Random(self.seed)
+        self._versions = [0] * NUM_BLOCKS
+        self._slots: list[tuple[int, ...] | None] = [None] * NUM_SLOTS
+        self._next_version = 1
+        actions = [self._store, self._store, self._load, self._load, self._overwrite]
+        actions += [self._scribble, self._poll]
+        for _ in range(steps):
+            self._draw.choice(actions)()
+        for copy in self._copies:
+            assert copy.fence.wait(WAIT_S), "a copy did not end"
+        self._poll()
+        assert not self._copies, "a copy that was waited for is not done"
+        for block in range(NUM_BLOCKS):
+            self._expect(block, "in the end")
+        self.engine.finish()
+        for read, version, when in self._reads:
+            found = read()
+            assert found == [version], f"seed {self.seed}: {found}, not {version}, {when}"
+            self.compared += 1
+
+    # ---- what an engine and a manager do ----
+
+    def _store(self) -> None:
+        """Copy blocks just written, or about to be, to a slot that nobody uses."""
+        slot = self._pick(set(range(NUM_SLOTS)) - {copy.slot for copy in self._copies})
+        blocks = self._pick_blocks(self._blocks(to_host=False))
+        if slot is None or blocks is None:
+            return
+        if self._draw.random() < 0.7:
+            for block in blocks:
+                self._write(block)
+        self._launch(slot, blocks, tuple(self._versions[block] for block in blocks), True)
+
+    def _load(self) -> None:
+        """Copy a slot to blocks that compute may still be reading for their last owner."""
+        storing = {copy.slot for copy in self._copies if copy.to_host}
+        full = {slot for slot, held in enumerate(self._slots) if held is not None}
+        slot = self._pick(full - storing)
+        blocks = self._pick_blocks(self._blocks(True) | self._blocks(False))
+        if slot is None or blocks is None:
+            return
+        for block in blocks:
+            self._expect(block, "read before a load")
+            if self._draw.random() < 0.3:
+                self._write(block)  # zeroed for its new owner, say
+        held = self._slots[slot]
+        assert held is not None
+        # What computes with the blocks is enqueued before any copy runs: both take their chance.
+        self.engine.pause()
+        fence = self._launch(slot, blocks, held, False)
+        for block, version in zip(blocks, held, strict=True):
+            self._versions[block] = version
+        if self._draw.random() < 0.5:
+            self._compute_with(blocks, fence)
+        self.engine.resume()
+
+    def _compute_with(self, blocks: tuple[int, ...], fence: CopyFence) -> None:
+        """Read blocks layer by layer while they are loaded, as a forward pass does."""
+        for layer, tensors in enumerate(LAYERS):
+            if self.waits_for_layers:
+                assert fence.wait_for_layer_load(layer), "a load failed"
+            for block in blocks:
+                self._expect(block, f"in layer {layer} of a load", tensors)
+
+    def _overwrite(self) -> None:
+        """Preempt whoever has a block, and give it to another request."""
+        loading = self._blocks(to_host=False)
+        kept = set(range(NUM_BLOCKS)) - loading
+        block = self._pick(kept if self.keeps_blocks or not loading else loading)
+        if block is not None:
+            self._write(block)
+
+    def _scribble(self) -> None:
+        """Give a slot to somebody else, who writes to it from the host."""
+        kept = {copy.slot for copy in self._copies if copy.to_host or self.keeps_slots}
+        slot = self._pick(set(range(NUM_SLOTS)) - kept)
+        if slot is not None:
+            self._slot_words(slot)[:] = GARBAGE
+            self._slots[slot] = None
+
+    def _poll(self) -> None:
+        """Take in the copies that have ended."""
+        for copy in [copy for copy in self._copies if copy.fence.done()]:
+            assert copy.fence.error is None, copy.fence.error
+            self._copies.remove(copy)
+            if copy.to_host:
+                self._compare_slot(copy)
+                self._slots[copy.slot] = copy.versions
+            else:
+                for block in copy.blocks:
+                    self._expect(block, "after a load")
+
+    # ---- the model ----
+
+    def _launch(
+        self, slot: int, blocks: tuple[int, ...], versions: tuple[int, ...], to_host: bool
+    ) -> CopyFence:
+        moves = [ChunkMove(slot, 0, 0, np.array(blocks, np.int32))]
+        fence = self.copier.launch(moves, to_host, self.copier.record_fence())
+        self._copies.append(_Copy(slot, blocks, versions, to_host, fence))
+        return fence
+
+    def _write(self, block: int) -> None:
+        for copy in self._copies:
+            if self.flushes and copy.to_host and block in copy.blocks:
+                assert copy.fence.wait(WAIT_S), "a store did not end"
+        self.engine.write(block, self._next_version)
+        self._versions[block] = self._next_version
+        self._next_version += 1
+
+    def _expect(
+        self, block: int, when: str, tensors: Sequence[int] = tuple(range(len(PAGES)))
+    ) -> None:
+        self._reads.append((self.engine.read(block, tensors), self._versions[block], when))
+
+    def _compare_slot(self, copy: _Copy) -> None:
+        found = self._slot_words(copy.slot)
+        for region in self.layout.regions[0]:
+            size = region.page_bytes // 8
+            for i, version in enumerate(copy.versions):
+                at = region.offset // 8 + i * size
+                page = np.unique(found[at : at + size]).tolist()
+                assert page == [version], f"seed {self.seed}: slot has {page}, not {version}"
+        self.compared += 1
+
+    def _slot_words(self, slot: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+        return self.slab.array(slot, self.layout.payload_bytes[0]).view(np.int64)
+
+    def _blocks(self, to_host: bool) -> set[int]:
+        """Return the blocks that stores read (True) or loads write."""
+        return {block for copy in self._copies if copy.to_host is to_host for block in copy.blocks}
+
+    def _pick(self, among: set[int]) -> int | None:
+        return self._draw.choice(sorted(among)) if among else None
+
+    def _pick_blocks(self, taken: set[int]) -> tuple[int, ...] | None:
+        free: Sequence[int] = sorted(set(range(NUM_BLOCKS)) - taken)
+        return tuple(self._draw.sample(free, PER_CHUNK)) if len(free) >= PER_CHUNK else None

@@ -1,0 +1,241 @@
+"""A device with streams that runs everything as late, and in as strange an order, as it may.
+
+Nothing runs until somebody waits for an event or asks about one; then work is taken from streams
+picked at random, each at a pace of its own, until that event is passed. So a copier that forgets a
+fence copies the wrong bytes here, in most runs of some dozens, where a real device would hide it
+behind luck for months. The memory is that of CPU tensors.
+"""
+
+import ctypes
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from kvoffload.messages import CanonicalKVCaches
+from kvoffload.transfer.cuda.device import Part, Run, Span, Table
+from kvoffload.transfer.cuda.kernels import IndexKernels
+from kvoffload.transfer.slab import Slab
+
+
+class LateEvent:
+    """A point in a stream of a :class:`LateDevice`."""
+
+    def __init__(self, device: "LateDevice") -> None:
+        self.passed_at_s: float | None = None
+        self._device = device
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything before it has run."""
+        return self.passed_at_s is not None
+
+    def query(self) -> bool:
+        """Let a little happen, perhaps; then tell."""
+        self._device.run_some()
+        return self.passed
+
+    def synchronize(self) -> None:
+        """Let things happen until it is passed."""
+        self._device.run_until(self)
+
+    def elapsed_time(self, end_event: "LateEvent") -> float:
+        """See :meth:`kvoffload.transfer.cuda.device.Event.elapsed_time`."""
+        if self.passed_at_s is None or end_event.passed_at_s is None:
+            raise RuntimeError("an event is asked for its time before it is passed")
+        return (end_event.passed_at_s - self.passed_at_s) * 1e3
+
+
+class LateStream:
+    """A queue of work of a :class:`LateDevice`."""
+
+    def __init__(self, device: "LateDevice") -> None:
+        self._device = device
+        self.work: deque[LateEvent | Callable[[], object]] = deque()
+        self.pace = 1.0
+
+    def enqueue(self, work: Callable[[], object]) -> None:
+        """Run ``work`` after what is queued already, some time."""
+        with self._device.lock:
+            self.work.append(work)
+
+    def wait_event(self, event: LateEvent) -> None:
+        """See :meth:`kvoffload.transfer.cuda.device.Stream.wait_event`."""
+        with self._device.lock:
+            self.work.append(event)
+
+    def record_event(self, *, timed: bool = False) -> LateEvent:
+        """See :meth:`kvoffload.transfer.cuda.device.Stream.record_event`; every event is timed."""
+        event = LateEvent(self._device)
+
+        def arrive() -> None:
+            event.passed_at_s = time.perf_counter()
+
+        self.enqueue(arrive)
+        return event
+
+    def synchronize(self) -> None:
+        """See :meth:`kvoffload.transfer.cuda.device.Stream.synchronize`."""
+        LateStream.record_event(self).synchronize()
+
+    def step(self) -> bool:
+        """Do the next piece of work; False if there is none, or it has to wait."""
+        while self.work and isinstance(self.work[0], LateEvent):
+            if not self.work[0].passed:
+                return False
+            self.work.popleft()
+        if not self.work:
+            return False
+        work = self.work.popleft()
+        assert not isinstance(work, LateEvent)
+        work()
+        return True
+
+
+class LateDevice:
+    """See the module; a :class:`kvoffload.transfer.cuda.device.Device`.
+
+    Args:
+        kv_caches: CPU tensors.
+        slab: host memory.
+        seed: of all choices.
+    """
+
+    def __init__(self, kv_caches: CanonicalKVCaches, slab: Slab, seed: int) -> None:
+        self.lock = threading.RLock()
+        self.draw = random.Random(seed)
+        self.streams: list[LateStream] = []
+        self.engine = self.new_stream()
+        """The engine's stream: tests enqueue there what a forward pass would do."""
+        self.failures: deque[Exception] = deque()
+        """Raised by the next calls that enqueue copies, one each."""
+        self.broken: Exception | None = None
+        """What went wrong while work ran: every event tells it from then on."""
+        self.is_closed = False
+        self._kernels = IndexKernels(kv_caches)
+        self._slab = slab
+        self._stages: list[torch.Tensor] = []
+
+    # ---- what happens, and when ----
+
+    def run_some(self) -> None:
+        """Run up to three pieces of work."""
+        with self.lock:
+            for _ in range(self.draw.randrange(4)):
+                self._step()
+            self._raise()
+
+    def run_until(self, event: LateEvent) -> None:
+        """Run work until an event is passed."""
+        while True:
+            with self.lock:
+                for _ in range(8):
+                    if event.passed or self.broken:
+                        break
+                    if not self._step():
+                        raise RuntimeError("an event is waited for that nothing leads to")
+                self._raise()
+                if event.passed:
+                    return
+            time.sleep(0)  # or whoever enqueues waits for a whole switch interval at the lock
+
+    def run_all(self) -> None:
+        """Run everything that is queued."""
+        with self.lock:
+            while self._step():
+                pass
+            self._raise()
+
+    def _step(self) -> bool:
+        draw = self.draw
+        if draw.random() < 0.05:
+            for stream in self.streams:
+                stream.pace = draw.choice((0.02, 0.3, 1.0, 3.0))
+        order = sorted(self.streams, key=lambda stream: draw.random() ** (1 / stream.pace))
+        try:
+            return any(stream.step() for stream in reversed(order))
+        except Exception as error:
+            self.broken = error
+            return True
+
+    def _raise(self) -> None:
+        if self.broken is not None:
+            raise RuntimeError("the device is broken") from self.broken
+
+    # ---- what a copier asks for ----
+
+    def prepare(self, parts: Sequence[Part]) -> None:
+        """Do nothing: torch's own operations need no preparation."""
+
+    def enter_thread(self) -> None:
+        """Do nothing: there is one device."""
+
+    def engine_event(self) -> LateEvent:
+        """Mark the engine's stream."""
+        return self.engine.record_event()
+
+    def hold_engine(self, event: LateEvent) -> None:
+        """Hold back what is put on the engine's stream from now on."""
+        self.engine.wait_event(event)
+
+    def new_stream(self) -> LateStream:
+        """See :class:`kvoffload.transfer.cuda.device.Device`."""
+        stream = LateStream(self)
+        with self.lock:
+            self.streams.append(stream)
+        return stream
+
+    def new_stage(self, num_bytes: int) -> torch.Tensor:
+        """Return memory full of noise."""
+        whole = -(-num_bytes // 8) * 8
+        stage = torch.randint(-128, 127, (whole,), dtype=torch.int8)
+        self._stages.append(stage)
+        return stage
+
+    def new_table(self, num_blocks: int, stream: LateStream) -> Table:
+        """Return a table whose device half names block 0 everywhere."""
+        host = np.zeros(3 * max(64, num_blocks), np.int64)
+        return Table(host, torch.from_numpy(host), torch.zeros(len(host), dtype=torch.int64))
+
+    def upload(self, stream: LateStream, table: Table) -> None:
+        """See :class:`kvoffload.transfer.cuda.device.Device`."""
+        length = 3 * table.count
+        stream.enqueue(lambda: table.device[:length].copy_(table.pinned[:length]))
+
+    def gather(self, stream: LateStream, part: Part, span: Span, stage: torch.Tensor) -> None:
+        """See :class:`kvoffload.transfer.cuda.device.Device`."""
+        frozen = _frozen(span)
+        stream.enqueue(lambda: self._kernels.gather(part, frozen, stage))
+
+    def scatter(self, stream: LateStream, part: Part, span: Span, stage: torch.Tensor) -> None:
+        """See :class:`kvoffload.transfer.cuda.device.Device`."""
+        frozen = _frozen(span)
+        stream.enqueue(lambda: self._kernels.scatter(part, frozen, stage))
+
+    def copy(self, stream: LateStream, runs: Sequence[Run], to_host: bool) -> None:
+        """Copy the runs in any order."""
+        for run in self.draw.sample(runs, len(runs)):
+            if self.failures:
+                raise self.failures.popleft()
+            ends = (self._slab.address + run.host_at, run.buffer.data_ptr() + run.at)
+            target, source = ends if to_host else ends[::-1]
+            stream.enqueue(lambda t=target, s=source, n=run.num_bytes: ctypes.memmove(t, s, n))  # type: ignore[misc]
+
+    def stats(self) -> dict[str, str | int]:
+        """Name itself."""
+        return {"copier": "simulated"}
+
+    def close(self) -> None:
+        """Note that it was called."""
+        self.is_closed = True
+
+
+def _frozen(span: Span) -> Span:
+    """Keep the numbers that a launch takes by value; the table's memory stays what it is."""
+    table = Table(span.table.host, span.table.pinned, span.table.device)
+    table.count = span.table.count
+    return span._replace(table=table)

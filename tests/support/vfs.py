@@ -1,0 +1,260 @@
+"""Broken disks for the disk backend: wrappers around its system calls.
+
+``DiskBackend(options, namespace, vfs=FailingVfs(...))`` runs on the real file system, with one call
+failing, stuck or deadly. ``tests.support.powerloss`` builds on the same hook.
+"""
+
+import errno
+import fcntl
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvoffload.backends.disk.vfs import Buffers, Vfs
+
+T = TypeVar("T")
+
+
+class HookedVfs(Vfs):
+    """Every call passes through :meth:`around`, which knows its name and path."""
+
+    def __init__(self) -> None:
+        self._paths: dict[int, str] = {}
+
+    def around(self, call: str, path: str, perform: Callable[[], T]) -> T:
+        """Do the call, or something else; override."""
+        return perform()
+
+    def open(self, path: str, flags: int) -> int:
+        """See :class:`Vfs`."""
+        fd = self.around("open", path, lambda: Vfs.open(self, path, flags))
+        self._paths[fd] = path
+        return fd
+
+    def close(self, fd: int) -> None:
+        """See :class:`Vfs`; the descriptor is closed even if the call is made to fail."""
+        path = self._paths.pop(fd, "")
+        closed = False
+
+        def perform() -> None:
+            nonlocal closed
+            closed = True
+            Vfs.close(self, fd)
+
+        try:
+            self.around("close", path, perform)
+        finally:
+            if not closed:
+                Vfs.close(self, fd)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        """See :class:`Vfs`."""
+        return self.around("fstat", self._paths[fd], lambda: Vfs.fstat(self, fd))
+
+    def lstat(self, path: str) -> os.stat_result:
+        """See :class:`Vfs`."""
+        return self.around("lstat", path, lambda: Vfs.lstat(self, path))
+
+    def preadv(self, fd: int, buffers: Buffers, offset: int) -> int:
+        """See :class:`Vfs`."""
+        path = self._paths[fd]
+        return self.around("preadv", path, lambda: Vfs.preadv(self, fd, buffers, offset))
+
+    def pwritev(self, fd: int, buffers: Buffers, offset: int) -> int:
+        """See :class:`Vfs`."""
+        path = self._paths[fd]
+        return self.around("pwritev", path, lambda: Vfs.pwritev(self, fd, buffers, offset))
+
+    def fsync(self, fd: int) -> None:
+        """See :class:`Vfs`."""
+        self.around("fsync", self._paths[fd], lambda: Vfs.fsync(self, fd))
+
+    def rename(self, source: str, target: str) -> None:
+        """See :class:`Vfs`."""
+        self.around("rename", target, lambda: Vfs.rename(self, source, target))
+
+    def unlink(self, path: str) -> None:
+        """See :class:`Vfs`."""
+        self.around("unlink", path, lambda: Vfs.unlink(self, path))
+
+    def mkdir(self, path: str) -> None:
+        """See :class:`Vfs`."""
+        self.around("mkdir", path, lambda: Vfs.mkdir(self, path))
+
+    def rmdir(self, path: str) -> None:
+        """See :class:`Vfs`."""
+        self.around("rmdir", path, lambda: Vfs.rmdir(self, path))
+
+    def listdir(self, path: str) -> list[str]:
+        """See :class:`Vfs`."""
+        return self.around("listdir", path, lambda: Vfs.listdir(self, path))
+
+    def listfacts(self, path: str) -> list[tuple[str, os.stat_result]]:
+        """See :class:`Vfs`."""
+        return self.around("listdir", path, lambda: Vfs.listfacts(self, path))
+
+    def statvfs(self, path: str) -> os.statvfs_result:
+        """See :class:`Vfs`."""
+        return self.around("statvfs", path, lambda: Vfs.statvfs(self, path))
+
+    def utime(self, path: str, atime_ns: int, mtime_ns: int) -> None:
+        """See :class:`Vfs`."""
+        self.around("utime", path, lambda: Vfs.utime(self, path, atime_ns, mtime_ns))
+
+    def flock(self, fd: int, operation: int) -> None:
+        """See :class:`Vfs`."""
+        self.around("flock", self._paths[fd], lambda: Vfs.flock(self, fd, operation))
+
+
+class FailingVfs(HookedVfs):
+    """The n-th call fails, once or from then on."""
+
+    def __init__(
+        self,
+        nth: int,
+        error: int | None,
+        *,
+        sticky: bool = False,
+        when: Callable[[str, str], bool] = lambda call, path: True,
+    ) -> None:
+        """Prepare the fault.
+
+        Args:
+            nth: number of the call that fails, from 1; 0: none does, calls are only counted.
+            error: its errno; None: a read or write moves half of what it should, others pass.
+            sticky: whether all later calls fail as well.
+            when: which calls count, by name and path.
+        """
+        super().__init__()
+        self.nth = nth
+        self.error = error
+        self.sticky = sticky
+        self.calls = 0
+        self._when = when
+        self._counting = threading.Lock()
+
+    def heal(self) -> None:
+        """Let everything work again."""
+        self.nth = 0
+
+    def around(self, call: str, path: str, perform: Callable[[], T]) -> T:
+        """Fail this call if it is its turn."""
+        if call == "lstat" and not os.path.lexists(path):
+            return perform()  # fails by itself
+        if self._strikes(call, path) and self.error is not None:
+            raise OSError(self.error, os.strerror(self.error), path)
+        return perform()
+
+    def preadv(self, fd: int, buffers: Buffers, offset: int) -> int:
+        """Read, possibly less than asked."""
+        return super().preadv(fd, self._shortened("preadv", fd, buffers), offset)
+
+    def pwritev(self, fd: int, buffers: Buffers, offset: int) -> int:
+        """Write, possibly less than asked."""
+        return super().pwritev(fd, self._shortened("pwritev", fd, buffers), offset)
+
+    def _shortened(self, call: str, fd: int, buffers: Buffers) -> Buffers:
+        if self.error is not None or not self._strikes(call, self._paths[fd]):
+            return buffers
+        # Half of it, but something: moving nothing would mean the end of the file.
+        left = max(1, sum(map(len, buffers)) // 2)
+        cut = []
+        for buffer in buffers:
+            cut.append(memoryview(buffer)[:left])
+            left -= len(cut[-1])
+        return cut
+
+    def _strikes(self, call: str, path: str) -> bool:
+        if not self._when(call, path):
+            return False
+        with self._counting:
+            self.calls += 1
+            return bool(self.nth) and (
+                self.calls >= self.nth if self.sticky else self.calls == self.nth
+            )
+
+
+class StuckVfs(HookedVfs):
+    """Calls chosen by :attr:`when` do not return until :meth:`release`."""
+
+    def __init__(self, when: Callable[[str, str], bool]) -> None:
+        super().__init__()
+        self.when = when
+        self._released = threading.Event()
+        self.stuck = 0
+
+    def release(self) -> None:
+        """Let them go on."""
+        self._released.set()
+
+    def hold(self) -> None:
+        """Hold back those to come."""
+        self._released.clear()
+
+    def around(self, call: str, path: str, perform: Callable[[], T]) -> T:
+        """Wait first, if this call is one of those."""
+        if self.when(call, path):
+            self.stuck += 1
+            self._released.wait()
+        return perform()
+
+
+class DeadlyVfs(HookedVfs):
+    """SIGKILL to this very process before, in the middle of, or after a call of some kind."""
+
+    def __init__(self, point: str = "", nth: int = 1) -> None:
+        """Prepare: ``point`` is ``<call>:<kind>:<before|after>``, see :func:`kind_of`."""
+        super().__init__()
+        self.point = point
+        self.nth = nth
+        self.seen: Counter[str] = Counter()
+
+    def around(self, call: str, path: str, perform: Callable[[], T]) -> T:
+        """Die at the point, at its n-th time."""
+        where = f"{call}:{kind_of(path)}"
+        self._reached(f"{where}:before")
+        result = perform()
+        self._reached(f"{where}:after")
+        return result
+
+    def pwritev(self, fd: int, buffers: Buffers, offset: int) -> int:
+        """Write; dying in the middle leaves half of the bytes."""
+        if self.point == f"pwritev:{kind_of(self._paths[fd])}:middle":
+            whole = b"".join(buffers)
+            if self.seen[self.point] + 1 >= self.nth:
+                flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+                fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+                os.pwrite(fd, whole[: len(whole) // 2], offset)
+            self._reached(self.point)
+        return super().pwritev(fd, buffers, offset)
+
+    def _reached(self, point: str) -> None:
+        self.seen[point] += 1
+        if point == self.point and self.seen[point] >= self.nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kind_of(path: str) -> str:
+    """What a path under a root is: chunk, shard, namespace, snapshot, ledger, temporary..."""
+    parts = path.split("/")
+    name, above = parts[-1], parts[-2] if len(parts) > 1 else ""
+    fixed = {".ledger": "ledger", ".owner": "owner", "snapshot": "snapshot", "lock": "lock"}
+    fixed |= {".bounds.json": "bounds"}
+    if name in fixed:
+        return fixed[name]
+    if ".writers" in parts:
+        return ("writers", "writer", "temporary")[len(parts) - 1 - parts.index(".writers")]
+    if ".quarantine" in parts:
+        return "quarantine"
+    if len(name) == 64 and len(above) != 2:
+        return "namespace"
+    if len(name) == 2:
+        return "shard"
+    return "chunk" if len(above) == 2 else "root"
+
+
+EVERY_ERROR = (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EINTR, errno.EACCES, None)
+"""Errors worth trying on every call; None is a short read or write."""
