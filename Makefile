@@ -78,7 +78,7 @@ $(VLLM)/.ready: pyproject.toml
 # On a machine with an NVIDIA GPU, with the Python that holds its torch, and without a network:
 # torch, numpy, msgspec and, for the tests, pytest. Elsewhere they say what is missing.
 # SANITIZER="compute-sanitizer --error-exitcode 9" runs the tests under it.
-GPU_ENV = PYTHONPATH=.:examples:$$PYTHONPATH
+GPU_ENV = PYTHONPATH=.:$$PYTHONPATH
 GPU     = $(GPU_ENV) $(PYTHON)
 test-gpu:
 	@if $(GPU) benchmarks/gpu/need.py; then \

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Row, best_of, report, row
-from kvoffload.cli.checkout import example
+from kvoffload.demo import demo
 
 
 def run() -> dict[str, Any]:
-    demo = example("mini_engine.demo")
     with tempfile.TemporaryDirectory(prefix="kvoffload-e2e-", dir=".") as folder:
         figures = demo.run(demo.DemoOptions(Path(folder)))
         copy_rate, read_rate = memcpy_rate(), disk_read_rate(Path(folder))

@@ -1,7 +1,7 @@
 """Offload a KV cache, lose it, and get it back: the whole library in one page.
 
 Run it: ``python examples/quickstart.py``. No model here, only its memory: a cache of 64 blocks over
-two layers. For a real engine around the same calls see ``examples/mini_engine``.
+two layers. For a real engine around the same calls see ``kvoffload/demo``.
 """
 
 import tempfile

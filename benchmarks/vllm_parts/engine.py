@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 ROOT = Path(__file__).parents[2]
-"""Of the checkout, or of what a wheel has of it."""
+"""Of the checkout."""
 CHILD = "examples/vllm/bench_child.py"
 TINY_MODEL = "examples/vllm/tiny_model.py"
 MARK = "@@answer "

@@ -1,7 +1,7 @@
 """Two engines in two processes, one Redis: what the first computed, the second loads.
 
 Run it: ``python examples/redis/two_engines.py redis://127.0.0.1:6379``. Without a URL it starts a
-``redis-server`` of its own while it runs. The engines are small (``examples/mini_engine``),
+``redis-server`` of its own while it runs. The engines are small (``kvoffload/demo``),
 but real: the same prompt must lead to the same tokens, loaded or computed.
 """
 
@@ -19,8 +19,8 @@ PROMPT = "The tide tables of the western harbour, read aloud. " * 12
 def serve(url: str) -> None:
     """Be an engine: answer one prompt, and say what it cost."""
     sys.path.insert(0, str(EXAMPLES))
-    from mini_engine.engine import Engine
-    from mini_engine.sampling import SamplingParams
+    from kvoffload.demo.engine import Engine
+    from kvoffload.demo.sampling import SamplingParams
 
     settings = {
         "model": {"num_layers": 4, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 2},

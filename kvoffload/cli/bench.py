@@ -1,15 +1,24 @@
-"""``kvoffload bench NAME``: measurements, each beside the limit measured in the same run."""
+"""``kvoffload bench NAME``: measurements, each with the limit measured in the same run.
+
+The benchmarks are part of the source checkout, not of the wheel.
+"""
 
 import json
 import os
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from kvoffload.cli.checkout import benchmark, benchmark_names
+import kvoffload
 from kvoffload.cli.console import console
+from kvoffload.errors import ConfigError
 
+FOLDER = Path(kvoffload.__file__).parents[1] / "benchmarks"
+"""Of the checkout that the package is imported from."""
 NEED_MORE = ("vllm",)
 """Benches that need an engine installed; ``all`` leaves them out."""
 LINUX_ONLY = ("disk", "e2e", "vllm")
@@ -39,6 +48,24 @@ def command(
             print(json.dumps(report))
         else:
             show(report)
+
+
+def benchmark_names() -> list[str]:
+    """Return the names of the benchmarks in the checkout.
+
+    Raises:
+        ConfigError: the package is not imported from a checkout.
+    """
+    names = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "harness")
+    if not names:
+        remedy = "needs the source checkout: pip install -e '.[all]' there, then run it again"
+        raise ConfigError("bench", str(FOLDER), remedy)
+    return names
+
+
+def benchmark(name: str) -> ModuleType:
+    """Import a module of the checkout's ``benchmarks``; it has ``run() -> dict``."""
+    return import_module(f"benchmarks.{name}")
 
 
 def show(report: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from kvoffload.cli.checkout import example
 from kvoffload.cli.console import console
 from kvoffload.errors import ConfigError, KVOffloadError
 
@@ -43,7 +42,8 @@ def command(
     if threads is not None and threads < 1:
         raise ConfigError("threads", threads, "must be at least 1")
     _check_folder(out)
-    demo = example("mini_engine.demo")
+    from kvoffload.demo import demo  # loads torch
+
     to = console(stderr=as_json)
     options = demo.DemoOptions(out=out, checkpoint=checkpoint, quick=quick, device=device)
     if threads is not None:
@@ -73,10 +73,11 @@ def command(
 
 def write(out: Path, report: Mapping[str, Any]) -> list[str]:
     """Write the report, and a picture where matplotlib is installed; return the files' names."""
-    reports = example("mini_engine.demo_report")
-    reports.write_json(out / "report.json", report)
+    from kvoffload.demo.demo_report import draw_plot, write_json  # loads torch
+
+    write_json(out / "report.json", report)
     try:
-        reports.draw_plot(out / "ttft.png", report)
+        draw_plot(out / "ttft.png", report)
     except ImportError:
         return ["report.json"]
     return ["report.json", "ttft.png"]
@@ -84,7 +85,9 @@ def write(out: Path, report: Mapping[str, Any]) -> list[str]:
 
 def show(to: Console, out: Path, report: Mapping[str, Any], written: Sequence[str]) -> None:
     """Print what the demo found."""
-    example("mini_engine.demo_report").print_table(to, report)
+    from kvoffload.demo.demo_report import print_table
+
+    print_table(to, report)
     chunks = report["killed_with_chunks_on_their_way"]
     lines = [f"Before pass 3 the engine was killed with {chunks} chunks on their way."]
     if report["quick"]:

@@ -61,7 +61,7 @@ class Hasher(Protocol):
     """What a chain needs of a hasher: where to start, and how to go on."""
 
     @property
-    def block_size(self) -> int: ...  # noqa: D102
+    def block_size(self) -> int: ...
 
     def start(self, extras: Extras) -> bytes:
         """Return the parent of a chain's first block."""

@@ -23,9 +23,9 @@ class RequestLike(Protocol):
     num_computed_tokens: int
 
     @property
-    def request_id(self) -> str: ...  # noqa: D102
+    def request_id(self) -> str: ...
     @property
-    def chain(self) -> HashChain: ...  # noqa: D102
+    def chain(self) -> HashChain: ...
 
 
 class KVCacheBlocks:

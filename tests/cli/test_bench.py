@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvoffload.cli import bench
-from kvoffload.cli.checkout import benchmark, benchmark_names
+from kvoffload.cli.bench import benchmark, benchmark_names
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 from opcodes import count_opcodes
 
-from kvoffload.cli.checkout import benchmark
+from kvoffload.cli.bench import benchmark
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.messages import make_offload_key
 from kvoffload.policies.lru import LRUPolicy

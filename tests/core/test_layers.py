@@ -114,8 +114,8 @@ def test_the_formats_of_a_mixed_model_can_be_planned():
 
 
 def test_the_mini_engine_takes_its_formats_from_its_layers():
-    from mini_engine.config import EngineConfig, ModelConfig
-    from mini_engine.runner import plan_kv_cache
+    from kvoffload.demo.config import EngineConfig, ModelConfig
+    from kvoffload.demo.runner import plan_kv_cache
 
     shape = ModelConfig(
         layer_kinds=("full", "window", "latent", "state"), num_layers=4, sliding_window=48,

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from mini_engine.config import ModelConfig
+
+from kvoffload.demo.config import ModelConfig
 
 TINY = {
     "hidden_size": 64,

@@ -5,12 +5,12 @@ import random
 
 import pytest
 import torch
-from mini_engine import Engine, ModelConfig, SamplingParams
-from mini_engine.weights import random_weights, read_model_config
 from safetensors.torch import save_file
 
 from kvoffload.core.hashing import BlockHasher, HashChain
 from kvoffload.core.request import Request
+from kvoffload.demo import Engine, ModelConfig, SamplingParams
+from kvoffload.demo.weights import random_weights, read_model_config
 from kvoffload.errors import ConfigError
 
 

@@ -5,14 +5,14 @@ import subprocess
 import sys
 
 import pytest
-from mini_engine.demo import DemoOptions, num_requests
-from mini_engine.demo_report import problems
-from mini_engine.demo_text import conversations
-from mini_engine.tokenizer import ByteTokenizer
 from rich.console import Console
 
 from kvoffload.cli import demo
-from kvoffload.cli.checkout import benchmark
+from kvoffload.cli.bench import benchmark
+from kvoffload.demo.demo import DemoOptions, num_requests
+from kvoffload.demo.demo_report import problems
+from kvoffload.demo.demo_text import conversations
+from kvoffload.demo.tokenizer import ByteTokenizer
 
 COMMAND = [sys.executable, "-c", "from kvoffload.cli.main import main; main()", "demo"]
 

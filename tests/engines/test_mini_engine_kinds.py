@@ -10,12 +10,12 @@ import time
 
 import pytest
 import torch
-from mini_engine import Engine, SamplingParams
-from mini_engine.config import EngineConfig, parse_engine_config
-from mini_engine.model import Model
-from mini_engine.runner import plan_kv_cache
-from mini_engine.weights import random_weights
 
+from kvoffload.demo import Engine, SamplingParams
+from kvoffload.demo.config import EngineConfig, parse_engine_config
+from kvoffload.demo.model import Model
+from kvoffload.demo.runner import plan_kv_cache
+from kvoffload.demo.weights import random_weights
 from kvoffload.errors import ConfigError
 
 KINDS = {

@@ -6,19 +6,19 @@ import math
 import msgspec
 import pytest
 import torch
-from mini_engine.config import ModelConfig, RopeScaling, parse_engine_config
-from mini_engine.model import Model, rope_tables
-from mini_engine.sampling import SamplingParams, sample
-from mini_engine.tokenizer import ByteTokenizer, open_tokenizer
-from mini_engine.weights import (
+from safetensors.torch import save_file
+
+from kvoffload.demo.config import ModelConfig, RopeScaling, parse_engine_config
+from kvoffload.demo.model import Model, rope_tables
+from kvoffload.demo.sampling import SamplingParams, sample
+from kvoffload.demo.tokenizer import ByteTokenizer, open_tokenizer
+from kvoffload.demo.weights import (
     expected_shapes,
     fingerprint,
     load_weights,
     random_weights,
     read_model_config,
 )
-from safetensors.torch import save_file
-
 from kvoffload.errors import ConfigError
 
 HF_LLAMA = {

@@ -12,11 +12,11 @@ from collections import Counter
 
 import pytest
 import torch
-from mini_engine import Engine, SamplingParams
-from mini_engine.offloading import NoOffloading
 
 from kvoffload import registry
 from kvoffload.connectors.local import LocalConnector
+from kvoffload.demo import Engine, SamplingParams
+from kvoffload.demo.offloading import NoOffloading
 from kvoffload.errors import ConfigError
 from kvoffload.testing import FaultyBackend, Plan
 from kvoffload.transfer.cpu.copier import CpuCopier

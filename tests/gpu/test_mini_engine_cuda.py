@@ -4,10 +4,9 @@ import pytest
 import torch
 
 pytest.importorskip("msgspec")
-from mini_engine import Engine, SamplingParams
-from mini_engine.offloading import NoOffloading
-
 from kvoffload.connectors.local import LocalConnector
+from kvoffload.demo import Engine, SamplingParams
+from kvoffload.demo.offloading import NoOffloading
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 import torch
-from mini_engine import Engine, SamplingParams
-from mini_engine.request import Work
 
+from kvoffload.demo import Engine, SamplingParams
+from kvoffload.demo.request import Work
 from kvoffload.messages import GPULoadStoreSpec
 from kvoffload.transfer.cpu.gather import Scatter
 from kvoffload.transfer.cuda.stream_copier import StreamCopier

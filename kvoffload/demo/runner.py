@@ -18,14 +18,14 @@ from kvoffload.core.attention import (
 from kvoffload.core.interface import KVCacheConfig, KVCacheSpec, ModelLimits
 from kvoffload.core.planning import get_kv_cache_config
 from kvoffload.core.tensors import canonicalize_kv_caches, init_kv_cache
+from kvoffload.demo.attention import InvariantLatentBackend, InvariantPagedBackend
+from kvoffload.demo.config import EngineConfig, ModelConfig
+from kvoffload.demo.mixers import attention_layer, state_spec
+from kvoffload.demo.model import Model
+from kvoffload.demo.request import Work
+from kvoffload.demo.states import StateBackend
 from kvoffload.errors import ConfigError, InsufficientMemoryError
 from kvoffload.messages import CanonicalKVCaches
-from mini_engine.attention import InvariantLatentBackend, InvariantPagedBackend
-from mini_engine.config import EngineConfig, ModelConfig
-from mini_engine.mixers import attention_layer, state_spec
-from mini_engine.model import Model
-from mini_engine.request import Work
-from mini_engine.states import StateBackend
 
 
 def plan_kv_cache(config: EngineConfig, shape: ModelConfig, dtype: torch.dtype) -> KVCacheConfig:
@@ -121,7 +121,8 @@ def _attend(
 ) -> Tensor:
     """Keep what a layer's mixer gives of this step, and answer what it asks."""
     if isinstance(backend, StateBackend):
-        return backend.advance(*given, cache, metadata)
+        x, convolve, step = given
+        return backend.advance(x, convolve, step, cache, metadata)
     if isinstance(backend, LatentPagedBackend):
         query, latent = given
         backend.write_latent(cache, latent, metadata.slot_mapping)

@@ -49,7 +49,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Use the token embeddings as the output matrix too."""
     layer_kinds: tuple[str, ...] = ()
     """What mixes tokens in each layer: ``full``, ``window``, ``latent`` or ``state`` (see
-    mini_engine.mixers); repeated over the layers. Empty: ``full`` everywhere."""
+    kvoffload.demo.mixers); repeated over the layers. Empty: ``full`` everywhere."""
     sliding_window: int = 256
     """Tokens a ``window`` layer sees, itself included."""
     latent_size: int = 128
@@ -104,7 +104,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     device: str = "cpu"
     dtype: str = "float32"
     attention: str = "auto"
-    """``auto``, ``invariant`` or ``sdpa``: see mini_engine.attention."""
+    """``auto``, ``invariant`` or ``sdpa``: see kvoffload.demo.attention."""
     block_size: int = 16
     """Tokens of one KV cache block."""
     kv_cache_bytes: ByteSize = ByteSize(256 << 20)

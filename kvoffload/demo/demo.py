@@ -20,12 +20,12 @@ from typing import IO, Any
 
 import msgspec
 
+from kvoffload.demo.config import ModelConfig
+from kvoffload.demo.demo_report import machine, problems, summarize
+from kvoffload.demo.demo_text import QUESTIONS, Conversation, conversations
+from kvoffload.demo.tokenizer import open_tokenizer
+from kvoffload.demo.weights import expected_shapes, read_model_config
 from kvoffload.errors import ConfigError, KVOffloadError
-from mini_engine.config import ModelConfig
-from mini_engine.demo_report import machine, problems, summarize
-from mini_engine.demo_text import QUESTIONS, Conversation, conversations
-from mini_engine.tokenizer import open_tokenizer
-from mini_engine.weights import expected_shapes, read_model_config
 
 CONVERSATIONS_ON_DEVICE = 2.5
 """How many conversations the KV cache of the engine holds; it serves several times as many."""
@@ -76,12 +76,12 @@ class DemoError(KVOffloadError):
 
 
 class EngineProcess:
-    """An engine in a child process; see mini_engine.demo_child."""
+    """An engine in a child process; see kvoffload.demo.demo_child."""
 
     def __init__(self, settings: dict[str, Any], threads: int, log: IO[str]) -> None:
         folders = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "mini_engine.demo_child"],
+            [sys.executable, "-m", "kvoffload.demo.demo_child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -1,8 +1,8 @@
 """A Llama-architecture decoder in plain PyTorch: RMSNorm, RoPE, grouped queries, SwiGLU.
 
-Layers may mix tokens in other ways too, see :mod:`mini_engine.mixers`. The model does not know how
-keys and values are kept: it hands them to an ``attend`` function, layer by layer. The engine passes
-one that writes and reads KV cache blocks.
+Layers may mix tokens in other ways too, see :mod:`kvoffload.demo.mixers`. The model hands keys and
+values to an ``attend`` function, layer by layer. The engine passes one that writes and reads KV
+cache blocks.
 """
 
 import math
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mini_engine.config import ModelConfig
-from mini_engine.mixers import Mixer, make_mixer
+from kvoffload.demo.config import ModelConfig
+from kvoffload.demo.mixers import Mixer, make_mixer
 
 ROW_TILE = 16
 """Rows of a batch are padded to a multiple of this.

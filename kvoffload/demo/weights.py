@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvoffload.demo.config import ModelConfig, RopeScaling
+from kvoffload.demo.mixers import output_size, weight_shapes
 from kvoffload.errors import ConfigError
-from mini_engine.config import ModelConfig, RopeScaling
-from mini_engine.mixers import output_size, weight_shapes
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 """``model_type`` of the checkpoints this engine computes correctly → their class."""

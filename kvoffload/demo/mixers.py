@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from kvoffload.core.attention import AttentionLayer
 from kvoffload.core.interface import MambaSpec
-from mini_engine.config import ModelConfig
+from kvoffload.demo.config import ModelConfig
 
 Take = Callable[..., Tensor]
 Attend = Callable[..., Tensor]
@@ -133,10 +133,11 @@ class _Latent:
     def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, count: int, attend: Attend) -> Tensor:
         rows = len(h)
         query = F.linear(h, self._query).view(rows, self._heads, 2 * self._size)
-        plain, turned = query.split(self._size, dim=-1)
+        plain, turned = query[..., : self._size], query[..., self._size :]
         absorbed = [F.linear(plain[:, i], up) for i, up in enumerate(self._key_up)]
         query = torch.cat([torch.stack(absorbed, 1), rotate(turned, cos, sin)], dim=-1)
-        latent, key = F.linear(h, self._down).split([self._latent, self._size], dim=-1)
+        down = F.linear(h, self._down)
+        latent, key = down[:, : self._latent], down[:, self._latent :]
         kept = torch.cat([latent, rotate(key[:, None], cos, sin)[:, 0]], dim=-1)
         mixed = h.new_zeros(rows, self._heads, self._latent)
         mixed[:count] = attend(query[:count], kept[:count])
@@ -168,8 +169,8 @@ class _State:
         wide = x.float()
         # Products and sums of one token at a time: the same bits however tokens are batched.
         selected = (self._select.float() * wide).sum(-1)
-        step, read, write = selected.split([1, self._size, self._size])
-        state = state * torch.sigmoid(2 - step) + (wide / len(x) ** 0.5)[:, None] * write
+        read, write = selected[1 : 1 + self._size], selected[1 + self._size :]
+        state = state * torch.sigmoid(2 - selected[:1]) + (wide / len(x) ** 0.5)[:, None] * write
         return ((state * read).sum(-1) + wide).to(x.dtype), state
 
 

@@ -15,16 +15,16 @@ import torch
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.core.hashing import BlockHasher, HashChain
 from kvoffload.core.manager import KVCacheManager
+from kvoffload.demo.config import EngineConfig, ModelConfig, parse_engine_config
+from kvoffload.demo.model import Model
+from kvoffload.demo.offloading import Connector, NoOffloading
+from kvoffload.demo.request import EngineRequest, RequestResult, Work
+from kvoffload.demo.runner import Runner, plan_kv_cache
+from kvoffload.demo.sampling import SamplingParams, sample
+from kvoffload.demo.scheduler import Scheduler
+from kvoffload.demo.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from kvoffload.demo.weights import fingerprint, load_weights, random_weights, read_model_config
 from kvoffload.errors import ConfigError
-from mini_engine.config import EngineConfig, ModelConfig, parse_engine_config
-from mini_engine.model import Model
-from mini_engine.offloading import Connector, NoOffloading
-from mini_engine.request import EngineRequest, RequestResult, Work
-from mini_engine.runner import Runner, plan_kv_cache
-from mini_engine.sampling import SamplingParams, sample
-from mini_engine.scheduler import Scheduler
-from mini_engine.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
-from mini_engine.weights import fingerprint, load_weights, random_weights, read_model_config
 
 IDLE_WAIT_S = 0.0002
 """Pause of a step that can only wait for loads."""

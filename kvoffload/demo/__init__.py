@@ -1,9 +1,9 @@
 """A small real LLM engine that keeps its KV cache with kvoffload. Start reading in engine.py."""
 
-from mini_engine.config import EngineConfig, ModelConfig, parse_engine_config
-from mini_engine.engine import Engine
-from mini_engine.request import RequestResult
-from mini_engine.sampling import SamplingParams
+from kvoffload.demo.config import EngineConfig, ModelConfig, parse_engine_config
+from kvoffload.demo.engine import Engine
+from kvoffload.demo.request import RequestResult
+from kvoffload.demo.sampling import SamplingParams
 
 __all__ = [
     "Engine",

@@ -8,10 +8,12 @@ from enum import Enum, auto
 from kvoffload.core.block_pool import NULL_BLOCK
 from kvoffload.core.hashing import HashChain
 from kvoffload.core.request import Request
-from mini_engine.sampling import SamplingParams
+from kvoffload.demo.sampling import SamplingParams
 
 
 class State(Enum):
+    """Where a request is between its arrival and its last token."""
+
     WAITING = auto()
     LOADING = auto()
     """Its prefix is on the way from a tier below, into blocks it already holds."""

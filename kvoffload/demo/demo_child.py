@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from kvoffload.demo.engine import Engine
+from kvoffload.demo.request import RequestResult
+from kvoffload.demo.sampling import SamplingParams
 from kvoffload.errors import ConfigError
-from mini_engine.engine import Engine
-from mini_engine.request import RequestResult
-from mini_engine.sampling import SamplingParams
 
 IDLE_S = 0.002
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import kvoffload
-from mini_engine.tokenizer import Tokenizer
+from kvoffload.demo.tokenizer import Tokenizer
 
 SYSTEM = (
     "You are a careful reader. Answer questions about the text below, quote it where you can, and "
