@@ -40,7 +40,7 @@ def run_python(code, folder, **env):
 
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_blocks_of_the_documents_run(code, tmp_path):
-    run_python(code, tmp_path, PYTHONPATH=str(ROOT / "examples"))
+    run_python(code, tmp_path, PYTHONPATH=str(ROOT))
 
 
 @pytest.mark.parametrize("code", blocks("sh"))
