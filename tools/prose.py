@@ -25,6 +25,7 @@ END = re.compile(r"(?<=[.!?:;])[\s\"')\]]+(?=[A-Z`\"'(\[*]|$)|\n\s*\n|\n\s*[-*] 
 ENTRY = re.compile(r"^(?=\s*(\*{0,2}\w+|``\w+``)( \([^)]*\))?:( |$))", re.MULTILINE)
 """Where an entry of ``Args:`` and the like begins, or such a section itself."""
 LITERAL = re.compile(r"(?<=::)\n\s*\n((?:[ \t]+.*\n|\s*\n)+)")
+MARK = re.compile(r"#( (type:|noqa|fmt:|mypy:)|!)")
 CODE = re.compile(r"``[^`]+``|`[^`]+`|\[([^\]]*)\]\([^)]*\)|https?://\S+|:\w+:`[^`]+`")
 
 
@@ -41,9 +42,9 @@ def python_texts(source: str) -> Iterator[Text]:
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():
             value = getattr(statement, "value", None)
-            if isinstance(statement, ast.Expr) and isinstance(value, ast.Constant):
-                if isinstance(value.value, str):
-                    yield Text(statement.lineno, LITERAL.sub(blank, value.value))
+            text = value.value if isinstance(value, ast.Constant) else None
+            if isinstance(statement, ast.Expr) and isinstance(text, str):
+                yield Text(statement.lineno, LITERAL.sub(blank, text))
     begun, lines, last = 0, [], -1
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT or re.match(
