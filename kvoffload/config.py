@@ -80,7 +80,7 @@ class BackendConfig(msgspec.Struct, frozen=True):
     """One persistent tier: a registered backend's name and that backend's own options."""
 
     type: str
-    # People write a tier's options beside its type; see parse_config.
+    # In settings, a tier's options stand next to its type; see parse_config.
     options: Annotated[dict[str, Any], msgspec.Meta(extra_json_schema={"not": {}})] = {}
 
     def __repr__(self) -> str:
@@ -115,8 +115,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_inflight_bytes: Bytes | None = None
     """Host bytes that write-through may pin at once; default: a half of the host memory."""
     store_threshold: _AtLeastOne = 1
-    """Requests a chunk must be seen in before it is stored; 2 keeps out what is never used again,
-    at the price of one more computation of what is."""
+    """Requests that must ask for a chunk before it is stored. The value 2 keeps out chunks that are
+    used once, and costs one more computation of each chunk that is used again."""
     promote: bool = True
     """Whether a chunk loaded from a tier is also written to the nearer tiers that lack it."""
     client_hints: tuple[str, ...] = HARMLESS_HINTS
@@ -216,7 +216,7 @@ def convert(data: Mapping[str, Any], struct: type[_T], where: str = "") -> _T:
 
 
 def _found_at(data: Mapping[str, Any], path: str) -> Any:
-    """The item that a path such as ``backends[0].type`` leads to, or the last one on its way."""
+    """Return the item at a path such as ``backends[0].type``, or the last item that exists."""
     found: Any = data
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
         try:

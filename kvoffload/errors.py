@@ -10,10 +10,10 @@ HIDDEN = "***"
 
 
 def shown(value: object, field: str = "") -> object:
-    """What of a setting people may see: of a URL the scheme, of a password nothing.
+    """Redact a setting for error messages: keep a URL's scheme, hide passwords.
 
-    A URL hides secrets in too many places to tell them from the rest, above all one that is wrong:
-    with a ``/`` in its password, half of that is a path. Containers are looked into.
+    A URL has secrets in too many places to tell them from the rest. In a wrong URL, half of a
+    password with a ``/`` is a path. Containers are redacted item by item.
 
     Args:
         value: anything; what needs no hiding comes back as it is.
@@ -43,8 +43,8 @@ class KVOffloadError(Exception):
 class ConfigError(KVOffloadError, ValueError):
     """A setting is wrong: names the field, the value and what would be right.
 
-    Raised at start, before anything is touched. What :func:`shown` hides of the value is in none
-    of its parts; whoever writes the remedy leaves it out there, too.
+    Raised at start, before anything is touched. No part of the error has what :func:`shown` hides
+    of the value; a remedy must not quote it either.
     """
 
     def __init__(self, field: str, value: object, remedy: str) -> None:

@@ -1,7 +1,7 @@
 """Statistics for Prometheus; needs the extra ``metrics``.
 
-The engine's thread hands over what ``stats()`` of a connector returned, as often as it likes; the
-thread that answers scrapes only ever sees the last of these::
+The engine's thread passes the result of a connector's ``stats()``, as often as it likes. The thread
+that answers scrapes sees the last of these::
 
     exporter = Exporter()
     prometheus_client.REGISTRY.register(exporter)

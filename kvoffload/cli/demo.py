@@ -36,8 +36,13 @@ def command(
 ) -> None:
     """Serve conversations cold, from host memory, and after a kill from disk.
 
-    Exit codes: 0 all outputs are those of an engine without offloading, and both tiers served; 1 an
-    output differs, a tier served nothing, or an engine process died; 2 wrong usage or settings.
+    Exit codes:
+
+    0: all outputs equal those of an engine without offloading, and both tiers served.
+
+    1: an output differs, a tier served nothing, or an engine process died.
+
+    2: wrong usage or settings.
     """
     if threads is not None and threads < 1:
         raise ConfigError("threads", threads, "must be at least 1")

@@ -1,4 +1,4 @@
-"""``kvoffload replay``: eviction policies against a trace, beside what no policy can beat."""
+"""``kvoffload replay``: compare eviction policies on a trace with Belady's bound."""
 
 import json
 import sys
@@ -50,7 +50,7 @@ def command(
 ) -> None:
     """Replay a trace through eviction policies and print their hit rates.
 
-    A request can use the contiguous prefix of its blocks that is there. Beside the policies stand
+    A request can use the contiguous prefix of its blocks that is present. The table also has
     Belady's bound on block hits, and a store that holds everything.
 
     Exit codes: 0 done; 2 wrong usage or a trace that cannot be read (file, line and field named).

@@ -21,8 +21,8 @@ QUERY_ROWS = 256
 class InvariantPagedBackend(SdpaPagedBackend):
     """Paged attention like its base, but request by request and in whole tiles.
 
-    A float32 token on the CPU then gets bit for bit the same result in a chunk, in a batch, after a
-    preemption or on top of restored pages. That is what "the same output" can be tested against.
+    A float32 token on the CPU then has the same bits in a chunk, in a batch, after preemption and
+    on restored pages. So tests can compare outputs for equality.
     """
 
     def get_name(self) -> str:

@@ -53,7 +53,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     sliding_window: int = 256
     """Tokens a ``window`` layer sees, itself included."""
     latent_size: int = 128
-    """Elements of a ``latent`` layer's vector, beside ``head_size`` for positions."""
+    """Elements of a ``latent`` layer's vector, without the ``head_size`` for positions."""
     state_channels: int = 256
     """Channels of a ``state`` layer."""
     state_size: int = 8

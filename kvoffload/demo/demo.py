@@ -1,8 +1,8 @@
 """The demo: conversations over long texts, served again from host memory and, after a kill, disk.
 
-Three passes over the same conversations: an engine meets them for the first time, it goes on with
-them, and a new process on the same folder goes on after the first was killed while storing. Beside
-it an engine without offloading gets the same prompts. Run it with ``kvoffload demo``.
+The demo has three passes over the same conversations. An engine serves them for the first time, and
+then goes on with them. The engine is killed while it stores; a new process on the same folder goes
+on. An engine without offloading gets the same prompts. Run it with ``kvoffload demo``.
 """
 
 import json
@@ -44,7 +44,7 @@ class DemoOptions:
     quick: bool = False
     device: str = "cpu"
     threads: int = field(default_factory=lambda: max(1, (os.cpu_count() or 2) - 1))
-    """For the model; a core is left for copies and I/O, which go on beside it."""
+    """Compute threads of the model; one core is left for copies and I/O."""
 
     @property
     def num_conversations(self) -> int:

@@ -34,7 +34,7 @@ def main() -> None:
         _say(refused=[error.field, str(error.value), error.remedy])
         return
     with engine:
-        # The first pass through a process pays for thread pools and memory; nobody measures it.
+        # The first pass through a process pays for thread pools and memory; it is not measured.
         engine.generate([[1] * 300])
         _say(ready=True)
         while (message := _next(messages, engine)) is not None:

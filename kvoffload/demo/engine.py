@@ -1,7 +1,7 @@
 """The engine: model, KV cache, scheduler and offloading put together. Start reading here.
 
 One step: take up finished loads, choose work, compute it, choose tokens, offer full blocks for
-storing. Everything runs on the caller's thread; transfers go on beside it.
+storing. Everything runs on the caller's thread, except transfers.
 """
 
 import time
@@ -106,7 +106,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Drop what is unfinished and release the tiers, after the stores under way."""
+        """Abort unfinished requests, wait for stores in flight, and release the tiers."""
         for request_id in list(self._requests):
             self.abort(request_id)
         self.connector.close()

@@ -1,13 +1,13 @@
-"""What mixes the tokens of a sequence in a layer, and what of it has to be kept between steps.
+"""Layers that mix the tokens of a sequence, and the KV cache that each kind keeps between steps.
 
-Each kind says which weights it has and which KV cache format, and computes everything but the part
-that reads what was kept: that is handed to ``attend``, which the engine passes in.
+Each kind has its weights and its KV cache format. The engine passes in ``attend``, which reads the
+KV cache; the mixer computes the rest.
 
 | kind | keeps | as in |
 |---|---|---|
 | ``full`` | keys and values of all tokens | Llama, Qwen |
 | ``window`` | keys and values of the last ``sliding_window`` tokens | gpt-oss, Gemma |
-| ``latent`` | one latent vector a token, shared by all heads | DeepSeek |
+| ``latent`` | one latent vector a token for all heads | DeepSeek |
 | ``state`` | one state, whatever the length | Mamba, Jamba |
 """
 

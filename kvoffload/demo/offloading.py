@@ -69,10 +69,10 @@ class NoOffloading:
         return False
 
     def flush(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no transfer is in flight."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no tiers."""
 
     def stats(self) -> dict[str, Any]:
         return {}

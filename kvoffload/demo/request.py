@@ -1,4 +1,4 @@
-"""A request on its way through the engine, and one step's work on it."""
+"""A request in the engine, and one step's work on it."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class EngineRequest(Request):
         self.cached_tokens: dict[str, int] = {}
         """Prompt tokens that needed no computing, by medium, when it was first admitted."""
         self.num_promised_tokens = 0
-        """Tokens the load under way is to bring."""
+        """Tokens that the load in flight is to bring."""
         self.num_undelivered_tokens = 0
         """Tokens loads promised and did not bring; they were computed instead."""
         self.num_preemptions = 0

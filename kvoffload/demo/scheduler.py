@@ -45,7 +45,7 @@ class Scheduler:
         return bool(self._waiting or self._running or self._loading)
 
     def is_loading(self, request_id: str) -> bool:
-        """Whether a load of a request of that id, perhaps an aborted one, is under way."""
+        """Return True if a load of that request, perhaps an aborted one, is in flight."""
         return request_id in self._loading
 
     def add(self, request: EngineRequest) -> None:
@@ -57,8 +57,8 @@ class Scheduler:
         work: list[Work] = []
         budget = self._max_num_batched_tokens
         waiting_before = len(self._waiting)
-        # A copy, oldest first. Whoever gives way is younger than whoever is served, so the victims
-        # are always requests this loop has not come to yet.
+        # A copy, oldest first. A preempted request is younger than the one that is served, so this
+        # loop has not come to it yet.
         for request in list(self._running):
             if budget == 0:
                 break
@@ -66,7 +66,7 @@ class Scheduler:
             if request.state is State.RUNNING and self._find_blocks(request, count):
                 work.append(self._work(request, count))
                 budget -= count
-        if len(self._waiting) == waiting_before:  # else blocks are short: admit nobody
+        if len(self._waiting) == waiting_before:  # else blocks are short: admit no request
             self._admit(work, budget)
         return work
 
@@ -131,7 +131,7 @@ class Scheduler:
             hit_blocks, num_hits = self._manager.get_computed_blocks(request)
             external = self._connector.get_num_new_matched_tokens(request, num_hits)
             if external is None:
-                continue  # a tier has not answered yet: ask again next step, let others pass
+                continue  # a tier has not answered yet: ask again next step
             count = 0 if external else self._count(request, num_hits, budget)
             blocks = self._manager.allocate_slots(
                 request,
@@ -139,7 +139,7 @@ class Scheduler:
                 num_new_computed_tokens=num_hits,
                 new_computed_blocks=hit_blocks,
                 num_external_computed_tokens=external,
-                # What a load brings may be found by others only once it is there.
+                # Other requests may find loaded blocks only once they have arrived.
                 delay_cache_blocks=external > 0,
             )
             if blocks is None:
@@ -175,8 +175,8 @@ class Scheduler:
     def _count(self, request: EngineRequest, num_computed_tokens: int, budget: int) -> int:
         """How many tokens to compute next.
 
-        A recurrent layer's state can be kept for others only where a step ends with a block, so
-        such models stop at the last block boundary within reach.
+        A recurrent layer's state can be shared only where a step ends with a block. So such models
+        stop at the last block boundary within reach.
         """
         count = min(request.num_tokens - num_computed_tokens, budget)
         end = num_computed_tokens + count

@@ -18,8 +18,8 @@ Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class StateBackend:
     """Runs a recurrence over each request's tokens, from the state its last token left.
 
-    A request's state after token ``t`` is kept in the block of ``t``; at the end of a block it
-    stays there, for whoever shares the prefix.
+    A request's state after token ``t`` is kept in the block of ``t``. At the end of a block it
+    stays there, for requests that share the prefix.
 
     Args:
         block_size: tokens a block of the layer's group stands for.

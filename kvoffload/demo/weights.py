@@ -47,8 +47,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def random_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
     """Build float32 weights on the CPU: equal seeds and shapes give equal weights.
 
-    Their sizes are chosen so that attention looks at few tokens and answers depend on all of the
-    prompt, as in a trained model; a wrong page in the cache then shows in the output.
+    Their sizes make attention look at few tokens and answers depend on all of the prompt, as in a
+    trained model. So a wrong page in the cache shows in the output.
     """
     generator = torch.Generator().manual_seed(seed)
     residual = 1 / math.sqrt(2 * config.num_layers)
@@ -67,7 +67,7 @@ def random_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
         elif len(shape) == 1:
             state[name] = 0.1 * values
         elif "embed_tokens" in name:
-            # Small beside what attention adds: a token's own embedding must not drown its context.
+            # Small, so that a token's own embedding does not outweigh what attention adds.
             state[name] = 0.3 * values
         else:
             gain = next((gain for part, gain in gains.items() if part in name), 1.0)

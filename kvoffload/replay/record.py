@@ -38,7 +38,7 @@ class Recorder:
 
     def __init__(self, path: Path, tokens_per_chunk: int) -> None:
         self._tokens_per_chunk = tokens_per_chunk
-        # A line at a time: whoever is killed leaves whole lines, and several may append.
+        # One write a line: a killed process leaves whole lines, and several processes may append.
         # Block hashes confirm a guessed prompt, so the file is for its owner alone.
         self._file = open(path, "ab", buffering=0, opener=_for_owner_alone)  # noqa: SIM115 - owned until close()
 
@@ -48,7 +48,7 @@ class Recorder:
             self._write(event.keys, event.medium, event.removed, event.reason.value)
 
     def used(self, keys: Iterable[OffloadKey]) -> None:
-        """Write that a request asked for these chunks: call it beside ``manager.touch(keys)``."""
+        """Write that a request asked for these chunks: call it with ``manager.touch(keys)``."""
         self._write(keys, "", False, "used")
 
     def _write(self, keys: Iterable[OffloadKey], medium: str, removed: bool, reason: str) -> None:

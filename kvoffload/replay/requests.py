@@ -83,7 +83,7 @@ class Scope:
 
     Args:
         keys: of the blocks numbered so far; grows.
-        prefix: what tells this scope's names from those of others.
+        prefix: what tells this scope's names from those of other scopes.
     """
 
     def __init__(self, keys: list[bytes], prefix: str = "") -> None:

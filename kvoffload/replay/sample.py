@@ -1,13 +1,13 @@
 """A small trace that stands for a large one: a share of its blocks, against a share of each size.
 
-A block that was used between two uses of another pushes it towards the end of the store. Of the
-blocks between, a share is kept; so at a store of the same share of the size the kept blocks are
-evicted when they would be in the whole (spatial sampling: C. Waldspurger and others, FAST 2015).
+A block that is used between two uses of another block moves that one towards the end of the store.
+The sample keeps a share of the blocks. In a store of the same share of the size, the kept blocks
+are evicted when they would be in the whole (spatial sampling: C. Waldspurger et al., FAST 2015).
 
-Chance would decide too much if blocks were drawn: one that all requests share is a hit nearly
-always, and there or not. So blocks are sorted into strata by how often they are used, each stratum
-gives its share, evenly over the sorted blocks and at least one, and what is counted of the kept
-ones is weighted to stand for all uses of their stratum.
+Random draws would vary too much: one block that all requests share is nearly always a hit. So
+blocks are sorted into strata by their number of uses. Each stratum gives its share, evenly over the
+sorted blocks, and at least one. Counts of the kept blocks are weighted to stand for all uses of
+their stratum.
 """
 
 from collections import Counter, defaultdict

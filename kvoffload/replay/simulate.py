@@ -238,8 +238,8 @@ class _Farthest:
     """Finds the block whose next use is the farthest, among those that ``held`` has.
 
     A heap of single numbers, which name both the next use and the block. A block's entry is stale
-    once ``held`` has another next use for it; stale entries are dropped before they outnumber the
-    others.
+    once ``held`` has another next use for it; stale entries are dropped before they are the
+    majority.
     """
 
     def __init__(self, held: Mapping[int, int], num_blocks: int) -> None:

@@ -162,7 +162,7 @@ def _rag(rng: random.Random, blocks: _Blocks) -> Iterator[tuple[float, Request]]
 
 
 def _scan(rng: random.Random, blocks: _Blocks) -> Iterator[tuple[float, Request]]:
-    """Chat beside batch jobs that read long documents once, in bursts."""
+    """Mix chat with batch jobs that read long documents once, in bursts."""
     chat = _chat(rng, blocks)
     while True:
         for _ in range(rng.randrange(50, 400)):
@@ -172,7 +172,7 @@ def _scan(rng: random.Random, blocks: _Blocks) -> Iterator[tuple[float, Request]
 
 
 def _loop(rng: random.Random, blocks: _Blocks) -> Iterator[tuple[float, Request]]:
-    """An evaluation set sent again and again, each prompt a few times at once, beside chat."""
+    """Mix chat with an evaluation set sent repeatedly, each prompt a few times at once."""
     chat = _chat(rng, blocks)
     prompts = [blocks.fresh(rng.lognormvariate(2.0, 0.6)) for _ in range(300)]
     while True:
