@@ -65,8 +65,8 @@ class TieredOffloadingSpec(OffloadingSpec):
         config: the settings.
         slot_bytes: bytes of a host slot (:attr:`ChunkLayout.slot_bytes`).
         facts: everything that decides what the bytes mean; see :mod:`kvoffload.offload.namespace`.
-        layout: of the chunks, if those of some KV cache groups are of another size: slots are then
-            rows, of which chunks take as many as they need.
+        layout: sizes of the chunks, where KV cache groups differ in it. Slots are then rows, and a
+            chunk takes as many as it needs.
 
     Raises:
         ConfigError: before any thread is started or memory taken, where that can be known.
@@ -208,8 +208,8 @@ class TieredOffloadingSpec(OffloadingSpec):
         yield staged, gpu, StagedLoadHandler(*shared, copier, load_s)
 
     def renew(self, manager: TieredOffloadingManager, generation: str) -> None:
-        """Give the stores a new namespace: what they hold no longer means the same."""
-        # Let go of the old ones first: if new ones cannot be opened there are none, not stale ones.
+        """Give the stores a new namespace, because stored bytes no longer mean the same."""
+        # Close the old tiers first: if new ones cannot be opened there are none, not stale ones.
         manager.replace_tiers(())
         try:
             self.renew_stores(generation)
@@ -224,7 +224,7 @@ class TieredOffloadingSpec(OffloadingSpec):
         Calls still running on the old stores end on those; they are closed in the background.
         """
         old = dict(self._opened.backends)
-        # Nobody but us ever knew a generation's name. Other namespaces belong to replicas as well.
+        # Only this process knows a generation's name. Other namespaces belong to replicas as well.
         forgotten = [self.namespace] if "generation" in self._facts else []
         if old and not forgotten:
             log.info(

@@ -1,9 +1,10 @@
 """Which chunks of which KV cache groups make up a prefix.
 
-A prefix can be loaded up to a token if every group has there what it reads: full attention all
-chunks from the start, a sliding window the chunks that cover the last window, a recurrent layer the
-state at that token. What one group lacks shortens the prefix for all, which may ask other chunks of
-the groups with windows: so the end is sought until all agree.
+A prefix can be loaded up to a token if every group has the chunks that it reads there. Full
+attention reads all chunks from the start. A sliding window reads the chunks that cover the last
+window. A recurrent layer reads the state at that token. A chunk that one group lacks shortens the
+prefix for all groups, and groups with windows then read other chunks. So the search goes on until
+all groups agree.
 """
 
 from bisect import bisect_left
@@ -21,7 +22,7 @@ NULL_BLOCK = 0
 
 
 class _Everything:
-    """The kind of a cache of one full-attention group, where nobody described it further."""
+    """The kind of a cache that has one full-attention group, and no further description."""
 
     prefix_closed = True
     findable = True

@@ -1,7 +1,7 @@
 """Which requests are promised nothing more, because their loads bring less than promised.
 
-An engine that cannot use a part of a load admits the request anew. Were it promised the same again,
-and given less again, it would never begin to compute.
+An engine that cannot use a part of a load admits the request again. With the same promise and the
+same short load each time, the engine would never begin to compute.
 """
 
 MAX_REMEMBERED = 1024
@@ -18,7 +18,7 @@ class LoadBackoff:
     def __init__(self, tolerated: int) -> None:
         self._tolerated = tolerated
         self._counts: dict[str, int] = {}
-        # Requests that have not been admitted anew since.
+        # Requests that have not been admitted again since.
         self._just_ended: set[str] = set()
 
     def note(self, request_id: str) -> bool:
@@ -40,7 +40,7 @@ class LoadBackoff:
             self._forget(request_id)
 
     def gave_up(self, request_id: str) -> None:
-        """A request gave its blocks up: to be admitted anew, if its load has just ended."""
+        """Note that a request gave up its blocks; it is admitted again if its load just ended."""
         if request_id in self._just_ended:
             self._just_ended.remove(request_id)
         else:

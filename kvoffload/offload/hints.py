@@ -1,8 +1,8 @@
 """What a request may ask of offloading, in its ``kv_transfer_params`` under ``"kvoffload"``.
 
-For instance ``{"kvoffload": {"max_load_tokens": 4096}}``. Clients write hints, so a hint is a wish:
-a hint that is unknown, makes no sense, or is not allowed by the operator is ignored and counted.
-Nothing of what a client sends is kept but the parsed form, which has five small fields.
+For instance ``{"kvoffload": {"max_load_tokens": 4096}}``. Clients write hints, so a hint is a wish.
+A hint that is unknown, malformed, or not allowed by the operator is ignored and counted. Only the
+parsed form is kept, which has five small fields.
 """
 
 import logging

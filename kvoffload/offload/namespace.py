@@ -14,8 +14,8 @@ Fact = str | int | bool | bytes | None
 def namespace(**facts: Fact) -> str:
     """Digest facts into a namespace: 64 hex digits, the same in every process and language.
 
-    Each fact becomes ``name, type, value``, each preceded by its length, in the order of the names,
-    so that no two different sets of facts can spell the same bytes. Nothing is shortened.
+    Each fact becomes ``name, type, value``, each preceded by its length, in the order of the names.
+    So no two different sets of facts spell the same bytes. Nothing is shortened.
 
     Raises:
         TypeError: a fact is not a str, int, bool, bytes or None: anything else has no one spelling.
@@ -28,7 +28,7 @@ def namespace(**facts: Fact) -> str:
 
 
 def readable(facts: Mapping[str, Fact]) -> dict[str, str]:
-    """Return facts as text, to keep beside the data so that people can see what a digest means."""
+    """Return facts as text, stored with the data so that people can see what a digest means."""
     return {
         name: value.hex() if isinstance(value, bytes) else str(value)
         for name, value in sorted(facts.items())

@@ -1,8 +1,8 @@
 """What vLLM lets a client decide of block hashes, and which requests the tiers therefore refuse.
 
-vLLM takes the ``uuid`` that a client gives an image as that image's hash. A client who sends one
-image under the hash of another has its KV served to whoever sends the other. In vLLM alone that
-lasts as long as the GPU blocks; a tier would keep it for days.
+vLLM takes the ``uuid`` that a client gives an image as that image's hash. A client can send one
+image under the hash of another image. Clients that send the other image are then served its KV. In
+vLLM alone that lasts as long as the GPU blocks; a tier would keep it for days.
 """
 
 import logging

@@ -110,7 +110,7 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: Any,
     ) -> KVConnectorPromMetrics:
-        """Register our metrics beside those of vLLM's connector."""
+        """Register our metrics and those of vLLM's connector."""
         described = copy(vllm_config)
         described.kv_transfer_config = copy(vllm_config.kv_transfer_config)
         described.kv_transfer_config.kv_connector_extra_config = {

@@ -28,10 +28,11 @@ def check_asker(frame: FrameType | None) -> None:
     """Check the settings for which vLLM looks the connector's class up.
 
     On platforms with static graphs vLLM gives the class its settings early
-    (``requires_piecewise_for_cudagraph``). On others, CPUs among them, no method of ours is called
-    before the model is loaded. The class is looked up early on all of them, and the function that
-    does so has the settings as its argument. Without that argument nothing is checked here, and all
-    of it when the connector is made.
+    (``requires_piecewise_for_cudagraph``). On all other platforms, CPUs among them, it calls no
+    method of ours before the model is loaded.
+
+    vLLM looks the class up early on every platform, in a function that has the settings as argument.
+    Without that argument the settings are checked when the connector is made.
 
     Args:
         frame: of the function that asked for the class.

@@ -69,8 +69,8 @@ def resolve_facts(
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "hash_root": root if shared else f"random in {vllm_config.kv_transfer_config.engine_id}",
     }
-    # A newer fact stands only where it differs from vLLM's default: the digest of engines that
-    # leave the default, and so all that they have stored, stays as it was.
+    # A newer fact is present only where it differs from vLLM's default. So engines with the default
+    # keep their digest, and their stored chunks.
     if (interleaved := parallel.cp_kv_cache_interleave_size) != 1:
         facts["context_parallel_interleave"] = interleaved
     if states := recurrent_states(kv_cache_config):

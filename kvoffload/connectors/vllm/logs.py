@@ -1,7 +1,7 @@
 """Our log lines in vLLM's log: in its format, at its level, each once. Imports nothing of vLLM.
 
-vLLM gives the logger ``vllm`` a handler and a level, and no other logger. Without this, lines of
-ours below WARNING are dropped, and the others have neither time nor level nor process.
+vLLM gives the logger ``vllm`` a handler and a level, and no other logger. Without this module, our
+lines below WARNING are dropped, and the rest have neither time nor level nor process.
 """
 
 import logging
@@ -15,8 +15,7 @@ _MAX_REMEMBERED = 256
 def follow_vllm(configures: bool) -> None:
     """Send what the package logs where vLLM's own lines go; called again, follow what changed.
 
-    Handlers that somebody gave the logger ``kvoffload`` stay the only ones, and a level set on it
-    stays.
+    Handlers that the logger ``kvoffload`` already has stay the only ones, and so does its level.
 
     Args:
         configures: whether vLLM configures logging (``VLLM_CONFIGURE_LOGGING``); if not, that is

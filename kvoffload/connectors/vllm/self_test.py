@@ -1,8 +1,8 @@
 """The canary: a pattern goes out and comes back through every tier before anything is trusted.
 
-A layout misunderstood, a copy that goes astray, a store that returns something else: each would
-otherwise show as wrong answers of the model, long after. Sung at the start, on blocks that nobody
-uses yet, through the very handlers that will carry everything else.
+The self-test writes a pattern through every tier and reads it back. It finds errors of layout, copy
+and storage before they corrupt the model's output. It runs at the start, on unused blocks, through
+the handlers that carry all later transfers.
 """
 
 import logging
@@ -28,11 +28,11 @@ from kvoffload.transfer.worker import TransferWorker
 log = logging.getLogger(__name__)
 
 JOB = -1
-"""The id of all the canary's jobs: nobody else may use it. One that a tier has not let go of is
-named by it when it settles, long after."""
+"""The id of all jobs of the self-test, and of no other job. A job whose call hangs in a tier is
+named by it when the call ends."""
 
 
-def sing(
+def check_tiers(
     spec: TieredOffloadingSpec,
     transfers: TransferWorker,
     caches: CanonicalKVCaches,
@@ -40,8 +40,8 @@ def sing(
 ) -> int:
     """Carry a pattern out and back for each KV cache group and each tier.
 
-    A tier that does not answer is only warned about: it may come up later, and a miss harms nobody.
-    But what it was to fill, it may fill yet.
+    A tier that does not answer is only warned about: it may come up later, and a miss does no harm.
+    But its call may still write into the slot that it was given.
 
     Returns:
         How many host slots, from the first, may be used: a tier may still touch those after them.
@@ -60,29 +60,29 @@ def sing(
     for group_idx, refs in enumerate(caches.group_data_refs):
         if not refs:
             continue
-        song = _Song(transfers, caches, group_idx, source, target)
+        check = _GroupCheck(transfers, caches, group_idx, source, target)
         try:
-            song.host(num_slots - 1)
+            check.host(num_slots - 1)
             for name in spec.backends:
-                song.tier(name)
-                if song.is_unsettled:
+                check.tier(name)
+                if check.is_unsettled:
                     num_slots -= 1
                     if not num_slots:
-                        raise ConfigError("canary", name, "has not let go of the only host slot")
+                        raise ConfigError("canary", name, "still uses the only host slot")
                     log.warning(
-                        "kvoffload: tier %s has not let go of a host slot; left to it", name
+                        "kvoffload: tier %s still uses a host slot; the slot stays out of use", name
                     )
-                    song.host(num_slots - 1)
+                    check.host(num_slots - 1)
         finally:
-            song.leave()
+            check.restore()
             for name, backend in spec.backends.items():
                 del name
-                key = song.key
+                key = check.key
                 spec.io.start(lambda backend=backend, key=key: backend.remove([key]))  # type: ignore[misc]
     return num_slots
 
 
-class _Song:
+class _GroupCheck:
     """The check of one KV cache group."""
 
     def __init__(
@@ -98,7 +98,7 @@ class _Song:
         self._group_idx = group_idx
         self._slot = 0
         self.is_unsettled = False
-        """Whether something of the last song may still touch the host slot."""
+        """Whether a call of the last step may still touch the host slot."""
         self._views = [
             caches.tensors[ref.tensor_idx].tensor[:, : ref.page_size_bytes]
             for ref in caches.group_data_refs[group_idx]
@@ -113,7 +113,7 @@ class _Song:
             view[self._target] = 0
 
     def host(self, slot_id: int) -> None:
-        """Out to host memory, from now on this slot, and back into other blocks."""
+        """Copy blocks to this host slot, the slot of all later steps, and back to other blocks."""
         self._slot, self.is_unsettled = slot_id, False
         slot = CPULoadStoreSpec([slot_id])
         if not self._carry((self._end(self._source), slot)):
@@ -124,14 +124,14 @@ class _Song:
             )
 
     def tier(self, name: str) -> None:
-        """From the host slot to a tier and back."""
+        """Write the host slot to a tier and read it back."""
         slot = CPULoadStoreSpec([self._slot])
         if not self._carry((slot, BackendLoadStoreSpec(name, [self.key]))):
             log.warning("kvoffload: tier %s took no chunk at the start; serving without it", name)
             return
         for view in self._views:
             view[self._target] = 0
-        self._carry((self._end(self._target), slot))  # so that nothing is left there to be found
+        self._carry((self._end(self._target), slot))  # so that the slot has no copy of the pattern
         staged = StagedLoadStoreSpec([self._slot], [Fetch(name, (0,), (self.key,))])
         if not self._carry((staged, self._end(self._target))):
             log.warning("kvoffload: tier %s gave no chunk back at the start", name)
@@ -143,8 +143,8 @@ class _Song:
             )
         self._carry((self._end(self._source), slot))
 
-    def leave(self) -> None:
-        """Put back what was in the blocks."""
+    def restore(self) -> None:
+        """Restore the bytes that the blocks had before."""
         for view, before in zip(self._views, self._before, strict=True):
             view[: len(before)] = before
 

@@ -24,8 +24,8 @@ class VllmConfigSettings(OffloadConfig, frozen=True, forbid_unknown_fields=True,
     canary: bool = True
     """Store and load a pattern through every tier before the first request is served."""
     trust_image_uuids: bool = False
-    """True: offload requests with images and without ``cache_salt``. vLLM takes a client's ``uuid``
-    as the hash of an image, so only a gateway that removes it makes that safe."""
+    """True: offload requests with images and without ``cache_salt``. Safe only behind a gateway
+    that removes ``uuid``, because vLLM takes it as the hash of an image."""
     allow_weak_hashes: bool = False
     """True: use tiers with a hash whose collisions a client can search for (xxhash)."""
     allow_untested_vllm: bool = False

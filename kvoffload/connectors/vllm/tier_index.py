@@ -1,8 +1,8 @@
 """What the scheduler's process knows of the stores below host memory.
 
-The workers hold the stores they read and write, one namespace a rank. To answer "is this chunk
-there?" without asking them, the scheduler opens the same stores for looking up only, and learns
-from the workers' reports what they wrote and what their stores gave up.
+The workers hold the stores they read and write, one namespace a rank. The scheduler opens the same
+stores for lookups only, so that a lookup asks no worker. The workers' reports tell it which chunks
+they wrote, and which chunks their stores dropped.
 """
 
 import logging

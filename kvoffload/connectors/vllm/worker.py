@@ -1,8 +1,8 @@
 """The worker half, one a rank: vLLM's, with our transfers, and with failures told.
 
-A failed load is not an error here. Its blocks (one KV cache group) or its request (several groups)
-are reported, and vLLM computes them; the verdicts on each chunk travel to the scheduler half in the
-step's report.
+A failed load is not an error here. The worker reports its blocks (one KV cache group) or its
+request (several groups), and vLLM computes them. The step's report carries the verdict on each
+chunk to the scheduler half.
 """
 
 import logging
@@ -24,7 +24,7 @@ from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.vllm.cpu_affinity import unbound
 from kvoffload.connectors.vllm.fingerprint import resolve_facts
 from kvoffload.connectors.vllm.kv_caches import GpuEnd, canonical
-from kvoffload.connectors.vllm.self_test import sing
+from kvoffload.connectors.vllm.self_test import check_tiers
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
 from kvoffload.connectors.vllm.versions import is_synchronous
@@ -40,7 +40,7 @@ COUNTERS_PERIOD_S = 0.5
 
 @dataclass
 class _Load:
-    """A load on its way: whose it is, and the blocks of each chunk it was to fill."""
+    """A load in flight: its request, and the blocks of each chunk that it is to fill."""
 
     req_id: str
     blocks: list[tuple[int, ...]]
@@ -86,7 +86,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         super().register_kv_caches(kv_caches)
 
     def _init_worker(self, kv_caches: Any) -> None:
-        """Take memory, open the stores, and let the canary sing.
+        """Take memory, open the stores, and check every tier.
 
         Raises:
             ConfigError: a setting cannot work, or bytes do not come back as they were stored.
@@ -103,7 +103,9 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
             self._transfers = TransferWorker(self._spec.get_handlers(ours))
             num_slots = self._spec.num_slots
             if self.settings.canary:
-                num_slots = sing(self._spec, self._transfers, ours, self.settings.blocks_per_chunk)
+                num_slots = check_tiers(
+                    self._spec, self._transfers, ours, self.settings.blocks_per_chunk
+                )
         self._find_reporters(self._spec.backends)
         self._facts = WorkerInfo(num_slots, layout.slot_bytes, facts)
         self.worker = self._transfers

@@ -19,7 +19,7 @@ from kvoffload import registry
 from kvoffload.backends.memory import MemoryBackend
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.vllm.kv_caches import GpuEnd, canonical
-from kvoffload.connectors.vllm.self_test import sing
+from kvoffload.connectors.vllm.self_test import check_tiers
 from kvoffload.connectors.vllm.settings import read_settings
 from kvoffload.errors import ConfigError
 from kvoffload.testing.faults import FaultyBackend, Plan
@@ -101,18 +101,18 @@ def faulty(monkeypatch):
 
 def test_the_canary_is_content_and_leaves_no_trace(attached):
     spec, transfers, ours, tensor = attached()
-    sing(spec, transfers, ours, 1)
+    check_tiers(spec, transfers, ours, 1)
     assert not tensor.any()
 
 
 def test_the_canary_refuses_a_store_that_returns_other_bytes(attached):
     spec, transfers, ours, _ = attached([Plan("flip", frozenset({"read"}))])
     with pytest.raises(ConfigError, match="other bytes"):
-        sing(spec, transfers, ours, 1)
+        check_tiers(spec, transfers, ours, 1)
 
 
 def test_a_store_that_is_down_at_the_start_is_only_warned_about(attached, caplog):
     caplog.set_level(logging.WARNING)
     spec, transfers, ours, _ = attached([Plan("raise")])
-    sing(spec, transfers, ours, 1)
+    check_tiers(spec, transfers, ours, 1)
     assert "took no chunk" in caplog.text

@@ -9,7 +9,7 @@ import torch
 from kvoffload import registry
 from kvoffload.backends.disk.backend import DiskBackend
 from kvoffload.connectors.builder import TieredOffloadingSpec
-from kvoffload.connectors.vllm.self_test import sing
+from kvoffload.connectors.vllm.self_test import check_tiers
 from kvoffload.connectors.vllm.settings import read_settings
 from kvoffload.messages import (
     CanonicalKVCacheRef,
@@ -57,7 +57,7 @@ def test_a_read_of_the_canary_that_ends_late_touches_nobodys_chunk(tmp_path, mon
     transfers = TransferWorker(spec.get_handlers(caches))
     try:
         # The read hangs; it is only warned about.
-        num_slots = sing(spec, transfers, caches, 1)
+        num_slots = check_tiers(spec, transfers, caches, 1)
         # Serving begins: every slot that the ledger may use gets a chunk.
         slots = range(num_slots)
         tensor[1] = 7
