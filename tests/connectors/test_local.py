@@ -177,6 +177,7 @@ def test_asking_again_ends_at_the_lookup_deadline(connect, new_request, until, f
     until(lambda: connector.get_num_new_matched_tokens(second, 0) == 0)
 
 
+@pytest.mark.alone
 def test_blocks_are_not_overwritten_before_their_store_has_read_them(
     connect, kv_caches, new_request, until
 ):

@@ -8,6 +8,7 @@ from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.testing import BackendSuite, hazards
 from kvoffload.testing.backends import CHUNK_BYTES
 
+pytestmark = pytest.mark.alone
 BLOCKED_S = 0.06
 FEW = 16
 

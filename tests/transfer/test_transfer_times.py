@@ -23,6 +23,7 @@ from kvoffload.transfer.slab import Slab
 from tests.support.interleavings import NUM_SLOTS, PER_CHUNK, small_caches
 from tests.support.late_device import LateDevice
 
+pytestmark = pytest.mark.alone
 WAIT_S = 0.3
 READ_S = 0.05
 KEYS = tuple(make_offload_key(hashlib.sha256(bytes([i])).digest(), 0) for i in range(2))
