@@ -31,7 +31,7 @@ def check_asker(frame: FrameType | None) -> None:
     (``requires_piecewise_for_cudagraph``). On all other platforms, CPUs among them, it calls no
     method of ours before the model is loaded.
 
-    vLLM looks the class up early on every platform, in a function that has the settings as argument.
+    vLLM looks the class up early on every platform. The function that does so has the settings.
     Without that argument the settings are checked when the connector is made.
 
     Args:
