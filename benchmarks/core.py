@@ -1,9 +1,9 @@
 """Hashing and the block manager, against vLLM's in the same process and against plain Python.
 
-``kvoffload bench core``, or ``python -m benchmarks.core [--json]``. Where vLLM can be imported the
-limit of a row is vLLM's time for the same work; elsewhere only the rows against plain Python are
-measured. The two sides take turns, and each row reports the best of its rounds, so that a busy
-machine disturbs both alike. ``ratio`` is how many times faster we are (plain Python: how close).
+``kvoffload bench core``, or ``python -m benchmarks.core [--json]``. The limit of a row is vLLM's
+time for the same work. Without vLLM, only the rows against plain Python are measured. The two sides
+take turns, and each row reports the best of its rounds, so that a busy machine disturbs both alike.
+``ratio`` is how many times faster we are (plain Python: how close).
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def _cold(side: Side, events: bool, blocks: int = 100_000) -> Round:
 
 
 def _cached(side: Side, windows: list[int | None], blocks: int = 100_000) -> Round:
-    """A prompt of which all is cached, held by nobody."""
+    """Look up a prompt whose blocks are all cached and free."""
     manager = side.manager(blocks, windows)
     tokens = _tokens(1)
     first = side.request(tokens)

@@ -1,9 +1,9 @@
 """The disk backend against plain system calls on the same files, in turns, in the same run.
 
-``kvoffload bench disk``. The limit of loads and stores is a loop that opens, ``preadv``s or
-``pwritev``s, and closes one file a chunk, on as many threads, with nothing verified, published or
-accounted. If ``lmcache`` is installed (``pip install --no-deps lmcache`` is enough), its C++ file
-connector reads the same number of chunks as well.
+``kvoffload bench disk``. The limit of loads and stores is a loop on as many threads that opens,
+reads or writes, and closes one file a chunk. The loop verifies, publishes and accounts nothing. If
+``lmcache`` is installed (``pip install --no-deps lmcache`` is enough), its C++ file connector reads
+the same number of chunks as well.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ def _slots(count: int, size: int) -> list[memoryview]:
 
 
 class _Transfers:
-    """Stores and loads of one size, one way of I/O, beside the raw loops."""
+    """Stores and loads of one size and one way of I/O, in turns with the raw loops."""
 
     def __init__(self, scratch: str, io: str, size: int, label: str, total: int) -> None:
         self.io, self.size, self.label = io, size, label

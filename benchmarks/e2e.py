@@ -1,8 +1,8 @@
 """The demo's workload as figures: time to first token cold, from host memory and from disk.
 
-The limit of a pass is what no cache can avoid: computing the tokens that were not loaded, at the
-pace of the engine without offloading, plus moving the loaded bytes once at the machine's own pace
-(memcpy; for the disk also one sequential read of as many bytes). All measured in this run.
+No cache can avoid two costs, which make the limit of a pass. The engine computes the tokens that
+were not loaded, at the pace of the engine without offloading. The loaded bytes move once, at the
+machine's pace: memcpy, and for the disk one sequential read. Both are measured in this run.
 """
 
 import os

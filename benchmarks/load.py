@@ -1,7 +1,7 @@
 """A load of 512 chunks from a disk into a KV cache (on a CPU here), against reading them alone.
 
 ``kvoffload bench load``. The limit is the disk backend reading and verifying the same chunks into
-the same slots, in the same run. Beside it: all of it read and then all of it copied, and the load
+the same slots, in the same run. Two more rows: all chunks read and then all copied, and a load
 through few slots in turns, as without a cache in host memory.
 """
 

@@ -1,10 +1,10 @@
-"""The Redis backend beside ``redis-benchmark`` and redis-py, on one server, in turns.
+"""The Redis backend, ``redis-benchmark`` and redis-py in turns on one server.
 
-``kvoffload bench redis``. Every side moves values of the same size over as many connections; stores
-go to names the server does not hold yet, loads come from 64 names it does. Ours verifies every
-chunk, and moves it from and into a slab of 64 slots; ``redis-benchmark`` verifies nothing and uses
-one buffer over and over. LMCache's C++ client takes part where that package is installed. What the
-server can send at all is measured with readers whose kernel throws everything away.
+``kvoffload bench redis``. Every side moves values of the same size over as many connections. Stores
+go to names that the server lacks; loads come from 64 names that it has. Ours verifies every chunk,
+and moves it from and into a slab of 64 slots. ``redis-benchmark`` verifies nothing and reuses one
+buffer. LMCache's C++ client takes part where that package is installed. The server's own limit is
+measured with readers whose kernel discards all bytes.
 """
 
 import asyncio
@@ -88,8 +88,8 @@ class Bench:
     Args:
         folder: the server's.
         size: bytes of a value.
-        count: values every side moves in a turn; turns are short, so that what else the machine
-            does has less of a part in the best of them.
+        count: values every side moves in a turn. Turns are short, so that other work of the machine
+            disturbs the best turn less.
         connections: of every side but redis-py, which has one.
         tls: whether to encrypt.
     """

@@ -1,10 +1,13 @@
 """What a Redis in trouble costs: every fault, its outcome, and the time until hits are back.
 
 ``kvoffload bench redis_faults``. An engine's thread asks for chunks every few milliseconds, as a
-scheduler does, while loads and stores run on the I/O loop; then the server is broken, and healed.
-Payloads are a function of the key: every byte loaded is checked. Rows: seconds from healing to the
-first job that hits throughout (at most 2 s), the longest single call on the engine's thread (at
-most 20 ms), the longest job, and wrong bytes (none).
+scheduler does. Loads and stores run on the I/O loop. Then the server is broken, and healed.
+Payloads are a function of the key: every byte loaded is checked. The rows are:
+
+* seconds from healing to the first job that hits throughout (at most 2 s)
+* the longest single call on the engine's thread (at most 20 ms)
+* the longest job
+* wrong bytes (none)
 """
 
 import asyncio
@@ -236,7 +239,7 @@ def failover_scene(folder: Path) -> Iterator[Scene]:
 
 @contextmanager
 def cluster_scene(folder: Path) -> Iterator[Scene]:
-    """One master of three is paused; the others go on."""
+    """Pause one master of three; the other two go on."""
     with redis_cluster(folder) as servers:
         url = f"redis+cluster://127.0.0.1:{servers[0].port}"
         yield Scene(url, servers[2].pause, servers[2].resume, 1.5)

@@ -1,8 +1,8 @@
 """vLLM with kvoffload and without: what it costs, and what it saves. CPU, one session.
 
-Needs vLLM in ``.venv-vllm`` (``make demo-vllm`` puts it there), or in this environment. vLLM
-computes on the same cores in all measurements: left alone, its CPU backend takes other ones as soon
-as it has a connector, whichever. The weights lie in huge pages.
+vLLM must be in this environment or in ``.venv-vllm``, where ``make demo-vllm`` installs it. It
+computes on the same cores in all measurements, because its CPU backend changes cores when it has a
+connector. The weights lie in huge pages.
 """
 
 import json

@@ -1,13 +1,13 @@
 """What the connector costs where nothing can be reused.
 
-Two engines differ by more than that: where an engine's weights come to lie in memory decides its
-speed as long as it lives. So one engine is compared with itself: its connector is taken out of both
-of its processes, so that all code runs as if there were none, and put back.
+Two engines differ by more than that: the place of an engine's weights in memory decides its speed.
+So one engine is compared with itself. Its connector is removed from both of its processes, so that
+all code runs as without a connector, and put back.
 
 A machine's speed changes, too, from one second to the next. What is compared must be close by:
 
 * To the first token: four requests make a pair, *without, with, with, without* and then *with,
-  without, without, with*; what changes evenly hits both sides alike.
+  without, without, with*. So an even drift hits both sides alike.
 * Between tokens: the connector is in every other two steps of one request, in the same order of
   fours. It does the work of all steps in the half it is in, so that half costs more than it would.
 

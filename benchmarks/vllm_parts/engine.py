@@ -22,15 +22,15 @@ SHAPE = {
     "num_attention_heads": 14,
     "num_key_value_heads": 2,
 }
-"""Of the smallest model people serve (0.36 billion parameters beside the vocabulary, 12 KB of KV
-for each token): smaller ones make steps of a few milliseconds, which nobody has."""
+"""The shape of the smallest model that people serve: 0.36 billion parameters without the
+vocabulary, 12 KB of KV a token. Smaller models make steps of a few milliseconds."""
 
 
 class Engine:
     """A vLLM in another process.
 
-    Its scheduler shares the process that is asked; the model computes in a worker's, as it does in
-    a server, on one core less than there are.
+    Its scheduler shares the process that is asked. The model computes in a worker process, as in a
+    server, on all cores but one.
 
     Args:
         model: folder of the model.

@@ -2,10 +2,14 @@
 
     python bench_child.py '{"model": ..., ...}'     options of vLLM's LLM class
 
-Orders: ``serve`` a prompt and time its tokens, ``reset`` the prefix cache, ``lookup`` how long the
-scheduler half takes to answer for a long prompt, ``switch`` the connector off and on again while no
-request runs, ``decode`` a prompt with it in some steps only, ``our_cpu`` what our threads used.
-All but the first two only with VLLM_ENABLE_V1_MULTIPROCESSING=0.
+The orders, of which all but the first two need VLLM_ENABLE_V1_MULTIPROCESSING=0:
+
+* ``serve``: serve a prompt and time its tokens.
+* ``reset``: reset the prefix cache.
+* ``lookup``: time the scheduler half's answer for a long prompt.
+* ``switch``: switch the connector off and on again while no request runs.
+* ``decode``: decode a prompt with the connector in some steps only.
+* ``our_cpu``: return the CPU time of our threads.
 """
 
 import json
@@ -44,8 +48,8 @@ def main() -> None:
     def decode(prompt: list[int], max_tokens: int, pattern: list[bool]) -> dict[str, Any]:
         """Serve a prompt with the connector in only some of the steps after the first token.
 
-        Returns the seconds of each of these steps. In a step that begins a block the connector must
-        be in, or it would not hear of the block: only its absence from the others is harmless.
+        Returns the seconds of each of these steps. The connector must be present in a step that
+        begins a block, or it would not hear of the block.
         """
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         engine.add_request(f"b{next(numbers)}", {"prompt_token_ids": prompt}, params)

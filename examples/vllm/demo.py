@@ -2,8 +2,8 @@
 
 A small Llama with random weights, made on the spot, is served over vLLM's OpenAI-compatible HTTP
 interface on the CPU. Its KV cache holds fewer conversations than there are, so each turn finds the
-turns before evicted from it. Three passes over the same conversations: met for the first time;
-again, from host memory; and again by a new process, after the first was killed, from disk.
+turns before evicted from it. There are three passes over the same conversations. The first
+computes; the second loads from host memory. Then a new process, after a kill, loads from disk.
 
     python examples/vllm/demo.py [--quick] [--out FOLDER]
 
@@ -74,8 +74,8 @@ class Server:
                     "HF_HUB_OFFLINE": "1",
                     "VLLM_CPU_KVCACHE_SPACE": "1",
                     "VLLM_NO_USAGE_STATS": "1",
-                    # With a connector vLLM leaves one core more free, or none if it has too few:
-                    # say how many, and both servers compute on the same cores.
+                    # With a connector vLLM leaves one more core free, or none if it has too few.
+                    # With a fixed number both servers compute on the same cores.
                     "VLLM_CPU_NUM_OF_RESERVED_CPU": str(min(1, (os.cpu_count() or 1) - 1)),
                     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count())),
                 },

@@ -1,7 +1,7 @@
 """Makes tiny models with random weights for trying vLLM out: nothing is downloaded.
 
-Run it as ``python tiny_model.py FOLDER [KIND]``; kinds: llama, large, sliding (every other layer
-sees a window of 128 tokens), mla (a latent cache, as DeepSeek's), blip2 (takes images).
+Run it as ``python tiny_model.py FOLDER [KIND]``. The kinds are llama, large, sliding (every other
+layer sees a window of 128 tokens), mla (a latent cache, as DeepSeek's), and blip2 (takes images).
 """
 
 import json

@@ -3,7 +3,7 @@
 ``make mutate`` draws mutants by a seed: ``ARGS="--group offload --seed 7 --sample 40"``. cosmic-ray
 makes each mutant in a temporary copy of the checkout, and runs there the tests that ``groups.toml``
 names for its module. A survivor needs a test, or an entry in ``judged.toml`` that says why the
-mutant does no harm. The exit status is 1 when the tests kill fewer than 90 % of the others.
+mutant does no harm. The exit status is 1 when the tests kill fewer than 90 % of the rest.
 """
 
 import argparse
