@@ -29,7 +29,7 @@ class Fence(Protocol):
 
 
 class CopyFence(Fence, Protocol):
-    """The end of a transfer, which may be waited for a layer at a time."""
+    """The end of a transfer's copies."""
 
     @property
     def copy_time_s(self) -> float:
@@ -37,19 +37,6 @@ class CopyFence(Fence, Protocol):
 
         The transfer begins when the engine's work before it and earlier transfers are done: neither
         wait counts.
-        """
-        ...
-
-    def wait_for_layer_load(self, layer: int) -> bool:
-        """Hold the engine back until a layer's pages are in their blocks; on the engine's thread.
-
-        Blocks where the engine computes on this thread. On a device with streams the engine's
-        current stream waits, and the caller only until the layer's copies are enqueued. A layer
-        that the copier was not told of is there when all is.
-
-        Returns:
-            False if it is known already that the load failed before: the layer is not there. On a
-            device that may come out later, so :attr:`error` decides about what was computed.
         """
         ...
 

@@ -1,7 +1,6 @@
 """Which copier an engine's KV cache gets: by where its tensors are."""
 
 import logging
-from collections.abc import Sequence
 
 import torch
 
@@ -15,12 +14,7 @@ from kvoffload.transfer.slab import Slab
 log = logging.getLogger(__name__)
 
 
-def make_copier(
-    kv_caches: CanonicalKVCaches,
-    slab: Slab,
-    layout: ChunkLayout,
-    layers: Sequence[Sequence[int]] = (),
-) -> Copier:
+def make_copier(kv_caches: CanonicalKVCaches, slab: Slab, layout: ChunkLayout) -> Copier:
     """Make the copier for these tensors; whoever asked closes it, before the slab goes.
 
     For CUDA the slab is pinned, in the background.
@@ -29,24 +23,20 @@ def make_copier(
         kv_caches: the engine's tensors.
         slab: host memory.
         layout: of chunks.
-        layers: the tensors of each layer, by index, in the order of a forward pass: loads then
-            bring one layer after the other, and :meth:`CopyFence.wait_for_layer_load` waits for
-            one. None by default: fewer and larger copies.
 
     Raises:
-        ValueError: the tensors are not rows of bytes on one device, or the layers are not made up
-            of them; names them by index.
+        ValueError: the tensors are not rows of bytes on one device; names them by index.
         ConfigError: there is no copier for their device.
     """
     device = check_caches(kv_caches)
     copier: Copier
     if device.type == "cpu":
-        copier = CpuCopier(kv_caches, slab, layout, layers)
+        copier = CpuCopier(kv_caches, slab, layout)
     elif device.type == "cuda":
         from kvoffload.transfer.cuda.stream_copier import StreamCopier
         from kvoffload.transfer.cuda.torch_device import CudaDevice
 
-        copier = StreamCopier(kv_caches, slab, layout, CudaDevice(kv_caches, slab), layers=layers)
+        copier = StreamCopier(kv_caches, slab, layout, CudaDevice(kv_caches, slab))
     else:
         raise ConfigError("kv_caches", str(device), "must be CPU or CUDA tensors")
     log.info("copies: %s", ", ".join(f"{name} {value}" for name, value in copier.stats().items()))

@@ -5,7 +5,6 @@ In a slot, a chunk is its tensors one after the other, and within a tensor its b
     | tensor 0: block 0, block 1, ... | tensor 1: block 0, block 1, ... | ... | padding to 4096 |
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import chain, repeat
 from operator import mul
@@ -98,28 +97,6 @@ class ChunkLayout:
     def bytes_of(self, gpu: GPULoadStoreSpec) -> int:
         """Bytes of these blocks."""
         return sum(map(mul, gpu.group_sizes, self._block_bytes))
-
-    def regions_by_layer(self, layers: Sequence[Sequence[int]]) -> list[list[tuple[Region, ...]]]:
-        """Split chunks by layers: for each layer, for each group, what of a chunk is that layer's.
-
-        Args:
-            layers: for each, the indices of its tensors; together all that groups use, each once.
-                A tensor that several layers share goes with the first of them.
-
-        Raises:
-            ValueError: naming the tensors that are in no layer, or in several.
-        """
-        counts = Counter(tensor for layer in layers for tensor in layer)
-        used = {region.tensor_idx for regions in self.regions for region in regions}
-        if wrong := sorted(i for i in used | set(counts) if counts[i] != 1 or i not in used):
-            raise ValueError(f"layers: tensors {wrong} must be of exactly one layer and in use")
-        return [
-            [
-                tuple(region for region in regions if region.tensor_idx in layer)
-                for regions in self.regions
-            ]
-            for layer in layers
-        ]
 
 
 def _cut(ids: BlockIds, first: int, per_chunk: int) -> list[BlockIds]:

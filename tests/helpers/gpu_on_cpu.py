@@ -18,9 +18,9 @@ SIZES["PORTION_BYTES"] = PORTION_BYTES
 NEEDS_TWO_DEVICES = "test_tensors_on_two_devices_are_refused"
 
 
-def copier(kv_caches, slab, layout, layers):
+def copier(kv_caches, slab, layout):
     """What ``make_copier`` makes for CUDA tensors; here they are on the CPU."""
-    return StreamCopier(kv_caches, slab, layout, CudaDevice(kv_caches, slab), layers=layers)
+    return StreamCopier(kv_caches, slab, layout, CudaDevice(kv_caches, slab))
 
 
 def pytest_configure(config):

@@ -24,8 +24,6 @@ from kvoffload.transfer.slab import Slab
 NUM_BLOCKS, NUM_SLOTS, PER_CHUNK = 24, 8, 2
 PAGES = ((256, 0), (64, 0), (1024, 64))
 """Bytes of each tensor's pages, and the padding between them."""
-LAYERS = ((1,), (0, 2))
-"""Tensors of each layer; a copier made with these loads layer by layer."""
 GARBAGE = -1
 WAIT_S = 60.0
 
@@ -37,16 +35,8 @@ class Engine(Protocol):
         """Fill a block's pages with a number."""
         ...
 
-    def read(self, block: int, tensors: Sequence[int]) -> Callable[[], list[int]]:
-        """Read a block in some tensors; what it returns tells later which numbers were found."""
-        ...
-
-    def pause(self) -> None:
-        """Keep what is enqueued from now on from running before :meth:`resume`, or for a while."""
-        ...
-
-    def resume(self) -> None:
-        """Let it run."""
+    def read(self, block: int) -> Callable[[], list[int]]:
+        """Read a block; the function returned tells later which numbers were found."""
         ...
 
     def finish(self) -> None:
@@ -93,8 +83,6 @@ class Interleaving:
         keeps_slots: whether a slot is left alone while a load reads it; likewise.
         keeps_blocks: whether the blocks of a load that nobody wants any more, because its request
             was preempted, are left alone until it has ended; likewise.
-        waits_for_layers: whether a layer is waited for before it is read while its load goes on;
-            likewise.
     """
 
     copier: Copier
@@ -105,7 +93,6 @@ class Interleaving:
     flushes: bool = True
     keeps_slots: bool = True
     keeps_blocks: bool = True
-    waits_for_layers: bool = True
     compared: int = 0
     """Blocks and slots found to hold what they must."""
     _copies: list[_Copy] = field(default_factory=list)
@@ -160,22 +147,9 @@ class Interleaving:
                 self._write(block)  # zeroed for its new owner, say
         held = self._slots[slot]
         assert held is not None
-        # What computes with the blocks is enqueued before any copy runs: both take their chance.
-        self.engine.pause()
-        fence = self._launch(slot, blocks, held, False)
+        self._launch(slot, blocks, held, False)
         for block, version in zip(blocks, held, strict=True):
             self._versions[block] = version
-        if self._draw.random() < 0.5:
-            self._compute_with(blocks, fence)
-        self.engine.resume()
-
-    def _compute_with(self, blocks: tuple[int, ...], fence: CopyFence) -> None:
-        """Read blocks layer by layer while they are loaded, as a forward pass does."""
-        for layer, tensors in enumerate(LAYERS):
-            if self.waits_for_layers:
-                assert fence.wait_for_layer_load(layer), "a load failed"
-            for block in blocks:
-                self._expect(block, f"in layer {layer} of a load", tensors)
 
     def _overwrite(self) -> None:
         """Preempt whoever has a block, and give it to another request."""
@@ -209,11 +183,10 @@ class Interleaving:
 
     def _launch(
         self, slot: int, blocks: tuple[int, ...], versions: tuple[int, ...], to_host: bool
-    ) -> CopyFence:
+    ) -> None:
         moves = [ChunkMove(slot, 0, 0, np.array(blocks, np.int32))]
         fence = self.copier.launch(moves, to_host, self.copier.record_fence())
         self._copies.append(_Copy(slot, blocks, versions, to_host, fence))
-        return fence
 
     def _write(self, block: int) -> None:
         for copy in self._copies:
@@ -223,10 +196,8 @@ class Interleaving:
         self._versions[block] = self._next_version
         self._next_version += 1
 
-    def _expect(
-        self, block: int, when: str, tensors: Sequence[int] = tuple(range(len(PAGES)))
-    ) -> None:
-        self._reads.append((self.engine.read(block, tensors), self._versions[block], when))
+    def _expect(self, block: int, when: str) -> None:
+        self._reads.append((self.engine.read(block), self._versions[block], when))
 
     def _compare_slot(self, copy: _Copy) -> None:
         found = self._slot_words(copy.slot)

@@ -178,10 +178,6 @@ class LateDevice:
         """Mark the engine's stream."""
         return self.engine.record_event()
 
-    def hold_engine(self, event: LateEvent) -> None:
-        """Hold back what is put on the engine's stream from now on."""
-        self.engine.wait_event(event)
-
     def new_stream(self) -> LateStream:
         """See :class:`kvoffload.transfer.cuda.device.Device`."""
         stream = LateStream(self)

@@ -237,15 +237,6 @@ def test_a_copier_without_its_last_thread_is_not_made_and_the_others_end(monkeyp
     until(lambda: ours() == before)
 
 
-def test_layers_that_are_refused_leave_no_open_device():
-    device = RefusingDevice(small_caches(), Slab(1, 1 << 16), 1)
-    caches = small_caches()
-    layout = ChunkLayout(caches, PER_CHUNK)
-    with pytest.raises(ValueError, match="tensors"):
-        StreamCopier(caches, Slab(1, layout.slot_bytes), layout, device, layers=[[0]])
-    assert device.is_closed
-
-
 @pytest.mark.parametrize("on", ["cpu", "device"])
 def test_a_transfer_after_the_copier_was_closed_is_refused(on):
     """Accepted, it would be waited for without an end: no thread is there to carry it out."""

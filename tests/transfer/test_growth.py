@@ -15,7 +15,6 @@ from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
 from kvoffload.transfer.slab import Slab
 from tests.support.interleavings import (
-    LAYERS,
     NUM_BLOCKS,
     NUM_SLOTS,
     PER_CHUNK,
@@ -46,17 +45,16 @@ def held():
 @pytest.mark.parametrize(
     "count", [4000, pytest.param(100_000, marks=[pytest.mark.chaos, pytest.mark.timeout(1200)])]
 )
-@pytest.mark.parametrize("layers", [(), LAYERS])
 @pytest.mark.parametrize("on", ["cpu", "device"])
-def test_many_transfers_leave_nothing_behind(on, layers, count):
+def test_many_transfers_leave_nothing_behind(on, count):
     caches = small_caches()
     layout = ChunkLayout(caches, PER_CHUNK)
     slab = Slab(NUM_SLOTS, layout.slot_bytes)
     device = LateDevice(caches, slab, seed=0)
     if on == "cpu":
-        copier = CpuCopier(caches, slab, layout, layers)
+        copier = CpuCopier(caches, slab, layout)
     else:
-        copier = StreamCopier(caches, slab, layout, device, layers=layers, stage_bytes=1000)
+        copier = StreamCopier(caches, slab, layout, device, stage_bytes=1000)
     draw = random.Random(0)
 
     def transfer(count):
@@ -67,8 +65,6 @@ def test_many_transfers_leave_nothing_behind(on, layers, count):
             for slot in range(NUM_SLOTS):
                 moves = [ChunkMove(slot, 0, 0, blocks[2 * slot :][:2])]
                 fences.append(copier.launch(moves, to_host, copier.record_fence()))
-                if not to_host:
-                    assert fences[-1].wait_for_layer_load(draw.randrange(2))
             assert all(fence.wait(60) and fence.error is None for fence in fences)
             device.run_all()
 

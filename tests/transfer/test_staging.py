@@ -9,7 +9,7 @@ from kvoffload.messages import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
 )
-from kvoffload.transfer.cuda.copy_plan import Plan
+from kvoffload.transfer.cuda.copy_plan import CopyPlan
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
 
 PER_CHUNK = 2
@@ -21,7 +21,7 @@ def plan_of(direct_page_bytes):
     entry = CanonicalKVCacheTensor(torch.zeros((8, PAGE), dtype=torch.int8), PAGE)
     caches = CanonicalKVCaches((entry,), ((CanonicalKVCacheRef(0, PAGE),),))
     layout = ChunkLayout(caches, PER_CHUNK)
-    plan = Plan(caches, layout, layout.slot_bytes, 1 << 20, direct_page_bytes, ())
+    plan = CopyPlan(caches, layout, layout.slot_bytes, 1 << 20, direct_page_bytes)
     return plan, torch.zeros(1 << 20, dtype=torch.int8)
 
 
@@ -40,7 +40,7 @@ def moves(*slots_and_blocks):
 )
 def test_staged_chunks_in_adjacent_slots_are_one_run(slots, runs):
     plan, stage = plan_of(1 << 20)
-    (part,) = plan.whole.parts[0]
+    (part,) = plan.parts[0]
     made = plan.stage_runs(part, moves(*((slot, 0, 1) for slot in slots)), stage)
     size = PER_CHUNK * PAGE
     assert [(run.at, run.host_at, run.num_bytes) for run in made] == [
@@ -50,7 +50,7 @@ def test_staged_chunks_in_adjacent_slots_are_one_run(slots, runs):
 
 def test_direct_pages_are_one_run_only_where_blocks_and_slots_are_adjacent():
     plan, _ = plan_of(1)
-    made = plan.page_runs(moves((2, 4, 5), (3, 6, 1), (5, 2, 3)), plan.whole)
+    made = plan.page_runs(moves((2, 4, 5), (3, 6, 1), (5, 2, 3)))
     assert [(run.at // PAGE, run.host_at // PAGE, run.num_bytes // PAGE) for run in made] == [
         (4, 4, 3),
         (1, 7, 1),

@@ -12,7 +12,6 @@ from kvoffload.transfer.cuda.stream_copier import Direction, StreamCopier
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
 from kvoffload.transfer.slab import Slab
 from tests.support.interleavings import (
-    LAYERS,
     NUM_SLOTS,
     PER_CHUNK,
     Interleaving,
@@ -28,28 +27,17 @@ class LateEngine:
     """Forward passes on the late device's engine stream."""
 
     def __init__(self, device, kv_caches):
-        self.device, self.kv_caches, self.paused = device, kv_caches, False
+        self.device, self.kv_caches = device, kv_caches
 
     def write(self, block, version):
         for page in words(self.kv_caches, block):
             self.device.engine.enqueue(lambda page=page: page.fill_(version))
 
-    def read(self, block, tensors):
+    def read(self, block):
         found = []
-        for page in (words(self.kv_caches, block)[i] for i in tensors):
+        for page in words(self.kv_caches, block):
             self.device.engine.enqueue(lambda page=page: found.extend(page.tolist()))
         return lambda: sorted(set(found))
-
-    def pause(self):
-        self.paused = True
-        self.device.engine.enqueue(self._stand_still)
-
-    def _stand_still(self):
-        if self.paused:
-            self.device.engine.work.appendleft(self._stand_still)
-
-    def resume(self):
-        self.paused = False
 
     def finish(self):
         self.device.run_all()
@@ -62,20 +50,17 @@ def run(seed, direction=Direction, **rules):
     layout = ChunkLayout(caches, PER_CHUNK)
     slab = Slab(NUM_SLOTS, layout.slot_bytes)
     device = LateDevice(caches, slab, seed)
-
-    class Copier(StreamCopier):
-        direction_type = direction
-
-    copier = Copier(
-        caches,
-        slab,
-        layout,
-        device,
-        # From a chunk in three portions to all of it in one; sometimes nothing is staged.
-        stage_bytes=draw.choice([16, 1000, 3000, 1 << 20]),
-        direct_page_bytes=draw.choice([1, 1 << 20, 1 << 20]),
-        layers=draw.choice([(), LAYERS]),
-    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(stream_copier, "Direction", direction)
+        copier = StreamCopier(
+            caches,
+            slab,
+            layout,
+            device,
+            # From a chunk in three portions to all of it in one; sometimes nothing is staged.
+            stage_bytes=draw.choice([16, 1000, 3000, 1 << 20]),
+            direct_page_bytes=draw.choice([1, 1 << 20, 1 << 20]),
+        )
     interleaving = Interleaving(
         copier, LateEngine(device, caches), slab, layout, seed=seed, **rules
     )
@@ -144,14 +129,12 @@ def test_copies_that_do_not_end_are_left_alone_when_the_copier_is_closed(monkeyp
             assert ended.wait(60)
             super().fence_host(job)
 
-    class Copier(StreamCopier):
-        direction_type = Hanging
-
+    monkeypatch.setattr(stream_copier, "Direction", Hanging)
     caches = small_caches()
     layout = ChunkLayout(caches, PER_CHUNK)
     slab = Slab(NUM_SLOTS, layout.slot_bytes)
     device = LateDevice(caches, slab, seed=1)
-    copier = Copier(caches, slab, layout, device)
+    copier = StreamCopier(caches, slab, layout, device)
     launch(copier, 0, [1, 2])
     launch(copier, 1, [3, 4], to_host=False)
     joined = []
@@ -216,20 +199,6 @@ class WithoutHostFence(Direction):
         pass
 
 
-class WithoutLayerFence(Direction):
-    """A layer counts as there when its copies are enqueued."""
-
-    def fence_layer(self, job):
-        return []
-
-
-class LayerOfOneLaneOnly(Direction):
-    """A layer counts as there when what one lane brings of it is."""
-
-    def fence_layer(self, job):
-        return super().fence_layer(job)[:1]
-
-
 class TableUsedAgain(Direction):
     """Only the table is given away too early."""
 
@@ -257,8 +226,6 @@ class OneStagingMemory(Direction):
         WithoutEndFence,
         EndOfOneLaneOnly,
         WithoutHostFence,
-        WithoutLayerFence,
-        LayerOfOneLaneOnly,
         TableUsedAgain,
         OneStagingMemory,
     ],
@@ -267,10 +234,10 @@ def test_without_a_fence_other_bytes_are_found(broken):
     assert _caught(direction=broken)
 
 
-@pytest.mark.parametrize("rule", ["flushes", "keeps_slots", "keeps_blocks", "waits_for_layers"])
+@pytest.mark.parametrize("rule", ["flushes", "keeps_slots", "keeps_blocks"])
 def test_without_a_rule_that_engine_and_manager_keep_other_bytes_are_found(rule):
     """Stores of a preempted request's blocks are waited for; a slot that a load reads is not given
-    away, nor the blocks it writes; a layer is read when it is there.
+    away, nor the blocks it writes.
     """
     assert _caught(**{rule: False})
 

@@ -19,7 +19,7 @@ from kvoffload.transfer.handlers import StagedLoadHandler
 from kvoffload.transfer.io_loop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
-from tests.support.interleavings import LAYERS, NUM_BLOCKS, PER_CHUNK, small_caches
+from tests.support.interleavings import NUM_BLOCKS, PER_CHUNK, small_caches
 from tests.support.late_device import LateDevice
 
 CHUNKS = NUM_BLOCKS // PER_CHUNK
@@ -34,9 +34,7 @@ def test_a_slot_is_read_into_again_only_when_the_device_has_copied_it(until, see
     layout = ChunkLayout(caches, PER_CHUNK)
     slab = Slab(num_slots, layout.slot_bytes)
     device = LateDevice(caches, slab, seed)
-    copier = StreamCopier(
-        caches, slab, layout, device, stage_bytes=1000, layers=draw.choice([(), LAYERS])
-    )
+    copier = StreamCopier(caches, slab, layout, device, stage_bytes=1000)
     io = IOLoop()
     store = open_backend("memory", {"capacity": "1MiB"}, "0" * 64)
     chunks = [np.frombuffer(draw.randbytes(layout.payload_bytes[0]), np.int8) for _ in KEYS]

@@ -10,7 +10,7 @@ import numpy as np
 from kvoffload.messages import CanonicalKVCaches
 from kvoffload.transfer.base import CopyFence, Fence, check_moves
 from kvoffload.transfer.cpu.gather import Indices, PageCopy, PagesOfTensor, gathers, scatters
-from kvoffload.transfer.layout import ChunkLayout, ChunkMove, Region
+from kvoffload.transfer.layout import ChunkLayout, ChunkMove
 from kvoffload.transfer.slab import HostBytes, Slab
 
 CLOSE_TIMEOUT_S = 5.0
@@ -35,7 +35,6 @@ class _CpuFence:
         self.error: BaseException | None = None
         self.copy_time_s = 0.0
         self._is_reached = False
-        self._num_layers = 0
         self._changed = threading.Condition()
 
     def done(self) -> bool:
@@ -44,16 +43,6 @@ class _CpuFence:
     def wait(self, timeout_s: float | None = None) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: self._is_reached, timeout_s)
-
-    def wait_for_layer_load(self, layer: int) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_layers > layer or self._is_reached)
-            return self._num_layers > layer or self.error is None
-
-    def layer_came(self) -> None:
-        with self._changed:
-            self._num_layers += 1
-            self._changed.notify_all()
 
     def reach(self, error: BaseException | None, copy_time_s: float = 0.0) -> None:
         with self._changed:
@@ -70,24 +59,14 @@ class CpuCopier:
         kv_caches: the engine's tensors.
         slab: host memory.
         layout: of chunks.
-        layers: the tensors of each layer, if loads shall bring one layer after the other; see
-            :meth:`ChunkLayout.regions_by_layer`, which says what is refused.
     """
 
-    def __init__(
-        self,
-        kv_caches: CanonicalKVCaches,
-        slab: Slab,
-        layout: ChunkLayout,
-        layers: Sequence[Sequence[int]] = (),
-    ) -> None:
+    def __init__(self, kv_caches: CanonicalKVCaches, slab: Slab, layout: ChunkLayout) -> None:
         tensors: list[HostBytes] = [t.tensor.numpy() for t in kv_caches.tensors]
         self._num_blocks = min(len(pages) for pages in tensors)
-        self._num_layers = len(layers)
 
         def copies(
             choose: Callable[[list[PagesOfTensor], int, int], list[PageCopy]],
-            regions_of_groups: Sequence[Sequence[Region]],
         ) -> list[list[PageCopy]]:
             return [
                 choose(
@@ -95,15 +74,11 @@ class CpuCopier:
                     per_chunk,
                     slab.address,
                 )
-                for rs, per_chunk in zip(regions_of_groups, layout.per_chunk, strict=True)
+                for rs, per_chunk in zip(layout.regions, layout.per_chunk, strict=True)
             ]
 
-        # Step after step, for each group how its chunks go to host memory, or come back.
-        by_layer = layout.regions_by_layer(layers) if layers else [layout.regions]
-        self._steps = {
-            True: [copies(gathers, layout.regions)],
-            False: [copies(scatters, regions) for regions in by_layer],
-        }
+        # For each group, how its chunks go to host memory (True) or come back (False).
+        self._copies = {True: copies(gathers), False: copies(scatters)}
         self._slab = slab
         self._layout = layout
         self._queue: queue.SimpleQueue[
@@ -134,7 +109,7 @@ class CpuCopier:
 
     def stats(self) -> dict[str, str | int]:
         """See :meth:`kvoffload.transfer.base.Copier.stats`."""
-        return {"copier": "cpu", "layers": self._num_layers}
+        return {"copier": "cpu"}
 
     def close(self) -> None:
         """Finish the queue and join the thread, for as long as a copy may reasonably take."""
@@ -151,25 +126,22 @@ class CpuCopier:
                 # read them (a load would overwrite them): begin only after it.
                 after.wait()
                 begun_s = time.perf_counter()
-                self._copy(moves, to_host, fence)
+                self._copy(moves, to_host)
             except Exception as error:
                 fence.reach(error)
             else:
                 fence.reach(None, time.perf_counter() - begun_s)
 
-    def _copy(self, moves: Sequence[ChunkMove], to_host: bool, fence: _CpuFence) -> None:
+    def _copy(self, moves: Sequence[ChunkMove], to_host: bool) -> None:
         ends: list[list[tuple[Indices, int, HostBytes]]] = [[] for _ in self._layout.regions]
         for move in moves:
             ids = move.block_ids.astype(np.intp)
             ends[move.group_idx].append((ids, move.first, self._slot(move)))
-        for step in self._steps[to_host]:
-            for copies, mine in zip(step, ends, strict=True):
-                # Tensor by tensor: one tensor's pages stay in the processor's caches and tables.
-                for part in copies:
-                    for ids, first, slot in mine:
-                        part.copy(ids, first, slot)
-            if self._num_layers and not to_host:
-                fence.layer_came()
+        for copies, mine in zip(self._copies[to_host], ends, strict=True):
+            # Tensor by tensor: one tensor's pages stay in the processor's caches and tables.
+            for part in copies:
+                for ids, first, slot in mine:
+                    part.copy(ids, first, slot)
 
     def _slot(self, move: ChunkMove) -> HostBytes:
         return self._slab.array(move.host_slot, self._layout.payload_bytes[move.group_idx])

@@ -6,7 +6,7 @@ go straight to their place in the slot.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvoffload.messages import CanonicalKVCaches
 from kvoffload.transfer.cuda.device import Part, Run
@@ -14,17 +14,6 @@ from kvoffload.transfer.layout import ChunkLayout, ChunkMove, Region
 
 if TYPE_CHECKING:
     import torch
-
-
-class CopyOp(NamedTuple):
-    """What of all chunks of a transfer is moved before anything of the next step."""
-
-    parts: list[tuple[Part, ...]]
-    """For each group, if it is staged, what goes through staging memory together."""
-    regions: list[tuple[Region, ...]]
-    """For each group, all of it."""
-    is_layer: bool
-    """Whether somebody may wait for it alone."""
 
 
 class CopyPlan:
@@ -36,7 +25,6 @@ class CopyPlan:
         slot_bytes: from one slot to the next.
         stage_bytes: staging memory that one gather may fill; it grows to hold the largest region.
         direct_page_bytes: pages of this size and more are not staged.
-        layers: the tensors of each layer, by index, if layers may be waited for.
     """
 
     def __init__(
@@ -46,7 +34,6 @@ class CopyPlan:
         slot_bytes: int,
         stage_bytes: int,
         direct_page_bytes: int,
-        layers: Sequence[Sequence[int]],
     ) -> None:
         self._layout = layout
         self._slot_bytes = slot_bytes
@@ -67,25 +54,14 @@ class CopyPlan:
             default=0,
         )
         self.stage_bytes = max(stage_bytes, widest) if widest else 0
-        self.whole = self._step(layout.regions, is_layer=False)
-        """All at once, as stores go."""
-        self.layers = [
-            self._step(regions, is_layer=True)
-            for regions in (layout.regions_by_layer(layers) if layers else ())
+        self.parts = [
+            tuple(self._cut(group_idx, regions, count)) if staged else ()
+            for group_idx, (regions, count, staged) in enumerate(self._groups())
         ]
-        """One after the other, as loads go if there are any."""
+        """For each group, if it is staged, what goes through staging memory together."""
 
     def _groups(self) -> Iterable[tuple[tuple[Region, ...], int, bool]]:
         return zip(self._layout.regions, self._layout.per_chunk, self.is_staged, strict=True)
-
-    def _step(self, regions: list[tuple[Region, ...]], is_layer: bool) -> CopyOp:
-        parts = [
-            tuple(self._cut(group_idx, mine, count)) if staged and mine else ()
-            for group_idx, (mine, count, staged) in enumerate(
-                zip(regions, self._layout.per_chunk, self.is_staged, strict=True)
-            )
-        ]
-        return CopyOp(parts, regions, is_layer)
 
     def _cut(self, group_idx: int, regions: Sequence[Region], count: int) -> Iterator[Part]:
         """Cut where staging memory is full, and where regions do not follow each other."""
@@ -128,12 +104,12 @@ class CopyPlan:
                 )
         return runs
 
-    def page_runs(self, moves: Sequence[ChunkMove], step: CopyOp) -> list[Run]:
-        """Return a step's copies between slots and blocks of groups that are not staged."""
+    def page_runs(self, moves: Sequence[ChunkMove]) -> list[Run]:
+        """Return the copies between slots and blocks of groups that are not staged."""
         runs: list[Run] = []
         for move in moves:
             host_at = move.host_slot * self._slot_bytes
-            for region in step.regions[move.group_idx]:
+            for region in self._layout.regions[move.group_idx]:
                 buffer, row = self._buffers[region.tensor_idx], self._rows[region.tensor_idx]
                 size = region.page_bytes
                 for i, block in enumerate(move.block_ids.tolist(), start=move.first):

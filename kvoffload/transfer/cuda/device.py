@@ -135,10 +135,6 @@ class Device(Protocol):
         """Allocate a table for up to ``num_blocks``, first used on ``stream``."""
         ...
 
-    def hold_engine(self, event: Event) -> None:
-        """Make the engine's current stream wait for an event; on the engine's thread."""
-        ...
-
     def upload(self, stream: Stream, table: Table) -> None:
         """Copy the table to the device."""
         ...

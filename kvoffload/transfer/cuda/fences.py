@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvoffload.transfer.cuda.device import Event
 
@@ -39,18 +39,12 @@ class EngineFence:
 
 
 class StreamFence:
-    """The end of one transfer; its error, if something went wrong on the way.
+    """The end of one transfer; its error, if something went wrong on the way."""
 
-    Args:
-        hold_engine: makes the engine's current stream wait for an event.
-    """
-
-    def __init__(self, hold_engine: Callable[[Event], None]) -> None:
+    def __init__(self) -> None:
         self.error: BaseException | None = None
-        self._hold_engine = hold_engine
         self._begun: Event | None = None
         self._events: Sequence[Event] | None = None
-        self._layers: list[Sequence[Event]] = []
         self._is_reached = False
         self._changed = threading.Condition()
 
@@ -71,27 +65,6 @@ class StreamFence:
         with self._changed:
             return self._changed.wait_for(lambda: self._is_reached, timeout_s)
 
-    def wait_for_layer_load(self, layer: int) -> bool:
-        """See :meth:`kvoffload.transfer.base.CopyFence.wait_for_layer_load`."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: len(self._layers) > layer or self._events is not None or self._is_reached
-            )
-            if layer < len(self._layers):
-                events = self._layers[layer]
-            elif self.error is not None:
-                return False
-            else:
-                events = self._events or ()
-        try:
-            for event in events:
-                self._hold_engine(event)
-        except Exception as error:
-            # A stream that does not wait must not be taken for one that does.
-            self.error = self.error or error
-            return False
-        return True
-
     @property
     def copy_time_s(self) -> float:
         """See :meth:`kvoffload.transfer.base.CopyFence.copy_time_s`."""
@@ -110,12 +83,6 @@ class StreamFence:
     def events(self) -> Sequence[Event]:
         """Where the transfer ends on each stream it used; empty before all is enqueued."""
         return self._events or ()
-
-    def layer_enqueued(self, events: Sequence[Event]) -> None:
-        """The next layer is there when these are passed."""
-        with self._changed:
-            self._layers.append(events)
-            self._changed.notify_all()
 
     def all_enqueued(
         self, begun: Event | None, events: Sequence[Event], error: BaseException | None

@@ -23,7 +23,7 @@ import numpy as np
 
 from kvoffload.messages import CanonicalKVCaches
 from kvoffload.transfer.base import CopyFence, Fence, check_moves
-from kvoffload.transfer.cuda.copy_plan import CopyOp, CopyPlan
+from kvoffload.transfer.cuda.copy_plan import CopyPlan
 from kvoffload.transfer.cuda.device import Device, Event, Span, Stream, Table
 from kvoffload.transfer.cuda.fences import EngineFence, StreamFence
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
@@ -87,7 +87,6 @@ class Direction:
         self._device = device
         self._plan = plan
         self._to_host = to_host
-        self._steps = [plan.whole] if to_host or not plan.layers else plan.layers
         self._lanes = [
             Lane(device.new_stream(), device.new_stage(plan.stage_bytes)) for _ in range(LANES)
         ]
@@ -162,13 +161,10 @@ class Direction:
         staged = [move for move in job.moves if plan.is_staged[move.group_idx]]
         direct = [move for move in job.moves if not plan.is_staged[move.group_idx]]
         listed = self._list_blocks(job, staged) if staged else None
-        for step in self._steps:
-            if listed is not None:
-                self._launch_staged(job, listed, step)
-            if direct and (runs := plan.page_runs(direct, step)):
-                self._device.copy(self._enter(job).stream, runs, self._to_host)
-            if step.is_layer:
-                job.fence.layer_enqueued(self.fence_layer(job))
+        if listed is not None:
+            self._launch_staged(job, listed)
+        if direct and (runs := plan.page_runs(direct)):
+            self._device.copy(self._enter(job).stream, runs, self._to_host)
 
     def _list_blocks(self, job: Job, moves: list[ChunkMove]) -> Listed:
         moves.sort(key=lambda move: move.group_idx)
@@ -187,10 +183,10 @@ class Direction:
         )
         return Listed(moves, starts.tolist(), table)
 
-    def _launch_staged(self, job: Job, listed: Listed, step: CopyOp) -> None:
+    def _launch_staged(self, job: Job, listed: Listed) -> None:
         moves, starts, table = listed
         begin = 0
-        for group_idx, parts in enumerate(step.parts):
+        for group_idx, parts in enumerate(self._plan.parts):
             end = begin
             while end < len(moves) and moves[end].group_idx == group_idx:
                 end += 1
@@ -255,13 +251,6 @@ class Direction:
         """
         lane.stream.wait_event(uploaded)
 
-    def fence_layer(self, job: Job) -> list[Event]:
-        """Mark the end of a layer on all streams that the transfer has used so far.
-
-        The engine would otherwise compute with pages that have not come yet.
-        """
-        return [lane.stream.record_event() for lane in job.lanes]
-
     def fence_end(self, job: Job) -> list[Event]:
         """Mark the end of the transfer on all streams that it used.
 
@@ -311,13 +300,9 @@ class StreamCopier:
         slab: host memory.
         layout: of chunks.
         device: of the tensors; closed with the copier, or here if the copier cannot be made.
-        layers: the tensors of each layer, if loads shall bring one layer after the other; see
-            :meth:`ChunkLayout.regions_by_layer`, which says what is refused.
         stage_bytes: staging memory of a lane; four lanes take it, if any page is staged at all.
         direct_page_bytes: pages of this size and more are not staged.
     """
-
-    direction_type = Direction
 
     def __init__(
         self,
@@ -326,7 +311,6 @@ class StreamCopier:
         layout: ChunkLayout,
         device: Device,
         *,
-        layers: Sequence[Sequence[int]] = (),
         stage_bytes: int = STAGE_BYTES,
         direct_page_bytes: int = DIRECT_PAGE_BYTES,
     ) -> None:
@@ -342,12 +326,10 @@ class StreamCopier:
                 slab.slot_bytes,
                 min(stage_bytes, slab.num_bytes),
                 direct_page_bytes,
-                layers,
             )
-            steps = (plan.whole, *plan.layers)
-            device.prepare([part for step in steps for parts in step.parts for part in parts])
+            device.prepare([part for parts in plan.parts for part in parts])
             for to_host in (True, False):
-                self._directions[to_host] = self.direction_type(device, plan, to_host)
+                self._directions[to_host] = Direction(device, plan, to_host)
         except BaseException:
             self.close()
             raise
@@ -363,7 +345,7 @@ class StreamCopier:
     def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> CopyFence:
         """See :meth:`kvoffload.transfer.base.Copier.launch`."""
         self.check(moves, to_host)
-        fence = StreamFence(self._device.hold_engine)
+        fence = StreamFence()
         self._directions[to_host].submit(Job(moves, after, fence))
         return fence
 
@@ -375,7 +357,6 @@ class StreamCopier:
         return {
             "groups": " ".join(used),
             "stage_bytes": self._plan.stage_bytes,
-            "layers": len(self._plan.layers),
             **self._device.stats(),
         }
 

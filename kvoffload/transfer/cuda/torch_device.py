@@ -188,10 +188,6 @@ class CudaDevice:
         """See :class:`kvoffload.transfer.cuda.device.Device`."""
         return CudaStream(torch.cuda.current_stream(self._device)).record_event()
 
-    def hold_engine(self, event: Event) -> None:
-        """See :class:`kvoffload.transfer.cuda.device.Device`."""
-        CudaStream(torch.cuda.current_stream(self._device)).wait_event(event)
-
     def new_stream(self) -> Stream:
         """See :class:`kvoffload.transfer.cuda.device.Device`."""
         return CudaStream(_cuda.Stream(self._device, priority=LOWEST_PRIORITY))
