@@ -26,7 +26,7 @@ from kvoffload.messages import (
 )
 from kvoffload.testing.backends import keys_of
 from kvoffload.transfer.cpu.copier import CpuCopier
-from kvoffload.transfer.handlers import StagedLoadHandler
+from kvoffload.transfer.engine import TransferEngine
 from kvoffload.transfer.io_loop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
@@ -64,7 +64,7 @@ def _case(folder: str | None, count: int, page_bytes: int, label: str) -> list[R
     views = [slab.slot(slot, layout.payload_bytes[0]) for slot in range(count)]
     target = GPULoadStoreSpec(np.random.default_rng(0).permutation(count))
     moves = layout.moves(target, list(range(count)))
-    handler = StagedLoadHandler(io, {"disk": disk}, slab, layout, copier, TIMEOUT_S)
+    engine = TransferEngine(io, {"disk": disk}, slab, layout, copier, TIMEOUT_S, TIMEOUT_S)
 
     def read() -> None:
         _all(io.call(disk.read(keys, views)))
@@ -75,9 +75,9 @@ def _case(folder: str | None, count: int, page_bytes: int, label: str) -> list[R
 
     def load(slots: Sequence[int]) -> None:
         fetch = Fetch("disk", tuple(range(count)), tuple(keys))
-        handler.transfer_async(0, (StagedLoadStoreSpec(slots, [fetch]), target))
-        handler.wait([0])
-        _all(handler.get_finished()[0].ok)
+        engine.transfer_async(0, (StagedLoadStoreSpec(slots, [fetch]), target))
+        engine.wait([0])
+        _all(engine.get_finished()[0].ok)
 
     try:
         _all(io.call(disk.write(keys, views)))

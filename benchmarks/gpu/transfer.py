@@ -28,7 +28,8 @@ from kvoffload.messages import (
 from kvoffload.transfer.cuda.pinning import within_registrations
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.cuda.torch_device import CudaDevice
-from kvoffload.transfer.handlers import CopyHandler
+from kvoffload.transfer.engine import TransferEngine
+from kvoffload.transfer.io_loop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 
@@ -231,14 +232,14 @@ def beside_compute(bench: Bench) -> Iterator[Row]:
         copier.close()
 
 
-def answered(handler: CopyHandler) -> None:
-    """Wait until a handler's only job is answered.
+def answered(engine: TransferEngine) -> None:
+    """Wait until the engine's only job is answered.
 
     Raises:
         RuntimeError: it failed, or was not answered.
     """
     end = time.monotonic() + WAIT_S
-    while not (results := handler.get_finished()):
+    while not (results := engine.get_finished()):
         if time.monotonic() > end:
             raise RuntimeError(f"a job was not answered in {WAIT_S:.0f} s")
         time.sleep(1e-5)
@@ -247,24 +248,26 @@ def answered(handler: CopyHandler) -> None:
 
 
 def submits(bench: Bench) -> Iterator[Row]:
-    """What a submission through the handler costs the engine's thread."""
-    copier = bench.copier()
+    """What a submission costs the thread of the LLM engine."""
+    io, copier = IOLoop(), bench.copier()
+    engine = TransferEngine(io, {}, bench.slab, bench.layout, copier, WAIT_S, WAIT_S)
     try:
         for count in CHUNKS:
             spec = (
                 GPULoadStoreSpec(bench.order[:count]),
                 CPULoadStoreSpec(np.arange(count, dtype=np.int32)),
             )
-            handler, best = CopyHandler(copier, bench.layout, to_host=True), float("inf")
+            best = float("inf")
             for job_id in range(30):
                 started = time.perf_counter()
-                handler.transfer_async(job_id, spec)
+                engine.transfer_async(job_id, spec)
                 best = min(best, time.perf_counter() - started)
-                answered(handler)
+                answered(engine)
             allowed = 50 + count
             case = f"{bench.name}, submit {count} blocks"
             yield row(case, best * 1e6, "µs", allowed, "50 µs and 1 µs a block")
     finally:
+        io.close()
         copier.close()
 
 

@@ -11,14 +11,10 @@ from kvoffload.backends.base import Backend, Describes, Fits, ReportsRemovals
 from kvoffload.config import BackendConfig, OffloadConfig, human_bytes
 from kvoffload.errors import ConfigError
 from kvoffload.offload.base import (
-    BackendLoadStoreSpec,
     CanonicalKVCaches,
-    CPULoadStoreSpec,
-    GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingHandler,
     OffloadingSpec,
-    StagedLoadStoreSpec,
 )
 from kvoffload.offload.extents import ExtentLedger
 from kvoffload.offload.geometry import HostGeometry
@@ -27,8 +23,8 @@ from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.offload.namespace import Fact, namespace, readable
 from kvoffload.offload.passthrough import StagingManager
 from kvoffload.transfer.base import Copier
+from kvoffload.transfer.engine import ROUTES, TransferEngine
 from kvoffload.transfer.factory import make_copier
-from kvoffload.transfer.handlers import CopyHandler, PersistHandler, StagedLoadHandler
 from kvoffload.transfer.io_loop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.presence import presence_on
@@ -188,7 +184,13 @@ class TieredOffloadingSpec(OffloadingSpec):
     def get_handlers(
         self, kv_caches: CanonicalKVCaches
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
-        """See :meth:`OffloadingSpec.get_handlers`."""
+        """Yield the transfer engine for each of its routes."""
+        engine = self.open_engine(kv_caches)
+        for source, destination in ROUTES:
+            yield source, destination, engine
+
+    def open_engine(self, kv_caches: CanonicalKVCaches) -> TransferEngine:
+        """Make the transfer engine between these caches, the slab and the stores; once."""
         layout = self._layout or ChunkLayout(kv_caches, self.config.blocks_per_chunk)
         if self._geometry is None and layout.slot_bytes > self.slot_bytes:
             raise ValueError(
@@ -199,13 +201,15 @@ class TieredOffloadingSpec(OffloadingSpec):
         except BaseException:
             self.close()
             raise
-        gpu, cpu, staged = GPULoadStoreSpec, CPULoadStoreSpec, StagedLoadStoreSpec
-        load_s, store_s = self.config.load_timeout_s, self.config.store_timeout_s
-        shared = (self.io, self._opened.backends, self._slab, layout)
-        yield gpu, cpu, CopyHandler(copier, layout, to_host=True)
-        yield cpu, gpu, CopyHandler(copier, layout, to_host=False)
-        yield cpu, BackendLoadStoreSpec, PersistHandler(*shared, store_s)
-        yield staged, gpu, StagedLoadHandler(*shared, copier, load_s)
+        return TransferEngine(
+            self.io,
+            self._opened.backends,
+            self._slab,
+            layout,
+            copier,
+            self.config.load_timeout_s,
+            self.config.store_timeout_s,
+        )
 
     def renew(self, manager: TieredOffloadingManager, generation: str) -> None:
         """Give the stores a new namespace, because stored bytes no longer mean the same."""

@@ -46,7 +46,6 @@ from kvoffload.offload.base import (
 )
 from kvoffload.offload.namespace import Fact
 from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.worker import TransferWorker
 
 __all__ = ["BlockTables", "LoadOutcome", "LocalConnector", "OffloadRequest"]
 
@@ -117,7 +116,7 @@ class LocalConnector:
         )
         self._manager = self._spec.get_manager()
         self._uses = UseCounter(self._manager)
-        self._worker = TransferWorker(self._spec.get_handlers(kv_caches))
+        self._worker = self._spec.open_engine(kv_caches)
         self._requests: dict[str, RequestState] = {}
         # Where a good prefix is kept, an engine gets on with it.
         self._short_loads = LoadBackoff(tolerated=int(self._groups.keeps_prefixes))

@@ -11,7 +11,7 @@ from kvoffload.connectors.local_jobs import Load, LoadOutcome, RequestState, Sto
 from kvoffload.messages import TransferSpec
 from kvoffload.offload.base import ReqContext, Transfer, TransferResult
 from kvoffload.offload.manager import TieredOffloadingManager
-from kvoffload.transfer.worker import TransferWorker
+from kvoffload.transfer.engine import TransferEngine
 
 
 class UnderWay:
@@ -28,7 +28,7 @@ class UnderWay:
     def __init__(
         self,
         manager: TieredOffloadingManager,
-        worker: TransferWorker,
+        worker: TransferEngine,
         groups: ChunkGroups,
         requests: Mapping[str, RequestState],
         short_loads: LoadBackoff,

@@ -5,12 +5,20 @@ In a slot, a chunk is its tensors one after the other, and within a tensor its b
     | tensor 0: block 0, block 1, ... | tensor 1: block 0, block 1, ... | ... | padding to 4096 |
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain, repeat
 from operator import mul
 from typing import NamedTuple
 
-from kvoffload.messages import BlockIds, CanonicalKVCaches, GPULoadStoreSpec
+from kvoffload.messages import (
+    BlockIds,
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    OffloadKey,
+    get_offload_group_idx,
+)
+from kvoffload.transfer.slab import Slab
 
 PAGE = 4096
 """Slots and chunk payloads are multiples of this, so that any of them can be read with O_DIRECT."""
@@ -46,6 +54,8 @@ class ChunkLayout:
             blocks_per_chunk = [blocks_per_chunk] * len(kv_caches.group_data_refs)
         self.per_chunk = tuple(blocks_per_chunk)
         """Blocks in a chunk of each group."""
+        self.num_blocks = min((len(entry.tensor) for entry in kv_caches.tensors), default=0)
+        """Blocks that every tensor has."""
         self.regions: list[tuple[Region, ...]] = []
         self.payload_bytes: list[int] = []
         """Bytes of a chunk of each group, padded to whole pages: what tiers store."""
@@ -94,6 +104,15 @@ class ChunkLayout:
             )
         return moves
 
+    def views(
+        self, slab: Slab, keys: Sequence[OffloadKey], slots: Sequence[int]
+    ) -> list[memoryview]:
+        """Return the payloads of these chunks in their slots; writable, not copies."""
+        return [
+            slab.slot(slot, self.payload_bytes[get_offload_group_idx(key)])
+            for key, slot in zip(keys, slots, strict=True)
+        ]
+
     def bytes_of(self, gpu: GPULoadStoreSpec) -> int:
         """Bytes of these blocks."""
         return sum(map(mul, gpu.group_sizes, self._block_bytes))
@@ -108,3 +127,45 @@ def _cut(ids: BlockIds, first: int, per_chunk: int) -> list[BlockIds]:
     if tail < len(ids):
         pieces.append(ids[tail:])
     return pieces
+
+
+def check_moves(moves: Sequence[ChunkMove], to_host: bool, layout: ChunkLayout, slab: Slab) -> None:
+    """Refuse moves that would read or write outside, or write one place twice.
+
+    Raises:
+        ValueError: naming the indices.
+    """
+    # Plain Python is faster than numpy here: most submissions have few moves.
+    num_blocks = layout.num_blocks
+    num_rows = [-(-size // slab.slot_bytes) for size in layout.payload_bytes]
+    last = [slab.num_slots - rows for rows in num_rows]
+    per_chunk = layout.per_chunk
+    outside = []
+    for slot, group_idx, first, ids in moves:
+        if not 0 <= slot <= last[group_idx]:
+            outside.append(slot)
+        if first + len(ids) > per_chunk[group_idx]:
+            raise ValueError(
+                f"host slot {slot}: blocks {first}..{first + len(ids) - 1} "
+                f"of a chunk of {per_chunk[group_idx]}"
+            )
+    if outside:
+        raise ValueError(f"host slots {outside}: out of range, there are {slab.num_slots}")
+    blocks = [block for move in moves for block in move.block_ids.tolist()]
+    if blocks and (min(blocks) < 0 or max(blocks) >= num_blocks):
+        strange = [block for block in blocks if not 0 <= block < num_blocks]
+        raise ValueError(f"block ids {strange}: out of range, there are {num_blocks}")
+    if to_host:
+        # A chunk larger than a row takes the rows after it as well.
+        slots = [move.host_slot for move in moves]
+        if max(num_rows) > 1:
+            slots = [slot + i for slot, group, _, _ in moves for i in range(num_rows[group])]
+        _refuse_repeated("host slots", slots)
+    else:
+        _refuse_repeated("block ids", blocks)
+
+
+def _refuse_repeated(what: str, numbers: list[int]) -> None:
+    if len(set(numbers)) < len(numbers):
+        again = sorted(number for number, count in Counter(numbers).items() if count > 1)
+        raise ValueError(f"{what} {again}: written twice")

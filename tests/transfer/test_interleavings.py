@@ -16,7 +16,7 @@ import pytest
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.connectors.local_jobs import Store
 from kvoffload.transfer.cpu.copier import CpuCopier, DoneFence
-from kvoffload.transfer.handlers import _Job
+from kvoffload.transfer.engine import EngineJob
 
 BLOCK_SIZE, BLOCKS_A_REQUEST, NUM_BLOCKS, NUM_SLOTS = 4, 3, 12, 8
 NUM_WALKS = 1000
@@ -255,5 +255,5 @@ def test_without_a_fence_on_the_engines_stream_copies_come_before_compute(walk, 
 
 
 def test_without_waiting_for_the_copys_end_slots_are_used_again_too_soon(walk, monkeypatch):
-    monkeypatch.setattr(_Job, "done", lambda self: True)
+    monkeypatch.setattr(EngineJob, "done", lambda self: True)
     assert walk(UNTIL_WRONG).wrong

@@ -16,7 +16,7 @@ from kvoffload.messages import (
 )
 from kvoffload.transfer.cpu.copier import CpuCopier, DoneFence
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
-from kvoffload.transfer.handlers import CopyHandler, PersistHandler, StagedLoadHandler
+from kvoffload.transfer.engine import TransferEngine
 from kvoffload.transfer.io_loop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
@@ -52,6 +52,10 @@ class Half:
                 caches, self.slab, self.layout, self.device, stage_bytes=1000
             )
 
+    def engine(self, io, store=None):
+        """The transfer engine, over a store."""
+        return TransferEngine(io, {"store": store}, self.slab, self.layout, self.copier, 30, 30)
+
     def busy_engine(self, monkeypatch):
         """Copies submitted from now on wait for a forward pass."""
         self.device.engine.enqueue(lambda: time.sleep(WAIT_S))
@@ -68,26 +72,26 @@ def half(request):
 
 @pytest.mark.parametrize("to_host", [True, False])
 def test_a_copy_that_waits_for_the_forward_pass_took_as_long_as_the_copy(
-    half, monkeypatch, until, to_host
+    half, monkeypatch, io, until, to_host
 ):
-    handler = CopyHandler(half.copier, half.layout, to_host)
+    engine = half.engine(io)
     gpu, host = GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([0])
     half.busy_engine(monkeypatch)
     begun = time.monotonic()
-    handler.transfer_async(1, (gpu, host) if to_host else (host, gpu))
-    (result,) = until(handler.get_finished)
+    engine.transfer_async(1, (gpu, host) if to_host else (host, gpu))
+    (result,) = until(engine.get_finished)
     assert time.monotonic() - begun >= WAIT_S
     assert result.success
     assert 0 < result.transfer_time_s < WAIT_S / 2
 
 
-def test_a_copy_that_failed_took_no_time(until):
+def test_a_copy_that_failed_took_no_time(io, until):
     half = Half("device")
     half.device.failures.append(RuntimeError("out of something"))
-    handler = CopyHandler(half.copier, half.layout, to_host=True)
+    engine = half.engine(io)
     try:
-        handler.transfer_async(1, (GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([0])))
-        (result,) = until(handler.get_finished)
+        engine.transfer_async(1, (GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([0])))
+        (result,) = until(engine.get_finished)
     finally:
         half.copier.close()
     assert (result.success, result.transfer_time_s) == (False, 0.0)
@@ -111,14 +115,12 @@ def test_a_load_from_a_tier_took_its_reads_and_the_last_copy(half, monkeypatch, 
         return await read(keys, into)
 
     store.read = slow_read
-    handler = StagedLoadHandler(
-        io, {"store": store}, half.slab, half.layout, half.copier, timeout_s=30
-    )
+    engine = half.engine(io, store)
     half.busy_engine(monkeypatch)
     io.loop.call_soon_threadsafe(time.sleep, WAIT_S)
     source = StagedLoadStoreSpec([0, 1], [Fetch("store", (0, 1), KEYS)])
-    handler.transfer_async(1, (source, GPULoadStoreSpec([1, 2, 3, 4])))
-    (result,) = until(handler.get_finished)
+    engine.transfer_async(1, (source, GPULoadStoreSpec([1, 2, 3, 4])))
+    (result,) = until(engine.get_finished)
     assert result.success
     assert READ_S <= result.transfer_time_s < WAIT_S
 
@@ -132,9 +134,9 @@ def test_a_write_through_took_as_long_as_its_writes(half, io, until):
         return await write(keys, chunks)
 
     store.write = slow_write
-    handler = PersistHandler(io, {"store": store}, half.slab, half.layout, timeout_s=30)
+    engine = half.engine(io, store)
     io.loop.call_soon_threadsafe(time.sleep, WAIT_S)
-    handler.transfer_async(1, (CPULoadStoreSpec([0, 1]), BackendLoadStoreSpec("store", KEYS)))
-    (result,) = until(handler.get_finished)
+    engine.transfer_async(1, (CPULoadStoreSpec([0, 1]), BackendLoadStoreSpec("store", KEYS)))
+    (result,) = until(engine.get_finished)
     assert result.success
     assert READ_S <= result.transfer_time_s < WAIT_S

@@ -15,7 +15,7 @@ from kvoffload.messages import (
     make_offload_key,
 )
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
-from kvoffload.transfer.handlers import StagedLoadHandler
+from kvoffload.transfer.engine import TransferEngine
 from kvoffload.transfer.io_loop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
@@ -39,14 +39,14 @@ def test_a_slot_is_read_into_again_only_when_the_device_has_copied_it(until, see
     store = open_backend("memory", {"capacity": "1MiB"}, "0" * 64)
     chunks = [np.frombuffer(draw.randbytes(layout.payload_bytes[0]), np.int8) for _ in KEYS]
     assert all(io.call(store.write(KEYS, [memoryview(chunk) for chunk in chunks])))
-    handler = StagedLoadHandler(io, {"store": store}, slab, layout, copier, timeout_s=30)
+    engine = TransferEngine(io, {"store": store}, slab, layout, copier, 30, 30)
     blocks = draw.sample(range(NUM_BLOCKS), NUM_BLOCKS)
     source = StagedLoadStoreSpec(
         [i % num_slots for i in range(CHUNKS)], [Fetch("store", tuple(range(CHUNKS)), KEYS)]
     )
     try:
-        assert handler.transfer_async(1, (source, GPULoadStoreSpec(blocks)))
-        (result,) = until(handler.get_finished)
+        assert engine.transfer_async(1, (source, GPULoadStoreSpec(blocks)))
+        (result,) = until(engine.get_finished)
     finally:
         io.close()
         copier.close()

@@ -23,7 +23,7 @@ from kvoffload.messages import (
     TransferSpec,
     make_offload_key,
 )
-from kvoffload.transfer.worker import TransferWorker
+from kvoffload.transfer.engine import TransferEngine
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ named by it when the call ends."""
 
 def check_tiers(
     spec: TieredOffloadingSpec,
-    transfers: TransferWorker,
+    transfers: TransferEngine,
     caches: CanonicalKVCaches,
     blocks_per_chunk: int,
 ) -> int:
@@ -87,7 +87,7 @@ class _GroupCheck:
 
     def __init__(
         self,
-        transfers: TransferWorker,
+        transfers: TransferEngine,
         caches: CanonicalKVCaches,
         group_idx: int,
         source: Sequence[int],

@@ -22,7 +22,6 @@ from kvoffload.errors import ConfigError
 from kvoffload.messages import CPULoadStoreSpec, LoadStoreSpec
 from kvoffload.offload.base import OffloadKey
 from kvoffload.offload.manager import TieredOffloadingManager
-from kvoffload.transfer.worker import TransferWorker
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +125,7 @@ class HostWorker(VllmWorker):  # type: ignore[misc]
         self._per_chunk = settings.blocks_per_chunk
         with unbound():
             self._spec = TieredOffloadingSpec(settings, slot_bytes, {"use": "host memory only"})
-            self._transfers = TransferWorker(self._spec.get_handlers(ours))
+            self._transfers = self._spec.open_engine(ours)
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: CPULoadStoreSpec) -> bool:
         """GPU → host."""

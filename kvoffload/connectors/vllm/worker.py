@@ -29,8 +29,8 @@ from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
 from kvoffload.connectors.vllm.versions import is_synchronous
 from kvoffload.messages import TransferResult
+from kvoffload.transfer.engine import TransferEngine
 from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.worker import TransferWorker
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,8 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         self._removers: dict[str, ReportsRemovals] = {}
         self._counting: dict[str, ReportsUsage] = {}
         self._spec: TieredOffloadingSpec | None = None
-        self._transfers = TransferWorker(())
+        self._transfers: TransferEngine
+        """Set by :meth:`_init_worker`."""
         self._facts = WorkerInfo(0, 0, {})
 
     # ---- start ----
@@ -100,7 +101,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         facts["chunk_layout"] = f"tensor-major-1 {pages}"
         with unbound():
             self._spec = TieredOffloadingSpec(self.settings, layout.slot_bytes, facts)
-            self._transfers = TransferWorker(self._spec.get_handlers(ours))
+            self._transfers = self._spec.open_engine(ours)
             num_slots = self._spec.num_slots
             if self.settings.canary:
                 num_slots = check_tiers(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from kvoffload.messages import CanonicalKVCaches
-from kvoffload.transfer.base import CopyFence, Fence, check_moves
+from kvoffload.transfer.base import CopyFence, Fence
 from kvoffload.transfer.cuda.copy_plan import CopyPlan
 from kvoffload.transfer.cuda.device import Device, Event, Span, Stream, Table
 from kvoffload.transfer.cuda.fences import EngineFence, StreamFence
@@ -314,8 +314,6 @@ class StreamCopier:
         stage_bytes: int = STAGE_BYTES,
         direct_page_bytes: int = DIRECT_PAGE_BYTES,
     ) -> None:
-        self._num_blocks = min(len(entry.tensor) for entry in kv_caches.tensors)
-        self._slab = slab
         self._layout = layout
         self._device = device
         self._directions: dict[bool, Direction] = {}
@@ -338,13 +336,7 @@ class StreamCopier:
         """See :meth:`kvoffload.transfer.base.Copier.record_fence`."""
         return EngineFence(self._device.engine_event())
 
-    def check(self, moves: Sequence[ChunkMove], to_host: bool) -> None:
-        """See :meth:`kvoffload.transfer.base.Copier.check`."""
-        check_moves(moves, to_host, self._layout, self._num_blocks, self._slab)
-
     def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> CopyFence:
-        """See :meth:`kvoffload.transfer.base.Copier.launch`."""
-        self.check(moves, to_host)
         fence = StreamFence()
         self._directions[to_host].submit(Job(moves, after, fence))
         return fence

@@ -23,7 +23,6 @@ from kvoffload.connectors.vllm.self_test import check_tiers
 from kvoffload.connectors.vllm.settings import read_settings
 from kvoffload.errors import ConfigError
 from kvoffload.testing.faults import FaultyBackend, Plan
-from kvoffload.transfer.worker import TransferWorker
 
 
 def gpu_end(blocks, sizes, indices, group_ids, per_chunk):
@@ -70,7 +69,7 @@ def attached(tmp_path, faulty):
         settings = read_settings({"cpu_bytes": 1 << 20, "backends": faulty(plans)})
         spec = TieredOffloadingSpec(settings, 4096, {"test": "canary"})
         made.append(spec)
-        return spec, TransferWorker(spec.get_handlers(ours)), ours, tensor
+        return spec, spec.open_engine(ours), ours, tensor
 
     yield make
     for spec in made:

@@ -18,7 +18,6 @@ from kvoffload.messages import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,
 )
-from kvoffload.transfer.worker import TransferWorker
 from tests.support.vfs import StuckVfs
 
 
@@ -54,7 +53,7 @@ def test_a_read_of_the_canary_that_ends_late_touches_nobodys_chunk(tmp_path, mon
         }
     )
     spec = TieredOffloadingSpec(settings, 4096, {"test": "late"})
-    transfers = TransferWorker(spec.get_handlers(caches))
+    transfers = spec.open_engine(caches)
     try:
         # The read hangs; it is only warned about.
         num_slots = check_tiers(spec, transfers, caches, 1)

@@ -19,7 +19,6 @@ from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, Wo
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
 from kvoffload.errors import ConfigError
 from kvoffload.messages import TransferResult, make_offload_key
-from kvoffload.transfer.worker import TransferWorker
 
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(2)]
 
@@ -73,7 +72,7 @@ def test_the_scheduler_goes_on_without_tiers(settings, break_storage, monkeypatc
 
 def test_a_worker_goes_on_with_stores_that_miss(settings, break_storage):
     half = object.__new__(KVOffloadWorker)
-    half._unsubmitted_store_jobs, half._loads, half._transfers = [], {}, TransferWorker(())
+    half._unsubmitted_store_jobs, half._loads = [], {}
     half._spec = TieredOffloadingSpec(settings, 4096, {"rank": 0})
     io, store = half._spec.io, half._spec.backends["disk"]
     chunk = [memoryview(bytearray(4096))]

@@ -1,4 +1,4 @@
-"""Handlers with a backend leg: one answer per chunk, by the deadline, whatever the store does."""
+"""The transfer engine: one answer a chunk, by the deadline, whatever the store does."""
 
 import asyncio
 import hashlib
@@ -23,16 +23,11 @@ from kvoffload.messages import (
 )
 from kvoffload.testing import FaultyBackend, Plan
 from kvoffload.transfer.cpu.copier import CpuCopier
-from kvoffload.transfer.handlers import (
-    CopyHandler,
-    PersistHandler,
-    StagedLoadHandler,
-    portions,
-)
+from kvoffload.transfer.engine import TransferEngine
 from kvoffload.transfer.io_loop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.read_calls import portions
 from kvoffload.transfer.slab import Slab
-from kvoffload.transfer.worker import TransferWorker
 
 KEYS = [make_offload_key(hashlib.sha256(bytes([i])).digest(), 0) for i in range(20)]
 
@@ -75,19 +70,14 @@ class Half:
         self.store = FaultyBackend(open_backend("memory", {"capacity": "1MiB"}, "0" * 64))
         self.stubborn = StubbornBackend()
         self.backends = {"store": self.store, "stubborn": self.stubborn}
-        shared = (self.io, self.backends, self.slab, self.layout)
-        gpu, cpu = GPULoadStoreSpec, CPULoadStoreSpec
-        self.worker = TransferWorker(
-            [
-                (gpu, cpu, CopyHandler(self.copier, self.layout, to_host=True)),
-                (cpu, gpu, CopyHandler(self.copier, self.layout, to_host=False)),
-                (cpu, BackendLoadStoreSpec, PersistHandler(*shared, load_timeout_s)),
-                (
-                    StagedLoadStoreSpec,
-                    gpu,
-                    StagedLoadHandler(*shared, self.copier, load_timeout_s),
-                ),
-            ]
+        self.worker = TransferEngine(
+            self.io,
+            self.backends,
+            self.slab,
+            self.layout,
+            self.copier,
+            load_timeout_s,
+            store_timeout_s=load_timeout_s,
         )
 
     def close(self):
@@ -339,6 +329,7 @@ def test_a_transfer_nobody_serves_is_answered_as_failed(half):
     assert [(r.job_id, r.ok, r.reason) for r in results] == [
         (job, (False,), "refused_transfer") for job in (9, 10, 11)
     ]
+    assert not half.slab.rows.any()
 
 
 @pytest.mark.parametrize(
