@@ -25,9 +25,8 @@ from kvoffload.offload.passthrough import StagingManager
 from kvoffload.transfer.base import Copier
 from kvoffload.transfer.engine import ROUTES, TransferEngine
 from kvoffload.transfer.factory import make_copier
-from kvoffload.transfer.io_loop import IOLoop
+from kvoffload.transfer.io_loop import IOLoop, presence_on
 from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.presence import presence_on
 from kvoffload.transfer.slab import Slab
 
 log = logging.getLogger(__name__)

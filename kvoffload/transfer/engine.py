@@ -26,9 +26,8 @@ from kvoffload.messages import (
     TransferSpec,
 )
 from kvoffload.transfer.base import Copier, CopyFence
-from kvoffload.transfer.io_loop import IOLoop
+from kvoffload.transfer.io_loop import IOLoop, same_length
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove, check_moves
-from kvoffload.transfer.presence import same_length
 from kvoffload.transfer.read_calls import ArrivalBatches, ReadCall, read_calls
 from kvoffload.transfer.slab import Slab
 

@@ -1,22 +1,32 @@
-"""The one asyncio thread: every backend coroutine runs here, and nothing else does."""
+"""The one asyncio thread: all backend coroutines run here, and no other code."""
 
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+
+from kvoffload.backends.base import Backend, Presence, RunsOnLoop
+from kvoffload.backends.presence import PresenceCache
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+ANSWER_S = 2.0
+"""How long an answer of ``contains`` is believed."""
+FORGOTTEN_S = 60.0
+"""How long a chunk that could not be loaded counts as absent. A store that keeps announcing it
+would otherwise cost every request a failed load."""
+
 
 class IOLoop:
-    """An event loop in a daemon thread named ``kvoffload-io``. Whoever makes it closes it."""
+    """An event loop in a daemon thread named ``kvoffload-io``. Its maker closes it."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        # For what is off the hot path (aiofiles); of our own, so that closing ends its threads.
+        # For calls off the hot path (aiofiles). An executor of our own ends when the loop closes.
         self._executor = ThreadPoolExecutor(2, "kvoffload-io-file")
         self.loop.set_default_executor(self._executor)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -36,7 +46,7 @@ class IOLoop:
 
     def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task = self.loop.create_task(work())
-        self._tasks.add(task)  # the loop itself holds tasks only weakly
+        self._tasks.add(task)  # the loop has only weak references to tasks
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
@@ -45,11 +55,11 @@ class IOLoop:
             log.error("a task of the I/O loop failed", exc_info=error)
 
     def call(self, work: Coroutine[Any, Any, _T], timeout_s: float | None = None) -> _T:
-        """Run a coroutine and wait for its result: for start and shutdown, never while serving."""
+        """Run a coroutine and wait for its result: at start and shutdown only."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Cancel what still runs, stop the loop, join the thread (at most ``timeout_s``)."""
+        """Cancel all tasks, stop the loop and join the thread (at most ``timeout_s``)."""
         if self.loop.is_closed():
             return
         try:
@@ -68,3 +78,42 @@ class IOLoop:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
+
+
+def presence_on(
+    io: IOLoop,
+    backend: Backend,
+    timeout_s: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> Presence:
+    """Give a new store its loop; return its presence, or a presence cache over ``contains``.
+
+    A question to the cache that has no answer by ``timeout_s`` counts as False.
+    """
+    if isinstance(backend, RunsOnLoop):
+        backend.bind(io.loop)
+    if isinstance(backend, Presence):
+        return backend
+
+    async def probe() -> None:
+        keys = cache.take_questions()
+        if not keys:
+            return
+        try:
+            answers = await asyncio.wait_for(backend.contains(keys), timeout_s)
+            cache.answer(keys, same_length(answers, keys))
+        except Exception as error:
+            log.warning("probing %d keys failed: %s", len(keys), str(error) or type(error).__name__)
+            cache.answer(keys, [False] * len(keys))
+
+    cache = PresenceCache(
+        lambda: io.start(probe), timeout_s, ANSWER_S, ANSWER_S, FORGOTTEN_S, clock
+    )
+    return cache
+
+
+def same_length(answers: list[bool], keys: Sequence[bytes]) -> list[bool]:
+    """Return a store's answers; raise ValueError if they are not one for each key."""
+    if len(answers) != len(keys):
+        raise ValueError(f"{len(answers)} answers for {len(keys)} keys")
+    return answers

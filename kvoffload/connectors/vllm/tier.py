@@ -29,8 +29,7 @@ from kvoffload.backends.base import Describes
 from kvoffload.config import convert
 from kvoffload.connectors.vllm.versions import installed_version
 from kvoffload.offload.namespace import Fact, namespace, readable
-from kvoffload.transfer.io_loop import IOLoop
-from kvoffload.transfer.presence import presence_on
+from kvoffload.transfer.io_loop import IOLoop, presence_on
 
 log = logging.getLogger(__name__)
 

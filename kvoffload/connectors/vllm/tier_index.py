@@ -14,8 +14,7 @@ from kvoffload.config import OffloadConfig
 from kvoffload.connectors.builder import tier_names
 from kvoffload.offload.manager import Tier
 from kvoffload.offload.namespace import Fact, namespace
-from kvoffload.transfer.io_loop import IOLoop
-from kvoffload.transfer.presence import presence_on
+from kvoffload.transfer.io_loop import IOLoop, presence_on
 
 log = logging.getLogger(__name__)
 

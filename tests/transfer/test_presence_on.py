@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from kvoffload.transfer.io_loop import IOLoop
-from kvoffload.transfer.presence import PresenceCache
+from kvoffload.transfer.io_loop import IOLoop, presence_on
 
 
 class Store:
@@ -41,7 +40,7 @@ def answer(prober, key, until):
 
 def test_a_probe_answers_and_is_believed_for_a_while(io, until):
     store = Store([b"here"])
-    prober = PresenceCache(io, store, timeout_s=5.0)
+    prober = presence_on(io, store, timeout_s=5.0)
     assert prober.holds(b"here") is None
     assert answer(prober, b"here", until) is True
     assert answer(prober, b"gone", until) is False
@@ -51,7 +50,7 @@ def test_a_probe_answers_and_is_believed_for_a_while(io, until):
 def test_questions_never_stop_being_answered(io, until):
     """A key that comes while a probe takes the list away must not wait for ever."""
     store = Store(str(i).encode() for i in range(0, 4000, 2))
-    prober = PresenceCache(io, store, timeout_s=30.0)
+    prober = presence_on(io, store, timeout_s=30.0)
     keys = [str(i).encode() for i in range(4000)]
     for key in keys:
         prober.holds(key)
@@ -62,21 +61,21 @@ def test_questions_never_stop_being_answered(io, until):
 
 def test_no_answer_in_time_is_no(io):
     now = [0.0]
-    prober = PresenceCache(io, Silent([]), timeout_s=1.0, clock=lambda: now[0])
+    prober = presence_on(io, Silent([]), timeout_s=1.0, clock=lambda: now[0])
     assert prober.holds(b"a") is None
     now[0] = 1.1
     assert prober.holds(b"a") is False
 
 
 def test_a_wrong_number_of_answers_is_no(io, until):
-    prober = PresenceCache(io, Liar([]), timeout_s=5.0)
+    prober = presence_on(io, Liar([]), timeout_s=5.0)
     prober.holds(b"a"), prober.holds(b"b"), prober.holds(b"c")
     assert [answer(prober, key, until) for key in (b"a", b"b", b"c")] == [False] * 3
 
 
 def test_a_chunk_that_could_not_be_loaded_is_not_promised_again_soon(io, until):
     now = [0.0]
-    prober = PresenceCache(io, Store([b"a"]), timeout_s=5.0, clock=lambda: now[0])
+    prober = presence_on(io, Store([b"a"]), timeout_s=5.0, clock=lambda: now[0])
     assert answer(prober, b"a", until) is True
     prober.forget([b"a"])
     now[0] = 30.0
@@ -87,7 +86,7 @@ def test_a_chunk_that_could_not_be_loaded_is_not_promised_again_soon(io, until):
 
 async def test_the_log_names_a_timeout_which_has_no_words(caplog):
     io = IOLoop()
-    prober = PresenceCache(io, Silent([]), timeout_s=0.02)
+    prober = presence_on(io, Silent([]), timeout_s=0.02)
     assert prober.holds(b"k") is None
     for _ in range(500):
         if caplog.records:

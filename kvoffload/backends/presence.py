@@ -1,0 +1,116 @@
+"""A presence cache: which chunks a store has, as far as that was known a short while ago.
+
+The engine's thread asks and never waits; the I/O loop's thread answers. A key is asked for once, in
+one batch with the other keys of that moment. Until the answer comes the presence is None; after the
+deadline it is False. Entries expire quickly, because other engines store and stores evict.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+MAX_ENTRIES = 200_000
+"""The oldest entries beyond this number are dropped; their keys are asked for again."""
+FORGOTTEN_S = 10.0
+"""How long a chunk whose load failed counts as absent, unless it is written again."""
+
+
+class PresenceEntry(NamedTuple):
+    """What is known of one key, or that it is being asked for (None)."""
+
+    present: bool | None
+    until: float
+
+
+class PresenceCache:
+    """Answers :class:`~kvoffload.backends.base.Presence` from memory.
+
+    Two threads share one dictionary without a lock, because each step on it is atomic. The later of
+    two answers stands. An answer to a question never replaces an entry made after the question.
+
+    Args:
+        ask: called on the engine's thread when there are new questions; must return at once.
+        timeout_s: how long a key may stay at None.
+        present_s: how long a True is believed.
+        absent_s: how long a False is believed.
+        forgotten_s: how long a chunk whose load failed counts as absent.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[], None],
+        timeout_s: float,
+        present_s: float,
+        absent_s: float,
+        forgotten_s: float = FORGOTTEN_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ask = ask
+        self._timeout_s = timeout_s
+        self._present_s = present_s
+        self._absent_s = absent_s
+        self._forgotten_s = forgotten_s
+        self._clock = clock
+        self._entries: dict[bytes, PresenceEntry] = {}
+        self._questions: list[bytes] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def holds(self, key: bytes) -> bool | None:
+        now = self._clock()
+        entry = self._entries.get(key)
+        if entry is not None:
+            if now < entry.until:
+                return entry.present
+            if entry.present is None:  # no answer by the deadline
+                self.set(key, False)
+                return False
+            self._entries.pop(key, None)  # so that the new entry is the youngest
+        self._put(key, None, self._timeout_s)
+        if len(self._questions) >= MAX_ENTRIES:  # the loop takes none
+            return False
+        # Appended first. If the loop takes the key before the check below, it needs no call.
+        self._questions.append(key)
+        if len(self._questions) == 1:
+            self._ask()
+        return None
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._put(key, False, self._forgotten_s)
+
+    def take_questions(self) -> list[bytes]:
+        """Return the keys asked for since the last call; on the I/O loop's thread."""
+        taken: list[bytes] = []
+        # Until none is left: a key that is added to others causes no call of its own.
+        while questions := self._questions[:]:
+            del self._questions[: len(questions)]
+            taken += questions
+        return taken
+
+    def answer(self, keys: Sequence[bytes], present: Sequence[bool]) -> None:
+        """Fill in the answers to questions; entries made meanwhile stand."""
+        for key, there in zip(keys, present, strict=True):
+            entry = self._entries.get(key)
+            if entry is not None and entry.present is None:
+                self.set(key, there)
+
+    def set(self, key: bytes, present: bool) -> None:
+        """Note that a chunk was written, found, or found missing."""
+        self._put(key, present, self._present_s if present else self._absent_s)
+
+    def clear(self) -> None:
+        """Drop all answers, not the open questions: the store is another one now."""
+        for key, entry in list(self._entries.items()):
+            if entry.present is not None:
+                self._entries.pop(key, None)
+
+    def _put(self, key: bytes, present: bool | None, seconds: float) -> None:
+        while len(self._entries) >= MAX_ENTRIES:
+            try:
+                self._entries.pop(next(iter(self._entries)), None)
+            except (StopIteration, RuntimeError):  # the other thread changed the dictionary
+                break
+        self._entries[key] = PresenceEntry(present, self._clock() + seconds)
