@@ -22,6 +22,7 @@ from kvoffload.backends.admin import Aged, Finding, Holding, ServerTotal
 from kvoffload.backends.base import Usage
 from kvoffload.backends.header import MAX_KEY_BYTES, namespace_digest
 from kvoffload.backends.log_rate import Throttle
+from kvoffload.backends.presence import PresenceCache
 from kvoffload.backends.redis import admin as redis_admin
 from kvoffload.backends.redis import doctor as redis_doctor
 from kvoffload.backends.redis.chunk_io import Batch, Load, Sealer, Store
@@ -34,7 +35,6 @@ from kvoffload.backends.redis.options import (
     parse_url,
     redacted,
 )
-from kvoffload.backends.redis.presence_cache import PresenceCache
 from kvoffload.backends.redis.resp import Integers, ServerError, encode
 from kvoffload.backends.redis.secrets import value_key
 from kvoffload.backends.redis.topology import Topology, open_topology

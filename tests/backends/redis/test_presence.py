@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from kvoffload import open_backend
-from kvoffload.backends.redis import presence_cache as redis_presence
-from kvoffload.backends.redis.presence_cache import FORGOTTEN_S, PresenceCache
+from kvoffload.backends import presence
+from kvoffload.backends.presence import FORGOTTEN_S, PresenceCache
 from kvoffload.testing.backends import filled, keys_of
 from tests.support.redis_engine import until
 from tests.support.redis_server import BINARY, MISSING, RedisServer
@@ -97,14 +97,14 @@ def test_another_server_process_ends_all_verdicts_but_not_the_questions(world):
 
 
 def test_questions_nobody_takes_up_do_not_pile_up(world, monkeypatch):
-    monkeypatch.setattr(redis_presence, "MAX_VERDICTS", 100)
+    monkeypatch.setattr(presence, "MAX_ENTRIES", 100)
     for i in range(1000):
         world.verdicts.holds(b"%d" % i)
     assert len(world.verdicts.take_questions()) <= 100
 
 
 def test_memory_is_bounded_and_the_oldest_go_first(world, monkeypatch):
-    monkeypatch.setattr(redis_presence, "MAX_VERDICTS", 100)
+    monkeypatch.setattr(presence, "MAX_ENTRIES", 100)
     for i in range(1000):
         world.verdicts.set(b"%d" % i, True)
     assert len(world.verdicts) <= 100
