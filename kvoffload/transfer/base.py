@@ -1,8 +1,9 @@
-"""The face that every copier has: what handlers launch copies with, and the fences between them.
+"""The interface of every copier, and the fences between copies and the engine's work.
 
-A *fence* is a point in a stream of work: it is done when everything before it is done.
+A *fence* is a point in a stream of work. It is done when all work before it is done.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,7 +14,7 @@ class Fence(Protocol):
     """A point in a stream of work."""
 
     def done(self) -> bool:
-        """Whether everything before it has happened; never blocks."""
+        """Whether all work before it is done; never blocks."""
         ...
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -22,28 +23,49 @@ class Fence(Protocol):
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong before it, once done: the bytes after it are not to be trusted."""
+        """The error of the work before it, once done: the bytes after it must not be used."""
         ...
 
 
-class CopyFence(Fence, Protocol):
-    """The end of a transfer's copies."""
+class CopyFence:
+    """The end of a transfer's copies. The copying thread reaches it; any thread may wait for it."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self._copy_time_s = 0.0
+        self._is_reached = False
+        self._changed = threading.Condition()
+
+    def done(self) -> bool:
+        return self._is_reached
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_reached, timeout_s)
 
     @property
     def copy_time_s(self) -> float:
         """Seconds from the transfer's first copy to its end, once done; 0 if it failed.
 
-        The transfer begins when the engine's work before it and earlier transfers are done: neither
+        The transfer begins when the engine's work before it and earlier transfers are done. Neither
         wait counts.
         """
-        ...
+        return self._copy_time_s
+
+    def reach(self, error: BaseException | None = None, copy_time_s: float = 0.0) -> None:
+        """Mark the end; harmless a second time."""
+        with self._changed:
+            self.error = self.error or error
+            self._copy_time_s = copy_time_s
+            self._is_reached = True
+            self._changed.notify_all()
 
 
 class Copier(Protocol):
-    """Launches copies that run by themselves.
+    """Launches copies that run in the background.
 
-    Copies that were launched run in any order, also those of one direction: whoever launches one
-    that must follow another waits for the other's fence first.
+    Copies run in any order, also those of one direction. A copy that must follow another is
+    launched when the fence of the other is done.
     """
 
     def record_fence(self) -> Fence:
@@ -51,7 +73,7 @@ class Copier(Protocol):
         ...
 
     def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> CopyFence:
-        """Begin copying GPU blocks to host slots, or the other way, once ``after`` is done.
+        """Begin copies from GPU blocks to host slots, or the reverse, once ``after`` is done.
 
         The moves have passed :func:`kvoffload.transfer.layout.check_moves`. Callable from the
         engine's thread and from the I/O thread. Returns at once.
@@ -62,9 +84,9 @@ class Copier(Protocol):
         ...
 
     def stats(self) -> dict[str, str | int]:
-        """Say how bytes are copied here and why so, for logs and ``stats()`` of connectors."""
+        """Name the way that bytes are copied, and why, for logs and ``stats()`` of connectors."""
         ...
 
     def close(self) -> None:
-        """Finish what was launched and release threads, streams and buffers."""
+        """Finish the launched copies and release threads, streams and buffers."""
         ...

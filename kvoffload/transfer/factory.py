@@ -1,4 +1,4 @@
-"""Which copier an engine's KV cache gets: by where its tensors are."""
+"""Chooses the copier for an engine's KV cache by the device of its tensors."""
 
 import logging
 
@@ -15,9 +15,9 @@ log = logging.getLogger(__name__)
 
 
 def make_copier(kv_caches: CanonicalKVCaches, slab: Slab, layout: ChunkLayout) -> Copier:
-    """Make the copier for these tensors; whoever asked closes it, before the slab goes.
+    """Make the copier for these tensors. The caller closes it before the slab is freed.
 
-    For CUDA the slab is pinned, in the background.
+    For CUDA a thread pins the slab.
 
     Args:
         kv_caches: the engine's tensors.

@@ -1,4 +1,4 @@
-"""How a chunk's pages lie in a host slot, and which blocks of a transfer belong to which chunk.
+"""The layout of a chunk in a host slot, and the cut of a transfer's blocks into chunks.
 
 In a slot, a chunk is its tensors one after the other, and within a tensor its blocks in order::
 
@@ -25,7 +25,7 @@ PAGE = 4096
 
 
 class Region(NamedTuple):
-    """Where one tensor's part of a chunk lies in a slot."""
+    """The place of one tensor's part of a chunk in a slot."""
 
     tensor_idx: int
     offset: int
@@ -58,7 +58,7 @@ class ChunkLayout:
         """Blocks that every tensor has."""
         self.regions: list[tuple[Region, ...]] = []
         self.payload_bytes: list[int] = []
-        """Bytes of a chunk of each group, padded to whole pages: what tiers store."""
+        """Bytes of a chunk of each group as tiers store it: padded to whole pages."""
         self._block_bytes = [
             sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs
         ]
@@ -76,12 +76,12 @@ class ChunkLayout:
         return max(self.payload_bytes)
 
     def moves(self, gpu: GPULoadStoreSpec, host_slots: Sequence[int]) -> list[ChunkMove]:
-        """Split the GPU end of a transfer into chunks, in the order of ``host_slots``.
+        """Cut the GPU end of a transfer into chunks, in the order of ``host_slots``.
 
         Raises:
             ValueError: the blocks do not make up exactly that many chunks.
         """
-        # On the way of every submission: not a chunk at a time where one call does for all.
+        # Every submission runs this: one call for all chunks of a group is fastest.
         moves: list[ChunkMove] = []
         start = count = 0
         for group_idx, size in enumerate(gpu.group_sizes):
@@ -119,7 +119,7 @@ class ChunkLayout:
 
 
 def _cut(ids: BlockIds, first: int, per_chunk: int) -> list[BlockIds]:
-    """Cut blocks, the first of which is block ``first`` of its chunk, where chunks begin."""
+    """Cut blocks where chunks begin; the first one is block ``first`` of its chunk."""
     head = min(per_chunk - first, len(ids)) if first else 0
     tail = head + (len(ids) - head) // per_chunk * per_chunk
     pieces = [ids[:head]] if head else []
@@ -130,7 +130,7 @@ def _cut(ids: BlockIds, first: int, per_chunk: int) -> list[BlockIds]:
 
 
 def check_moves(moves: Sequence[ChunkMove], to_host: bool, layout: ChunkLayout, slab: Slab) -> None:
-    """Refuse moves that would read or write outside, or write one place twice.
+    """Refuse moves out of range, and moves that write one place twice.
 
     Raises:
         ValueError: naming the indices.
@@ -156,7 +156,7 @@ def check_moves(moves: Sequence[ChunkMove], to_host: bool, layout: ChunkLayout, 
         strange = [block for block in blocks if not 0 <= block < num_blocks]
         raise ValueError(f"block ids {strange}: out of range, there are {num_blocks}")
     if to_host:
-        # A chunk larger than a row takes the rows after it as well.
+        # A chunk larger than a row also uses the rows after it.
         slots = [move.host_slot for move in moves]
         if max(num_rows) > 1:
             slots = [slot + i for slot, group, _, _ in moves for i in range(num_rows[group])]

@@ -1,8 +1,8 @@
-"""The slab: host memory in which each chunk lies contiguously, in a *slot*.
+"""The slab: host memory in which each chunk is contiguous, in a *slot*.
 
-One chunk = one memoryview = one file = one Redis value. A slot is named by the row it begins in.
-Where all chunks are of one size, that is its only row. Where KV cache groups have chunks of several
-sizes, rows are as small as needed to build any of them, and a slot is some consecutive rows.
+One chunk = one memoryview = one file = one Redis value. The number of a slot is that of its first
+row. If all chunks have one size, a slot is one row. If KV cache groups have chunks of several
+sizes, a slot is several consecutive rows.
 """
 
 import contextlib
@@ -21,18 +21,17 @@ HostBytes = npt.NDArray[np.int8]
 
 
 class Slab:
-    """One mapping of exactly ``num_slots * slot_bytes`` bytes, rounded up to pages; owns it.
+    """One mapping of ``num_slots * slot_bytes`` bytes, rounded up to pages.
 
-    Made on the engine's thread at start; slots may then be used from any thread, each by one
-    transfer at a time: the manager sees to that. The memory is taken as it is first written; for a
-    GPU it is pinned by :class:`kvoffload.transfer.cuda.pinning.Pinning`.
+    Any thread may use a slot; the manager gives a slot to one transfer at a time. The kernel takes
+    memory at the first write. For a GPU, :class:`kvoffload.transfer.cuda.pinning.Pinning` pins it.
 
     Args:
         num_slots: rows.
         slot_bytes: bytes of a row.
         fd: a memory file from :func:`create_shared_memory` to map instead of private memory, so
             that several processes of this host use one slab. The caller keeps the descriptor.
-        setting: what an error names.
+        setting: the setting that an error names.
 
     Raises:
         ConfigError: there is not that much memory.
@@ -55,23 +54,15 @@ class Slab:
                     f"take {page_rounded(self.num_bytes)}"
                 )
             self._map = mmap.mmap(fd, self.num_bytes)
-        # Fewer page faults at first use, fewer entries in the tables of processor and GPU.
+        # Huge pages mean fewer page faults, and fewer page table entries for processor and GPU.
         self._advise("MADV_HUGEPAGE")
-        # KV of all clients must not end in a core file, nor make it as large as the slab.
+        # A core file must neither contain clients' data nor be as large as the slab.
         self._advise("MADV_DONTDUMP")
-        self._flat: HostBytes = np.frombuffer(self._map, np.int8)
-        self.rows: HostBytes = self._flat.reshape(num_slots, slot_bytes)
+        self.flat: HostBytes = np.frombuffer(self._map, np.int8)
+        """All bytes, not a copy."""
+        self.rows: HostBytes = self.flat.reshape(num_slots, slot_bytes)
+        self.address = int(self.flat.ctypes.data)
         self._bytes = memoryview(self._map)
-
-    @property
-    def address(self) -> int:
-        """Where the mapping begins."""
-        return int(self._flat.ctypes.data)
-
-    @property
-    def flat(self) -> HostBytes:
-        """All of it, not a copy."""
-        return self._flat
 
     def slot(self, slot: int, length: int) -> memoryview:
         """Return the first ``length`` bytes of a slot: writable, page-aligned, not a copy."""
@@ -81,22 +72,21 @@ class Slab:
     def array(self, slot: int, length: int) -> HostBytes:
         """Return the first ``length`` bytes of a slot as an array, not a copy."""
         start = slot * self.slot_bytes
-        return self._flat[start : start + length]
+        return self.flat[start : start + length]
 
     def keep_from_forks(self) -> None:
         """Leave this memory out of children forked from now on; called before it is pinned.
 
-        After a fork, a write of ours would go to a copy of the page while the GPU goes on with the
-        page it knows. A child without this memory has nothing to copy.
+        After a fork, copy-on-write would give us a new page while the GPU uses the old one.
         """
         self._advise("MADV_DONTFORK")
 
     def populate(self, start: int, length: int) -> None:
-        """Take the pages of this range now, keeping what they hold; where the kernel can."""
+        """Allocate the pages of this range now and keep their bytes, if the kernel can."""
         self._advise("MADV_POPULATE_WRITE", start, length)
 
     def _advise(self, name: str, start: int = 0, length: int | None = None) -> None:
-        """Give the kernel advice it may not know: an older one has other ways, only slower."""
+        """Advise the kernel; an older kernel may not know the advice, and is only slower."""
         advice = getattr(mmap, name, _ADVICE.get(name))
         with contextlib.suppress(OSError):
             if advice is not None:
@@ -104,7 +94,7 @@ class Slab:
 
 
 _ADVICE = {"MADV_POPULATE_WRITE": 23}
-"""What Python's mmap does not name; Linux has it since 5.14."""
+"""Advice that Python's mmap does not name; Linux has it since 5.14."""
 
 
 def _private_memory(num_bytes: int, setting: str) -> mmap.mmap:
@@ -123,9 +113,8 @@ def page_rounded(num_bytes: int) -> int:
 def create_shared_memory(num_bytes: int, name: str = "kvoffload-slab") -> int:
     """Make memory that several processes can map, and return its descriptor.
 
-    It has no name in any file system: it goes to other processes as a descriptor (inherited, or
-    over a socket) and is gone when the last of them has ended, however that came about. Its size
-    is sealed, so that none can take pages away from under another.
+    It has no name in any file system. Other processes get the descriptor by inheritance or over a
+    socket. The memory ends with the last of them. Its size is sealed: no process can shrink it.
 
     Raises:
         ConfigError: there is not that much memory.
@@ -142,10 +131,10 @@ def create_shared_memory(num_bytes: int, name: str = "kvoffload-slab") -> int:
 
 
 def check_host_memory(wanted: int, field: str = "cpu_bytes") -> None:
-    """Refuse more memory than the machine, or the container, has left.
+    """Refuse more memory than the machine or the container has left.
 
     Raises:
-        ConfigError: before anything is allocated.
+        ConfigError: before any allocation.
     """
     available = available_host_bytes()
     if available is not None and wanted > available:
@@ -157,7 +146,7 @@ def check_host_memory(wanted: int, field: str = "cpu_bytes") -> None:
 
 
 def available_host_bytes() -> int | None:
-    """Bytes of memory this process may still take: the machine's, or less in a container."""
+    """Bytes that this process may still allocate, by the machine and its memory cgroups."""
     limits = [_meminfo_available(), _cgroup_headroom()]
     known = [limit for limit in limits if limit is not None]
     return min(known) if known else None
@@ -175,22 +164,20 @@ def _meminfo_available() -> int | None:
 
 def _cgroup_headroom() -> int | None:
     """Return limit minus use of the tightest memory cgroup around this process."""
-    headroom: int | None = None
+    lefts = []
     for limit_file, used_file in _cgroup_files():
         try:
             limit, used = limit_file.read_text().strip(), used_file.read_text().strip()
         except OSError:
             continue
         if limit.isdigit() and int(limit) < 1 << 60:  # "max", or version 1's huge default
-            left = max(
-                0, int(limit) - int(used) + _cached_files(used_file.with_name("memory.stat"))
-            )
-            headroom = left if headroom is None else min(headroom, left)
-    return headroom
+            cached = _cached_files(used_file.with_name("memory.stat"))
+            lefts.append(max(0, int(limit) - int(used) + cached))
+    return min(lefts, default=None)
 
 
 def _cached_files(stat: Path) -> int:
-    """Bytes of a cgroup's use that are old file contents: given up when memory is asked for."""
+    """Bytes of a cgroup's use that are old file contents, which the kernel drops on demand."""
     with contextlib.suppress(OSError):
         for line in stat.read_text().splitlines():
             name, _, value = line.partition(" ")
@@ -215,7 +202,7 @@ def _cgroup_files() -> list[tuple[Path, Path]]:
         else:
             continue
         folder = base / path.lstrip("/")
-        # A limit anywhere above counts too.
+        # The limits of all parents count too.
         for level in (folder, *folder.parents):
             if level.is_relative_to(base):
                 files.append((level / names[0], level / names[1]))

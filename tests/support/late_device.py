@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kvoffload.messages import CanonicalKVCaches
-from kvoffload.transfer.cuda.device import Part, Run, Span, Table
+from kvoffload.transfer.cuda.device import BlockList, Part, Run, Span
 from kvoffload.transfer.cuda.kernels import IndexKernels
 from kvoffload.transfer.slab import Slab
 
@@ -192,12 +192,12 @@ class LateDevice:
         self._stages.append(stage)
         return stage
 
-    def new_table(self, num_blocks: int, stream: LateStream) -> Table:
+    def new_table(self, num_blocks: int, stream: LateStream) -> BlockList:
         """Return a table whose device half names block 0 everywhere."""
         host = np.zeros(3 * max(64, num_blocks), np.int64)
-        return Table(host, torch.from_numpy(host), torch.zeros(len(host), dtype=torch.int64))
+        return BlockList(host, torch.from_numpy(host), torch.zeros(len(host), dtype=torch.int64))
 
-    def upload(self, stream: LateStream, table: Table) -> None:
+    def upload(self, stream: LateStream, table: BlockList) -> None:
         """See :class:`kvoffload.transfer.cuda.device.Device`."""
         length = 3 * table.count
         stream.enqueue(lambda: table.device[:length].copy_(table.pinned[:length]))
@@ -232,6 +232,6 @@ class LateDevice:
 
 def _frozen(span: Span) -> Span:
     """Keep the numbers that a launch takes by value; the table's memory stays what it is."""
-    table = Table(span.table.host, span.table.pinned, span.table.device)
+    table = BlockList(span.table.host, span.table.pinned, span.table.device)
     table.count = span.table.count
     return span._replace(table=table)

@@ -74,7 +74,7 @@ def test_many_transfers_leave_nothing_behind(on, count):
         transfer(count)
         after = held()
         # Tables are kept for the next transfers: as many as were ever under way at once.
-        assert max(before.pop("Table", 0), after.pop("Table", 0)) <= 2 * NUM_SLOTS
+        assert max(before.pop("BlockList", 0), after.pop("BlockList", 0)) <= 2 * NUM_SLOTS
         # Less is no growth: what earlier tests held may have gone meanwhile.
         assert {name: n for name, n in after.items() if n > before[name]} == {}
     finally:

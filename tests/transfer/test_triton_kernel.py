@@ -11,7 +11,7 @@ import numpy as np, torch
 from kvoffload.messages import *
 from kvoffload.transfer.cuda.kernels import IndexKernels
 from kvoffload.transfer.cuda.triton_kernel import TritonKernels
-from kvoffload.transfer.cuda.device import Part, Span, Table
+from kvoffload.transfer.cuda.device import Part, Span, BlockList
 from kvoffload.transfer.layout import ChunkLayout
 
 for pages, padding, per_chunk in [((24, 64), 0, 2), ((7, 300), 3, 3), ((40000, 12), 8, 1)]:
@@ -28,7 +28,7 @@ for pages, padding, per_chunk in [((24, 64), 0, 2), ((7, 300), 3, 3), ((40000, 1
     ids = np.random.default_rng(0).permutation(20)[: 5 * per_chunk].astype(np.int64)[1:]
     at = np.arange(5 * per_chunk)[1:]
     host = np.zeros(300, np.int64)
-    table = Table(host, torch.from_numpy(host), torch.from_numpy(host))
+    table = BlockList(host, torch.from_numpy(host), torch.from_numpy(host))
     table.fill((ids, at // per_chunk + 3, at % per_chunk))
     span, stages = Span(table, 0, len(ids), 3), []
     for kernels in (TritonKernels(caches), IndexKernels(caches)):

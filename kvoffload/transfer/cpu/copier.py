@@ -1,4 +1,4 @@
-"""Copies between KV cache blocks in CPU memory and host slots, with the face of every copier."""
+"""The copier between KV cache blocks in CPU memory and host slots."""
 
 import queue
 import threading
@@ -17,43 +17,19 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class DoneFence:
-    """A fence with nothing before it: on a CPU, tensor operations are finished when they return."""
+    """A fence without work before it: on a CPU, tensor operations end before they return."""
 
     error: BaseException | None = None
 
     def done(self) -> bool:
-        """Return True."""
         return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return True at once."""
         return True
-
-
-class _CpuFence:
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-        self.copy_time_s = 0.0
-        self._is_reached = False
-        self._changed = threading.Condition()
-
-    def done(self) -> bool:
-        return self._is_reached
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: self._is_reached, timeout_s)
-
-    def reach(self, error: BaseException | None, copy_time_s: float = 0.0) -> None:
-        with self._changed:
-            self.error = error
-            self.copy_time_s = copy_time_s
-            self._is_reached = True
-            self._changed.notify_all()
 
 
 class CpuCopier:
-    """Copies for KV caches in CPU memory, on a thread of its own that plays the copy stream.
+    """Copies for KV caches in CPU memory, on one thread that plays the copy stream.
 
     Args:
         kv_caches: the engine's tensors.
@@ -81,7 +57,7 @@ class CpuCopier:
         self._slab = slab
         self._layout = layout
         self._queue: queue.SimpleQueue[
-            tuple[Sequence[ChunkMove], bool, Fence, _CpuFence] | None
+            tuple[Sequence[ChunkMove], bool, Fence, CopyFence] | None
         ] = queue.SimpleQueue()
         self._is_closed = False
         self._closing = threading.Lock()
@@ -89,11 +65,10 @@ class CpuCopier:
         self._thread.start()
 
     def record_fence(self) -> Fence:
-        """Return a fence that is done: see DoneFence."""
         return DoneFence()
 
     def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> CopyFence:
-        fence = _CpuFence()
+        fence = CopyFence()
         with self._closing:
             if self._is_closed:
                 raise RuntimeError("the copier is closed")
@@ -104,7 +79,7 @@ class CpuCopier:
         return {"copier": "cpu"}
 
     def close(self) -> None:
-        """Finish the queue and join the thread, for as long as a copy may reasonably take."""
+        """Finish the queue and join the thread, at most for ``CLOSE_TIMEOUT_S``."""
         with self._closing:
             self._is_closed = True
             self._queue.put(None)
@@ -115,14 +90,14 @@ class CpuCopier:
             moves, to_host, after, fence = job
             try:
                 # The forward pass may still write these blocks (a store would read too early) or
-                # read them (a load would overwrite them): begin only after it.
+                # read them (a load would overwrite them): the copy begins after it.
                 after.wait()
                 begun_s = time.perf_counter()
                 self._copy(moves, to_host)
             except Exception as error:
                 fence.reach(error)
             else:
-                fence.reach(None, time.perf_counter() - begun_s)
+                fence.reach(copy_time_s=time.perf_counter() - begun_s)
 
     def _copy(self, moves: Sequence[ChunkMove], to_host: bool) -> None:
         ends: list[list[tuple[Indices, int, HostBytes]]] = [[] for _ in self._layout.regions]
@@ -130,7 +105,7 @@ class CpuCopier:
             ids = move.block_ids.astype(np.intp)
             ends[move.group_idx].append((ids, move.first, self._slot(move)))
         for copies, mine in zip(self._copies[to_host], ends, strict=True):
-            # Tensor by tensor: one tensor's pages stay in the processor's caches and tables.
+            # Tensor by tensor: one tensor's pages stay in the processor's caches and TLB.
             for part in copies:
                 for ids, first, slot in mine:
                     part.copy(ids, first, slot)

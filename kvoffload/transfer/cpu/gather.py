@@ -1,9 +1,8 @@
-"""Copies of scattered pages in CPU memory, as fast as one thread of Python can have them.
+"""Copies of scattered pages in CPU memory, as fast as one Python thread allows.
 
-numpy copies as many pages in one call as an array of indices names, without the interpreter's lock,
-but from one array. Small pages of many tensors would be many calls, and the calls would cost more
-than the bytes. So tensors whose parts of a chunk follow each other in a slot are seen as one array,
-and a chunk takes one call.
+numpy copies any number of pages of one array in one call, without the GIL. Small pages of many
+tensors would be many calls, which would cost more than the bytes. Tensors whose parts of a chunk
+are adjacent in a slot are therefore viewed as one array, and a chunk takes one call.
 """
 
 import ctypes
@@ -20,33 +19,32 @@ Indices = npt.NDArray[np.intp]
 Items = npt.NDArray[np.void]
 
 PAGES_AT_ONCE = 512
-"""Pages touched before they are copied: as many as the processor's translation tables still hold
-when their turn comes."""
+"""Pages touched before they are copied: as many as the processor's TLB holds until the copy."""
 LEAST_ITEM_BYTES = 4096
-"""Larger pages may be copied in items of at least this size without a loss worth a call."""
+"""Items of at least this size are as fast as whole pages."""
 
 
 class PagesOfTensor(NamedTuple):
     """One tensor's part in the chunks of a group."""
 
     pages: HostBytes
-    """``(num_blocks, page_bytes)``; rows may be further apart than they are long."""
+    """``(num_blocks, page_bytes)``; rows may have gaps between them."""
     offset: int
-    """Where it begins in a slot."""
+    """Its place in a slot."""
 
     @property
     def address(self) -> int:
-        """Where block 0 lies."""
+        """Address of block 0."""
         return int(self.pages.ctypes.data)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a block here."""
+        """Bytes of a block in this tensor."""
         return int(self.pages.shape[1])
 
     @property
     def row_bytes(self) -> int:
-        """From one block to the next."""
+        """Distance of two blocks."""
         return int(self.pages.strides[0])
 
     @property
@@ -63,11 +61,11 @@ class PageCopy(Protocol):
         ...
 
 
-class _Together:
-    """Tensors whose parts of a chunk follow each other in a slot, seen as one array of pages.
+class AdjacentTensors:
+    """Tensors whose parts of a chunk are adjacent in a slot, viewed as one array of pages.
 
-    That array reaches from the first tensor to the last, also over what lies between and belongs to
-    others: only items that are pages are ever touched, so indices must have been checked.
+    That array reaches from the first tensor to the last, and over foreign memory between them. Only
+    items that are pages may be touched, so indices must have been checked.
     """
 
     def __init__(self, parts: Sequence[PagesOfTensor], per_chunk: int) -> None:
@@ -80,18 +78,17 @@ class _Together:
         self._memory = memoryview((ctypes.c_char * length).from_address(base))
         self._bytes = np.frombuffer(self._memory, np.int8)
         self._step = _step(parts)
-        """Bytes that divide rows and the distances of tensors: pages are counted in these."""
+        """A divisor of rows and tensor distances, in bytes: the unit of page numbers."""
         self._starts: Indices = np.array([(p.address - base) // self._step for p in parts], np.intp)
         self._steps_a_row = first.row_bytes // self._step
 
     def copy(self, ids: Indices, first: int, slot: HostBytes) -> None:
-        """See :meth:`PageCopy.copy`."""
         rows, length = ids * self._steps_a_row, len(ids) * self._page_bytes
         if len(ids) == self._per_chunk:
             pages = (self._starts[:, None] + rows).ravel()
             self._copy_all(pages, slot[self._offset :][: length * len(self._starts)])
             return
-        # Of a part of a chunk, the tensors' pages do not follow each other in the slot.
+        # In a part of a chunk, the pages of two tensors are not adjacent in the slot.
         for i, start in enumerate(self._starts):
             at = self._offset + (i * self._per_chunk + first) * self._page_bytes
             self._copy_all(start + rows, slot[at : at + length])
@@ -99,9 +96,9 @@ class _Together:
     def _copy_all(self, pages: Indices, in_slot: HostBytes) -> None:
         for begin in range(0, len(pages), PAGES_AT_ONCE):
             some = pages[begin : begin + PAGES_AT_ONCE]
-            # The processor finds where scattered pages lie, many at a time, while it fetches one
-            # byte of each; while it copies page after page, only one at a time. A page that does
-            # not begin where one of the operating system's does lies in two of those.
+            # The processor looks up many page addresses in parallel while it reads one byte of
+            # each. While it copies pages, it looks up one at a time. Both ends are read, because
+            # our pages may cross a boundary of the system's pages.
             ends = some * self._step
             self._bytes.take(ends, mode="clip")
             ends += self._page_bytes - 1
@@ -113,8 +110,8 @@ class _Together:
         raise NotImplementedError
 
 
-class Gather(_Together):
-    """Blocks → slot. numpy gathers without a copy between only from an array without gaps."""
+class Gather(AdjacentTensors):
+    """Blocks → slot. numpy gathers without a buffer only from an array without gaps."""
 
     def __init__(self, parts: Sequence[PagesOfTensor], per_chunk: int) -> None:
         super().__init__(parts, per_chunk)
@@ -123,12 +120,12 @@ class Gather(_Together):
 
     def _copy(self, pages: Indices, in_slot: HostBytes) -> None:
         index = pages if len(self._within) == 1 else (pages[:, None] + self._within).ravel()
-        # "clip" is numpy's way without a buffer; indices were checked at launch.
+        # With "clip" numpy needs no buffer; the indices have been checked.
         self._items.take(index, out=in_slot.view(self._items.dtype), mode="clip")
 
 
-class GatherTwice(_Together):
-    """Blocks → slot where pages lie so oddly that they must be copied twice."""
+class GatherTwice(AdjacentTensors):
+    """Blocks → slot for pages at odd distances, which numpy copies twice."""
 
     def __init__(self, parts: Sequence[PagesOfTensor], per_chunk: int) -> None:
         super().__init__(parts, per_chunk)
@@ -138,10 +135,10 @@ class GatherTwice(_Together):
         in_slot.view(self._items.dtype)[:] = self._items[pages]
 
 
-class Scatter(_Together):
-    """Slot → blocks. Items are pages, or parts of large ones, and may begin at every step.
+class Scatter(AdjacentTensors):
+    """Slot → blocks. Items are pages or parts of large pages, and may begin at every step.
 
-    numpy keeps the interpreter's lock where it writes few items, however large.
+    Parts, because numpy holds the GIL while it writes few items, even if they are large.
     """
 
     def __init__(self, parts: Sequence[PagesOfTensor], per_chunk: int) -> None:
@@ -157,7 +154,7 @@ class Scatter(_Together):
 
 
 def _item_bytes(page_bytes: int, step: int) -> int:
-    """Return the least size worth a copy of its own that pages are multiples of."""
+    """Return the least item size, from ``LEAST_ITEM_BYTES`` on, that divides pages."""
     sizes = range(step, page_bytes, step)
     small = (size for size in sizes if page_bytes % size == 0 and size >= LEAST_ITEM_BYTES)
     return next(small, page_bytes)
@@ -169,13 +166,13 @@ def _overlapping(memory: memoryview, item_bytes: int, step: int) -> Items:
 
 
 def gathers(parts: Iterable[PagesOfTensor], per_chunk: int, slab_address: int) -> list[PageCopy]:
-    """Choose how a group's chunks are stored: in the fewest calls that cover its tensors.
+    """Choose the copies that store a group's chunks, in the fewest calls.
 
     Args:
         parts: the group's tensors in the order of a slot.
         per_chunk: blocks in a chunk.
-        slab_address: where the slab begins. numpy copies twice if its two arrays overlap, so the
-            slab may not lie between tensors seen as one.
+        slab_address: the slab's begin. numpy copies twice if its two arrays overlap, so the slab
+            must not be between tensors that are viewed as one array.
     """
 
     def go_together(some: Sequence[PagesOfTensor]) -> bool:
@@ -188,7 +185,7 @@ def gathers(parts: Iterable[PagesOfTensor], per_chunk: int, slab_address: int) -
 
 
 def scatters(parts: Iterable[PagesOfTensor], per_chunk: int, slab_address: int) -> list[PageCopy]:
-    """Choose how a group's chunks are loaded; see :func:`gathers`."""
+    """Choose the copies that load a group's chunks; see :func:`gathers`."""
     runs = _split(parts, lambda some: _alike(some, per_chunk, slab_address))
     return [Scatter(some, per_chunk) for some in runs]
 
@@ -208,19 +205,19 @@ def _split(
 def _step(parts: Sequence[PagesOfTensor]) -> int:
     first = parts[0]
     size = math.gcd(first.row_bytes, *(part.address - first.address for part in parts))
-    # Items of a gather lie side by side: what divides rows must then divide pages as well.
+    # The items of a gather have no gaps, so their size must divide rows and pages.
     whole = math.gcd(size, first.page_bytes)
     return whole if whole >= min(LEAST_ITEM_BYTES, first.page_bytes) else size
 
 
 def _has_whole_items(parts: Sequence[PagesOfTensor]) -> bool:
-    """Whether pages consist of items that are worth a copy each."""
+    """Whether pages consist of whole items of a sufficient size."""
     step, page_bytes = _step(parts), parts[0].page_bytes
     return page_bytes % step == 0 and step >= min(LEAST_ITEM_BYTES, page_bytes)
 
 
 def _alike(parts: Sequence[PagesOfTensor], per_chunk: int, slab_address: int) -> bool:
-    """Whether parts are of one shape, follow each other, and the slab is not between them."""
+    """Whether parts have one shape and are adjacent, without the slab between them."""
     before, last = parts[-2:]
     if before.offset + before.page_bytes * per_chunk != last.offset:
         return False

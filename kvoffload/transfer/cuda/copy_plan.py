@@ -1,8 +1,8 @@
-"""Which way chunks go, and which bytes of them lie side by side: arithmetic, no device.
+"""The arithmetic of copies: which pages are staged, and which bytes are contiguous.
 
-Pages of a block are small and scattered; a slot holds a chunk in one piece. Small pages are
-gathered into staging memory on the device first, so that the bus sees few large copies. Large pages
-go straight to their place in the slot.
+Pages of a block are small and scattered; a slot has a chunk in one piece. Small pages are gathered
+into staging memory on the device first, so that the bus carries few large copies. Large pages are
+copied to their place in the slot directly.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class CopyPlan:
-    """How the chunks of each group go.
+    """The way of each group's chunks between blocks and slots.
 
     Args:
         kv_caches: the engine's tensors.
         layout: of chunks.
-        slot_bytes: from one slot to the next.
+        slot_bytes: distance of two slots.
         stage_bytes: staging memory that one gather may fill; it grows to hold the largest region.
         direct_page_bytes: pages of this size and more are not staged.
     """
@@ -43,7 +43,7 @@ class CopyPlan:
             bool(regions) and sum(r.page_bytes for r in regions) < direct_page_bytes * len(regions)
             for regions in layout.regions
         ]
-        """For each group."""
+        """For each group, whether its pages go through staging memory."""
         widest = max(
             (
                 region.page_bytes * count
@@ -58,13 +58,13 @@ class CopyPlan:
             tuple(self._cut(group_idx, regions, count)) if staged else ()
             for group_idx, (regions, count, staged) in enumerate(self._groups())
         ]
-        """For each group, if it is staged, what goes through staging memory together."""
+        """For each staged group, the regions that are staged together."""
 
     def _groups(self) -> Iterable[tuple[tuple[Region, ...], int, bool]]:
         return zip(self._layout.regions, self._layout.per_chunk, self.is_staged, strict=True)
 
     def _cut(self, group_idx: int, regions: Sequence[Region], count: int) -> Iterator[Part]:
-        """Cut where staging memory is full, and where regions do not follow each other."""
+        """Cut where staging memory is full, and between regions that are not contiguous."""
         begin = 0
         for i in range(1, len(regions) + 1):
             length = sum(region.page_bytes for region in regions[begin : i + 1]) * count
@@ -82,7 +82,7 @@ class CopyPlan:
     def stage_runs(
         self, part: Part, moves: Sequence[ChunkMove], stage: "torch.Tensor"
     ) -> list[Run]:
-        """Return the copies between slots and staging memory, where ``moves`` lie in order."""
+        """Return the copies between slots and staging memory, which has ``moves`` in order."""
         runs: list[Run] = []
         for i, move in enumerate(moves):
             at, host_at = i * part.num_bytes, move.host_slot * self._slot_bytes
@@ -90,7 +90,7 @@ class CopyPlan:
             if count == part.per_chunk:
                 append(runs, Run(stage, at, host_at + part.start, part.num_bytes))
                 continue
-            # What of the chunk is not being moved must stay as it is, at both ends.
+            # The rest of the chunk must stay as it is, at both ends.
             for region in part.regions:
                 skip = move.first * region.page_bytes
                 append(
@@ -119,7 +119,7 @@ class CopyPlan:
 
 
 def append(runs: list[Run], run: Run) -> None:
-    """Add a run, to the last one where it goes on at both ends."""
+    """Add a run; join it with the last one if both are contiguous at both ends."""
     if runs:
         last = runs[-1]
         if (
@@ -133,6 +133,6 @@ def append(runs: list[Run], run: Run) -> None:
 
 
 def as_one_row(tensor: "torch.Tensor") -> "torch.Tensor":
-    """View rows of bytes, and what lies between them, as one row."""
+    """View rows of bytes, and the gaps between them, as one row."""
     length = (tensor.shape[0] - 1) * tensor.stride(0) + tensor.shape[1]
     return tensor.as_strided((length,), (1,))

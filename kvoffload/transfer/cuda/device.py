@@ -1,8 +1,8 @@
-"""What the copier needs of a device with streams: few verbs, so that a simulation can stand in.
+"""The interface of a device with streams, as the copier needs it.
 
-:class:`kvoffload.transfer.cuda.torch_device.CudaDevice` is the real one. The simulation in
-:mod:`tests.support.late_device` runs everything as late, and in as strange an order, as the
-fences allow.
+:class:`kvoffload.transfer.cuda.torch_device.CudaDevice` is the real device. The simulated device
+in :mod:`tests.support.late_device` runs all work as late, and in as strange an order, as the fences
+allow.
 """
 
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ class Event(Protocol):
     """A point in a stream: passed when everything enqueued before it has run."""
 
     def query(self) -> bool:
-        """Whether it is passed; never blocks. Raises what went wrong on the device."""
+        """Whether it is passed; never blocks. Raises the device's error."""
         ...
 
     def synchronize(self) -> None:
-        """Block until it is passed, without spinning. Raises what went wrong on the device."""
+        """Block until it is passed, without spinning. Raises the device's error."""
         ...
 
     def elapsed_time(self, end_event: "Event") -> float:
-        """Milliseconds on the device from this event to a later one; both passed, both timed."""
+        """Milliseconds from this event to a later one; both passed, both timed."""
         ...
 
 
@@ -39,46 +39,46 @@ class Stream(Protocol):
     """A queue of work that the device carries out in order."""
 
     def wait_event(self, event: Event) -> None:
-        """Hold back what is enqueued from now on until ``event`` is passed."""
+        """Delay the work enqueued from now on until ``event`` is passed."""
         ...
 
     def record_event(self, *, timed: bool = False) -> Event:
-        """Mark the stream as it is now; ``timed`` if somebody asks for the time in between."""
+        """Mark the stream as it is now; ``timed`` if the event is used to measure time."""
         ...
 
     def synchronize(self) -> None:
-        """Block until the stream is empty. Raises what went wrong on the device."""
+        """Block until the stream is empty. Raises the device's error."""
         ...
 
 
 class Part(NamedTuple):
-    """Consecutive regions of a group's chunks, which go through staging memory together."""
+    """Consecutive regions of a group's chunks that are staged together."""
 
     group_idx: int
     regions: tuple[Region, ...]
     start: int
-    """Where the first begins in a chunk."""
+    """Where the first region begins in a chunk."""
     per_chunk: int
     num_bytes: int
-    """Of a whole chunk's regions; they lie in staging memory as they lie in a slot."""
+    """Bytes of a whole chunk's regions; they lie in staging memory as they lie in a slot."""
 
 
 class Run(NamedTuple):
-    """Bytes that lie side by side at both ends of a copy between device and host."""
+    """Bytes that are contiguous at both ends of a copy between device and host."""
 
     buffer: "torch.Tensor"
     """Device memory as one row of bytes."""
     at: int
     host_at: int
-    """Where in the slab."""
+    """Their place in the slab."""
     num_bytes: int
 
 
-class Table:
-    """Where each block of a transfer goes, in pinned memory and again on the device.
+class BlockList:
+    """The blocks of a transfer and their places, in pinned memory and again on the device.
 
-    Three rows of ``count``: block id, number of its chunk, place in the chunk. ``count`` is that of
-    the transfer, the arrays are longer.
+    Three rows of ``count``: block id, number of its chunk, place in the chunk. ``count`` belongs to
+    the transfer; the arrays are longer.
     """
 
     def __init__(self, host: Numbers, pinned: "torch.Tensor", device: "torch.Tensor") -> None:
@@ -95,9 +95,9 @@ class Table:
 
 
 class Span(NamedTuple):
-    """Rows of a table that one call moves: ``start`` to ``start + length``."""
+    """Blocks of a list that one call moves: ``start`` to ``start + length``."""
 
-    table: Table
+    table: BlockList
     start: int
     length: int
     first_chunk: int
@@ -105,14 +105,13 @@ class Span(NamedTuple):
 
 
 class Device(Protocol):
-    """Everything here only enqueues work, and does so on the streams given.
+    """Enqueues work on the streams given, and allocates streams, events and memory.
 
-    Streams, events and memory come from here and go when nobody holds them any more. Raises
-    whatever the device's library raises.
+    These are freed with their last reference. Errors of the device's library pass through.
     """
 
     def prepare(self, parts: Sequence[Part]) -> None:
-        """Make ready to gather and scatter these parts, so that nothing is compiled later."""
+        """Compile the kernels for these parts, so that none is compiled later."""
         ...
 
     def enter_thread(self) -> None:
@@ -124,27 +123,27 @@ class Device(Protocol):
         ...
 
     def new_stream(self) -> Stream:
-        """Make a stream whose kernels give way to the engine's."""
+        """Make a stream of the lowest priority."""
         ...
 
     def new_stage(self, num_bytes: int) -> "torch.Tensor":
-        """Allocate device memory, as one row of bytes, that no earlier work still uses."""
+        """Allocate device memory, as one row of bytes, that no earlier work uses."""
         ...
 
-    def new_table(self, num_blocks: int, stream: Stream) -> Table:
-        """Allocate a table for up to ``num_blocks``, first used on ``stream``."""
+    def new_table(self, num_blocks: int, stream: Stream) -> BlockList:
+        """Allocate a list for up to ``num_blocks``, first used on ``stream``."""
         ...
 
-    def upload(self, stream: Stream, table: Table) -> None:
-        """Copy the table to the device."""
+    def upload(self, stream: Stream, table: BlockList) -> None:
+        """Copy the list to the device."""
         ...
 
     def gather(self, stream: Stream, part: Part, span: Span, stage: "torch.Tensor") -> None:
-        """Bring pages of blocks into staging memory, chunk after chunk."""
+        """Copy pages of blocks into staging memory, chunk after chunk."""
         ...
 
     def scatter(self, stream: Stream, part: Part, span: Span, stage: "torch.Tensor") -> None:
-        """Bring pages from staging memory to their blocks."""
+        """Copy pages from staging memory to their blocks."""
         ...
 
     def copy(self, stream: Stream, runs: Sequence[Run], to_host: bool) -> None:
@@ -152,9 +151,9 @@ class Device(Protocol):
         ...
 
     def stats(self) -> dict[str, str | int]:
-        """Say which of several ways are taken, and why."""
+        """Name the ways taken, and why."""
         ...
 
     def close(self) -> None:
-        """Unpin host memory; nothing runs any more."""
+        """Unpin host memory; no copy may run any more."""
         ...

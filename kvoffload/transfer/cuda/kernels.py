@@ -1,4 +1,4 @@
-"""Gather and scatter with torch's own index operations: where there is no Triton, and on a CPU.
+"""Gather and scatter with torch's index operations, for devices without Triton and for CPUs.
 
 Pages are moved as the widest words that their sizes and places allow.
 """
@@ -22,17 +22,13 @@ class Kernels(Protocol):
 
     name: str
 
-    def gather(self, part: Part, span: Span, stage: torch.Tensor) -> None:
-        """See :meth:`kvoffload.transfer.cuda.device.Device.gather`."""
-        ...
+    def gather(self, part: Part, span: Span, stage: torch.Tensor) -> None: ...
 
-    def scatter(self, part: Part, span: Span, stage: torch.Tensor) -> None:
-        """See :meth:`kvoffload.transfer.cuda.device.Device.scatter`."""
-        ...
+    def scatter(self, part: Part, span: Span, stage: torch.Tensor) -> None: ...
 
 
 def word_bytes(part: Part, tensors: "Sequence[torch.Tensor]") -> int:
-    """Return the widest word of which everything that a part moves is a multiple."""
+    """Return the widest word that divides all sizes and places of a part."""
     numbers = [8, part.num_bytes]
     for region in part.regions:
         tensor = tensors[region.tensor_idx]
@@ -42,7 +38,7 @@ def word_bytes(part: Part, tensors: "Sequence[torch.Tensor]") -> int:
 
 
 class IndexKernels:
-    """Two operations of torch a tensor; allocates as much again as it moves."""
+    """Two torch operations for each tensor; allocates as many bytes as it moves."""
 
     name = "index_select"
 
@@ -51,13 +47,11 @@ class IndexKernels:
         self._pages: dict[Part, list[torch.Tensor]] = {}
 
     def gather(self, part: Part, span: Span, stage: torch.Tensor) -> None:
-        """See :class:`Kernels`."""
         ids, chunks, within = self._numbers(span)
         for pages, rows in self._ends(part, stage):
             rows[chunks, within] = pages.index_select(0, ids)
 
     def scatter(self, part: Part, span: Span, stage: torch.Tensor) -> None:
-        """See :class:`Kernels`."""
         ids, chunks, within = self._numbers(span)
         for pages, rows in self._ends(part, stage):
             pages.index_copy_(0, ids, rows[chunks, within])
@@ -70,7 +64,7 @@ class IndexKernels:
         return ids, chunks - span.first_chunk, within
 
     def _ends(self, part: Part, stage: torch.Tensor) -> "list[tuple[torch.Tensor, torch.Tensor]]":
-        """For each region, its pages, and its place in staging memory as (chunk, block, word)."""
+        """For each region, its pages and its staging memory as (chunk, block, word)."""
         width = word_bytes(part, self._tensors)
         words = stage.view(WORDS[width])
         pages = self._pages.get(part)

@@ -1,11 +1,11 @@
 """Pins the slab for a GPU, portion by portion, while the engine starts.
 
-Registering memory costs some tenths of a second a gigabyte and holds locks of the driver meanwhile:
-done in portions on a thread of its own, it delays neither the start nor, much, other calls. Copies
-of slots not pinned yet wait, on the threads that launch copies, not on the engine's.
+Registering memory takes some tenths of a second for each gigabyte, with locks of the driver. A
+thread therefore registers it in portions, which delays neither the start nor, much, other calls.
+Copies of slots that are not pinned yet wait on the threads that launch copies.
 
-``RLIMIT_MEMLOCK`` is not consulted beforehand: NVIDIA's driver pins pages itself and does not count
-them against it, so that a container's usual 8 MiB would refuse what works. It is named where
+``RLIMIT_MEMLOCK`` is not checked beforehand: NVIDIA's driver pins pages itself and does not count
+them against it, so a container's usual 8 MiB would refuse what works. The warning names it if
 registering fails.
 """
 
@@ -26,19 +26,19 @@ log = logging.getLogger(__name__)
 
 PORTION_BYTES = 256 << 20
 PROGRESS_S = 5.0
-"""From one line about progress to the next."""
+"""Time between two log lines about progress."""
 _MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
 _MPOL_PREFERRED = 1
 
 
 class Pinning:
-    """Memory of a slab on its way to being pinned; :meth:`close` undoes it.
+    """Pins a slab in the background; :meth:`close` unpins it.
 
     Args:
         slab: the memory, which must outlive this object.
-        register: pins ``(address, length)``; raises if it cannot. Runs on a thread of its own.
-        unregister: unpins what was pinned at an address. Runs on that thread too.
-        numa_node: where pages should be, if that is known.
+        register: pins ``(address, length)``; raises if it cannot. Runs on the pinning thread.
+        unregister: unpins the portion at an address. Runs on that thread too.
+        numa_node: the node for the pages, if it is known.
         portion_bytes: how much is registered at once; whole pages.
     """
 
@@ -52,7 +52,7 @@ class Pinning:
     ) -> None:
         self.pinned_bytes = 0
         self.error: Exception | None = None
-        """Why the rest is not pinned: copies of it still work, slowly."""
+        """Why the rest is not pinned. Copies of it work, slowly."""
         self._slab = slab
         self._register = register
         self._unregister = unregister
@@ -74,7 +74,7 @@ class Pinning:
 
     def _pin_all(self) -> None:
         total, begun_s = self._slab.num_bytes, time.monotonic()
-        told_s = begun_s
+        logged_s = begun_s
         for start in range(0, total, self._portion_bytes):
             length = min(self._portion_bytes, total - start)
             try:
@@ -89,8 +89,8 @@ class Pinning:
                 self._progress.notify_all()
                 if self._is_closing:
                     return
-            if time.monotonic() - told_s > PROGRESS_S:
-                told_s = time.monotonic()
+            if time.monotonic() - logged_s > PROGRESS_S:
+                logged_s = time.monotonic()
                 log.info(
                     "host memory: %s of %s pinned", human_bytes(start + length), human_bytes(total)
                 )
@@ -114,9 +114,9 @@ class Pinning:
             self._progress.notify_all()
 
     def _unpin_all(self) -> None:
-        """Unpin on the thread that pinned: CUDA keeps for each thread the last error it met.
+        """Unpin, on the thread that pinned: CUDA stores the last error of each thread.
 
-        Left on the engine's thread, it would be raised by the next kernel that torch launches.
+        On the engine's thread, the next kernel that torch launches would raise that error.
         """
         first = self._slab.address
         for start in range(0, self.pinned_bytes, self._portion_bytes):
@@ -127,9 +127,9 @@ class Pinning:
         self.pinned_bytes = 0
 
     def ready(self, runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
-        """Wait until these bytes are pinned, and cut runs where one registration ends.
+        """Wait until these bytes are pinned, and cut runs where a registration ends.
 
-        A copy must lie within one registered range, or CUDA refuses it.
+        CUDA refuses a copy that is not within one registered range.
 
         Returns:
             The runs of pinned memory, and those of memory that could not be pinned.
@@ -146,13 +146,12 @@ class Pinning:
         return split
 
     def _cut(self, run: Run) -> Iterator[Run]:
-        for host_at, length in within_registrations(
-            run.host_at, run.num_bytes, self._portion_bytes
-        ):
+        pieces = within_registrations(run.host_at, run.num_bytes, self._portion_bytes)
+        for host_at, length in pieces:
             yield Run(run.buffer, run.at + host_at - run.host_at, host_at, length)
 
     def close(self) -> None:
-        """Unpin everything; nothing may be copying any more."""
+        """Unpin all; no copy may run any more."""
         with self._progress:
             self._is_closing = True
             self._progress.notify_all()
@@ -162,16 +161,7 @@ class Pinning:
 def within_registrations(
     at: int, num_bytes: int, portion_bytes: int = PORTION_BYTES
 ) -> Iterator[tuple[int, int]]:
-    """Cut bytes of a slab where registrations end: CUDA refuses a copy that crosses such an end.
-
-    Args:
-        at: where the bytes begin in the slab.
-        num_bytes: how many there are.
-        portion_bytes: of a registration.
-
-    Yields:
-        Where each piece begins in the slab, and its bytes.
-    """
+    """Cut bytes of a slab where registrations end, as (place in the slab, length) of each piece."""
     end = at + num_bytes
     while at < end:
         length = min(end - at, portion_bytes - at % portion_bytes)
@@ -180,7 +170,7 @@ def within_registrations(
 
 
 def prefer_node(address: int, length: int, node: int) -> None:
-    """Ask for pages of a range, not taken yet, to be on a NUMA node; without effect elsewhere."""
+    """Ask the kernel to put untouched pages of a range on a NUMA node; no effect elsewhere."""
     if _MBIND is None:
         return
     width = 8 * ctypes.sizeof(ctypes.c_ulong)
@@ -201,7 +191,7 @@ def prefer_node(address: int, length: int, node: int) -> None:
 
 
 def numa_node_of(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """Return the NUMA node of a device such as ``0000:3b:00.0``; None if nobody knows."""
+    """Return the NUMA node of a device such as ``0000:3b:00.0``; None if it is not known."""
     try:
         node = int((devices / pci_address.lower() / "numa_node").read_text())
     except (OSError, ValueError):

@@ -1,13 +1,12 @@
-"""The copier for devices with streams: few large copies behind fences, never waiting for any.
+"""The copier for devices with streams: few large copies behind fences.
 
-Each direction has two *lanes*: a stream with staging memory of its own. A transfer is cut into
+Each direction has two *lanes*: a stream with its own staging memory. A transfer is cut into
 portions that fill a lane's staging memory, and the lanes take turns. On its lane a portion is
-gathered and then copied (or copied and then scattered), in stream order, so that no fence is needed
-between the two, nor before the staging memory is used again; and while one lane copies, the other
-gathers.
+gathered and then copied (or copied and then scattered). Stream order is enough between the two, and
+before the staging memory is used again. While one lane copies, the other gathers.
 
-The engine's thread only checks a transfer and queues it. A thread a direction enqueues its work,
-another waits for its end, so that neither a large transfer nor a slow one holds up the engine.
+The engine's thread only queues a transfer. In each direction one thread enqueues its work, and one
+waits for its end, so that neither a large transfer nor a slow one delays the engine.
 """
 
 import logging
@@ -24,7 +23,7 @@ import numpy as np
 from kvoffload.messages import CanonicalKVCaches
 from kvoffload.transfer.base import CopyFence, Fence
 from kvoffload.transfer.cuda.copy_plan import CopyPlan
-from kvoffload.transfer.cuda.device import Device, Event, Span, Stream, Table
+from kvoffload.transfer.cuda.device import BlockList, Device, Event, Span, Stream
 from kvoffload.transfer.cuda.fences import EngineFence, StreamFence
 from kvoffload.transfer.layout import ChunkLayout, ChunkMove
 from kvoffload.transfer.slab import Slab
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STAGE_BYTES = 16 << 20
-"""Staging memory of a lane: a copy of this size hides what it costs to begin one."""
+"""Staging memory of a lane: a copy of this size hides the cost of its start."""
 DIRECT_PAGE_BYTES = 1 << 20
 """Pages from this size on are copied without staging: each alone is a large copy."""
 LANES = 2
@@ -44,43 +43,43 @@ CLOSE_TIMEOUT_S = 5.0
 
 @dataclass
 class Lane:
-    """A stream, and the staging memory that only it uses."""
+    """A stream and its staging memory."""
 
     stream: Stream
     stage: "torch.Tensor"
 
 
 @dataclass
-class Job:
-    """A transfer on its way through one direction."""
+class StreamJob:
+    """A transfer in flight in one direction."""
 
     moves: Sequence[ChunkMove]
     after: Fence
     fence: StreamFence
     lanes: list[Lane] = field(default_factory=list)
-    """Those it has used, in the order of their first use."""
-    table: Table | None = None
+    """The lanes used so far, in the order of their first use."""
+    table: BlockList | None = None
     uploaded: Event | None = None
     begun: Event | None = None
-    """Where the first lane comes to it, after the engine's work and the transfers before it."""
+    """Its begin on the first lane, after the engine's work and the transfers before it."""
     unmarked: Exception | None = None
-    """Why the transfer has failed, if its end could not be marked on the streams either."""
+    """The error of a transfer whose end could not be marked on the streams."""
 
 
-class Listed(NamedTuple):
+class StagedMoves(NamedTuple):
     """The chunks of a transfer that are staged, group after group."""
 
     moves: list[ChunkMove]
     starts: list[int]
-    """Where in the table each one's blocks begin, and where the last one's end."""
-    table: Table
+    """For each chunk, its first row in the table; then the number of rows."""
+    table: BlockList
 
 
 class Direction:
     """All transfers to the host, or all from it.
 
-    Every wait for another stream or for the device is a method of its own, named ``fence_...``:
-    without it the tests of :mod:`tests.support.late_device` see other bytes.
+    Each wait for another stream or for the device is a method named ``fence_...``. Tests on
+    :mod:`tests.support.late_device` remove each one and find other bytes.
     """
 
     def __init__(self, device: Device, plan: CopyPlan, to_host: bool) -> None:
@@ -93,9 +92,9 @@ class Direction:
         self._turn = 0
         self._has_ended = False
         self._ending = threading.Lock()
-        self._tables: deque[Table] = deque()
-        self._queued: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._launched: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._tables: deque[BlockList] = deque()
+        self._queued: queue.SimpleQueue[StreamJob | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[StreamJob | None] = queue.SimpleQueue()
         name = "kvoffload-d2h" if to_host else "kvoffload-h2d"
         self._threads = [
             threading.Thread(target=self._launch_all, name=name, daemon=True),
@@ -108,11 +107,11 @@ class Direction:
             self.end()
             raise
 
-    def submit(self, job: Job) -> None:
-        """Take a transfer; from any thread.
+    def submit(self, job: StreamJob) -> None:
+        """Queue a transfer; from any thread.
 
         Raises:
-            RuntimeError: it comes after the end.
+            RuntimeError: the direction has ended.
         """
         with self._ending:
             if self._has_ended:
@@ -120,13 +119,13 @@ class Direction:
             self._queued.put(job)
 
     def end(self) -> None:
-        """Take nothing more; what was submitted is finished."""
+        """Refuse new transfers; finish the queued ones."""
         with self._ending:
             self._has_ended = True
             self._queued.put(None)
 
     def join(self, until_s: float) -> bool:
-        """Wait for the threads to end; False if some have not at that time (monotonic)."""
+        """Wait for the threads to end; False if one runs at that time (monotonic)."""
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
@@ -143,7 +142,7 @@ class Direction:
                     has_entered = True
                 self._launch(job)
             except Exception as error:
-                # What was enqueued before it failed still runs, and is waited for below.
+                # Work enqueued before the error still runs; its end is marked below.
                 failed = error
             try:
                 events = self.fence_end(job)
@@ -154,7 +153,7 @@ class Direction:
             self._launched.put(job)
         self._launched.put(None)
 
-    def _launch(self, job: Job) -> None:
+    def _launch(self, job: StreamJob) -> None:
         if not isinstance(job.after, EngineFence):
             job.after.wait()
         plan = self._plan
@@ -166,7 +165,7 @@ class Direction:
         if direct and (runs := plan.page_runs(direct)):
             self._device.copy(self._enter(job).stream, runs, self._to_host)
 
-    def _list_blocks(self, job: Job, moves: list[ChunkMove]) -> Listed:
+    def _list_blocks(self, job: StreamJob, moves: list[ChunkMove]) -> StagedMoves:
         moves.sort(key=lambda move: move.group_idx)
         counts = np.array([len(move.block_ids) for move in moves])
         starts = np.concatenate(([0], np.cumsum(counts)))
@@ -181,9 +180,9 @@ class Direction:
                 np.arange(total) - starts[chunks] + firsts[chunks],
             )
         )
-        return Listed(moves, starts.tolist(), table)
+        return StagedMoves(moves, starts.tolist(), table)
 
-    def _launch_staged(self, job: Job, listed: Listed) -> None:
+    def _launch_staged(self, job: StreamJob, listed: StagedMoves) -> None:
         moves, starts, table = listed
         begin = 0
         for group_idx, parts in enumerate(self._plan.parts):
@@ -205,8 +204,8 @@ class Direction:
                         self._device.scatter(lane.stream, part, span, lane.stage)
             begin = end
 
-    def _enter(self, job: Job) -> Lane:
-        """Take the next lane, behind what this transfer has to wait for."""
+    def _enter(self, job: StreamJob) -> Lane:
+        """Take the next lane; fence it if this transfer has not used it yet."""
         lane = self._lanes[self._turn]
         self._turn = (self._turn + 1) % LANES
         if all(lane is not used for used in job.lanes):
@@ -218,14 +217,14 @@ class Direction:
                 self._bring_table(job, job.table, lane)
         return lane
 
-    def _bring_table(self, job: Job, table: Table, lane: Lane) -> None:
+    def _bring_table(self, job: StreamJob, table: BlockList, lane: Lane) -> None:
         if job.uploaded is None:
             self._device.upload(lane.stream, table)
             job.uploaded = lane.stream.record_event()
         else:
             self.fence_upload(job.uploaded, lane)
 
-    def _free_table(self, num_blocks: int) -> Table:
+    def _free_table(self, num_blocks: int) -> BlockList:
         for _ in range(len(self._tables)):
             table = self._tables.popleft()
             if len(table.host) >= 3 * num_blocks:
@@ -235,36 +234,36 @@ class Direction:
 
     # ---- the fences ----
 
-    def fence_engine(self, job: Job, lane: Lane) -> None:
-        """Hold the lane back until the engine's work submitted before the transfer is done.
+    def fence_engine(self, job: StreamJob, lane: Lane) -> None:
+        """Delay the lane until the engine's work submitted before the transfer is done.
 
-        A store would otherwise read blocks that the forward pass has yet to write; a load would
-        write blocks that it still reads, or that are about to be zeroed for their new owner.
+        A store would otherwise read blocks that the forward pass has yet to write. A load would
+        write blocks that the pass still reads, or that are yet to be zeroed for their new owner.
         """
         if isinstance(job.after, EngineFence):
             lane.stream.wait_event(job.after.event)
 
     def fence_upload(self, uploaded: Event, lane: Lane) -> None:
-        """Hold the lane back until the table is there, which another lane's stream uploads.
+        """Delay the lane until another lane's stream has uploaded the table.
 
-        The kernels would otherwise take block numbers from the table's last transfer.
+        The kernels would otherwise read the block numbers of the table's last transfer.
         """
         lane.stream.wait_event(uploaded)
 
-    def fence_end(self, job: Job) -> list[Event]:
+    def fence_end(self, job: StreamJob) -> list[Event]:
         """Mark the end of the transfer on all streams that it used.
 
-        The transfer would otherwise count as done while copies run: the engine would overwrite
-        blocks that are still being read, or use blocks not yet written, and the manager give away
+        The transfer would otherwise count as done while copies run. The engine would overwrite
+        blocks that are still being read, or use blocks not yet written. The manager would reuse
         slots that a copy still reads.
         """
         return [lane.stream.record_event(timed=True) for lane in job.lanes]
 
-    def fence_host(self, job: Job) -> None:
-        """Wait until the transfer has ended before it is answered and its table used again.
+    def fence_host(self, job: StreamJob) -> None:
+        """Wait for the transfer's end before it is answered and its table is used again.
 
-        The copy engine reads the table's pinned half, and kernels its device half, until then:
-        written earlier, they would move the blocks of the next transfer.
+        Until then the copy engine reads the table's pinned half, and kernels its device half. If
+        the table were written earlier, they would move the blocks of the next transfer.
         """
         for event in job.fence.events:
             event.synchronize()
@@ -278,13 +277,13 @@ class Direction:
         try:
             self._device.enter_thread()
         except Exception as error:
-            # An event needs no current device. Fences must not be reached before their copies end.
+            # Events need no current device, so the thread waits all the same.
             log.warning("the thread that waits for copies has no current device: %s", error)
         while (job := self._launched.get()) is not None:
             try:
                 self.fence_host(job)
             except Exception as error:
-                # Kernels may still read the table, so no transfer uses it again.
+                # Kernels may still read the table: no transfer uses it again.
                 job.fence.reach(job.unmarked or error)
             else:
                 if job.table is not None:
@@ -293,14 +292,14 @@ class Direction:
 
 
 class StreamCopier:
-    """Copies through a device's streams; see the module.
+    """Copies through the streams of a device.
 
     Args:
         kv_caches: the engine's tensors, on the device.
         slab: host memory.
         layout: of chunks.
         device: of the tensors; closed with the copier, or here if the copier cannot be made.
-        stage_bytes: staging memory of a lane; four lanes take it, if any page is staged at all.
+        stage_bytes: staging memory of each of the four lanes; none if no page is staged.
         direct_page_bytes: pages of this size and more are not staged.
     """
 
@@ -333,16 +332,14 @@ class StreamCopier:
             raise
 
     def record_fence(self) -> Fence:
-        """See :meth:`kvoffload.transfer.base.Copier.record_fence`."""
         return EngineFence(self._device.engine_event())
 
     def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> CopyFence:
         fence = StreamFence()
-        self._directions[to_host].submit(Job(moves, after, fence))
+        self._directions[to_host].submit(StreamJob(moves, after, fence))
         return fence
 
     def stats(self) -> dict[str, str | int]:
-        """See :meth:`kvoffload.transfer.base.Copier.stats`."""
         staged = self._plan.is_staged
         ways = {True: "staged", False: "direct"}
         used = [ways[way] for way, parts in zip(staged, self._layout.regions, strict=True) if parts]
@@ -353,12 +350,11 @@ class StreamCopier:
         }
 
     def close(self) -> None:
-        """See :meth:`kvoffload.transfer.base.Copier.close`."""
         until_s = time.monotonic() + CLOSE_TIMEOUT_S
         for direction in self._directions.values():
             direction.end()
         if not all(direction.join(until_s) for direction in self._directions.values()):
-            # Whoever still copies goes on: unpinning memory under it would be worse than leaking.
+            # Leaking the memory is better than unpinning it under a running copy.
             log.warning("copies still ran %.0f s after the end; left alone", CLOSE_TIMEOUT_S)
             return
         self._device.close()

@@ -1,4 +1,4 @@
-"""A CUDA device, through torch; through Triton and cuda-bindings too, where these are installed."""
+"""A CUDA device through torch, and through Triton and cuda-bindings if they are installed."""
 
 import ctypes
 import logging
@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from kvoffload.messages import CanonicalKVCaches
-from kvoffload.transfer.cuda.device import Event, Part, Run, Span, Stream, Table
+from kvoffload.transfer.cuda.device import BlockList, Event, Part, Run, Span, Stream
 from kvoffload.transfer.cuda.kernels import IndexKernels, Kernels
 from kvoffload.transfer.cuda.pinning import Pinning, numa_node_of
 from kvoffload.transfer.slab import Slab
@@ -16,18 +16,18 @@ from kvoffload.transfer.slab import Slab
 log = logging.getLogger(__name__)
 
 _cuda: Any = torch.cuda
-"""Much of it has no annotations."""
+"""Typed as Any, because most of it has no annotations."""
 
 LOWEST_PRIORITY = 0
-"""CUDA knows none lower: what an engine gives a higher priority (a negative number) goes first."""
+"""CUDA has none lower. Engine streams with a negative number go first."""
 _under_inference_mode = torch.inference_mode()
-"""Torch writes to a tensor made under inference mode only on a thread that is in that mode."""
+"""Torch writes tensors made under inference mode only on threads in that mode."""
 _PORTABLE = 1
 """``cudaHostRegisterPortable``."""
 _CAPTURE_MODE_RELAXED = 2
 """``CU_STREAM_CAPTURE_MODE_RELAXED``."""
 _TABLE_BLOCKS = 4096
-"""A table is at least this long, so that those once made fit nearly every transfer."""
+"""The least length of a table, so that nearly every transfer can use any table."""
 _DRIVER_WITH_BATCHES = 12080
 
 
@@ -35,7 +35,7 @@ class BatchedCopies:
     """``cudaMemcpyBatchAsync`` of cuda-bindings: many copies in one call.
 
     Raises:
-        RuntimeError: it cannot work here; says why.
+        RuntimeError: it cannot work here; gives the reason.
     """
 
     def __init__(self, device_index: int) -> None:
@@ -49,7 +49,7 @@ class BatchedCopies:
         driver = self._checked(runtime.cudaDriverGetVersion())
         if driver < _DRIVER_WITH_BATCHES:
             raise RuntimeError(f"the driver is of CUDA {driver // 1000}.{driver % 1000 // 10}")
-        # Elsewhere (WSL) the GPU knows registered memory under an address of its own.
+        # Elsewhere (WSL) registered memory has another address on the GPU.
         same_pointer = runtime.cudaDeviceAttr.cudaDevAttrCanUseHostPointerForRegisteredMem
         if not self._checked(runtime.cudaDeviceGetAttribute(same_pointer, device_index)):
             raise RuntimeError("the GPU does not use the host's addresses")
@@ -58,12 +58,12 @@ class BatchedCopies:
         self._attributes = [attributes]
 
     def copy(self, stream: int, runs: Sequence[Run], slab_address: int, to_host: bool) -> None:
-        """Enqueue the runs; they may be copied in any order."""
+        """Enqueue the runs, in any order."""
         device = [run.buffer.data_ptr() + run.at for run in runs]
         host = [slab_address + run.host_at for run in runs]
         sizes = [run.num_bytes for run in runs]
         targets, sources = (host, device) if to_host else (device, host)
-        # CUDA 12 also returns which copy failed; here only the error, always first, is used.
+        # CUDA 12 also returns which copy failed; only the error, always first, is used.
         self._checked(
             self._runtime.cudaMemcpyBatchAsync(
                 targets, sources, sizes, len(sizes), self._attributes, [0], 1, stream
@@ -78,30 +78,25 @@ class BatchedCopies:
 
 
 class CudaStream:
-    """A stream of torch's, whose events let the thread that waits for them sleep."""
+    """A torch stream whose events let waiting threads sleep."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.torch = stream
 
     def wait_event(self, event: Any) -> None:
-        """See :meth:`kvoffload.transfer.cuda.device.Stream.wait_event`."""
         self.torch.wait_event(event)
 
     def record_event(self, *, timed: bool = False) -> Event:
-        """See :meth:`kvoffload.transfer.cuda.device.Stream.record_event`."""
         event = _cuda.Event(enable_timing=timed, blocking=True)
         event.record(self.torch)
         return cast(Event, event)
 
     def synchronize(self) -> None:
-        """See :meth:`kvoffload.transfer.cuda.device.Stream.synchronize`."""
         self.torch.synchronize()
 
 
 class CudaDevice:
-    """The GPU that holds the caches; see :class:`kvoffload.transfer.cuda.device.Device`.
-
-    Begins pinning the slab at once.
+    """The GPU of the caches. It begins pinning the slab at once.
 
     Args:
         kv_caches: tensors of one CUDA device.
@@ -126,7 +121,7 @@ class CudaDevice:
         self._triton = triton
         self._batches: BatchedCopies | None = None
         self._why_not: dict[str, str] = {}
-        """Why a better way is not taken, for each choice."""
+        """For each choice, why the better way is not taken."""
         if batches:
             try:
                 with torch.cuda.device(self._device):
@@ -136,7 +131,7 @@ class CudaDevice:
         self._pinning = Pinning(slab, self._pin, self._unpin, self._numa_node())
 
     def prepare(self, parts: Sequence[Part]) -> None:
-        """Compile and upload what these parts take; synchronises the device."""
+        """Compile and upload the kernels' data for these parts; synchronises the device."""
         if not self._triton or not parts:
             return
         try:
@@ -148,7 +143,7 @@ class CudaDevice:
                 for part in parts:
                     kernels.prepare(part, table)
                 torch.cuda.synchronize()
-        except Exception as error:  # whatever a compiler may say
+        except Exception as error:  # any error of a compiler
             self._why_not["kernels"] = f"{type(error).__name__}: {error}"
         else:
             self._kernels = kernels
@@ -180,68 +175,59 @@ class CudaDevice:
     # ---- streams and memory ----
 
     def enter_thread(self) -> None:
-        """See :class:`kvoffload.transfer.cuda.device.Device`."""
         torch.cuda.set_device(self._device)
-        _let_others_capture()
+        _allow_captures()
 
     def engine_event(self) -> Event:
-        """See :class:`kvoffload.transfer.cuda.device.Device`."""
         return CudaStream(torch.cuda.current_stream(self._device)).record_event()
 
     def new_stream(self) -> Stream:
-        """See :class:`kvoffload.transfer.cuda.device.Device`."""
         return CudaStream(_cuda.Stream(self._device, priority=LOWEST_PRIORITY))
 
     def new_stage(self, num_bytes: int) -> torch.Tensor:
-        """See :class:`kvoffload.transfer.cuda.device.Device`."""
         stage = torch.empty(-(-num_bytes // 8) * 8, dtype=torch.int8, device=self._device)
-        # The allocator may give memory that was freed on this thread's stream a moment ago and is
-        # still being used there; our streams know nothing of that one.
+        # The allocator may return memory that was just freed on this thread's stream and is still
+        # in use there. Our streams are not ordered behind that stream.
         torch.cuda.synchronize(self._device)
         return stage
 
-    def new_table(self, num_blocks: int, stream: Stream) -> Table:
-        """See :class:`kvoffload.transfer.cuda.device.Device`."""
+    def new_table(self, num_blocks: int, stream: Stream) -> BlockList:
         length = 3 * max(_TABLE_BLOCKS, num_blocks)
         pinned = torch.empty(length, dtype=torch.int64, pin_memory=True)
-        # Allocated on the stream that uploads it: what the allocator gives is ordered behind its
-        # last use there, and other streams wait for the upload.
+        # Allocated on the stream that uploads it: there the allocator orders memory behind its
+        # last use, and other streams wait for the upload.
         with torch.cuda.stream(_torch(stream)):
             device = torch.empty(length, dtype=torch.int64, device=self._device)
-        return Table(pinned.numpy(), pinned, device)
+        return BlockList(pinned.numpy(), pinned, device)
 
     # ---- work ----
 
     @_under_inference_mode
-    def upload(self, stream: Stream, table: Table) -> None:
-        """See :class:`kvoffload.transfer.cuda.device.Device`."""
+    def upload(self, stream: Stream, table: BlockList) -> None:
         length = 3 * table.count
         with torch.cuda.stream(_torch(stream)):
             table.device[:length].copy_(table.pinned[:length], non_blocking=True)
 
     @_under_inference_mode
     def gather(self, stream: Stream, part: Part, span: Span, stage: torch.Tensor) -> None:
-        """See :class:`kvoffload.transfer.cuda.device.Device`."""
         with torch.cuda.stream(_torch(stream)):
             self._kernels.gather(part, span, stage)
 
     @_under_inference_mode
     def scatter(self, stream: Stream, part: Part, span: Span, stage: torch.Tensor) -> None:
-        """See :class:`kvoffload.transfer.cuda.device.Device`."""
         with torch.cuda.stream(_torch(stream)):
             self._kernels.scatter(part, span, stage)
 
     @_under_inference_mode
     def copy(self, stream: Stream, runs: Sequence[Run], to_host: bool) -> None:
-        """See :class:`kvoffload.transfer.cuda.device.Device`."""
         pinned, others = self._pinning.ready(runs)
-        # The other direction's thread may give up batches meanwhile.
+        # The other direction's thread may drop the batches meanwhile.
         batches = self._batches
         if batches is not None and len(pinned) > 1:
             try:
                 batches.copy(_torch(stream).cuda_stream, pinned, self._slab.address, to_host)
             except Exception as error:
-                # What of the batch was enqueued is enqueued again below: the same bytes.
+                # Copies of the batch that were enqueued are repeated below: the same bytes.
                 self._why_not["copies"] = str(error)
                 self._batches = None
                 log.warning("batched copies do not work here (%s); copying one by one", error)
@@ -257,7 +243,6 @@ class CudaDevice:
                     device.copy_(host, non_blocking=True)
 
     def stats(self) -> dict[str, str | int]:
-        """See :class:`kvoffload.transfer.cuda.device.Device`."""
         why_not = dict(self._why_not)
         if self._pinning.error is not None:
             why_not["pinned"] = str(self._pinning.error)
@@ -271,7 +256,6 @@ class CudaDevice:
         }
 
     def close(self) -> None:
-        """See :class:`kvoffload.transfer.cuda.device.Device`."""
         self._pinning.close()
 
 
@@ -279,11 +263,11 @@ def _torch(stream: Stream) -> torch.cuda.Stream:
     return cast(CudaStream, stream).torch
 
 
-def _let_others_capture() -> None:
-    """Keep what this thread does from spoiling a CUDA graph that the engine captures meanwhile.
+def _allow_captures() -> None:
+    """Keep this thread's calls from breaking a CUDA graph that the engine captures meanwhile.
 
-    A capture forbids some calls to all threads, registering memory among them, unless a thread
-    declares that what it does is no part of any graph.
+    A capture forbids some calls to all threads, such as registering memory, unless a thread
+    declares that its calls are no part of any graph.
     """
     mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
     try:

@@ -1,7 +1,7 @@
-"""Gather and scatter as one Triton kernel a portion; imported only where Triton is.
+"""Gather and scatter as one Triton kernel for each portion; imported only if Triton is installed.
 
-Addresses and numbers are passed as integers that Triton does not specialise on: the kernel is
-compiled when a copier is made, and never again while an engine serves.
+Addresses and numbers are integers that Triton does not specialise on. The kernel is therefore
+compiled when a copier is made, and not again while an engine serves.
 """
 
 import torch
@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 
 from kvoffload.messages import CanonicalKVCaches
-from kvoffload.transfer.cuda.device import Part, Span, Table
+from kvoffload.transfer.cuda.device import BlockList, Part, Span
 from kvoffload.transfer.cuda.kernels import word_bytes
 
 TILE = 2048
 """Words that a program moves at once."""
 PROGRAMS = 64
-"""At most: enough to keep ahead of the bus several times over, few beside the engine's kernels."""
+"""The most programs: several times as fast as the bus, and few compared to the engine's kernels."""
 _TRITON_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
@@ -43,8 +43,8 @@ def _move(
     """Move one tile of one region's page of one block at a time.
 
     ``table`` holds three rows of ``size``: block id, chunk, place in the chunk. ``regions`` holds
-    four of ``num_regions``: address, words from row to row, words of a page, and where the region
-    begins in what is staged of a chunk.
+    four of ``num_regions``: address, words from row to row, words of a page, and the region's place
+    in the staged part of a chunk.
     """
     numbers = table.to(tl.pointer_type(tl.int64))
     places = regions.to(tl.pointer_type(tl.int64))
@@ -72,7 +72,7 @@ def _move(
 
 
 class TritonKernels:
-    """One launch a portion."""
+    """One launch for each portion."""
 
     name = "triton"
 
@@ -80,17 +80,15 @@ class TritonKernels:
         self._tensors = [entry.tensor for entry in kv_caches.tensors]
         self._regions: dict[Part, tuple[int, torch.Tensor, int]] = {}
 
-    def prepare(self, part: Part, table: Table) -> None:
-        """Compile both directions, and upload where the part's regions are; moves nothing."""
+    def prepare(self, part: Part, table: BlockList) -> None:
+        """Compile both directions and upload the places of the part's regions; moves no page."""
         for to_stage in (True, False):
             self._launch(part, Span(table, 0, 0, 0), table.device, to_stage)
 
     def gather(self, part: Part, span: Span, stage: torch.Tensor) -> None:
-        """See :class:`kvoffload.transfer.cuda.kernels.Kernels`."""
         self._launch(part, span, stage, True)
 
     def scatter(self, part: Part, span: Span, stage: torch.Tensor) -> None:
-        """See :class:`kvoffload.transfer.cuda.kernels.Kernels`."""
         self._launch(part, span, stage, False)
 
     def _launch(self, part: Part, span: Span, stage: torch.Tensor, to_stage: bool) -> None:
