@@ -2,7 +2,7 @@
 
 ``kvoffload bench copy``. Two cache shapes: pages of 64 KiB, as large models have per layer, and of
 4 KiB; blocks lie scattered, as they do after some hours of serving, or in one run, as at the start.
-Beside scattered blocks, what a loop in Python with a memmove for each page makes of the same pages.
+For scattered blocks there is also a Python loop with a memmove for each page.
 """
 
 import ctypes
@@ -47,7 +47,7 @@ def run(total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
 
 
 def _submissions() -> list[Row]:
-    """Measure what a submission costs the engine's thread, beside 50 µs and 1 µs a block."""
+    """Measure the cost of a submission on the engine's thread, against 50 µs and 1 µs a block."""
     num_blocks = max(NUM_SUBMITTED)
     caches = CanonicalKVCaches(
         tuple(

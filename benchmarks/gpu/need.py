@@ -1,11 +1,11 @@
-"""Says why tests and benchmarks for a GPU cannot run here; exits with 1 then."""
+"""Prints why tests and benchmarks for a GPU cannot run here; exits with 1 then."""
 
 import importlib
 import sys
 
 
 def reason() -> str:
-    """What is missing; empty if nothing is."""
+    """Return the missing requirement; empty if all are met."""
     for module in ("torch", "numpy", "msgspec"):
         try:
             importlib.import_module(module)

@@ -1,7 +1,7 @@
-"""GPU ↔ host memory, each row beside the limit measured in the same run: ``make bench-gpu``.
+"""GPU ↔ host memory, each row against the limit measured in the same run: ``make bench-gpu``.
 
 Prints each row when it is measured. Writes all of them, with machine, driver and date, to the file
-named as argument, also when a part fails: the others go on, and the exit status is 1.
+named as argument, also when a part fails: the other parts run, and the exit status is 1.
 """
 
 import json
@@ -42,13 +42,13 @@ BLOCKS_OVER = 2
 """The cache has so many times the blocks that are moved: they lie scattered."""
 ROUNDS = 7
 PRODUCT = 8192
-"""Rows and columns of the matrices that are multiplied beside transfers."""
+"""Rows and columns of the matrices that are multiplied during transfers."""
 WAIT_S = 60.0
 """For pinning, and for a transfer, before it counts as failed."""
 
 
 class Bench:
-    """One cache shape with slab, copier and what it is compared with."""
+    """One cache shape with slab, copier and limits."""
 
     def __init__(self, name: str, num_tensors: int, page_bytes: int) -> None:
         self.name, self.page_bytes = name, page_bytes
@@ -152,7 +152,7 @@ def launcher(copier: StreamCopier, moves: list[Any], to_host: bool) -> Callable[
 
 
 def speeds(bench: Bench) -> Iterator[Row]:
-    """Each direction, and both at once, beside large copies."""
+    """Each direction, and both at once, against large copies."""
     copier = bench.copier()
     print(f"{bench.name}: {copier.stats()}", file=sys.stderr)
     try:
@@ -174,7 +174,7 @@ def speeds(bench: Bench) -> Iterator[Row]:
 
 
 def against_pages(bench: Bench) -> Iterator[Row]:
-    """Every way beside a batched copy of page by page."""
+    """Every way against a batched copy of single pages."""
     timed: dict[str, float] = {}
     ways = {
         "page by page, batched": {"direct_page_bytes": 1},
@@ -197,7 +197,7 @@ def against_pages(bench: Bench) -> Iterator[Row]:
 
 
 def beside_compute(bench: Bench) -> Iterator[Row]:
-    """A stream of matrix products, alone and beside transfers in both directions."""
+    """A stream of matrix products, alone and during transfers in both directions."""
     shape = (PRODUCT, PRODUCT)
     a, b = (torch.randn(*shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     out = torch.empty_like(a)
@@ -248,7 +248,7 @@ def answered(engine: TransferEngine) -> None:
 
 
 def submits(bench: Bench) -> Iterator[Row]:
-    """What a submission costs the thread of the LLM engine."""
+    """The cost of a submission on the thread of the LLM engine."""
     io, copier = IOLoop(), bench.copier()
     engine = TransferEngine(io, {}, bench.slab, bench.layout, copier, WAIT_S, WAIT_S)
     try:
@@ -272,7 +272,7 @@ def submits(bench: Bench) -> Iterator[Row]:
 
 
 def driver() -> str:
-    """The driver's version, as nvidia-smi tells it."""
+    """The driver's version according to nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -16,7 +16,7 @@ FORGOTTEN_S = 10.0
 
 
 class PresenceEntry(NamedTuple):
-    """What is known of one key, or that it is being asked for (None)."""
+    """The presence of one key; None while it is being asked for."""
 
     present: bool | None
     until: float
@@ -84,7 +84,7 @@ class PresenceCache:
     def take_questions(self) -> list[bytes]:
         """Return the keys asked for since the last call; on the I/O loop's thread."""
         taken: list[bytes] = []
-        # Until none is left: a key that is added to others causes no call of its own.
+        # Until none is left: only the first key of a batch causes a call.
         while questions := self._questions[:]:
             del self._questions[: len(questions)]
             taken += questions

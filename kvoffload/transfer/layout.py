@@ -72,7 +72,7 @@ class ChunkLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot that can hold a chunk of any group."""
+        """Bytes of a slot for a chunk of any group."""
         return max(self.payload_bytes)
 
     def moves(self, gpu: GPULoadStoreSpec, host_slots: Sequence[int]) -> list[ChunkMove]:

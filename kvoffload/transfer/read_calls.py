@@ -1,4 +1,4 @@
-"""How a load from tiers is cut into read calls, and what each call keeps.
+"""The read calls of a load from tiers.
 
 Chunks may take turns in host slots: a slot is read into again when the copy out of it has ended.
 """
@@ -46,7 +46,7 @@ class ReadCall:
 def read_calls(
     fetches: Sequence[Fetch], moves: Sequence[ChunkMove], backends: Mapping[str, Backend]
 ) -> Iterator[ReadCall]:
-    """Cut a load into read calls; each knows the earlier calls that use its slots."""
+    """Cut a load into read calls; each names the earlier calls that use its slots."""
     last: dict[int, ReadCall] = {}
     for fetch in fetches:
         backend = backends[fetch.tier]

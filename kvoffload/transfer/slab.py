@@ -86,7 +86,7 @@ class Slab:
         self._advise("MADV_POPULATE_WRITE", start, length)
 
     def _advise(self, name: str, start: int = 0, length: int | None = None) -> None:
-        """Advise the kernel; an older kernel may not know the advice, and is only slower."""
+        """Advise the kernel; an older kernel may ignore it, and is only slower."""
         advice = getattr(mmap, name, _ADVICE.get(name))
         with contextlib.suppress(OSError):
             if advice is not None:

@@ -13,7 +13,7 @@ _keep = tempfile.TemporaryDirectory()
 
 
 def _pretend_installed() -> None:
-    """Write what an installation would, from the project's own table of entry points."""
+    """Write the entry points of an installation, from the project's own table of entry points."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     info = Path(_keep.name) / f"kvoffload-{project['version']}.dist-info"
     info.mkdir()

@@ -28,7 +28,7 @@ PROMPTS = [[(i * 7 + j * 3) % 256 for j in range(70 + i)] for i in range(12)]
 
 
 class LoadedPages:
-    """Compares what loads bring with what was there when it was computed."""
+    """Compares loaded blocks with the blocks as they were computed."""
 
     def __init__(self, inner, kv_caches):
         self.inner, self.tensors = inner, [entry.tensor for entry in kv_caches.tensors]
@@ -62,7 +62,7 @@ class LoadedPages:
 
 
 def serve(dtype, offloads):
-    """Each prompt twice on a cache that holds few of them; returns tokens and blocks compared."""
+    """Each prompt twice on a cache for few of them; returns tokens and blocks compared."""
     element = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
     page = 2 * BLOCK * MODEL["num_kv_heads"] * MODEL["head_size"] * element * MODEL["num_layers"]
     config = {

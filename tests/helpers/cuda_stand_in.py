@@ -85,7 +85,7 @@ class FakeCuda:
         ), "crosses the end of a registered range"
 
     def empty_of(self, empty):
-        """``torch.empty`` that counts the bytes of what it allocates on the device."""
+        """``torch.empty`` that counts the bytes of its tensors on the device."""
 
         def free(num_bytes):
             self.allocated_bytes -= num_bytes

@@ -1,7 +1,7 @@
 """A pytest plugin that runs ``tests/gpu`` without a GPU, on the stand-in: fewer rounds, all code.
 
 No test of ``tests/gpu`` shows here that a GPU works. Each shows that the test itself does: its
-fixtures exist, its calls fit, its assertions hold for correct code.
+fixtures exist, its calls fit, its assertions pass for correct code.
 """
 
 import torch
@@ -14,7 +14,7 @@ from kvoffload.transfer.cuda.torch_device import CudaDevice
 PORTION_BYTES = 1 << 20
 SIZES = {"RUNS_EACH": 2, "WARM_UP": 200, "TRANSFERS": 600, "PINNED_BYTES": 3 << 19}
 SIZES["PORTION_BYTES"] = PORTION_BYTES
-"""Constants of test modules, and what they are here."""
+"""Constants of test modules, and their values here."""
 NEEDS_TWO_DEVICES = "test_tensors_on_two_devices_are_refused"
 
 

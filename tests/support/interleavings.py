@@ -1,7 +1,7 @@
-"""Stores, loads, overwrites and preemptions in random order, against a model of what must result.
+"""Stores, loads, overwrites and preemptions in random order, against a model of the result.
 
-The model knows what every block and slot holds in the order in which the engine asked for it. A
-device that runs copies late, or early, shows every missing fence as other bytes than the model's.
+The model has the bytes of every block and slot, in the order in which the engine asked for them. On
+a device that runs copies late, or early, every missing fence shows as other bytes than the model's.
 """
 
 import random
@@ -29,14 +29,14 @@ WAIT_S = 60.0
 
 
 class Engine(Protocol):
-    """What a forward pass does to blocks, enqueued on the engine's stream."""
+    """The effects of a forward pass on blocks, enqueued on the engine's stream."""
 
     def write(self, block: int, version: int) -> None:
         """Fill a block's pages with a number."""
         ...
 
     def read(self, block: int) -> Callable[[], list[int]]:
-        """Read a block; the function returned tells later which numbers were found."""
+        """Read a block; the function returned later gives the numbers found."""
         ...
 
     def finish(self) -> None:
@@ -81,8 +81,8 @@ class Interleaving:
         flushes: whether a block is waited for before it is overwritten; False breaks a rule that
             engines keep, to show that it is needed.
         keeps_slots: whether a slot is left alone while a load reads it; likewise.
-        keeps_blocks: whether the blocks of a load that nobody wants any more, because its request
-            was preempted, are left alone until it has ended; likewise.
+        keeps_blocks: whether the blocks of a load whose request was preempted are left alone until
+            it has ended; likewise.
     """
 
     copier: Copier
@@ -94,7 +94,7 @@ class Interleaving:
     keeps_slots: bool = True
     keeps_blocks: bool = True
     compared: int = 0
-    """Blocks and slots found to hold what they must."""
+    """Blocks and slots found to have the right bytes."""
     _copies: list[_Copy] = field(default_factory=list)
     _reads: list[tuple[Callable[[], list[int]], int, str]] = field(default_factory=list)
 
@@ -120,10 +120,10 @@ class Interleaving:
             assert found == [version], f"seed {self.seed}: {found}, not {version}, {when}"
             self.compared += 1
 
-    # ---- what an engine and a manager do ----
+    # ---- the engine and the manager ----
 
     def _store(self) -> None:
-        """Copy blocks just written, or about to be, to a slot that nobody uses."""
+        """Copy blocks just written, or about to be, to an unused slot."""
         slot = self._pick(set(range(NUM_SLOTS)) - {copy.slot for copy in self._copies})
         blocks = self._pick_blocks(self._blocks(to_host=False))
         if slot is None or blocks is None:
@@ -144,7 +144,7 @@ class Interleaving:
         for block in blocks:
             self._expect(block, "read before a load")
             if self._draw.random() < 0.3:
-                self._write(block)  # zeroed for its new owner, say
+                self._write(block)  # zeroed for its new owner, for example
         held = self._slots[slot]
         assert held is not None
         self._launch(slot, blocks, held, False)
@@ -152,7 +152,7 @@ class Interleaving:
             self._versions[block] = version
 
     def _overwrite(self) -> None:
-        """Preempt whoever has a block, and give it to another request."""
+        """Preempt a request, and give its block to another one."""
         loading = self._blocks(to_host=False)
         kept = set(range(NUM_BLOCKS)) - loading
         block = self._pick(kept if self.keeps_blocks or not loading else loading)
@@ -160,7 +160,7 @@ class Interleaving:
             self._write(block)
 
     def _scribble(self) -> None:
-        """Give a slot to somebody else, who writes to it from the host."""
+        """Give a slot to a new chunk, which is written from the host."""
         kept = {copy.slot for copy in self._copies if copy.to_host or self.keeps_slots}
         slot = self._pick(set(range(NUM_SLOTS)) - kept)
         if slot is not None:

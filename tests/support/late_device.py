@@ -1,9 +1,9 @@
 """A device with streams that runs everything as late, and in as strange an order, as it may.
 
-Nothing runs until somebody waits for an event or asks about one; then work is taken from streams
-picked at random, each at a pace of its own, until that event is passed. So a copier that forgets a
-fence copies the wrong bytes here, in most runs of some dozens, where a real device would hide it
-behind luck for months. The memory is that of CPU tensors.
+No work runs until a thread waits for an event or polls one. Then the device takes work from random
+streams, each at another pace, until that event is passed. A copier without a fence copies the wrong
+bytes here in most sets of some dozens of runs; a real device seldom shows it. The memory is that of
+CPU tensors.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ class LateEvent:
         return self.passed_at_s is not None
 
     def query(self) -> bool:
-        """Let a little happen, perhaps; then tell."""
+        """Run a little work, perhaps; then answer."""
         self._device.run_some()
         return self.passed
 
@@ -59,7 +59,7 @@ class LateStream:
         self.pace = 1.0
 
     def enqueue(self, work: Callable[[], object]) -> None:
-        """Run ``work`` after what is queued already, some time."""
+        """Run ``work`` after the queued work, some time."""
         with self._device.lock:
             self.work.append(work)
 
@@ -110,11 +110,11 @@ class LateDevice:
         self.draw = random.Random(seed)
         self.streams: list[LateStream] = []
         self.engine = self.new_stream()
-        """The engine's stream: tests enqueue there what a forward pass would do."""
+        """The engine's stream: tests enqueue there the effects of a forward pass."""
         self.failures: deque[Exception] = deque()
         """Raised by the next calls that enqueue copies, one each."""
         self.broken: Exception | None = None
-        """What went wrong while work ran: every event tells it from then on."""
+        """The error of earlier work: every event raises it from then on."""
         self.is_closed = False
         self._kernels = IndexKernels(kv_caches)
         self._slab = slab
@@ -141,7 +141,7 @@ class LateDevice:
                 self._raise()
                 if event.passed:
                     return
-            time.sleep(0)  # or whoever enqueues waits for a whole switch interval at the lock
+            time.sleep(0)  # or an enqueuing thread waits for a whole switch interval at the lock
 
     def run_all(self) -> None:
         """Run everything that is queued."""
@@ -166,7 +166,7 @@ class LateDevice:
         if self.broken is not None:
             raise RuntimeError("the device is broken") from self.broken
 
-    # ---- what a copier asks for ----
+    # ---- the calls of a copier ----
 
     def prepare(self, parts: Sequence[Part]) -> None:
         """Do nothing: torch's own operations need no preparation."""
@@ -231,7 +231,7 @@ class LateDevice:
 
 
 def _frozen(span: Span) -> Span:
-    """Keep the numbers that a launch takes by value; the table's memory stays what it is."""
+    """Keep the numbers that a launch takes by value; the table's memory is shared."""
     table = BlockList(span.table.host, span.table.pinned, span.table.device)
     table.count = span.table.count
     return span._replace(table=table)

@@ -198,7 +198,7 @@ def test_a_round_trip_restores_every_byte_wherever_tensors_lie(
 
 
 def test_copies_leave_the_interpreter_to_others():
-    """While pages are copied, another thread of Python goes on: a held lock would stop it."""
+    """While pages are copied, another Python thread runs: the GIL is free."""
     caches = make_caches([[1 << 18] * 4], 0)
     layout = ChunkLayout(caches, NUM_BLOCKS)
     slab = Slab(1, layout.slot_bytes)
@@ -211,7 +211,7 @@ def test_copies_leave_the_interpreter_to_others():
     copies = [*gathers(parts, NUM_BLOCKS, 0), *scatters(parts, NUM_BLOCKS, 0)]
     assert len({type(part) for part in copies}) == 2
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(100)  # nobody is asked to give the lock up: it must be let go of
+    sys.setswitchinterval(100)  # no thread is asked for the GIL: the copy must release it
     try:
         for part in copies:
             steps = []

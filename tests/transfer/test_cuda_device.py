@@ -1,4 +1,4 @@
-"""Every call of the CUDA device on its way, on a stand-in for ``torch.cuda``."""
+"""Every call of the CUDA device, on a stand-in for ``torch.cuda``."""
 
 import sys
 import threading
@@ -136,7 +136,7 @@ def use_bindings(monkeypatch, cuda, version=13000):
 def test_batches_that_the_other_direction_gave_up_meanwhile_are_told_with_their_reason(
     cuda, monkeypatch
 ):
-    """Both directions fail at once: one reads what the other has just set to None."""
+    """Both directions fail at once: one reads the attribute that the other has just set to None."""
     use_bindings(monkeypatch, cuda)
     caches = make_caches([(512, 0)])
     slab = Slab(8, 4096)

@@ -1,4 +1,4 @@
-"""What a device refuses fails the transfers that it concerns, and each of them ends."""
+"""A call that the device refuses fails its own transfers, and each of them ends."""
 
 import threading
 
@@ -14,7 +14,7 @@ from tests.support.late_device import LateDevice, LateStream
 
 
 class Refusal(RuntimeError):
-    """What a device says that refuses a call."""
+    """The error of a device that refuses a call."""
 
 
 class RefusingStream(LateStream):

@@ -1,4 +1,4 @@
-"""The transfer engine: one answer a chunk, by the deadline, whatever the store does."""
+"""The transfer engine: one answer a chunk, by the deadline, for any behaviour of the store."""
 
 import asyncio
 import hashlib
@@ -284,7 +284,7 @@ def test_a_misbehaving_store_is_a_failed_job_not_an_exception(half, until, verb,
     assert not any(result.ok)
     expected = {"raise": "error", "hang": "deadline", "miss": "missing"}[fault]
     assert result.reason == ("refused" if (verb, fault) == ("write", "miss") else expected)
-    assert result.settled  # a cancelled coroutine has let go of the memory
+    assert result.settled  # a cancelled coroutine has released the memory
     assert not half.worker.get_finished()
 
 

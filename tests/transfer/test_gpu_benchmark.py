@@ -35,7 +35,7 @@ def cuda(monkeypatch):
 
 
 def run(monkeypatch, tmp_path):
-    """Run the benchmark; returns its exit status and what it wrote."""
+    """Run the benchmark; returns its exit status and its report."""
     out = tmp_path / "gpu.json"
     monkeypatch.setattr(sys, "argv", ["transfer", str(out)])
     return transfer.main(), json.loads(out.read_text())

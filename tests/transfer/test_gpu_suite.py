@@ -1,4 +1,4 @@
-"""``tests/gpu`` runs here too, on a stand-in for ``torch.cuda``: what it needs is all there."""
+"""``tests/gpu`` runs here too, on a stand-in for ``torch.cuda``, with all its fixtures."""
 
 import os
 import re
@@ -19,7 +19,7 @@ def test_after_it():
 
 
 def run(*arguments):
-    """Run pytest as ``make test-gpu`` does; returns what it did."""
+    """Run pytest as ``make test-gpu`` does; returns the finished process."""
     command = [sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootdir", "."]
     return subprocess.run(
         [*command, "-p", "no:cacheprovider", "-q", "--tb=short", *arguments],

@@ -1,8 +1,8 @@
-"""Stores, loads, overwriting and preemption in any order: nobody ever sees another's bytes.
+"""Stores, loads, overwriting and preemption in any order: no request ever gets another's bytes.
 
-A small engine computes on a stream of its own, a thread with pauses, as a GPU does; copies pause
-too. It checks every block a load brought. Then each thing that keeps the order is taken away, and
-the same walk must notice.
+A small engine computes on another stream, a thread with pauses, as a GPU does; copies pause too. It
+checks every block of a load. Then tests remove each safeguard of the order, and the same walk must
+find wrong blocks.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ class PointInStream:
 
 
 class Stream:
-    """Runs what is put into it in order, on a thread, now and then late."""
+    """Runs its work in order, on a thread, now and then late."""
 
     def __init__(self, rng):
         self._rng = rng
@@ -106,7 +106,7 @@ class Engine:
     def poll(self):
         for outcome in self.connector.poll():
             if outcome.request_id not in self._loading:
-                continue  # ended, and its blocks free, before it was told that nothing came
+                continue  # ended, and its blocks free, before the outcome of its load was known
             request, blocks, wanted = self._loading.pop(outcome.request_id)
             if not wanted:
                 self._free.extend(blocks)
@@ -200,7 +200,7 @@ def test_a_thousand_interleavings_bring_every_request_its_own_bytes(walk):
 
 @pytest.fixture
 def slow_copies(monkeypatch):
-    """Copies that are seldom over when their blocks are given away."""
+    """Copies that have seldom ended when their blocks are reused."""
     copy = CpuCopier._copy
 
     def slowly(self, *given):
@@ -228,7 +228,7 @@ def blocks_of_preempted_loads_are_given_away(monkeypatch):
 
 
 def test_blocks_of_a_preempted_load_given_away_too_soon_are_still_waited_for(walk, monkeypatch):
-    """An engine that does not heed what request_finished says waits longer, and no more."""
+    """An engine that ignores the answer of request_finished waits longer, and no more."""
     blocks_of_preempted_loads_are_given_away(monkeypatch)
     engine = walk(NUM_WALKS)
     assert engine.wrong == 0

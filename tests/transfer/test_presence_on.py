@@ -48,7 +48,7 @@ def test_a_probe_answers_and_is_believed_for_a_while(io, until):
 
 
 def test_questions_never_stop_being_answered(io, until):
-    """A key that comes while a probe takes the list away must not wait for ever."""
+    """A key that is added while a probe takes the list must not wait for ever."""
     store = Store(str(i).encode() for i in range(0, 4000, 2))
     prober = presence_on(io, store, timeout_s=30.0)
     keys = [str(i).encode() for i in range(4000)]

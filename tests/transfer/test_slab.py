@@ -29,7 +29,7 @@ def mapped_bytes(address):
 
 
 def resident_bytes(address):
-    """What of the mapping is in memory, and its flags."""
+    """The resident bytes of the mapping, and its flags."""
     inside, resident, flags = False, 0, ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0] and ":" not in line.split()[0]:
@@ -174,7 +174,7 @@ def test_a_slab_in_a_memory_file_is_one_for_several_processes():
             assert child.stdout.readline() == "written\n"
             assert bytes(ours.slot(2, 5)) == b"child"
             child.kill()
-        assert bytes(ours.slot(2, 5)) == b"child"  # what died had it mapped, no more
+        assert bytes(ours.slot(2, 5)) == b"child"  # the child only mapped it
         with pytest.raises(PermissionError):
             os.ftruncate(fd, SLOT)
         with pytest.raises(ValueError, match=r"32768 bytes, 5 slots of 8192 bytes take 40960"):
@@ -192,8 +192,8 @@ def test_nothing_of_a_shared_slab_is_left_when_all_its_processes_were_killed():
         slab = Slab(1000, SLOT, borrowed)
         assert bytes(slab.slot(2, 5)) == b"child"
         maker.send_signal(signal.SIGKILL)
-    assert bytes(slab.slot(2, 5)) == b"child"  # it lives as long as one has it
-    # It never had a name in /dev/shm or elsewhere, so there is none to be left behind.
+    assert bytes(slab.slot(2, 5)) == b"child"  # it lives as long as one process maps it
+    # It never had a name in /dev/shm or elsewhere.
     assert os.fstat(borrowed).st_nlink == 0
     assert os.readlink(f"/proc/self/fd/{borrowed}") == "/memfd:kvoffload-slab (deleted)"
     os.close(borrowed)

@@ -1,4 +1,4 @@
-"""Copies through streams are fenced: each fence is shown to be needed by taking it away."""
+"""Copies through streams are fenced: a test removes each fence and finds other bytes."""
 
 import random
 import threading
@@ -44,7 +44,7 @@ class LateEngine:
 
 
 def run(seed, direction=Direction, **rules):
-    """One interleaving on a device of its own; returns how much was compared."""
+    """One interleaving on a new device; returns how much was compared."""
     draw = random.Random(seed)
     caches = small_caches()
     layout = ChunkLayout(caches, PER_CHUNK)
@@ -193,14 +193,14 @@ class EndOfOneLaneOnly(Direction):
 
 
 class WithoutHostFence(Direction):
-    """Nobody waits on the host: the table is used again, and the end told, at once."""
+    """The host does not wait: the table is used again, and the transfer answered, at once."""
 
     def fence_host(self, job):
         pass
 
 
 class TableUsedAgain(Direction):
-    """Only the table is given away too early."""
+    """Only the table is used again too early."""
 
     def _launch(self, job):
         super()._launch(job)
@@ -236,14 +236,14 @@ def test_without_a_fence_other_bytes_are_found(broken):
 
 @pytest.mark.parametrize("rule", ["flushes", "keeps_slots", "keeps_blocks"])
 def test_without_a_rule_that_engine_and_manager_keep_other_bytes_are_found(rule):
-    """Stores of a preempted request's blocks are waited for; a slot that a load reads is not given
-    away, nor the blocks it writes.
+    """Stores of a preempted request's blocks are waited for. A slot that a load reads, and the
+    blocks that it writes, are not reused.
     """
     assert _caught(**{rule: False})
 
 
 def _caught(**how):
-    """Whether some of the interleavings notice; nothing but other bytes may be what they see."""
+    """Whether some of the interleavings fail; other bytes are the only accepted failure."""
     caught = 0
     for seed in range(500):
         try:

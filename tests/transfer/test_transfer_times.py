@@ -1,4 +1,4 @@
-"""A transfer's time is its own: what it waits for before it begins does not count."""
+"""A transfer's time is its own: waits before its begin do not count."""
 
 import hashlib
 import time

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -36,38 +38,55 @@ def slot_bytes(worker_bytes_per_block: int, blocks_per_chunk: int) -> int:
 
 
 class GpuEnd:
-    """The GPU end of a job, cut into chunks.
+    """The GPU end of a job. Its blocks are cut into chunks where a load has failed, and not before.
 
     Args:
         theirs: vLLM's ``GPULoadStoreSpec``.
-        group_ids: the ids of the groups it lists.
+        group_ids: the ids of the groups it lists, ascending.
         blocks_per_chunk: blocks that make up a whole chunk.
     """
 
     def __init__(self, theirs: Any, group_ids: Sequence[int], blocks_per_chunk: int) -> None:
-        self.chunks: list[tuple[int, tuple[int, ...]]] = []
-        """For each chunk, its group's id and its blocks; the first of a group may be a part."""
+        self._block_ids = theirs.block_ids
+        self._groups = list(zip(group_ids, theirs.group_sizes, theirs.block_indices, strict=True))
         self._num_groups = max(group_ids) + 1
-        self._indices = [0] * self._num_groups
-        blocks = theirs.block_ids.tolist()
+        self._per_chunk = blocks_per_chunk
+        self.num_chunks = sum(self._chunks(size, index) for _, size, index in self._groups)
+        self.is_whole = not any(
+            size and (size % blocks_per_chunk or index % blocks_per_chunk)
+            for _, size, index in self._groups
+        )
+        """Whether it has no part of a chunk; only the ends of a group may be parts."""
+
+    @property
+    def chunks(self) -> list[tuple[int, tuple[int, ...]]]:
+        """For each chunk, its group's id and its blocks; the first of a group may be a part."""
+        chunks: list[tuple[int, tuple[int, ...]]] = []
+        blocks = self._block_ids.tolist()
         start = 0
-        for group_id, size, index in zip(
-            group_ids, theirs.group_sizes, theirs.block_indices, strict=True
-        ):
+        for group_id, size, index in self._groups:
             end = start + size
-            self._indices[group_id] = index
-            room = blocks_per_chunk - index % blocks_per_chunk
+            room = self._per_chunk - index % self._per_chunk
             while start < end:
                 count = min(room, end - start)
-                self.chunks.append((group_id, tuple(blocks[start : start + count])))
+                chunks.append((group_id, tuple(blocks[start : start + count])))
                 start += count
-                room = blocks_per_chunk
+                room = self._per_chunk
+        return chunks
 
     def leading(self, num_chunks: int) -> GPULoadStoreSpec:
         """Return the first chunks as one end of a transfer."""
-        sizes = [0] * self._num_groups
-        blocks: list[int] = []
-        for group_id, ids in self.chunks[:num_chunks]:
-            sizes[group_id] += len(ids)
-            blocks.extend(ids)
-        return GPULoadStoreSpec(blocks, sizes, self._indices)
+        sizes, indices = [0] * self._num_groups, [0] * self._num_groups
+        pieces = []
+        start = 0
+        for group_id, size, index in self._groups:
+            room = max(0, num_chunks * self._per_chunk - index % self._per_chunk)
+            taken = min(size, room)
+            num_chunks -= self._chunks(taken, index)
+            sizes[group_id], indices[group_id] = taken, index
+            pieces.append(self._block_ids[start : start + taken])
+            start += size
+        return GPULoadStoreSpec(np.concatenate(pieces), sizes, indices)
+
+    def _chunks(self, size: int, index: int) -> int:
+        return -(-(index % self._per_chunk + size) // self._per_chunk) if size else 0

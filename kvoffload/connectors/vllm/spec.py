@@ -130,7 +130,7 @@ class HostWorker(VllmWorker):  # type: ignore[misc]
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: CPULoadStoreSpec) -> bool:
         """GPU → host."""
         end = GpuEnd(src_spec, self._group_ids, self._per_chunk)
-        self._submit(job_id, end.leading(len(end.chunks)), dst_spec, len(end.chunks))
+        self._submit(job_id, end.leading(end.num_chunks), dst_spec, end.num_chunks)
         return True
 
     def submit_load(
@@ -138,7 +138,7 @@ class HostWorker(VllmWorker):  # type: ignore[misc]
     ) -> bool:
         """Host → GPU; nothing here is faster for being asked to be."""
         end = GpuEnd(dst_spec, self._group_ids, self._per_chunk)
-        self._submit(job_id, src_spec, end.leading(len(end.chunks)), len(end.chunks))
+        self._submit(job_id, src_spec, end.leading(end.num_chunks), end.num_chunks)
         return True
 
     def _submit(self, job_id: int, src: LoadStoreSpec, dst: LoadStoreSpec, chunks: int) -> None:

@@ -40,10 +40,10 @@ COUNTERS_PERIOD_S = 0.5
 
 @dataclass
 class _Load:
-    """A load in flight: its request, and the blocks of each chunk that it is to fill."""
+    """A load in flight: its request, and the blocks that it fills."""
 
     req_id: str
-    blocks: list[tuple[int, ...]]
+    end: GpuEnd
     is_synchronous: bool
     void: bool = False
     """A reset came in between: whatever arrives is not to be used."""
@@ -147,7 +147,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
             end = GpuEnd(job.dst_spec, self._group_ids, self.settings.blocks_per_chunk)
             num_chunks = len(job.src_spec.host_slots)
             sync = is_synchronous(job)
-            self._loads[job_id] = _Load(job.req_id, [blocks for _, blocks in end.chunks], sync)
+            self._loads[job_id] = _Load(job.req_id, end, sync)
             self._transfers.submit(job_id, (job.src_spec, end.leading(num_chunks)), num_chunks)
             if sync:
                 self._transfers.wait([job_id])
@@ -161,8 +161,8 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
             end = GpuEnd(source, self._group_ids, self.settings.blocks_per_chunk)
             num_chunks = len(target.host_slots)
             self._stores.add(job_id)
-            if all(len(blocks) == self.settings.blocks_per_chunk for _, blocks in end.chunks):
-                self._transfers.submit(job_id, (end.leading(len(end.chunks)), target), num_chunks)
+            if end.is_whole:
+                self._transfers.submit(job_id, (end.leading(end.num_chunks), target), num_chunks)
             else:
                 # Part of a chunk has left the sliding window; only whole chunks are stored.
                 self._end(TransferResult(job_id, (False,) * num_chunks, reason="partial_chunk"))
@@ -195,10 +195,11 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         )
         if load is None:
             return None
-        ok = (False,) * len(result.ok) if load.void else result.ok
+        ok = () if load.void else result.ok
+        arrived = all(ok) and len(ok) >= load.end.num_chunks
         bad = [
             block
-            for i, blocks in enumerate(load.blocks)
+            for i, (_, blocks) in enumerate(() if arrived else load.end.chunks)
             if i >= len(ok) or not ok[i]
             for block in blocks
         ]

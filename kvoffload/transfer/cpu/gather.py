@@ -19,7 +19,7 @@ Indices = npt.NDArray[np.intp]
 Items = npt.NDArray[np.void]
 
 PAGES_AT_ONCE = 512
-"""Pages touched before they are copied: as many as the processor's TLB holds until the copy."""
+"""Pages touched before they are copied: as many as fit the processor's TLB."""
 LEAST_ITEM_BYTES = 4096
 """Items of at least this size are as fast as whole pages."""
 
@@ -138,7 +138,7 @@ class GatherTwice(AdjacentTensors):
 class Scatter(AdjacentTensors):
     """Slot → blocks. Items are pages or parts of large pages, and may begin at every step.
 
-    Parts, because numpy holds the GIL while it writes few items, even if they are large.
+    Parts, because numpy releases the GIL only for a certain number of items, however large.
     """
 
     def __init__(self, parts: Sequence[PagesOfTensor], per_chunk: int) -> None:

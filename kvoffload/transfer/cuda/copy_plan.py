@@ -23,7 +23,7 @@ class CopyPlan:
         kv_caches: the engine's tensors.
         layout: of chunks.
         slot_bytes: distance of two slots.
-        stage_bytes: staging memory that one gather may fill; it grows to hold the largest region.
+        stage_bytes: staging memory for one gather; at least the size of the largest region.
         direct_page_bytes: pages of this size and more are not staged.
     """
 

@@ -6,7 +6,7 @@ gathered and then copied (or copied and then scattered). Stream order is enough 
 before the staging memory is used again. While one lane copies, the other gathers.
 
 The engine's thread only queues a transfer. In each direction one thread enqueues its work, and one
-waits for its end, so that neither a large transfer nor a slow one delays the engine.
+waits for its end. Neither a large transfer nor a slow one delays the engine.
 """
 
 import logging

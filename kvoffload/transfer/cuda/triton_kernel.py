@@ -42,7 +42,7 @@ def _move(
 ):
     """Move one tile of one region's page of one block at a time.
 
-    ``table`` holds three rows of ``size``: block id, chunk, place in the chunk. ``regions`` holds
+    ``table`` has three rows of ``size``: block id, chunk, place in the chunk. ``regions`` has
     four of ``num_regions``: address, words from row to row, words of a page, and the region's place
     in the staged part of a chunk.
     """
