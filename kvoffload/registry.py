@@ -7,9 +7,13 @@ from typing import Any
 from kvoffload.backends.base import Backend, BackendFactory
 from kvoffload.config import convert, did_you_mean
 from kvoffload.errors import ConfigError
+from kvoffload.policies.base import refusal
 
 BACKENDS = "kvoffload.backends"
 POLICIES = "kvoffload.policies"
+
+
+_refusal = cache(refusal)
 
 
 @cache
@@ -21,18 +25,21 @@ def load(group: str, name: str, field: str = "type") -> Any:
     """Return what an entry point names, importing it on first use.
 
     Raises:
-        ConfigError: nothing of that name is installed, or it cannot be imported.
+        ConfigError: nothing of that name is installed, or it cannot be imported or used.
     """
     found = _named(group)
     if name not in found:
         known = ", ".join(sorted(found)) or "none (is the package installed?)"
         hint = did_you_mean(name, found) or f"installed: {known}"
         raise ConfigError(field, name, f"no such plug-in in {group}; {hint}")
+    plugin = f"the plug-in {found[name].value}"
     try:
-        return found[name].load()
-    except Exception as error:  # somebody else's module raises what it likes
-        remedy = f"the plug-in {found[name].value} cannot be imported: {error}"
-        raise ConfigError(field, name, remedy) from error
+        loaded = found[name].load()
+    except Exception as error:  # a plug-in's module may raise anything
+        raise ConfigError(field, name, f"{plugin} cannot be imported: {error}") from error
+    if group == POLICIES and (reason := _refusal(loaded)):
+        raise ConfigError(field, name, f"{plugin} {reason}")
+    return loaded
 
 
 def read_options(type: str, options: dict[str, Any], where: str = "") -> Any:

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -10,7 +10,6 @@ import msgspec
 from kvoffload.backends.base import Removal, Usage
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
-from kvoffload.policies.lru import LRUPolicy
 
 _MAX_REMOVALS = 1 << 16
 """Removals kept for a listener that may never ask; older ones are lost to it."""
@@ -40,8 +39,7 @@ class MemoryBackend:
     def __init__(self, options: MemoryOptions, namespace: str) -> None:
         self.namespace = namespace
         self._capacity = int(options.capacity)
-        self._chunks: dict[bytes, bytes] = {}
-        self._order = LRUPolicy(0)
+        self._chunks: OrderedDict[bytes, bytes] = OrderedDict()  # the least recently used first
         self._resident_bytes = 0
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self._counts: Counter[str] = Counter()
@@ -77,8 +75,7 @@ class MemoryBackend:
         """Drop everything."""
         with self._lock:
             self._closed = True
-            self._chunks = {}
-            self._order.clear()
+            self._chunks.clear()
             self._resident_bytes = 0
 
     def holds(self, key: bytes) -> bool:
@@ -112,7 +109,7 @@ class MemoryBackend:
             if chunk is None or len(chunk) != target.nbytes:
                 self._counts["read_missing" if chunk is None else "read_length"] += 1
                 return False
-            self._order.touch(key)
+            self._chunks.move_to_end(key)
         target.cast("B")[:] = chunk
         return True
 
@@ -122,7 +119,7 @@ class MemoryBackend:
             return False
         with self._lock:
             if key in self._chunks:
-                self._order.touch(key)
+                self._chunks.move_to_end(key)
                 return True
         copy = bytes(chunk)
         with self._lock:
@@ -130,17 +127,15 @@ class MemoryBackend:
                 return False
             self._drop(key)
             while self._resident_bytes + len(copy) > self._capacity:
-                (victim,) = self._order.victims(1)
+                victim = next(iter(self._chunks))
                 self._drop(victim)
                 self._removals.append(Removal(victim, "evicted"))
                 self._counts["evicted"] += 1
             self._chunks[key] = copy
             self._resident_bytes += len(copy)
-            self._order.add(key)
         return True
 
     def _drop(self, key: bytes) -> None:
         chunk = self._chunks.pop(key, None)
         if chunk is not None:
             self._resident_bytes -= len(chunk)
-            self._order.remove(key)

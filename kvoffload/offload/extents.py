@@ -1,33 +1,33 @@
 """Host memory for chunks of several sizes: extents go to the size that needs them.
 
-Each size has its own slots and its own eviction order. An extent with nothing in it belongs to no
-one. When none is left, a size evicts its own chunks, unless it has less than its share: then it
-takes an extent from the size that is furthest above its own. A size's share is its part of the
-bytes asked for lately, which is the part it would have if all chunks were in one order.
+Each size has its own slots and its own eviction order. An empty extent belongs to no size. When
+none is left, a size evicts its own chunks, unless it has less than its share: then it takes an
+extent from the size that is furthest above its own. A size's share is its part of the bytes asked
+for lately, which is the part it would have if all chunks were in one order.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import cast
 
 from kvoffload.messages import OffloadKey
 from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.host_cache import HostCache
-from kvoffload.offload.priority import SHARE_ABOVE, ByPriority
+from kvoffload.offload.priority import SHARE_ABOVE, PriorityPolicy
 from kvoffload.policies.base import Policy
 
 STEAL_TRIES = 4
-"""Extents looked at when one is to be taken away; one with a chunk in use cannot be."""
+"""Extents tried when one is to be taken away; one with a chunk in use cannot be taken."""
 DEMAND_MEMORY = 2.0
-"""Demand is halved each time this many times the memory has been asked for."""
+"""Halve the demand counters after reserving this many times the memory's size."""
 
 
 class _Size:
-    """The slots of one size: a power of its own over some extents."""
+    """The slots of one size, in some of the extents."""
 
     def __init__(self, rows: int, per_extent: int, policy: Policy) -> None:
         self.rows = rows
         self.per_extent = per_extent
-        self.policy = policy
+        self.policy = PriorityPolicy(policy)
         self.num_extents = 0
         self.num_free = 0
         self.num_ready = 0
@@ -37,23 +37,32 @@ class _Size:
 
 
 class _OrderBySize:
-    """The orders of all sizes behind the face of one policy."""
+    """The orders of all sizes as one policy."""
 
     def __init__(self, size_of: Callable[[bytes], _Size], sizes: Sequence[_Size]) -> None:
         self._size_of = size_of
         self._sizes = sizes
 
-    def add(self, key: bytes) -> None:
-        self._size_of(key).policy.add(key)
+    def _split(self, keys: Iterable[bytes]) -> dict[_Size, list[bytes]]:
+        by_size: dict[_Size, list[bytes]] = {}
+        for key in keys:
+            by_size.setdefault(self._size_of(key), []).append(key)
+        return by_size
 
-    def touch(self, key: bytes) -> None:
-        self._size_of(key).policy.touch(key)
+    def add(self, keys: Sequence[bytes]) -> None:
+        for size, mine in self._split(keys).items():
+            size.policy.add(mine)
 
-    def remove(self, key: bytes) -> None:
-        self._size_of(key).policy.remove(key)
+    def touch(self, keys: Sequence[bytes]) -> None:
+        for size, mine in self._split(keys).items():
+            size.policy.touch(mine)
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        for size, mine in self._split(keys).items():
+            size.policy.remove(mine)
 
     def victims(self, count: int) -> Sequence[bytes]:
-        """Take victims from the largest order first; the ledger itself asks each size's policy."""
+        """Take victims from the largest order first; the cache itself asks each size's policy."""
         taken: list[bytes] = []
         for size in sorted(self._sizes, key=lambda size: -len(size.policy)):
             taken.extend(size.policy.victims(count - len(taken)))
@@ -63,15 +72,20 @@ class _OrderBySize:
         return sum(len(size.policy) for size in self._sizes)
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, bytes) and key in self._size_of(key).policy
+        return any(key in size.policy for size in self._sizes)
 
     def clear(self) -> None:
         for size in self._sizes:
             size.policy.clear()
 
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Drop priorities; see :meth:`PriorityPolicy.forget`."""
+        for size, mine in self._split(keys).items():
+            size.policy.forget(mine)
+
 
 class ExtentLedger(HostCache):
-    """A host ledger for several sizes; a slot's number is that of its first row.
+    """A host cache for several sizes; a slot's number is that of its first row.
 
     Args:
         geometry: with extents.
@@ -81,26 +95,22 @@ class ExtentLedger(HostCache):
     def __init__(self, geometry: HostGeometry, new_policy: Callable[[int], Policy]) -> None:
         self._extent_rows = extent_rows = geometry.extent_rows
         self._num_extents = geometry.num_extents
-        self._by_rows = {
-            rows: _Size(
-                rows,
-                extent_rows // rows,
-                new_policy(extent_rows // rows * geometry.num_extents),
-            )
-            for rows in geometry.sizes
-        }
-        sizes = list(self._by_rows.values())
-        self._sizes = sizes
-        self._smallest = sizes[0]
+        by_rows = {}
+        for rows in geometry.sizes:
+            per_extent = extent_rows // rows
+            by_rows[rows] = _Size(rows, per_extent, new_policy(per_extent * geometry.num_extents))
+        self._sizes = list(by_rows.values())
+        self._smallest = self._sizes[0]
         # By the key's last four bytes, its group.
         self._by_group = {
-            group.to_bytes(4, "big"): self._by_rows[rows]
+            group.to_bytes(4, "big"): by_rows[rows]
             for group, rows in enumerate(geometry.rows_of_group)
         }
-        super().__init__(geometry.num_rows, _OrderBySize(self._size_of, sizes), geometry.row_bytes)
+        self._by_size = _OrderBySize(self._size_of, self._sizes)
+        super().__init__(geometry.num_rows, self._by_size, geometry.row_bytes)
         self._unowned = list(range(geometry.num_extents - 1, -1, -1))
         self._owner: list[_Size | None] = [None] * geometry.num_extents
-        # Slot → the loadable chunk in it, so that an extent can be emptied.
+        # Slot → the ready chunk in it, so that an extent can be emptied.
         self._key_in: dict[int, OffloadKey] = {}
 
     def _size_of(self, key: bytes) -> _Size:
@@ -109,21 +119,21 @@ class ExtentLedger(HostCache):
     # ---- figures ----
 
     def room_for(self, key: OffloadKey) -> int:
-        """See :meth:`HostCache.room_for`; does not count what other sizes would have to give."""
+        """See :meth:`HostCache.room_for`; leaves out slots that other sizes would have to give."""
         size = self._size_of(key)
         return size.num_free + len(size.policy) + len(self._unowned) * size.per_extent
 
     def has_room(self, keys: Sequence[OffloadKey]) -> bool:
         """See :meth:`HostCache.has_room`.
 
-        Extents of nobody are shared among the sizes, and so is what sizes have beyond their needs.
-        Of the latter not all can be taken away, if chunks in use are strewn over it.
+        Unowned extents are shared among the sizes, and so are extents beyond a size's needs. An
+        extent with a pinned chunk cannot be taken away, which this estimate ignores.
         """
         if all(map(self.is_ready, keys)):
             return True
         left = {size: size.num_free + len(size.policy) for size in self._sizes}
         for key in keys:
-            if key not in self.pinned:  # takes a slot, or is idle and does not make room
+            if key not in self.pinned:  # takes a slot, or is evictable but makes no room
                 left[self._size_of(key)] -= 1
         lacking = sum(-(count // size.per_extent) for size, count in left.items() if count < 0)
         spare = sum(count // size.per_extent for size, count in left.items() if count > 0)
@@ -131,24 +141,20 @@ class ExtentLedger(HostCache):
 
     @property
     def busy_slots(self) -> int:
-        """See :meth:`HostCache.busy_slots`."""
         return sum(
             size.num_extents * size.per_extent - size.num_free - len(size.policy)
             for size in self._sizes
         )
 
     def bytes_of(self, key: OffloadKey) -> int:
-        """See :meth:`HostCache.bytes_of`."""
         return self._size_of(key).rows * self.slot_bytes
 
     @property
     def resident_bytes(self) -> int:
-        """See :meth:`HostCache.resident_bytes`."""
         return sum(size.num_ready * size.rows for size in self._sizes) * self.slot_bytes
 
     @property
     def inflight_bytes(self) -> int:
-        """See :meth:`HostCache.inflight_bytes`."""
         rows = sum(
             (size.num_extents * size.per_extent - size.num_free - size.num_ready) * size.rows
             for size in self._sizes
@@ -160,7 +166,6 @@ class ExtentLedger(HostCache):
     def reserve(
         self, keys: Sequence[OffloadKey], protected: Collection[OffloadKey] = ()
     ) -> tuple[list[int], list[OffloadKey]]:
-        """See :meth:`HostCache.reserve`."""
         kept = frozenset(protected)
         wanted: dict[_Size, int] = {}
         for key in keys:
@@ -206,18 +211,17 @@ class ExtentLedger(HostCache):
                 break
             for key in victims:
                 (spared if key in kept else gone).append(key)
-        for key in gone:
-            self._vacate(key)
-        for key in spared:
-            size.policy.add(key)
+        self._vacate(gone)
+        size.policy.add(spared)
         return gone
 
-    def _vacate(self, key: OffloadKey) -> None:
-        """An idle chunk, taken out of its order, leaves its slot."""
-        slot = self.idle.slots.pop(key)
-        self._unready(key, slot)
-        self._put(slot)
-        self._forget_priorities((key,))
+    def _vacate(self, keys: Sequence[OffloadKey]) -> None:
+        """Free the slots of evicted chunks."""
+        for key in keys:
+            slot = self.resident.pop(key)
+            self._unready(key, slot)
+            self._put(slot)
+        self._forget_priorities(keys)
 
     def _unready(self, key: OffloadKey, slot: int) -> None:
         del self._key_in[slot]
@@ -246,7 +250,7 @@ class ExtentLedger(HostCache):
             self._owner[extent] = None
             self._unowned.append(extent)
 
-    # ---- who gets which extent ----
+    # ---- owners of extents ----
 
     def _give_extent(self, size: _Size, extent: int) -> None:
         first = extent * self._extent_rows
@@ -267,45 +271,41 @@ class ExtentLedger(HostCache):
         return size.num_extents - size.demand / demand * self._num_extents
 
     def _below_share(self, size: _Size) -> bool:
-        # A whole extent below, or two sizes would take the same one from each other for ever.
+        # A whole extent below: otherwise two sizes would take one extent from each other for ever.
         return self._excess(size) <= -1
 
     def _steal_for(
         self, size: _Size, kept: frozenset[OffloadKey], evicted: list[OffloadKey]
     ) -> bool:
         """Empty an extent of another size: the size most above its share that can give one."""
-        others = sorted((s for s in self._sizes if s is not size), key=lambda s: -self._excess(s))
-        return any(self._empty_an_extent(other, kept, evicted) for other in others)
+        donors = sorted((s for s in self._sizes if s is not size), key=lambda s: -self._excess(s))
+        return any(self._empty_an_extent(donor, kept, evicted) for donor in donors)
 
     def _empty_an_extent(
         self, size: _Size, kept: frozenset[OffloadKey], evicted: list[OffloadKey]
     ) -> bool:
-        """Evict what is in the extent of the chunk that leaves next, if nothing there is in use."""
+        """Evict the chunks in the extent of the next victim, if none of them is in use."""
         spared: list[OffloadKey] = []
         try:
             for _ in range(STEAL_TRIES):
-                victims = size.policy.victims(1)
+                victims = cast(Sequence[OffloadKey], size.policy.victims(1))
                 if not victims:
                     return False
-                spared.extend(map(OffloadKey, victims))
-                extent = self.idle.slots[spared[-1]] // self._extent_rows
-                inside = self._idle_in(size, extent, kept)
+                spared.extend(victims)
+                extent = self.resident[victims[0]] // self._extent_rows
+                inside = self._evictable_in(size, extent, kept)
                 if inside is None:
                     continue
-                for key in inside:
-                    if key in spared:
-                        spared.remove(key)
-                    else:
-                        size.policy.remove(key)
-                    self._vacate(key)
+                size.policy.remove([key for key in inside if key not in spared])
+                spared = [key for key in spared if key not in inside]
+                self._vacate(inside)
                 evicted.extend(inside)
                 return True
             return False
         finally:
-            for left in spared:
-                size.policy.add(left)
+            size.policy.add(spared)
 
-    def _idle_in(
+    def _evictable_in(
         self, size: _Size, extent: int, kept: frozenset[OffloadKey]
     ) -> list[OffloadKey] | None:
         """List the chunks in an extent; None if one of its slots is in use or to be kept."""
@@ -323,50 +323,37 @@ class ExtentLedger(HostCache):
 
     # ---- chunks ----
 
-    def become_ready(self, key: OffloadKey, slot: int) -> None:
-        """See :meth:`HostCache.become_ready`."""
-        self._key_in[slot] = key
-        self._size_of(key).num_ready += 1
-        super().become_ready(key, slot)
-
-    def _become_ready_all(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+    def _become_ready(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         for key, slot in zip(keys, slots, strict=True):
-            self.become_ready(key, slot)
+            self._key_in[slot] = key
+            self._size_of(key).num_ready += 1
+        super()._become_ready(keys, slots)
 
     def prioritise(self, keys: Sequence[OffloadKey], priority: int) -> None:
-        """See :meth:`HostCache.prioritise`."""
+        if not priority:
+            return
         for size in self._sizes:
-            if priority and not isinstance(size.policy, ByPriority):
-                size.policy = ByPriority(size.policy)
-            if isinstance(size.policy, ByPriority):
-                marked = [k for k in keys if self._size_of(k) is size]
-                if priority > 0:
-                    marked = marked[: self._rows_above_left() // size.rows]
-                size.policy.mark(marked, priority)
+            marked = [key for key in keys if self._size_of(key) is size]
+            if priority > 0:
+                marked = marked[: self._rows_above_left() // size.rows]
+            size.policy.mark(marked, priority)
 
     def _rows_above_left(self) -> int:
-        orders = [(size.rows, size.policy) for size in self._sizes]
-        above = sum(rows * it.num_above for rows, it in orders if isinstance(it, ByPriority))
+        above = sum(size.rows * size.policy.num_above for size in self._sizes)
         return max(0, int(self.num_slots * SHARE_ABOVE) - above)
 
     def _forget_priorities(self, keys: Sequence[OffloadKey]) -> None:
-        for key in keys:
-            policy = self._size_of(key).policy
-            if isinstance(policy, ByPriority):
-                policy.forget((key,))
+        self._by_size.forget(keys)
 
     def _marked(self) -> Collection[bytes]:
-        orders = [size.policy for size in self._sizes]
-        return {k for order in orders if isinstance(order, ByPriority) for k in order.marked}
+        return {key for size in self._sizes for key in size.policy.marked}
 
     def forget(self, key: OffloadKey) -> None:
-        """See :meth:`HostCache.forget`."""
-        slot = self.pinned[key] if key in self.pinned else self.idle.slots[key]
-        self._unready(key, slot)
+        self._unready(key, self.resident[key])
         super().forget(key)
 
-    def _free_idle(self) -> None:
-        for key, slot in self.idle.slots.items():
+    def _free_evictable(self) -> None:
+        for key, slot in self.resident.items():
             self._unready(key, slot)
             self._put(slot)
 
@@ -387,7 +374,7 @@ class ExtentLedger(HostCache):
         ]
         unowned = [extent for extent, owner in enumerate(self._owner) if owner is None]
         return (
-            sorted([*free, *self._taken()]) == sorted(owned)
+            sorted([*free, *set(self._uses())]) == sorted(owned)
             and sorted(self._unowned) == unowned
             and self._key_in == {slot: key for key, slot in self.ready()}
         )

@@ -1,22 +1,22 @@
-"""Host memory as a ledger: which chunk is in which slot, who uses it, which slots are free.
+"""The cache in host memory: the slot of each chunk, its pins, and the free slots.
 
-This one is for slots of one size; :mod:`kvoffload.offload.extents` adds several.
+This cache has slots of one size; :mod:`kvoffload.offload.extents` adds several.
 
 A slot is in exactly one place: free; under a chunk that is *ready* (loadable), *incoming* (being
-stored) or *fetching* (being brought from a tier); under an *orphan* (a chunk forgotten while
-transfers still use its slot); or in *limbo* (its transfer was given up, yet something may still
-touch the memory). Idle ready chunks, and only these, are in the policy's order.
+stored) or *fetching* (being read from a tier); under an *orphan* (a chunk forgotten while transfers
+still use its slot); or *abandoned* (its transfer was given up, but may still access the memory).
+The policy orders the *evictable* chunks: those that are ready and not pinned.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, repeat
+from typing import cast
 
 from kvoffload.errors import UsageError
 from kvoffload.messages import OffloadKey
-from kvoffload.offload.idle import Idle, idle_in
-from kvoffload.offload.priority import SHARE_ABOVE, ByPriority
+from kvoffload.offload.priority import SHARE_ABOVE, PriorityPolicy
 from kvoffload.policies.base import Policy
 
 
@@ -31,7 +31,7 @@ class HostCache:
 
     Args:
         num_slots: chunks that fit.
-        policy: orders idle chunks; made for this ledger alone.
+        policy: orders the evictable chunks; made for this cache alone.
         slot_bytes: bytes of a slot, for figures in bytes.
     """
 
@@ -39,40 +39,42 @@ class HostCache:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.policy = policy
-        self.idle: Idle = idle_in(policy)
+        self._order = PriorityPolicy(policy)
+        self.resident: dict[OffloadKey, int] = {}
+        """The slot of each ready chunk, pinned or not."""
         self.pinned: dict[OffloadKey, int] = {}
+        """The reference count of each ready chunk that transfers use."""
         self.incoming: dict[OffloadKey, int] = {}
         self.fetching: dict[OffloadKey, int] = {}
-        # Pinned chunks with several users: how many beyond the first.
-        self._more_users: dict[OffloadKey, int] = {}
         self._free = list(range(num_slots - 1, -1, -1))
         self._orphans: dict[OffloadKey, _Orphan] = {}
-        self._limbo: dict[int, list[OffloadKey | None]] = {}
-        # Slots that chunks of a load use one after the other: how many have not ended.
+        # Abandoned slot → for each use: the pinned or orphaned chunk, or None.
+        self._abandoned: dict[int, list[OffloadKey | None]] = {}
+        # Slots that chunks of a load use one after the other: how many chunks have not ended.
         self._turns: Counter[int] = Counter()
 
-    # ---- what is here ----
+    # ---- lookup ----
 
     def absent(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return those chunks, once each, that are neither here nor on their way."""
+        """Return the chunks, once each, that are neither ready nor in flight."""
         wanted = dict.fromkeys(keys)
-        places = (self.idle.slots, self.pinned, self.incoming, self.fetching, self._orphans)
+        places = (self.resident, self.incoming, self.fetching, self._orphans)
         if all(not place or place.keys().isdisjoint(wanted) for place in places):
             return list(wanted)
         return [key for key in wanted if not self.is_ready(key) and not self.moving(key)]
 
     def is_ready(self, key: OffloadKey) -> bool:
-        """Whether a chunk can be loaded from here."""
-        return key in self.idle.slots or key in self.pinned
+        """Whether a chunk can be loaded from host memory."""
+        return key in self.resident
 
     @property
     def num_ready(self) -> int:
-        """Chunks that can be loaded from here."""
-        return len(self.idle.slots) + len(self.pinned)
+        """Chunks that can be loaded from host memory."""
+        return len(self.resident)
 
     def ready(self) -> Iterable[tuple[OffloadKey, int]]:
-        """List the chunks that can be loaded from here, with their slots; O(slots)."""
-        return chain(self.idle.slots.items(), self.pinned.items())
+        """List the ready chunks with their slots; O(slots)."""
+        return self.resident.items()
 
     def moving(self, key: OffloadKey) -> bool:
         """Whether a chunk's slot is written, or still used though the chunk was forgotten."""
@@ -82,21 +84,27 @@ class HostCache:
         """Whether a chunk was forgotten while transfers still use its slot."""
         return key in self._orphans
 
+    @property
+    def _num_evictable(self) -> int:
+        return len(self.resident) - len(self.pinned)
+
     def room_for(self, key: OffloadKey) -> int:
-        """Slots that could be reserved now for chunks of this one's size."""
-        return len(self._free) + len(self.idle.slots)
+        """Slots that could be reserved now for chunks of the key's size."""
+        return len(self._free) + self._num_evictable
 
     def has_room(self, keys: Sequence[OffloadKey]) -> bool:
-        """Whether all these chunks could be here at once: those that are not yet need slots."""
-        idle = sum(map(self.idle.slots.__contains__, keys))
-        needed = len(keys) - idle - sum(map(self.pinned.__contains__, keys))
-        # Idle chunks among them are not what makes room for the rest.
-        return not needed or needed <= len(self._free) + len(self.idle.slots) - idle
+        """Whether all chunks could be in host memory at once."""
+        ready = sum(map(self.resident.__contains__, keys))
+        if ready == len(keys):
+            return True
+        # Evictable chunks of the batch make no room for the rest of it.
+        evictable = ready - sum(map(self.pinned.__contains__, keys))
+        return len(keys) - ready <= len(self._free) + self._num_evictable - evictable
 
     @property
     def busy_slots(self) -> int:
-        """Slots that a transfer uses, or that wait for one to let go."""
-        return self.num_slots - len(self._free) - len(self.idle.slots)
+        """Slots that are neither free nor evictable: transfers use them."""
+        return self.num_slots - len(self._free) - self._num_evictable
 
     # ---- figures ----
 
@@ -111,12 +119,12 @@ class HostCache:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the slots of loadable chunks."""
+        """Bytes of the slots of ready chunks."""
         return self.num_ready * self.slot_bytes
 
     @property
     def inflight_bytes(self) -> int:
-        """Bytes of slots in use that hold no loadable chunk: written now, or not let go of yet."""
+        """Bytes of used slots without a ready chunk: being written, or not released yet."""
         return (self.num_slots - len(self._free) - self.num_ready) * self.slot_bytes
 
     # ---- slots ----
@@ -124,9 +132,9 @@ class HostCache:
     def reserve(
         self, keys: Sequence[OffloadKey], protected: Collection[OffloadKey] = ()
     ) -> tuple[list[int], list[OffloadKey]]:
-        """Take slots for as many leading chunks as possible; return them and whom they evicted.
+        """Take slots for as many leading chunks as possible; return slots and evicted chunks.
 
-        Idle chunks leave in the policy's order, never one that is ``protected``.
+        Chunks are evicted in the policy's order, ``protected`` ones never.
         """
         count = len(keys)
         short = count - len(self._free)
@@ -140,31 +148,27 @@ class HostCache:
     def _evict(self, count: int, protected: Collection[OffloadKey]) -> list[OffloadKey]:
         kept = frozenset(protected)
         gone: list[OffloadKey] = []
-        spared: list[tuple[OffloadKey, int]] = []
+        spared: list[OffloadKey] = []
         while len(gone) < count:
-            keys, slots = self.idle.victims(count - len(gone))
-            if not keys:
+            victims = cast(Sequence[OffloadKey], self._order.victims(count - len(gone)))
+            if not victims:
                 break
-            if kept.isdisjoint(keys):
-                gone += keys
-                self._free += slots
-                continue
-            for key, slot in zip(keys, slots, strict=True):
-                if key in kept:
-                    spared.append((key, slot))
-                else:
-                    gone.append(key)
-                    self._free.append(slot)
-        for key, slot in spared:
-            self.idle.put(key, slot)
+            if kept.isdisjoint(victims):
+                gone += victims
+            else:
+                spared += [key for key in victims if key in kept]
+                gone += [key for key in victims if key not in kept]
+        self._free += map(self.resident.pop, gone)
+        if spared:
+            self._order.add(spared)
         self._forget_priorities(gone)
         return gone
 
     def take_turns(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Take slots for chunks that use them one after the other, where there are fewer slots.
+        """Take slots that chunks use one after the other, fewer slots than chunks if need be.
 
-        Half of those that are free at most, so that whoever comes next finds some as well. A slot
-        is free again when the last of its chunks has ended. Empty, if there is none for some size.
+        Takes at most half of the free slots, so that the next load finds some as well. A slot is
+        free again when the last of its chunks has ended. Empty if a size has no slot.
         """
         by_size: dict[int, list[OffloadKey]] = {}
         for key in keys:
@@ -182,8 +186,8 @@ class HostCache:
         self._turns.update(taken)
         return taken
 
-    def _let_go(self, slot: int) -> None:
-        """A chunk does not use a slot any more: it is free, unless others have their turn."""
+    def _end_turn(self, slot: int) -> None:
+        """Free a slot that a chunk no longer uses, unless it is shared with further chunks."""
         if self._turns[slot] > 1:
             self._turns[slot] -= 1
         else:
@@ -191,92 +195,89 @@ class HostCache:
             self._put(slot)
 
     def _put(self, slot: int) -> None:
-        """A slot is free again."""
+        """Free a slot."""
         self._free.append(slot)
 
     def give_back(self, key: OffloadKey, slot: int, settled: bool) -> None:
-        """A chunk will never be ready in the slot it was to have."""
+        """End the transfer that was to fill a chunk's slot, without success."""
         self._forget_priorities((key,))
         if settled:
-            self._let_go(slot)
+            self._end_turn(slot)
         else:
-            # A late read could still write here: reused now, it would corrupt another chunk.
-            self._limbo.setdefault(slot, []).append(None)
+            # A late read could still write to the slot: reused now, it would corrupt another chunk.
+            self._abandoned.setdefault(slot, []).append(None)
 
     def release(self, slot: int) -> bool:
-        """Nothing touches an unsettled slot any more; False if it was not in limbo."""
-        uses = self._limbo.get(slot)
+        """End one use of an abandoned slot; False if the slot is not abandoned."""
+        uses = self._abandoned.get(slot)
         if not uses:
             return False
         key = uses.pop()
         if not uses:
-            del self._limbo[slot]
+            del self._abandoned[slot]
         if key is None:
-            self._let_go(slot)
+            self._end_turn(slot)
         else:
             self.end_use(key)
         return True
 
-    # ---- uses ----
+    # ---- ready chunks, pins ----
+
+    def all_ready(self, keys: Sequence[OffloadKey]) -> bool:
+        """Make incoming chunks ready, in the order given; False, without a change, if not all."""
+        slots = list(map(self.incoming.pop, keys, repeat(-1)))
+        if -1 in slots:
+            pairs = zip(keys, slots, strict=True)
+            self.incoming.update((key, slot) for key, slot in pairs if slot >= 0)
+            return False
+        self._become_ready(keys, slots)
+        return True
+
+    def become_ready(self, key: OffloadKey, slot: int) -> None:
+        """Make a chunk that is wholly in its slot loadable and evictable."""
+        self._become_ready((key,), (slot,))
+
+    def _become_ready(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+        self.resident.update(zip(keys, slots, strict=True))
+        self._order.add(keys)
 
     def pin_all(self, keys: Sequence[OffloadKey]) -> list[int] | None:
-        """Begin the first use of idle chunks and return their slots.
+        """Pin evictable chunks and return their slots.
 
-        None, and nothing is done, if not all are idle or one is named twice.
+        None, without a change, if a chunk is not evictable or named twice.
         """
         try:
-            slots = list(map(self.idle.slots.__getitem__, keys))
+            slots = list(map(self.resident.__getitem__, keys))
         except KeyError:
             return None
-        uses = dict(zip(keys, slots, strict=True))
-        if len(uses) < len(keys):
+        pins = dict.fromkeys(keys, 1)
+        if len(pins) < len(keys) or not self.pinned.keys().isdisjoint(keys):
             return None
-        self.idle.take_all(keys)
-        if self.pinned:
-            self.pinned.update(uses)
-        else:
-            self.pinned = uses
+        self._order.remove(keys)
+        self.pinned.update(pins)
         return slots
 
     def unpin_all(self, keys: Sequence[OffloadKey]) -> bool:
-        """End the last use of chunks; False, and nothing is done, if others use one of them.
+        """End the last use of chunks, which become evictable in the order given.
 
-        They become idle in the order given.
+        False, without a change, if a chunk has further uses.
         """
-        if self._more_users and not self._more_users.keys().isdisjoint(keys):
-            return False
-        slots = list(map(self.pinned.pop, keys, repeat(-1)))
-        if -1 not in slots:
-            self.idle.put_all(keys, slots)
+        counts = list(map(self.pinned.pop, keys, repeat(0)))
+        if counts.count(1) == len(keys):
+            self._order.add(keys)
             return True
-        self.pinned.update((k, slot) for k, slot in zip(keys, slots, strict=True) if slot >= 0)
+        pairs = zip(keys, counts, strict=True)
+        self.pinned.update((key, users) for key, users in pairs if users)
         return False
 
-    def all_ready(self, keys: Sequence[OffloadKey]) -> bool:
-        """Incoming chunks are ready, in the order given; False, and nothing is done, if not all."""
-        slots = list(map(self.incoming.pop, keys, repeat(-1)))
-        if -1 in slots:
-            for key, slot in zip(keys, slots, strict=True):
-                if slot >= 0:
-                    self.incoming[key] = slot
-            return False
-        self._become_ready_all(keys, slots)
-        return True
-
-    def _become_ready_all(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
-        self.idle.put_all(keys, slots)
-
-    def become_ready(self, key: OffloadKey, slot: int) -> None:
-        """A chunk is wholly in its slot: loadable, idle, evictable."""
-        self.idle.put(key, slot)
-
     def pin(self, key: OffloadKey) -> int:
-        """Begin a use of a ready chunk, which leaves the order with its first user; its slot."""
-        if key in self.pinned:
-            self._more_users[key] = self._more_users.get(key, 0) + 1
-        else:
-            self.pinned[key] = self.idle.take(key)
-        return self.pinned[key]
+        """Begin a use of a ready chunk and return its slot."""
+        slot = self.resident[key]
+        users = self.pinned.get(key, 0)
+        if not users:
+            self._order.remove((key,))
+        self.pinned[key] = users + 1
+        return slot
 
     def end_use(self, key: OffloadKey, settled: bool = True) -> None:
         """End one use of a pinned or orphaned chunk.
@@ -285,111 +286,113 @@ class HostCache:
         """
         orphan = self._orphans.get(key)
         if not settled:
-            slot = orphan.slot if orphan else self.pinned[key]
-            self._limbo.setdefault(slot, []).append(key)
+            slot = orphan.slot if orphan else self.resident[key]
+            self._abandoned.setdefault(slot, []).append(key)
         elif orphan:
             orphan.users -= 1
             if not orphan.users:
                 del self._orphans[key]
-                self._let_go(orphan.slot)
-        elif key in self._more_users:
-            self._more_users[key] -= 1
-            if not self._more_users[key]:
-                del self._more_users[key]
+                self._end_turn(orphan.slot)
+        elif self.pinned[key] > 1:
+            self.pinned[key] -= 1
         else:
-            self.idle.put(key, self.pinned.pop(key))
+            del self.pinned[key]
+            self._order.add((key,))
+
+    # ---- order ----
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Count a use of chunks, the last one as the most recent; see :meth:`Policy.touch`."""
+        self._order.touch(keys)
+
+    def put_in_order(self, keys: Iterable[OffloadKey]) -> None:
+        """Move evictable chunks to the recent end, in the order given, without counting a use."""
+        resident, pinned = self.resident, self.pinned
+        here = [key for key in dict.fromkeys(keys) if key in resident and key not in pinned]
+        self._order.remove(here)
+        self._order.add(here)
 
     def prioritise(self, keys: Sequence[OffloadKey], priority: int) -> None:
-        """Chunks about to be stored are of this priority from now on; see :class:`ByPriority`.
+        """Give chunks about to be stored a priority; see :class:`PriorityPolicy`.
 
-        Those above :data:`SHARE_ABOVE` of the slots stay normal.
+        Chunks above :data:`SHARE_ABOVE` of the slots stay normal.
         """
-        order = self.policy
-        if not isinstance(order, ByPriority):
-            if not priority:
-                return
-            # Once in a ledger's life: from the first priority on, slots are kept beside the order.
-            self.policy = order = ByPriority(order)
-            self.idle = idle_in(order, self.idle.slots)
         if priority > 0:
-            keys = keys[: max(0, int(self.num_slots * SHARE_ABOVE) - order.num_above)]
-        order.mark(keys, priority)
+            left = int(self.num_slots * SHARE_ABOVE) - self._order.num_above
+            keys = keys[: max(0, left)]
+        self._order.mark(keys, priority)
 
     def _forget_priorities(self, keys: Sequence[OffloadKey]) -> None:
-        """Chunks are here no more: stored again, they are of the priority they get then."""
-        if isinstance(self.policy, ByPriority):
-            self.policy.forget(keys)
+        """Drop the priorities of chunks that left: stored again, they get a new one."""
+        self._order.forget(keys)
 
     def _marked(self) -> Collection[bytes]:
-        return self.policy.marked if isinstance(self.policy, ByPriority) else ()
+        return self._order.marked
+
+    # ---- forgetting ----
 
     def forget(self, key: OffloadKey) -> None:
-        """Make a ready chunk invisible at once; its slot is freed after its last user."""
-        if key in self.pinned:
-            users = 1 + self._more_users.pop(key, 0)
-            self._orphans[key] = _Orphan(self.pinned.pop(key), users)
+        """Make a ready chunk invisible at once; its slot is freed after its last use."""
+        slot = self.resident.pop(key)
+        users = self.pinned.pop(key, 0)
+        if users:
+            self._orphans[key] = _Orphan(slot, users)
         else:
-            self._put(self.idle.take(key))
+            self._order.remove((key,))
+            self._put(slot)
         self._forget_priorities((key,))
 
     def forget_all(self) -> tuple[OffloadKey, ...]:
         """Make every chunk invisible; return those that were ready."""
-        gone = tuple(key for key, _ in self.ready())
-        self._free_idle()
-        self.idle.clear()
-        for key in list(self.pinned):
+        gone = tuple(self.resident)
+        for key in tuple(self.pinned):
             self.forget(key)
+        self._free_evictable()
+        self.resident.clear()
+        self._order.clear()
         for moving in (self.incoming, self.fetching):
             for key, slot in moving.items():
                 self._orphans[key] = _Orphan(slot, 1)
             moving.clear()
         return gone
 
-    def _free_idle(self) -> None:
-        self._free.extend(self.idle.slots.values())
+    def _free_evictable(self) -> None:
+        self._free.extend(self.resident.values())
 
     # ---- self-check ----
 
     def check(self) -> None:
-        """Raise UsageError if the ledger contradicts itself; for tests, O(slots)."""
-        idle = self.idle.slots
+        """Raise UsageError if the cache contradicts itself; for tests, O(slots)."""
+        evictable = self.resident.keys() - self.pinned.keys()
         for broken, what in (
             (not self._adds_up(), "every slot is in exactly one place"),
-            (len(self.policy) != len(idle), "the policy orders exactly the idle chunks"),
-            (any(key not in self.policy for key in idle), "idle chunks are in the order"),
-            (not self.pinned.keys().isdisjoint(idle), "a pinned chunk is not idle"),
-            (not self._more_users.keys() <= self.pinned.keys(), "chunks in use are pinned"),
+            (len(self._order) != len(evictable), "the policy orders exactly the evictable chunks"),
+            (any(key not in self._order for key in evictable), "evictable chunks are in the order"),
+            (any(key in self._order for key in self.pinned), "a pinned chunk is not evictable"),
+            (not self.pinned.keys() <= self.resident.keys(), "chunks in use are ready"),
             (
-                any(
-                    k not in self.incoming and not self.is_ready(OffloadKey(k))
-                    for k in self._marked()
-                ),
-                "only chunks that are here have a priority",
+                any(k not in self.incoming and k not in self.resident for k in self._marked()),
+                "only chunks in host memory have a priority",
             ),
             (not self._turns_add_up(), "only chunks that take turns share a slot"),
         ):
             if broken:
-                raise UsageError(f"the host ledger is inconsistent: not true that {what}")
+                raise UsageError(f"the host cache is inconsistent: not true that {what}")
 
     def _turns_add_up(self) -> bool:
         uses = Counter(self._uses())
         return self._turns <= uses and all(uses[i] == max(1, self._turns[i]) for i in uses)
 
-    def _taken(self) -> set[int]:
-        """The slots that are not free."""
-        return set(self._uses())
-
     def _uses(self) -> list[int]:
         """List the slots of all chunks, from all places they may be in."""
         places: list[Iterable[int]] = [
-            self.idle.slots.values(),
-            self.pinned.values(),
+            self.resident.values(),
             self.incoming.values(),
             self.fetching.values(),
             (orphan.slot for orphan in self._orphans.values()),
-            (slot for slot, uses in self._limbo.items() for key in uses if key is None),
+            (slot for slot, uses in self._abandoned.items() for key in uses if key is None),
         ]
         return [slot for place in places for slot in place]
 
     def _adds_up(self) -> bool:
-        return sorted([*self._free, *self._taken()]) == list(range(self.num_slots))
+        return sorted([*self._free, *set(self._uses())]) == list(range(self.num_slots))

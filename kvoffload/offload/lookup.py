@@ -117,12 +117,7 @@ class Lookups:
         return hits, pending
 
     def _ready_prefix(self, keys: Sequence[OffloadKey]) -> int:
-        host = self._host
-        hits = sum(takewhile(bool, map(host.idle.slots.__contains__, keys)))
-        if host.pinned:
-            while hits < len(keys) and host.is_ready(keys[hits]):
-                hits += 1
-        return hits
+        return sum(takewhile(bool, map(self._host.resident.__contains__, keys)))
 
     def _find_below(
         self, keys: Sequence[OffloadKey], start: int, tiers: tuple[Tier, ...]
@@ -130,16 +125,16 @@ class Lookups:
         """Go on where the first chunk is not in host memory; return hits, and what ended them."""
         host = self._host
         # Idle chunks of the prompt itself are not what makes room for the rest of it.
-        idle = host.idle.slots
-        idle_hits = sum(map(idle.__contains__, keys[:start])) if host.pinned else start
+        ready, pinned = host.resident, host.pinned
+        idle_hits = start - sum(map(pinned.__contains__, keys[:start])) if pinned else start
         from_below = 0
         found: Counter[str] = Counter()
         answer: bool | None = False
         hits = start
         for key in keys[start:]:
-            if key in idle:
-                idle_hits += 1
-            elif key not in host.pinned:
+            if key in ready:
+                idle_hits += key not in pinned
+            else:
                 if key in host.fetching:
                     answer = None
                     break

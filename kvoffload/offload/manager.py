@@ -199,8 +199,7 @@ class TieredOffloadingManager(OffloadingManager):
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         """See :meth:`OffloadingManager.touch`."""
         self._sightings.see(keys, req_context.req_id if req_context else "")
-        for key in reversed(keys):
-            self._host.policy.touch(key)
+        self._host.touch(keys[::-1])
 
     def retire(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         """See :meth:`OffloadingManager.retire`."""

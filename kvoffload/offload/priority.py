@@ -1,4 +1,4 @@
-"""Priorities over any policy: chunks of a lower priority leave first, whatever their use."""
+"""Priorities over any policy: chunks of a lower priority leave first, however they were used."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
@@ -7,24 +7,25 @@ from itertools import repeat
 from kvoffload.policies.base import Policy
 
 SHARE_ABOVE = 0.5
-"""Of host memory: the most that chunks of priorities above 0 hold. They never age, so without
-a limit one client could keep all of it."""
+"""Of host memory: the most that chunks of priorities above 0 take. They never age, so without
+a limit one client could occupy all of it."""
 FURTHEST = 8
-"""Priorities beyond this, above or below 0, count as this: each has an order of its own."""
+"""A priority further from 0 counts as this one: each priority has an order of its own."""
 
 
-class ByPriority:
-    """A policy's order between orders of lesser and of greater chunks.
+class PriorityPolicy:
+    """A policy between orders of lesser and of greater priorities; a policy itself.
 
-    Within a priority other than 0 the least recently used leaves first.
+    Chunks of priority 0 are in the wrapped policy. Within any other priority the least recently
+    used chunk leaves first. While no chunk has a priority, each call is one call of the policy.
 
     Args:
-        normal: orders the chunks of priority 0; may hold some already.
+        normal: orders the chunks of priority 0.
     """
 
     def __init__(self, normal: Policy) -> None:
         self._normal = normal
-        # Of chunks in the order, or out of it for a while; 0 is not noted.
+        # Of chunks in the order, or pinned, or being stored; 0 is not noted.
         self._priority: dict[bytes, int] = {}
         self._orders: dict[int, OrderedDict[bytes, None]] = {}
         self.num_above = 0
@@ -36,7 +37,7 @@ class ByPriority:
         return self._priority.keys()
 
     def mark(self, keys: Iterable[bytes], priority: int) -> None:
-        """Give chunks that have none, and are not in the order, a priority."""
+        """Give chunks a priority; none has one or is in the order."""
         if priority:
             priority = max(-FURTHEST, min(FURTHEST, priority))
             before = len(self._priority)
@@ -45,59 +46,63 @@ class ByPriority:
                 self.num_above += len(self._priority) - before
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Chunks that are not in the order any more will not come back with their priority.
+        """Drop the priorities of chunks that left the cache for good.
 
-        Neither ``remove`` nor ``victims`` says that: what was pinned or spared is added again.
+        ``remove`` and ``victims`` do not: a pinned or protected chunk is added again.
         """
         if self._priority:
             gone = map(self._priority.pop, keys, repeat(0))
             self.num_above -= sum(priority > 0 for priority in gone)
 
-    def _order_of(self, key: bytes, priority: int) -> OrderedDict[bytes, None] | None:
-        order = self._orders.get(priority)
-        return order if order is not None and key in order else None
+    def _split(self, keys: Sequence[bytes]) -> tuple[Sequence[bytes], list[tuple[bytes, int]]]:
+        """Return the keys of priority 0, and the other keys with their priority."""
+        if not self._priority:
+            return keys, []
+        priorities = list(map(self._priority.get, keys, repeat(0)))
+        pairs = list(zip(keys, priorities, strict=True))
+        return [key for key, at in pairs if not at], [pair for pair in pairs if pair[1]]
 
-    def _special(self, key: object) -> OrderedDict[bytes, None] | None:
-        """Return the order a chunk is in if that is not the normal one."""
-        if not isinstance(key, bytes) or key not in self._priority:
-            return None
-        return self._order_of(key, self._priority[key])
+    def add(self, keys: Sequence[bytes]) -> None:
+        normal, special = self._split(keys)
+        if normal:
+            self._normal.add(normal)
+        for key, priority in special:
+            self._orders.setdefault(priority, OrderedDict())[key] = None
 
-    def add(self, key: bytes) -> None:
-        """See :meth:`Policy.add`."""
-        priority = self._priority.get(key)
-        if priority is None:
-            self._normal.add(key)
-        else:
-            order = self._orders.setdefault(priority, OrderedDict())
-            order[key] = None
-            order.move_to_end(key)
+    def touch(self, keys: Sequence[bytes]) -> None:
+        if not self._orders:
+            self._normal.touch(keys)
+            return
+        absent: OrderedDict[bytes, None] = OrderedDict()
+        normal: list[bytes] = []
+        for key in keys:
+            order = self._orders.get(self._priority.get(key, 0), absent)
+            if key in order:
+                order.move_to_end(key)
+            else:
+                normal.append(key)
+        if normal:
+            self._normal.touch(normal)
 
-    def touch(self, key: bytes) -> None:
-        """See :meth:`Policy.touch`."""
-        order = self._special(key)
-        if order is None:
-            self._normal.touch(key)
-        else:
-            order.move_to_end(key)
-
-    def remove(self, key: bytes) -> None:
-        """See :meth:`Policy.remove`."""
-        order = self._special(key)
-        if order is None:
-            self._normal.remove(key)
-        else:
-            del order[key]
+    def remove(self, keys: Sequence[bytes]) -> None:
+        normal, special = self._split(keys)
+        if normal:
+            self._normal.remove(normal)
+        for key, priority in special:
+            del self._orders[priority][key]
 
     def victims(self, count: int) -> Sequence[bytes]:
-        """See :meth:`Policy.victims`."""
+        if not self._orders:
+            return self._normal.victims(count)
         taken: list[bytes] = []
         priorities = sorted(self._orders)
-        for priority in [p for p in priorities if p < 0]:
-            self._take(priority, count, taken)
+        for priority in priorities:
+            if priority < 0:
+                self._take(priority, count, taken)
         taken.extend(self._normal.victims(count - len(taken)))
-        for priority in [p for p in priorities if p > 0]:
-            self._take(priority, count, taken)
+        for priority in priorities:
+            if priority > 0:
+                self._take(priority, count, taken)
         return taken
 
     def _take(self, priority: int, count: int, taken: list[bytes]) -> None:
@@ -111,10 +116,9 @@ class ByPriority:
         return len(self._normal) + sum(map(len, self._orders.values()))
 
     def __contains__(self, key: object) -> bool:
-        return self._special(key) is not None or key in self._normal
+        return key in self._normal or any(key in order for order in self._orders.values())
 
     def clear(self) -> None:
-        """See :meth:`Policy.clear`."""
         self._normal.clear()
         self._orders.clear()
         self._priority.clear()

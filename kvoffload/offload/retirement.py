@@ -93,11 +93,7 @@ class Retirement:
         return any(key in place for place in self._places())
 
     def _put_in_order(self, keys: Sequence[OffloadKey]) -> None:
-        idle = self._host.idle
-        here = [key for key in dict.fromkeys(reversed(keys)) if key in idle.slots]
-        slots = [idle.slots[key] for key in here]
-        idle.take_all(here)
-        idle.put_all(here, slots)
+        self._host.put_in_order(reversed(keys))
 
     def clear(self) -> None:
         """Forget requests that ended: their chunks are gone, or nothing more is written."""

@@ -1,6 +1,5 @@
 """ARC, the adaptive replacement cache (N. Megiddo, D. Modha: FAST 2003)."""
 
-from collections import deque
 from collections.abc import Sequence
 from itertools import compress
 from math import ceil, floor
@@ -11,46 +10,39 @@ from kvoffload.policies.ordered_queue import OrderedQueue
 
 
 class ARCPolicy:
-    """Balances keys seen once against keys seen again, by which of the two it regrets evicting.
+    """Balances keys seen once against keys seen again, by which of the two it misses more.
 
-    The paper's T1 and T2 are ``_once`` and ``_again``, its ghost lists B1 and B2 remember the keys
-    evicted from each, its p is ``_target``: how many keys seen once ought to stay. The paper
-    handles a miss in one step. Here it is three calls, ``touch``, ``victims``, ``add``; made for
-    one key at a time they evict exactly what the paper's step evicts.
+    The paper's T1 and T2 are ``_once`` and ``_again``. Its ghost lists B1 and B2 remember the keys
+    evicted from each. Its p is ``_target``: how many keys seen once ought to stay. The paper
+    handles a miss in one step. Here a miss is three calls, ``touch``, ``victims``, ``add``; made
+    for one key at a time they evict exactly what the paper's step evicts.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.clear()
+
+    def clear(self) -> None:
+        capacity = self.capacity
         self._once, self._again = OrderedQueue(capacity), OrderedQueue(capacity)
         self._once_ghosts, self._again_ghosts = OrderedQueue(capacity), OrderedQueue(capacity)
-        self._away: PinnedState[bool] = PinnedState(capacity)  # True: seen again
+        self._pinned: PinnedState[bool] = PinnedState(capacity)  # True: seen again
         self._target = 0.0
         self._again_missed = False
 
-    def add(self, key: bytes) -> None:
-        """Put a key at the recent end: of ``_again`` if it was seen before, else of ``_once``."""
-        if key in self:
-            held = self._once if key in self._once.keys else self._again
-            del held.keys[key]
-            held.keys[key] = held.stamp
-            return
-        if self._away and key in self._away:
-            queue = self._again if self._away.pop(key) else self._once
-        elif self._ghost_hit(key):
-            queue = self._again
-        else:
-            queue = self._once
-        queue.keys[key] = queue.stamp
-        self._again_missed = False
-        self._trim()
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Put keys at the recent end: of ``_again`` if they were seen before, else of ``_once``."""
+        if len(keys) < 2 or not self._add_alike(keys):
+            for key in keys:
+                self._add_one(key)
 
-    def add_all(self, keys: Sequence[bytes]) -> None:
-        """Add keys, none of which is in the order; what is learnt and decided is as one by one."""
-        away = self._away
-        were_again = list(map(away.get, keys)) if away else [None] * len(keys)
+    def _add_alike(self, keys: Sequence[bytes]) -> bool:
+        """Add keys at once if all were pinned, or if none was and none is a ghost."""
+        pinned = self._pinned
+        were_again = list(map(pinned.get, keys)) if pinned else [None] * len(keys)
         unknown = were_again.count(None)
         if not unknown:
-            deque(map(away.__delitem__, keys), maxlen=0)
+            pinned.drop(keys)
             self._again.put(compress(keys, were_again))
             self._once.put(compress(keys, map(not_, were_again)))
         elif unknown == len(keys) and all(
@@ -59,14 +51,24 @@ class ARCPolicy:
         ):
             self._once.put(keys)
         else:
-            deque(map(self.add, keys), maxlen=0)
+            return False
+        self._again_missed = False
+        self._trim()
+        return True
+
+    def _add_one(self, key: bytes) -> None:
+        if self._pinned and key in self._pinned:
+            queue = self._again if self._pinned.pop(key) else self._once
+        else:
+            queue = self._again if self._ghost_hit(key) else self._once
+        queue.keys[key] = queue.stamp
         self._again_missed = False
         self._trim()
 
     def _trim(self) -> None:
         """Keep the paper's bounds: a list with its ghosts ≤ capacity, all four lists ≤ twice that.
 
-        Only adding lets them grow; an excess of ghosts may be taken after each key or after many.
+        Only adding lets them grow. Ghosts in excess may leave after each key or after many.
         """
         once_ghosts, again_ghosts = self._once_ghosts, self._again_ghosts
         tried = len(self._once.keys) + len(once_ghosts.keys)
@@ -76,39 +78,31 @@ class ARCPolicy:
         if excess > 0 and again_ghosts.keys:
             again_ghosts.pop(excess)
 
-    def touch(self, key: bytes) -> None:
-        """Count a use; for an evicted key, move the target towards the list it was missed from."""
-        again = self._again
-        if key in again.keys:
-            del again.keys[key]
-            again.keys[key] = again.stamp
-        elif key in self._once.keys:
-            del self._once.keys[key]
-            again.keys[key] = again.stamp
-        elif key in self._away:
-            self._away[key] = True
-        elif self._ghost_hit(key):
-            self._away.keep(key, True)
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Count uses; for an evicted key, move the target towards the list it was evicted from."""
+        once, again, pinned = self._once.keys, self._again.keys, self._pinned
+        stamp = self._again.stamp
+        for key in keys:
+            if key in again:
+                del again[key]
+                again[key] = stamp
+            elif key in once:
+                del once[key]
+                again[key] = stamp
+            elif key in pinned:
+                pinned[key] = True
+            elif self._ghost_hit(key):
+                pinned.keep((key,), (True,))
 
-    def remove(self, key: bytes) -> None:
-        """Take a key out of the order, remembering whether it was seen again."""
-        if key in self._once.keys:
-            del self._once.keys[key]
-            self._away.keep(key, False)
-        elif key in self._again.keys:
-            del self._again.keys[key]
-            self._away.keep(key, True)
-
-    def remove_all(self, keys: Sequence[bytes]) -> None:
-        """Take out keys, all of which are in the order."""
-        once, again = self._once.keys, self._again.keys
-        were_again = list(map(again.__contains__, keys))
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Take keys out of the order and remember whether they were seen again."""
+        were_again = list(map(self._again.keys.__contains__, keys))
         if True in were_again:
-            deque(map(again.__delitem__, compress(keys, were_again)), maxlen=0)
-            deque(map(once.__delitem__, compress(keys, map(not_, were_again))), maxlen=0)
+            self._again.discard(compress(keys, were_again))
+            self._once.discard(compress(keys, map(not_, were_again)))
         else:
-            deque(map(once.__delitem__, keys), maxlen=0)
-        self._away.keep_all(keys, were_again)
+            self._once.discard(keys)
+        self._pinned.keep(keys, were_again)
 
     def victims(self, count: int) -> Sequence[bytes]:
         """Take least recently used keys from the list that is larger than it ought to be."""
@@ -152,7 +146,3 @@ class ARCPolicy:
 
     def __contains__(self, key: object) -> bool:
         return key in self._once.keys or key in self._again.keys
-
-    def clear(self) -> None:
-        """Forget everything, history and target included."""
-        self.__init__(self.capacity)  # type: ignore[misc]

@@ -1,50 +1,53 @@
-"""The one interface of eviction policies.
+"""The interface of eviction policies, and the check that a plug-in has it.
 
-A policy orders the *idle* residents of a store. Whoever owns the store takes a key out of the
-order while it is pinned or in flight, so a policy never has to skip anything and no operation is
-O(pinned).
+A policy orders the *evictable* keys of a store. A store takes a key out of the order while the key
+is pinned or in flight, so a policy never skips a key and no operation is O(pinned).
 
-What counts as a use is said by ``touch`` alone. ``add`` places a key, ``remove`` takes it out for a
-while or for good; a key pinned for a load or a write-through and released again was not used once
-more by that. So a policy that counts uses counts requests, whatever moved meanwhile.
+``touch`` alone counts a use. ``add`` places a key and ``remove`` takes it out. Pinning a key for a
+load or a write-through is therefore no use, and a policy that counts uses counts requests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
 class Policy(Protocol):
-    """Who leaves next. Owned and called by one store, on one thread. Keys are bytes.
+    """The order in which a store evicts its keys; called by one store, one call at a time.
 
-    The constructor takes the store's capacity in entries: ``cls(capacity)``.
+    The constructor takes the store's capacity in entries: ``cls(capacity)``. Every call takes a
+    batch and decides as a call for each key, in the order given, would.
     """
 
-    def add(self, key: bytes) -> None:
-        """A key became idle and evictable: newly stored, or its last pin was released.
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Put keys at the recent end: stored ones, or ones whose last pin was released.
 
-        The first ``add`` of a key is its first use. Later ones are none: the key comes back with
-        what the policy knew of it when it was removed, at the recent end.
+        No key is in the order yet or named twice. The first ``add`` of a key is its first use. A
+        later one is no use: what the policy knew at ``remove`` is valid again.
         """
         ...
 
-    def touch(self, key: bytes) -> None:
-        """A request used this key.
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Count a use of each key.
 
-        Callers touch the keys of a prompt once a request, before they make room for it, the tail
-        of the prefix first and its head last. A key that is pinned counts as used, too. An absent
-        key changes no order; a policy with a memory of evicted keys may learn from it.
+        A store touches the keys of a prompt once a request, before it makes room for them, the tail
+        of the prefix first and its head last. A pinned key counts as used, too. An unknown key
+        changes no order; a policy that remembers evicted keys may learn from it.
         """
         ...
 
-    def remove(self, key: bytes) -> None:
-        """A key left the order for another reason than eviction: it was pinned, or is gone.
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Take keys out that were pinned or deleted; all are in the order, none is named twice.
 
-        What is kept of such keys is bounded by the capacity.
+        Notes on removed keys are bounded by the capacity.
         """
         ...
 
     def victims(self, count: int) -> Sequence[bytes]:
         """Take up to ``count`` keys out of the order, the first to leave first."""
+        ...
+
+    def clear(self) -> None:
+        """Forget everything, history included."""
         ...
 
     def __len__(self) -> int:
@@ -55,6 +58,21 @@ class Policy(Protocol):
         """Whether a key is in the order."""
         ...
 
-    def clear(self) -> None:
-        """Forget everything, history included."""
-        ...
+
+def refusal(make: Callable[[int], Policy]) -> str:
+    """Try a policy on a batch of two keys; return why it cannot be used, or ""."""
+    keys = (bytes(36), bytes(35) + b"\1")
+    try:
+        policy = make(4)
+        policy.add(keys)
+        policy.touch(keys)
+        policy.remove(keys[1:])
+        policy.add(keys[1:])
+        taken = sorted(policy.victims(2))
+        found = "" if taken == list(keys) else f"evicted {taken} after a batch of two keys"
+    except Exception as error:  # a plug-in may raise anything
+        found = f"raised {error!r} for a batch of two keys"
+    return found and (
+        f"{found}; add, touch and remove take a sequence of keys: replace a parameter `key` by "
+        "`keys` and loop over it, and check the policy with kvoffload.testing.PolicySuite"
+    )

@@ -1,10 +1,12 @@
-"""First in, first out: the yardstick that ignores every use."""
+"""First in, first out: a reference that ignores every use."""
+
+from collections.abc import Sequence
 
 from kvoffload.policies.lru import LRUPolicy
 
 
 class FIFOPolicy(LRUPolicy):
-    """The key added longest ago leaves first; a pinned key starts anew when it is released."""
+    """The key added longest ago leaves first; a released pin adds the key again."""
 
-    def touch(self, key: bytes) -> None:
-        """Uses do not count."""
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Ignore the use."""

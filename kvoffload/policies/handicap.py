@@ -1,4 +1,4 @@
-"""LRU with a handicap on what was seen rarely, set by small shadow caches."""
+"""LRU with a handicap on keys that were seen rarely, set by small shadow caches."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ HANDICAPS: tuple[tuple[float, float, float], ...] = (
     (8, 4, 1),
     (64, 32, 16),
 )
-"""What is chosen from: how much older, in capacities, a key counts that was seen 1, 2 or 3 times.
+"""The rows to choose from: how much older, in capacities, a key seen 1, 2 or 3 times counts.
 
-The first row is LRU. The last one evicts what was seen least often first.
+The first row is LRU. The last one evicts the key seen least often first.
 """
 _START = 1
 _SHADOW_ENTRIES = 1024
@@ -25,7 +25,7 @@ _TICKS = 256
 _TICKS_A_ROUND = 16
 _LEAST_ROUNDS = 64
 _LEAST_SAMPLES = 2048
-"""A choice rests on so many rounds and so many sampled uses: fewer are noise in small stores."""
+"""A choice rests on so many rounds and sampled uses; with fewer, small stores follow noise."""
 _ADVANTAGE = 1.01
 _HISTORY = 2.7
 
@@ -38,7 +38,7 @@ _Queue = OrderedDict[_Name, int]
 def _oldest(queues: Sequence[_Queue[_Name]], handicaps: Sequence[int]) -> tuple[int, float]:
     """Return the queue whose head counts as the oldest, and the tick until which it does.
 
-    Some queue has a head. The first of two equally old heads is older.
+    At least one queue is not empty. The first of two equally old heads is older.
     """
     at, least, limit = -1, inf, inf
     for number, (queue, handicap) in enumerate(zip(queues, handicaps, strict=True)):
@@ -52,7 +52,7 @@ def _oldest(queues: Sequence[_Queue[_Name]], handicaps: Sequence[int]) -> tuple[
 
 
 class _Shadow:
-    """A small cache of sampled checksums that shows what its handicaps would have hit."""
+    """A small cache of sampled checksums that counts the hits of its row of handicaps."""
 
     __slots__ = ("capacity", "handicaps", "hits", "queues")
 
@@ -82,82 +82,85 @@ class HandicapPolicy:
     A key's age is the number of uses, of any keys, since its own last one. A key that was seen only
     once, twice or three times has a handicap added: much under scans and one-time prompts, none
     where recency is all that matters. Four shadow caches, fed with the same small sample of keys,
-    try one row of handicaps each; the order takes over that of the shadow which hit most of late. A
-    filter remembers how often evicted keys had been seen.
+    try one row of handicaps each. The order takes over the row of the shadow that hit most of late.
+    A filter remembers how often evicted keys had been seen.
 
-    Every operation is O(1). Decisions depend on keys and calls alone, not on time or chance.
+    Every operation is O(1) a key. Decisions depend on keys and calls alone, not on time or chance.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         entries = max(1, capacity)
-        rate = max(_LEAST_RATE, entries // _SHADOW_ENTRIES)
+        self._rate = max(_LEAST_RATE, entries // _SHADOW_ENTRIES)
         # A clock of few ticks lets thousands of keys share one int object as their last use.
         self._uses_a_tick = max(1, entries // _TICKS)
-        self._uses_left = self._uses_a_tick
+        samples_a_round = self._uses_a_tick * _TICKS_A_ROUND / self._rate
+        self._fades = 1 - 1 / max(_LEAST_ROUNDS, _LEAST_SAMPLES / samples_a_round)
+        self.clear()
+
+    def clear(self) -> None:
+        entries = max(1, self.capacity)
         self._now = 0
+        self._uses_left = self._uses_a_tick
         # Keys seen once, twice, three times, more often.
         self._queues: tuple[_Queue[bytes], ...] = tuple(OrderedDict() for _ in range(4))
-        self._away: PinnedState[int] = PinnedState(entries)  # notes the queue
+        self._pinned: PinnedState[int] = PinnedState(entries)  # the queue of each key
         self._seen = RotatingBloomFilter(round(_HISTORY * entries))
-        self._rate = rate
         ticks = entries / self._uses_a_tick
         self._shadows = tuple(
-            _Shadow(max(1, entries // rate), (*(round(each * ticks) for each in row), 0))
+            _Shadow(max(1, entries // self._rate), (*(round(each * ticks) for each in row), 0))
             for row in HANDICAPS
         )
         self._chosen = self._shadows[_START]
-        samples_a_round = self._uses_a_tick * _TICKS_A_ROUND / rate
-        self._fades = 1 - 1 / max(_LEAST_ROUNDS, _LEAST_SAMPLES / samples_a_round)
 
     @property
     def handicaps(self) -> tuple[float, float, float]:
         """The handicaps in force; one of :data:`HANDICAPS`."""
         return HANDICAPS[self._shadows.index(self._chosen)]
 
-    def add(self, key: bytes) -> None:
-        """Put a key at the recent end of the queue it belongs to."""
-        queue = self._away.pop(key, None) if self._away else None
-        if queue is None:
-            queue = self._find(key)
-            if queue is not None:
-                self._queues[queue].move_to_end(key)
-            else:
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Put keys at the recent end of the queues they belong to."""
+        pinned, queues = self._pinned, self._queues
+        for key in keys:
+            queue = pinned.pop(key, None)
+            if queue is None:
                 checksum = crc32(key)
                 queue = self._seen.recall(checksum)
-                self._used(checksum, queue)
-        self._queues[queue][key] = self._now
+                self._count_use(checksum, queue)
+            queues[queue][key] = self._now
 
-    def touch(self, key: bytes) -> None:
-        """Count a use of a key that is idle or pinned."""
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Count a use of keys that are in the order or pinned."""
         once, twice, thrice, more = self._queues
-        queue = 3
-        if key in more:
-            more[key] = self._now
-            more.move_to_end(key)
-        elif key in once:
-            del once[key]
-            twice[key] = self._now
-            queue = 1
-        elif key in twice:
-            del twice[key]
-            thrice[key] = self._now
-            queue = 2
-        elif key in thrice:
-            del thrice[key]
-            more[key] = self._now
-        elif key in self._away:
-            queue = self._away[key] = min(3, self._away[key] + 1)
-        else:
-            return
-        self._used(crc32(key), queue)
+        pinned = self._pinned
+        for key in keys:
+            queue = 3
+            if key in more:
+                more[key] = self._now
+                more.move_to_end(key)
+            elif key in once:
+                del once[key]
+                twice[key] = self._now
+                queue = 1
+            elif key in twice:
+                del twice[key]
+                thrice[key] = self._now
+                queue = 2
+            elif key in thrice:
+                del thrice[key]
+                more[key] = self._now
+            elif key in pinned:
+                queue = pinned[key] = min(3, pinned[key] + 1)
+            else:
+                continue
+            self._count_use(crc32(key), queue)
 
-    def remove(self, key: bytes) -> None:
-        """Take a key out of the order, remembering how often it was seen."""
-        found = self._find(key)
-        if found is not None:
-            del self._queues[found][key]
-            self._away.keep(key, found)
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Take keys out of the order and remember how often they were seen."""
+        found = list(map(self._queue_of, keys))
+        for key, queue in zip(keys, found, strict=True):
+            del self._queues[queue][key]
+        self._pinned.keep(keys, found)
 
     def victims(self, count: int) -> Sequence[bytes]:
         """Take the keys that count as the oldest."""
@@ -166,7 +169,7 @@ class HandicapPolicy:
         while len(taken) < count:
             at, limit = _oldest(self._queues, self._chosen.handicaps)
             queue, wanted, run = self._queues[at], count - len(taken), 0
-            # Those behind the oldest head go with it, until they are younger than another head.
+            # Keys behind the oldest head leave with it, until they are younger than another head.
             for tick in queue.values():
                 if run == wanted or (run and tick >= limit):
                     break
@@ -176,8 +179,8 @@ class HandicapPolicy:
             taken += leaving
         return taken
 
-    def _find(self, key: object) -> int | None:
-        """Return the number of the queue a key is in."""
+    def _queue_of(self, key: bytes) -> int:
+        """Return the number of the queue that a key of the order is in."""
         once, twice, thrice, more = self._queues
         if key in once:
             return 0
@@ -185,10 +188,12 @@ class HandicapPolicy:
             return 3
         if key in twice:
             return 1
-        return 2 if key in thrice else None
+        if key in thrice:
+            return 2
+        raise KeyError(key)
 
-    def _used(self, checksum: int, queue: int) -> None:
-        """Let time pass and the shadows see the use, if this key is one of the sample."""
+    def _count_use(self, checksum: int, queue: int) -> None:
+        """Advance the clock, and show the use to the shadows if this key is one of the sample."""
         if checksum % self._rate == 0:
             for shadow in self._shadows:
                 shadow.use(checksum, queue, self._now)
@@ -211,8 +216,4 @@ class HandicapPolicy:
         return sum(map(len, self._queues))
 
     def __contains__(self, key: object) -> bool:
-        return self._find(key) is not None
-
-    def clear(self) -> None:
-        """Forget everything, history and what was learnt included."""
-        self.__init__(self.capacity)  # type: ignore[misc]
+        return any(key in queue for queue in self._queues)

@@ -1,6 +1,7 @@
 """What policies remember of keys that are not in the order, in bounded memory."""
 
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 from random import Random
@@ -13,9 +14,8 @@ _SLACK = 32
 class PinnedState(dict[bytes, Note]):
     """Notes on keys taken out of the order, most of them pinned and soon to be back.
 
-    A key may also be gone for good without anybody saying so; therefore the oldest notes are
-    dropped beyond ``limit``, give or take a few: many at a time, since to find a dict's oldest keys
-    is to step over those deleted before them.
+    A key may also be deleted without a further call. The oldest notes beyond ``limit`` are
+    therefore dropped, many at a time: reading a dict's oldest keys steps over deleted ones.
     """
 
     def __init__(self, limit: int) -> None:
@@ -23,30 +23,24 @@ class PinnedState(dict[bytes, Note]):
         self.limit = limit
         self._most = limit + limit // _SLACK
 
-    def keep(self, key: bytes, note: Note) -> None:
-        """Remember a key's note until it comes back."""
-        self[key] = note
-        if len(self) > self._most:
-            self._drop()
-
-    def keep_all(self, keys: Sequence[bytes], notes: Sequence[Note]) -> None:
-        """Remember a note for each key."""
+    def keep(self, keys: Sequence[bytes], notes: Sequence[Note]) -> None:
+        """Remember a note for each key until the key comes back."""
         self.update(zip(keys, notes, strict=True))
         if len(self) > self._most:
-            self._drop()
+            self.drop(list(islice(self, len(self) - self.limit)))
 
-    def _drop(self) -> None:
-        for key in list(islice(self, len(self) - self.limit)):
-            del self[key]
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Delete the notes on keys."""
+        deque(map(self.__delitem__, keys), maxlen=0)
 
 
 _MOST = 3
-_rng = Random(0)
 
 
 def _masks() -> tuple[tuple[int, ...], ...]:
     """Make masks of 3, 6 and 9 bits of a word, each with the bits of the one before."""
-    orders = [_rng.sample(range(64), 3 * _MOST) for _ in range(4096)]
+    rng = Random(0)
+    orders = [rng.sample(range(64), 3 * _MOST) for _ in range(4096)]
     return tuple(
         tuple(sum(1 << bit for bit in order[: 3 * times]) for order in orders)
         for times in range(1, _MOST + 1)
@@ -60,19 +54,22 @@ _MASKS = _masks()
 class RotatingBloomFilter:
     """How often evicted keys had been seen, in about two bytes a key instead of the key itself.
 
-    Two generations of a Bloom filter whose bits for one key lie in one 64-bit word. When the
-    younger generation is full the older one is dropped (a third one, cleared a word at a time so
-    that no call is slow, becomes the younger), so the last ``keys`` to ``2 * keys`` noted
-    keys are remembered, all of them: forgetting keys here and there would tear holes into prefixes.
-    About one unknown key in a hundred is taken for known, which misplaces it in the order, nothing
-    else.
+    The filter has two generations, and the bits of one key lie in one 64-bit word. When the younger
+    generation is full, the older one is dropped. A third one becomes the younger; it was cleared a
+    word at a time, so that no call is slow. The last ``keys`` to ``2 * keys`` noted keys are
+    remembered, all of them: a filter that forgets single keys tears holes into prefixes. About one
+    unknown key in a hundred is taken for known, which only misplaces it in the order.
     """
 
     def __init__(self, keys: int) -> None:
         self._keys = max(1, keys)
         self._words = max(1, self._keys // 3)
+        self.clear()
+
+    def clear(self) -> None:
         self._noted = 0
-        self._young, self._old, self._next = self._empty()
+        self._young = array("Q", [0]) * self._words
+        self._old, self._next = self._young[:], self._young[:]
 
     def note(self, checksums: Sequence[int], times: int) -> None:
         """Remember that the keys with these checksums had been seen 1, 2 or 3 (or more) times."""
@@ -98,12 +95,3 @@ class RotatingBloomFilter:
                 break
             seen += 1
         return seen
-
-    def clear(self) -> None:
-        """Forget all keys."""
-        self._noted = 0
-        self._young, self._old, self._next = self._empty()
-
-    def _empty(self) -> "tuple[array[int], array[int], array[int]]":
-        empty = array("Q", [0]) * self._words
-        return empty, empty[:], empty[:]

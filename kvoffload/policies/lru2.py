@@ -11,53 +11,55 @@ _HISTORY = 3
 
 
 class LRU2Policy:
-    """The key whose last but one use is the oldest leaves first; keys used once before all others.
+    """The key whose last but one use is the oldest leaves first; keys used once leave before.
 
-    Keys used once leave in the order of that use, O(1). The others are in a heap, whose entries go
-    stale when their key is used or removed: O(log n).
+    Keys used once leave in the order of that use, O(1). The other keys are in a heap. A heap entry
+    goes stale when its key is used or removed: O(log n).
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.clear()
+
+    def clear(self) -> None:
         self._now = 0
         self._once: OrderedDict[bytes, int] = OrderedDict()  # last use
         self._twice: dict[bytes, tuple[int, int]] = {}  # last but one use, last use
         self._heap: list[tuple[int, int, bytes]] = []
         self._evicted: OrderedDict[bytes, int] = OrderedDict()  # last use
-        self._away: PinnedState[tuple[int | None, int]] = PinnedState(capacity)
+        self._pinned: PinnedState[tuple[int | None, int]] = PinnedState(self.capacity)
 
-    def add(self, key: bytes) -> None:
-        """Put a key into the order, with the uses remembered of it."""
-        if key in self:
-            return
-        uses = self._away.pop(key, None) if self._away else None
-        if uses is None:
-            self._now += 1
-            uses = self._evicted.pop(key, None), self._now
-        before, last = uses
-        if before is None:
-            self._once[key] = last
-        else:
-            self._push(key, before, last)
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Put keys into the order, with the uses remembered of them."""
+        for key in keys:
+            uses = self._pinned.pop(key, None)
+            if uses is None:
+                self._now += 1
+                uses = self._evicted.pop(key, None), self._now
+            before, last = uses
+            if before is None:
+                self._once[key] = last
+            else:
+                self._push(key, before, last)
 
-    def touch(self, key: bytes) -> None:
-        """Count a use of a key that is idle or pinned."""
-        if key in self._twice:
-            self._now += 1
-            self._push(key, self._twice[key][1], self._now)
-        elif key in self._once:
-            self._now += 1
-            self._push(key, self._once.pop(key), self._now)
-        elif key in self._away:
-            self._now += 1
-            self._away[key] = self._away[key][1], self._now
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Count a use of keys that are in the order or pinned."""
+        for key in keys:
+            if key in self._twice:
+                self._now += 1
+                self._push(key, self._twice[key][1], self._now)
+            elif key in self._once:
+                self._now += 1
+                self._push(key, self._once.pop(key), self._now)
+            elif key in self._pinned:
+                self._now += 1
+                self._pinned[key] = self._pinned[key][1], self._now
 
-    def remove(self, key: bytes) -> None:
-        """Take a key out of the order, remembering its last two uses."""
-        if key in self._once:
-            self._away.keep(key, (None, self._once.pop(key)))
-        elif key in self._twice:
-            self._away.keep(key, self._twice.pop(key))
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Take keys out of the order and remember their last two uses."""
+        once, twice = self._once, self._twice
+        uses = [(None, once.pop(key)) if key in once else twice.pop(key) for key in keys]
+        self._pinned.keep(keys, uses)
 
     def victims(self, count: int) -> Sequence[bytes]:
         """Take keys used once, then those whose last but one use is the oldest."""
@@ -92,7 +94,3 @@ class LRU2Policy:
 
     def __contains__(self, key: object) -> bool:
         return key in self._once or key in self._twice
-
-    def clear(self) -> None:
-        """Forget everything, history included."""
-        self.__init__(self.capacity)  # type: ignore[misc]

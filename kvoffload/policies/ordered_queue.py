@@ -1,19 +1,22 @@
-"""Finding the oldest keys of a plain dict, which is half the memory and work of an OrderedDict."""
+"""A queue of keys in a plain dict, with half the memory and work of an ``OrderedDict``."""
 
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice, repeat
 
 _PART = 32
+"""A look-ahead reads this part of the capacity."""
 _AT_LEAST = 16
 
 
 class OrderedQueue:
-    """Keys in the order they were put in, of which the oldest leave first.
+    """Keys in the order they were put in; the oldest leave first, O(1) amortised.
 
-    ``keys`` may be asked and deleted from directly; keys are put in with :meth:`put` or with
-    ``keys[key] = stamp``. The values tell a key that was deleted and put in again since the last
-    look at the oldest from one that still has its place.
+    Reading a dict's first keys steps over all keys deleted since the dict was last resized. A
+    look-ahead therefore reads many of the oldest keys at once, for many evictions.
+
+    Callers may read ``keys`` and delete from it. They put keys in with :meth:`put` or with
+    ``keys[key] = stamp``. A key that has the current stamp moved after the last look-ahead.
     """
 
     __slots__ = ("_ahead", "_oldest", "keys", "stamp")
@@ -21,13 +24,17 @@ class OrderedQueue:
     def __init__(self, capacity: int) -> None:
         self.keys: dict[bytes, int] = {}
         self.stamp = 0
-        # A look steps over all keys deleted since the dict was last resized: it is to be for many.
         self._ahead = max(_AT_LEAST, capacity // _PART)
+        # The keys of the last look-ahead that are not evicted yet, the oldest at the end.
         self._oldest: list[bytes] = []
 
     def put(self, keys: Iterable[bytes]) -> None:
-        """Put in keys that are not in it."""
+        """Put in keys that are not in the queue."""
         self.keys.update(zip(keys, repeat(self.stamp)))
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Take out keys that are in the queue."""
+        deque(map(self.keys.__delitem__, keys), maxlen=0)
 
     def pop(self, count: int) -> list[bytes]:
         """Take out the oldest keys, at most as many as there are."""
@@ -37,19 +44,16 @@ class OrderedQueue:
         taken: list[bytes] = []
         while len(taken) < count:
             if not self._oldest:
-                self._look()
+                self._look_ahead()
             first = max(0, len(self._oldest) - count + len(taken))
             candidates = self._oldest[first:]
             del self._oldest[first:]
             candidates.reverse()
             stamps = list(map(self.keys.get, candidates, repeat(self.stamp)))
             if self.stamp in stamps:
-                candidates = [
-                    key
-                    for key, stamp in zip(candidates, stamps, strict=True)
-                    if stamp != self.stamp
-                ]
-            deque(map(self.keys.__delitem__, candidates), maxlen=0)
+                pairs = zip(candidates, stamps, strict=True)
+                candidates = [key for key, stamp in pairs if stamp != self.stamp]
+            self.discard(candidates)
             taken += candidates
         return taken
 
@@ -61,9 +65,9 @@ class OrderedQueue:
                 if keys.get(key, self.stamp) != self.stamp:
                     del keys[key]
                     return key
-            self._look()
+            self._look_ahead()
 
-    def _look(self) -> None:
+    def _look_ahead(self) -> None:
         self._oldest = list(islice(self.keys, self._ahead))
         self._oldest.reverse()
         self.stamp += 1

@@ -9,47 +9,49 @@ _MOST_USES = 3
 
 
 class S3FIFOPolicy:
-    """A small queue tries new keys; those used twice there, or missed soon after, enter the main.
+    """A small queue tries new keys; keys used twice there, or missed soon after, enter the main.
 
-    A tenth of the capacity is the small queue's share; evicted from it without that, a key is
-    remembered for 0.9 capacities of evictions. The main queue gives each key one more round a use.
+    A tenth of the capacity is the small queue's share. A key evicted from it is remembered for 0.9
+    capacities of evictions. The main queue gives each key one more round a use.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._small_share = max(1, capacity // 10)
         self._ghost_share = capacity - capacity // 10
+        self.clear()
+
+    def clear(self) -> None:
         self._small: OrderedDict[bytes, int] = OrderedDict()  # uses since added
         self._main: OrderedDict[bytes, int] = OrderedDict()
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
-        self._away: PinnedState[tuple[bool, int]] = PinnedState(capacity)  # in main?, uses
+        self._pinned: PinnedState[tuple[bool, int]] = PinnedState(self.capacity)  # in main?, uses
 
-    def add(self, key: bytes) -> None:
-        """Put a key at the end of the queue it belongs to."""
-        if key in self:
-            return
-        in_main, uses = self._away.pop(key) if key in self._away else (False, 0)
-        if key in self._ghosts:
-            del self._ghosts[key]
-            in_main = True
-        (self._main if in_main else self._small)[key] = uses
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Put keys at the end of the queue they belong to."""
+        for key in keys:
+            in_main, uses = self._pinned.pop(key, (False, 0))
+            if key in self._ghosts:
+                del self._ghosts[key]
+                in_main = True
+            (self._main if in_main else self._small)[key] = uses
 
-    def touch(self, key: bytes) -> None:
-        """Count a use, up to three; no key moves."""
-        if key in self._small:
-            self._small[key] = min(_MOST_USES, self._small[key] + 1)
-        elif key in self._main:
-            self._main[key] = min(_MOST_USES, self._main[key] + 1)
-        elif key in self._away:
-            in_main, uses = self._away[key]
-            self._away[key] = in_main, min(_MOST_USES, uses + 1)
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Count uses, up to three; no key moves."""
+        for key in keys:
+            if key in self._small:
+                self._small[key] = min(_MOST_USES, self._small[key] + 1)
+            elif key in self._main:
+                self._main[key] = min(_MOST_USES, self._main[key] + 1)
+            elif key in self._pinned:
+                in_main, uses = self._pinned[key]
+                self._pinned[key] = in_main, min(_MOST_USES, uses + 1)
 
-    def remove(self, key: bytes) -> None:
-        """Take a key out of the order, remembering its queue and uses."""
-        if key in self._small:
-            self._away.keep(key, (False, self._small.pop(key)))
-        elif key in self._main:
-            self._away.keep(key, (True, self._main.pop(key)))
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Take keys out of the order and remember their queue and uses."""
+        small, main = self._small, self._main
+        notes = [(False, small.pop(key)) if key in small else (True, main.pop(key)) for key in keys]
+        self._pinned.keep(keys, notes)
 
     def victims(self, count: int) -> Sequence[bytes]:
         """Take keys from the small queue while it has more than its share, else from the main."""
@@ -78,7 +80,3 @@ class S3FIFOPolicy:
 
     def __contains__(self, key: object) -> bool:
         return key in self._small or key in self._main
-
-    def clear(self) -> None:
-        """Forget everything, history included."""
-        self.__init__(self.capacity)  # type: ignore[misc]

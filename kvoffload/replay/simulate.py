@@ -104,21 +104,24 @@ def replay(
 ) -> Hits:
     """Use one store of ``capacity`` blocks; the policy must be new."""
     found = Hits()
-    touch, add, victims = policy.touch, policy.add, policy.victims
     held: set[bytes] = set()
     for request in _reported(requests, progress):
         prefix = _prefix(request, held)
         hits: list[bool] = []
+        used: list[bytes] = []
         for key in reversed(request):
-            touch(key)
+            used.append(key)
             hit = key in held
             hits.append(hit)
             if hit:
                 continue
+            policy.touch(used)
+            used = []
             if len(held) >= capacity:
-                held.difference_update(victims(1))
-            add(key)
+                held.difference_update(policy.victims(1))
+            policy.add((key,))
             held.add(key)
+        policy.touch(used)
         found.count(request, prefix, hits, weights)
     return found
 
@@ -142,7 +145,7 @@ def replay_levels(
         if key not in held[at]:
             if len(held[at]) >= level.capacity:
                 held[at].difference_update(level.policy.victims(1))
-            level.policy.add(key)
+            level.policy.add((key,))
             held[at].add(key)
 
     for request in _reported(requests, progress):
@@ -159,7 +162,7 @@ def replay_levels(
         for key, source in zip(reversed(request), sources, strict=True):
             deepest = len(levels) - 1 if source is None else source
             for level in levels[: deepest + 1]:
-                level.policy.touch(key)
+                level.policy.touch((key,))
             for at in range(deepest + 1):
                 put(at, key)
         found.count(request, prefix, [source is not None for source in sources], weights)

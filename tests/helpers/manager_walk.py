@@ -187,8 +187,8 @@ class Walk:
     def ledger(self):
         """All that the manager knows of host memory."""
         host = self.manager._host
-        places = host.idle.slots, host.pinned, host.incoming, host.fetching, host._orphans
-        return [*map(dict, places), dict(host._more_users), dict(host._limbo), host.busy_slots]
+        places = host.resident, host.pinned, host.incoming, host.fetching, host._orphans
+        return [*map(dict, places), dict(host._abandoned), host.busy_slots]
 
     def store(self, prompt, count, hint=None):
         hint, context = hint or {}, self.context(hint)
@@ -386,7 +386,7 @@ class Walk:
             if not answer:
                 return hits, answer is None
             below += key not in self.replayed["CPU"]
-            idle += key in host.idle.slots
+            idle += host.is_ready(key) and key not in host.pinned
             if below and not self.staging and below + idle > host.room_for(key):
                 return hits, False
         return len(keys), False

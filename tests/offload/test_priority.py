@@ -9,7 +9,7 @@ from kvoffload.offload.base import ReqContext, make_offload_key
 from kvoffload.offload.extents import ExtentLedger
 from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.manager import TieredOffloadingManager
-from kvoffload.offload.priority import FURTHEST, ByPriority
+from kvoffload.offload.priority import FURTHEST, PriorityPolicy
 from kvoffload.policies.fifo import FIFOPolicy
 from kvoffload.policies.lru import LRUPolicy
 
@@ -162,14 +162,13 @@ def test_a_chunk_spared_by_a_store_keeps_its_priority():
 
 
 def test_as_a_policy_it_contains_what_its_orders_contain():
-    order = ByPriority(LRUPolicy(4))
+    order = PriorityPolicy(LRUPolicy(4))
     order.mark([b"low"], -1)
-    for key in (b"low", b"normal"):
-        order.add(key)
+    order.add([b"low", b"normal"])
     assert len(order) == 2
     assert b"low" in order
     assert b"normal" in order
-    order.remove(b"low")
+    order.remove([b"low"])
     assert b"low" not in order
-    order.add(b"low")
+    order.add([b"low"])
     assert list(order.victims(2)) == [b"low", b"normal"]

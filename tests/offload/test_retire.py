@@ -138,9 +138,10 @@ def test_nothing_is_waited_for_after_everything_was_forgotten(forget):
 class CountingLRU(LRUPolicy):
     added = 0
 
-    def add_all(self, keys):
-        self.added += len(keys)
-        super().add_all(keys)
+    def add(self, keys):
+        if len(keys) > 1:  # a pin that ends adds one chunk
+            self.added += len(keys)
+        super().add(keys)
 
 
 @pytest.mark.parametrize("lengths", [range(1, 33), range(32, 0, -1), [32] * 32])

@@ -25,7 +25,7 @@ class Scanning(LRUPolicy):
     """Looks at a part of all keys to find one."""
 
     def victims(self, count: int) -> Sequence[bytes]:
-        for _ in zip(range(len(self) // 16), self.numbers, strict=False):
+        for _ in zip(range(len(self) // 16), self._queue.keys, strict=False):
             pass
         return super().victims(count)
 
@@ -35,31 +35,32 @@ class SkipsPinned(LRUPolicy):
 
     def __init__(self, capacity):
         super().__init__(capacity)
-        self.pinned = set()
+        self.order, self.pinned = {}, set()
 
-    def add(self, key):
-        self.pinned.discard(key)
-        super().add(key)
+    def add(self, keys):
+        self.pinned.difference_update(keys)
+        for key in keys:
+            self.order.pop(key, None)
+        self.order.update(dict.fromkeys(keys))
 
-    def remove(self, key):
-        if key in self:
-            self.pinned.add(key)
+    def remove(self, keys):
+        self.pinned.update(keys)
 
     def victims(self, count):
         taken = []
-        for key in list(self.numbers):
+        for key in list(self.order):
             if len(taken) == count:
                 break
             if key not in self.pinned:
                 taken.append(key)
-                del self.numbers[key]
+                del self.order[key]
         return taken
 
     def __len__(self):
-        return len(self.numbers) - len(self.pinned)
+        return len(self.order) - len(self.pinned)
 
     def __contains__(self, key):
-        return key in self.numbers and key not in self.pinned
+        return key in self.order and key not in self.pinned
 
 
 class Hoards(LRUPolicy):
@@ -69,16 +70,24 @@ class Hoards(LRUPolicy):
         super().__init__(capacity)
         self.seen = set()
 
-    def add(self, key):
-        self.seen.add(key)
-        super().add(key)
+    def add(self, keys):
+        self.seen.update(keys)
+        super().add(keys)
 
 
 class HeadFirst(LRUPolicy):
     """Evicts the most recent key."""
 
     def victims(self, count):
-        return [self.numbers.popitem()[0] for _ in range(min(count, len(self)))]
+        order = self._queue.keys
+        return [order.popitem()[0] for _ in range(min(count, len(self)))]
+
+
+class ForgetsTheRest(LRUPolicy):
+    """Takes the first key of a batch alone."""
+
+    def add(self, keys):
+        super().add(keys[:1])
 
 
 @pytest.mark.parametrize(
@@ -88,6 +97,7 @@ class HeadFirst(LRUPolicy):
         (SkipsPinned, "test_pinned_keys_cost_nothing"),
         (Hoards, "test_memory_is_bounded_by_the_capacity"),
         (HeadFirst, "test_the_tail_of_a_prefix_leaves_before_its_head"),
+        (ForgetsTheRest, "test_a_batch_decides_as_a_call_for_each_key"),
     ],
 )
 def test_the_suite_catches_a_policy_that_breaks_the_contract(policy, fails):

@@ -47,11 +47,11 @@ def test_a_scan_does_not_flush_what_is_used_again_and_again():
     number = 0
 
     def use(key):
-        policy.touch(key)
+        policy.touch([key])
         if key not in policy:
             if len(policy) == capacity:
                 policy.victims(1)
-            policy.add(key)
+            policy.add([key])
 
     for _ in range(150):
         for key in hot:
@@ -65,18 +65,17 @@ def test_a_scan_does_not_flush_what_is_used_again_and_again():
 def test_a_pin_is_no_use():
     """A key loaded or written through again and again is still one that was seen once."""
     policy = HandicapPolicy(100)
-    policy.add(b"pinned")
+    policy.add([b"pinned"])
     for _ in range(10):
-        policy.remove(b"pinned")
-        policy.add(b"pinned")
-    policy.add(b"other")
+        policy.remove([b"pinned"])
+        policy.add([b"pinned"])
+    policy.add([b"other"])
     assert list(policy.victims(1)) == [b"pinned"]
     again = HandicapPolicy(100)
-    for key in (b"used", b"other"):
-        again.add(key)
-    again.remove(b"used")
-    again.touch(b"used")
-    again.add(b"used")
+    again.add([b"used", b"other"])
+    again.remove([b"used"])
+    again.touch([b"used"])
+    again.add([b"used"])
     assert list(again.victims(2)) == [b"other", b"used"]
 
 
@@ -99,7 +98,9 @@ def test_a_fresh_filter_knows_nothing_and_so_does_a_cleared_one():
 
 
 def test_notes_on_absent_keys_are_dropped_beyond_their_limit():
-    away = PinnedState(2)
+    pinned = PinnedState(2)
     for key in (b"a", b"b", b"c"):
-        away.keep(key, 1)
-    assert list(away) == [b"b", b"c"]
+        pinned.keep([key], [1])
+    assert list(pinned) == [b"b", b"c"]
+    pinned.drop([b"b"])
+    assert list(pinned) == [b"c"]

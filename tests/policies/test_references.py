@@ -158,11 +158,11 @@ class PaperS3FIFO:
 
 def request(policy, capacity, key):
     """One request for one key, as a store makes it; returns the key evicted for it, if any."""
-    policy.touch(key)
+    policy.touch([key])
     if key in policy:
         return None
     victims = policy.victims(1) if len(policy) == capacity else [None]
-    policy.add(key)
+    policy.add([key])
     return victims[0]
 
 

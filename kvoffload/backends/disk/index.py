@@ -108,17 +108,17 @@ class Index:
                     if name in self._sizes:
                         self._sizes[name] = allocated_bytes
                         if self._order is not None and name not in self._order:
-                            self._order.add(name)
+                            self._order.add((name,))
 
     def touch(self, names: Iterable[Name]) -> None:
         """These chunks were read, the last named is the most recent."""
         with self._lock:
             try:
-                for name in names:
-                    if name in self._sizes:
-                        self._sizes.move_to_end(name)
-                        if self._order is not None and name in self._order:
-                            self._order.touch(name)
+                known = [name for name in names if name in self._sizes]
+                for name in known:
+                    self._sizes.move_to_end(name)
+                if self._order is not None:
+                    self._order.touch([name for name in known if name in self._order])
             except Exception as error:
                 self._policy_failed(error)
 
@@ -141,7 +141,8 @@ class Index:
             known = self._sizes.pop(name, None) is not None
             if known and self._order is not None:
                 try:
-                    self._order.remove(name)
+                    if name in self._order:
+                        self._order.remove((name,))
                 except Exception as error:
                     self._policy_failed(error)
             return known
@@ -160,7 +161,7 @@ class Index:
         """Put back a victim that turned out to be in use by another process."""
         with self._lock:
             if name in self._sizes and self._order is not None and name not in self._order:
-                self._order.add(name)
+                self._order.add((name,))
 
     def sizes(self) -> list[tuple[Name, int]]:
         """A copy of everything, the least recently used first."""
@@ -176,10 +177,10 @@ class Index:
                 # A policy wants its capacity in entries: the first chunk tells how big they are.
                 entries = self._capacity_bytes // max(1, allocated_bytes)
                 self._order = self._make_policy(max(1, entries))
-            # To be found once more is no use: a policy that counts uses would take it for one.
+            # A file that a scan finds again was not used: it only moves to the recent end.
             if name in self._order:
-                self._order.remove(name)
-            self._order.add(name)
+                self._order.remove((name,))
+            self._order.add((name,))
         except BaseException:
             self._sizes.pop(name, None)
             raise
