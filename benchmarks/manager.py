@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.harness import Row, report, row
 from kvoffload.messages import OffloadKey, make_offload_key
 from kvoffload.offload.base import ReqContext
+from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.policies.arc import ARCPolicy
 from kvoffload.policies.handicap import HandicapPolicy
@@ -61,9 +62,15 @@ class Side:
         """Tell the manager of a request before room is made for it."""
         self.manager.touch(keys, context)
 
-    def answered(self, keys: Sequence[OffloadKey]) -> Any:
-        """Return the chunks of an answer as the engine's scheduler passes them."""
-        return keys
+    def prepare(self, what: str, keys: Sequence[OffloadKey], context: Any) -> Any:
+        """Begin a load or a store; return its job."""
+        if what == "load":
+            return self.manager.begin_load(keys, context)
+        return self.manager.prepare_store(keys, context).job
+
+    def complete(self, what: str, job: Any, ok: Sequence[bool]) -> None:
+        """Answer a job, with a result for each chunk."""
+        self.manager.complete(job, ok)
 
     def end(self, keys: Sequence[OffloadKey], context: Any) -> None:
         """Tell the manager that a request ended."""
@@ -98,13 +105,12 @@ class Side:
         self._request("load", keys)
 
     def _request(self, what: str, keys: Sequence[OffloadKey]) -> None:
-        context, answered = self.context(keys), self.answered(keys)
-        prepare = getattr(self.manager, f"prepare_{what}")
-        complete = getattr(self.manager, f"complete_{what}")
+        context, ok = self.context(keys), (True,) * len(keys)
         count = len(keys)
+        jobs: list[Any] = []
         self.time(f"begin, {what}", count, lambda: self.begin(keys, context))
-        self.time(f"prepare_{what}", count, lambda: prepare(keys, context))
-        self.time(f"complete_{what}", count, lambda: complete(answered, context))
+        self.time(f"prepare_{what}", count, lambda: jobs.append(self.prepare(what, keys, context)))
+        self.time(f"complete_{what}", count, lambda: self.complete(what, jobs[0], ok))
         self.time(f"end, {what}", count, lambda: self.end(keys, context))
 
 
@@ -125,9 +131,14 @@ class VllmSide(Side):
         """Tell the manager of a request."""
         self.manager.on_new_request(context)
 
-    def answered(self, keys: Sequence[OffloadKey]) -> Any:
-        """Return the chunks of an answer as a set, as its scheduler does."""
-        return set(keys)
+    def prepare(self, what: str, keys: Sequence[OffloadKey], context: Any) -> Any:
+        """Begin a load or a store; its scheduler answers with the chunks as a set."""
+        getattr(self.manager, f"prepare_{what}")(keys, context)
+        return set(keys), context
+
+    def complete(self, what: str, job: Any, ok: Sequence[bool]) -> None:
+        """Answer a load or a store."""
+        getattr(self.manager, f"complete_{what}")(*job)
 
     def end(self, keys: Sequence[OffloadKey], context: Any) -> None:
         """Tell the manager that a request ended."""
@@ -161,7 +172,7 @@ def makers() -> dict[str, Maker]:
 
 def ours(capacity: int, name: str, policy: type) -> Side:
     """Make a side of ours with host memory alone."""
-    return Side(name, TieredOffloadingManager(capacity, policy(capacity)))
+    return Side(name, TieredOffloadingManager(HostCache(capacity, policy(capacity))))
 
 
 def new_keys(first: int, count: int) -> list[OffloadKey]:

@@ -105,6 +105,9 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
 class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
     """Host slots of the slab, one a chunk, in the order of the transfer's keys."""
 
+    job_id = 0
+    """The manager's job that the slots belong to; 0 for none."""
+
     @staticmethod
     def medium() -> str:
         """Return ``CPU``."""

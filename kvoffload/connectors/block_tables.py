@@ -1,6 +1,6 @@
 """Block tables of requests: which GPU blocks the chunks of a load or a store are in."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvoffload.connectors.chunking import NULL_BLOCK, ChunkGroup, ChunkGroups, Piece
 from kvoffload.messages import GPULoadStoreSpec
@@ -12,9 +12,9 @@ BlockTables = Sequence[Sequence[int]]
 def to_load(
     groups: ChunkGroups, tables: BlockTables, start: int, end: int, has_nulls: bool
 ) -> list[Piece]:
-    """List the parts of chunks that bring the tokens from ``start`` to ``end``, by group.
+    """List the parts of chunks to load for the tokens from ``start`` to ``end``, by group.
 
-    Where a table begins with null blocks, the engine needs nothing there.
+    The engine needs nothing in the null blocks at the start of a table.
     """
     pieces: list[Piece] = []
     for group in groups.offloaded:
@@ -66,3 +66,30 @@ def gpu_end(groups: ChunkGroups, pieces: Sequence[Piece], tables: BlockTables) -
         sizes[piece.group] += piece.end_block - piece.first_block
         blocks.extend(tables[piece.group][piece.first_block : piece.end_block])
     return GPULoadStoreSpec(blocks, sizes, firsts)
+
+
+class BusyBlocks:
+    """GPU blocks that jobs in flight read (stores) or write (loads)."""
+
+    def __init__(self) -> None:
+        self._jobs_of: dict[int, list[int]] = {}
+        self._blocks_of: dict[int, Sequence[int]] = {}
+
+    def begin(self, job_id: int, blocks: Sequence[int]) -> None:
+        """Note the blocks of a job."""
+        self._blocks_of[job_id] = blocks
+        for block in blocks:
+            self._jobs_of.setdefault(block, []).append(job_id)
+
+    def end(self, job_id: int) -> None:
+        """Forget the blocks of a job, if it has any."""
+        for block in self._blocks_of.pop(job_id, ()):
+            jobs = self._jobs_of[block]
+            jobs.remove(job_id)
+            if not jobs:
+                del self._jobs_of[block]
+
+    def jobs(self, blocks: Iterable[int]) -> set[int]:
+        """Return the jobs in flight that use one of these blocks."""
+        busy = self._jobs_of
+        return {job for block in blocks for job in busy.get(block, ())} if busy else set()

@@ -21,7 +21,6 @@ from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.offload.namespace import Fact, namespace, readable
-from kvoffload.offload.passthrough import StagingManager
 from kvoffload.transfer.base import Copier
 from kvoffload.transfer.engine import ROUTES, TransferEngine
 from kvoffload.transfer.factory import make_copier
@@ -40,9 +39,20 @@ def tier_names(config: OffloadConfig) -> list[tuple[str, BackendConfig]]:
     return list(named.items())
 
 
-def manager_type(config: OffloadConfig) -> type[TieredOffloadingManager]:
-    """Return the manager for these settings: with a cache in host memory, or without."""
-    return TieredOffloadingManager if config.cpu_bytes else StagingManager
+def make_manager(
+    config: OffloadConfig, host: HostCache, tiers: Sequence[Tier], slot_bytes: int
+) -> TieredOffloadingManager:
+    """Make the manager for these settings: with a cache in host memory, or without."""
+    limit = config.max_inflight_bytes
+    return TieredOffloadingManager(
+        host,
+        tiers,
+        None if limit is None else limit // slot_bytes,
+        caching=bool(config.cpu_bytes),
+        store_threshold=config.store_threshold,
+        promote=config.promote,
+        client_hints=config.client_hints,
+    )
 
 
 @dataclass
@@ -166,19 +176,11 @@ class TieredOffloadingSpec(OffloadingSpec):
 
     def get_manager(self) -> TieredOffloadingManager:
         """See :meth:`OffloadingSpec.get_manager`."""
-        limit = self.config.max_inflight_bytes
         if self._geometry is None:
             host = HostCache(self.num_slots, self._policy(self.num_slots), self.slot_bytes)
         else:
             host = ExtentLedger(self._geometry, self._policy)
-        return manager_type(self.config)(
-            host,
-            tiers=self._opened.tiers,
-            max_persisting_slots=None if limit is None else limit // self.slot_bytes,
-            store_threshold=self.config.store_threshold,
-            promote=self.config.promote,
-            client_hints=self.config.client_hints,
-        )
+        return make_manager(self.config, host, self._opened.tiers, self.slot_bytes)
 
     def get_handlers(
         self, kv_caches: CanonicalKVCaches

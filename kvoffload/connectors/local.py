@@ -1,7 +1,7 @@
 """The connector for engines whose scheduler and worker share a process.
 
-It is the one to read first: the others translate the same verbs through more processes. An engine
-calls, from one thread:
+Read this connector first: the others send the same verbs through more processes. An engine calls,
+from one thread:
 
 =============================  =====================================================================
 when                           what
@@ -9,9 +9,9 @@ when                           what
 a waiting request is looked at ``get_num_new_matched_tokens``: how much can be loaded
 its blocks are allocated       ``update_state_after_alloc``: the load begins
 every step, also when idle     ``poll``: which loads ended, and how far each got
-before a forward pass          ``before_forward``: blocks about to be written are let go of
+before a forward pass          ``before_forward``: waits for copies of blocks about to be written
 after a forward pass           ``after_forward``: newly full chunks are stored
-it gives up its blocks         ``request_preempted``, if it will be admitted again
+a request is preempted         ``request_preempted``, if it will be admitted again
 a request ends in any way      ``request_finished``
 =============================  =====================================================================
 
@@ -24,15 +24,19 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from kvoffload.backends.base import ReportsUsage
 from kvoffload.config import OffloadConfig, parse_config
 from kvoffload.connectors.block_tables import BlockTables, gpu_end, to_load, to_store
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.chunking import ChunkGroups
+from kvoffload.connectors.layout_facts import layout_facts
 from kvoffload.connectors.load_backoff import LoadBackoff
-from kvoffload.connectors.local_jobs import Load, LoadOutcome, OffloadRequest, RequestState, Store
-from kvoffload.connectors.local_under_way import UnderWay
+from kvoffload.connectors.loads import Load, LoadOutcome, LoadResults
 from kvoffload.connectors.request_log import RequestLog
+from kvoffload.connectors.request_state import OffloadRequest, RequestState, new_state
+from kvoffload.connectors.transfers import Transfers
 from kvoffload.connectors.use_counter import UseCounter
 from kvoffload.core.interface import KVCacheConfig
 from kvoffload.errors import ConfigError
@@ -42,7 +46,6 @@ from kvoffload.offload.base import (
     OffloadingEvent,
     OffloadKey,
     ReqContext,
-    StagedLoadStoreSpec,
 )
 from kvoffload.offload.namespace import Fact
 from kvoffload.transfer.layout import ChunkLayout
@@ -96,34 +99,21 @@ class LocalConnector:
                 f"kv_cache_config has {len(self._groups.all)}"
             )
         layout = ChunkLayout(kv_caches, [group.per_chunk for group in self._groups.all])
-        pages = [[region.page_bytes for region in regions] for regions in layout.regions]
-        layout_facts: dict[str, Fact] = {
-            "block_size": block_size,
-            "blocks_per_chunk": self.config.blocks_per_chunk,
-            "chunk_layout": f"tensor-major-1 {pages}",
-        }
-        if len(pages) > 1:
-            layout_facts["chunk_tokens"] = f"{[group.chunk_tokens for group in self._groups.all]}"
-        if kv_cache_config is not None:
-            # What a window or a state is decides what its bytes were computed from.
-            layout_facts["kv_cache_groups"] = "\n".join(
-                f"{group.layer_names} {group.kv_cache_spec}"
-                for group in kv_cache_config.kv_cache_groups
-            )
         self._log = RequestLog(self.config.record, self._groups.offloaded[0].chunk_tokens)
-        self._spec = TieredOffloadingSpec(
-            self.config, layout.slot_bytes, {**facts, **layout_facts}, layout
-        )
+        meaning = {
+            **facts,
+            **layout_facts(self.config, block_size, self._groups, layout, kv_cache_config),
+        }
+        self._spec = TieredOffloadingSpec(self.config, layout.slot_bytes, meaning, layout)
         self._manager = self._spec.get_manager()
         self._uses = UseCounter(self._manager)
         self._worker = self._spec.open_engine(kv_caches)
         self._requests: dict[str, RequestState] = {}
-        # Where a good prefix is kept, an engine gets on with it.
+        # An engine that can use any part of a prefix goes on after one short load.
         self._short_loads = LoadBackoff(tolerated=int(self._groups.keeps_prefixes))
-        self._under_way = UnderWay(
-            self._manager, self._worker, self._groups, self._requests, self._short_loads
-        )
-        self._refused_loads: list[LoadOutcome] = []
+        self._results = LoadResults(self._groups, self._requests, self._short_loads, self._manager)
+        self._transfers = Transfers(self._manager, self._worker, self._results)
+        self._outcomes: list[LoadOutcome] = []
 
     # ---- a waiting request ----
 
@@ -144,7 +134,7 @@ class LocalConnector:
         groups = self._groups
         if num_computed_tokens % groups.alignment or self._short_loads.declined(request.request_id):
             return 0
-        context = self._context(request)
+        context = state.context
         state.start = start = num_computed_tokens
         limit = request.num_tokens - 1
         most = self._manager.hints(context).max_load_tokens
@@ -191,35 +181,22 @@ class LocalConnector:
             return
         state = self._requests[request.request_id]
         end = state.start + num_external_tokens
-        self._count_use(request, state, end)
+        self._count_use(state, end)
         pieces = to_load(self._groups, block_ids, state.start, end, self._has_nulls)
         keys = [state.keys[piece.group][piece.chunk] for piece in pieces]
-        source = self._manager.prepare_load(keys, self._context(request))
-        count = len(source.host_slots)
-        if not count:
-            self._under_way.note_short_load(request.request_id)
-            self._refused_loads.append(LoadOutcome(request.request_id, 0, ok=False))
+        job = self._manager.begin_load(keys, state.context)
+        if not job.keys:
+            self._outcomes.append(self._results.refused(request.request_id))
             return
-        media = ["CPU"] * count
-        if isinstance(source, StagedLoadStoreSpec):
-            for fetch in source.fetches:
-                for i in fetch.positions:
-                    media[i] = fetch.tier.upper()
-        target = gpu_end(self._groups, pieces[:count], block_ids)
-        load = Load(
-            request.request_id,
-            state.start,
-            end,
-            num_external_tokens,
-            tuple(pieces[:count]),
-            tuple(keys[:count]),
-            tuple(source.host_slots.tolist()),
-            tuple(media),
-            tuple(target.block_ids.tolist()),
-        )
+        pieces = pieces[: len(job.keys)]
+        target = gpu_end(self._groups, pieces, block_ids)
+        blocks = target.block_ids.tolist()
         # A store of the blocks' last owner that still reads them would store what is loaded.
-        self.before_forward(load.gpu_blocks)
-        state.loading = self._under_way.begin(load, (source, target))
+        self.before_forward(blocks)
+        load = Load(request.request_id, state.start, end, num_external_tokens, tuple(pieces))
+        self._results.expect(job.id, load)
+        self._transfers.begin(job, (job.spec, target), blocks)
+        state.loading = job.id
 
     # ---- every step ----
 
@@ -231,18 +208,16 @@ class LocalConnector:
             computed and computes the rest into the same blocks; or frees the blocks, if the request
             had ended meanwhile.
         """
-        refused, self._refused_loads = self._refused_loads, []
-        outcomes = refused + self._under_way.take_in()
-        self._under_way.begin_what_follows()
-        return outcomes
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes + self._transfers.poll()
 
     def before_forward(self, block_ids: Iterable[int]) -> None:
         """Wait until no transfer uses blocks that the coming forward pass writes.
 
-        A store that has not finished copying would otherwise store what the pass writes there.
-        Blocks are seldom reused while their copy is under way, so this rarely waits at all.
+        A store whose copy is in flight would otherwise store what the pass writes there. Blocks are
+        seldom reused while their copy is in flight, so this rarely waits at all.
         """
-        self._under_way.wait_for_blocks(block_ids)
+        self._transfers.wait_for_blocks(block_ids)
 
     def after_forward(
         self, request: OffloadRequest, block_ids: BlockTables, num_computed_tokens: int
@@ -257,11 +232,10 @@ class LocalConnector:
         )
         if not pieces:
             return
-        self._count_use(request, state, 0)
-        keys_of_groups = self._chunk_keys(request, state)
-        piece_of = {keys_of_groups[piece.group][piece.chunk]: piece for piece in pieces}
-        context = self._context(request)
-        output = self._manager.prepare_store(list(piece_of), context)
+        keys = self._chunk_keys(request, state)
+        self._count_use(state, 0)
+        piece_of = {keys[piece.group][piece.chunk]: piece for piece in pieces}
+        output = self._manager.prepare_store(list(piece_of), state.context)
         if output is None:
             return  # offered again with the next chunk
         for group in self._groups.offloaded:
@@ -270,18 +244,16 @@ class LocalConnector:
         for key in output.refused_keys:  # offered again after the next pass
             piece = piece_of[key]
             state.next_store[piece.group] = min(state.next_store[piece.group], piece.chunk)
-        if not output.keys_to_store:
+        if output.job is None:
             return
-        # Transfers list group after group.
-        prepared = sorted(
-            zip(output.keys_to_store, output.store_spec.host_slots.tolist(), strict=True),
-            key=lambda pair: piece_of[pair[0]].group,
-        )
-        keys = tuple(key for key, _ in prepared)
-        slots = tuple(slot for _, slot in prepared)
-        source = gpu_end(self._groups, [piece_of[key] for key in keys], block_ids)
-        store = Store(context, keys, slots, tuple(source.block_ids.tolist()))
-        self._under_way.begin(store, (source, CPULoadStoreSpec(slots)))
+        job, target, order = output.job, output.job.spec, None
+        stored = [piece_of[key] for key in job.keys]
+        if len(self._groups.offloaded) > 1:  # transfers list group after group
+            order = sorted(range(len(stored)), key=lambda i: stored[i].group)
+            stored = [stored[i] for i in order]
+            target = CPULoadStoreSpec(target.host_slots[order])
+        source = gpu_end(self._groups, stored, block_ids)
+        self._transfers.begin(job, (source, target), source.block_ids.tolist(), order)
 
     def request_preempted(self, request: OffloadRequest) -> bool:
         """Forget a request that gave up its blocks, until it is admitted again.
@@ -310,8 +282,8 @@ class LocalConnector:
         """
         until_s = time.monotonic() + timeout_s
         while True:
-            self._refused_loads = self.poll()
-            if not self._under_way.count:
+            self._outcomes = self.poll()
+            if not self._transfers.jobs:
                 return True
             if time.monotonic() >= until_s:
                 return False
@@ -320,23 +292,23 @@ class LocalConnector:
     def reset_cache(self) -> None:
         """Forget everything offloaded, on every tier, as after a change of the weights.
 
-        Waits for transfers under way. Requests that are running store nothing more, and loads
-        that ended but were not polled bring nothing: their bytes are of before. The new generation
-        of the tiers' namespace is this process's own: what a restarted engine finds is decided by
-        its facts, so these must say which weights are loaded.
+        Waits for transfers in flight. Running requests store nothing more. Loads that ended but
+        were not polled bring nothing: their bytes are older than the reset. The new generation of
+        the tiers' namespace belongs to this process. The facts decide what a restarted engine
+        finds, so they must name the weights that are loaded.
         """
         self.flush()
-        self._under_way.bar_loads()
-        self._refused_loads = [LoadOutcome(o.request_id, 0, ok=False) for o in self._refused_loads]
+        self._transfers.jobs.mark_stale()
+        self._outcomes = [LoadOutcome(o.request_id, 0, ok=False) for o in self._outcomes]
         for state in self._requests.values():
             state.barred = True
         self._manager.reset_cache()
         self._spec.renew(self._manager, generation=uuid.uuid4().hex)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End what is under way, as far as time allows, and release threads and memory."""
+        """End transfers in flight, as far as time allows, and release threads and memory."""
         if not self.flush(timeout_s):
-            log.warning("%d transfers had not ended at shutdown", self._under_way.count)
+            log.warning("%d transfers had not ended at shutdown", len(self._transfers.jobs))
         self._spec.close(timeout_s)
         self._manager.shutdown()
 
@@ -347,7 +319,7 @@ class LocalConnector:
     def stats(self) -> dict[str, Any]:
         """Return counters since the start, and what is resident now."""
         tiers: dict[str, Any] = {}
-        manager: dict[str, Any] = self._manager.stats()
+        manager: dict[str, Any] = msgspec.to_builtins(self._manager.stats())
         for name, backend in self._spec.backends.items():
             if isinstance(backend, ReportsUsage):
                 tiers[name] = {**backend.usage()._asdict(), "counters": dict(backend.counters())}
@@ -359,7 +331,7 @@ class LocalConnector:
                 "slot_bytes": self._spec.slot_bytes,
             },
             "tiers": tiers,
-            "loaded_tokens": dict(self._under_way.loaded_tokens),
+            "loaded_tokens": dict(self._results.loaded_tokens),
             "manager": manager.pop("counters"),
             "transfers": dict(self._worker.counters),
             "copies": self._spec.copies,
@@ -373,11 +345,10 @@ class LocalConnector:
         """
         known = request.request_id in self._requests
         state = self._state(request)
-        context = self._context(request)
         keys = self._chunk_keys(request, state)
         if not known:
             del self._requests[request.request_id]
-        return [self._manager.explain(of_group, context) for of_group in keys]
+        return [self._manager.explain(of_group, state.context) for of_group in keys]
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """Tell how long the engine took to compute tokens of prompts.
@@ -398,31 +369,22 @@ class LocalConnector:
         retire: Callable[[ReqContext, Callable[[], Sequence[OffloadKey]]], None],
     ) -> bool:
         self._short_loads.gave_up(request.request_id)
-        state = self._requests.pop(request.request_id, None)
-        keys = state.keys if state else [[]]
-        retire(self._context(request), lambda: self._groups.from_head_to_tail(keys))
-        if state is None:
-            return False
-        self._manager.drop(state.refused)
+        known = self._requests.pop(request.request_id, None)
+        state = known or new_state(request, len(self._groups.all))
+        retire(state.context, lambda: self._groups.from_head_to_tail(state.keys))
+        if state.refused:
+            self._manager.drop(state.refused)
         return state.loading is not None
-
-    def _context(self, request: OffloadRequest) -> ReqContext:
-        return ReqContext(request.request_id, getattr(request, "kv_transfer_params", None))
 
     def _state(self, request: OffloadRequest) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None:
-            count = len(self._groups.all)
-            state = RequestState([[] for _ in range(count)], [0] * count)
-            self._requests[request.request_id] = state
+            state = self._requests[request.request_id] = new_state(request, len(self._groups.all))
         return state
 
-    def _count_use(self, request: OffloadRequest, state: RequestState, loaded_end: int) -> None:
-        """Count the request as a use of its chunks; of windows, of those it reads."""
-        if self._uses.count(
-            self._context(request),
-            lambda: self._groups.used(self._chunk_keys(request, state), loaded_end),
-        ):
+    def _count_use(self, state: RequestState, loaded_end: int) -> None:
+        """Count the request as a use of its chunks; of windows, of the chunks it reads."""
+        if self._uses.count(state.context, lambda: self._groups.used(state.keys, loaded_end)):
             self._log.asked_for(state.keys[self._groups.offloaded[0].index])
 
     def _chunk_keys(self, request: OffloadRequest, state: RequestState) -> list[list[OffloadKey]]:

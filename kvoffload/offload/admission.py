@@ -7,24 +7,24 @@ from kvoffload.messages import OffloadKey
 
 
 class AdmissionFilter:
-    """Counts in how many requests a chunk was seen, for as many chunks as it has room for.
+    """Counts the requests that each chunk was seen in, for a bounded number of chunks.
 
     Args:
         threshold: requests a chunk must be seen in to be stored; 1 admits everything, at no cost.
-        limit: chunks remembered; the one seen longest ago is forgotten first.
+        limit: chunks remembered; the least recently seen is forgotten first.
     """
 
     def __init__(self, threshold: int, limit: int) -> None:
         self.threshold = threshold
         self._limit = limit
-        # Key → requests, and the last of them, which may name a chunk more than once.
+        # Key → number of requests, and the last request, which may name a chunk more than once.
         self._seen: OrderedDict[OffloadKey, tuple[int, str]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._seen)
 
     def see(self, keys: Iterable[OffloadKey], req_id: str) -> None:
-        """A request uses these chunks; without a name, each time as another request."""
+        """Count a request that uses these chunks; each call without a name is another request."""
         if self.threshold <= 1:
             return
         for key in keys:
@@ -35,12 +35,17 @@ class AdmissionFilter:
         while len(self._seen) > self._limit:
             self._seen.popitem(last=False)
 
-    def admitted(self, keys: list[OffloadKey], req_id: str) -> list[OffloadKey]:
-        """Return the chunks to store; to be offered is to be seen."""
-        if self.threshold <= 1:
-            return keys
+    def admit(
+        self, keys: list[OffloadKey], req_id: str
+    ) -> tuple[list[OffloadKey], list[OffloadKey]]:
+        """Count a request that offers these chunks; return the chunks to store, and the rest."""
         self.see(keys, req_id)
-        return [key for key in keys if self._seen.get(key, (0,))[0] >= self.threshold]
+        admitted: list[OffloadKey] = []
+        rest: list[OffloadKey] = []
+        for key in keys:
+            count, _ = self._seen.get(key, (0, ""))
+            (admitted if count >= self.threshold else rest).append(key)
+        return admitted, rest
 
     def clear(self) -> None:
         """Forget everything."""

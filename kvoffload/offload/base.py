@@ -7,7 +7,7 @@ makes both.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -40,6 +40,8 @@ __all__ = [
     "CanonicalKVCaches",
     "Fetch",
     "GPULoadStoreSpec",
+    "Job",
+    "LoadJob",
     "LoadStoreSpec",
     "OffloadKey",
     "OffloadingEvent",
@@ -50,6 +52,7 @@ __all__ = [
     "Reason",
     "ReqContext",
     "StagedLoadStoreSpec",
+    "StoreJob",
     "Transfer",
     "TransferResult",
     "TransferSpec",
@@ -106,6 +109,69 @@ class OffloadingEvent:
         return {group: tuple(keys) for group, keys in groups.items()}
 
 
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A transfer that the manager began; :meth:`OffloadingManager.complete` answers it once."""
+
+    id: int
+    keys: tuple[OffloadKey, ...]
+    spec: CPULoadStoreSpec
+    """The host slots of ``keys``."""
+
+    def unsettled_slots(self, ok: Sequence[bool]) -> list[int]:
+        """Return the slots that stay out of use after an unsettled answer."""
+        slots = self.spec.host_slots.tolist()
+        return [slot for slot, fine in zip(slots, ok, strict=True) if not fine]
+
+
+@dataclass(frozen=True, eq=False)
+class LoadJob(Job):
+    """Chunks that are pinned, or have slots reserved, until a load into the GPU is answered.
+
+    If tiers must fetch chunks into their slots first, the spec is a :class:`StagedLoadStoreSpec`.
+    """
+
+    context: ReqContext | None
+    num_asked: int
+    """Chunks asked for. ``keys`` are the leading ones, fewer if host memory had no room."""
+    tiers: tuple[str, ...] | None
+    """Tiers that the request may use; None for all."""
+
+    def media(self) -> list[str]:
+        """Return the medium that each chunk comes from."""
+        media = ["CPU"] * len(self.keys)
+        if isinstance(self.spec, StagedLoadStoreSpec):
+            for fetch in self.spec.fetches:
+                for i in fetch.positions:
+                    media[i] = fetch.tier.upper()
+        return media
+
+
+@dataclass(frozen=True, eq=False)
+class StoreJob(Job):
+    """Chunks that have reserved host slots until a store from the GPU is answered."""
+
+    context: ReqContext | None
+    tiers: tuple[str, ...] | None
+    """Tiers to write the chunks through to; None for all."""
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer(Job):
+    """Write-through of stored chunks to a tier, begun by the manager on its own account.
+
+    Carry it out with a handler for ``(type(spec), type(dst))``.
+    """
+
+    dst: LoadStoreSpec
+    tier: str
+
+    def unsettled_slots(self, ok: Sequence[bool]) -> list[int]:
+        """Return all slots: a late write may still read each of them."""
+        slots: list[int] = self.spec.host_slots.tolist()
+        return slots
+
+
 @dataclass(frozen=True)
 class PrepareStoreOutput:
     """What a store must do: these keys, to these places; and what left to make room for them."""
@@ -115,35 +181,20 @@ class PrepareStoreOutput:
     evicted_keys: tuple[OffloadKey, ...]
     refused_keys: tuple[OffloadKey, ...] = ()
     """No room for these now, but soon: offer them again, or give them up with ``drop``."""
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """Work the manager asks for on its own account: write-through of stored chunks to a tier.
-
-    Carry it out with a handler for ``(type(src), type(dst))`` and answer once with
-    :meth:`OffloadingManager.complete_transfer`.
-    """
-
-    src: CPULoadStoreSpec
-    dst: LoadStoreSpec
-    keys: tuple[OffloadKey, ...]
-    tier: str = field(default="")
-    number: int = 0
-    """Of this transfer, so that it is not taken for answered twice."""
+    job: StoreJob | None = None
+    """The job of this store; None if there is nothing to store."""
 
 
 class OffloadingManager(ABC):
-    """The ledger: which chunk is where, in what state, pinned by whom.
+    """The ledger: which chunk is where, in what state, and which requests pin it.
 
-    Called on one thread (the engine's scheduler); no call does I/O or waits. Every ``prepare_*`` is
-    followed by exactly one ``complete_*`` for each of its keys, made for the same request: with a
-    context of the same ``req_id``, or again without one.
+    An engine calls it on one thread; no call does I/O or waits. :meth:`begin_load`,
+    :meth:`prepare_store` and :meth:`take_transfers` begin jobs. The caller answers each job once
+    with :meth:`complete`. A second answer is counted and changes nothing.
 
-    An answer for a chunk that its request is not moving that way, because it came before or because
-    it was somebody else's, is counted and changes nothing. Not told apart are the transfers of one
-    request, and of all those without a context: a caller that may hear of a transfer's end twice,
-    and moves the same chunk for the same request again in between, must itself drop the second.
+    :meth:`prepare_load`, :meth:`complete_load` and :meth:`complete_store` do the same by keys. They
+    find the jobs of the request with the context's ``req_id``. All calls without a context count as
+    one request.
     """
 
     @abstractmethod
@@ -151,7 +202,7 @@ class OffloadingManager(ABC):
         """Say whether a chunk can be loaded now.
 
         Returns:
-            True or False; None if the answer is on its way (ask again at the next step). None
+            True or False; None if the answer is not known yet (ask again at the next step). None
             never lasts beyond the lookup deadline.
         """
 
@@ -167,15 +218,35 @@ class OffloadingManager(ABC):
         """
 
     @abstractmethod
+    def begin_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> LoadJob:
+        """Pin these chunks, or reserve slots for them, until the job is answered.
+
+        Call it in the same step as the lookup that answered True. The job covers the *leading*
+        keys. The others are misses: host memory is full of pinned chunks.
+        """
+
+    @abstractmethod
+    def complete(
+        self, job: Job, ok: Sequence[bool], settled: bool = True, reason: str = ""
+    ) -> None:
+        """Answer a job: unpin loaded chunks, make stored ones loadable, forget failed ones.
+
+        Args:
+            job: from :meth:`begin_load`, :meth:`prepare_store` or :meth:`take_transfers`.
+            ok: whether the transfer of each chunk succeeded, in the order of ``job.keys``.
+            settled: False if a late transfer may still touch the host slots of failed chunks (of a
+                :class:`Transfer`: of all its chunks). The slots stay out of use until
+                :meth:`release_slots`.
+            reason: why chunks failed: :attr:`TransferResult.reason`.
+        """
+
     def prepare_load(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> CPULoadStoreSpec:
-        """Pin these chunks and say where to load them from.
-
-        Call it in the same step as the lookup that answered True. The spec covers the *leading*
-        ``len(spec.host_slots)`` keys, which may be fewer than asked when host memory is full of
-        pinned chunks; the others are misses. Pinned until :meth:`complete_load`.
-        """
+        """Do as :meth:`begin_load`; return the host slots of the leading keys."""
+        return self.begin_load(keys, req_context).spec
 
     @abstractmethod
     def complete_load(
@@ -186,17 +257,7 @@ class OffloadingManager(ABC):
         settled: bool = True,
         reason: str = "",
     ) -> None:
-        """Unpin chunks of a load.
-
-        Args:
-            keys: any part of what was prepared.
-            req_context: of the request it was prepared for.
-            success: False forgets the keys, on every tier the load took them from, so that the
-                next lookup answers False.
-            settled: False if something may still write to their host slots; these stay out of use
-                until :meth:`release_slots`.
-            reason: why not, if not ``success``: :attr:`TransferResult.reason`.
-        """
+        """Answer chunks of a request's loads, all of them alike; see :meth:`complete`."""
 
     @abstractmethod
     def prepare_store(
@@ -204,8 +265,8 @@ class OffloadingManager(ABC):
     ) -> PrepareStoreOutput | None:
         """Reserve host slots for those of these chunks that are not there yet.
 
-        Evicts unpinned chunks to make room, never one named in this call. May cover only the
-        leading part of what is missing, and leaves out what is not admitted (see
+        Evicts unpinned chunks to make room, never one named in this call. The output may cover the
+        leading missing chunks only, and leaves out chunks that are not admitted (see
         ``store_threshold``). None: nothing can be stored now.
         """
 
@@ -217,37 +278,28 @@ class OffloadingManager(ABC):
         success: bool = True,
         settled: bool = True,
     ) -> None:
-        """Make stored chunks loadable, or forget them (``success=False``).
-
-        Write-through to lower tiers follows by itself: see :meth:`take_transfers`.
-        """
+        """Answer chunks of a request's stores, all of them alike; see :meth:`complete`."""
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         """Count one use of each chunk of a prompt, given from head to tail.
 
-        Call it once a request, before room is made for it; keys that are not here teach policies
-        with a memory of what they evicted.
+        Call it once a request, before room is made for it. Policies that remember evicted keys
+        learn from keys that are not here.
         """
 
     @abstractmethod
     def retire(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-        """The request with these chunks, head to tail, ended: of them the tail is to leave first.
+        """Put the chunks of an ended request in order, given head to tail: the tail leaves first.
 
-        Chunks of a long prompt are stored over many steps, heads before tails; left so, the heads
-        would leave first and make the tails useless. This is no further use. Chunks still being
-        stored, or written to a tier, take their place in that order when they have landed.
+        Chunks of a long prompt are stored over many steps, heads before tails. In that order the
+        heads would leave first and make the tails useless. The call does not count as a use. Chunks
+        in flight take their place in the order when their transfer has ended.
         """
 
     @abstractmethod
     def take_transfers(self) -> list[Transfer]:
-        """Return follow-up transfers to begin now; answer each with :meth:`complete_transfer`."""
-
-    @abstractmethod
-    def complete_transfer(
-        self, transfer: Transfer, ok: Sequence[bool], settled: bool = True
-    ) -> None:
-        """Answer a follow-up transfer, one verdict a key."""
+        """Return the write-through to begin now; answer each with :meth:`complete`."""
 
     @abstractmethod
     def release_slots(self, host_slots: Iterable[int]) -> None:

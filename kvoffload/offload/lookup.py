@@ -1,60 +1,37 @@
-"""Where a chunk is: in host memory, on its way there, or on a tier that is worth reading."""
+"""Finds where a chunk is: in host memory, in flight to it, or on a tier that is worth reading."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from kvoffload.config import HARMLESS_HINTS
 from kvoffload.messages import OffloadKey
-from kvoffload.offload.base import ReqContext
 from kvoffload.offload.events import CPU
-from kvoffload.offload.hints import NO_HINTS, HintReader, Hints
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.stats import Stats
 from kvoffload.offload.tiers import Tier, first_holder
 
 ASKED_AHEAD = 1024
-"""Chunks after one whose answer is on its way that tiers are asked about in the same step."""
+"""Chunks after a pending one that tiers are asked about in the same step."""
 
 
 class Lookups:
-    """Answers questions and counts the answers; changes nothing."""
+    """Answers lookups and counts the answers; changes nothing.
+
+    Args:
+        host: host memory.
+        figures: the tiers' rates, by which a slow tier is declined.
+        counters: the manager's counters.
+        caching: False if chunks only pass through host memory: a load then needs one slot, and
+            without a free slot the answer is "ask again".
+    """
 
     def __init__(
-        self,
-        host: HostCache,
-        figures: Stats,
-        counters: Counter[str],
-        client_hints: Iterable[str] = HARMLESS_HINTS,
+        self, host: HostCache, figures: Stats, counters: Counter[str], caching: bool
     ) -> None:
-        self.tiers: tuple[Tier, ...] = ()
-        """Set by the manager."""
         self._host = host
         self._figures = figures
         self._counters = counters
-        self._hints = HintReader(counters, client_hints)
-
-    # ---- which tiers ----
-
-    def hints(self, req_context: ReqContext | None) -> Hints:
-        """Return what a request asks for."""
-        if req_context is None:
-            return NO_HINTS
-        if not req_context.kv_transfer_params:  # answers of transfers name the request alone
-            return self._hints.known(req_context.req_id)
-        return self._hints.hints(req_context, frozenset(tier.name for tier in self.tiers))
-
-    def forget_hints(self, req_context: ReqContext | None) -> None:
-        """Drop what a request asked for: the request ended."""
-        if req_context is not None:
-            self._hints.forget(req_context.req_id)
-
-    def tiers_for(self, req_context: ReqContext | None) -> tuple[Tier, ...]:
-        """Return the tiers that a request may be served from or stored to."""
-        wanted = self.hints(req_context).tiers
-        if wanted is None:
-            return self.tiers
-        return tuple(tier for tier in self.tiers if tier.name in wanted)
+        self._caching = caching
 
     def _worth_reading(self, tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
         """Leave out tiers from which loading takes longer than computing."""
@@ -65,15 +42,23 @@ class Lookups:
 
     # ---- one chunk ----
 
-    def find(self, key: OffloadKey, req_context: ReqContext | None) -> bool | None:
-        """Say whether a chunk that is not ready in host memory can be loaded."""
-        if key in self._host.fetching:
-            return None
-        if self._host.moving(key):
-            return False
-        return first_holder(key, self._worth_reading(self.tiers_for(req_context)))[1]
+    def find(self, key: OffloadKey, tiers: tuple[Tier, ...]) -> bool | None:
+        """Return whether a chunk that is not ready in host memory can be loaded from these tiers.
 
-    def whereabouts(self, key: OffloadKey, req_context: ReqContext | None) -> str:
+        A chunk that another request fetches is None: it will soon be ready. A chunk being stored is
+        False: it is still in GPU memory, where the engine's own prefix cache finds it.
+        """
+        host = self._host
+        if key in host.fetching:
+            return None
+        if host.moving(key):
+            return False
+        answer = first_holder(key, self._worth_reading(tiers))[1]
+        if answer and not self._caching and not host.room_for(key):
+            return None
+        return answer
+
+    def place(self, key: OffloadKey, tiers: tuple[Tier, ...]) -> str:
         """Name the place of a chunk; "" if it is nowhere."""
         host = self._host
         if host.is_ready(key):
@@ -82,28 +67,29 @@ class Lookups:
             return "fetching"
         if host.moving(key):
             return "storing"
-        allowed = self.tiers_for(req_context)
-        quick = self._worth_reading(allowed)
+        quick = self._worth_reading(tiers)
         tier, answer = first_holder(key, quick)
         if tier is not None:
             return tier.medium
         if answer is None:
             return "pending"
-        return "too_slow" if any(t.holds(key) for t in allowed if t not in quick) else ""
+        return "too_slow" if any(t.holds(key) for t in tiers if t not in quick) else ""
 
     # ---- a prompt ----
 
     def find_prefix(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None
+        self, keys: Sequence[OffloadKey], allowed: tuple[Tier, ...]
     ) -> tuple[int, bool]:
-        """See :meth:`OffloadingManager.lookup_prefix`."""
+        """Count the leading chunks that can be loaded; return also whether the next may follow."""
+        if not self._caching and keys and self._waits_for_slot(keys[0], allowed):
+            self._counters["lookup_pending"] += 1
+            return 0, True
         hits = self._ready_prefix(keys)
         if hits == len(keys):
             self._counters["lookup_hits"] += hits
             return hits, False
         in_host = hits
         answer: bool | None = False
-        allowed = self.tiers_for(req_context)
         tiers = self._worth_reading(allowed)
         if tiers or self._host.fetching:
             hits, answer = self._find_below(keys, hits, tiers)
@@ -116,15 +102,21 @@ class Lookups:
             self._note_declined(keys[hits], [tier for tier in allowed if tier not in tiers])
         return hits, pending
 
+    def _waits_for_slot(self, key: OffloadKey, tiers: tuple[Tier, ...]) -> bool:
+        host = self._host
+        if host.room_for(key) or host.moving(key):
+            return False
+        return first_holder(key, self._worth_reading(tiers))[0] is not None
+
     def _ready_prefix(self, keys: Sequence[OffloadKey]) -> int:
         return sum(takewhile(bool, map(self._host.resident.__contains__, keys)))
 
     def _find_below(
         self, keys: Sequence[OffloadKey], start: int, tiers: tuple[Tier, ...]
     ) -> tuple[int, bool | None]:
-        """Go on where the first chunk is not in host memory; return hits, and what ended them."""
+        """Go on where the first chunk is not in host memory; return hits and the last answer."""
         host = self._host
-        # Idle chunks of the prompt itself are not what makes room for the rest of it.
+        # Idle chunks of the prompt itself are not evicted for the rest of the prompt.
         ready, pinned = host.resident, host.pinned
         idle_hits = start - sum(map(pinned.__contains__, keys[:start])) if pinned else start
         from_below = 0
@@ -143,12 +135,12 @@ class Lookups:
                     break
                 from_below += 1
                 found[tier.medium] += 1
-            if from_below and not self._fits(key, from_below + idle_hits):
+            if from_below and self._caching and from_below + idle_hits > host.room_for(key):
                 answer = False
                 break
             hits += 1
         if answer is None:
-            # What comes after is asked now, too, so that questions to slow tiers travel together.
+            # Ask about the following chunks now, so that requests to slow tiers travel together.
             for key in keys[hits + 1 : hits + 1 + ASKED_AHEAD]:
                 if not host.is_ready(key) and first_holder(key, tiers)[1] is False:
                     break
@@ -157,16 +149,15 @@ class Lookups:
         self._counters["lookup_hits"] += hits - start
         return hits, answer
 
-    def _fits(self, key: OffloadKey, count: int) -> bool:
-        """Whether host memory can receive that many chunks of this one's size in one load."""
-        return count <= self._host.room_for(key)
-
     def has_room(self, keys: Sequence[OffloadKey]) -> bool:
-        """See :meth:`HostCache.has_room`."""
-        return self._host.has_room(keys)
+        """Return whether host memory can take all these chunks at once, as one load needs it."""
+        if self._caching:
+            return self._host.has_room(keys)
+        # Chunks of one size take turns in a slot.
+        return self._host.has_room(list({self._host.bytes_of(key): key for key in keys}.values()))
 
     def _note_declined(self, key: OffloadKey, slow: Iterable[Tier]) -> None:
-        """A lookup ended at this chunk: was it because a tier that has it is too slow?"""
+        """Count a lookup that ended at this chunk although a tier that is too slow has it."""
         for tier in slow:
             if tier.holds(key):
                 self._counters[f"load_declined_{tier.name}"] += 1

@@ -1,42 +1,47 @@
 """Decides what is loaded from where, what is stored and evicted, and what is written through.
 
-A chunk's life in host memory (kept in :mod:`kvoffload.offload.host_cache`)::
+A chunk's life in host memory (:mod:`kvoffload.offload.host_cache`)::
 
-    prepare_store → incoming ─complete_store→ ready ⇄ ready + pinned ─evicted→ gone
-    prepare_load  → fetching ─complete_load─→ ready   (a chunk that was only on a lower tier)
+    prepare_store → incoming ─complete→ ready ⇄ ready + pinned ─evicted→ gone
+    begin_load    → fetching ─complete→ ready   (a chunk that was only on a lower tier)
 
-Nothing here does I/O; write-through is handed out by ``take_transfers``. Loads are in
-:mod:`kvoffload.offload.loading`, stores in :mod:`kvoffload.offload.storing`.
+Nothing here does I/O. Each transfer is one job, which the caller answers once with ``complete``.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from itertools import takewhile
+from operator import is_not
 
 from kvoffload.config import HARMLESS_HINTS
 from kvoffload.offload.admission import AdmissionFilter
 from kvoffload.offload.base import (
     CPULoadStoreSpec,
+    Job,
+    LoadJob,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
     Reason,
     ReqContext,
+    StagedLoadStoreSpec,
+    StoreJob,
     Transfer,
 )
-from kvoffload.offload.books import Books
 from kvoffload.offload.events import CPU, EventLog
-from kvoffload.offload.hints import Hints
+from kvoffload.offload.hints import NO_HINTS, HintReader, Hints
 from kvoffload.offload.host_cache import HostCache
-from kvoffload.offload.loading import Loading
+from kvoffload.offload.jobs import JobsInFlight, request_id
 from kvoffload.offload.lookup import Lookups
 from kvoffload.offload.miss_reasons import DROPPED
+from kvoffload.offload.passthrough import PassThrough
 from kvoffload.offload.retirement import Retirement
-from kvoffload.offload.stats import Stats, by_tier
-from kvoffload.offload.storing import Storing
+from kvoffload.offload.staging import Staging
+from kvoffload.offload.stats import ManagerStats, Stats, collect
 from kvoffload.offload.tiers import Tier
 from kvoffload.offload.write_through import WriteThrough
-from kvoffload.policies.base import Policy
 
 __all__ = ["CPU", "Tier", "TieredOffloadingManager"]
 
@@ -48,94 +53,78 @@ class TieredOffloadingManager(OffloadingManager):
     """Host memory over any number of tiers, looked up in the order given.
 
     Args:
-        host: the ledger of host memory; or how many chunks of one size it holds.
-        policy: orders idle chunks, if ``host`` is a number; made for this manager alone.
+        host: host memory; used by this manager alone.
         tiers: stores below, nearest first. Stored chunks are written through to all of them.
         max_persisting_slots: host slots (rows, if chunks differ in size) that write-through may pin
-            at once; default: a half. Chunks beyond it wait their turn unpinned; one that is evicted
-            first is dropped from write-through and counted: a future miss, nothing else.
-        slot_bytes: bytes of a slot, if ``host`` is a number; for figures in bytes.
+            at once; default: a half. Further chunks wait unpinned. A chunk evicted while it waits
+            is dropped and counted: a future miss, nothing else.
+        caching: False keeps no chunk in host memory; see :mod:`kvoffload.offload.passthrough`.
         store_threshold: requests a chunk must be seen in to be stored.
-        promote: whether what is loaded from a tier is also written to the nearer ones.
+        promote: whether a chunk loaded from a tier is also written to the nearer ones.
         client_hints: names of the hints that requests may use.
     """
 
-    lookups_type = Lookups
-    loading_type = Loading
-    storing_type = Storing
-
     def __init__(
         self,
-        host: HostCache | int,
-        policy: Policy | None = None,
+        host: HostCache,
         tiers: Sequence[Tier] = (),
         max_persisting_slots: int | None = None,
         *,
-        slot_bytes: int = 1,
+        caching: bool = True,
         store_threshold: int = 1,
         promote: bool = True,
         client_hints: Iterable[str] = HARMLESS_HINTS,
     ) -> None:
-        if isinstance(host, int):
-            if policy is None:
-                raise TypeError("a number of host slots needs a policy beside it")
-            host = HostCache(host, policy, slot_bytes)
+        if max_persisting_slots is None:
+            max_persisting_slots = max(1, host.num_slots // 2)
         self.counters: Counter[str] = Counter()
         self.figures = Stats()
         """What connectors measure: see :class:`Stats`."""
+        self.tiers = tuple(tiers)
         self._host = host
-        self._residence = EventLog(REMEMBERED_DEPARTURES, self.counters)
-        self._lookups = self.lookups_type(host, self.figures, self.counters, client_hints)
-        if max_persisting_slots is None:
-            max_persisting_slots = max(1, host.num_slots // 2)
+        self._caching = caching
+        self._promote = promote
+        self._hints = HintReader(self.counters, client_hints)
+        self._admission = AdmissionFilter(store_threshold, max(MIN_SIGHTINGS, 2 * host.num_slots))
+        self._lookups = Lookups(host, self.figures, self.counters, caching)
+        self._events = EventLog(REMEMBERED_DEPARTURES, self.counters)
+        self._jobs = JobsInFlight(self.counters)
+        self._staging = Staging(host, self._reserve, caching)
+        limit_bytes = max_persisting_slots * max(1, host.slot_bytes)
         self._write_through = WriteThrough(
-            host,
-            max_persisting_slots * max(1, host.slot_bytes),
-            self.counters,
-            self._dropped,
+            host, limit_bytes, self.counters, self._jobs.ids, self._dropped
         )
+        self._write_through.use(self.tiers)
+        self._passthrough = PassThrough(host, self._write_through, promote)
         self._retirement = Retirement(host, self._write_through)
-        self._books = Books(
-            host, self._lookups, self._residence, self._write_through, self.counters, promote
-        )
-        self._loading = self.loading_type(self._books)
-        self._sightings = AdmissionFilter(store_threshold, max(MIN_SIGHTINGS, 2 * host.num_slots))
-        self._storing = self.storing_type(self._books, self._sightings)
-        self._use_tiers(tiers)
 
-    def _use_tiers(self, tiers: Sequence[Tier]) -> None:
-        self.tiers = self._lookups.tiers = tuple(tiers)
-        self._write_through.use(tiers)
-
-    def _dropped(self, keys: Sequence[OffloadKey]) -> None:
-        self._residence.departures.note(keys, DROPPED)
-        self._retirement.landed(keys)
-
-    # ---- looking up ----
+    # ---- lookups ----
 
     def hints(self, req_context: ReqContext | None) -> Hints:
-        """Return what a request asks for; connectors obey ``max_load_tokens`` and ``explain``."""
-        return self._lookups.hints(req_context)
+        """Return a request's hints; connectors obey ``max_load_tokens`` and ``explain``."""
+        if req_context is None:
+            return NO_HINTS
+        if not req_context.kv_transfer_params:
+            return self._hints.known(req_context.req_id)
+        return self._hints.hints(req_context, frozenset(tier.name for tier in self.tiers))
+
+    def _tiers_for(self, names: Collection[str] | None) -> tuple[Tier, ...]:
+        """Return the tiers of these names; all for None."""
+        return tuple(t for t in self.tiers if t.name in names) if names is not None else self.tiers
 
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
-        """See :meth:`OffloadingManager.lookup`.
-
-        A chunk being fetched for another request is None: it is about to be ready. One being stored
-        is False: it is still in GPU memory, where the engine's own prefix cache finds it.
-        """
-        return self._host.is_ready(key) or self._lookups.find(key, req_context)
+        if self._host.is_ready(key):
+            return True
+        return self._lookups.find(key, self._tiers_for(self.hints(req_context).tiers))
 
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> tuple[int, bool]:
-        """See :meth:`OffloadingManager.lookup_prefix`.
-
-        Hits on lower tiers count only as far as host memory has room to receive them.
-        """
-        return self._lookups.find_prefix(keys, req_context)
+        """Look up a prompt; hits on tiers count as far as host memory has room to receive them."""
+        return self._lookups.find_prefix(keys, self._tiers_for(self.hints(req_context).tiers))
 
     def has_room(self, keys: Sequence[OffloadKey]) -> bool:
-        """Whether host memory can take all these chunks at once, as a load of them needs it."""
+        """Return whether host memory can take all these chunks at once, as a load needs it."""
         return self._lookups.has_room(keys)
 
     def explain(
@@ -147,19 +136,174 @@ class TieredOffloadingManager(OffloadingManager):
             ``CPU`` or the medium of a tier; ``storing``, ``fetching`` or ``pending`` if that is not
             decided yet; else the reason of the miss, see ``docs/manager.md``.
         """
-        where = [self._lookups.whereabouts(key, req_context) for key in keys]
-        return [
-            place or self._residence.departures.reason(key)
-            for key, place in zip(keys, where, strict=True)
-        ]
+        tiers = self._tiers_for(self.hints(req_context).tiers)
+        places = [self._lookups.place(key, tiers) for key in keys]
+        reason = self._events.departures.reason
+        return [place or reason(key) for key, place in zip(keys, places, strict=True)]
 
-    # ---- loading ----
+    # ---- loads ----
 
-    def prepare_load(
+    def begin_load(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> CPULoadStoreSpec:
-        """See :meth:`OffloadingManager.prepare_load`."""
-        return self._loading.prepare(keys, req_context)
+    ) -> LoadJob:
+        names = self.hints(req_context).tiers
+        slots = self._host.pin_all(keys)
+        if slots is None:
+            spec = self._staging.plan(keys, self._tiers_for(names))
+            self.counters["load_refused"] += len(keys) - len(spec.host_slots)
+        else:
+            spec = CPULoadStoreSpec(slots)
+        spec.job_id = next(self._jobs.ids)
+        covered = tuple(keys[: len(spec.host_slots)])
+        job = LoadJob(spec.job_id, covered, spec, req_context, len(keys), names)
+        if covered:
+            self._jobs.add(job)
+        return job
+
+    def _reserve(
+        self, keys: Sequence[OffloadKey], protected: Collection[OffloadKey] = ()
+    ) -> tuple[list[int], list[OffloadKey]]:
+        """Take slots for as many leading chunks as possible; return them and the evicted chunks."""
+        slots, evicted = self._host.reserve(keys, protected)
+        if evicted:
+            self.counters["evicted"] += len(evicted)
+            self._events.evicted(evicted)
+        return slots, evicted
+
+    def _load_ended(self, job: LoadJob, ok: Sequence[bool], settled: bool, reason: str) -> None:
+        staged = isinstance(job.spec, StagedLoadStoreSpec)
+        # From tail to head, so that the tail of a prompt is the older and leaves first.
+        if not staged and all(ok) and self._host.unpin_all(job.keys[::-1]):
+            return
+        ended = self._staging.end(job.keys, ok, settled)
+        self._events.departures.note([*ended.lost, *ended.missed], reason or Reason.FAILED)
+        self._events.record(ended.lost, CPU, Reason.FAILED)
+        self._events.record(ended.arrived, CPU, Reason.STORED)
+        if self._promote and ended.fetched:
+            tiers = self._tiers_for(job.tiers)
+            for source, keys in ended.fetched.items():
+                # Tiers nearer than the source get the chunks too: the next load is faster.
+                for tier in takewhile(partial(is_not, source), tiers):
+                    self._write_through.offer(tier, keys)
+        self._write_through.begin()
+
+    # ---- stores ----
+
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> PrepareStoreOutput | None:
+        hints = self.hints(req_context)
+        if self._caching:
+            new = self._host.absent(keys)
+        else:
+            new = self._passthrough.missing(keys, self._tiers_for(hints.tiers))
+        if not hints.offload:
+            self._leave_out(new, "not_wanted")
+            new = []
+        elif self._admission.threshold > 1:
+            new, rest = self._admission.admit(new, request_id(req_context))
+            self._leave_out(rest, "not_admitted")
+        if not new:
+            return PrepareStoreOutput((), CPULoadStoreSpec(()), ())
+        # Named keys that are absent need no protection; mostly all of them are absent.
+        protected = keys if len(new) < len(keys) else ()
+        fitting = new if self._caching else self._passthrough.fitting(new)
+        slots, evicted = self._reserve(fitting, protected)
+        refused = tuple(new[len(slots) :])
+        if self._caching and refused:
+            self.drop(refused)
+            refused = ()
+        spec = CPULoadStoreSpec(slots)
+        if not slots:
+            return PrepareStoreOutput((), spec, tuple(evicted), refused) if refused else None
+        spec.job_id = next(self._jobs.ids)
+        job = StoreJob(spec.job_id, tuple(new[: len(slots)]), spec, req_context, hints.tiers)
+        self._jobs.add(job)
+        self._host.incoming.update(zip(job.keys, slots, strict=True))
+        self._host.prioritise(job.keys, hints.priority)
+        return PrepareStoreOutput(job.keys, spec, tuple(evicted), refused, job)
+
+    def _leave_out(self, keys: Sequence[OffloadKey], reason: str) -> None:
+        if keys:
+            self.counters[f"store_{reason}"] += len(keys)
+            self._events.departures.note(keys, reason)
+
+    def drop(self, keys: Sequence[OffloadKey]) -> None:
+        """Count chunks that are not stored for lack of room; see :class:`PrepareStoreOutput`."""
+        self.counters["store_refused"] += len(keys)
+        self._events.departures.note(keys, DROPPED)
+
+    def _store_ended(self, job: StoreJob, ok: Sequence[bool], settled: bool) -> None:
+        stored: Sequence[OffloadKey] = job.keys
+        if not (all(ok) and self._host.all_ready(job.keys[::-1])):
+            stored = self._store_one_by_one(job.keys, ok, settled)
+        if stored:
+            if self._caching:
+                self._events.record(stored, CPU, Reason.STORED)
+            for tier in self._tiers_for(job.tiers):
+                self._write_through.offer(tier, stored)
+            if not self._caching:
+                for key in stored:
+                    self._host.forget(key)
+                self._write_through.begin()  # drops chunks that no tier had room for
+        self._retirement.landed(job.keys)
+
+    def _store_one_by_one(
+        self, keys: Sequence[OffloadKey], ok: Sequence[bool], settled: bool
+    ) -> list[OffloadKey]:
+        """Return the chunks that are stored now."""
+        host = self._host
+        stored: list[OffloadKey] = []
+        failed: list[OffloadKey] = []
+        for key, fine in zip(reversed(keys), reversed(ok), strict=True):
+            if key not in host.incoming:
+                host.end_use(key, fine or settled)  # forgotten by a reset
+                continue
+            slot = host.incoming.pop(key)
+            if fine:
+                host.become_ready(key, slot)
+                stored.append(key)
+            else:
+                host.give_back(key, slot, settled)
+                failed.append(key)
+        self.counters["store_failed"] += len(failed)
+        self._events.departures.note(failed, Reason.FAILED)
+        return stored[::-1]
+
+    # ---- answers ----
+
+    def complete(
+        self, job: Job, ok: Sequence[bool], settled: bool = True, reason: str = ""
+    ) -> None:
+        if isinstance(job, Transfer):
+            self._transfer_ended(job, ok, settled)
+        elif not self._jobs.take(job):
+            self._jobs.unexpected(job.keys[:1])
+        elif isinstance(job, LoadJob):
+            self._load_ended(job, ok, settled, reason)
+        elif isinstance(job, StoreJob):
+            self._store_ended(job, ok, settled)
+
+    def _transfer_ended(self, transfer: Transfer, ok: Sequence[bool], settled: bool) -> None:
+        tier = self._write_through.ended(transfer)
+        if tier is None:
+            self._jobs.unexpected(transfer.keys[:1])
+            return
+        for key in reversed(transfer.keys):
+            self._host.end_use(key, settled)
+        good = [key for key, fine in zip(transfer.keys, ok, strict=True) if fine]
+        self.counters[f"persist_failed_{tier.name}"] += len(ok) - len(good)
+        if any(tier is current for current in self.tiers):  # not replaced meanwhile
+            self._events.written(tier, good)
+        self._write_through.begin()
+        self._retirement.landed(transfer.keys)
+
+    def release_slots(self, host_slots: Iterable[int]) -> None:
+        for slot in host_slots:
+            if not self._host.release(slot):
+                self.counters["unexpected_release"] += 1
+
+    # ---- the same by keys ----
 
     def complete_load(
         self,
@@ -169,16 +313,8 @@ class TieredOffloadingManager(OffloadingManager):
         settled: bool = True,
         reason: str = "",
     ) -> None:
-        """See :meth:`OffloadingManager.complete_load`."""
-        self._loading.complete(keys, req_context, success, settled, reason)
-
-    # ---- storing ----
-
-    def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> PrepareStoreOutput | None:
-        """See :meth:`OffloadingManager.prepare_store`."""
-        return self._storing.prepare(keys, req_context)
+        for job in self._jobs.take_parts(LoadJob, keys, req_context):
+            self._load_ended(job, (success,) * len(job.keys), settled, reason)
 
     def complete_store(
         self,
@@ -187,108 +323,67 @@ class TieredOffloadingManager(OffloadingManager):
         success: bool = True,
         settled: bool = True,
     ) -> None:
-        """See :meth:`OffloadingManager.complete_store`."""
-        answered = tuple(keys)
-        self._storing.complete(answered, req_context, success, settled)
-        self._retirement.landed(answered)
+        for job in self._jobs.take_parts(StoreJob, keys, req_context):
+            self._store_ended(job, (success,) * len(job.keys), settled)
 
-    def drop(self, keys: Sequence[OffloadKey]) -> None:
-        """Give up storing chunks that were refused; see :class:`PrepareStoreOutput`."""
-        self._storing.drop(keys)
-
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-        """See :meth:`OffloadingManager.touch`."""
-        self._sightings.see(keys, req_context.req_id if req_context else "")
-        self._host.touch(keys[::-1])
-
-    def retire(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-        """See :meth:`OffloadingManager.retire`."""
-        self._lookups.forget_hints(req_context)
-        self._retirement.retire(keys)
-
-    # ---- write-through ----
+    # ---- write-through, events, reset ----
 
     def take_transfers(self) -> list[Transfer]:
-        """See :meth:`OffloadingManager.take_transfers`."""
         return self._write_through.take()
 
-    def complete_transfer(
-        self, transfer: Transfer, ok: Sequence[bool], settled: bool = True
-    ) -> None:
-        """See :meth:`OffloadingManager.complete_transfer`."""
-        tier = self._write_through.ended(transfer)
-        if tier is None:
-            self._books.unexpected("complete_transfer", transfer.keys[:1])
-            return
-        for key in reversed(transfer.keys):
-            self._host.end_use(key, settled)
-        good = [key for key, fine in zip(transfer.keys, ok, strict=True) if fine]
-        self.counters[f"persist_failed_{transfer.tier}"] += len(ok) - len(good)
-        if any(tier is current for current in self.tiers):  # not replaced meanwhile
-            self._residence.written(tier, good)
-        self._write_through.begin()
-        self._retirement.landed(transfer.keys)
-
-    def release_slots(self, host_slots: Iterable[int]) -> None:
-        """See :meth:`OffloadingManager.release_slots`."""
-        for slot in host_slots:
-            if not self._host.release(slot):
-                self.counters["unexpected_release"] += 1
-
-    # ---- events, reset ----
+    def _dropped(self, keys: Sequence[OffloadKey]) -> None:
+        self._events.departures.note(keys, DROPPED)
+        self._retirement.landed(keys)
 
     def take_events(self) -> list[OffloadingEvent]:
-        """See :meth:`OffloadingManager.take_events`; includes what tiers evicted themselves."""
-        return self._residence.take_events(self.tiers)
+        """Return the events since the last call, with the chunks that tiers evicted themselves."""
+        return self._events.take_events(self.tiers)
 
     def reset_cache(self) -> None:
-        """See :meth:`OffloadingManager.reset_cache`.
+        """Forget every chunk in host memory; transfers in flight end as if they were removed.
 
-        This is about host memory. If the bytes changed their meaning, give the tiers a new
-        namespace and call :meth:`replace_tiers`.
+        If the bytes changed their meaning, also give the tiers a new namespace and call
+        :meth:`replace_tiers`.
         """
         gone = self._host.forget_all()
-        self._residence.departures.note(gone, Reason.RESET)
-        self._residence.record(gone, CPU, Reason.RESET)
-        self._storing.clear()
+        self._events.departures.note(gone, Reason.RESET)
+        self._events.record(gone, CPU, Reason.RESET)
+        self._admission.clear()
         self._write_through.forget_waiting()
         self._retirement.clear()
 
     def replace_tiers(self, tiers: Sequence[Tier]) -> None:
-        """Use other stores below from now on; follow-ups not taken yet are dropped.
-
-        What is known to have been in the old ones counts as of another namespace.
-        """
+        """Use other stores from now on; the chunks of the old ones are of another namespace."""
         self._write_through.forget_waiting()
         for transfer in self.take_transfers():
-            self.complete_transfer(transfer, [False] * len(transfer.keys))
-        self._residence.replaced(self.tiers)
-        self._use_tiers(tiers)
+            self.complete(transfer, [False] * len(transfer.keys))
+        self._events.replaced(self.tiers)
+        self.tiers = tuple(tiers)
+        self._write_through.use(self.tiers)
         self._retirement.clear()
+
+    # ---- uses ----
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        self._admission.see(keys, request_id(req_context))
+        self._host.touch(keys[::-1])
+
+    def retire(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        if req_context is not None:
+            self._hints.forget(req_context.req_id)
+        self._retirement.retire(keys)
 
     # ---- figures, self-check ----
 
-    def stats(self) -> dict[str, object]:
-        """Return all figures as plain data; see ``docs/manager.md``."""
-        host = self._host
-        return {
-            "host": {
-                "capacity_bytes": host.capacity_bytes,
-                "resident_bytes": host.resident_bytes,
-                "inflight_bytes": host.inflight_bytes,
-                "resident_chunks": self.resident,
-                "busy_chunks": self.busy_slots,
-            },
-            "write_through": {t.medium: self._write_through.figures(t.name) for t in self.tiers},
-            "removed": self._residence.removed_by_medium(),
-            "counters": dict(self.counters),
-            **by_tier(self.counters, self.tiers),
-            **self.figures.as_dict(),
-        }
+    def stats(self) -> ManagerStats:
+        """Return all figures; see ``docs/manager.md``."""
+        return collect(
+            self._host, self.counters, self.tiers, self._write_through, self._events, self.figures
+        )
 
     @property
     def busy_slots(self) -> int:
-        """Chunks' slots that a transfer uses, or that wait for one to let go; 0 when quiet."""
+        """Slots that a transfer uses, or whose transfer may still touch them; 0 when quiet."""
         return self._host.busy_slots
 
     @property

@@ -1,27 +1,78 @@
-"""What was moved and how fast: totals for statistics, rates for decisions."""
+"""Statistics: totals of transfers, rates for decisions, and all figures of a manager."""
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from copy import copy
 
+import msgspec
+
+from kvoffload.offload.events import EventLog
+from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.tiers import Tier
+from kvoffload.offload.write_through import WriteThrough
 
 FORGET_PER_SAMPLE = 0.8
-"""Weight of what was known before each sample of a rate."""
+"""Weight of the earlier samples of a rate at each new sample."""
 MIN_SAMPLES = 4
 """Samples before a rate counts as known."""
 RETRY_AFTER_DECLINES = 64
-"""Declined lookups after which a slow tier is tried again: it may have become faster."""
+"""Declined lookups after which a slow tier is tried again, as it may have become faster."""
 
 
-@dataclass
-class Moved:
+class Moved(msgspec.Struct):
     """Totals in one direction between the GPU and a medium, or host memory and a tier."""
 
     chunks: int = 0
     bytes: int = 0
     seconds: float = 0.0
-    """Sum of the transfers' durations; those that ran side by side count each."""
+    """Sum of the transfers' durations. Transfers that run at the same time count each."""
+
+
+class HostFigures(msgspec.Struct, frozen=True):
+    """Host memory now."""
+
+    capacity_bytes: int
+    resident_bytes: int
+    inflight_bytes: int
+    resident_chunks: int
+    busy_chunks: int
+
+
+class LaneFigures(msgspec.Struct, frozen=True):
+    """Write-through to one tier now."""
+
+    inflight_bytes: int
+    waiting_chunks: int
+
+
+class LookupFigures(msgspec.Struct, frozen=True):
+    """Lookups so far."""
+
+    hits: dict[str, int]
+    """Chunks found, by medium."""
+    misses: int
+    pending: int
+    declined: dict[str, int]
+    """Lookups that ended because a tier is slower than computing, by medium."""
+
+
+class ManagerStats(msgspec.Struct, frozen=True):
+    """All figures of a manager; see ``docs/manager.md``."""
+
+    host: HostFigures
+    write_through: dict[str, LaneFigures]
+    """By medium."""
+    removed: dict[str, dict[str, int]]
+    """Chunks that left, by medium and reason."""
+    counters: dict[str, int]
+    lookups: LookupFigures
+    not_stored: dict[str, dict[str, int]]
+    """Chunks that were not stored, by medium and reason."""
+    loads: dict[str, Moved]
+    stores: dict[str, Moved]
+    saved_prefill_tokens: int
+    tokens_per_s: dict[str, float | None]
+    """Rates of prefill and of loads by medium; None if not known."""
 
 
 class Rate:
@@ -47,7 +98,7 @@ class Rate:
 
 
 class Stats:
-    """Totals and rates; told by the connector, which measures."""
+    """Totals and rates, as the connector measures them."""
 
     def __init__(self) -> None:
         self.loads: dict[str, Moved] = {}
@@ -66,15 +117,15 @@ class Stats:
         seconds: float,
         rated: bool = True,
     ) -> None:
-        """A load from a medium to the GPU ended well.
+        """Count a load from a medium to the GPU.
 
         Args:
             medium: ``CPU``, or a tier's medium.
-            tokens: that need not be computed now.
-            chunks: moved.
-            num_bytes: moved.
-            seconds: from its beginning to its end.
-            rated: whether this says how fast the medium is.
+            tokens: tokens that need not be computed.
+            chunks: chunks moved.
+            num_bytes: bytes moved.
+            seconds: the transfer's own time.
+            rated: include this sample in the medium's rate.
         """
         _add(self.loads, medium, chunks, num_bytes, seconds)
         self.saved_prefill_tokens += tokens
@@ -83,18 +134,18 @@ class Stats:
         self._declines.pop(medium, None)
 
     def stored(self, medium: str, chunks: int, num_bytes: int, seconds: float) -> None:
-        """A store to host memory (``CPU``) or a write-through to a tier ended."""
+        """Count a store to host memory (``CPU``) or a write-through to a tier."""
         _add(self.stores, medium, chunks, num_bytes, seconds)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """The engine computed a prompt's tokens."""
+        """Add a sample of the rate at which the engine computes prompts."""
         if tokens and seconds > 0:
             self.prefill.add(tokens, seconds)
 
     def slower_than_computing(self, medium: str) -> bool:
         """Whether loading a token from there takes longer than computing it; False if unknown.
 
-        Says no from time to time, so that a tier that became faster is noticed.
+        Returns False every :data:`RETRY_AFTER_DECLINES` calls, to notice a tier that became faster.
         """
         rate = self.load_rates.get(medium)
         if rate is None:
@@ -105,20 +156,8 @@ class Stats:
         return self._declines.get(medium, 0) < RETRY_AFTER_DECLINES
 
     def declined(self, medium: str) -> None:
-        """A load from there was declined."""
+        """Count a declined load from there."""
         self._declines[medium] = self._declines.get(medium, 0) + 1
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the totals as plain data."""
-        return {
-            "loads": {medium: asdict(moved) for medium, moved in self.loads.items()},
-            "stores": {medium: asdict(moved) for medium, moved in self.stores.items()},
-            "saved_prefill_tokens": self.saved_prefill_tokens,
-            "tokens_per_s": {
-                "prefill": self.prefill.tokens_per_s,
-                **{medium: rate.tokens_per_s for medium, rate in self.load_rates.items()},
-            },
-        }
 
 
 def _add(table: dict[str, Moved], medium: str, chunks: int, num_bytes: int, seconds: float) -> None:
@@ -128,9 +167,15 @@ def _add(table: dict[str, Moved], medium: str, chunks: int, num_bytes: int, seco
     moved.seconds += seconds
 
 
-def by_tier(count: Counter[str], tiers: Iterable[Tier]) -> dict[str, object]:
-    """Sort the manager's counters of lookups and of what was not stored by medium."""
-    tiers = list(tiers)
+def collect(
+    host: HostCache,
+    count: Counter[str],
+    tiers: Sequence[Tier],
+    write_through: WriteThrough,
+    events: EventLog,
+    figures: Stats,
+) -> ManagerStats:
+    """Collect the figures of a manager's parts."""
     below = {tier.medium: count[f"lookup_hits_{tier.medium}"] for tier in tiers}
     not_stored = {
         "CPU": {
@@ -145,12 +190,27 @@ def by_tier(count: Counter[str], tiers: Iterable[Tier]) -> dict[str, object]:
             "back_pressure": count[f"persist_dropped_{tier.name}"],
             "failed": count[f"persist_failed_{tier.name}"],
         }
-    return {
-        "lookups": {
-            "hits": {"CPU": count["lookup_hits"] - sum(below.values()), **below},
-            "misses": count["lookup_misses"],
-            "pending": count["lookup_pending"],
-            "declined": {tier.medium: count[f"load_declined_{tier.name}"] for tier in tiers},
-        },
-        "not_stored": not_stored,
-    }
+    rates = {medium: rate.tokens_per_s for medium, rate in figures.load_rates.items()}
+    return ManagerStats(
+        host=HostFigures(
+            host.capacity_bytes,
+            host.resident_bytes,
+            host.inflight_bytes,
+            host.num_ready,
+            host.busy_slots,
+        ),
+        write_through={t.medium: LaneFigures(*write_through.in_flight(t.name)) for t in tiers},
+        removed=events.removed_by_medium(),
+        counters=dict(count),
+        lookups=LookupFigures(
+            {"CPU": count["lookup_hits"] - sum(below.values()), **below},
+            count["lookup_misses"],
+            count["lookup_pending"],
+            {tier.medium: count[f"load_declined_{tier.name}"] for tier in tiers},
+        ),
+        not_stored=not_stored,
+        loads={medium: copy(moved) for medium, moved in figures.loads.items()},
+        stores={medium: copy(moved) for medium, moved in figures.stores.items()},
+        saved_prefill_tokens=figures.saved_prefill_tokens,
+        tokens_per_s={"prefill": figures.prefill.tokens_per_s, **rates},
+    )

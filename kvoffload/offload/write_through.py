@@ -1,6 +1,5 @@
 """Write-through: stored chunks go on to the tiers, as far as back-pressure lets them."""
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -35,8 +34,9 @@ class WriteThrough:
         host: pinned while a chunk is read.
         limit_bytes: high-water mark of host bytes pinned for this. Each tier has an equal share, so
             that one that hangs does not hold up the others.
-        counters: where drops and failures are counted.
-        dropped: told of chunks that will not be written.
+        counters: where drops are counted.
+        job_ids: numbers for transfers.
+        dropped: called with the chunks that will not be written.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class WriteThrough:
         host: HostCache,
         limit_bytes: int,
         counters: Counter[str],
+        job_ids: Iterator[int],
         dropped: Callable[[Sequence[OffloadKey]], None],
     ) -> None:
         self._host = host
@@ -52,9 +53,9 @@ class WriteThrough:
         self._dropped = dropped
         self._lanes: dict[str, _Lane] = {}
         self._handed_out: list[Transfer] = []
-        self._numbers = itertools.count(1)
-        # Transfer number → its lane, though that tier may not be used any more.
-        self._under_way: dict[int, _Lane] = {}
+        self._job_ids = job_ids
+        # Job → its lane, though that tier may have been replaced.
+        self._in_flight: dict[int, _Lane] = {}
 
     def use(self, tiers: Sequence[Tier]) -> None:
         """Write to these tiers from now on; those under way to others end on their own."""
@@ -112,9 +113,10 @@ class WriteThrough:
             source = CPULoadStoreSpec(slots)
             name = lane.tier.name
             target = BackendLoadStoreSpec(name, batch)
-            number = next(self._numbers)
-            self._under_way[number] = lane
-            self._handed_out.append(Transfer(source, target, tuple(batch), name, number))
+            source.job_id = next(self._job_ids)
+            transfer = Transfer(source.job_id, tuple(batch), source, target, name)
+            self._in_flight[transfer.id] = lane
+            self._handed_out.append(transfer)
 
     def _drop(self, lane: _Lane, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
@@ -130,7 +132,7 @@ class WriteThrough:
 
     def ended(self, transfer: Transfer) -> Tier | None:
         """A transfer to this tier was answered; None if it had been answered before."""
-        lane = self._under_way.pop(transfer.number, None)
+        lane = self._in_flight.pop(transfer.id, None)
         if lane is None:
             return None
         lane.pinned_bytes -= sum(map(self._host.bytes_of, transfer.keys))
@@ -149,7 +151,7 @@ class WriteThrough:
             yield lane.waiting
             yield lane.writing
 
-    def figures(self, name: str) -> dict[str, int]:
-        """Bytes under way to a tier, and chunks that wait."""
+    def in_flight(self, name: str) -> tuple[int, int]:
+        """Return the bytes in flight to a tier, and the chunks that wait."""
         lane = self._lanes[name]
-        return {"inflight_bytes": lane.pinned_bytes, "waiting_chunks": len(lane.waiting)}
+        return lane.pinned_bytes, len(lane.waiting)

@@ -26,9 +26,9 @@ def ends_of(connector, request, table):
     took = []
 
     def take_in():
-        connector._worker.wait(set(connector._under_way._jobs))
+        connector._worker.wait(set(connector._transfers.jobs._jobs))
         took.append(count_opcodes(connector.poll, MANAGER))
-        assert connector._under_way.count == 0
+        assert len(connector._transfers.jobs) == 0
 
     connector.after_forward(request, table, request.num_tokens)
     take_in()
@@ -52,7 +52,7 @@ def test_the_end_of_a_whole_transfer_costs_the_manager_nothing_for_each_chunk(
 
 
 def test_the_benchmark_of_the_manager_measures_what_the_connector_does(connector, new_request):
-    verbs = ("touch", "prepare_store", "complete_store", "prepare_load", "complete_load", "retire")
+    verbs = ("touch", "prepare_store", "begin_load", "complete", "retire")
     request, table = new_request("p", 41), [range(1, 12)]
     real, measured = told(connector._manager, verbs), benchmark("manager").ours(10, "", LRUPolicy)
     connector.after_forward(request, table, request.num_tokens)
@@ -66,7 +66,11 @@ def test_the_benchmark_of_the_manager_measures_what_the_connector_does(connector
     keys = [make_offload_key(hashed, 0) for hashed in request.block_hashes]
     measured.store(keys)
     measured.load(keys)
-    assert real == bench == [(verb, keys) for verb in (*verbs[:3], "retire", "touch", *verbs[3:])]
+    store, load = (
+        [(verb, keys) for verb in ("touch", begin, "complete", "retire")]
+        for begin in ("prepare_store", "begin_load")
+    )
+    assert real == bench == [*store, *load]
 
 
 def told(manager, verbs):
@@ -76,9 +80,9 @@ def told(manager, verbs):
     def watch(verb):
         real = getattr(manager, verb)
 
-        def note(keys, *rest, **more):
-            calls.append((verb, list(keys)))
-            return real(keys, *rest, **more)
+        def note(of, *rest, **more):
+            calls.append((verb, list(getattr(of, "keys", of))))
+            return real(of, *rest, **more)
 
         setattr(manager, verb, note)
 

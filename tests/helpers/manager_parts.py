@@ -2,6 +2,7 @@
 
 from kvoffload.config import KNOWN_HINTS
 from kvoffload.offload.base import ReqContext, make_offload_key
+from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
 
@@ -28,7 +29,8 @@ class Store:
 def new_manager(slots=10, stores=(), **settings):
     tiers = [Tier(f"tier{i}", store, store) for i, store in enumerate(stores)]
     settings = {"client_hints": KNOWN_HINTS, **settings}
-    return TieredOffloadingManager(slots, LRUPolicy(slots), tiers, **settings)
+    host = HostCache(slots, LRUPolicy(slots), settings.pop("slot_bytes", 1))
+    return TieredOffloadingManager(host, tiers, **settings)
 
 
 def put(manager, wanted, hint=None, name="r"):

@@ -17,8 +17,8 @@ from kvoffload.offload.base import (
 )
 from kvoffload.offload.extents import ExtentLedger
 from kvoffload.offload.geometry import HostGeometry
+from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
-from kvoffload.offload.passthrough import StagingManager
 from kvoffload.policies.lru import LRUPolicy
 
 PROMPTS, LENGTH = 4, 6
@@ -75,18 +75,18 @@ class Walk:
         if sized:
             rows = 2 * LARGE_ROWS + 3 * host_slots
             geometry = HostGeometry.plan(rows * 4096, [4096 * n for n in self.rows_of])
-            host, policy = ExtentLedger(geometry, new_policy), None
+            host = ExtentLedger(geometry, new_policy)
         else:
-            rows = host = host_slots
-            policy = new_policy(host_slots)
+            rows = host_slots
+            host = HostCache(host_slots, new_policy(host_slots))
         self.num_tiers = num_tiers
         self.stores = self.new_stores()
         self.staging = staging
-        self.manager = (StagingManager if staging else TieredOffloadingManager)(
+        self.manager = TieredOffloadingManager(
             host,
-            policy,
             self.tiers(),
             max_persisting,
+            caching=not staging,
             store_threshold=threshold,
             client_hints=KNOWN_HINTS,
         )
@@ -129,7 +129,8 @@ class Walk:
             assert self.manager.lookup(keys[hits], context) is None
         if not hits:
             return
-        spec = self.manager.prepare_load(keys[:hits], context)
+        job = self.manager.begin_load(keys[:hits], context)
+        spec = job.spec
         slots = spec.host_slots.tolist()
         assert len(slots) == hits  # the lookup promised no more than host memory can receive
         fetched = {}
@@ -142,13 +143,13 @@ class Walk:
                 assert self.holds(slot, keys[i]), "a hit's slot holds another chunk"
         for i in fetched:
             self.fill(slots[i], keys[i], context.req_id)
-        self.loads.append((keys[:hits], slots, fetched, context))
+        self.loads.append((keys[:hits], slots, fetched, context, job))
         self.fetching.update(keys[i] for i in fetched)
 
     def end_load(self, which, good, settled):
         if not self.loads:
             return
-        keys, slots, fetched, context = self.loads.pop(which % len(self.loads))
+        keys, slots, fetched, context, job = self.loads.pop(which % len(self.loads))
         ok = [(good >> i) & 1 for i in range(len(keys))]
         for i in fetched:
             assert self.holds(slots[i], keys[i], context.req_id), "a slot of a load was given away"
@@ -158,7 +159,11 @@ class Walk:
             self.fill(slot, keys[i], keys[i] if ok[i] or i not in fetched else GARBAGE)
         self.fetching.difference_update(keys)
         bad = [key for key, fine in zip(keys, ok, strict=True) if not fine]
-        self.answer(self.manager.complete_load, bad, context, False, settled, "missing")
+        by_job = self.requests % 2
+        if by_job:
+            self.answer(self.manager.complete, job, ok, settled, "missing")
+        else:
+            self.answer(self.manager.complete_load, bad, context, False, settled, "missing")
         if not settled:
             late = [(slots[i], keys[i], i in fetched) for i in range(len(keys)) if not ok[i]]
             self.unsettled.append(late)
@@ -166,8 +171,9 @@ class Walk:
             if key in bad:
                 assert key not in self.resident(), "a failed key is still promised"
                 assert i not in fetched or not fetched[i].holds(key)
-        fine = [key for key, fine in zip(keys, ok, strict=True) if fine]
-        self.answer(self.manager.complete_load, fine, context)
+        if not by_job:
+            fine = [key for key, fine in zip(keys, ok, strict=True) if fine]
+            self.answer(self.manager.complete_load, fine, context)
 
     def answer(self, complete, *args):
         complete(*args)
@@ -178,7 +184,7 @@ class Walk:
         if not self.answered:
             return
         complete, args = self.answered[-1 - which % len(self.answered)]
-        count = 1 if complete == self.manager.complete_transfer else len(args[0])
+        count = 1 if complete == self.manager.complete else len(args[0])
         before, now = self.manager.counters["unexpected_completion"], self.ledger()
         complete(*args)
         assert self.manager.counters["unexpected_completion"] == before + count
@@ -206,24 +212,29 @@ class Walk:
         slots = output.store_spec.host_slots.tolist()
         for key in output.keys_to_store:
             assert self.manager.lookup(key) is False, "a chunk being stored is visible"
-        self.saves.append((output.keys_to_store, slots, context))
+        self.saves.append((output.keys_to_store, slots, context, output.job))
         self.incoming.update(output.keys_to_store)
 
     def end_store(self, which, good, settled):
         if not self.saves:
             return
-        keys, slots, context = self.saves.pop(which % len(self.saves))
+        keys, slots, context, job = self.saves.pop(which % len(self.saves))
         ok = [(good >> i) & 1 for i in range(len(keys))]
         for key, slot, fine in zip(keys, slots, ok, strict=True):
             self.fill(slot, key, key if fine else GARBAGE)
         self.incoming.difference_update(keys)
         bad = [key for key, fine in zip(keys, ok, strict=True) if not fine]
-        self.answer(self.manager.complete_store, bad, context, False, settled)
+        by_job = self.requests % 2
+        if by_job:
+            self.answer(self.manager.complete, job, ok, settled)
+        else:
+            self.answer(self.manager.complete_store, bad, context, False, settled)
         if not settled:
             late = [(slots[i], keys[i], True) for i in range(len(keys)) if not ok[i]]
             self.unsettled.append(late)
-        fine = [key for key, fine in zip(keys, ok, strict=True) if fine]
-        self.answer(self.manager.complete_store, fine, context)
+        if not by_job:
+            fine = [key for key, fine in zip(keys, ok, strict=True) if fine]
+            self.answer(self.manager.complete_store, fine, context)
 
     def take_transfers(self):
         for transfer in self.manager.take_transfers():
@@ -233,15 +244,15 @@ class Walk:
         if not self.transfers:
             return
         transfer, store = self.transfers.pop(which % len(self.transfers))
-        assert isinstance(transfer.src, CPULoadStoreSpec)
-        slots = transfer.src.host_slots.tolist()
+        assert isinstance(transfer.spec, CPULoadStoreSpec)
+        slots = transfer.spec.host_slots.tolist()
         up = store.answer_for_stored is not False
         ok = [up and bool((good >> i) & 1) for i in range(len(slots))]
         for key, slot, fine in zip(transfer.keys, slots, ok, strict=True):
             assert self.holds(slot, key), "write-through read another chunk's bytes"
             if fine:
                 store.write(key)
-        self.answer(self.manager.complete_transfer, transfer, ok, settled)
+        self.answer(self.manager.complete, transfer, ok, settled)
         if not settled:
             late = zip(slots, transfer.keys, [False] * len(slots), strict=True)
             self.unsettled.append(list(late))
@@ -325,8 +336,8 @@ class Walk:
             used += host.bytes_of(key)
         assert host.resident_bytes == used
         assert 0 <= host.inflight_bytes <= host.capacity_bytes - used
-        for figures in self.manager.stats()["write_through"].values():
-            assert figures["waiting_chunks"] <= host.num_slots
+        for figures in self.manager.stats().write_through.values():
+            assert figures.waiting_chunks <= host.num_slots
         self.checks += 1
         if self.checks % 3 == 0:
             self.replay()
@@ -407,5 +418,5 @@ class Walk:
         self.check()
         self.replay()
         assert self.manager.busy_slots == 0
-        assert not len(self.manager._loading._under_way)
-        assert not len(self.manager._storing._under_way)
+        assert not len(self.manager._jobs)
+        assert not self.manager._staging._sources

@@ -19,6 +19,7 @@ from kvoffload.offload.hints import (
     HintReader,
     Hints,
 )
+from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
 
@@ -56,7 +57,7 @@ def test_by_default_a_request_may_use_only_the_hints_that_cost_others_nothing():
 
 def test_the_manager_obeys_the_setting():
     def priority(**settings):
-        manager = TieredOffloadingManager(4, LRUPolicy(4), **settings)
+        manager = TieredOffloadingManager(HostCache(4, LRUPolicy(4)), **settings)
         return manager.hints(ReqContext("r", {"kvoffload": {"priority": 8}})).priority
 
     assert priority() == 0
@@ -81,11 +82,11 @@ def test_nothing_that_a_client_sends_is_kept(reader):
 
 
 def test_hints_end_with_their_request_and_are_bounded_without_an_end(reader):
-    manager = TieredOffloadingManager(4, LRUPolicy(4))
+    manager = TieredOffloadingManager(HostCache(4, LRUPolicy(4)))
     context = ReqContext("r", {"kvoffload": {"max_load_tokens": 7}})
     assert manager.hints(context).max_load_tokens == 7
     manager.retire([make_offload_key(bytes(32), 0)], context)
-    assert len(manager._lookups._hints) == 0
+    assert len(manager._hints) == 0
     for i in range(REMEMBERED_REQUESTS + 10):
         ask(reader, {"max_load_tokens": i}, f"r{i}")
     assert len(reader) == REMEMBERED_REQUESTS

@@ -3,6 +3,7 @@
 import pytest
 
 from kvoffload.offload.base import Reason, StagedLoadStoreSpec, make_offload_key
+from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
 
@@ -32,7 +33,7 @@ class Broken:
 
 def new_manager(slots, *stores, max_persisting=None):
     tiers = [Tier(f"tier{i}", store) for i, store in enumerate(stores)]
-    return TieredOffloadingManager(slots, LRUPolicy(slots), tiers, max_persisting)
+    return TieredOffloadingManager(HostCache(slots, LRUPolicy(slots)), tiers, max_persisting)
 
 
 def put(manager, wanted):
@@ -144,7 +145,7 @@ def test_write_through_follows_a_store_and_pins_until_answered():
     (transfer,) = manager.take_transfers()
     assert (transfer.tier, transfer.keys) == ("tier0", tuple(a))
     assert manager.prepare_store(keys("b", 1)) is None
-    manager.complete_transfer(transfer, [True, False])
+    manager.complete(transfer, [True, False])
     stored = [e for e in manager.take_events() if e.medium == "TIER0"]
     assert [(e.keys, e.reason) for e in stored] == [((a[0],), Reason.STORED)]
     assert manager.counters["persist_failed_tier0"] == 1
@@ -158,10 +159,10 @@ def test_write_through_beyond_its_limit_waits_and_is_dropped_only_if_evicted():
     (first,) = manager.take_transfers()
     assert first.keys == (a[0],)
     put(manager, keys("b", 2))  # needs a slot: a2, idle and oldest, is evicted
-    manager.complete_transfer(first, [True])
+    manager.complete(first, [True])
     (second,) = manager.take_transfers()
     assert second.keys == (a[1],)
-    manager.complete_transfer(second, [True])
+    manager.complete(second, [True])
     (third,) = manager.take_transfers()
     assert third.keys == (keys("b", 2)[0],)
     assert manager.counters["persist_dropped_tier0"] == 1
@@ -172,7 +173,7 @@ def test_a_tier_that_hangs_does_not_hold_up_the_others():
     put(manager, keys("a", 4))
     hung, quick = manager.take_transfers()
     assert (hung.tier, quick.tier) == ("tier0", "tier1")
-    manager.complete_transfer(quick, [True] * len(quick.keys))
+    manager.complete(quick, [True] * len(quick.keys))
     assert [t.tier for t in manager.take_transfers()] == ["tier1"]
 
 

@@ -6,6 +6,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.offload.base import make_offload_key
 from kvoffload.offload.extents import ExtentLedger
 from kvoffload.offload.geometry import HostGeometry
+from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
 
@@ -132,11 +133,11 @@ def test_figures_in_bytes_never_mix_what_is_resident_with_what_is_on_its_way():
     manager = new_manager(4096, 4, 20)
     put(manager, keys(1, "a", 3))
     manager.prepare_store(keys(0, "b", 2))
-    host = manager.stats()["host"]
-    assert (host["resident_bytes"], host["inflight_bytes"]) == (60 * KIB, 8 * KIB)
-    assert host["capacity_bytes"] == 4096 * KIB
+    host = manager.stats().host
+    assert (host.resident_bytes, host.inflight_bytes) == (60 * KIB, 8 * KIB)
+    assert host.capacity_bytes == 4096 * KIB
     manager.complete_store(keys(0, "b", 2), success=False)
-    assert manager.stats()["host"]["inflight_bytes"] == 0
+    assert manager.stats().host.inflight_bytes == 0
 
 
 def test_too_little_memory_for_one_chunk_of_each_size_is_refused():
@@ -155,7 +156,7 @@ def test_room_is_for_the_chunks_of_all_sizes_together():
 
 def test_what_is_to_be_loaded_makes_no_room_for_the_rest_of_it():
     for manager in (
-        TieredOffloadingManager(4, LRUPolicy(4)),
+        TieredOffloadingManager(HostCache(4, LRUPolicy(4))),
         new_manager(256, 4, 36),
     ):
         prompt = keys(0, "p", 100)

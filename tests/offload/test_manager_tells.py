@@ -15,9 +15,9 @@ def test_why_a_chunk_is_missing():
     a, b = keys("a", 2), keys("b", 2)
     put(manager, a)  # one is written through, the other waits
     (transfer,) = manager.take_transfers()
-    manager.complete_transfer(transfer, [False])
+    manager.complete(transfer, [False])
     for late in manager.take_transfers():
-        manager.complete_transfer(late, [True])
+        manager.complete(late, [True])
         store.held.update(late.keys)
     put(manager, b)
     assert manager.explain([*a, *b, *keys("c", 1)]) == [
@@ -39,7 +39,7 @@ def test_a_chunk_dropped_on_its_way_down_is_missing_because_of_that():
     put(manager, keys("a", 2))
     (transfer,) = manager.take_transfers()
     put(manager, keys("b", 1))  # evicts the one that waits
-    manager.complete_transfer(transfer, [True])
+    manager.complete(transfer, [True])
     waiting = next(key for key in keys("a", 2) if key not in transfer.keys)
     assert manager.explain([waiting]) == ["dropped"]
     assert manager.counters["persist_dropped_tier0"] == 1
@@ -51,7 +51,7 @@ def test_what_waits_for_a_tier_that_hangs_is_bounded():
     for i in range(10):
         manager.touch(keys("prompt 0", 2)[1:])  # first in the queue, never evicted
         stored += len(put(manager, keys(f"prompt {i}", 2), name=f"r{i}").keys_to_store)
-        waiting = manager.stats()["write_through"]["TIER0"]["waiting_chunks"]
+        waiting = manager.stats().write_through["TIER0"].waiting_chunks
         assert waiting <= 4
     (transfer,) = manager.take_transfers()  # it never ends
     dropped = manager.counters["persist_dropped_tier0"]
@@ -72,7 +72,7 @@ def test_hits_are_counted_by_where_they_are():
     assert (count["lookup_hits"], count["lookup_hits_TIER0"], count["lookup_misses"]) == (9, 3, 2)
     manager.reset_cache()
     for transfer in manager.take_transfers():
-        manager.complete_transfer(transfer, [True] * len(transfer.keys))
+        manager.complete(transfer, [True] * len(transfer.keys))
     manager.prepare_load(a[:1])  # from the tier: about to be in host memory
     assert manager.lookup_prefix(a) == (0, True)
     assert (count["lookup_hits"], count["lookup_pending"], count["lookup_misses"]) == (9, 1, 2)
@@ -102,7 +102,7 @@ def test_the_memory_of_departures_is_bounded(monkeypatch):
         put(manager, keys(f"prompt {i} ", 4))
     assert manager.explain(keys("prompt 0 ", 1)) == ["never_stored"]
     assert manager.explain(keys("prompt 18 ", 1)) == ["evicted"]
-    assert len(manager._residence.departures._index) <= 8
+    assert len(manager._events.departures._index) <= 8
 
 
 def test_however_large_its_batches_the_memory_of_departures_is_bounded():
@@ -123,12 +123,12 @@ def test_a_chunk_dropped_once_and_written_later_was_evicted():
     (busy,) = manager.take_transfers()
     put(manager, b)
     put(manager, keys("c", 1))  # evicts b, which waits
-    manager.complete_transfer(busy, [True])
+    manager.complete(busy, [True])
     assert manager.explain(b) == ["dropped"]
     put(manager, b)
     while transfers := manager.take_transfers():
         for transfer in transfers:
-            manager.complete_transfer(transfer, [True] * len(transfer.keys))
+            manager.complete(transfer, [True] * len(transfer.keys))
     put(manager, keys("d", 2))
     assert manager.explain(b) == ["evicted"]
 
@@ -180,7 +180,7 @@ def test_a_tier_that_gave_a_chunk_up_and_got_it_again_or_the_other_way_round(sti
     # Before anyone heard of either: it was given up, and written; only the store knows the order.
     store.removals = [Removal(a[0], "evicted")]
     store.held = set(a if still_there else ())
-    manager.complete_transfer(transfer, [True])
+    manager.complete(transfer, [True])
     resident = set()
     for event in manager.take_events():
         if event.medium == "TIER0":

@@ -42,7 +42,7 @@ def test_the_memory_of_sightings_is_bounded(monkeypatch):
     manager = new_manager(slots=4, store_threshold=2)
     for i in range(100):
         put(manager, keys(f"prompt {i} ", 4), name=f"r{i}")
-    assert len(manager._sightings) == 16
+    assert len(manager._admission) == 16
 
 
 # ---- hints ----
@@ -180,9 +180,9 @@ def test_the_high_water_mark_of_write_through_is_in_bytes():
     put(manager, keys("a", 5))
     (first,) = manager.take_transfers()
     assert len(first.keys) == 3
-    stats = manager.stats()["write_through"]["TIER0"]
-    assert stats == {"inflight_bytes": 3 << 20, "waiting_chunks": 2}
-    manager.complete_transfer(first, [True] * 3)
+    figures = manager.stats().write_through["TIER0"]
+    assert (figures.inflight_bytes, figures.waiting_chunks) == (3 << 20, 2)
+    manager.complete(first, [True] * 3)
     (second,) = manager.take_transfers()
     assert len(second.keys) == 2
 
@@ -232,8 +232,8 @@ def test_an_answer_that_comes_twice_changes_nothing(caplog):
     manager = new_manager(stores=[Store()])
     put(manager, keys("a", 2))
     (transfer,) = manager.take_transfers()
-    manager.complete_transfer(transfer, [True, True])
-    manager.complete_transfer(transfer, [True, True])
+    manager.complete(transfer, [True, True])
+    manager.complete(transfer, [True, True])
     manager.complete_load(keys("a", 2))
     manager.complete_store(keys("a", 2))
     assert manager.counters["unexpected_completion"] == 5
@@ -247,7 +247,7 @@ def test_what_was_written_to_a_replaced_store_is_not_announced():
     (transfer,) = manager.take_transfers()
     manager.take_events()
     manager.replace_tiers([Tier("tier0", Store())])
-    manager.complete_transfer(transfer, [True])
+    manager.complete(transfer, [True])
     (replaced,) = manager.take_events()
     assert (replaced.keys, replaced.medium, replaced.reason) == ((), "TIER0", "replaced")
-    assert manager.stats()["write_through"]["TIER0"]["inflight_bytes"] == 0
+    assert manager.stats().write_through["TIER0"].inflight_bytes == 0

@@ -8,6 +8,7 @@ from kvoffload.config import KNOWN_HINTS
 from kvoffload.offload.base import ReqContext, make_offload_key
 from kvoffload.offload.extents import ExtentLedger
 from kvoffload.offload.geometry import HostGeometry
+from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.offload.priority import FURTHEST, PriorityPolicy
 from kvoffload.policies.fifo import FIFOPolicy
@@ -44,7 +45,7 @@ def put_one(manager, prompt, priority):
 
 
 def one_size(slots):
-    return TieredOffloadingManager(slots, FIFOPolicy(slots), client_hints=KNOWN_HINTS)
+    return TieredOffloadingManager(HostCache(slots, FIFOPolicy(slots)), client_hints=KNOWN_HINTS)
 
 
 def two_sizes(slots):
@@ -86,7 +87,7 @@ def test_a_store_costs_the_same_whoever_is_resident(
 
 
 def test_priorities_below_0_leave_first_and_those_above_last_each_in_order_of_use():
-    manager = TieredOffloadingManager(6, LRUPolicy(6), client_hints=KNOWN_HINTS)
+    manager = TieredOffloadingManager(HostCache(6, LRUPolicy(6)), client_hints=KNOWN_HINTS)
     stored = {p: keys(f"prompt {p}", 1) for p in (2, 1, 0, -2, -1)}
     for priority, chunk in stored.items():
         put(manager, chunk, priority)

@@ -5,6 +5,7 @@ from manager_parts import Store, keys
 
 from kvoffload import registry
 from kvoffload.offload.base import ReqContext
+from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
 
@@ -15,7 +16,7 @@ POLICIES = ["lru", "arc", "handicap"]
 def new_manager(policy, slots, stores=(), **settings):
     order = registry.load(registry.POLICIES, policy, "policy")(slots)
     tiers = [Tier(f"tier{i}", store, store) for i, store in enumerate(stores)]
-    return TieredOffloadingManager(slots, order, tiers, **settings)
+    return TieredOffloadingManager(HostCache(slots, order), tiers, **settings)
 
 
 def evicted_one_by_one(manager, count):
@@ -54,7 +55,7 @@ def stored_in_steps(manager):
 
 def written(manager, transfers):
     for transfer in transfers:
-        manager.complete_transfer(transfer, [True] * len(transfer.keys))
+        manager.complete(transfer, [True] * len(transfer.keys))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -119,7 +120,7 @@ def test_a_write_that_was_dropped_is_not_waited_for():
     (first,) = manager.take_transfers()
     manager.retire(a, A)
     assert manager.prepare_store(keys("b", 1), B).evicted_keys == (a[1],)
-    manager.complete_transfer(first, [True])
+    manager.complete(first, [True])
     assert manager.counters["persist_dropped_tier0"] == 1
     manager.check()
 
@@ -149,7 +150,7 @@ def test_writes_that_land_together_cost_the_same_however_many_requests_wait(leng
     order = CountingLRU(32)
     store = Store()
     manager = TieredOffloadingManager(
-        32, order, [Tier("tier0", store, store)], max_persisting_slots=32
+        HostCache(32, order), [Tier("tier0", store, store)], max_persisting_slots=32
     )
     a = keys("a", 32)
     manager.prepare_store(a, A)
@@ -158,7 +159,7 @@ def test_writes_that_land_together_cost_the_same_however_many_requests_wait(leng
     for i, length in enumerate(lengths):
         manager.retire(a[:length], ReqContext(f"r{i}"))
     before = order.added
-    manager.complete_transfer(transfer, [True] * 32)
+    manager.complete(transfer, [True] * 32)
     manager.check()
     assert order.added - before <= 32
     assert evicted_one_by_one(manager, 32) == a[::-1]
@@ -168,7 +169,7 @@ def test_a_request_that_ends_again_is_put_in_order_once():
     order = CountingLRU(33)
     store = Store()
     manager = TieredOffloadingManager(
-        33, order, [Tier("tier0", store, store)], max_persisting_slots=1
+        HostCache(33, order), [Tier("tier0", store, store)], max_persisting_slots=1
     )
     a = keys("a", 32)
     manager.prepare_store(a, A)

@@ -3,6 +3,7 @@
 import pytest
 
 from kvoffload.offload.base import make_offload_key
+from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.registry import POLICIES, load
 from kvoffload.replay.record import Recorder
@@ -37,7 +38,7 @@ def test_the_replay_of_a_manager_s_record_has_the_manager_s_hit_rate(tmp_path, n
     policy = load(POLICIES, name)
     trace = from_ids(workload, generate(workload, SyntheticOptions(seed=2, requests=600)))
     prompts = [[make_offload_key(key * 2, 0) for key in request] for request in trace.requests]
-    manager = TieredOffloadingManager(SLOTS, policy(SLOTS))
+    manager = TieredOffloadingManager(HostCache(SLOTS, policy(SLOTS)))
     with Recorder(tmp_path / "events.jsonl", tokens_per_chunk=16) as recorder:
         loaded = serve(manager, recorder, prompts)
     manager.check()

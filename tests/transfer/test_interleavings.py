@@ -14,7 +14,7 @@ import time
 import pytest
 
 from kvoffload.connectors.local import LocalConnector
-from kvoffload.connectors.local_jobs import Store
+from kvoffload.offload.base import StoreJob
 from kvoffload.transfer.cpu.copier import CpuCopier, DoneFence
 from kvoffload.transfer.engine import EngineJob
 
@@ -241,9 +241,8 @@ def test_blocks_of_a_preempted_load_that_nobody_waits_for_are_written_by_two(
     blocks_of_preempted_loads_are_given_away(monkeypatch)
 
     def wait_for_stores_alone(self, blocks):
-        under_way = self._under_way
-        jobs = {job for block in blocks for job in under_way._busy_blocks.get(block, ())}
-        under_way._worker.wait({job for job in jobs if isinstance(under_way._jobs[job], Store)})
+        jobs = self._transfers._busy.jobs(blocks)
+        self._worker.wait({i for i in jobs if isinstance(self._transfers.jobs[i], StoreJob)})
 
     monkeypatch.setattr(LocalConnector, "before_forward", wait_for_stores_alone)
     assert walk(UNTIL_WRONG).wrong

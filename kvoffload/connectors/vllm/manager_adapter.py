@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.v1.kv_offload.base import (
     Locality,
@@ -22,23 +22,15 @@ from kvoffload.connectors.use_counter import UseCounter
 from kvoffload.connectors.vllm.engine_metrics import ManagerFigures, StatsPublisher
 from kvoffload.offload.base import (
     CPULoadStoreSpec,
+    LoadJob,
     OffloadKey,
     ReqContext,
-    StagedLoadStoreSpec,
+    StoreJob,
 )
 from kvoffload.offload.hints import NO_HINTS, Hints
 from kvoffload.offload.manager import CPU, TieredOffloadingManager
 
 _ANSWERS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
-
-
-class Prepared(NamedTuple):
-    """What a ``prepare_*`` call promised: these chunks, in these host slots, in this order."""
-
-    spec: CPULoadStoreSpec
-    keys: tuple[OffloadKey, ...]
-    num_asked: int
-    """Chunks asked for; more than ``keys`` where host memory had no room."""
 
 
 @dataclass
@@ -52,8 +44,8 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
     """vLLM's manager verbs over a :class:`TieredOffloadingManager`, which :meth:`attach` brings.
 
     vLLM's scheduler completes jobs without saying how they ended. So ``complete_*`` do nothing
-    here: whoever owns this adapter takes the preparations with :meth:`take_prepared`, and completes
-    them with the ledger itself, chunk by chunk.
+    here: the owner of this adapter takes the jobs with :meth:`take_jobs` and answers the manager
+    from the workers' reports.
     """
 
     def __init__(self) -> None:
@@ -64,10 +56,11 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         self._uses: UseCounter | None = None
         self._num_slots = 0
         self.stats = StatsPublisher()
-        self._prepared: list[Prepared] = []
-        self._sources: dict[OffloadKey, str] = {}
+        self._jobs: dict[int, LoadJob | StoreJob] = {}
+        self._media: dict[OffloadKey, str] = {}
+        """The medium of each chunk of the last load."""
         self.refused: dict[str, tuple[OffloadKey, ...]] = {}
-        """Of each request, chunks of this step that may be offered again; taken by the owner."""
+        """For each request, chunks of this step that may be offered again; taken by the owner."""
         self._kept_out: set[str] = set()
 
     def attach(self, ledger: TieredOffloadingManager, num_slots: int) -> None:
@@ -81,9 +74,9 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         self._kept_out.add(req_id)
         self.count(Counter(requests_not_trusted=1))
 
-    def take_prepared(self) -> list[Prepared]:
-        """Return the preparations since the last call."""
-        taken, self._prepared = self._prepared, []
+    def take_jobs(self) -> dict[int, LoadJob | StoreJob]:
+        """Return the jobs begun since the last call, by the ``job_id`` of their specs."""
+        taken, self._jobs = self._jobs, {}
         return taken
 
     # ---- looking up ----
@@ -124,12 +117,11 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
 
     def get_load_source(self, key: OffloadKey, req_context: VllmContext) -> CacheHitSource:
         """Name the tier a chunk of the load just prepared comes from."""
-        tier = self._sources.get(key)
-        if tier is None:
+        medium = self._media.get(key, CPU)
+        if medium == CPU:
             return CacheHitSource.HOST
-        return (
-            CacheHitSource.DISK if tier.startswith("disk") else CacheHitSource.EXTERNAL_UNSPECIFIED
-        )
+        on_disk = medium.startswith("DISK")
+        return CacheHitSource.DISK if on_disk else CacheHitSource.EXTERNAL_UNSPECIFIED
 
     # ---- loading and storing ----
 
@@ -141,13 +133,10 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         if self.ledger is None:
             return CPULoadStoreSpec(())
         self._count_use(wanted, req_context, wanted)
-        spec = self.ledger.prepare_load(wanted, our_context(req_context))
-        self._sources.clear()
-        if isinstance(spec, StagedLoadStoreSpec):
-            for fetch in spec.fetches:
-                self._sources.update(dict.fromkeys(fetch.keys, fetch.tier))
-        self._prepared.append(Prepared(spec, tuple(wanted[: len(spec.host_slots)]), len(wanted)))
-        return spec
+        job = self.ledger.begin_load(wanted, our_context(req_context))
+        self._media = dict(zip(job.keys, job.media(), strict=True))
+        self._jobs[job.id] = job
+        return job.spec
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: VllmContext
@@ -164,9 +153,8 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
             return None
         if output.refused_keys:
             self.refused[req_context.req_id] = output.refused_keys
-        if output.keys_to_store:
-            asked = len(output.keys_to_store)
-            self._prepared.append(Prepared(output.store_spec, output.keys_to_store, asked))
+        if output.job is not None:
+            self._jobs[output.job.id] = output.job
         return VllmStoreOutput(
             list(output.keys_to_store), output.store_spec, list(output.evicted_keys)
         )

@@ -21,17 +21,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 
 from kvoffload import registry
 from kvoffload.backends.base import Removal
-from kvoffload.connectors.builder import manager_type
+from kvoffload.connectors.builder import make_manager
+from kvoffload.connectors.jobs import Ended, JobTable
 from kvoffload.connectors.request_log import RequestLog
 from kvoffload.connectors.vllm import self_test as canary
 from kvoffload.connectors.vllm.client_images import is_trusted
-from kvoffload.connectors.vllm.jobs import Job, JobTable, slots_of
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
 from kvoffload.connectors.vllm.tier_index import LookupStores
-from kvoffload.offload.base import OffloadKey, Reason, Transfer
+from kvoffload.offload.base import LoadJob, OffloadKey, Reason, Transfer
 from kvoffload.offload.hints import PARAM
+from kvoffload.offload.host_cache import HostCache
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         self.adapter.read_whole = self._read_whole
         self.settings = settings
         self.stores: LookupStores | None = None
-        self._book: JobTable | None = None
+        self._table: JobTable | None = None
         self._transfer_ids = itertools.count(canary.JOB - 1, -1)
         self._generation: str | None = None
         self._failed_loads: Counter[str] = Counter()
@@ -78,20 +79,11 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         num_slots = min(rank.num_slots for rank in ranks)
         self.stores = LookupStores(self.settings, [rank.facts for rank in ranks])
         policy = registry.load(registry.POLICIES, self.settings.policy, "policy")
-        limit = self.settings.max_inflight_bytes
         slot_bytes = max(rank.slot_bytes for rank in ranks)
-        ledger = manager_type(self.settings)(
-            num_slots,
-            policy(num_slots),
-            self.stores.tiers,
-            None if limit is None else limit // slot_bytes,
-            slot_bytes=slot_bytes,
-            store_threshold=self.settings.store_threshold,
-            promote=self.settings.promote,
-            client_hints=self.settings.client_hints,
-        )
+        host = HostCache(num_slots, policy(num_slots), slot_bytes)
+        ledger = make_manager(self.settings, host, self.stores.tiers, slot_bytes)
         self.adapter.attach(ledger, num_slots)
-        self._book = JobTable(ledger, len(ranks))
+        self._table = JobTable(ledger, len(ranks))
         log.info(
             "kvoffload: %d host slots on each of %d ranks; tiers: %s; namespace %s",
             num_slots,
@@ -234,26 +226,16 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
     # ---- every step ----
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        """See vLLM; adds write-through, and keeps a record of every job."""
+        """See vLLM; adds write-through, and begins every job in the table."""
         theirs = super().build_connector_meta(scheduler_output)
         self._offer_again()
         orders = StepMetadata(theirs.load_jobs, theirs.store_jobs, theirs.jobs_to_flush)
-        prepared = {id(it.spec): it for it in self.adapter.take_prepared()}
-        for job_id, job in itertools.chain(orders.load_jobs.items(), orders.store_jobs.items()):
-            is_load = job_id in orders.load_jobs
-            promised = prepared.pop(id(job.src_spec if is_load else job.dst_spec), None)
-            if self._book is None or promised is None:
-                continue
-            self._book.begin(
-                job_id,
-                Job(
-                    "load" if is_load else "store",
-                    promised.keys,
-                    slots_of(promised.spec),
-                    job.req_id,
-                    covers_all=len(promised.keys) == promised.num_asked,
-                ),
-            )
+        if self._table is not None:
+            jobs = self.adapter.take_jobs()
+            for job_id, load in orders.load_jobs.items():
+                self._table.begin(job_id, jobs[load.src_spec.job_id])
+            for job_id, store in orders.store_jobs.items():
+                self._table.begin(job_id, jobs[store.dst_spec.job_id])
         self._order_write_through(orders)
         orders.generation, self._generation = self._generation, None
         for req_id in scheduler_output.finished_req_ids or ():
@@ -276,25 +258,25 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
                     group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, first)
 
     def _order_write_through(self, orders: StepMetadata) -> None:
-        if self._book is None or self.adapter.ledger is None:
+        if self._table is None or self.adapter.ledger is None:
             return
         for transfer in self.adapter.ledger.take_transfers():
             job_id = next(self._transfer_ids)
             orders.write_through[job_id] = transfer
-            self._book.begin(job_id, Job(transfer, transfer.keys, slots_of(transfer.src)))
+            self._table.begin(job_id, transfer)
 
     def has_pending_push_work(self) -> bool:
         """Keep the engine stepping while anything is on its way, so that its end is heard of."""
-        if self._book is not None and (len(self._book) or self._generation):
+        if self._table is not None and (len(self._table) or self._generation):
             return True
         return bool(super().has_pending_push_work())
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in what the workers report, first our part and then vLLM's."""
         report = connector_output.kv_connector_worker_meta
-        if isinstance(report, WorkerReport) and self._book is not None:
-            for ended in self._book.take_in(report):
-                self._note(ended.job, ended.ok)
+        if isinstance(report, WorkerReport) and self._table is not None:
+            for ended in report.answer(self._table):
+                self._note(ended)
             if self.stores is not None:
                 for tier, removals in report.removals.items():
                     if presence := self.stores.presences.get(tier):
@@ -303,24 +285,26 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             self.adapter.count(report.counters)
         super().update_connector_output(connector_output)
 
-    def _note(self, job: Job, ok: tuple[bool, ...]) -> None:
-        if isinstance(job.kind, Transfer):
-            if self.stores is not None and not job.stale:
+    def _note(self, ended: Ended) -> None:
+        job, ok = ended.job, ended.ok
+        if isinstance(job, Transfer):
+            if self.stores is not None and not ended.stale:
                 good = [key for key, fine in zip(job.keys, ok, strict=True) if fine]
-                if presence := self.stores.presences.get(job.kind.tier):
+                if presence := self.stores.presences.get(job.tier):
                     presence.written(good)
-        elif job.kind == "load" and not (job.covers_all and all(ok)):
-            status = self._req_status.get(job.req_id)
+        elif isinstance(job, LoadJob) and not (len(job.keys) == job.num_asked and all(ok)):
+            req_id = job.context.req_id if job.context else ""
+            status = self._req_status.get(req_id)
             if status is not None and not status.finished_signaled:
-                self._failed_loads[job.req_id] += 1
-                self._explain_failure(job, ok)
+                self._failed_loads[req_id] += 1
+                self._explain_failure(req_id, ended)
 
-    def _explain_failure(self, job: Job, ok: tuple[bool, ...]) -> None:
-        for group in self._explained.get(job.req_id, ()):
-            for key, fine in zip(job.keys, ok, strict=True):
-                # A store that found it damaged has said so before, and more exactly.
+    def _explain_failure(self, req_id: str, ended: Ended) -> None:
+        for group in self._explained.get(req_id, ()):
+            for key, fine in zip(ended.job.keys, ended.ok, strict=True):
+                # A store that found the chunk damaged has reported it before, and more exactly.
                 if not fine and group.get(key, CORRUPT) != CORRUPT:
-                    group[key] = job.reason or Reason.FAILED
+                    group[key] = ended.reason or Reason.FAILED
 
     def _explain_removals(self, removals: Iterable[Removal]) -> None:
         if not self._explained:
@@ -334,9 +318,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
     def reset_cache(self) -> None:
         """Invalidate every tier: what they hold was computed by other weights."""
         super().reset_cache()
-        if self._book is None or self.stores is None or self.adapter.ledger is None:
+        if self._table is None or self.stores is None or self.adapter.ledger is None:
             return
-        self._book.mark_stale()
+        self._table.mark_stale()
         generation = uuid.uuid4().hex
         self.stores.renew(generation)
         self.adapter.ledger.replace_tiers(self.stores.tiers)

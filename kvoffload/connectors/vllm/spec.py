@@ -21,6 +21,7 @@ from kvoffload.connectors.vllm.settings import VllmConfigSettings, read_settings
 from kvoffload.errors import ConfigError
 from kvoffload.messages import CPULoadStoreSpec, LoadStoreSpec
 from kvoffload.offload.base import OffloadKey
+from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
 
 log = logging.getLogger(__name__)
@@ -79,9 +80,7 @@ class KVOffloadSpec(HalvesSpec):
         policy = registry.load(registry.POLICIES, self.settings.policy, "policy")
         adapter = TrustingManager()
         ledger = TieredOffloadingManager(
-            num_slots,
-            policy(num_slots),
-            slot_bytes=self._slot_bytes,
+            HostCache(num_slots, policy(num_slots), self._slot_bytes),
             store_threshold=self.settings.store_threshold,
             client_hints=self.settings.client_hints,
         )
@@ -109,8 +108,8 @@ class TrustingManager(ManagerAdapter):
             )
 
     def take_events(self) -> Any:
-        """See :meth:`ManagerAdapter.take_events`; preparations are of no further use here."""
-        self.take_prepared()
+        """See :meth:`ManagerAdapter.take_events`; vLLM answers jobs by keys."""
+        self.take_jobs()
         return super().take_events()
 
 

@@ -1,4 +1,4 @@
-"""What passes between the scheduler's process and the workers', each step; plain data, pickled."""
+"""Messages of a step between the scheduler's process and the workers': plain data, pickled."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 
 from kvoffload.backends.base import Removal
+from kvoffload.connectors.jobs import Ended, JobTable, well_on_both
 from kvoffload.messages import TransferResult
 from kvoffload.offload.base import Transfer
 from kvoffload.offload.namespace import Fact
@@ -20,19 +21,19 @@ from kvoffload.offload.namespace import Fact
 
 @dataclass
 class WorkerInfo(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a worker tells the scheduler once, after its KV cache is registered."""
+    """The one message of a worker to the scheduler after its KV cache is registered."""
 
     num_slots: int
     """Host slots of this rank's slab that may be used, from the first."""
     slot_bytes: int
     facts: dict[str, Fact]
-    """What decides the meaning of this rank's bytes; the scheduler opens its stores for looking
-    up under the same namespace."""
+    """The facts that decide the meaning of this rank's bytes. The scheduler opens its stores for
+    lookups under the same namespace."""
 
 
 @dataclass
 class StepMetadata(OffloadingConnectorMetadata):  # type: ignore[misc]
-    """Scheduler → workers: loads and stores, and what vLLM's own message has no room for."""
+    """Scheduler → workers: loads, stores, and the orders that vLLM's own message lacks."""
 
     write_through: dict[int, Transfer] = field(default_factory=dict)
     """Follow-up transfers by job id (negative: vLLM's ids are not)."""
@@ -44,23 +45,23 @@ class StepMetadata(OffloadingConnectorMetadata):  # type: ignore[misc]
 class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]
     """Workers → scheduler: how each job ended, chunk by chunk.
 
-    Reports of several ranks are added up on their way; the scheduler adds up over steps.
+    vLLM adds up the reports of several ranks in one step; the scheduler adds up over steps.
     """
 
     ended: dict[int, int] = field(default_factory=dict)
     """Job id → ranks that answered it."""
     ok: dict[int, tuple[bool, ...]] = field(default_factory=dict)
-    """Job id → for each chunk, whether it is well on every rank that answered."""
+    """Job id → for each chunk, whether its transfer succeeded on every rank that answered."""
     reasons: dict[int, str] = field(default_factory=dict)
     """Job id → why chunks of it failed."""
     unsettled: dict[int, int] = field(default_factory=dict)
-    """Job id → ranks on which something may still touch its host slots."""
+    """Job id → ranks on which a late transfer may still touch its host slots."""
     settled: dict[int, int] = field(default_factory=dict)
     """Job id → ranks on which that is over."""
     removals: dict[str, list[Removal]] = field(default_factory=dict)
-    """Tier → what it gave up by itself."""
+    """Tier → chunks that it removed by itself."""
     counters: Counter[str] = field(default_factory=Counter)
-    """What the workers counted since their last report."""
+    """The workers' counts since their last report."""
 
     def add(self, result: TransferResult) -> None:
         """Note this rank's answer to a job."""
@@ -73,13 +74,13 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to say."""
+        """Whether there is nothing to report."""
         return not (
             self.completed_jobs or self.ended or self.settled or self.removals or self.counters
         )
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
-        """Add up two ranks' reports of one step; a chunk is well only if it is on both."""
+        """Add up two ranks' reports of one step; a chunk is good only if it is good on both."""
         if not isinstance(other, WorkerReport):
             raise TypeError(f"cannot add {type(other).__name__} to a WorkerReport")
         both = OffloadingWorkerMetadata.aggregate(self, other)
@@ -100,9 +101,18 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]
             report.counters.update(source.counters)
         return report
 
-
-def well_on_both(first: tuple[bool, ...] | None, second: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Join two ranks' verdicts on the chunks of a job."""
-    if first is None:
-        return second
-    return tuple(a and b for a, b in zip(first, second, strict=True))
+    def answer(self, jobs: JobTable) -> list[Ended]:
+        """Add the report to the jobs in flight; return those that the last rank has answered."""
+        ended = [
+            jobs.answer(
+                job_id,
+                self.ok[job_id],
+                self.reasons.get(job_id, ""),
+                ranks=ranks,
+                unsettled=self.unsettled.get(job_id, 0),
+            )
+            for job_id, ranks in self.ended.items()
+        ]
+        for job_id, ranks in self.settled.items():
+            jobs.settle(job_id, ranks)
+        return [job for job in ended if job is not None]

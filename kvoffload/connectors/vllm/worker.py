@@ -152,7 +152,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
             if sync:
                 self._transfers.wait([job_id])
         for job_id, transfer in metadata.write_through.items():
-            self._transfers.submit(job_id, (transfer.src, transfer.dst), len(transfer.keys))
+            self._transfers.submit(job_id, (transfer.spec, transfer.dst), len(transfer.keys))
 
     def _submit_stores(self) -> None:
         waiting = list(self._unsubmitted_store_jobs)

@@ -24,9 +24,6 @@ class _Mocked:
         self.half = half
         self.refused = {}
 
-    def take_prepared(self):
-        return []
-
     def hints(self, context):
         return NO_HINTS
 

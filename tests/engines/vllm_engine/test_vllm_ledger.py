@@ -7,13 +7,14 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
+from kvoffload.connectors.jobs import JobTable
 from kvoffload.connectors.vllm.engine_metrics import metric_definitions
-from kvoffload.connectors.vllm.jobs import Job, JobTable
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.step_messages import WorkerReport
 from kvoffload.connectors.vllm.tier_index import TierIndex
 from kvoffload.messages import TransferResult, make_offload_key
 from kvoffload.offload.base import ReqContext as OurContext
+from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
 
@@ -34,56 +35,54 @@ def test_a_chunk_is_well_only_if_it_is_on_every_rank():
 
 @pytest.fixture
 def ledger():
-    return TieredOffloadingManager(4, LRUPolicy(4))
+    return TieredOffloadingManager(HostCache(4, LRUPolicy(4)))
 
 
 def stored(ledger, keys):
-    output = ledger.prepare_store(keys)
-    return Job("store", output.keys_to_store, tuple(output.store_spec.host_slots.tolist()))
+    return ledger.prepare_store(keys).job
 
 
 def test_a_store_counts_only_after_the_last_rank_and_only_where_all_have_it(ledger):
-    book = JobTable(ledger, num_ranks=2)
-    book.begin(5, stored(ledger, KEYS[:2]))
-    assert book.take_in(report(5, (True, True))) == []
+    jobs = JobTable(ledger, num_ranks=2)
+    jobs.begin(5, stored(ledger, KEYS[:2]))
+    assert report(5, (True, True)).answer(jobs) == []
     assert ledger.lookup(KEYS[0]) is False
-    (ended,) = book.take_in(report(5, (True, False)))
+    (ended,) = report(5, (True, False)).answer(jobs)
     assert ended.ok == (True, False)
     assert [ledger.lookup(key) for key in KEYS[:2]] == [True, False]
     ledger.check()
 
 
 def test_a_failed_load_is_forgotten_before_anyone_can_look_again(ledger):
-    book = JobTable(ledger, num_ranks=2)
-    book.begin(1, stored(ledger, KEYS[:2]))
-    book.take_in(report(1, (True, True)).aggregate(report(1, (True, True))))
-    spec = ledger.prepare_load(KEYS[:2])
-    book.begin(2, Job("load", tuple(KEYS[:2]), tuple(spec.host_slots.tolist())))
-    book.take_in(report(2, (True, True)))
-    book.take_in(report(2, (False, True)))
+    jobs = JobTable(ledger, num_ranks=2)
+    jobs.begin(1, stored(ledger, KEYS[:2]))
+    report(1, (True, True)).aggregate(report(1, (True, True))).answer(jobs)
+    jobs.begin(2, ledger.begin_load(KEYS[:2]))
+    report(2, (True, True)).answer(jobs)
+    report(2, (False, True)).answer(jobs)
     assert ledger.lookup(KEYS[0]) is False
     assert ledger.lookup(KEYS[1]) is True
     assert ledger.busy_slots == 0
 
 
 def test_slots_stay_out_of_use_until_every_rank_has_let_go(ledger):
-    book = JobTable(ledger, num_ranks=2)
-    book.begin(1, stored(ledger, KEYS[:1]))
-    book.take_in(report(1, (False,), settled=False).aggregate(report(1, (True,))))
+    jobs = JobTable(ledger, num_ranks=2)
+    jobs.begin(1, stored(ledger, KEYS[:1]))
+    report(1, (False,), settled=False).aggregate(report(1, (True,))).answer(jobs)
     assert ledger.busy_slots == 1
     later = WorkerReport()
     later.settled[1] = 1
-    book.take_in(later)
+    later.answer(jobs)
     assert ledger.busy_slots == 0
     ledger.check()
 
 
 def test_what_a_reset_overtook_ends_as_if_it_had_failed(ledger):
-    book = JobTable(ledger, num_ranks=1)
-    book.begin(1, stored(ledger, KEYS[:2]))
+    jobs = JobTable(ledger, num_ranks=1)
+    jobs.begin(1, stored(ledger, KEYS[:2]))
     ledger.reset_cache()
-    book.mark_stale()
-    book.take_in(report(1, (True, True)))
+    jobs.mark_stale()
+    report(1, (True, True)).answer(jobs)
     assert [ledger.lookup(key) for key in KEYS[:2]] == [False, False]
     assert ledger.busy_slots == 0
 
@@ -92,17 +91,17 @@ def test_what_a_reset_overtook_ends_as_if_it_had_failed(ledger):
 def test_the_end_of_a_whole_job_costs_the_ledger_nothing_for_each_chunk(kind):
     took = []
     for count in (100, 600):
-        ledger = TieredOffloadingManager(count, LRUPolicy(count))
+        ledger = TieredOffloadingManager(HostCache(count, LRUPolicy(count)))
         keys = [make_offload_key(i.to_bytes(32, "big"), 0) for i in range(count)]
         context = OurContext("r")
-        output = ledger.prepare_store(keys, context)
+        job = ledger.prepare_store(keys, context).job
         if kind == "load":
-            ledger.complete_store(keys, context)
-            ledger.prepare_load(keys, context)
-        book = JobTable(ledger, num_ranks=1)
-        book.begin(1, Job(kind, output.keys_to_store, tuple(range(count)), "r"))
+            ledger.complete(job, (True,) * count)
+            job = ledger.begin_load(keys, context)
+        jobs = JobTable(ledger, num_ranks=1)
+        jobs.begin(1, job)
         answer = report(1, (True,) * count)
-        took.append(count_opcodes(lambda b=book, a=answer: b.take_in(a), "/kvoffload/offload/"))
+        took.append(count_opcodes(lambda b=jobs, a=answer: a.answer(b), "/kvoffload/offload/"))
         assert ledger.lookup_prefix(keys) == (count, False)
         assert ledger.busy_slots == 0
     assert (took[1] - took[0]) / 500 < 1
@@ -135,9 +134,9 @@ def test_the_adapter_says_retry_only_for_what_is_on_its_way(ledger):
     context = ReqContext("r")
     assert adapter.lookup(KEYS[0], context) is LookupResult.MISS
     adapter.attach(ledger, 4)
-    book = JobTable(ledger, 1)
-    book.begin(1, stored(ledger, KEYS[:1]))
-    book.take_in(report(1, (True,)))
+    jobs = JobTable(ledger, 1)
+    jobs.begin(1, stored(ledger, KEYS[:1]))
+    report(1, (True,)).answer(jobs)
     assert adapter.lookup(KEYS[0], context) is LookupResult.HIT
     assert adapter.lookup(KEYS[1], context) is LookupResult.MISS
     assert adapter.lookup_prefix(KEYS[:2], context) == (1, False)

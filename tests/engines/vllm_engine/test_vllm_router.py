@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
 
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.messages import make_offload_key
+from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
 
@@ -46,13 +47,13 @@ class Nothing:
 @pytest.mark.parametrize("tier", ["disk", "redis"])
 def test_events_carry_no_owner_and_media_that_routers_know(tier):
     key = make_offload_key(b"h" * 32, 0)
-    ledger = TieredOffloadingManager(2, LRUPolicy(2), (Tier(tier, Nothing()),))
+    ledger = TieredOffloadingManager(HostCache(2, LRUPolicy(2)), (Tier(tier, Nothing()),))
     adapter = ManagerAdapter()
     adapter.attach(ledger, 2)
     ledger.prepare_store([key])
     ledger.complete_store([key])
     (transfer,) = ledger.take_transfers()
-    ledger.complete_transfer(transfer, (True,))
+    ledger.complete(transfer, (True,))
     ledger.reset_cache()
     tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, False))
     events = list(tracker.take_events(adapter.take_events()))

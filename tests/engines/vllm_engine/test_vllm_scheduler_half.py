@@ -55,7 +55,7 @@ def test_the_store_threshold_and_the_size_of_slots_reach_the_ledger(met):
     assert ledger.prepare_store(KEYS[:1], first).keys_to_store == ()
     ledger.touch(KEYS[:1], second)
     assert ledger.prepare_store(KEYS[:1], second).keys_to_store == tuple(KEYS[:1])
-    assert ledger.stats()["host"]["capacity_bytes"] == 4 * 4096
+    assert ledger.stats().host.capacity_bytes == 4 * 4096
 
 
 def test_chunks_that_found_no_room_are_offered_again_while_their_request_runs(met):

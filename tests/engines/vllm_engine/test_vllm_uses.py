@@ -125,7 +125,7 @@ class Vllm:
         orders = self.half.build_connector_meta(output)
         report = WorkerReport()
         for job_id in [*orders.load_jobs, *orders.store_jobs, *orders.write_through]:
-            count = len(self.half._book._jobs[job_id].keys)
+            count = len(self.half._table[job_id].keys)
             report.add(TransferResult(job_id, (True,) * count, True))
             if job_id >= 0:
                 report.completed_jobs[job_id] = 1

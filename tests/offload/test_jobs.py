@@ -1,11 +1,14 @@
 """Answers that come twice, or from somebody else: counted, and nothing changes."""
 
+from collections import Counter
+
 import pytest
 from opcodes import count_opcodes
 
-from kvoffload.offload.base import ReqContext, make_offload_key
+from kvoffload.offload.base import CPULoadStoreSpec, LoadJob, ReqContext, make_offload_key
+from kvoffload.offload.host_cache import HostCache
+from kvoffload.offload.jobs import JobsInFlight
 from kvoffload.offload.manager import TieredOffloadingManager
-from kvoffload.offload.under_way import UnderWay
 from kvoffload.policies.lru import LRUPolicy
 
 A, B = ReqContext("a"), ReqContext("b")
@@ -13,7 +16,7 @@ KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(3)]
 
 
 def new_manager(slots=1):
-    return TieredOffloadingManager(slots, LRUPolicy(slots))
+    return TieredOffloadingManager(HostCache(slots, LRUPolicy(slots)))
 
 
 def put(manager, wanted, context):
@@ -99,12 +102,34 @@ def test_an_answer_for_no_chunk_does_not_make_the_answer_for_all_dearer(verb):
 
 
 def test_nothing_is_kept_of_what_was_answered():
-    under_way = UnderWay()
+    counters = Counter()
+    jobs = JobsInFlight(counters)
+
+    def end(keys, context):
+        return [part.keys for part in jobs.take_parts(LoadJob, keys, context)]
+
     for context in (A, B, None):
-        under_way.begin(KEYS, context)
-        under_way.begin((), context)
-    assert under_way.end(KEYS, A) == (KEYS, ())
-    assert under_way.end(KEYS[::-1], B) == (KEYS[::-1], [])
-    assert under_way.end(KEYS[:1] * 2, None) == (KEYS[:1], KEYS[:1])
-    assert under_way.end(KEYS[1:], None) == (KEYS[1:], [])
-    assert len(under_way) == 0
+        jobs.add(LoadJob(next(jobs.ids), tuple(KEYS), CPULoadStoreSpec(()), context, 3, None))
+    assert end((), A) == []
+    assert end(KEYS, A) == [tuple(KEYS)]
+    assert end(KEYS[::-1], B) == [tuple(KEYS[::-1])]
+    assert counters["unexpected_completion"] == 0
+    assert end(KEYS[:1] * 2, None) == [(KEYS[0],)]
+    assert counters["unexpected_completion"] == 1
+    assert end(KEYS[1:], None) == [tuple(KEYS[1:])]
+    assert len(jobs) == 0
+
+
+def test_a_job_is_answered_once_with_a_verdict_for_each_chunk():
+    manager = new_manager(3)
+    store = manager.prepare_store(KEYS, A).job
+    for _ in range(2):
+        manager.complete(store, (True, False, True))
+    assert [manager.lookup(key) for key in KEYS] == [True, False, True]
+    load = manager.begin_load([KEYS[0], KEYS[2]], B)
+    assert (load.keys, load.num_asked) == ((KEYS[0], KEYS[2]), 2)
+    for _ in range(2):
+        manager.complete(load, (True, False))
+    assert [manager.lookup(key) for key in KEYS] == [True, False, False]
+    assert manager.busy_slots == 0
+    assert manager.counters["unexpected_completion"] == 2

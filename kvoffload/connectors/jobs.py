@@ -1,0 +1,114 @@
+"""Jobs in flight, from their order to the answer of the last rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvoffload.offload.base import Job, OffloadingManager
+
+
+@dataclass
+class _InFlight:
+    job: Job
+    ranks_left: int
+    ranks_unsettled: int = 0
+    ok: tuple[bool, ...] | None = None
+    reason: str = ""
+    stale: bool = False
+
+
+class Ended(NamedTuple):
+    """A job that all ranks have answered."""
+
+    job: Job
+    ok: tuple[bool, ...]
+    """For each chunk, whether its transfer succeeded on every rank."""
+    reason: str
+    """Why chunks failed, on the last rank that gave a reason."""
+    stale: bool
+    """Whether a reset came after the order: the bytes no longer mean anything."""
+
+
+class JobTable:
+    """Adds up the answers of all ranks, and answers the manager once for each job.
+
+    Jobs are named by the id under which the workers carry them out.
+
+    Args:
+        manager: gets the answers.
+        num_ranks: workers that answer each job.
+    """
+
+    def __init__(self, manager: OffloadingManager, num_ranks: int = 1) -> None:
+        self._manager = manager
+        self._num_ranks = num_ranks
+        self._jobs: dict[int, _InFlight] = {}
+        # Answered jobs whose slots some ranks may still touch: these slots, and how many ranks.
+        self._unsettled: dict[int, tuple[list[int], int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __getitem__(self, job_id: int) -> Job:
+        return self._jobs[job_id].job
+
+    def begin(self, job_id: int, job: Job) -> None:
+        """Expect every rank's answer to a job."""
+        self._jobs[job_id] = _InFlight(job, self._num_ranks)
+
+    def mark_stale(self) -> None:
+        """Let jobs in flight end as failed: a reset has made their bytes meaningless."""
+        for entry in self._jobs.values():
+            entry.stale = True
+
+    def answer(
+        self,
+        job_id: int,
+        ok: tuple[bool, ...],
+        reason: str = "",
+        *,
+        ranks: int = 1,
+        unsettled: int = 0,
+    ) -> Ended | None:
+        """Add the answer of some ranks; return the job if it was the last one.
+
+        Args:
+            job_id: of the job.
+            ok: for each chunk, whether its transfer succeeded on all these ranks.
+            reason: why chunks failed.
+            ranks: how many ranks answer.
+            unsettled: ranks on which a late transfer may still touch the job's host slots.
+        """
+        entry = self._jobs[job_id]
+        entry.ok = well_on_both(entry.ok, ok)
+        entry.reason = reason or entry.reason
+        entry.ranks_unsettled += unsettled
+        entry.ranks_left -= ranks
+        if entry.ranks_left:
+            return None
+        del self._jobs[job_id]
+        job, ok = entry.job, entry.ok
+        if entry.stale:
+            ok = (False,) * len(job.keys)
+        self._manager.complete(job, ok, not entry.ranks_unsettled, entry.reason)
+        if entry.ranks_unsettled:
+            self._unsettled[job_id] = job.unsettled_slots(ok), entry.ranks_unsettled
+        return Ended(job, ok, entry.reason, entry.stale)
+
+    def settle(self, job_id: int, ranks: int = 1) -> None:
+        """Note ranks on which nothing touches a job's host slots any more."""
+        if job_id in self._jobs:
+            self._jobs[job_id].ranks_unsettled -= ranks
+            return
+        slots, left = self._unsettled.pop(job_id, ([], ranks))
+        if left > ranks:
+            self._unsettled[job_id] = slots, left - ranks
+        else:
+            self._manager.release_slots(slots)
+
+
+def well_on_both(first: Sequence[bool] | None, second: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Join two ranks' answers on the chunks of a job."""
+    if first is None:
+        return second
+    return tuple(a and b for a, b in zip(first, second, strict=True))

@@ -1,0 +1,120 @@
+"""Loads that are not plain: chunks that tiers must fetch first, chunks that fail."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvoffload.messages import CPULoadStoreSpec, Fetch, OffloadKey, StagedLoadStoreSpec
+from kvoffload.offload.host_cache import HostCache
+from kvoffload.offload.tiers import Tier, first_holder
+
+
+@dataclass
+class LoadEnd:
+    """The chunks of an answered load whose place has changed, from head to tail."""
+
+    arrived: list[OffloadKey] = field(default_factory=list)
+    """Loadable from host memory now."""
+    lost: list[OffloadKey] = field(default_factory=list)
+    """Not loadable from host memory any more."""
+    missed: list[OffloadKey] = field(default_factory=list)
+    """Forgotten by the tier that they should have come from."""
+    fetched: dict[Tier, list[OffloadKey]] = field(default_factory=dict)
+    """Chunks that arrived, by the tier they came from."""
+
+
+class Staging:
+    """Takes slots for loads of chunks that are not all idle, and ends loads chunk by chunk.
+
+    Args:
+        host: host memory.
+        reserve: takes slots for as many leading chunks as possible, and evicts others for them.
+        caching: whether a fetched chunk stays in host memory.
+    """
+
+    def __init__(
+        self,
+        host: HostCache,
+        reserve: Callable[[Sequence[OffloadKey]], tuple[list[int], list[OffloadKey]]],
+        caching: bool,
+    ) -> None:
+        self._host = host
+        self._reserve = reserve
+        self._caching = caching
+        # The tier that each fetching chunk comes from.
+        self._sources: dict[OffloadKey, Tier] = {}
+
+    def plan(self, keys: Sequence[OffloadKey], tiers: Sequence[Tier]) -> CPULoadStoreSpec:
+        """Pin or reserve slots of the leading loadable chunks; name what tiers must fetch."""
+        host = self._host
+        sources = self._find_sources(keys, tiers)
+        # Pin resident chunks before making room for the rest, or they might be evicted for it.
+        here = {i: host.pin(keys[i]) for i, tier in enumerate(sources) if tier is None}
+        missing = [key for key, tier in zip(keys, sources, strict=False) if tier]
+        slots: list[int] = []
+        if missing:
+            slots = self._reserve(missing)[0] if self._caching else host.take_turns(missing)
+            slots.reverse()
+        host_slots: list[int] = []
+        fetches: dict[Tier, list[int]] = {}
+        for i, tier in enumerate(sources):
+            if tier is None:
+                host_slots.append(here[i])
+            elif slots:
+                host.fetching[keys[i]] = slot = slots.pop()
+                self._sources[keys[i]] = tier
+                host_slots.append(slot)
+                fetches.setdefault(tier, []).append(i)
+            else:
+                break
+        for i in range(len(host_slots), len(sources)):
+            if sources[i] is None:
+                host.end_use(keys[i])
+        if not fetches:
+            return CPULoadStoreSpec(host_slots)
+        return StagedLoadStoreSpec(
+            host_slots,
+            [Fetch(t.name, tuple(at), tuple(keys[i] for i in at)) for t, at in fetches.items()],
+        )
+
+    def _find_sources(self, keys: Sequence[OffloadKey], tiers: Sequence[Tier]) -> list[Tier | None]:
+        """Return for the leading loadable keys the tier to fetch from; None for host memory."""
+        host = self._host
+        sources: list[Tier | None] = []
+        named: set[OffloadKey] = set()
+        for key in keys:
+            tier = None
+            if not host.is_ready(key):
+                if host.moving(key) or key in named:
+                    break
+                tier = first_holder(key, tiers)[0]
+                if tier is None:
+                    break
+                named.add(key)
+            sources.append(tier)
+        return sources
+
+    def end(self, keys: Sequence[OffloadKey], ok: Sequence[bool], settled: bool) -> LoadEnd:
+        """End a load of chunks, from tail to head: the tail of a prompt leaves first."""
+        host, ended = self._host, LoadEnd()
+        for key, fine in zip(reversed(keys), reversed(ok), strict=True):
+            source = self._sources.pop(key, None)
+            if source and not fine:
+                source.forget(key)
+                ended.missed.append(key)
+            if key in host.fetching:
+                slot = host.fetching.pop(key)
+                if fine and self._caching:
+                    host.become_ready(key, slot)
+                    ended.arrived.append(key)
+                    if source:
+                        ended.fetched.setdefault(source, []).append(key)
+                else:
+                    host.give_back(key, slot, fine or settled)
+            else:
+                if not fine and key in host.pinned:
+                    host.forget(key)
+                    ended.lost.append(key)
+                host.end_use(key, fine or settled)
+        for moved in (ended.arrived, ended.lost, ended.missed, *ended.fetched.values()):
+            moved.reverse()
+        return ended
