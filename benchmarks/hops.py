@@ -1,0 +1,165 @@
+"""Functions and files of this package that one block passes on its way, on all threads.
+
+``python -m benchmarks.hops`` stores one block and loads it back from disk, through
+:class:`LocalConnector` with a disk tier and copies on the CPU. It counts calls, distinct functions
+and files of ``kvoffload`` by step, without comprehensions and without the disk's housekeeper. The
+numbers are the same on every machine, up to a few calls that depend on the timing of threads.
+"""
+
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+import kvoffload
+from benchmarks.harness import report, row
+from kvoffload.connectors.local import LocalConnector
+from kvoffload.messages import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+
+BLOCK = 16
+PACKAGE = str(Path(kvoffload.__file__).parent)
+HOUSEKEEPER = "kvoffload-disk"
+"""The thread that scans and cleans the disk's folder; its work belongs to no block."""
+GOALS = {"functions": 150, "files": 25}
+
+
+@dataclass
+class Request:
+    """A request with one full block."""
+
+    request_id: str
+    num_tokens: int = BLOCK + 1
+    block_hashes: list[bytes] = field(default_factory=lambda: [b"h" * 32])
+
+
+class Hops:
+    """Counts the package's calls while it is switched on; installed before threads start."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.calls: Counter[CodeType] = Counter()
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+
+    def _note(self, frame: FrameType, event: str, arg: object) -> None:
+        code = frame.f_code
+        if not self.on or event != "call" or not code.co_filename.startswith(PACKAGE):
+            return
+        if threading.current_thread().name == HOUSEKEEPER:
+            return
+        if not code.co_name.endswith(("comp>", "genexpr>", "<module>")):
+            self.calls[code] += 1
+
+    def during(self, action: Callable[[], object]) -> dict[str, int]:
+        """Run an action; return how many calls it made, of how many functions in how many files."""
+        self.calls.clear()
+        self.on = True
+        action()
+        self.on = False
+        return {
+            "calls": self.calls.total(),
+            "functions": len(self.calls),
+            "files": len({code.co_filename for code in self.calls}),
+        }
+
+    def listed(self) -> list[str]:
+        """Name the functions of the last action, by file."""
+        root = Path(PACKAGE)
+        return sorted(
+            f"{Path(code.co_filename).relative_to(root)}:{code.co_qualname}" for code in self.calls
+        )
+
+    def close(self) -> None:
+        """Count no more."""
+        threading.setprofile(None)
+        sys.setprofile(None)
+
+
+def _until(done: Callable[[], object]) -> None:
+    give_up_s = time.monotonic() + 30
+    while not done():
+        if time.monotonic() > give_up_s:
+            raise TimeoutError("the transfer did not end")
+        time.sleep(0.02)
+
+
+def _connector(root: str) -> LocalConnector:
+    tensor = torch.zeros((8, 4096), dtype=torch.int8)
+    caches = CanonicalKVCaches(
+        (CanonicalKVCacheTensor(tensor, 4096),), ((CanonicalKVCacheRef(0, 4096),),)
+    )
+    disk = {"type": "disk", "root": root, "capacity": "1GiB", "min_free": 0}
+    settings = {"cpu_bytes": "1MiB", "policy": "lru", "backends": [disk]}
+    return LocalConnector(settings, caches, block_size=BLOCK, facts={"model": "m"})
+
+
+def _measure(root: str) -> dict[str, tuple[dict[str, int], list[str]]]:
+    hops = Hops()
+    counted = {}
+
+    def step(name: str, action: Callable[[], object]) -> None:
+        counted[name] = hops.during(action), hops.listed()
+
+    try:
+        connector = _connector(root)
+        request = Request("store")
+        time.sleep(0.3)  # the store of chunks reads its folder first
+
+        def store() -> None:
+            connector.after_forward(request, [[1]], BLOCK)
+            time.sleep(0.1)
+            connector.poll()
+            time.sleep(0.3)
+            connector.poll()
+
+        step("store to host memory and disk", store)
+        connector.request_finished(request)
+        connector.close()
+        connector = _connector(root)
+        request = Request("load")
+        _until(lambda: connector.get_num_new_matched_tokens(request, 0))
+        step("lookup", lambda: connector.get_num_new_matched_tokens(request, 0))
+
+        def load() -> None:
+            connector.update_state_after_alloc(request, [[2]], BLOCK)
+            time.sleep(0.3)
+            if not connector.poll()[0].ok:
+                raise RuntimeError("the load failed")
+
+        step("load from disk", load)
+        connector.close()
+    finally:
+        hops.close()
+    return counted
+
+
+def run() -> dict[str, Any]:
+    """Count the hops of a store, a lookup and a load."""
+    with tempfile.TemporaryDirectory() as root:
+        counted = _measure(root)
+    return report(
+        "hops",
+        [
+            row(f"{step}: {what}", count, "", GOALS[what], "goal")
+            if what in GOALS
+            else row(f"{step}: {what}", count, "")
+            for step, (counts, _) in counted.items()
+            for what, count in counts.items()
+        ],
+    )
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (counts, functions) in _measure(folder).items():
+            print(f"{name}: {counts}")
+            if "--list" in sys.argv:
+                print("  " + "\n  ".join(functions))
