@@ -62,7 +62,7 @@ class EngineJob:
     """Set when the tier calls have ended."""
     io_time_s: float = 0.0
     """Seconds that the tier calls took."""
-    fences: list[tuple[CopyFence, list[int]]] = field(default_factory=list)
+    fences: list[tuple[CopyFence, Sequence[int]]] = field(default_factory=list)
     """Launched copies, each with the positions of its chunks."""
     settled: bool = True
 
@@ -145,9 +145,11 @@ class TransferEngine(OffloadingHandler):
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         match spec:
             case (GPULoadStoreSpec() as gpu, CPULoadStoreSpec() as host):
-                self._store(job_id, gpu, host)
-            case (CPULoadStoreSpec() as host, GPULoadStoreSpec() as gpu):
+                self._copy(job_id, gpu, host, to_host=True)
+            case (StagedLoadStoreSpec() as host, GPULoadStoreSpec() as gpu):
                 self._load(job_id, host, gpu)
+            case (CPULoadStoreSpec() as host, GPULoadStoreSpec() as gpu):
+                self._copy(job_id, gpu, host, to_host=False)
             case (CPULoadStoreSpec() as host, BackendLoadStoreSpec() as target):
                 self._write_through(job_id, host, target)
             case _:
@@ -172,24 +174,23 @@ class TransferEngine(OffloadingHandler):
 
     # ---- the three kinds of jobs ----
 
-    def _store(self, job_id: int, gpu: GPULoadStoreSpec, host: CPULoadStoreSpec) -> None:
-        moves = self._moves(gpu, host, to_host=True)
+    def _copy(
+        self, job_id: int, gpu: GPULoadStoreSpec, host: CPULoadStoreSpec, to_host: bool
+    ) -> None:
+        moves = self._moves(gpu, host, to_host)
         job = EngineJob(job_id, [True] * len(moves), self._layout.bytes_of(gpu))
-        # The forward pass may still write these blocks: the copies wait for this fence.
+        # The forward pass may still use these blocks: the copies wait for this fence.
         after = self._copier.record_fence()
-        job.fences.append(
-            (self._copier.launch(moves, to_host=True, after=after), list(range(len(moves))))
-        )
+        fence = self._copier.launch(moves, to_host, after)
+        job.fences.append((fence, range(len(moves))))
         self._jobs[job_id] = job
 
-    def _load(self, job_id: int, host: CPULoadStoreSpec, gpu: GPULoadStoreSpec) -> None:
+    def _load(self, job_id: int, host: StagedLoadStoreSpec, gpu: GPULoadStoreSpec) -> None:
         moves = self._moves(gpu, host, to_host=False)
-        fetches = host.fetches if isinstance(host, StagedLoadStoreSpec) else ()
-        fetched = {i for fetch in fetches for i in fetch.positions}
+        fetched = {i for fetch in host.fetches for i in fetch.positions}
         ok = [i not in fetched for i in range(len(moves))]
-        calls = list(read_calls(fetches, moves, self._backends))
+        calls = list(read_calls(host.fetches, moves, self._backends))
         job = EngineJob(job_id, ok, self._layout.bytes_of(gpu))
-        # The forward pass may still read these blocks: the copies wait for this fence.
         after = self._copier.record_fence()
 
         def copy(positions: list[int]) -> CopyFence:
@@ -225,7 +226,7 @@ class TransferEngine(OffloadingHandler):
     ) -> list[ChunkMove]:
         """Cut the blocks into chunks and check all of them before anything is copied or read."""
         moves = self._layout.moves(gpu, host.host_slots.tolist())
-        check_moves(moves, to_host, self._layout, self._slab)
+        check_moves(moves, gpu.block_ids.tolist(), to_host, self._layout, self._slab)
         return moves
 
     # ---- on the I/O loop ----
@@ -268,7 +269,7 @@ class TransferEngine(OffloadingHandler):
         """Read chunks into their slots; launch the copy of each chunk as it arrives."""
 
         def arrived(numbers: Sequence[int]) -> None:
-            self._copy(job, call, numbers, copy)
+            self._launch(job, call, numbers, copy)
 
         keys, backend = call.keys, call.backend
         try:
@@ -290,7 +291,7 @@ class TransferEngine(OffloadingHandler):
         finally:
             call.ended.set()
 
-    def _copy(
+    def _launch(
         self,
         job: EngineJob,
         call: ReadCall,

@@ -129,8 +129,21 @@ def _cut(ids: BlockIds, first: int, per_chunk: int) -> list[BlockIds]:
     return pieces
 
 
-def check_moves(moves: Sequence[ChunkMove], to_host: bool, layout: ChunkLayout, slab: Slab) -> None:
+def check_moves(
+    moves: Sequence[ChunkMove],
+    blocks: Sequence[int],
+    to_host: bool,
+    layout: ChunkLayout,
+    slab: Slab,
+) -> None:
     """Refuse moves out of range, and moves that write one place twice.
+
+    Args:
+        moves: all moves of a transfer.
+        blocks: the block ids of all moves.
+        to_host: the direction.
+        layout: of the chunks.
+        slab: host memory.
 
     Raises:
         ValueError: naming the indices.
@@ -151,7 +164,6 @@ def check_moves(moves: Sequence[ChunkMove], to_host: bool, layout: ChunkLayout, 
             )
     if outside:
         raise ValueError(f"host slots {outside}: out of range, there are {slab.num_slots}")
-    blocks = [block for move in moves for block in move.block_ids.tolist()]
     if blocks and (min(blocks) < 0 or max(blocks) >= num_blocks):
         strange = [block for block in blocks if not 0 <= block < num_blocks]
         raise ValueError(f"block ids {strange}: out of range, there are {num_blocks}")
@@ -165,7 +177,7 @@ def check_moves(moves: Sequence[ChunkMove], to_host: bool, layout: ChunkLayout, 
         _refuse_repeated("block ids", blocks)
 
 
-def _refuse_repeated(what: str, numbers: list[int]) -> None:
+def _refuse_repeated(what: str, numbers: Sequence[int]) -> None:
     if len(set(numbers)) < len(numbers):
         again = sorted(number for number, count in Counter(numbers).items() if count > 1)
         raise ValueError(f"{what} {again}: written twice")

@@ -234,9 +234,10 @@ def test_bad_moves_are_refused(moves, to_host, named):
     caches = small_caches("cuda")
     layout = ChunkLayout(caches, PER_CHUNK)
     slab = Slab(NUM_SLOTS, layout.slot_bytes)
+    blocks = [block for _, ids in moves for block in ids]
     moves = [ChunkMove(slot, 0, 0, np.array(ids, np.int32)) for slot, ids in moves]
     with pytest.raises(ValueError, match=named):
-        check_moves(moves, to_host, layout, slab)
+        check_moves(moves, blocks, to_host, layout, slab)
 
 
 def test_tensors_on_two_devices_are_refused():
