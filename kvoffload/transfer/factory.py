@@ -19,11 +19,6 @@ def make_copier(kv_caches: CanonicalKVCaches, slab: Slab, layout: ChunkLayout) -
 
     For CUDA a thread pins the slab.
 
-    Args:
-        kv_caches: the engine's tensors.
-        slab: host memory.
-        layout: of chunks.
-
     Raises:
         ValueError: the tensors are not rows of bytes on one device; names them by index.
         ConfigError: there is no copier for their device.

@@ -136,14 +136,7 @@ def check_moves(
     layout: ChunkLayout,
     slab: Slab,
 ) -> None:
-    """Refuse moves out of range, and moves that write one place twice.
-
-    Args:
-        moves: all moves of a transfer.
-        blocks: the block ids of all moves.
-        to_host: the direction.
-        layout: of the chunks.
-        slab: host memory.
+    """Refuse moves of these blocks that are out of range or write one place twice.
 
     Raises:
         ValueError: naming the indices.

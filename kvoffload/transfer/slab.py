@@ -18,6 +18,9 @@ from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
 
 HostBytes = npt.NDArray[np.int8]
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_ADVICE = {"MADV_POPULATE_WRITE": 23}
+"""Advice that Python's mmap does not name; Linux has it since 5.14."""
 
 
 class Slab:
@@ -46,7 +49,11 @@ class Slab:
         self.num_bytes = num_slots * slot_bytes
         if fd is None:
             check_host_memory(self.num_bytes, setting)
-            self._map = _private_memory(self.num_bytes, setting)
+            try:
+                self._map = mmap.mmap(-1, self.num_bytes, flags=_PRIVATE)
+            except OSError as error:  # a limit of this process (RLIMIT_AS), or strict overcommit
+                remedy = f"the system refuses so much memory ({error.strerror}); ask for less"
+                raise ConfigError(setting, human_bytes(self.num_bytes), remedy) from error
         else:
             if (size := os.fstat(fd).st_size) != page_rounded(self.num_bytes):
                 raise ValueError(
@@ -91,18 +98,6 @@ class Slab:
         with contextlib.suppress(OSError):
             if advice is not None:
                 self._map.madvise(advice, start, self.num_bytes if length is None else length)
-
-
-_ADVICE = {"MADV_POPULATE_WRITE": 23}
-"""Advice that Python's mmap does not name; Linux has it since 5.14."""
-
-
-def _private_memory(num_bytes: int, setting: str) -> mmap.mmap:
-    try:
-        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:  # a limit of this process (RLIMIT_AS), or strict overcommit
-        remedy = f"the system refuses this process so much memory ({error.strerror}); ask for less"
-        raise ConfigError(setting, human_bytes(num_bytes), remedy) from error
 
 
 def page_rounded(num_bytes: int) -> int:

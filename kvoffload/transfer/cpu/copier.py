@@ -29,13 +29,7 @@ class DoneFence:
 
 
 class CpuCopier:
-    """Copies for KV caches in CPU memory, on one thread that plays the copy stream.
-
-    Args:
-        kv_caches: the engine's tensors.
-        slab: host memory.
-        layout: of chunks.
-    """
+    """Copies for KV caches in CPU memory, on one thread that plays the copy stream."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, slab: Slab, layout: ChunkLayout) -> None:
         tensors: list[HostBytes] = [t.tensor.numpy() for t in kv_caches.tensors]
@@ -103,12 +97,10 @@ class CpuCopier:
         ends: list[list[tuple[Indices, int, HostBytes]]] = [[] for _ in self._layout.regions]
         for move in moves:
             ids = move.block_ids.astype(np.intp)
-            ends[move.group_idx].append((ids, move.first, self._slot(move)))
+            slot = self._slab.array(move.host_slot, self._layout.payload_bytes[move.group_idx])
+            ends[move.group_idx].append((ids, move.first, slot))
         for copies, mine in zip(self._copies[to_host], ends, strict=True):
             # Tensor by tensor: one tensor's pages stay in the processor's caches and TLB.
             for part in copies:
                 for ids, first, slot in mine:
                     part.copy(ids, first, slot)
-
-    def _slot(self, move: ChunkMove) -> HostBytes:
-        return self._slab.array(move.host_slot, self._layout.payload_bytes[move.group_idx])

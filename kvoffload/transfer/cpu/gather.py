@@ -8,7 +8,7 @@ are adjacent in a slot are therefore viewed as one array, and a chunk takes one 
 import ctypes
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,19 +53,11 @@ class PagesOfTensor(NamedTuple):
         return self.address + (len(self.pages) - 1) * self.row_bytes + self.page_bytes
 
 
-class PageCopy(Protocol):
-    """Copies one part of a chunk between blocks and a slot."""
+class PageCopy:
+    """Copies between blocks and slots for tensors whose parts of a chunk are adjacent in a slot.
 
-    def copy(self, ids: Indices, first: int, slot: HostBytes) -> None:
-        """Copy the blocks ``ids``, which are block ``first`` of the chunk and those after it."""
-        ...
-
-
-class AdjacentTensors:
-    """Tensors whose parts of a chunk are adjacent in a slot, viewed as one array of pages.
-
-    That array reaches from the first tensor to the last, and over foreign memory between them. Only
-    items that are pages may be touched, so indices must have been checked.
+    The tensors are viewed as one array of pages, from the first tensor to the last, with foreign
+    memory between them. Only items that are pages may be touched, so indices must be checked.
     """
 
     def __init__(self, parts: Sequence[PagesOfTensor], per_chunk: int) -> None:
@@ -83,6 +75,7 @@ class AdjacentTensors:
         self._steps_a_row = first.row_bytes // self._step
 
     def copy(self, ids: Indices, first: int, slot: HostBytes) -> None:
+        """Copy the blocks ``ids``, which are block ``first`` of the chunk and those after it."""
         rows, length = ids * self._steps_a_row, len(ids) * self._page_bytes
         if len(ids) == self._per_chunk:
             pages = (self._starts[:, None] + rows).ravel()
@@ -110,7 +103,7 @@ class AdjacentTensors:
         raise NotImplementedError
 
 
-class Gather(AdjacentTensors):
+class Gather(PageCopy):
     """Blocks → slot. numpy gathers without a buffer only from an array without gaps."""
 
     def __init__(self, parts: Sequence[PagesOfTensor], per_chunk: int) -> None:
@@ -124,7 +117,7 @@ class Gather(AdjacentTensors):
         self._items.take(index, out=in_slot.view(self._items.dtype), mode="clip")
 
 
-class GatherTwice(AdjacentTensors):
+class GatherTwice(PageCopy):
     """Blocks → slot for pages at odd distances, which numpy copies twice."""
 
     def __init__(self, parts: Sequence[PagesOfTensor], per_chunk: int) -> None:
@@ -135,7 +128,7 @@ class GatherTwice(AdjacentTensors):
         in_slot.view(self._items.dtype)[:] = self._items[pages]
 
 
-class Scatter(AdjacentTensors):
+class Scatter(PageCopy):
     """Slot → blocks. Items are pages or parts of large pages, and may begin at every step.
 
     Parts, because numpy releases the GIL only for a certain number of items, however large.

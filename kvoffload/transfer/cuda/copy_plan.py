@@ -20,8 +20,6 @@ class CopyPlan:
     """The way of each group's chunks between blocks and slots.
 
     Args:
-        kv_caches: the engine's tensors.
-        layout: of chunks.
         slot_bytes: distance of two slots.
         stage_bytes: staging memory for one gather; at least the size of the largest region.
         direct_page_bytes: pages of this size and more are not staged.

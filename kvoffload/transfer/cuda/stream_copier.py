@@ -295,9 +295,6 @@ class StreamCopier:
     """Copies through the streams of a device.
 
     Args:
-        kv_caches: the engine's tensors, on the device.
-        slab: host memory.
-        layout: of chunks.
         device: of the tensors; closed with the copier, or here if the copier cannot be made.
         stage_bytes: staging memory of each of the four lanes; none if no page is staged.
         direct_page_bytes: pages of this size and more are not staged.
