@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload import open_backend
+from kvoffload.config import parse_config
+from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.messages import (
     BackendLoadStoreSpec,
     CPULoadStoreSpec,
@@ -23,7 +25,7 @@ from kvoffload.messages import (
 )
 from kvoffload.testing import FaultyBackend, Plan
 from kvoffload.transfer.cpu.copier import CpuCopier
-from kvoffload.transfer.engine import TransferEngine
+from kvoffload.transfer.engine import ROUTES, TransferEngine
 from kvoffload.transfer.io_loop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.read_calls import portions
@@ -325,9 +327,10 @@ def test_a_transfer_nobody_serves_is_answered_as_failed(half):
     half.worker.submit(9, (GPULoadStoreSpec([1]), GPULoadStoreSpec([2])), 1)
     half.worker.submit(10, (GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([77])), 1)
     half.worker.submit(11, (CPULoadStoreSpec([0]), BackendLoadStoreSpec("gone", KEYS[:1])), 1)
+    half.worker.submit(12, (staged([0], [0], "gone"), GPULoadStoreSpec([1, 2])), 1)
     results = half.worker.get_finished()
     assert [(r.job_id, r.ok, r.reason) for r in results] == [
-        (job, (False,), "refused_transfer") for job in (9, 10, 11)
+        (job, (False,), "refused_transfer") for job in (9, 10, 11, 12)
     ]
     assert not half.slab.rows.any()
 
@@ -366,6 +369,34 @@ def test_copies_refused_after_a_read_are_a_failed_job_with_a_reason(half, until,
     half.worker.submit(4, (staged(range(2), range(2)), GPULoadStoreSpec(range(4))), 2)
     (result,) = until(half.worker.get_finished)
     assert result.success
+
+
+def test_one_handler_serves_every_route_of_a_spec(new_kv_caches):
+    caches = new_kv_caches(num_blocks=8)
+    layout = ChunkLayout(caches, 2)
+    spec = TieredOffloadingSpec(
+        parse_config({"cpu_bytes": 4 * layout.slot_bytes}),
+        layout.slot_bytes,
+        {"of": "test"},
+        layout,
+    )
+    try:
+        routes = list(spec.get_handlers(caches))
+        assert tuple((source, destination) for source, destination, _ in routes) == ROUTES
+        (handler,) = {handler for _, _, handler in routes}
+        before = [entry.tensor[2:4].clone() for entry in caches.tensors]
+        assert handler.transfer_async(1, (GPULoadStoreSpec([2, 3]), CPULoadStoreSpec([1])))
+        handler.wait([1])
+        assert [result.ok for result in handler.get_finished()] == [(True,)]
+        assert handler.transfer_async(2, (CPULoadStoreSpec([1]), GPULoadStoreSpec([6, 7])))
+        handler.wait([2])
+        assert [result.ok for result in handler.get_finished()] == [(True,)]
+        assert not handler.transfer_async(3, (GPULoadStoreSpec([1]), GPULoadStoreSpec([2])))
+        assert handler.get_finished() == []
+        for entry, pages in zip(caches.tensors, before, strict=True):
+            assert torch.equal(entry.tensor[6:8], pages)
+    finally:
+        spec.close()
 
 
 def test_wait_returns_when_the_job_is_answered(half, until):
