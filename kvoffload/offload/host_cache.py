@@ -153,7 +153,7 @@ class HostCache:
             victims = cast(Sequence[OffloadKey], self._order.victims(count - len(gone)))
             if not victims:
                 break
-            if kept.isdisjoint(victims):
+            if not kept or kept.isdisjoint(victims):
                 gone += victims
             else:
                 spared += [key for key in victims if key in kept]
@@ -307,8 +307,9 @@ class HostCache:
 
     def put_in_order(self, keys: Iterable[OffloadKey]) -> None:
         """Move evictable chunks to the recent end, in the order given, without counting a use."""
-        resident, pinned = self.resident, self.pinned
-        here = [key for key in dict.fromkeys(keys) if key in resident and key not in pinned]
+        here = list(filter(self.resident.__contains__, dict.fromkeys(keys)))
+        if not self.pinned.keys().isdisjoint(here):
+            here = [key for key in here if key not in self.pinned]
         self._order.remove(here)
         self._order.add(here)
 

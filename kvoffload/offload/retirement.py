@@ -45,9 +45,9 @@ class Retirement:
         """See :meth:`OffloadingManager.retire`."""
         self._put_in_order(keys)
         places = [place for place in self._places() if not place.keys().isdisjoint(keys)]
-        late = {key: i for i, key in enumerate(keys) if any(key in place for place in places)}
-        if not late:
+        if not places:
             return
+        late = {key: i for i, key in enumerate(keys) if any(key in place for place in places)}
         ended = _Ended(keys[: max(late.values()) + 1], len(late))
         before = [self._in_flight[key] for key in late if key in self._in_flight]
         self._in_flight.update(dict.fromkeys(late, ended))

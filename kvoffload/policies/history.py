@@ -15,19 +15,20 @@ class PinnedState(dict[bytes, Note]):
     """Notes on keys taken out of the order, most of them pinned and soon to be back.
 
     A key may also be deleted without a further call. The oldest notes beyond ``limit`` are
-    therefore dropped, many at a time: reading a dict's oldest keys steps over deleted ones.
+    therefore dropped, a slice at a time: reading a dict's oldest keys steps over deleted ones.
     """
 
     def __init__(self, limit: int) -> None:
         super().__init__()
-        self.limit = limit
+        self._slice = 1 + limit // _SLACK
         self._most = limit + limit // _SLACK
 
     def keep(self, keys: Sequence[bytes], notes: Sequence[Note]) -> None:
         """Remember a note for each key until the key comes back."""
         self.update(zip(keys, notes, strict=True))
-        if len(self) > self._most:
-            self.drop(list(islice(self, len(self) - self.limit)))
+        excess = len(self) - self._most
+        if excess > 0:  # as many slices as calls for one key each would drop
+            self.drop(list(islice(self, -(-excess // self._slice) * self._slice)))
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Delete the notes on keys."""
