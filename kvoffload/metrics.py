@@ -12,6 +12,8 @@ that answers scrapes sees the last of these::
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
+
 try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
     from prometheus_client.registry import Collector
@@ -21,20 +23,29 @@ except ImportError as error:
     ) from error
 
 import kvoffload
+from kvoffload.offload.stats import LookupFigures, ManagerStats
+
+
+class Snapshot(ManagerStats, frozen=True):
+    """The statistics of a connector."""
+
+    tiers: dict[str, dict[str, Any]]
+    """Usage and ``counters`` of each tier, by name."""
 
 
 class Exporter(Collector):
     """A Prometheus collector over the last snapshot of figures.
 
-    Labels are tier, direction's verb in the name, result and reason: never a key or a request.
+    Labels are tier, result and reason; the metric's name has the direction. No label is a key or a
+    request.
     """
 
     def __init__(self) -> None:
-        self._stats: Mapping[str, Any] = {}
+        self._stats: Snapshot | None = None
 
     def update(self, stats: Mapping[str, Any]) -> None:
-        """Take a snapshot, which the caller changes no more."""
-        self._stats = stats
+        """Take a snapshot: the result of a connector's ``stats()``."""
+        self._stats = msgspec.convert({**stats, "counters": stats["manager"]}, Snapshot)
 
     def collect(self) -> Iterator[Metric]:
         """See prometheus_client."""
@@ -42,27 +53,27 @@ class Exporter(Collector):
         build.add_metric([kvoffload.__version__], 1)
         yield build
         stats = self._stats
-        if not stats:
+        if stats is None:
             return
         yield from _occupancy(stats)
-        yield from _lookups(stats["lookups"])
+        yield from _lookups(stats.lookups)
         yield from _movements(stats)
-        yield _reasons("evictions", "Chunks that left a tier.", stats["removed"])
-        yield _reasons("stores_dropped", "Chunks that were not stored.", stats["not_stored"])
+        yield _reasons("evictions", "Chunks that left a tier.", stats.removed)
+        yield _reasons("stores_dropped", "Chunks that were not stored.", stats.not_stored)
         saved = CounterMetricFamily(
             "kvoffload_saved_prefill_tokens", "Tokens loaded instead of computed."
         )
-        saved.add_metric([], stats["saved_prefill_tokens"])
+        saved.add_metric([], stats.saved_prefill_tokens)
         yield saved
         yield _reasons("tier_events", "What tiers counted, by name.", _tier_counters(stats))
 
 
-def _occupancy(stats: Mapping[str, Any]) -> Iterator[Metric]:
-    figures: dict[str, dict[str, float | None]] = {"CPU": dict(stats["host"])}
-    for name, usage in stats.get("tiers", {}).items():
+def _occupancy(stats: Snapshot) -> Iterator[Metric]:
+    figures: dict[str, dict[str, float | None]] = {"CPU": msgspec.structs.asdict(stats.host)}
+    for name, usage in stats.tiers.items():
         figures[name.upper()] = dict(usage)
-    for medium, moving in stats["write_through"].items():
-        figures.setdefault(medium, {})["inflight_bytes"] = moving["inflight_bytes"]
+    for medium, lane in stats.write_through.items():
+        figures.setdefault(medium, {})["inflight_bytes"] = lane.inflight_bytes
     for name, text in (
         ("resident_bytes", "Bytes of chunks that can be loaded."),
         ("inflight_bytes", "Bytes being written, or held by a transfer."),
@@ -75,31 +86,31 @@ def _occupancy(stats: Mapping[str, Any]) -> Iterator[Metric]:
         yield gauge
 
 
-def _lookups(lookups: Mapping[str, Any]) -> Iterator[Metric]:
+def _lookups(lookups: LookupFigures) -> Iterator[Metric]:
     total = CounterMetricFamily(
         "kvoffload_lookups",
         "Chunks found by tier; lookups that ended with a miss, or have no answer yet.",
         labels=["tier", "result"],
     )
-    for medium, hits in lookups["hits"].items():
+    for medium, hits in lookups.hits.items():
         total.add_metric([medium.lower(), "hit"], hits)
-    for medium, declined in lookups["declined"].items():
+    for medium, declined in lookups.declined.items():
         total.add_metric([medium.lower(), "declined"], declined)
-    total.add_metric(["", "miss"], lookups["misses"])
-    total.add_metric(["", "pending"], lookups["pending"])
+    total.add_metric(["", "miss"], lookups.misses)
+    total.add_metric(["", "pending"], lookups.pending)
     yield total
 
 
-def _movements(stats: Mapping[str, Any]) -> Iterator[Metric]:
-    for verb in ("load", "store"):
+def _movements(stats: Snapshot) -> Iterator[Metric]:
+    for verb, moves in (("load", stats.loads), ("store", stats.stores)):
         for unit, name, text in (
             ("bytes", f"kvoffload_{verb}_bytes", "Bytes moved."),
             ("seconds", f"kvoffload_{verb}_seconds", "Durations of transfers, added up."),
             ("chunks", f"kvoffload_{verb}_chunks", "Chunks moved."),
         ):
             family = CounterMetricFamily(name, text, labels=["tier"])
-            for medium, moved in stats[f"{verb}s"].items():
-                family.add_metric([medium.lower()], moved[unit])
+            for medium, moved in moves.items():
+                family.add_metric([medium.lower()], getattr(moved, unit))
             yield family
 
 
@@ -111,5 +122,5 @@ def _reasons(name: str, text: str, table: Mapping[str, Mapping[str, int]]) -> Me
     return family
 
 
-def _tier_counters(stats: Mapping[str, Any]) -> dict[str, Mapping[str, int]]:
-    return {name: usage["counters"] for name, usage in stats.get("tiers", {}).items()}
+def _tier_counters(stats: Snapshot) -> dict[str, Mapping[str, int]]:
+    return {name: usage["counters"] for name, usage in stats.tiers.items()}

@@ -34,7 +34,6 @@ from kvoffload.connectors.chunking import ChunkGroups
 from kvoffload.connectors.layout_facts import layout_facts
 from kvoffload.connectors.load_backoff import LoadBackoff
 from kvoffload.connectors.loads import Load, LoadOutcome, LoadResults
-from kvoffload.connectors.request_log import RequestLog
 from kvoffload.connectors.request_state import OffloadRequest, RequestState, new_state
 from kvoffload.connectors.transfers import Transfers
 from kvoffload.connectors.use_counter import UseCounter
@@ -48,6 +47,7 @@ from kvoffload.offload.base import (
     ReqContext,
 )
 from kvoffload.offload.namespace import Fact
+from kvoffload.recording import RequestLog
 from kvoffload.transfer.layout import ChunkLayout
 
 __all__ = ["BlockTables", "LoadOutcome", "LocalConnector", "OffloadRequest"]

@@ -38,6 +38,8 @@ __all__ = [
     "CanonicalKVCacheRef",
     "CanonicalKVCacheTensor",
     "CanonicalKVCaches",
+    "ChunksRemoved",
+    "ChunksStored",
     "Fetch",
     "GPULoadStoreSpec",
     "Job",
@@ -71,42 +73,49 @@ class ReqContext:
 
 
 class Reason(StrEnum):
-    """Why residence changed."""
+    """Why the chunks resident in a medium changed."""
 
     STORED = "stored"
     EVICTED = "evicted"
-    """It made room for others."""
+    """Evicted to make room."""
     FAILED = "failed"
-    """A transfer showed that it is not there or not good."""
+    """A transfer found the chunk missing or damaged."""
     RESET = "reset"
-    """Everything was to be forgotten."""
+    """The cache was reset."""
     REPLACED = "replaced"
-    """Another store took the place of the one it was in."""
+    """The tier was replaced by another store."""
     LOST = "lost"
-    """Events were lost, because nobody took them: what was said before may not be so any more."""
+    """Earlier events were dropped, because no consumer took them."""
 
 
 @dataclass(frozen=True)
 class OffloadingEvent:
-    """A fact about residence, stated after it became true.
+    """A change of the chunks resident in one medium, reported after the change.
 
-    ``medium`` is ``"CPU"`` or the upper-cased name of a tier (``"DISK"``). Replaying the events of
-    a medium in order gives exactly the keys resident there, as far as they came there while this
-    manager watched. A removal without keys, with the reason REPLACED or LOST, is of all keys there;
-    after LOST some may be there without being named again.
+    Replaying the events of a medium in order gives exactly the keys that are resident there and
+    came there while this manager watched.
     """
 
     keys: tuple[OffloadKey, ...]
     medium: str
-    removed: bool
+    """``"CPU"``, or the name of a tier in upper case (``"DISK"``)."""
     reason: Reason
 
-    def by_group(self) -> dict[int, tuple[OffloadKey, ...]]:
-        """Return the keys by their KV cache group."""
-        groups: dict[int, list[OffloadKey]] = {}
-        for key in self.keys:
-            groups.setdefault(get_offload_group_idx(key), []).append(key)
-        return {group: tuple(keys) for group, keys in groups.items()}
+
+@dataclass(frozen=True)
+class ChunksStored(OffloadingEvent):
+    """Chunks became resident."""
+
+    reason: Reason = Reason.STORED
+
+
+@dataclass(frozen=True)
+class ChunksRemoved(OffloadingEvent):
+    """Chunks are resident no longer; without keys, all chunks of the medium.
+
+    Events without keys have the reason REPLACED or LOST. After LOST, chunks may be resident that no
+    later event names.
+    """
 
 
 @dataclass(frozen=True, eq=False)

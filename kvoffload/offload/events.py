@@ -1,64 +1,116 @@
-"""What became resident and what ceased to be: events, counts by reason, memory of departures."""
+"""Events of chunks that become resident or leave, and the reasons of misses."""
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
 from kvoffload.messages import OffloadKey
-from kvoffload.offload.base import OffloadingEvent, Reason
-from kvoffload.offload.miss_reasons import EVICTED, MissReasons
+from kvoffload.offload.base import ChunksRemoved, ChunksStored, OffloadingEvent, Reason
 from kvoffload.offload.tiers import Tier
 
 CPU = "CPU"
+NEVER_STORED = "never_stored"
+DROPPED = "dropped"
+NOT_ADMITTED = "not_admitted"
+NOT_WANTED = "not_wanted"
+OTHER_NAMESPACE = "other_namespace"
 MAX_EVENTS = 1 << 16
-"""Events kept for a listener that may never ask; the oldest are lost to it, and it is told so."""
+"""Events kept for a consumer that may never take them. The oldest are dropped, and the consumer
+gets an event with the reason LOST."""
+
+
+class MissReasons:
+    """Remembers why chunks are missing, for the latest ``limit`` chunks that left a medium.
+
+    At most twice as many keys are kept. :meth:`note` takes O(1) for a batch, because each eviction
+    calls it. The index of answers is updated when :meth:`reason` is called.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._batches: deque[tuple[Sequence[OffloadKey], str]] = deque()
+        self._num_noted = 0
+        self._index: OrderedDict[OffloadKey, str] = OrderedDict()
+
+    def note(self, keys: Sequence[OffloadKey], reason: str) -> None:
+        """Remember that chunks left a medium, or never reached it, for this reason."""
+        if not keys:
+            return
+        keys = keys[-self._limit :]
+        self._batches.append((keys, str(reason)))
+        self._num_noted += len(keys)
+        while self._num_noted - len(self._batches[0][0]) >= self._limit:
+            self._num_noted -= len(self._batches.popleft()[0])
+
+    def reason(self, key: OffloadKey) -> str:
+        """Return why a chunk is in no medium."""
+        self._catch_up()
+        return self._index.get(key, NEVER_STORED)
+
+    def new_namespace(self) -> None:
+        """Count all chunks remembered so far as chunks of another namespace."""
+        self._catch_up()
+        for key in self._index:
+            self._index[key] = OTHER_NAMESPACE
+
+    def _catch_up(self) -> None:
+        while self._batches:
+            keys, reason = self._batches.popleft()
+            for key in keys:
+                self._index[key] = reason
+                self._index.move_to_end(key)
+        self._num_noted = 0
+        while len(self._index) > self._limit:
+            self._index.popitem(last=False)
 
 
 class EventLog:
-    """Keeps events in an order whose replay gives what is resident.
+    """Keeps events until a consumer takes them, and remembers the reasons of misses.
 
     Args:
-        remembered: departures to remember.
+        remembered: chunks whose reasons are remembered.
         counters: where ``events_lost`` is counted.
     """
 
     def __init__(self, remembered: int, counters: Counter[str]) -> None:
-        self.departures = MissReasons(remembered)
+        self.reasons = MissReasons(remembered)
         self._counters = counters
         self._events: deque[OffloadingEvent] = deque()
-        # Media of events that were lost since the last time events were taken.
+        # Media of events that were dropped since events were last taken.
         self._gaps: dict[str, None] = {}
         self._removed: Counter[tuple[str, str]] = Counter()
 
-    def record(self, keys: Sequence[OffloadKey], medium: str, reason: Reason) -> None:
-        """Chunks became resident (STORED), or ceased to be."""
+    def stored(self, keys: Sequence[OffloadKey], medium: str = CPU) -> None:
+        """Record chunks that became resident."""
         if keys:
-            removed = reason is not Reason.STORED
-            if removed:
-                self._removed[medium, reason] += len(keys)
-            self._tell(OffloadingEvent(tuple(keys), medium, removed, reason))
+            self._append(ChunksStored(tuple(keys), medium))
 
-    def _tell(self, event: OffloadingEvent) -> None:
+    def removed(self, keys: Sequence[OffloadKey], medium: str, reason: Reason) -> None:
+        """Record chunks that left a medium."""
+        if keys:
+            self._removed[medium, reason] += len(keys)
+            self._append(ChunksRemoved(tuple(keys), medium, reason))
+
+    def _append(self, event: OffloadingEvent) -> None:
         if len(self._events) >= MAX_EVENTS:
             self._gaps[self._events.popleft().medium] = None
             self._counters["events_lost"] += 1
         self._events.append(event)
 
     def evicted(self, keys: Sequence[OffloadKey]) -> None:
-        """Chunks made room in host memory."""
-        self.departures.note(keys, EVICTED)
-        self.record(keys, CPU, Reason.EVICTED)
+        """Record chunks evicted from host memory."""
+        self.reasons.note(keys, Reason.EVICTED)
+        self.removed(keys, CPU, Reason.EVICTED)
 
     def written(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
-        """Chunks were written to a tier."""
-        # What the tier gave up may have been these, before they were written or already again:
-        # then only the tier knows.
+        """Record chunks that were written to a tier."""
+        # A tier may have removed a chunk before this write or after it. Only the tier knows.
         gone = self._take_removals(tier)
         if gone:
             keys = [key for key in keys if key not in gone or tier.holds(key) is not False]
-        self.record(keys, tier.medium, Reason.STORED)
+        self.stored(keys, tier.medium)
 
     def _take_removals(self, tier: Tier) -> set[OffloadKey]:
-        """Record what a tier gave up by itself since the last time."""
+        """Record the chunks that a tier removed by itself; return their keys."""
         removals = tier.take_removals()
         if not removals:
             return set()
@@ -67,37 +119,36 @@ class EventLog:
             by_reason.setdefault(removal.reason, []).append(OffloadKey(removal.key))
         for why, keys in by_reason.items():
             self._removed[tier.medium, why] += len(keys)
-            self.departures.note(keys, why)
-            reason = Reason.EVICTED if why == EVICTED else Reason.FAILED
-            self._tell(OffloadingEvent(tuple(keys), tier.medium, True, reason))
+            self.reasons.note(keys, why)
+            reason = Reason.EVICTED if why == Reason.EVICTED else Reason.FAILED
+            self._append(ChunksRemoved(tuple(keys), tier.medium, reason))
         return {OffloadKey(removal.key) for removal in removals}
 
     def replaced(self, tiers: Iterable[Tier]) -> None:
-        """Other stores take the place of these: what was known to be there is not there any more.
-
-        All that is known so far counts as of another namespace.
-        """
+        """Record that other stores replace these tiers, with chunks of another namespace."""
         for tier in tiers:
             self._take_removals(tier)
-            self._tell(OffloadingEvent((), tier.medium, True, Reason.REPLACED))
-        self.departures.new_namespace()
+            self._append(ChunksRemoved((), tier.medium, Reason.REPLACED))
+        self.reasons.new_namespace()
 
     def take_events(self, tiers: Iterable[Tier]) -> list[OffloadingEvent]:
-        """Return the events since the last call, with what tiers gave up by themselves.
+        """Return the events since the last call, with the chunks that tiers removed by themselves.
 
-        Where some were lost, what was known of their media is taken back first: the others then say
-        of each chunk they name what is so, and of no chunk what is not so.
+        If events were dropped, the first events remove all chunks of their media, with the reason
+        LOST. The events after them are correct but incomplete.
         """
         for tier in tiers:
             self._take_removals(tier)
-        gaps = [OffloadingEvent((), medium, True, Reason.LOST) for medium in self._gaps]
-        taken = gaps + list(self._events)
+        taken: list[OffloadingEvent] = [
+            ChunksRemoved((), medium, Reason.LOST) for medium in self._gaps
+        ]
+        taken += self._events
         self._gaps.clear()
         self._events.clear()
         return taken
 
     def removed_by_medium(self) -> dict[str, dict[str, int]]:
-        """Count what left, by medium and reason."""
+        """Return how many chunks left, by medium and reason."""
         table: dict[str, dict[str, int]] = {}
         for (medium, why), count in self._removed.items():
             table.setdefault(medium, {})[str(why)] = count

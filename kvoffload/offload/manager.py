@@ -30,12 +30,11 @@ from kvoffload.offload.base import (
     StoreJob,
     Transfer,
 )
-from kvoffload.offload.events import CPU, EventLog
+from kvoffload.offload.events import CPU, DROPPED, NOT_ADMITTED, NOT_WANTED, EventLog
 from kvoffload.offload.hints import NO_HINTS, HintReader, Hints
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.jobs import JobsInFlight, request_id
 from kvoffload.offload.lookup import Lookups
-from kvoffload.offload.miss_reasons import DROPPED
 from kvoffload.offload.passthrough import PassThrough
 from kvoffload.offload.retirement import Retirement
 from kvoffload.offload.staging import Staging
@@ -45,8 +44,8 @@ from kvoffload.offload.write_through import WriteThrough
 
 __all__ = ["CPU", "Tier", "TieredOffloadingManager"]
 
-REMEMBERED_DEPARTURES = 1 << 15
-MIN_SIGHTINGS = 1 << 16
+REMEMBERED_MISSES = 1 << 15
+MIN_REMEMBERED_FOR_ADMISSION = 1 << 16
 
 
 class TieredOffloadingManager(OffloadingManager):
@@ -85,9 +84,11 @@ class TieredOffloadingManager(OffloadingManager):
         self._caching = caching
         self._promote = promote
         self._hints = HintReader(self.counters, client_hints)
-        self._admission = AdmissionFilter(store_threshold, max(MIN_SIGHTINGS, 2 * host.num_slots))
+        self._admission = AdmissionFilter(
+            store_threshold, max(MIN_REMEMBERED_FOR_ADMISSION, 2 * host.num_slots)
+        )
         self._lookups = Lookups(host, self.figures, self.counters, caching)
-        self._events = EventLog(REMEMBERED_DEPARTURES, self.counters)
+        self._events = EventLog(REMEMBERED_MISSES, self.counters)
         self._jobs = JobsInFlight(self.counters)
         self._staging = Staging(host, self._reserve, caching)
         limit_bytes = max_persisting_slots * max(1, host.slot_bytes)
@@ -138,7 +139,7 @@ class TieredOffloadingManager(OffloadingManager):
         """
         tiers = self._tiers_for(self.hints(req_context).tiers)
         places = [self._lookups.place(key, tiers) for key in keys]
-        reason = self._events.departures.reason
+        reason = self._events.reasons.reason
         return [place or reason(key) for key, place in zip(keys, places, strict=True)]
 
     # ---- loads ----
@@ -176,9 +177,9 @@ class TieredOffloadingManager(OffloadingManager):
         if not staged and all(ok) and self._host.unpin_all(job.keys[::-1]):
             return
         ended = self._staging.end(job.keys, ok, settled)
-        self._events.departures.note([*ended.lost, *ended.missed], reason or Reason.FAILED)
-        self._events.record(ended.lost, CPU, Reason.FAILED)
-        self._events.record(ended.arrived, CPU, Reason.STORED)
+        self._events.reasons.note([*ended.lost, *ended.missed], reason or Reason.FAILED)
+        self._events.removed(ended.lost, CPU, Reason.FAILED)
+        self._events.stored(ended.arrived)
         if self._promote and ended.fetched:
             tiers = self._tiers_for(job.tiers)
             for source, keys in ended.fetched.items():
@@ -198,11 +199,11 @@ class TieredOffloadingManager(OffloadingManager):
         else:
             new = self._passthrough.missing(keys, self._tiers_for(hints.tiers))
         if not hints.offload:
-            self._leave_out(new, "not_wanted")
+            self._leave_out(new, NOT_WANTED)
             new = []
         elif self._admission.threshold > 1:
             new, rest = self._admission.admit(new, request_id(req_context))
-            self._leave_out(rest, "not_admitted")
+            self._leave_out(rest, NOT_ADMITTED)
         if not new:
             return PrepareStoreOutput((), CPULoadStoreSpec(()), ())
         # Named keys that are absent need no protection; mostly all of them are absent.
@@ -226,12 +227,12 @@ class TieredOffloadingManager(OffloadingManager):
     def _leave_out(self, keys: Sequence[OffloadKey], reason: str) -> None:
         if keys:
             self.counters[f"store_{reason}"] += len(keys)
-            self._events.departures.note(keys, reason)
+            self._events.reasons.note(keys, reason)
 
     def drop(self, keys: Sequence[OffloadKey]) -> None:
         """Count chunks that are not stored for lack of room; see :class:`PrepareStoreOutput`."""
         self.counters["store_refused"] += len(keys)
-        self._events.departures.note(keys, DROPPED)
+        self._events.reasons.note(keys, DROPPED)
 
     def _store_ended(self, job: StoreJob, ok: Sequence[bool], settled: bool) -> None:
         stored: Sequence[OffloadKey] = job.keys
@@ -239,7 +240,7 @@ class TieredOffloadingManager(OffloadingManager):
             stored = self._store_one_by_one(job.keys, ok, settled)
         if stored:
             if self._caching:
-                self._events.record(stored, CPU, Reason.STORED)
+                self._events.stored(stored)
             for tier in self._tiers_for(job.tiers):
                 self._write_through.offer(tier, stored)
             if not self._caching:
@@ -267,7 +268,7 @@ class TieredOffloadingManager(OffloadingManager):
                 host.give_back(key, slot, settled)
                 failed.append(key)
         self.counters["store_failed"] += len(failed)
-        self._events.departures.note(failed, Reason.FAILED)
+        self._events.reasons.note(failed, Reason.FAILED)
         return stored[::-1]
 
     # ---- answers ----
@@ -332,7 +333,7 @@ class TieredOffloadingManager(OffloadingManager):
         return self._write_through.take()
 
     def _dropped(self, keys: Sequence[OffloadKey]) -> None:
-        self._events.departures.note(keys, DROPPED)
+        self._events.reasons.note(keys, DROPPED)
         self._retirement.landed(keys)
 
     def take_events(self) -> list[OffloadingEvent]:
@@ -346,8 +347,8 @@ class TieredOffloadingManager(OffloadingManager):
         :meth:`replace_tiers`.
         """
         gone = self._host.forget_all()
-        self._events.departures.note(gone, Reason.RESET)
-        self._events.record(gone, CPU, Reason.RESET)
+        self._events.reasons.note(gone, Reason.RESET)
+        self._events.removed(gone, CPU, Reason.RESET)
         self._admission.clear()
         self._write_through.forget_waiting()
         self._retirement.clear()

@@ -2,7 +2,7 @@
 
 * a JSONL file with one request a line (``hash_ids``, as the Mooncake traces have them);
 * a folder of JSON files, one conversation each, with ``hash_ids`` in their requests;
-* a JSONL file of the manager's events (:mod:`kvoffload.replay.record`).
+* a JSONL file of the manager's events (:mod:`kvoffload.recording`).
 """
 
 import gzip
@@ -56,7 +56,7 @@ class RequestLine(msgspec.Struct):
 
 
 class EventLine(msgspec.Struct):
-    """One line of recorded events; see :mod:`kvoffload.replay.record`."""
+    """One line of recorded events; see :mod:`kvoffload.recording`."""
 
     keys: list[str]
     medium: str = ""

@@ -12,7 +12,7 @@ import pytest
 
 from kvoffload.cli.main import main
 from kvoffload.offload.base import make_offload_key
-from kvoffload.replay.record import Recorder
+from kvoffload.recording import Recorder
 
 LLAMA_8B = {
     "num_hidden_layers": 32,

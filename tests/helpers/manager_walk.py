@@ -8,6 +8,7 @@ from what was done, the events and the tiers, never from the manager's own ledge
 from kvoffload.backends.base import Removal
 from kvoffload.config import KNOWN_HINTS
 from kvoffload.offload.base import (
+    ChunksStored,
     CPULoadStoreSpec,
     OffloadKey,
     ReqContext,
@@ -347,12 +348,12 @@ class Walk:
         """The events so far say what is resident now."""
         for event in self.manager.take_events():
             here = self.replayed[event.medium]
-            if event.removed and not event.keys:
-                here.clear()
-            elif event.removed:
+            if isinstance(event, ChunksStored):
+                here.update(event.keys)
+            elif event.keys:
                 here.difference_update(event.keys)
             else:
-                here.update(event.keys)
+                here.clear()
         assert self.replayed["CPU"] == self.resident()
         for name, store in self.stores.items():
             assert self.replayed[name.upper()] == store.stored

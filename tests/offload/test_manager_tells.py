@@ -4,7 +4,8 @@ import pytest
 from manager_parts import Store, keys, new_manager, put
 
 from kvoffload.backends.base import Removal
-from kvoffload.offload.miss_reasons import MissReasons
+from kvoffload.offload.base import ChunksRemoved, Reason
+from kvoffload.offload.events import MissReasons
 
 # ---- why a chunk is missing ----
 
@@ -96,13 +97,13 @@ def test_a_failed_load_is_explained_by_what_the_transfer_said():
 
 
 def test_the_memory_of_departures_is_bounded(monkeypatch):
-    monkeypatch.setattr("kvoffload.offload.manager.REMEMBERED_DEPARTURES", 8)
+    monkeypatch.setattr("kvoffload.offload.manager.REMEMBERED_MISSES", 8)
     manager = new_manager(slots=4)
     for i in range(20):
         put(manager, keys(f"prompt {i} ", 4))
     assert manager.explain(keys("prompt 0 ", 1)) == ["never_stored"]
     assert manager.explain(keys("prompt 18 ", 1)) == ["evicted"]
-    assert len(manager._events.departures._index) <= 8
+    assert len(manager._events.reasons._index) <= 8
 
 
 def test_however_large_its_batches_the_memory_of_departures_is_bounded():
@@ -140,9 +141,10 @@ def resident_by(events):
     resident = {}
     for event in events:
         here = resident.setdefault(event.medium, set())
-        if event.removed and not event.keys:
+        removed = isinstance(event, ChunksRemoved)
+        if removed and not event.keys:
             here.clear()
-        (here.difference_update if event.removed else here.update)(event.keys)
+        (here.difference_update if removed else here.update)(event.keys)
     return resident
 
 
@@ -156,7 +158,7 @@ def test_whoever_misses_events_is_told_so_and_believes_nothing_that_is_not_so(mo
     assert manager.counters["events_lost"] == 8  # ten chunks came, eight left
     heard += manager.take_events()
     (lost,) = [event for event in heard if event.reason == "lost"]
-    assert (lost.keys, lost.medium, lost.removed) == ((), "CPU", True)
+    assert lost == ChunksRemoved((), "CPU", Reason.LOST)
     assert resident_by(heard)["CPU"] == {key for key, _ in manager._host.ready()}
     put(manager, keys("late", 1))
     assert {event.reason for event in manager.take_events()} == {"stored", "evicted"}
@@ -184,5 +186,6 @@ def test_a_tier_that_gave_a_chunk_up_and_got_it_again_or_the_other_way_round(sti
     resident = set()
     for event in manager.take_events():
         if event.medium == "TIER0":
-            (resident.difference_update if event.removed else resident.update)(event.keys)
+            removed = isinstance(event, ChunksRemoved)
+            (resident.difference_update if removed else resident.update)(event.keys)
     assert resident == store.held

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from kvoffload.offload.base import OffloadingEvent, Reason, make_offload_key
-from kvoffload.replay.record import Recorder
+from kvoffload.offload.base import ChunksRemoved, ChunksStored, Reason, make_offload_key
+from kvoffload.recording import Recorder
 from kvoffload.replay.trace import TraceError, read_trace
 
 
@@ -130,18 +130,19 @@ def test_recorded_events_are_a_trace_of_uses(tmp_path):
     path = tmp_path / "events.jsonl"
     with Recorder(path, tokens_per_chunk=16) as recorder:
         recorder.used(keys[:2])
-        recorder.events([OffloadingEvent(tuple(keys[:2]), "CPU", False, Reason.STORED)])
+        recorder.events([ChunksStored(tuple(keys[:2]), "CPU")])
         recorder.used(keys[:3])
-        recorder.events([OffloadingEvent((keys[0],), "CPU", True, Reason.EVICTED)])
+        recorder.events([ChunksRemoved((keys[0],), "CPU", Reason.EVICTED)])
     assert [len(request) for request in read_trace(path).requests] == [2, 3]
 
 
 def test_events_without_uses_are_a_trace_of_stores(tmp_path):
     path = tmp_path / "events.jsonl"
     with Recorder(path, tokens_per_chunk=16) as recorder:
-        for removed, reason in ((False, Reason.STORED), (True, Reason.EVICTED)) * 2:
-            key = make_offload_key(bytes(32), 0)
-            recorder.events([OffloadingEvent((key,), "CPU", removed, reason)])
+        for _ in range(2):
+            keys = (make_offload_key(bytes(32), 0),)
+            recorder.events([ChunksStored(keys, "CPU")])
+            recorder.events([ChunksRemoved(keys, "CPU", Reason.EVICTED)])
     trace = read_trace(path)
     assert trace.accesses == 2
     assert trace.distinct == 1

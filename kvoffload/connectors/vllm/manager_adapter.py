@@ -21,6 +21,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvoffload.connectors.use_counter import UseCounter
 from kvoffload.connectors.vllm.engine_metrics import ManagerFigures, StatsPublisher
 from kvoffload.offload.base import (
+    ChunksRemoved,
     CPULoadStoreSpec,
     LoadJob,
     OffloadKey,
@@ -198,7 +199,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
             yield VllmEvent(
                 keys=list(event.keys),
                 medium=Medium.CPU if on_host else Medium.STORAGE,
-                removed=event.removed,
+                removed=isinstance(event, ChunksRemoved),
                 locality=_locality(event.medium),
                 removal_expected=True,
             )

@@ -23,7 +23,6 @@ from kvoffload import registry
 from kvoffload.backends.base import Removal
 from kvoffload.connectors.builder import make_manager
 from kvoffload.connectors.jobs import Ended, JobTable
-from kvoffload.connectors.request_log import RequestLog
 from kvoffload.connectors.vllm import self_test as canary
 from kvoffload.connectors.vllm.client_images import is_trusted
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
@@ -33,6 +32,7 @@ from kvoffload.connectors.vllm.tier_index import LookupStores
 from kvoffload.offload.base import LoadJob, OffloadKey, Reason, Transfer
 from kvoffload.offload.hints import PARAM
 from kvoffload.offload.host_cache import HostCache
+from kvoffload.recording import RequestLog
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Record what a manager did, as a trace of one's own load.
+"""Records a manager's events, or the requests of an engine, as a trace for ``kvoffload replay``.
 
 One JSON object a line::
 
@@ -14,14 +14,18 @@ such lines, they are its requests. Without them only the stored blocks, that is 
 known: then a replay sees no hits that the recorded cache had.
 """
 
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
 
-from kvoffload.offload.base import OffloadingEvent, OffloadKey
+from kvoffload.errors import ConfigError
+from kvoffload.offload.base import ChunksRemoved, OffloadingEvent, OffloadKey
+
+log = logging.getLogger(__name__)
 
 
 def _for_owner_alone(path: str, flags: int) -> int:
@@ -45,7 +49,9 @@ class Recorder:
     def events(self, events: Iterable[OffloadingEvent]) -> None:
         """Write what ``manager.take_events()`` returned."""
         for event in events:
-            self._write(event.keys, event.medium, event.removed, event.reason.value)
+            self._write(
+                event.keys, event.medium, isinstance(event, ChunksRemoved), event.reason.value
+            )
 
     def used(self, keys: Iterable[OffloadKey]) -> None:
         """Write that a request asked for these chunks: call it with ``manager.touch(keys)``."""
@@ -75,3 +81,38 @@ class Recorder:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class RequestLog:
+    """Appends each request to a file for ``kvoffload replay``; stops with a warning on an error.
+
+    The file is opened for each line, so it may be moved away at any time.
+
+    Args:
+        path: the file, which other engines may append to as well; empty: nothing is written.
+        tokens_per_chunk: of the chunks that requests ask for.
+
+    Raises:
+        ConfigError: the file cannot be opened.
+    """
+
+    def __init__(self, path: str, tokens_per_chunk: int) -> None:
+        self._path = Path(path) if path else None
+        self._tokens_per_chunk = tokens_per_chunk
+        if self._path is not None:
+            try:
+                Recorder(self._path, self._tokens_per_chunk).close()
+            except OSError as error:
+                why = error.strerror or type(error).__name__
+                raise ConfigError("record", path, f"must be a file to append to: {why}") from None
+
+    def asked_for(self, keys: Sequence[OffloadKey]) -> None:
+        """Write that a request asked for these chunks, head first; nothing if it has none."""
+        if self._path is None or not keys:
+            return
+        try:
+            with Recorder(self._path, self._tokens_per_chunk) as recorder:
+                recorder.used(keys)
+        except OSError as error:
+            log.warning("requests are no longer recorded: %s", error)
+            self._path = None
