@@ -1,7 +1,7 @@
 """The connector for engines whose scheduler and worker share a process.
 
-Read this connector first: the others send the same verbs through more processes. An engine calls,
-from one thread:
+Read this connector first: vLLM's sends the same verbs through more processes. An engine calls, from
+one thread:
 
 =============================  =====================================================================
 when                           what
@@ -64,7 +64,7 @@ class LocalConnector:
             until :meth:`close`.
         block_size: tokens that one of a request's block hashes stands for: a GPU block, or with
             several KV cache groups the greatest common divisor of their blocks.
-        facts: what decides the meaning of the bytes as far as only the engine knows it: model,
+        facts: the facts that decide the meaning of the bytes and that only the engine has: model,
             revision or weights' digest, dtype, attention backend... Never empty. The connector adds
             the layout and the formats of the groups.
         kv_cache_config: the cache's groups; None for one group of full attention. In block tables,
@@ -351,7 +351,7 @@ class LocalConnector:
         return [self._manager.explain(of_group, state.context) for of_group in keys]
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Tell how long the engine took to compute tokens of prompts.
+        """Report how long the engine took to compute tokens of prompts.
 
         With it, loads that would take longer are declined; without it, none are.
         """

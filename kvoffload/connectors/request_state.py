@@ -8,7 +8,7 @@ from kvoffload.offload.base import OffloadKey, ReqContext
 
 
 class OffloadRequest(Protocol):
-    """What the connector needs to know of a request.
+    """The attributes of an engine's request that the connector reads.
 
     A request may also have ``kv_transfer_params``, with hints: see ``docs/manager.md``.
     """
@@ -28,7 +28,7 @@ class OffloadRequest(Protocol):
 
 @dataclass
 class RequestState:
-    """What the connector knows of a request."""
+    """The connector's state of a request."""
 
     context: ReqContext
     keys: list[list[OffloadKey]]

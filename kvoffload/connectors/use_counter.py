@@ -8,12 +8,12 @@ from kvoffload.offload.base import OffloadingManager, OffloadKey, ReqContext
 class UseCounter:
     """Counts each request once as a use of its chunks, and retires the chunks when it ends.
 
-    A request counts when its load begins or when its first chunks are offered for storing,
-    whichever comes first: before room is made for it. Chunks of full attention count wherever they
-    are, also in GPU memory alone. Chunks of windows and states count if the request loads them.
+    A request counts before room is made for it: when its load begins, or when its first chunks are
+    offered for storing. Chunks of full attention count wherever they are, also in GPU memory alone.
+    Chunks of windows and states count if the request loads them.
 
     Args:
-        manager: told of uses and ends.
+        manager: gets the uses and ends.
     """
 
     def __init__(self, manager: OffloadingManager) -> None:
@@ -21,7 +21,7 @@ class UseCounter:
         self._counted: set[str] = set()
 
     def count(self, context: ReqContext, used: Callable[[], Sequence[OffloadKey]]) -> bool:
-        """Count a request, unless it was counted before; return whether it counted now.
+        """Count a request, unless it was counted before; return whether this call counted it.
 
         Args:
             context: of the request.
@@ -34,14 +34,14 @@ class UseCounter:
         return True
 
     def pause(self, context: ReqContext, chunks: Callable[[], Sequence[OffloadKey]]) -> None:
-        """Do as :meth:`end` for a request that will be admitted again: then it does not count."""
+        """Do as :meth:`end` for a request that will be admitted again and must not count again."""
         counted = context.req_id in self._counted
         self._manager.retire(chunks() if counted else (), context)
 
     def end(self, context: ReqContext, chunks: Callable[[], Sequence[OffloadKey]]) -> None:
-        """A request ended: its tail leaves before its head.
+        """Retire the chunks of an ended request: its tail leaves before its head.
 
-        A request that did not count, because it was never admitted, leaves the order as it is.
+        A request that was never admitted did not count. It leaves the order as it is.
 
         Args:
             context: of the request.

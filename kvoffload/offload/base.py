@@ -1,8 +1,8 @@
-"""The vocabulary of offloading: keys, transfer ends, events, and the two halves' interfaces.
+"""The interfaces of the two halves of offloading, with their jobs and events.
 
-The *scheduler half* is an :class:`OffloadingManager`: a ledger, one thread, no I/O. The
-*worker half* is a set of :class:`OffloadingHandler`, which move bytes. An :class:`OffloadingSpec`
-makes both.
+The *scheduler half* is an :class:`OffloadingManager`: metadata, one thread, no I/O. The *worker
+half* is a set of :class:`OffloadingHandler`, which move bytes. An :class:`OffloadingSpec` makes
+both.
 """
 
 from abc import ABC, abstractmethod
@@ -32,41 +32,19 @@ from kvoffload.messages import (
 )
 
 __all__ = [
-    "BackendLoadStoreSpec",
-    "BlockIDsLoadStoreSpec",
-    "CPULoadStoreSpec",
-    "CanonicalKVCacheRef",
-    "CanonicalKVCacheTensor",
-    "CanonicalKVCaches",
-    "ChunksRemoved",
-    "ChunksStored",
-    "Fetch",
-    "GPULoadStoreSpec",
-    "Job",
-    "LoadJob",
-    "LoadStoreSpec",
-    "OffloadKey",
-    "OffloadingEvent",
-    "OffloadingHandler",
-    "OffloadingManager",
-    "OffloadingSpec",
-    "PrepareStoreOutput",
-    "Reason",
-    "ReqContext",
-    "StagedLoadStoreSpec",
-    "StoreJob",
-    "Transfer",
-    "TransferResult",
-    "TransferSpec",
-    "get_offload_block_hash",
-    "get_offload_group_idx",
-    "make_offload_key",
-]
+    "BackendLoadStoreSpec", "BlockIDsLoadStoreSpec", "CPULoadStoreSpec",
+    "CanonicalKVCacheRef", "CanonicalKVCacheTensor", "CanonicalKVCaches", "ChunksRemoved",
+    "ChunksStored", "Fetch", "GPULoadStoreSpec", "Job", "LoadJob", "LoadStoreSpec",
+    "OffloadKey", "OffloadingEvent", "OffloadingHandler", "OffloadingManager",
+    "OffloadingSpec", "PrepareStoreOutput", "Reason", "ReqContext", "StagedLoadStoreSpec",
+    "StoreJob", "Transfer", "TransferResult", "TransferSpec", "get_offload_block_hash",
+    "get_offload_group_idx", "make_offload_key",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ReqContext:
-    """What the manager may know about the request a call is made for."""
+    """The request that a call is made for."""
 
     req_id: str = ""
     kv_transfer_params: Mapping[str, Any] | None = None
@@ -183,7 +161,7 @@ class Transfer(Job):
 
 @dataclass(frozen=True)
 class PrepareStoreOutput:
-    """What a store must do: these keys, to these places; and what left to make room for them."""
+    """Which chunks to store in which slots, and which chunks were evicted for them."""
 
     keys_to_store: tuple[OffloadKey, ...]
     store_spec: CPULoadStoreSpec
@@ -195,7 +173,7 @@ class PrepareStoreOutput:
 
 
 class OffloadingManager(ABC):
-    """The ledger: which chunk is where, in what state, and which requests pin it.
+    """Knows the place and the state of each chunk, and the jobs that pin it.
 
     An engine calls it on one thread; no call does I/O or waits. :meth:`begin_load`,
     :meth:`prepare_store` and :meth:`take_transfers` begin jobs. The caller answers each job once
@@ -233,7 +211,7 @@ class OffloadingManager(ABC):
         """Pin these chunks, or reserve slots for them, until the job is answered.
 
         Call it in the same step as the lookup that answered True. The job covers the *leading*
-        keys. The others are misses: host memory is full of pinned chunks.
+        keys. The other keys are misses: host memory is full of pinned chunks.
         """
 
     @abstractmethod
@@ -323,7 +301,7 @@ class OffloadingManager(ABC):
         """Forget everything; transfers in flight end as if their keys had been removed."""
 
     def shutdown(self) -> None:  # noqa: B027 - nothing to release is a good default
-        """Release what the manager holds."""
+        """Release the manager's resources."""
 
 
 class OffloadingSpec(ABC):

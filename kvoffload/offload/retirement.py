@@ -1,4 +1,4 @@
-"""The order of an ended request's chunks: tails leave before heads, since a tail needs its head."""
+"""The order of an ended request's chunks: tails leave before heads, as a tail needs its head."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,8 +10,8 @@ from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.write_through import WriteThrough
 
 LISTED_PER_SLOT = 8
-"""Chunks that the lists of ended requests have together, for each host slot. Requests with one long
-head list it again and again, for as long as a tier hangs."""
+"""Bound of the chunks in all lists of ended requests, for each host slot. While a tier hangs, each
+request with the same long head lists it again."""
 
 
 @dataclass(slots=True)
@@ -24,15 +24,15 @@ class _Ended:
 
 
 class Retirement:
-    """Puts chunks in order when their request ends, and again when the last in flight has landed.
+    """Puts chunks in order when their request ends, and again after its last transfer in flight.
 
-    A chunk that is stored, or written to a tier, is out of the eviction order. It returns at the
-    recent end: behind its head, if the request has ended meanwhile. All prompts with a chunk have
-    the same chunks before it, so one entry a chunk is enough, whichever request ended last.
+    A chunk that is being stored, or written to a tier, is out of the eviction order. It returns at
+    the recent end: behind its head, if the request has ended meanwhile. All prompts with a chunk
+    have the same chunks before it, so one entry a chunk is enough.
 
     Args:
         host: its idle chunks are put in order.
-        write_through: asked which chunks wait for a tier or are being written.
+        write_through: lists the chunks that wait for a tier or are being written.
     """
 
     def __init__(self, host: HostCache, write_through: WriteThrough) -> None:
@@ -42,7 +42,7 @@ class Retirement:
         self._num_listed = 0
 
     def retire(self, keys: Sequence[OffloadKey]) -> None:
-        """See :meth:`OffloadingManager.retire`."""
+        """Put an ended request's chunks in order, and again when those in flight have landed."""
         self._put_in_order(keys)
         places = [place for place in self._places() if not place.keys().isdisjoint(keys)]
         if not places:
@@ -54,21 +54,21 @@ class Retirement:
         self._num_listed += len(ended.chunks)
         self._landed(before, keys)
         while self._num_listed > LISTED_PER_SLOT * self._host.num_slots:
-            self._let_go(self._in_flight.popitem(last=False)[1])
+            self._count_landed(self._in_flight.popitem(last=False)[1])
 
     def landed(self, keys: Iterable[OffloadKey]) -> None:
-        """Transfers of these chunks ended, well or not, or will not begin."""
+        """Note chunks whose transfers have ended, or will not begin."""
         if not self._in_flight:
             return
         gone = [key for key in keys if key in self._in_flight and not self._is_in_flight(key)]
         self._landed(map(self._in_flight.pop, dict.fromkeys(gone)))
 
     def _landed(self, requests: Iterable[_Ended], in_order: Sequence[OffloadKey] = ()) -> None:
-        """A chunk of each of these requests has landed, or is waited for by another request.
+        """Count one landed chunk of each request; put complete requests in order.
 
-        Many requests may have one prompt's chunks: those of the longest are put in order alone.
+        Many requests may share a prompt: only the chunks of the longest one are put in order.
         """
-        done = [ended for ended in requests if self._let_go(ended)]
+        done = [ended for ended in requests if self._count_landed(ended)]
         if not done:
             return
         covered = set(in_order)
@@ -77,8 +77,8 @@ class Retirement:
                 covered.update(ended.chunks)
                 self._put_in_order(ended.chunks)
 
-    def _let_go(self, ended: _Ended) -> bool:
-        """Wait for one chunk less of a request; return whether that was the last."""
+    def _count_landed(self, ended: _Ended) -> bool:
+        """Wait for one chunk less of a request; return whether it was the last."""
         ended.num_in_flight -= 1
         if ended.num_in_flight:
             return False
@@ -96,7 +96,7 @@ class Retirement:
         self._host.put_in_order(reversed(keys))
 
     def clear(self) -> None:
-        """Forget requests that ended: their chunks are gone, or nothing more is written."""
+        """Forget all ended requests."""
         self._in_flight.clear()
         self._num_listed = 0
 

@@ -27,7 +27,7 @@ class Staging:
 
     Args:
         host: host memory.
-        reserve: takes slots for as many leading chunks as possible, and evicts others for them.
+        reserve: takes slots for as many leading chunks as possible, by eviction where needed.
         caching: whether a fetched chunk stays in host memory.
     """
 

@@ -1,4 +1,4 @@
-"""A store below host memory, as the ledger sees it."""
+"""A store below host memory, as the manager uses it."""
 
 import logging
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tier:
-    """A store below host memory; whatever a plug-in raises on the way is a miss."""
+    """A store below host memory; an exception of a plug-in counts as a miss."""
 
     name: str
     presence: Presence
@@ -20,7 +20,7 @@ class Tier:
 
     @property
     def medium(self) -> str:
-        """The name used in events."""
+        """The name in events."""
         return self.name.upper()
 
     def holds(self, key: OffloadKey) -> bool | None:
@@ -32,14 +32,14 @@ class Tier:
             return False
 
     def forget(self, key: OffloadKey) -> None:
-        """Tell the store's presence that a chunk could not be loaded."""
+        """Let the store's presence answer False for a chunk that could not be loaded."""
         try:
             self.presence.forget([key])
         except Exception:
             log.exception("%s: forgetting a chunk failed", self.name)
 
     def take_removals(self) -> list[Removal]:
-        """Return what the store removed by itself."""
+        """Return the chunks that the store removed by itself."""
         try:
             return self.removals.take_removals() if self.removals else []
         except Exception:
@@ -48,7 +48,7 @@ class Tier:
 
 
 def first_holder(key: OffloadKey, tiers: Iterable[Tier]) -> tuple[Tier | None, bool | None]:
-    """Return the first tier that holds a key, with True; or None with False or "ask again"."""
+    """Return the first tier that has a key, with True; or None with False or "ask again"."""
     answer: bool | None = False
     for tier in tiers:
         holds = tier.holds(key)

@@ -1,4 +1,4 @@
-"""Write-through: stored chunks go on to the tiers, as far as back-pressure lets them."""
+"""Write-through: writes stored chunks to the tiers, bounded by back-pressure."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +9,7 @@ from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.tiers import Tier
 
 WHILE_LOADING = 4
-"""While something is loaded from a tier, write-through gets this part of its limit: loads first."""
+"""While a load from a tier is in flight, write-through gets this part of its limit."""
 
 
 class _Lane:
@@ -19,21 +19,21 @@ class _Lane:
         self.tier = tier
         self.limit_bytes = limit_bytes
         self.pinned_bytes = 0
-        # Oldest first. They are not pinned: one that is evicted before its turn is dropped.
+        # Oldest first. They are not pinned: a chunk evicted before its turn is dropped.
         self.waiting: dict[OffloadKey, None] = {}
         self.writing: dict[OffloadKey, None] = {}
 
 
 class WriteThrough:
-    """Chunks waiting for tiers, and the transfers under way.
+    """Chunks that wait for tiers, and their transfers in flight.
 
-    A chunk beyond the limit waits its turn unpinned; one that is evicted first is dropped and
-    counted: a future miss, nothing else.
+    A chunk beyond the limit waits unpinned. If it is evicted first, it is dropped and counted: a
+    future miss, nothing else.
 
     Args:
         host: pinned while a chunk is read.
-        limit_bytes: high-water mark of host bytes pinned for this. Each tier has an equal share, so
-            that one that hangs does not hold up the others.
+        limit_bytes: high-water mark of host bytes pinned for write-through. Each tier has an equal
+            share, so that a tier that hangs does not block the rest.
         counters: where drops are counted.
         job_ids: numbers for transfers.
         dropped: called with the chunks that will not be written.
@@ -52,35 +52,35 @@ class WriteThrough:
         self._counters = counters
         self._dropped = dropped
         self._lanes: dict[str, _Lane] = {}
-        self._handed_out: list[Transfer] = []
+        self._begun: list[Transfer] = []
         self._job_ids = job_ids
         # Job → its lane, though that tier may have been replaced.
         self._in_flight: dict[int, _Lane] = {}
 
     def use(self, tiers: Sequence[Tier]) -> None:
-        """Write to these tiers from now on; those under way to others end on their own."""
+        """Write to these tiers from now on; transfers in flight to old tiers end as usual."""
         slot_bytes = max(1, self._host.slot_bytes)
         slots = self._limit_bytes // slot_bytes
         share = -(-slots // max(1, len(tiers))) * slot_bytes
         self._lanes = {tier.name: _Lane(tier, share) for tier in tiers}
 
     def offer(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
-        """Chunks just became ready; those the tier has not got are to be written to it."""
+        """Queue ready chunks for a tier, except those that it has."""
         lane = self._lanes[tier.name]
         lane.waiting.update(dict.fromkeys(key for key in keys if not tier.holds(key)))
         too_many = len(lane.waiting) - self._host.num_slots
-        if too_many > 0:  # the oldest cannot all be resident any more
+        if too_many > 0:  # not all of them can be resident any more
             self._drop(lane, [key for key, _ in zip(lane.waiting, range(too_many), strict=False)])
         self._begin(lane)
 
     def begin(self) -> None:
-        """Hand out what the limits allow now."""
+        """Begin the transfers that the limits allow now."""
         for lane in self._lanes.values():
             if lane.waiting:
                 self._begin(lane)
 
     def room_bytes(self) -> int:
-        """Bytes that the tier with the most room would begin to write now."""
+        """Return the bytes that the tier with the most room would begin to write now."""
         lanes = self._lanes.values()
         return max((self._limit_of(lane) - lane.pinned_bytes for lane in lanes), default=0)
 
@@ -116,7 +116,7 @@ class WriteThrough:
             source.job_id = next(self._job_ids)
             transfer = Transfer(source.job_id, tuple(batch), source, target, name)
             self._in_flight[transfer.id] = lane
-            self._handed_out.append(transfer)
+            self._begun.append(transfer)
 
     def _drop(self, lane: _Lane, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
@@ -126,12 +126,12 @@ class WriteThrough:
             self._dropped(keys)
 
     def take(self) -> list[Transfer]:
-        """Return transfers handed out since the last call."""
-        taken, self._handed_out = self._handed_out, []
+        """Return the transfers begun since the last call."""
+        taken, self._begun = self._begun, []
         return taken
 
     def ended(self, transfer: Transfer) -> Tier | None:
-        """A transfer to this tier was answered; None if it had been answered before."""
+        """End an answered transfer; return its tier, or None if it was answered before."""
         lane = self._in_flight.pop(transfer.id, None)
         if lane is None:
             return None
@@ -141,12 +141,12 @@ class WriteThrough:
         return lane.tier
 
     def forget_waiting(self) -> None:
-        """Nothing that waits is to be written any more."""
+        """Drop all waiting chunks uncounted."""
         for lane in self._lanes.values():
             lane.waiting.clear()
 
     def chunks(self) -> Iterator[dict[OffloadKey, None]]:
-        """Yield the chunks that wait for a tier or are being written to it, for each tier."""
+        """Yield for each tier the chunks that wait for it, and the chunks being written to it."""
         for lane in self._lanes.values():
             yield lane.waiting
             yield lane.writing

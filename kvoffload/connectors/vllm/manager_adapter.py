@@ -1,4 +1,4 @@
-"""Our ledger behind the face that vLLM's offloading scheduler calls."""
+"""Our manager behind the interface that vLLM's offloading scheduler calls."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -36,7 +36,7 @@ _ANSWERS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult
 
 @dataclass
 class _Named:
-    """Chunks that loads and stores of one request named; vLLM keeps this with its request."""
+    """Chunks that the loads and stores of one request named; vLLM keeps it with the request."""
 
     keys: dict[OffloadKey, None] = field(default_factory=dict)
 
@@ -185,7 +185,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         return sorted(dict.fromkeys(chain(whole, named)), key=lambda key: place(key) or 0)
 
     def on_request_finished(self, req_context: VllmContext) -> None:
-        """Let the tail of the request's chunks leave before their head; this is no use."""
+        """Let the tail of a request's chunks leave before their head; does not count as a use."""
         if self._uses is None:
             return
         self._kept_out.discard(req_context.req_id)  # it did not count: it neither loads nor stores
@@ -193,7 +193,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         self._uses.end(our_context(req_context), lambda: self._in_order(named.keys, req_context))
 
     def take_events(self) -> Iterable[VllmEvent]:
-        """Translate what became resident, or ceased to be."""
+        """Translate the manager's events."""
         for event in self.ledger.take_events() if self.ledger else ():
             on_host = event.medium == CPU
             yield VllmEvent(
@@ -210,7 +210,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
             self.ledger.reset_cache()
 
     def get_stats(self) -> Any:
-        """Report what was counted since the last call, under vLLM's metric names where they fit."""
+        """Report the counts since the last call, under vLLM's metric names where they fit."""
         if self.ledger is None:
             return None
         ledger = self.ledger
@@ -219,15 +219,15 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]
         )
 
     def count(self, counters: Counter[str]) -> None:
-        """Add what the workers counted."""
+        """Add the workers' counts."""
         self.stats.worker_counters.update(counters)
 
 
 def _locality(medium: str) -> Locality:
-    # Only what is known to be shared by several machines is called remote.
+    # Only a tier that several machines are known to share is called remote.
     return Locality.REMOTE if medium.startswith("REDIS") else Locality.LOCAL
 
 
 def our_context(req_context: VllmContext) -> ReqContext:
-    """Translate what vLLM says of a request."""
+    """Translate vLLM's context of a request."""
     return ReqContext(req_context.req_id, req_context.kv_transfer_params)

@@ -1,9 +1,9 @@
-"""The scheduler half: vLLM's own offloading scheduler, with our ledger, and with failures.
+"""The scheduler half: vLLM's own offloading scheduler, with our manager, and with failures.
 
-What vLLM's does well stays vLLM's: which chunks of which KV cache groups a request could load,
-which blocks a step computes and may be stored, which stores must be flushed before a block is
-reused. Ours is what it has no notion of: transfers that fail, write-through to lower tiers, several
-ranks that must agree, and answers that come too late.
+vLLM's scheduler decides which chunks of which KV cache groups a request could load, which blocks a
+step computes and may be stored, and which stores must be flushed before a block is reused. This
+half adds transfers that fail, write-through to lower tiers, several ranks that must agree, and late
+answers.
 """
 
 import itertools
@@ -37,9 +37,9 @@ from kvoffload.recording import RequestLog
 log = logging.getLogger(__name__)
 
 CORRUPT = "corrupt"
-"""What stores call a chunk that failed verification."""
+"""The reason that stores give for a chunk that failed verification."""
 MAX_FAILED_LOADS = 2
-"""Loads that may fail for one request; after that it is computed, whatever the tiers promise."""
+"""Failed loads of one request after which it is computed, whatever the tiers promise."""
 
 
 class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
@@ -65,12 +65,12 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         self._generation: str | None = None
         self._failed_loads: Counter[str] = Counter()
         self._explained: dict[str, list[dict[OffloadKey, str]]] = {}
-        """Request that asked for it → for each group, where its chunks were, or why not."""
+        """Request with the hint ``explain`` → for each group, the places of its chunks."""
         self._log = RequestLog(settings.record, self.config.kv_group_configs[0].tokens_per_chunk)
         self._logged: set[str] = set()
 
     def meet_workers(self, ranks: Iterable[WorkerInfo]) -> None:
-        """Build the ledger and open the stores for looking up, from what the workers are.
+        """Build the manager and open the stores for lookups, from the workers' messages.
 
         Raises:
             ConfigError: a store cannot be opened.
@@ -122,7 +122,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, most)
         if found != 0:
             if self._failed_loads[request.request_id] >= MAX_FAILED_LOADS:
-                # Whatever the stores say, their word was broken twice.
+                # The stores promised these chunks twice and failed.
                 found = None if status.transfer_jobs else 0
             elif found is None and self._waited_long(request):
                 found = 0
@@ -153,7 +153,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         return not others and first.sliding_window_size_in_chunks is None
 
     def _most_with_room(self, status: Any, start: int, found: int) -> int:
-        """Return how many of the tokens found can be loaded at once, chunks of all groups together.
+        """Return how many of the tokens found can be loaded at once, with chunks of all groups.
 
         A longer prefix is taken to need more room than a shorter one.
         """
@@ -210,7 +210,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         return None if pending else hits
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        """See vLLM; what it returns goes out with the request's output."""
+        """See vLLM; the result goes out with the request's output."""
         delayed, params = super().request_finished(request)
         self._logged.discard(request.request_id)
         explained = self._explained.pop(request.request_id, None)
@@ -243,7 +243,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         return orders
 
     def _offer_again(self) -> None:
-        """Make vLLM offer chunks that found no room at the next step, too; it passes over them."""
+        """Make vLLM offer chunks that found no room again at the next step."""
         refused, self.adapter.refused = self.adapter.refused, {}
         for req_id, keys in refused.items():
             status = self._req_status.get(req_id)
@@ -266,13 +266,13 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             self._table.begin(job_id, transfer)
 
     def has_pending_push_work(self) -> bool:
-        """Keep the engine stepping while anything is on its way, so that its end is heard of."""
+        """Keep the engine stepping while a job is in flight, so that its answer is taken in."""
         if self._table is not None and (len(self._table) or self._generation):
             return True
         return bool(super().has_pending_push_work())
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take in what the workers report, first our part and then vLLM's."""
+        """Take in the workers' report, first our part and then vLLM's."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport) and self._table is not None:
             for ended in report.answer(self._table):
@@ -316,7 +316,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
     # ---- the rest of an engine's life ----
 
     def reset_cache(self) -> None:
-        """Invalidate every tier: what they hold was computed by other weights."""
+        """Invalidate every tier: other weights computed its chunks."""
         super().reset_cache()
         if self._table is None or self.stores is None or self.adapter.ledger is None:
             return
@@ -327,7 +327,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         self._generation = generation
 
     def shutdown(self) -> None:
-        """Release what this half holds."""
+        """Release this half's resources."""
         super().shutdown()
         if self.stores is not None:
             self.stores.close()
