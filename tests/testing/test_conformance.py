@@ -24,24 +24,24 @@ class Verified(MemoryBackend):
         super().__init__(options, namespace)
         self.whole = {}
 
-    def _write(self, key, chunk):
+    def put(self, key, chunk):
         self.whole[key] = bytes(chunk)
-        return super()._write(key, chunk)
+        return super().put(key, chunk)
 
-    def _read(self, key, target):
+    def get(self, key, into):
         if self._chunks.get(key) != self.whole.get(key):
             self._drop(key)
-        return super()._read(key, target)
+        return super().get(key, into)
 
 
 class Unforgiving(Verified):
     """Keeps a damaged chunk, and takes no other in its place."""
 
-    def _write(self, key, chunk):
-        return key in self._chunks or super()._write(key, chunk)
+    def put(self, key, chunk):
+        return key in self._chunks or super().put(key, chunk)
 
-    def _read(self, key, target):
-        return self._chunks.get(key) == self.whole.get(key) and super()._read(key, target)
+    def get(self, key, into):
+        return self._chunks.get(key) == self.whole.get(key) and super().get(key, into)
 
 
 class Sleeping(Verified):
@@ -87,8 +87,8 @@ class Repeating(Verified):
 class Boasting(Verified):
     """Says of chunks for which it has no room that they are stored."""
 
-    def _write(self, key, chunk):
-        return self._resident_bytes + len(chunk) > self._capacity or super()._write(key, chunk)
+    def put(self, key, chunk):
+        return self._resident_bytes + len(chunk) > self._capacity or super().put(key, chunk)
 
 
 class Boundless(Verified):

@@ -1,0 +1,187 @@
+"""A backend from three blocking functions: batches, threads and cancellation are ours.
+
+Subclass :class:`ThreadedBackend`, and define ``get``, ``put`` and ``has`` of one chunk::
+
+    class FolderBackend(ThreadedBackend):
+        Options = FolderOptions
+
+        def __init__(self, options, namespace):
+            super().__init__()
+            self._folder = Path(options.root, namespace)
+            self._folder.mkdir(parents=True, exist_ok=True)
+
+        def get(self, key, into):
+            data = (self._folder / key.hex()).read_bytes()
+            ...
+
+``docs/backends.md`` has the whole class.
+"""
+
+import asyncio
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Literal
+
+from kvoffload.backends.blocking_pool import BlockingPool, run_once
+from kvoffload.backends.log_rate import Throttle
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["read", "write"]
+
+
+class ThreadedBackend(ABC):
+    """Runs blocking functions of one chunk on threads, and answers the batches of a backend.
+
+    The functions may raise: the chunk is then a miss, counted as ``read_failed`` or
+    ``write_failed``. They may be called on several threads at once. A call that is cancelled
+    returns after the items in flight have ended, so the caller may reuse its memory. A thread that
+    hangs for ``stall_s`` does not delay a batch that another thread can serve; when all of them
+    hang, every chunk is a miss at once, counted as ``read_stalled`` or ``write_stalled``.
+
+    Args:
+        threads: chunks loaded at once. 0: all functions run on the event loop, one chunk a turn,
+            which suits functions that take less than 0.1 ms.
+        store_threads: chunks stored or deleted at once. 0: the threads above do this as well, so
+            with ``threads=1`` no two functions run at the same time.
+        stall_s: seconds after which a thread counts as hung.
+    """
+
+    def __init__(self, *, threads: int = 4, store_threads: int = 2, stall_s: float = 5.0) -> None:
+        self._name = type(self).__name__
+        self._stall_s = stall_s
+        self._closed = False
+        self._counts: Counter[str] = Counter()
+        self._counting = threading.Lock()
+        self._failures = Throttle(log)
+        loads = self._pool("load", threads, "read") if threads else None
+        stores = self._pool("store", store_threads, "write") if threads and store_threads else loads
+        self._pools = {"read": loads, "write": stores}
+
+    # ---- what a subclass defines -----------------------------------------------------------
+
+    @abstractmethod
+    def get(self, key: bytes, into: memoryview) -> bool:
+        """Fill ``into`` with the chunk, verified; False: missing, damaged or of another length."""
+
+    @abstractmethod
+    def put(self, key: bytes, chunk: memoryview) -> bool:
+        """Store the chunk whole, or answer False; keep no reference to ``chunk``."""
+
+    @abstractmethod
+    def has(self, key: bytes) -> bool:
+        """Return whether :meth:`get` would probably find the chunk."""
+
+    def delete(self, key: bytes) -> None:  # noqa: B027 - a store may lack it
+        """Remove the chunk if it is there. By default, chunks stay."""
+
+    def release(self) -> None:  # noqa: B027 - a store may lack it
+        """Release connections and files. Called once, after the last of the other calls."""
+
+    # ---- Backend and ReadsEach -------------------------------------------------------------
+
+    async def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        return await self._each("read", len(keys), lambda i: self.has(keys[i]))
+
+    async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
+        return await self.read_each(keys, into, lambda i: None)
+
+    async def read_each(
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[memoryview],
+        arrived: Callable[[int], None],
+    ) -> list[bool]:
+        _same_length(keys, into)
+
+        def load(i: int) -> bool:
+            found = self.get(keys[i], into[i].cast("B"))
+            if found:
+                arrived(i)
+            return found
+
+        return await self._each("read", len(keys), load)
+
+    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
+        _same_length(keys, chunks)
+        return await self._each(
+            "write", len(keys), lambda i: self.put(keys[i], chunks[i].cast("B"))
+        )
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        def discard(i: int) -> bool:
+            self.delete(keys[i])
+            return True
+
+        await self._each("write", len(keys), discard)
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        await run_once(self._shut_down)
+
+    # ---- statistics ------------------------------------------------------------------------
+
+    def count(self, reason: str, number: int = 1) -> None:
+        """Add to a counter; thread-safe."""
+        with self._counting:
+            self._counts[reason] += number
+
+    def counters(self) -> Mapping[str, int]:
+        """Return the counts by reason, those of this class included."""
+        with self._counting:
+            return dict(self._counts)
+
+    # ---- the threads -----------------------------------------------------------------------
+
+    async def _each(self, kind: Kind, items: int, work: Callable[[int], bool]) -> list[bool]:
+        """Do ``work(i)`` for each item; what raises, or is not begun, is False."""
+
+        def attempt(i: int) -> bool:
+            if self._closed:
+                return False
+            try:
+                return work(i)
+            except Exception as error:
+                self.count(f"{kind}_failed")
+                self._failures.warning("%s: a %s failed: %r", self._name, kind, error)
+                return False
+
+        answers = [False] * items
+        pool = self._pools[kind]
+        if pool is not None:
+            await pool.fill(answers, attempt)
+            return answers
+        for i in range(items):
+            answers[i] = attempt(i)
+            await asyncio.sleep(0)
+        return answers
+
+    def _pool(self, use: str, threads: int, kind: Kind) -> BlockingPool:
+        on_stall = partial(self._gave_up, kind)
+        return BlockingPool(f"kvoffload-{self._name}-{use}", threads, self._stall_s, on_stall)
+
+    def _gave_up(self, kind: Kind, items: int, first: bool) -> None:
+        """Count the items refused because every thread hangs; log the first of a stall."""
+        self.count(f"{kind}_stalled", items)
+        if first:
+            text = "%s: every thread has hung in a %s for %g s; chunks are misses until one returns"
+            log.warning(text, self._name, kind, self._stall_s)
+
+    def _shut_down(self) -> None:
+        pools = {pool for pool in self._pools.values() if pool is not None}
+        ended = [pool.close() for pool in pools]
+        if all(ended):
+            self.release()
+        else:  # a thread still uses what release() would take away
+            log.warning("%s: a thread hangs; the store is left open", self._name)
+
+
+def _same_length(keys: Sequence[bytes], memory: Sequence[memoryview]) -> None:
+    if len(keys) != len(memory):
+        raise ValueError(f"{len(keys)} keys, but {len(memory)} buffers")

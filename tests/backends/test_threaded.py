@@ -1,0 +1,137 @@
+"""Three blocking functions as a backend: batches, cancellation, threads that hang."""
+
+import asyncio
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvoffload.backends.threaded import ThreadedBackend
+from kvoffload.testing import BackendSuite
+from kvoffload.testing.backends import filled, keys_of, slots, wrong_bytes
+
+PAGE = Path(__file__).parents[2] / "docs" / "backends.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+documented: dict = {"__name__": __name__}
+for block in BLOCKS:
+    exec(compile(block, str(PAGE), "exec"), documented)
+
+TestTheDocumentedBackend = documented["TestFolder"]
+
+
+class Dictionary(ThreadedBackend):
+    """The shortest one. A function waits while ``gate`` is closed."""
+
+    def __init__(self, **threads):
+        super().__init__(**threads)
+        self.chunks = {}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.released = 0
+
+    def get(self, key, into):
+        self.gate.wait()
+        if len(self.chunks.get(key, b"")) != len(into):
+            return False
+        into[:] = self.chunks[key]
+        return True
+
+    def put(self, key, chunk):
+        self.gate.wait()
+        self.chunks[key] = bytes(chunk)
+        return True
+
+    def has(self, key):
+        return key in self.chunks
+
+    def delete(self, key):
+        self.chunks.pop(key, None)
+
+    def release(self):
+        self.released += 1
+
+
+class Suite(BackendSuite):
+    test_a_damaged_chunk_is_a_miss_and_can_come_back = None  # no medium that could damage it
+
+
+class TestThreads(Suite):
+    def open(self, namespace):
+        return Dictionary()
+
+
+class TestOneThread(Suite):
+    def open(self, namespace):
+        return Dictionary(threads=1, store_threads=0)
+
+
+class TestOnTheLoop(Suite):
+    def open(self, namespace):
+        return Dictionary(threads=0)
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+async def test_what_a_function_raises_is_a_miss_of_that_chunk_alone(threads, caplog):
+    class Raising(Dictionary):
+        def get(self, key, into):
+            if key == keys[1]:
+                raise OSError("bad sector")
+            return super().get(key, into)
+
+    backend, keys, into = Raising(threads=threads), keys_of(3), slots(3)
+    assert await backend.write(keys, filled(keys)) == [True] * 3
+    assert await backend.read(keys, into) == [True, False, True]
+    assert wrong_bytes(keys, into, [True, False, True]) == []
+    assert backend.counters()["read_failed"] == 1
+    assert "bad sector" in caplog.text
+    await backend.close()
+
+
+async def test_a_cancelled_read_ends_after_its_functions():
+    backend, keys = Dictionary(threads=2), keys_of(8)
+    await backend.write(keys, filled(keys))
+    backend.gate.clear()
+    task = asyncio.ensure_future(backend.read(keys, slots(8)))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    await asyncio.sleep(0.02)
+    assert not task.done()
+    backend.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await backend.contains(keys) == [True] * 8
+    await backend.close()
+
+
+async def test_hung_threads_are_misses_at_once_and_close_leaves_them(caplog):
+    backend, keys = Dictionary(threads=1, stall_s=0.05), keys_of(2)
+    await backend.write(keys, filled(keys))
+    backend.gate.clear()
+    hung = asyncio.ensure_future(backend.read(keys, slots(2)))
+    await asyncio.sleep(0.1)
+    begun_s = time.monotonic()
+    assert await backend.read(keys, slots(2)) == [False, False]
+    assert time.monotonic() - begun_s < 1
+    assert backend.counters()["read_stalled"] >= 2
+    assert "hung in a read" in caplog.text
+    await backend.close()
+    assert backend.released == 0
+    backend.gate.set()
+    await hung
+
+
+async def test_release_comes_once_and_last():
+    backend, keys = Dictionary(), keys_of(4)
+    backend.gate.clear()
+    writing = asyncio.ensure_future(backend.write(keys, filled(keys)))
+    await asyncio.sleep(0.02)
+    closing = asyncio.ensure_future(backend.close())
+    await asyncio.sleep(0.02)
+    assert backend.released == 0
+    backend.gate.set()
+    await closing
+    await writing
+    await backend.close()
+    assert backend.released == 1
