@@ -74,7 +74,7 @@ class Engine:
         self.seen = Observed()
         self._io = IOLoop()
         self._backend = open_backend("redis", {"url": url}, "faults")
-        self._backend.bind(self._io.loop)
+        self._io.call(self._backend.contains([]), LIMIT_S)
         self._keys = keys_of(16, "faults")
         self._fresh = itertools.count()
         self._job: concurrent.futures.Future[tuple[int, int]] | None = None

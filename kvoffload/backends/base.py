@@ -2,32 +2,35 @@
 
 A backend is one class: an ``Options`` struct, a constructor ``(options, namespace)`` and the five
 coroutines of :class:`Backend`. Register it in the ``kvoffload.backends`` entry-point group, and
-inherit :class:`kvoffload.testing.BackendSuite` in a short test class.
+inherit :class:`kvoffload.testing.BackendSuite` in a short test class. Most stores need only three
+blocking functions: see :class:`kvoffload.backends.threaded.ThreadedBackend`.
 
-Small optional protocols sit beside it (:class:`Presence`, :class:`Describes`...); a backend that
-has one simply defines its methods. There are no capability flags.
+Four protocols are optional: :class:`LocalIndex`, :class:`Observable`, :class:`ReadsEach` and
+:class:`kvoffload.backends.admin.Admin`. Inherit one and define what differs from its defaults.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop
+from kvoffload.config import human_bytes
+from kvoffload.errors import ConfigError
 
 
 class Backend(Protocol):
     """Key-addressed storage below host memory.
 
-    Batch in, one answer per key out, in the order asked.
-    All coroutines run on the I/O loop (``kvoffload-io``) and must not block it. The caller owns the
-    memory it passes and keeps it untouched until the call returns; a backend keeps no reference
-    afterwards. A call that is *cancelled* must not return before nothing of it reads or writes that
-    memory any more (await the thread that does, shielded). A missing, damaged or foreign chunk, a
-    full store and a lost connection are all ``False``; only misuse (lengths that differ) raises.
+    Each coroutine takes a batch and returns one answer a key, in the order asked. All coroutines
+    run on the I/O loop (``kvoffload-io``) and must not block it. The caller owns the memory it
+    passes and keeps it untouched until the call returns; a backend keeps no reference afterwards.
+    A *cancelled* call returns only when nothing of it reads or writes that memory any more: await
+    the thread that does, shielded. A missing, damaged or foreign chunk, a full store and a lost
+    connection are all ``False``; only misuse (lengths that differ) raises.
+
+    An engine begins with ``contains([])``, so that a store may connect before it is needed.
     """
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Say for each key whether a read would probably find it."""
+        """Return for each key whether a read would probably find it."""
         ...
 
     async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
@@ -50,7 +53,7 @@ class Backend(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release everything held. Idempotent; afterwards every call answers False."""
+        """Release all resources. Idempotent; afterwards every call answers False."""
         ...
 
 
@@ -69,15 +72,15 @@ class BackendFactory(Protocol):
 
 
 @runtime_checkable
-class Presence(Protocol):
+class LocalIndex(Protocol):
     """Optional: answers "is this chunk here?" at once, on the engine's thread, without I/O."""
 
     def holds(self, key: bytes) -> bool | None:
-        """True, False, or None for "ask again", which never lasts beyond the lookup deadline."""
+        """Return True, False, or None for "ask again" until the lookup deadline at most."""
         ...
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """A load of these keys just failed: answer False for them until they are written again."""
+        """Answer False for these keys, whose load just failed, until they are written again."""
         ...
 
 
@@ -89,15 +92,6 @@ class Removal(NamedTuple):
     """``evicted``, ``expired``, ``corrupt``, ``purged``..."""
 
 
-@runtime_checkable
-class ReportsRemovals(Protocol):
-    """Optional: a backend that evicts says what left, so that events stay true."""
-
-    def take_removals(self) -> list[Removal]:
-        """Return what left since the last call; called on the engine's thread, never blocks."""
-        ...
-
-
 class Usage(NamedTuple):
     """How full a store is, in bytes; ``capacity_bytes`` is None where the store sets the limit."""
 
@@ -107,23 +101,46 @@ class Usage(NamedTuple):
 
 
 @runtime_checkable
-class ReportsUsage(Protocol):
-    """Optional: figures for statistics."""
+class Observable(Protocol):
+    """Optional: figures, removals and limits of a store. No method but ``describe`` does I/O."""
 
     def usage(self) -> Usage:
-        """Current residency; called on the engine's thread, never blocks."""
+        """Return the current usage; called on the engine's thread."""
         ...
 
     def counters(self) -> Mapping[str, int]:
-        """Monotonic counts by reason: ``read_missing``, ``corrupt_payload``, ``evicted``..."""
+        """Return monotonic counts by reason: ``read_missing``, ``corrupt_payload``, ``evicted``."""
         ...
+
+    def take_removals(self) -> list[Removal]:
+        """Return the chunks evicted since the last call; called on the engine's thread."""
+        return []
+
+    async def describe(self, facts: Mapping[str, str]) -> None:
+        """Keep the facts behind the namespace digest readable; a failure is logged, not raised."""
+
+    @property
+    def place(self) -> str:
+        """Where the chunks are, if two tiers of an engine must not share it; else empty."""
+        return ""
+
+    def check_fit(self, chunk_bytes: int) -> None:
+        """Refuse a store too small for one chunk of this size.
+
+        Raises:
+            ConfigError: names the setting that is too small.
+        """
+        capacity = self.usage().capacity_bytes
+        if capacity is not None and capacity < chunk_bytes:
+            remedy = f"must hold at least one chunk, which takes {human_bytes(chunk_bytes)}"
+            raise ConfigError("capacity", human_bytes(capacity), remedy)
 
 
 @runtime_checkable
 class ReadsEach(Protocol):
-    """Optional: says of each chunk of a read that it is there, so that its copy begins at once.
+    """Optional: reports each chunk of a read as it arrives, so that its copy begins at once.
 
-    A load then reads all it wants from the store in one call; from others it reads in small ones.
+    A load reads all its chunks from such a store in one call, and from another store in small ones.
     """
 
     async def read_each(
@@ -136,41 +153,5 @@ class ReadsEach(Protocol):
 
         At most once a chunk, on any thread, before this returns, and only where the answer will be
         True. ``arrived`` returns at once and does not raise.
-        """
-        ...
-
-
-@runtime_checkable
-class Describes(Protocol):
-    """Optional: keeps the facts behind a namespace digest readable beside the data."""
-
-    async def describe(self, facts: Mapping[str, str]) -> None:
-        """Store the facts; failing to is logged, never raised."""
-        ...
-
-
-@runtime_checkable
-class RunsOnLoop(Protocol):
-    """Optional: is told its loop before the first call, to connect early and to answer lookups."""
-
-    def bind(self, loop: "AbstractEventLoop") -> None:
-        """All coroutines will run on this loop. Called once, right after opening, on any thread."""
-        ...
-
-
-@runtime_checkable
-class Fits(Protocol):
-    """Optional: is asked, right after opening, whether it can be of use as it was configured."""
-
-    @property
-    def place(self) -> str:
-        """Where the chunks are; no two tiers of one engine may have them at the same place."""
-        ...
-
-    def check_fit(self, chunk_bytes: int) -> None:
-        """Refuse if not even one chunk of this size can be stored.
-
-        Raises:
-            ConfigError: names the setting that is too small.
         """
         ...

@@ -23,7 +23,7 @@ class PresenceEntry(NamedTuple):
 
 
 class PresenceCache:
-    """Answers :class:`~kvoffload.backends.base.Presence` from memory.
+    """Answers :class:`~kvoffload.backends.base.LocalIndex` from memory.
 
     Two threads share one dictionary without a lock, because each step on it is atomic. The later of
     two answers stands. An answer to a question never replaces an entry made after the question.

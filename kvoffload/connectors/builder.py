@@ -7,7 +7,7 @@ from functools import partial
 
 from kvoffload import registry
 from kvoffload.backends.admin import Purges
-from kvoffload.backends.base import Backend, Describes, Fits, ReportsRemovals
+from kvoffload.backends.base import Backend, Observable
 from kvoffload.config import BackendConfig, OffloadConfig, human_bytes
 from kvoffload.errors import ConfigError
 from kvoffload.offload.base import (
@@ -136,25 +136,23 @@ class TieredOffloadingSpec(OffloadingSpec):
                 wanted.type, wanted.options, digest, where=f"backends[{i}]."
             )
             backends[name] = backend
-            if isinstance(backend, Fits):
+            if isinstance(backend, Observable):
                 self._check_fit(i, backend, places)
             presence = presence_on(self.io, backend, self.config.lookup_timeout_s)
-            tiers.append(
-                Tier(name, presence, backend if isinstance(backend, ReportsRemovals) else None)
-            )
-            if isinstance(backend, Describes):
+            tiers.append(Tier(name, presence, backend if isinstance(backend, Observable) else None))
+            if isinstance(backend, Observable):
                 describe, facts = backend.describe, readable(self._facts)
                 self.io.start(lambda describe=describe, facts=facts: describe(facts))  # type: ignore[misc]
         return _Opened(backends, tuple(tiers))
 
-    def _check_fit(self, i: int, backend: Fits, places: dict[str, int]) -> None:
+    def _check_fit(self, i: int, backend: Observable, places: dict[str, int]) -> None:
         """Refuse a tier that could never hold a chunk, or that is another one over again."""
         chunk_bytes = max(self._layout.payload_bytes) if self._layout else self.slot_bytes
         try:
             backend.check_fit(chunk_bytes)
         except ConfigError as error:
             raise ConfigError(f"backends[{i}].{error.field}", error.value, error.remedy) from error
-        first = places.setdefault(backend.place, i)
+        first = places.setdefault(backend.place, i) if backend.place else i
         if first != i:
             remedy = f"is where backends[{first}] keeps its chunks; one tier is enough there"
             raise ConfigError(f"backends[{i}]", backend.place, remedy)

@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from kvoffload.backends.base import ReportsUsage
+from kvoffload.backends.base import Observable
 from kvoffload.config import OffloadConfig, parse_config
 from kvoffload.connectors.block_tables import BlockTables, gpu_end, to_load, to_store
 from kvoffload.connectors.builder import TieredOffloadingSpec
@@ -321,7 +321,7 @@ class LocalConnector:
         tiers: dict[str, Any] = {}
         manager: dict[str, Any] = msgspec.to_builtins(self._manager.stats())
         for name, backend in self._spec.backends.items():
-            if isinstance(backend, ReportsUsage):
+            if isinstance(backend, Observable):
                 tiers[name] = {**backend.usage()._asdict(), "counters": dict(backend.counters())}
         return {
             "namespace": self._spec.namespace,

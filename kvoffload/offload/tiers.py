@@ -3,11 +3,18 @@
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
-from kvoffload.backends.base import Presence, Removal, ReportsRemovals
+from kvoffload.backends.base import LocalIndex, Removal
 from kvoffload.messages import OffloadKey
 
 log = logging.getLogger(__name__)
+
+
+class RemovalSource(Protocol):
+    """What reports the chunks that left a tier."""
+
+    def take_removals(self) -> list[Removal]: ...
 
 
 @dataclass(frozen=True)
@@ -15,8 +22,8 @@ class Tier:
     """A store below host memory; an exception of a plug-in counts as a miss."""
 
     name: str
-    presence: Presence
-    removals: ReportsRemovals | None = None
+    presence: LocalIndex
+    removals: RemovalSource | None = None
 
     @property
     def medium(self) -> str:

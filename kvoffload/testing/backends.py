@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvoffload.backends.base import Presence, ReadsEach, ReportsUsage
+from kvoffload.backends.base import LocalIndex, Observable, ReadsEach
 from kvoffload.testing.harness import (
     CHUNK_BYTES,
     LONG_S,
@@ -251,7 +251,7 @@ class BackendSuite(HazardSuite):
     async def test_presence_agrees_and_forgets(self) -> None:
         """Where ``holds`` exists, a forgotten key is absent until it is written again."""
         backend, keys = await self.opened(), keys_of(3)
-        if not isinstance(backend, Presence):
+        if not isinstance(backend, LocalIndex):
             pytest.skip("no synchronous index")
         await backend.write(keys, filled(keys))
         assert [backend.holds(key) for key in keys] == [True] * 3
@@ -266,7 +266,7 @@ class BackendSuite(HazardSuite):
     async def test_usage_stays_within_the_capacity(self) -> None:
         """Where usage is reported, it is never above the capacity and never negative."""
         backend = await self.opened()
-        if not isinstance(backend, ReportsUsage):
+        if not isinstance(backend, Observable):
             pytest.skip("reports no usage")
         for turn in range(4):
             keys = keys_of(32, f"turn{turn}")

@@ -13,11 +13,9 @@ import msgspec
 
 from kvoffload.backends.base import (
     Backend,
-    Describes,
-    Presence,
+    LocalIndex,
+    Observable,
     ReadsEach,
-    ReportsRemovals,
-    ReportsUsage,
 )
 
 Verb = Literal["contains", "read", "write", "remove"]
@@ -58,7 +56,7 @@ class FaultyBackend:
         self._released = asyncio.Event()
         # Optional protocols are the inner one's own. Set as attributes, because isinstance() of a
         # protocol does not ask __getattr__ from Python 3.12 on.
-        protocols: tuple[Any, ...] = (Presence, ReportsRemovals, ReportsUsage, Describes)
+        protocols: tuple[Any, ...] = (LocalIndex, Observable)
         for protocol in protocols:
             if isinstance(inner, protocol):
                 for name in vars(protocol):

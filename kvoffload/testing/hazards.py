@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from kvoffload.backends.base import Backend, ReadsEach, Removal, ReportsRemovals, ReportsUsage
+from kvoffload.backends.base import Backend, Observable, ReadsEach, Removal
 from kvoffload.testing.harness import (
     CHUNK_BYTES,
     OpensBackends,
@@ -65,11 +65,11 @@ class HazardSuite(OpensBackends):
     async def test_a_full_store_keeps_its_capacity_and_says_what_left(self) -> None:
         """Old chunks leave or new ones are refused; a chunk said to be stored can be read."""
         whole = await self.opened()
-        if not isinstance(whole, ReportsUsage) or whole.usage().capacity_bytes is None:
+        if not isinstance(whole, Observable) or whole.usage().capacity_bytes is None:
             return  # its server sets the limit, and evicts
         backend, keys = await self.closed_later(self.open_small("full")), keys_of(96)
         answers: list[bool] = []
-        assert isinstance(backend, ReportsUsage)
+        assert isinstance(backend, Observable)
         for key in keys:
             answers += await backend.write([key], filled([key]))
             resident_bytes, capacity_bytes, _ = backend.usage()
@@ -81,9 +81,8 @@ class HazardSuite(OpensBackends):
             assert wrong_bytes([key], into, read) == []
         assert any(answers), "not one of 96 chunks was stored"
         assert sum(await backend.contains(keys)) * CHUNK_BYTES <= (capacity_bytes or 0)
-        if isinstance(backend, ReportsRemovals):
-            stored = [key for key, is_stored in zip(keys, answers, strict=True) if is_stored]
-            await _all_removals_are_told(backend, stored)
+        stored = [key for key, is_stored in zip(keys, answers, strict=True) if is_stored]
+        await _all_removals_are_told(backend, stored)
 
 
 async def _all_removals_are_told(backend: Any, stored: Sequence[bytes]) -> None:

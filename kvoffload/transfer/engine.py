@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from kvoffload.backends.base import Backend, ReadsEach
+from kvoffload.backends.base import Backend, ReadsEach, reason_of
 from kvoffload.messages import (
     BackendLoadStoreSpec,
     CPULoadStoreSpec,
@@ -286,7 +286,7 @@ class TransferEngine(OffloadingHandler):
             job.reason = "error"
         else:
             if not all(ok) and not job.io_done.is_set():
-                job.reason = "missing"
+                job.reason = reason_of(ok)
             arrived([n for n, fine in enumerate(ok) if fine])
         finally:
             call.ended.set()

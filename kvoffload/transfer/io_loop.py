@@ -8,11 +8,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from kvoffload.backends.base import Backend, Presence, RunsOnLoop
+from kvoffload.backends.base import Answers, Backend, LocalIndex
 from kvoffload.backends.presence import PresenceCache
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_A = TypeVar("_A", bound=Answers)
 
 ANSWER_S = 2.0
 """How long an answer of ``contains`` is believed."""
@@ -85,14 +86,13 @@ def presence_on(
     backend: Backend,
     timeout_s: float,
     clock: Callable[[], float] = time.monotonic,
-) -> Presence:
-    """Give a new store its loop; return its presence, or a presence cache over ``contains``.
+) -> LocalIndex:
+    """Let a new store connect; return its own index, or a presence cache over ``contains``.
 
     A question to the cache that has no answer by ``timeout_s`` counts as False.
     """
-    if isinstance(backend, RunsOnLoop):
-        backend.bind(io.loop)
-    if isinstance(backend, Presence):
+    if isinstance(backend, LocalIndex):
+        io.start(lambda: _connect(backend))
         return backend
 
     async def probe() -> None:
@@ -112,7 +112,14 @@ def presence_on(
     return cache
 
 
-def same_length(answers: list[bool], keys: Sequence[bytes]) -> list[bool]:
+async def _connect(backend: Backend) -> None:
+    try:
+        await backend.contains([])
+    except Exception as error:
+        log.warning("the first call of a store failed: %s", str(error) or type(error).__name__)
+
+
+def same_length(answers: _A, keys: Sequence[bytes]) -> _A:
     """Return a store's answers; raise ValueError if they are not one for each key."""
     if len(answers) != len(keys):
         raise ValueError(f"{len(answers)} answers for {len(keys)} keys")

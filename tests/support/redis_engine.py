@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from kvoffload import open_backend
-from kvoffload.backends.base import ReportsUsage
+from kvoffload.backends.base import Observable
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, payload_of, slots
 
 LIMIT_S = 20.0
@@ -95,7 +95,7 @@ class RedisEngine:
 
     def count(self, name: str) -> int:
         """One of the backend's counters."""
-        if not isinstance(self.backend, ReportsUsage):
+        if not isinstance(self.backend, Observable):
             raise TypeError(f"{self.backend!r} counts nothing")
         return self.backend.counters().get(name, 0)
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvoffload import open_backend
-from kvoffload.backends.base import Presence
+from kvoffload.backends.base import LocalIndex
 from kvoffload.testing import BackendSuite, FaultyBackend, Plan
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, payload_of, slots
 
@@ -74,5 +74,5 @@ async def test_lies_misses_and_stops_half_way_for_the_keys_named(store):
 
 async def test_passes_optional_protocols_through(store):
     backend, keys = store
-    assert isinstance(backend, Presence)
+    assert isinstance(backend, LocalIndex)
     assert backend.holds(keys[0])

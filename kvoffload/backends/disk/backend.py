@@ -210,11 +210,11 @@ class DiskBackend:
 
     @property
     def place(self) -> str:
-        """The root; see :class:`~kvoffload.backends.base.Fits`."""
+        """The root; see :class:`~kvoffload.backends.base.Observable`."""
         return os.path.realpath(self._keeper.root)
 
     def check_fit(self, chunk_bytes: int) -> None:
-        """Refuse a capacity below one chunk; see :class:`~kvoffload.backends.base.Fits`."""
+        """Refuse a capacity below one chunk; see :class:`~kvoffload.backends.base.Observable`."""
         capacity = self._keeper.bounds.capacity_bytes
         if capacity < on_disk(chunk_bytes):
             wanted = human_bytes(on_disk(chunk_bytes))

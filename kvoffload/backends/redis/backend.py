@@ -19,7 +19,7 @@ from functools import partial
 from urllib.parse import quote
 
 from kvoffload.backends.admin import Aged, Finding, Holding, ServerTotal
-from kvoffload.backends.base import Usage
+from kvoffload.backends.base import Observable, Usage
 from kvoffload.backends.header import MAX_KEY_BYTES, namespace_digest
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.presence import PresenceCache
@@ -62,7 +62,7 @@ def facts_name(namespace: str) -> bytes:
     return f"{PREFIX}:{quote(namespace, safe='')}:facts".encode()
 
 
-class RedisBackend:
+class RedisBackend(Observable):
     """The backend; see the module. One instance belongs to one event loop.
 
     Args:
@@ -100,12 +100,6 @@ class RedisBackend:
 
     def __repr__(self) -> str:
         return f"RedisBackend({redacted(self._options.url)!r}, {self._namespace!r})"
-
-    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """See :class:`~kvoffload.backends.base.RunsOnLoop`: lookups work, and connecting begins."""
-        self._loop = loop
-        with contextlib.suppress(RuntimeError):  # the loop is closed: everything is a miss
-            loop.call_soon_threadsafe(self._start)
 
     # The five coroutines.
 
@@ -204,14 +198,14 @@ class RedisBackend:
     # On the engine's thread.
 
     def holds(self, key: bytes) -> bool | None:
-        """See :meth:`~kvoffload.backends.base.Presence.holds`."""
+        """See :meth:`~kvoffload.backends.base.LocalIndex.holds`."""
         topology = self._topology
         if self._closed or (topology is not None and topology.shut(key.hex().encode())):
             return False
         return self._verdicts.holds(key)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """See :meth:`~kvoffload.backends.base.Presence.forget`."""
+        """See :meth:`~kvoffload.backends.base.LocalIndex.forget`."""
         self._verdicts.forget(keys)
 
     def usage(self) -> Usage:
@@ -220,7 +214,7 @@ class RedisBackend:
         return redis_admin.usage_of(infos, self._target.db)
 
     def counters(self) -> Mapping[str, int]:
-        """See :meth:`~kvoffload.backends.base.ReportsUsage.counters`; docs/redis.md explains."""
+        """See :meth:`~kvoffload.backends.base.Observable.counters`; docs/redis.md explains."""
         counts = dict(self._counters)
         counts["connections"] = sum(node.num_connections for node in self._nodes())
         counts["breakers_open"] = sum(node.is_open for node in self._nodes())
@@ -228,7 +222,7 @@ class RedisBackend:
         return counts
 
     async def describe(self, facts: Mapping[str, str]) -> None:
-        """See :class:`~kvoffload.backends.base.Describes`. Kept alive as long as chunks are."""
+        """See :class:`~kvoffload.backends.base.Observable`. Kept alive as long as chunks are."""
         self._facts.set(facts)
         await self._ready()
         self._facts.used()
@@ -314,7 +308,7 @@ class RedisBackend:
     ) -> list[int | None]:
         """Ask one command of each key's server, answered by a number; None where it was not."""
         answers: list[int | None] = [None] * len(keys)
-        topology = await self._ready() if keys else None
+        topology = await self._ready()  # also without keys: an engine's first call connects
         if topology is None:
             return answers
         by_node: dict[Node, list[int]] = {}

@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvoffload import registry
-from kvoffload.backends.base import Describes
+from kvoffload.backends.base import Observable
 from kvoffload.config import convert
 from kvoffload.connectors.vllm.versions import installed_version
 from kvoffload.offload.namespace import Fact, namespace, readable
@@ -73,7 +73,7 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]
         self._backend = registry.open_backend(self._options.backend, config, namespace(**facts))
         self._io = IOLoop()
         self._presence = presence_on(self._io, self._backend, self._options.lookup_timeout_s)
-        if isinstance(self._backend, Describes):
+        if isinstance(self._backend, Observable):
             describe = self._backend.describe
             self._io.start(lambda: describe(readable(facts)))
         self._lock = threading.Lock()

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from kvoffload import registry
-from kvoffload.backends.base import Backend, Presence, Removal, ReportsRemovals, RunsOnLoop
+from kvoffload.backends.base import Backend, LocalIndex, Observable, Removal
 from kvoffload.config import OffloadConfig
 from kvoffload.connectors.builder import tier_names
 from kvoffload.offload.manager import Tier
@@ -30,14 +30,13 @@ class TierIndex:
         ranks: something that answers for each of them.
     """
 
-    def __init__(self, stores: Sequence[Backend], ranks: Sequence[Presence]) -> None:
-        self._removers = [store for store in stores if isinstance(store, ReportsRemovals)]
+    def __init__(self, stores: Sequence[Backend], ranks: Sequence[LocalIndex]) -> None:
+        self._removers = [store for store in stores if isinstance(store, Observable)]
         self._ranks = tuple(ranks)
         self._written: dict[bytes, None] = {}
         self._removals: list[Removal] = []
 
     def holds(self, key: bytes) -> bool | None:
-        """See :meth:`Presence.holds`."""
         if key in self._written:
             return True
         answer: bool | None = True
@@ -50,7 +49,6 @@ class TierIndex:
         return answer
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """See :meth:`Presence.forget`."""
         for key in keys:
             self._written.pop(key, None)
         for rank in self._ranks:
@@ -143,9 +141,7 @@ class LookupStores:
             tiers.append(Tier(name, presence, presence))
         return tuple(tiers)
 
-    def _presence(self, store: Backend) -> Presence:
-        if isinstance(store, Presence) and not isinstance(store, RunsOnLoop):
-            return store  # needs no loop
+    def _presence(self, store: Backend) -> LocalIndex:
         return presence_on(self._loop(), store, self._config.lookup_timeout_s)
 
     def _loop(self) -> IOLoop:

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
     OffloadingConnectorWorker,
 )
 
-from kvoffload.backends.base import Backend, ReportsRemovals, ReportsUsage
+from kvoffload.backends.base import Backend, Observable
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.vllm.cpu_affinity import unbound
 from kvoffload.connectors.vllm.fingerprint import resolve_facts
@@ -72,8 +72,8 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         self._failed_requests: set[str] = set()
         self._told: dict[str, Counter[str]] = {}
         self._told_s = 0.0
-        self._removers: dict[str, ReportsRemovals] = {}
-        self._counting: dict[str, ReportsUsage] = {}
+        self._removers: dict[str, Observable] = {}
+        self._counting: dict[str, Observable] = {}
         self._spec: TieredOffloadingSpec | None = None
         self._transfers: TransferEngine
         """Set by :meth:`_init_worker`."""
@@ -232,8 +232,8 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
     def _find_reporters(self, backends: Mapping[str, Backend]) -> None:
         # Once: to ask each step whether a store reports anything takes longer than to take it.
         stores = backends.items()
-        self._removers = {name: it for name, it in stores if isinstance(it, ReportsRemovals)}
-        self._counting = {name: it for name, it in stores if isinstance(it, ReportsUsage)}
+        self._removers = {name: it for name, it in stores if isinstance(it, Observable)}
+        self._counting = {name: it for name, it in stores if isinstance(it, Observable)}
 
     def _report_on_stores(self) -> None:
         for name, remover in self._removers.items():

@@ -236,7 +236,7 @@ async def test_lookups_on_the_engines_thread_end_by_themselves_while_the_server_
     """As an engine runs it: the loop on a thread of its own, questions on this one."""
     io = IOLoop()
     backend = open_backend("redis", {"url": server.url, "timeout_s": 0.3}, "faults")
-    backend.bind(io.loop)
+    io.call(backend.contains([]), LIMIT_S)
     keys = keys_of(20, "faults")
     try:
         assert all(io.call(backend.write(keys[:10], filled(keys[:10])), LIMIT_S))
