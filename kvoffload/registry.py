@@ -4,6 +4,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from kvoffload.backends.admin import Admin
 from kvoffload.backends.base import Backend, BackendFactory
 from kvoffload.config import convert, did_you_mean
 from kvoffload.errors import ConfigError
@@ -83,3 +84,19 @@ def open_backend(
         if error.field.startswith(where):
             raise
         raise ConfigError(f"{where}{error.field}", error.value, error.remedy) from error
+
+
+def open_admin(type: str, options: dict[str, Any]) -> Admin:
+    """Open a store for an operator's command, by the registered name of its backend.
+
+    Raises:
+        ConfigError: unknown type, unknown or bad option, or a backend without operators' methods.
+    """
+    factory: Any = load(BACKENDS, type)
+    if hasattr(factory, "admin"):
+        store = factory.admin(options)
+    else:
+        store = open_backend(type, options, "kvoffload-command-line")
+    if isinstance(store, Admin):
+        return store
+    raise ConfigError("type", type, "this backend does not offer kvoffload.backends.admin.Admin")

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from kvoffload.backends.admin import Holding
+from kvoffload.backends.admin import Admin, Holding
 from kvoffload.backends.base import Observable, Removal, Usage
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.threaded import ThreadedBackend
@@ -44,7 +44,7 @@ class SqliteOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError("capacity", int(self.capacity), "must be more than 0 bytes")
 
 
-class SqliteBackend(ThreadedBackend, Observable):
+class SqliteBackend(ThreadedBackend, Observable, Admin):
     """One row a chunk, verified on every read."""
 
     Options = SqliteOptions

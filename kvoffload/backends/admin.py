@@ -1,41 +1,56 @@
-"""Optional protocols for operators: look at a whole store, empty a part of it, find what is wrong.
+"""The optional protocol behind the commands ``inspect``, ``gc``, ``verify`` and ``doctor``.
 
-The command line (``inspect``, ``gc``, ``doctor``) opens a backend by its name like everybody else
-and asks for these.
+A command opens a store by its type, and calls the method of its name here. A class that inherits
+:class:`Admin` defines what its store can do; a command whose method it leaves out is refused.
+
+A store that can be examined without opening it, as a folder can, says so by a class attribute
+``admin``: a callable that takes the options as they were given, and returns an :class:`Admin`.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+from kvoffload.config import human_bytes
+from kvoffload.errors import ConfigError
+
+LEAST_DIGITS = 8
+"""Least length of the beginning of a namespace's name that ``gc`` accepts."""
+_DIGEST_DIGITS = 32
+"""A name of so many hexadecimal digits, or more, is a digest."""
 
 
 class Holding(NamedTuple):
-    """What a store holds of one namespace."""
+    """The chunks of one namespace in a store."""
 
     namespace: str
-    facts: Mapping[str, str]
-    """What the namespace is a digest of, as far as it was stored beside the data."""
+    facts: Mapping[str, Any]
+    """The facts that the namespace is a digest of, as far as they are stored with the data."""
     chunks: int
     stored_bytes: int
     """Bytes of its values or files, headers included."""
     expires_s: float | None = None
     """Seconds until its last chunk expires if none is used; None: some never do, or unknown."""
+    used_s: float | None = None
+    """Seconds since a chunk was last used; None: unknown."""
+    figures: Mapping[str, Any] | None = None
+    """The figures for ``inspect --json``; None: those above."""
+    details: Sequence[str] = ()
+    """Further lines for ``inspect -v``."""
 
 
-@runtime_checkable
-class Surveys(Protocol):
-    """Optional: says what the store holds, of all namespaces."""
+class Overview(NamedTuple):
+    """The state of a whole store."""
 
-    async def survey(self) -> list[Holding]:
-        """Look at everything, in small steps; may take long.
-
-        Raises:
-            OSError: the store cannot be reached, or refuses to be looked at.
-        """
-        ...
+    figures: Mapping[str, Any]
+    """For ``inspect --json``."""
+    lines: Sequence[tuple[str, str]] = ()
+    """For people: a title and its text, one pair a line."""
+    times: Literal["expires in", "last used"] = "expires in"
+    """Which time of a :class:`Holding` the table shows."""
 
 
 class ServerTotal(NamedTuple):
-    """How full one server is, with all that it holds."""
+    """How full one server is, with all its data."""
 
     server: str
     used_bytes: int
@@ -43,58 +58,55 @@ class ServerTotal(NamedTuple):
     """None: it has no limit of its own."""
 
 
-@runtime_checkable
-class TellsTotals(Protocol):
-    """Optional: says how full the servers of the store are, without a look at what they hold."""
-
-    async def totals(self) -> list[ServerTotal]:
-        """Ask each server; one that does not tell is left out.
-
-        Raises:
-            OSError: a server cannot be reached.
-        """
-        ...
-
-
-@runtime_checkable
-class Purges(Protocol):
-    """Optional: removes whole namespaces."""
-
-    async def purge(self, namespaces: Sequence[str]) -> int:
-        """Remove all chunks and facts of these namespaces, in small steps; return how many values.
-
-        Raises:
-            OSError: the store cannot be reached, or refuses.
-        """
-        ...
-
-
 class Aged(NamedTuple):
-    """What a removal by age came to."""
+    """The chunks of a removal by age."""
 
     chunks: int
     """Removed, or in a dry run to be removed."""
     stored_bytes: int
     undated: int
-    """Chunks that stay because the store does not tell when they were last used."""
+    """Chunks that stay because their last use is unknown."""
 
 
-@runtime_checkable
-class PurgesByAge(Protocol):
-    """Optional: removes chunks that nothing has used for some time."""
+class Garbage(NamedTuple):
+    """What ``gc`` is asked to remove."""
 
-    async def purge_unused(self, age_s: float, namespace: str | None, *, dry_run: bool) -> Aged:
-        """Remove what was not used for so long, of one namespace or of all, in small steps.
+    namespace: str | None = None
+    """Only chunks of this one: its name, or the beginning of it."""
+    unused_s: float | None = None
+    """Only chunks that were not used for so long."""
+    capacity_bytes: int | None = None
+    """Only the least recently used chunks above this size."""
+    dry_run: bool = False
+    """Remove nothing; report what would be removed."""
 
-        Raises:
-            ConfigError: the store cannot tell such an age.
-            OSError: the store cannot be reached, or refuses.
-        """
-        ...
+
+class Collected(NamedTuple):
+    """What ``gc`` removed, or in a dry run would remove."""
+
+    summary: str
+    """For people, without the verb: ``3 chunks, 1.2 MiB``."""
+    figures: Mapping[str, Any]
+    """For ``--json``."""
+    going: Sequence[str] = ()
+    """Each removed thing, for the report of a dry run."""
+    failures: Sequence[str] = ()
+    """Each thing that could not be removed, and why."""
+
+
+class Verified(NamedTuple):
+    """What ``verify`` read, and what was wrong with it."""
+
+    lines: Sequence[str]
+    """For people."""
+    figures: Mapping[str, Any]
+    """For ``--json``."""
+    is_sound: bool
+    """Whether nothing was wrong."""
 
 
 class Finding(NamedTuple):
-    """One thing looked into."""
+    """The result of one check of ``doctor``."""
 
     check: str
     """``reachable``, ``policy``, ``rights``..."""
@@ -106,9 +118,156 @@ class Finding(NamedTuple):
 
 
 @runtime_checkable
-class Diagnoses(Protocol):
-    """Optional: examines its store and says what an operator should change."""
+class Admin(Protocol):
+    """Optional: examines a whole store and removes parts of it. Methods may take long.
+
+    Raises:
+        OSError: the store cannot be reached, or refuses.
+        ConfigError: the store cannot do what is asked.
+    """
+
+    async def survey(self) -> list[Holding]:
+        """Return the chunks of every namespace; for ``inspect``."""
+        raise _missing(self, "inspect")
+
+    async def totals(self) -> list[ServerTotal]:
+        """Return how full each server is; a server that does not tell is left out."""
+        return []
+
+    async def overview(self, held: Sequence[Holding]) -> Overview:
+        """Return the state of the store, which holds ``held``; by default :meth:`totals`."""
+        totals = await self.totals()
+        lines = []
+        for each in totals:
+            limit = "no limit" if each.limit_bytes is None else human_bytes(each.limit_bytes)
+            used = human_bytes(each.used_bytes)
+            lines.append((each.server, f"{used} used by all data, limit: {limit}"))
+        return Overview({"servers": [each._asdict() for each in totals]}, lines)
+
+    async def purge(self, namespaces: Sequence[str]) -> int:
+        """Remove all chunks and facts of these namespaces; return how many values were removed."""
+        return 0
+
+    async def purge_unused(self, age_s: float, namespace: str | None, *, dry_run: bool) -> Aged:
+        """Remove the chunks not used for so long, of one namespace or of all."""
+        raise ConfigError("older-than", f"{age_s:g} s", "this store removes nothing by age")
+
+    async def collect(self, wanted: Garbage) -> Collected:
+        """Remove garbage; for ``gc``. By default by :meth:`purge` and :meth:`purge_unused`."""
+        if wanted.capacity_bytes is not None:
+            remedy = "this store evicts by its own rule, as a server does by maxmemory-policy"
+            raise ConfigError("capacity", human_bytes(wanted.capacity_bytes), remedy)
+        if wanted.namespace is None and wanted.unused_s is None:
+            remedy = "name one, or give --older-than; chunks that are not used expire by themselves"
+            raise ConfigError("namespace", None, remedy)
+        held = [] if wanted.namespace is None else await self.survey()
+        meant = None
+        if wanted.namespace is not None:
+            meant = named(wanted.namespace, (each.namespace for each in held))
+        if wanted.unused_s is not None:
+            found = await self.purge_unused(wanted.unused_s, meant, dry_run=wanted.dry_run)
+        else:
+            found = Aged(
+                sum(each.chunks for each in held if each.namespace == meant),
+                sum(each.stored_bytes for each in held if each.namespace == meant),
+                0,
+            )
+            if meant is not None and not wanted.dry_run:
+                await self.purge([meant])
+        summary = f"{counted(found.chunks, 'chunk')}, {human_bytes(found.stored_bytes)}"
+        if found.undated:
+            summary += (
+                f"; {found.undated} chunks stay: they live longer than ttl_s, so their age is "
+                "unknown; give the ttl_s of the engines with -o"
+            )
+        figures = {
+            "dry_run": wanted.dry_run,
+            "removed": found.chunks,
+            "freed_bytes": found.stored_bytes,
+            "undated": found.undated,
+        }
+        return Collected(summary, figures)
+
+    async def verify(
+        self,
+        *,
+        repair: bool,
+        share: float | None,
+        bytes_per_s: int | None,
+        progress: Callable[[int, int], None],
+    ) -> Verified:
+        """Read and check every chunk; for ``verify``.
+
+        Args:
+            repair: remove damaged chunks.
+            share: the part of the chunks to read, at random; None: all.
+            bytes_per_s: the most to read on average; None: no limit.
+            progress: called with the bytes done and the bytes to do, on any thread.
+        """
+        raise _missing(self, "verify")
 
     async def diagnose(self) -> list[Finding]:
-        """Look into everything that matters, each as one finding; never raises."""
-        ...
+        """Check whether the store is fit to be a tier; for ``doctor``."""
+        raise _missing(self, "doctor")
+
+    async def close(self) -> None:
+        """Release all resources."""
+
+
+METHODS: Mapping[str, Sequence[str]] = {
+    "inspect": ("survey",),
+    "gc": ("collect", "purge", "purge_unused"),
+    "verify": ("verify",),
+    "doctor": ("diagnose",),
+}
+"""The methods of a command: a store offers the command if it defines one of them."""
+
+
+def offers(store: type, command: str) -> bool:
+    """Return whether a class defines what a command calls, beyond the defaults of Admin."""
+    own = (getattr(store, name, None) for name in METHODS[command])
+    defaults = [None, *(getattr(Admin, name) for name in METHODS[command])]
+    return issubclass(store, Admin) and any(method not in defaults for method in own)
+
+
+def is_digest(name: str) -> bool:
+    """Return whether a namespace's name is a digest of facts, not a name that people give."""
+    return len(name) >= _DIGEST_DIGITS and not set(name) - set("0123456789abcdef")
+
+
+def counted(number: int, noun: str) -> str:
+    """Write a number of things: ``counted(1, "chunk") == "1 chunk"``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def duration(seconds: float) -> str:
+    """Write seconds for people: ``duration(5400) == "1.5 h"``."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def named(wanted: str, names: Iterable[str]) -> str:
+    """Return the namespace meant by a name or its beginning, as ``inspect`` shows it.
+
+    Raises:
+        ConfigError: there is none, or more than one, or the beginning is too short.
+    """
+    known = set(names)
+    if wanted in known:
+        return wanted
+    fits = [name for name in known if name.startswith(wanted)]
+    if len(fits) == 1 and len(wanted) >= LEAST_DIGITS:
+        return fits[0]
+    if len(fits) > 1:
+        problem = f"{len(fits)} namespaces begin like that; inspect --json has their whole names"
+    elif fits:
+        problem = f"the beginning of a name must have {LEAST_DIGITS} digits or more"
+    else:
+        problem = "there is no such namespace here; inspect lists them"
+    raise ConfigError("namespace", wanted, problem)
+
+
+def _missing(store: object, command: str) -> ConfigError:
+    return ConfigError("type", type(store).__name__, f"this backend does not offer {command}")

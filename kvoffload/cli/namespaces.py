@@ -1,23 +1,21 @@
-"""Namespaces of a store as people look at them: a table, and every fact on request."""
+"""A table of the namespaces of a store, with every fact on request."""
 
 import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import NamedTuple
 
 from rich.console import Console
 
-from kvoffload.cli.output import counted, plain, print_numbers
+from kvoffload.backends.admin import Holding, counted, duration, is_digest
+from kvoffload.cli.output import plain, print_numbers
 from kvoffload.config import human_bytes
 
 SHOWN_DIGITS = 16
-"""Of a digest: so many does ``inspect`` show."""
-_DIGEST_DIGITS = 32
-"""So many digits and more are no name that people give."""
+"""Digits of a digest that ``inspect`` shows."""
 
 
 class Order(StrEnum):
-    """What the rows are sorted by."""
+    """The order of the rows."""
 
     size = "size"
     age = "age"
@@ -31,71 +29,60 @@ _ORDERS = {
 }
 
 
-class Row(NamedTuple):
-    """One namespace."""
-
-    name: str
-    """As it was opened: a name, or a digest of facts."""
-    facts: object
-    chunks: int
-    stored_bytes: int
-    unused_s: float | None
-    """Seconds since the last use, or any number that grows with them; None: unknown."""
-    time: str
-    """The same for people; empty: unknown."""
-    details: Sequence[str] = ()
-    """Further lines, shown on request."""
-
-
-def show(to: Console, rows: Sequence[Row], time: str, order: Order, *, verbose: bool) -> None:
-    """Print namespaces as a table; ``time`` is the heading of the rows' times."""
-    if not rows:
+def show(to: Console, held: Sequence[Holding], times: str, order: Order, *, verbose: bool) -> None:
+    """Print namespaces as a table; ``times`` is the heading of their times."""
+    if not held:
         return
-    rows = _sorted(rows, order)
+    held = _sorted(held, order)
     cells = [
         (
-            plain(short(row.name)).plain,
+            plain(short(each.namespace)).plain,
             [
-                plain(_fact(row.facts, "model")).plain,
-                plain(_dtype(row.facts)).plain,
-                f"{row.chunks:,}",
-                human_bytes(row.stored_bytes),
-                row.time,
+                plain(_fact(each.facts, "model")).plain,
+                plain(_dtype(each.facts)).plain,
+                f"{each.chunks:,}",
+                human_bytes(each.stored_bytes),
+                _time(each),
             ],
         )
-        for row in rows
+        for each in held
     ]
-    title = f"{counted(len(rows), 'namespace')}, {_ORDERS[order]}"
-    columns = ("model", "dtype", "chunks", "bytes", time)
+    title = f"{counted(len(held), 'namespace')}, {_ORDERS[order]}"
+    columns = ("model", "dtype", "chunks", "bytes", times)
     print_numbers(to, title, "namespace", columns, cells, texts=2)
-    for row in rows if verbose else ():
+    for each in held if verbose else ():
+        facts = plain(_shown(each.facts))
         to.print()
-        to.print(plain(short(row.name), "bold") + "  " + plain(_told(row.facts)), soft_wrap=True)
-        for line in row.details:
+        to.print(plain(short(each.namespace), "bold") + "  " + facts, soft_wrap=True)
+        for line in each.details:
             to.print(f"  {line}", soft_wrap=True)
 
 
 def short(name: str) -> str:
-    """A name whole; of a digest the first digits, which ``gc`` takes as well."""
-    is_digest = len(name) >= _DIGEST_DIGITS and not set(name) - set("0123456789abcdef")
-    return name[:SHOWN_DIGITS] if is_digest else name
+    """Return a name whole, or the first digits of a digest, which ``gc`` accepts."""
+    return name[:SHOWN_DIGITS] if is_digest(name) else name
 
 
-def duration(seconds: float) -> str:
-    """Write seconds for people: ``duration(5400) == "1.5 h"``."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
-
-
-def _sorted(rows: Sequence[Row], order: Order) -> list[Row]:
-    by_name = sorted(rows, key=lambda row: row.name)
+def _sorted(held: Sequence[Holding], order: Order) -> list[Holding]:
+    by_name = sorted(held, key=lambda each: each.namespace)
     if order is Order.size:
-        return sorted(by_name, key=lambda row: -row.stored_bytes)
+        return sorted(by_name, key=lambda each: -each.stored_bytes)
     if order is Order.age:
-        return sorted(by_name, key=lambda row: math.inf if row.unused_s is None else -row.unused_s)
+        return sorted(by_name, key=_freshness)
     return by_name
+
+
+def _freshness(each: Holding) -> float:
+    """Return a number that falls with the time since the last use."""
+    if each.used_s is not None:
+        return -each.used_s
+    return math.inf if each.expires_s is None else each.expires_s
+
+
+def _time(each: Holding) -> str:
+    if each.used_s is not None:
+        return f"{duration(each.used_s)} ago"
+    return "" if each.expires_s is None else duration(each.expires_s)
 
 
 def _fact(facts: object, name: str) -> str:
@@ -103,11 +90,11 @@ def _fact(facts: object, name: str) -> str:
 
 
 def _dtype(facts: object) -> str:
-    """The type of the stored elements, which an engine may set apart from the model's."""
+    """Return the type of the stored elements, which an engine may set apart from the model's."""
     stored = _fact(facts, "kv_dtype")
     return stored if stored not in ("", "auto") else _fact(facts, "dtype")
 
 
-def _told(facts: object) -> str:
+def _shown(facts: object) -> str:
     pairs = sorted(facts.items()) if isinstance(facts, Mapping) else []
     return ", ".join(f"{name}={value}" for name, value in pairs) or "no facts stored"

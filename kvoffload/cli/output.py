@@ -18,11 +18,6 @@ def plain(text: object, style: str = "") -> Text:
     return Text(safe, style)
 
 
-def counted(number: int, noun: str) -> str:
-    """Write a number of things: ``counted(1, "chunk") == "1 chunk"``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def print_numbers(
     to: Console,
     title: str,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvoffload import registry
-from kvoffload.backends.admin import Purges
+from kvoffload.backends.admin import Admin
 from kvoffload.backends.base import Backend, Observable
 from kvoffload.config import BackendConfig, OffloadConfig, human_bytes
 from kvoffload.errors import ConfigError
@@ -267,7 +267,7 @@ class TieredOffloadingSpec(OffloadingSpec):
 async def _retire(store: Backend, heir: Backend, forgotten: Sequence[str]) -> None:
     """Close a store; the one in its place removes what no one will ask for any more."""
     await store.close()
-    if heir is store or not forgotten or not isinstance(heir, Purges):
+    if heir is store or not forgotten or not isinstance(heir, Admin):
         return
     try:
         await heir.purge(forgotten)

@@ -75,7 +75,9 @@ def test_what_cannot_be_opened_is_a_sentence_and_nothing_is_made(tmp_path, insta
         (("doctor", "--type", "sqlite", *setting), "does not offer", partial(process, **installed)),
         (("inspect", "--type", "memry"), "did you mean 'memory'?", here),
         (("inspect", "--type", "memory"), "does not offer", here),
-        (("inspect", "--type", "disk", "-o", f"root={tmp_path}"), "give the folder itself", here),
+        (("verify", "redis://localhost"), "does not offer", here),
+        (("inspect", "--type", "disk"), "is required", here),
+        (("inspect", str(tmp_path), "-o", f"root={tmp_path}"), "given already", here),
         (("doctor", "redis://localhost", "--type", "sqlite"), "or --type NAME", here),
         (("inspect",), "give a URL or a folder", here),
     ):

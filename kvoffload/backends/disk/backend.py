@@ -22,9 +22,10 @@ from typing import Any, TypeVar
 import aiofiles
 import aiofiles.os
 
-from kvoffload.backends.admin import Finding
+from kvoffload.backends.admin import Admin, Finding
 from kvoffload.backends.base import Removal, Usage
 from kvoffload.backends.blocking_pool import BlockingPool, DaemonThreads, run_once
+from kvoffload.backends.disk.admin import DiskAdmin
 from kvoffload.backends.disk.chunk_access import Chunks, is_key, on_disk
 from kvoffload.backends.disk.chunk_file import ChunkFiles, probe_direct
 from kvoffload.backends.disk.doctor import KEPT, diagnose
@@ -60,10 +61,11 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-class DiskBackend:
+class DiskBackend(Admin):
     """Chunks as files under a root that several processes may share."""
 
     Options = DiskOptions
+    admin = DiskAdmin
 
     def __init__(self, options: DiskOptions, namespace: str, *, vfs: Vfs | None = None) -> None:
         """Open at once; what is on disk already is found in the background.
@@ -301,7 +303,6 @@ class DiskBackend:
         return json.dumps(manifest, indent=2, sort_keys=True) + "\n"
 
     async def diagnose(self) -> list[Finding]:
-        """See :class:`~kvoffload.backends.admin.Diagnoses`."""
         try:
             return await diagnose(self.place, {name: getattr(self.options, name) for name in KEPT})
         except ConfigError as error:

@@ -68,7 +68,7 @@ async def client_of(
 
 
 async def survey(target: Target, options: RedisOptions, access: Access) -> list[Holding]:
-    """Say what the servers hold; see :class:`~kvoffload.backends.admin.Surveys`."""
+    """Say what the servers hold; see :class:`~kvoffload.backends.admin.Admin`."""
     chunks: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     facts: dict[str, dict[str, str]] = {}
@@ -128,7 +128,7 @@ class _Expiry:
 
 
 async def totals(target: Target, options: RedisOptions, access: Access) -> list[ServerTotal]:
-    """Say how full the servers are; see :class:`~kvoffload.backends.admin.TellsTotals`."""
+    """Say how full the servers are; see :class:`~kvoffload.backends.admin.Admin`."""
     found = []
     for address in await masters(target, options, access):
         async with client_of(address, options, access) as client:
@@ -166,7 +166,7 @@ async def purge_unused(
     *,
     dry_run: bool,
 ) -> Aged:
-    """Remove chunks by age; see :class:`~kvoffload.backends.admin.PurgesByAge`.
+    """Remove chunks by age; see :class:`~kvoffload.backends.admin.Admin`.
 
     Each store and load sets a chunk's time to live to ``ttl_s``: what is missing of it is the age.
     """

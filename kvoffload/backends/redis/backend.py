@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from urllib.parse import quote
 
-from kvoffload.backends.admin import Aged, Finding, Holding, ServerTotal
+from kvoffload.backends.admin import Admin, Aged, Finding, Holding, ServerTotal
 from kvoffload.backends.base import Observable, Usage
 from kvoffload.backends.header import MAX_KEY_BYTES, namespace_digest
 from kvoffload.backends.log_rate import Throttle
@@ -62,7 +62,7 @@ def facts_name(namespace: str) -> bytes:
     return f"{PREFIX}:{quote(namespace, safe='')}:facts".encode()
 
 
-class RedisBackend(Observable):
+class RedisBackend(Observable, Admin):
     """The backend; see the module. One instance belongs to one event loop.
 
     Args:
@@ -230,25 +230,20 @@ class RedisBackend(Observable):
     # For operators.
 
     async def survey(self) -> list[Holding]:
-        """See :class:`~kvoffload.backends.admin.Surveys`."""
         return await redis_admin.survey(self._target, self._options, self._access)
 
     async def totals(self) -> list[ServerTotal]:
-        """See :class:`~kvoffload.backends.admin.TellsTotals`."""
         return await redis_admin.totals(self._target, self._options, self._access)
 
     async def purge(self, namespaces: Sequence[str]) -> int:
-        """See :class:`~kvoffload.backends.admin.Purges`."""
         prefixes = [f"{PREFIX}:{quote(namespace, safe='')}:" for namespace in namespaces]
         return await redis_admin.purge(self._target, self._options, self._access, prefixes)
 
     async def purge_unused(self, age_s: float, namespace: str | None, *, dry_run: bool) -> Aged:
-        """See :class:`~kvoffload.backends.admin.PurgesByAge`."""
         where = self._target, self._options, self._access
         return await redis_admin.purge_unused(*where, age_s, namespace, dry_run=dry_run)
 
     async def diagnose(self) -> list[Finding]:
-        """See :class:`~kvoffload.backends.admin.Diagnoses`."""
         return await redis_doctor.diagnose(self._target, self._options, self._access, self)
 
     # On the loop's thread.

@@ -13,10 +13,10 @@ import pytest
 from disk_parts import SIZE, open_disk, until, write
 
 from kvoffload.backends.disk import permissions as disk_trust
+from kvoffload.backends.disk.admin import overview
 from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.disk.paths import WRITERS, shard_of
 from kvoffload.backends.header import namespace_digest
-from kvoffload.cli.inspect import survey
 from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import filled, keys_of, slots
 
@@ -303,7 +303,7 @@ def test_a_pipe_in_place_of_a_lock_stops_no_look_from_outside(tmp_path, name):
     os.mkfifo(path)
     reports = []
     look = threading.Thread(
-        target=lambda: reports.append(survey(DiskInspector(str(tmp_path / "kv")))), daemon=True
+        target=lambda: reports.append(overview(DiskInspector(str(tmp_path / "kv")))), daemon=True
     )
     look.start()
     look.join(5)

@@ -11,11 +11,10 @@ import pytest
 from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, until, write
 
 from kvoffload.backends.disk import housekeeper as disk_house
+from kvoffload.backends.disk.admin import namespaces, overview, verify
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.disk.scanner import Scanner
-from kvoffload.cli.inspect import survey
-from kvoffload.cli.verify import verify
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of
 from tests.support.vfs import FailingVfs, HookedVfs, StuckVfs, kind_of
@@ -278,12 +277,12 @@ def test_what_cannot_be_looked_at_does_not_end_inspect_and_is_no_success_for_ver
     failing = FailingVfs(
         1, errno.EIO, sticky=True, when=lambda c, p: c == "listdir" and kind_of(p) == "shard"
     )
-    report = verify(DiskInspector(str(tmp_path), failing), repair=True, quiet=True)
+    report = verify(DiskInspector(str(tmp_path), failing), repair=True)
     assert report["chunks"] == 0
     assert report["reasons"] == {"io_EIO": 256}
     read_only = FailingVfs(
         1, errno.EROFS, sticky=True, when=lambda c, p: c == "open" and kind_of(p) == "ledger"
     )
-    found = survey(DiskInspector(str(tmp_path), read_only))
-    assert found["ledger_bytes"] is None
-    assert found["namespaces"][0]["chunks"] == 3
+    found = DiskInspector(str(tmp_path), read_only)
+    assert overview(found)["ledger_bytes"] is None
+    assert namespaces(found)[0]["chunks"] == 3
