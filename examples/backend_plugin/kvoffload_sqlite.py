@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 
 from kvoffload.backends.admin import Admin, Holding
-from kvoffload.backends.base import Observable, Removal, Usage
+from kvoffload.backends.base import Removal, Usage
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.threaded import ThreadedBackend
 from kvoffload.config import ByteSize
@@ -44,7 +44,7 @@ class SqliteOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError("capacity", int(self.capacity), "must be more than 0 bytes")
 
 
-class SqliteBackend(ThreadedBackend, Observable, Admin):
+class SqliteBackend(ThreadedBackend, Admin):
     """One row a chunk, verified on every read."""
 
     Options = SqliteOptions

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvoffload.backends.base import Observable, Removal, Usage
+from kvoffload.backends.base import Removal, Usage
 from kvoffload.backends.threaded import ThreadedBackend
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
@@ -26,7 +26,7 @@ class MemoryOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError("capacity", int(self.capacity), "must be more than 0 bytes")
 
 
-class MemoryBackend(ThreadedBackend, Observable):
+class MemoryBackend(ThreadedBackend):
     """Chunks in a dictionary, gone with the process. For tests, examples and ordinary memory.
 
     Copies run on the loop itself: one chunk takes less time than a hop to a thread.

@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
+from kvoffload.backends.base import Observable, Usage
 from kvoffload.backends.blocking_pool import BlockingPool, run_once
 from kvoffload.backends.log_rate import Throttle
 
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 Kind = Literal["read", "write"]
 
 
-class ThreadedBackend(ABC):
+class ThreadedBackend(Observable, ABC):
     """Runs blocking functions of one chunk on threads, and answers the batches of a backend.
 
     The functions may raise: the chunk is then a miss, counted as ``read_failed`` or
@@ -76,10 +77,10 @@ class ThreadedBackend(ABC):
     def has(self, key: bytes) -> bool:
         """Return whether :meth:`get` would probably find the chunk."""
 
-    def delete(self, key: bytes) -> None:  # noqa: B027 - a store may lack it
+    def delete(self, key: bytes) -> None:
         """Remove the chunk if it is there. By default, chunks stay."""
 
-    def release(self) -> None:  # noqa: B027 - a store may lack it
+    def release(self) -> None:
         """Release connections and files. Called once, after the last of the other calls."""
 
     # ---- Backend and ReadsEach -------------------------------------------------------------
@@ -125,7 +126,11 @@ class ThreadedBackend(ABC):
         self._closed = True
         await run_once(self._shut_down)
 
-    # ---- statistics ------------------------------------------------------------------------
+    # ---- Observable ------------------------------------------------------------------------
+
+    def usage(self) -> Usage:
+        """Return what is stored; zeros by default, as a store need not know."""
+        return Usage(0, None, 0)
 
     def count(self, reason: str, number: int = 1) -> None:
         """Add to a counter; thread-safe."""

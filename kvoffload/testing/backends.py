@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from kvoffload.backends.admin import Admin
 from kvoffload.backends.base import LocalIndex, Observable, ReadsEach
 from kvoffload.testing.harness import (
     CHUNK_BYTES,
@@ -275,6 +276,16 @@ class BackendSuite(HazardSuite):
             assert usage.resident_bytes >= 0
             assert usage.capacity_bytes is None or usage.resident_bytes <= usage.capacity_bytes
         assert all(count >= 0 for count in backend.counters().values())
+
+    @on_a_loop
+    async def test_optional_protocols_are_whole(self) -> None:
+        """A method of a protocol without the others would never be called."""
+        backend = await self.opened()
+        for protocol in (LocalIndex, Observable, Admin):
+            names = [name for name in vars(protocol) if not name.startswith("_")]
+            own = [name for name in names if name != "close" and hasattr(backend, name)]
+            remedy = f"{protocol.__name__} is incomplete beside {own}: inherit it"
+            assert not own or isinstance(backend, protocol), remedy
 
     @on_a_loop
     async def test_the_loop_is_not_blocked(self) -> None:

@@ -102,6 +102,18 @@ class Boundless(Verified):
         return super().usage()._replace(capacity_bytes=self._reported)
 
 
+class Partial(Verified):
+    """Has one method of a protocol, and lacks the rest."""
+
+    async def survey(self):
+        return []
+
+
+def test_a_part_of_an_optional_protocol_is_named(tmp_path):
+    with pytest.raises(AssertionError, match=r"Admin is incomplete .*'survey'.*: inherit it"):
+        suite_of(Partial, tmp_path).test_optional_protocols_are_whole()
+
+
 def suite_of(backend, folder):
     class Suite(BackendSuite):
         def open(self, namespace):
