@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 
 from kvoffload.backends.admin import Admin, Holding
-from kvoffload.backends.base import Removal, Usage
+from kvoffload.backends.base import ReadResult, Removal, Usage
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.threaded import ThreadedBackend
 from kvoffload.config import ByteSize
@@ -66,17 +66,17 @@ class SqliteBackend(ThreadedBackend, Admin):
     def has(self, key: bytes) -> bool:
         return self._row(key, "1") is not None
 
-    def get(self, key: bytes, into: memoryview) -> bool:
+    def get(self, key: bytes, into: memoryview) -> ReadResult:
         row = self._row(key, "id, digest, payload")
         if row is None or len(row[2]) != len(into):
             self.count("read_missing")
-            return False
+            return ReadResult.MISSING
         if xxhash.xxh3_128_digest(row[2]) != row[1]:
             self.count("corrupt_payload")
-            return False
+            return ReadResult.CORRUPT
         into[:] = row[2]
         self._db.execute("UPDATE chunks SET used_ns = ? WHERE id = ?", (time.time_ns(), row[0]))
-        return True
+        return ReadResult.HIT
 
     def put(self, key: bytes, chunk: memoryview) -> bool:
         if len(chunk) > self._capacity_bytes:

@@ -10,10 +10,62 @@ Four protocols are optional: :class:`LocalIndex`, :class:`Observable`, :class:`R
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
+
+
+class ReadResult(Enum):
+    """Why a chunk was read or not: true for ``HIT`` alone, and equal to the bool it stands for.
+
+    A backend may answer a read with plain bools instead; False then counts as ``MISSING``.
+    """
+
+    HIT = "hit"
+    MISSING = "missing"
+    """No chunk of this length is stored under the key."""
+    CORRUPT = "corrupt"
+    """A chunk is stored, and its verification failed."""
+    LATE = "late"
+    """The store did not answer by its deadline."""
+    UNAVAILABLE = "unavailable"
+    """The store could not be asked, or refused."""
+
+    @classmethod
+    def of(cls, reason: str) -> "ReadResult":
+        """Return the result behind a counter's reason; an empty one is a hit."""
+        if reason.startswith("corrupt"):
+            return cls.CORRUPT
+        return _BY_REASON.get(reason, cls.UNAVAILABLE)
+
+    def __bool__(self) -> bool:
+        return self is ReadResult.HIT
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, bool) and other == bool(self))
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+
+_BY_REASON = {
+    "": ReadResult.HIT,
+    "missing": ReadResult.MISSING,
+    "length": ReadResult.MISSING,
+    "lost_timeout": ReadResult.LATE,
+}
+Answers = Sequence[bool | ReadResult]
+"""The answers of a read, one a key."""
+
+
+def reason_of(answers: Answers) -> str:
+    """Return why a read brought less than was asked: its first miss, or empty."""
+    for answer in answers:
+        if not answer:
+            return answer.value if isinstance(answer, ReadResult) else ReadResult.MISSING.value
+    return ""
 
 
 class Backend(Protocol):
@@ -33,11 +85,12 @@ class Backend(Protocol):
         """Return for each key whether a read would probably find it."""
         ...
 
-    async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
+    async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> Answers:
         """Fill ``into[i]`` (writable, contiguous bytes) with the chunk stored under ``keys[i]``.
 
         True means: exactly the bytes written under that key in this namespace, all
-        ``len(into[i])`` of them, verified. After False the content of ``into[i]`` is undefined.
+        ``len(into[i])`` of them, verified. After a miss the content of ``into[i]`` is undefined.
+        A :class:`ReadResult` in place of False says why.
         """
         ...
 
@@ -148,7 +201,7 @@ class ReadsEach(Protocol):
         keys: Sequence[bytes],
         into: Sequence[memoryview],
         arrived: Callable[[int], None],
-    ) -> list[bool]:
+    ) -> Answers:
         """Do as :meth:`Backend.read`, and call ``arrived(i)`` as soon as ``into[i]`` is verified.
 
         At most once a chunk, on any thread, before this returns, and only where the answer will be

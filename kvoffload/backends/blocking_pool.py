@@ -67,7 +67,7 @@ class BlockingPool:
         """Whether every thread is stuck in an item."""
         return self._stuck() == self.threads
 
-    async def fill(self, answers: list[bool], work: Callable[[int], bool]) -> None:
+    async def fill(self, answers: list[T], work: Callable[[int], T]) -> None:
         """Do ``work(i)`` for every index of ``answers`` on the threads, and set ``answers[i]``.
 
         Each thread takes the next item until none is left, and the last one reports: a batch
@@ -140,7 +140,7 @@ class BlockingPool:
 class _Batch:
     """One call of :meth:`BlockingPool.fill`."""
 
-    def __init__(self, answers: list[bool], work: Callable[[int], bool]) -> None:
+    def __init__(self, answers: list[Any], work: Callable[[int], Any]) -> None:
         self.work = work
         self.answers = answers
         self.error: BaseException | None = None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvoffload.backends.base import Removal, Usage
+from kvoffload.backends.base import ReadResult, Removal, Usage
 from kvoffload.backends.threaded import ThreadedBackend
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
@@ -52,15 +52,15 @@ class MemoryBackend(ThreadedBackend):
     def has(self, key: bytes) -> bool:
         return key in self._chunks
 
-    def get(self, key: bytes, into: memoryview) -> bool:
+    def get(self, key: bytes, into: memoryview) -> ReadResult:
         with self._lock:
             chunk = self._chunks.get(key)
             if chunk is None or len(chunk) != into.nbytes:
                 self.count("read_missing" if chunk is None else "read_length")
-                return False
+                return ReadResult.MISSING
             self._chunks.move_to_end(key)
         into[:] = chunk
-        return True
+        return ReadResult.HIT
 
     def put(self, key: bytes, chunk: memoryview) -> bool:
         if chunk.nbytes > self._capacity:

@@ -24,15 +24,16 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
-from kvoffload.backends.base import Observable, Usage
+from kvoffload.backends.base import Observable, ReadResult, Usage
 from kvoffload.backends.blocking_pool import BlockingPool, run_once
 from kvoffload.backends.log_rate import Throttle
 
 log = logging.getLogger(__name__)
 
 Kind = Literal["read", "write"]
+T = TypeVar("T")
 
 
 class ThreadedBackend(Observable, ABC):
@@ -66,8 +67,8 @@ class ThreadedBackend(Observable, ABC):
     # ---- what a subclass defines -----------------------------------------------------------
 
     @abstractmethod
-    def get(self, key: bytes, into: memoryview) -> bool:
-        """Fill ``into`` with the chunk, verified; False: missing, damaged or of another length."""
+    def get(self, key: bytes, into: memoryview) -> bool | ReadResult:
+        """Fill ``into`` with the chunk, verified; or answer False or a :class:`ReadResult`."""
 
     @abstractmethod
     def put(self, key: bytes, chunk: memoryview) -> bool:
@@ -86,9 +87,11 @@ class ThreadedBackend(Observable, ABC):
     # ---- Backend and ReadsEach -------------------------------------------------------------
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        return await self._each("read", len(keys), lambda i: self.has(keys[i]))
+        return await self._each("read", len(keys), lambda i: self.has(keys[i]), False)
 
-    async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
+    async def read(
+        self, keys: Sequence[bytes], into: Sequence[memoryview]
+    ) -> list[bool | ReadResult]:
         return await self.read_each(keys, into, lambda i: None)
 
     async def read_each(
@@ -96,21 +99,21 @@ class ThreadedBackend(Observable, ABC):
         keys: Sequence[bytes],
         into: Sequence[memoryview],
         arrived: Callable[[int], None],
-    ) -> list[bool]:
+    ) -> list[bool | ReadResult]:
         _same_length(keys, into)
 
-        def load(i: int) -> bool:
+        def load(i: int) -> bool | ReadResult:
             found = self.get(keys[i], into[i].cast("B"))
             if found:
                 arrived(i)
             return found
 
-        return await self._each("read", len(keys), load)
+        return await self._each("read", len(keys), load, ReadResult.UNAVAILABLE)
 
     async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
         _same_length(keys, chunks)
         return await self._each(
-            "write", len(keys), lambda i: self.put(keys[i], chunks[i].cast("B"))
+            "write", len(keys), lambda i: self.put(keys[i], chunks[i].cast("B")), False
         )
 
     async def remove(self, keys: Sequence[bytes]) -> None:
@@ -118,7 +121,7 @@ class ThreadedBackend(Observable, ABC):
             self.delete(keys[i])
             return True
 
-        await self._each("write", len(keys), discard)
+        await self._each("write", len(keys), discard, False)
 
     async def close(self) -> None:
         if self._closed:
@@ -144,20 +147,20 @@ class ThreadedBackend(Observable, ABC):
 
     # ---- the threads -----------------------------------------------------------------------
 
-    async def _each(self, kind: Kind, items: int, work: Callable[[int], bool]) -> list[bool]:
-        """Do ``work(i)`` for each item; what raises, or is not begun, is False."""
+    async def _each(self, kind: Kind, items: int, work: Callable[[int], T], failed: T) -> list[T]:
+        """Do ``work(i)`` for each item; an item that raises, or is not begun, is ``failed``."""
 
-        def attempt(i: int) -> bool:
+        def attempt(i: int) -> T:
             if self._closed:
-                return False
+                return failed
             try:
                 return work(i)
             except Exception as error:
                 self.count(f"{kind}_failed")
                 self._failures.warning("%s: a %s failed: %r", self._name, kind, error)
-                return False
+                return failed
 
-        answers = [False] * items
+        answers = [failed] * items
         pool = self._pools[kind]
         if pool is not None:
             await pool.fill(answers, attempt)

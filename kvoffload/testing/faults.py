@@ -7,17 +7,19 @@ lies, or returns damaged bytes. The backend underneath stays whole.
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from kvoffload.backends.base import (
+    Answers,
     Backend,
     LocalIndex,
     Observable,
     ReadsEach,
 )
 
+T = TypeVar("T")
 Verb = Literal["contains", "read", "write", "remove"]
 Fault = Literal["raise", "hang", "delay", "flip", "lie", "miss", "short"]
 
@@ -78,24 +80,24 @@ class FaultyBackend:
             return [True] * len(keys)
         return await self._answered(plan, len(keys), lambda: self.inner.contains(keys))
 
-    async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
+    async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> Answers:
         """Read from the inner backend, or fail by plan."""
         return await self._read(self.inner.read, keys, into)
 
     async def _read(
         self,
-        inner: Callable[..., Awaitable[list[bool]]],
+        inner: Callable[..., Awaitable[Answers]],
         keys: Sequence[bytes],
         into: Sequence[memoryview],
         *arrived: Callable[[int], None],
-    ) -> list[bool]:
+    ) -> Answers:
         plan = self._strike("read", keys)
         if plan is None:
             return await inner(keys, into, *arrived)
         if plan.fault == "short":
             half = len(keys) // 2
             done = await inner(keys[:half], into[:half], *arrived)
-            return done + [False] * (len(keys) - half)
+            return [*done, *[False] * (len(keys) - half)]
         if plan.fault == "flip":
             # Told of only when it has been done: what arrived is copied at once.
             answers = await self.inner.read(keys, into)
@@ -147,8 +149,8 @@ class FaultyBackend:
         return None
 
     async def _answered(
-        self, plan: Plan, count: int, inner: Callable[[], Awaitable[list[bool]]]
-    ) -> list[bool]:
+        self, plan: Plan, count: int, inner: Callable[[], Awaitable[T]]
+    ) -> T | list[bool]:
         await self._strike_down(plan)
         return await inner() if plan.fault == "delay" else [False] * count
 

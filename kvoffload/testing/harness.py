@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kvoffload.backends.base import Backend
+from kvoffload.backends.base import Answers, Backend
 
 CHUNK_BYTES = 64 * 1024
 LONG_S = 60.0
@@ -45,7 +45,7 @@ def filled(keys: Sequence[bytes], size: int = CHUNK_BYTES) -> list[memoryview]:
 
 
 def wrong_bytes(
-    keys: Sequence[bytes], memory: Sequence[memoryview], good: Sequence[bool] | None = None
+    keys: Sequence[bytes], memory: Sequence[memoryview], good: Answers | None = None
 ) -> list[str]:
     """Say of each slot that does not hold the payload of its key what its first wrong byte is.
 

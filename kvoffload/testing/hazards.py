@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from kvoffload.backends.base import Backend, Observable, ReadsEach, Removal
+from kvoffload.backends.base import Answers, Backend, Observable, ReadsEach, Removal
 from kvoffload.testing.harness import (
     CHUNK_BYTES,
     OpensBackends,
@@ -125,9 +125,9 @@ def _calls(backend: Backend, keys: Sequence[bytes]) -> dict[str, Callable[[], Aw
     return calls
 
 
-def _readers(backend: Backend) -> list[Callable[..., Awaitable[list[bool]]]]:
+def _readers(backend: Backend) -> list[Callable[..., Awaitable[Answers]]]:
     """Both ways of reading, called alike."""
-    ways: list[Callable[..., Awaitable[list[bool]]]] = [
+    ways: list[Callable[..., Awaitable[Answers]]] = [
         lambda keys, into, arrived: backend.read(keys, into)
     ]
     if isinstance(backend, ReadsEach):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvoffload.backends.base import ReadResult, reason_of
 from kvoffload.backends.threaded import ThreadedBackend
 from kvoffload.testing import BackendSuite
 from kvoffload.testing.backends import filled, keys_of, slots, wrong_bytes
@@ -135,3 +136,30 @@ async def test_release_comes_once_and_last():
     await writing
     await backend.close()
     assert backend.released == 1
+
+
+async def test_a_read_says_why_by_value():
+    class Knowing(Dictionary):
+        def get(self, key, into):
+            return ReadResult.CORRUPT if key == keys[1] else super().get(key, into)
+
+    backend, keys = Knowing(threads=1), keys_of(3)
+    await backend.write(keys[:2], filled(keys[:2]))
+    answers = await backend.read(keys, slots(3))
+    assert answers == [True, False, False]
+    assert (answers[1], reason_of(answers)) == (ReadResult.CORRUPT, "corrupt")
+    assert reason_of(answers[:1]) == ""
+    assert reason_of(answers[2:]) == "missing"
+    await backend.close()
+    answers = await backend.read(keys, slots(3))
+    assert [answer.value for answer in answers] == ["unavailable"] * 3
+
+
+def test_a_result_equals_the_bool_it_stands_for_and_no_other_result():
+    for one in ReadResult:
+        assert one == bool(one)
+        assert one != (not one)
+        assert [other for other in ReadResult if other == one] == [one]
+    assert [one for one in ReadResult if one] == [ReadResult.HIT]
+    reasons = ("", "missing", "corrupt_key", "lost_timeout", "io_EIO")
+    assert [ReadResult.of(reason) for reason in reasons] == list(ReadResult)

@@ -239,7 +239,7 @@ async def _throughput(backend: Backend) -> list[Finding]:
         for what, work in (("store", backend.write), ("load", backend.read)):
             began = time.perf_counter()
             ok = await work(keys, memory)
-            per_s = sum(ok) * _CHUNK_BYTES / (time.perf_counter() - began)
+            per_s = ok.count(True) * _CHUNK_BYTES / (time.perf_counter() - began)
             detail = f"{what}: {human_bytes(per_s)}/s with chunks of {human_bytes(_CHUNK_BYTES)}"
             if not all(ok):
                 missed = f"{ok.count(False)} of {len(ok)} chunks failed; {detail}"

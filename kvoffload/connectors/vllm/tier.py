@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvoffload import registry
-from kvoffload.backends.base import Observable
+from kvoffload.backends.base import Answers, Observable
 from kvoffload.config import convert
 from kvoffload.connectors.vllm.versions import installed_version
 from kvoffload.offload.namespace import Fact, namespace, readable
@@ -81,7 +81,7 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]
         self._quiet = threading.Event()
         self._quiet.set()
         self._finished: list[JobResult] = []
-        self._abandoned: set[asyncio.Task[list[bool]]] = set()
+        self._abandoned: set[asyncio.Task[Answers]] = set()
         """Calls that were answered as failed and have not ended."""
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -137,7 +137,7 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]
         self,
         job: TransferJob,
         timeout_s: float,
-        call: Callable[[Any, Any], Coroutine[Any, Any, list[bool]]],
+        call: Callable[[Any, Any], Coroutine[Any, Any, Answers]],
         keys: list[bytes],
         rows: list[memoryview],
     ) -> None:
@@ -147,7 +147,7 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]
 
         async def run() -> None:
             started_s = time.monotonic()
-            ok = [False] * len(keys)
+            ok: Answers = [False] * len(keys)
             # The call works on memory of its own: vLLM gives the rows to others as soon as it is
             # answered, and a call that hangs lets go of what it was given only when it ends.
             copies = own_memory(len(rows), self._width)
@@ -174,7 +174,7 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]
 
         self._io.start(run)
 
-    def _ended_late(self, task: "asyncio.Task[list[bool]]") -> None:
+    def _ended_late(self, task: "asyncio.Task[Answers]") -> None:
         self._abandoned.discard(task)
         if not task.cancelled():
             task.exception()  # was answered long ago
@@ -183,7 +183,7 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]
         self,
         job: TransferJob,
         keys: list[bytes],
-        ok: list[bool],
+        ok: Answers,
         rows: list[memoryview],
         seconds: float,
     ) -> None:
