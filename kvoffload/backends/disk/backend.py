@@ -23,7 +23,7 @@ import aiofiles
 import aiofiles.os
 
 from kvoffload.backends.admin import Admin, Finding
-from kvoffload.backends.base import Removal, Usage
+from kvoffload.backends.base import Answers, ReadResult, Removal, Usage
 from kvoffload.backends.blocking_pool import BlockingPool, DaemonThreads, run_once
 from kvoffload.backends.disk.admin import DiskAdmin
 from kvoffload.backends.disk.chunk_access import Chunks, is_key, on_disk
@@ -130,7 +130,7 @@ class DiskBackend(Admin):
                 answers[i] = exists
         return answers
 
-    async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
+    async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[ReadResult]:
         """Fill slots from files, several at once, each verified; see :meth:`Backend.read`."""
         return await self.read_each(keys, into, lambda i: None)
 
@@ -139,19 +139,19 @@ class DiskBackend(Admin):
         keys: Sequence[bytes],
         into: Sequence[memoryview],
         arrived: Callable[[int], None],
-    ) -> list[bool]:
+    ) -> list[ReadResult]:
         """Do so, and tell of each; see :class:`~kvoffload.backends.base.ReadsEach`."""
         _same_length(keys, into)
         if self._refuses("read", len(keys)):
-            return [False] * len(keys)
+            return [ReadResult.UNAVAILABLE] * len(keys)
 
-        def load(i: int) -> bool:
+        def load(i: int) -> ReadResult:
             good = self._chunks.read(keys[i], into[i])
             if good:
                 arrived(i)
             return good
 
-        answers = [False] * len(keys)
+        answers = [ReadResult.UNAVAILABLE] * len(keys)
         try:
             await self._loads.fill(answers, load)
         finally:  # also of a load that its deadline cut off
@@ -375,7 +375,7 @@ class DiskBackend(Admin):
             log.warning("disk: %s is stuck, left as it is", self._keeper.root)
 
 
-def _head_last(keys: Sequence[bytes], answers: Sequence[bool]) -> list[Name]:
+def _head_last(keys: Sequence[bytes], answers: Answers) -> list[Name]:
     """Names of what went well: the head of a prefix is to be the most recent, its tail leaves."""
     names = [name_of(0, key) for key, good in zip(keys, answers, strict=True) if good]
     return names[::-1]

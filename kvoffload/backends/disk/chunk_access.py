@@ -2,8 +2,8 @@
 
 import logging
 import os
-from typing import Literal
 
+from kvoffload.backends.base import ReadResult
 from kvoffload.backends.disk.chunk_file import PAGE, ChunkFiles
 from kvoffload.backends.disk.expiry import is_fresh
 from kvoffload.backends.disk.index import Name, name_of
@@ -24,22 +24,22 @@ class Chunks:
         self._digest = digest
         self._unreadable = Throttle(log)
 
-    def read(self, key: bytes, target: memoryview) -> bool:
+    def read(self, key: bytes, target: memoryview) -> ReadResult:
         """Fill a slot, verified."""
         if not is_key(key):
-            return False
+            return ReadResult.MISSING
         name = name_of(0, key)
         try:
             if self._keeper.uses.expires and not is_fresh(self._keeper, name):
                 return self._missed(name, "missing", None)
             reason, facts = self._files.read(self._keeper.path(name), key, self._digest, target)
-            return reason is None or self._missed(name, reason, facts)
+            return ReadResult.HIT if reason is None else self._missed(name, reason, facts)
         except Exception:
             self._keeper.count("read_failed")
             log.exception("disk: cannot read %s", self._keeper.path(name))
-            return False
+            return ReadResult.UNAVAILABLE
 
-    def _missed(self, name: Name, reason: str, facts: os.stat_result | None) -> Literal[False]:
+    def _missed(self, name: Name, reason: str, facts: os.stat_result | None) -> ReadResult:
         """Draw the consequences of a load that went wrong."""
         if reason == "missing":
             self._keeper.count("read_missing")
@@ -50,7 +50,7 @@ class Chunks:
         else:
             self._keeper.count(f"read_{reason}")
             self._unreadable.warning("disk: cannot read %s: %s", self._keeper.path(name), reason)
-        return False
+        return ReadResult.of(reason)
 
     def write(self, key: bytes, chunk: memoryview) -> bool:
         """Store a chunk, whole or not at all."""
