@@ -19,7 +19,7 @@ from functools import partial
 from urllib.parse import quote
 
 from kvoffload.backends.admin import Admin, Aged, Finding, Holding, ServerTotal
-from kvoffload.backends.base import Observable, Usage
+from kvoffload.backends.base import Observable, ReadResult, Usage
 from kvoffload.backends.header import MAX_KEY_BYTES, namespace_digest
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.presence import PresenceCache
@@ -108,7 +108,7 @@ class RedisBackend(Observable, Admin):
         found = await self._integers(keys, b"EXISTS")
         return [answer == 1 for answer in found]
 
-    async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
+    async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[ReadResult]:
         """See :meth:`Backend.read`. A value that proves damaged, also a second time, is removed."""
         return await self.read_each(keys, into, lambda i: None)
 
@@ -117,19 +117,19 @@ class RedisBackend(Observable, Admin):
         keys: Sequence[bytes],
         into: Sequence[memoryview],
         arrived: Callable[[int], None],
-    ) -> list[bool]:
+    ) -> list[ReadResult]:
         """See :class:`~kvoffload.backends.base.ReadsEach`."""
         _same_length(keys, into)
         topology = await self._ready()
-        ok = [False] * len(keys)
+        ok = [ReadResult.UNAVAILABLE] * len(keys)
         if topology is None:
             return ok
         self._facts.used()
         batch = Batch()
 
         def finish(i: int, why: str) -> None:
+            ok[i] = ReadResult.of(why)
             if not why:
-                ok[i] = True
                 self._counters["read_ok"] += 1
                 arrived(i)
                 return
