@@ -49,6 +49,9 @@ class ReadResult(Enum):
     def __hash__(self) -> int:
         return hash(bool(self))
 
+    def __radd__(self, count: int) -> int:
+        return count + bool(self)  # so that sum(answers) counts the hits
+
 
 _BY_REASON = {
     "": ReadResult.HIT,

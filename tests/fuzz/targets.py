@@ -30,23 +30,23 @@ from kvoffload.backends.header import (
     parse_header,
 )
 from kvoffload.backends.redis.admin import _read_facts
+from kvoffload.backends.redis.discovery import (
+    MAX_NODES,
+    NUM_SLOTS,
+    parse_masters,
+    parse_redirect,
+    parse_slots,
+)
 from kvoffload.backends.redis.options import parse_url, redacted
 from kvoffload.backends.redis.resp import (
     MAX_TEXT,
     Fill,
     Integers,
     Line,
+    NestedArray,
     ProtocolError,
     ReplyReader,
     ServerError,
-    Table,
-)
-from kvoffload.backends.redis.slots import (
-    MAX_NODES,
-    NUM_SLOTS,
-    parse_masters,
-    parse_redirect,
-    parse_slots,
 )
 from kvoffload.errors import ConfigError
 from kvoffload.offload.base import ReqContext
@@ -104,7 +104,7 @@ def replies(data: bytes) -> None:
     guard = bytearray(b"\x5a" * 66)
     view = memoryview(guard)[1:-1]
     reader = ReplyReader()
-    expected = [Line(), Integers(3), Fill([view[:24], view[24:64]]), Table(), Line()]
+    expected = [Line(), Integers(3), Fill([view[:24], view[24:64]]), NestedArray(), Line()]
     start = (choice or b"\0")[0] % len(expected)
     for expect in expected[start:] + expected[:start]:
         reader.expect(expect)
@@ -122,27 +122,27 @@ def replies(data: bytes) -> None:
 
 def slot_table(data: bytes) -> None:
     """A reply to CLUSTER SLOTS or SENTINEL MASTERS, from the wire on."""
-    reader, table = ReplyReader(), Table()
-    reader.expect(table)
-    stream = data
+    reader, stream, replies = ReplyReader(), data, []
+    reader.expect(NestedArray())
     with contextlib.suppress(ProtocolError):
         while stream:
             buffer = reader.get_buffer()
             count = min(len(buffer), len(stream))
             buffer[:count], stream = stream[:count], stream[count:]
-            reader.received(count)
+            replies += reader.received(count)
+    table = replies[0] if replies else None
     with contextlib.suppress(ValueError):
-        slots = parse_slots(table.value, _ASKED)
+        slots = parse_slots(table, _ASKED)
         assert all(0 <= start <= stop < NUM_SLOTS for start, stop, _ in slots)
         assert all(0 < address.port < 65536 for _, _, address in slots)
         assert len({address for _, _, address in slots}) <= MAX_NODES
     with contextlib.suppress(ValueError):
-        parse_masters(table.value)
+        parse_masters(table)
 
 
 def redirect(data: bytes) -> None:
     """An error reply, a redirect among them."""
-    error = ServerError.of(data)
+    error = ServerError.parse(data)
     assert error.text.isprintable()
     assert len(error.text) <= 10 * (MAX_TEXT + 1)  # escaped, one may become \\xNNNNNN
     with contextlib.suppress(ValueError):

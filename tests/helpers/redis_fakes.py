@@ -1,4 +1,4 @@
-"""Servers that speak Redis' wire format and say what a test wants them to say."""
+"""Fake servers that speak Redis' wire format and reply with the words of a test."""
 
 import asyncio
 import contextlib
@@ -47,7 +47,7 @@ class FakeRedis:
 
 
 def polite(words: list[bytes]) -> bytes:
-    """What an empty server with one user answers."""
+    """Answer as an empty server with one user."""
     match words[0].upper():
         case b"PING":
             return b"+PONG\r\n"

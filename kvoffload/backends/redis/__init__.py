@@ -1,1 +1,1 @@
-"""The Redis tier: chunks as values of a server, a cluster, or what Sentinels name."""
+"""The Redis backend: one value a chunk on a server, a cluster, or the master of Sentinels."""

@@ -1,64 +1,70 @@
-"""Looking at, and emptying, what servers hold: by SCAN in small steps, never by KEYS."""
+"""Survey and purge of whole servers: by SCAN in small steps, never by KEYS.
+
+The control plane uses redis-py with deadlines and without retries: by default redis-py retries a
+dead server for about a minute.
+"""
 
 import contextlib
 import math
-import re
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import quote, unquote
 
 import msgspec
 from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
 from kvoffload.backends.admin import Aged, Holding, ServerTotal
 from kvoffload.backends.base import Usage
 from kvoffload.backends.redis.channel import Address
-from kvoffload.backends.redis.discovery import SentinelResolver, fetch_slots
-from kvoffload.backends.redis.options import Access, RedisOptions, Target
-from kvoffload.backends.redis.redis_py import control_client
+from kvoffload.backends.redis.discovery import masters
+from kvoffload.backends.redis.namespace_info import (
+    PREFIX,
+    is_info,
+    is_ours,
+    namespace_of,
+    namespace_prefix,
+)
+from kvoffload.backends.redis.options import Access
 from kvoffload.errors import ConfigError
 
-PREFIX = "kvoffload"
 _STEP = 500
-"""Names a SCAN looks at, and at most as many removed at once: well below a millisecond each."""
+"""Names of one SCAN step, and of one removal: well below a millisecond of the server's time."""
 _PATIENCE_S = 10.0
 _MAX_DIGITS = 18
-"""Of a count that a server gives: below 2^63."""
+"""Digits of a server's number: below 2^63."""
 _NO_EXPIRY = -1
 """A server's answer for a value without a time to live."""
-_OURS = re.compile(rb"kvoffload:[!-9;-~]+:(?:facts|[0-9a-z-]+:\{[0-9a-f]+\})")
-"""Names as they are made here, in ASCII. Whatever else begins like them is somebody else's."""
-
-
-async def masters(target: Target, options: RedisOptions, access: Access) -> list[Address]:
-    """Every server that holds a part of the data.
-
-    Raises:
-        OSError: none can be asked.
-    """
-    if target.kind == "sentinel":
-        return [await SentinelResolver(target, options, access)()]
-    if target.kind != "cluster":
-        return [target.addresses[0]]
-    failure: OSError = OSError("no seeds")
-    for seed in target.addresses:
-        try:
-            slots = await fetch_slots(seed, options, access)
-            return list(dict.fromkeys(address for _, _, address in slots))
-        except (OSError, ValueError) as error:
-            failure = OSError(f"{seed}: {error}")
-            failure.__cause__ = error
-    raise failure
 
 
 @contextlib.asynccontextmanager
-async def client_of(
-    address: Address, options: RedisOptions, access: Access
-) -> AsyncIterator[Redis]:
-    """A client for one server; its errors come out as OSError."""
-    client = control_client(address, options, access, _PATIENCE_S)
+async def client_of(address: Address, access: Access) -> AsyncIterator[Redis]:
+    """Open a redis-py client for one server; its errors become OSError."""
+    options = access.options
+    tls: dict[str, Any] = {}
+    if access.tls is not None:
+        tls = {
+            "ssl": True,
+            "ssl_check_hostname": True,
+            "ssl_ca_certs": options.ca_file or None,
+            "ssl_certfile": options.cert_file or None,
+            "ssl_keyfile": options.key_file or None,
+        }
+    client = Redis(
+        host=address.host,
+        port=address.port,
+        unix_socket_path=address.path or None,
+        db=access.target.db,
+        username=access.username or None,
+        password=access.password() or None,
+        socket_timeout=_PATIENCE_S,
+        socket_connect_timeout=_PATIENCE_S,
+        retry=Retry(NoBackoff(), 0),
+        protocol=2,  # HELLO needs a right that the user may lack
+        **tls,
+    )
     try:
         yield client
     except RedisError as error:
@@ -67,72 +73,59 @@ async def client_of(
         await client.aclose()
 
 
-async def survey(target: Target, options: RedisOptions, access: Access) -> list[Holding]:
-    """Say what the servers hold; see :class:`~kvoffload.backends.admin.Admin`."""
+async def survey(access: Access) -> list[Holding]:
+    """Count chunks and bytes by namespace; see :class:`~kvoffload.backends.admin.Admin`."""
     chunks: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     facts: dict[str, dict[str, str]] = {}
-    expiry = _Expiry()
-    for address in await masters(target, options, access):
-        async with client_of(address, options, access) as client:
+    latest_ms: dict[str, float] = {}
+    for address in await masters(access):
+        async with client_of(address, access) as client:
             async for found in _scan(client, f"{PREFIX}:*"):
-                names = [name for name in found if _OURS.fullmatch(name)]
+                names = [name for name in found if is_ours(name)]
                 pipe = client.pipeline(transaction=False)
                 for name in names:
-                    (pipe.get if _is_facts(name) else pipe.strlen)(name)
-                for name, value in zip(
-                    names, await pipe.execute(raise_on_error=False), strict=True
-                ):
+                    (pipe.get if is_info(name) else pipe.strlen)(name)
+                values = await pipe.execute(raise_on_error=False)
+                for name, value in zip(names, values, strict=True):
                     if _is_foreign(value):
                         continue
                     if isinstance(value, RedisError):
                         raise value
-                    namespace = _namespace_of(name)
-                    if _is_facts(name):
+                    namespace = namespace_of(name)
+                    if is_info(name):
                         facts[namespace] = _read_facts(value)
                     else:
                         chunks[namespace] += 1
                         sizes[namespace] += value
-                await expiry.add(client, [name for name in names if not _is_facts(name)])
-    return [
-        Holding(
-            namespace,
-            facts.get(namespace, {}),
-            chunks[namespace],
-            sizes[namespace],
-            expiry.latest_s(namespace),
-        )
-        for namespace in sorted(chunks.keys() | facts.keys())
-    ]
+                chunk_names = [name for name in names if not is_info(name)]
+                left_ms = await _expiries(client, chunk_names)
+                for name, each_ms in zip(chunk_names, left_ms, strict=True):
+                    namespace = namespace_of(name)
+                    latest_ms[namespace] = max(latest_ms.get(namespace, 0), each_ms)
+    holdings = []
+    for each in sorted(chunks.keys() | facts.keys()):
+        last_ms = latest_ms.get(each, math.inf)
+        expires_s = None if last_ms == math.inf else last_ms / 1000
+        holdings.append(Holding(each, facts.get(each, {}), chunks[each], sizes[each], expires_s))
+    return holdings
 
 
-class _Expiry:
-    """When the last chunk of each namespace expires, as far as the user may ask."""
-
-    def __init__(self) -> None:
-        self._latest_ms: dict[str, float] = {}
-
-    async def add(self, client: Redis, names: Sequence[bytes]) -> None:
-        try:
-            left_ms = await _of_each(client, "PTTL", names)
-        except ResponseError:  # a user without this right
-            left_ms = [_NO_EXPIRY] * len(names)
-        for name, each in zip(names, left_ms, strict=True):
-            namespace = _namespace_of(name)
-            found_ms = math.inf if each == _NO_EXPIRY else each
-            self._latest_ms[namespace] = max(self._latest_ms.get(namespace, 0), found_ms)
-
-    def latest_s(self, namespace: str) -> float | None:
-        latest_ms = self._latest_ms.get(namespace, math.inf)
-        return None if latest_ms == math.inf else latest_ms / 1000
+async def _expiries(client: Redis, names: Sequence[bytes]) -> list[float]:
+    """Return the milliseconds left of each value; infinite without an expiry or the right."""
+    try:
+        left_ms = await _of_each(client, "PTTL", names)
+    except ResponseError:  # the user has no right to PTTL
+        left_ms = [_NO_EXPIRY] * len(names)
+    return [math.inf if each == _NO_EXPIRY else each for each in left_ms]
 
 
-async def totals(target: Target, options: RedisOptions, access: Access) -> list[ServerTotal]:
-    """Say how full the servers are; see :class:`~kvoffload.backends.admin.Admin`."""
+async def totals(access: Access) -> list[ServerTotal]:
+    """Return how full the servers are; see :class:`~kvoffload.backends.admin.Admin`."""
     found = []
-    for address in await masters(target, options, access):
-        async with client_of(address, options, access) as client:
-            with contextlib.suppress(ResponseError):  # a user without this right
+    for address in await masters(access):
+        async with client_of(address, access) as client:
+            with contextlib.suppress(ResponseError):  # the user has no right to INFO
                 info: dict[str, Any] = await client.info("memory")
                 used_bytes, limit_bytes = (
                     count_of(str(info.get(name, ""))) for name in ("used_memory", "maxmemory")
@@ -141,15 +134,13 @@ async def totals(target: Target, options: RedisOptions, access: Access) -> list[
     return found
 
 
-async def purge(
-    target: Target, options: RedisOptions, access: Access, prefixes: Sequence[str]
-) -> int:
-    """Remove every name that begins with one of these; return how many there were."""
+async def purge(access: Access, namespaces: Sequence[str]) -> int:
+    """Remove every value of these namespaces; return their number."""
     removed = 0
-    for address in await masters(target, options, access):
-        async with client_of(address, options, access) as client:
-            for prefix in prefixes:
-                async for names in _scan(client, f"{prefix}*"):
+    for address in await masters(access):
+        async with client_of(address, access) as client:
+            for namespace in namespaces:
+                async for names in _scan(client, f"{namespace_prefix(namespace)}*"):
                     pipe = client.pipeline(transaction=False)
                     for name in names:
                         pipe.unlink(name)
@@ -158,47 +149,42 @@ async def purge(
 
 
 async def purge_unused(
-    target: Target,
-    options: RedisOptions,
-    access: Access,
-    age_s: float,
-    namespace: str | None,
-    *,
-    dry_run: bool,
+    access: Access, age_s: float, namespace: str | None, *, dry_run: bool
 ) -> Aged:
     """Remove chunks by age; see :class:`~kvoffload.backends.admin.Admin`.
 
-    Each store and load sets a chunk's time to live to ``ttl_s``: what is missing of it is the age.
+    Each store and load sets a chunk's time to live to ``ttl_s``; the elapsed part is its age.
     """
-    if age_s >= options.ttl_s:
-        remedy = f"what nothing used for ttl_s, {options.ttl_s:g} s, has expired; if the engines"
+    ttl_s = access.options.ttl_s
+    if age_s >= ttl_s:
+        remedy = f"a chunk expires after ttl_s, {ttl_s:g} s, without use; if the engines"
         raise ConfigError("older-than", f"{age_s:g} s", f"{remedy} have another: -o ttl_s=...")
     total = Counter[str]()
-    pattern = f"{PREFIX}:{'*' if namespace is None else quote(namespace, safe='') + ':*'}"
-    for address in await masters(target, options, access):
-        async with client_of(address, options, access) as client:
-            async for found in _scan(client, pattern):
-                names = [n for n in found if _OURS.fullmatch(n) and not _is_facts(n)]
+    front = f"{PREFIX}:" if namespace is None else namespace_prefix(namespace)
+    for address in await masters(access):
+        async with client_of(address, access) as client:
+            async for found in _scan(client, f"{front}*"):
+                names = [name for name in found if is_ours(name) and not is_info(name)]
                 left_ms = await _of_each(client, "PTTL", names)
                 total["undated"] += sum(
-                    each == _NO_EXPIRY or each > options.ttl_s * 1000 for each in left_ms
+                    each == _NO_EXPIRY or each > ttl_s * 1000 for each in left_ms
                 )
+                oldest_ms = (ttl_s - age_s) * 1000
                 old = [
                     name
                     for name, each in zip(names, left_ms, strict=True)
-                    if 0 <= each <= (options.ttl_s - age_s) * 1000
+                    if 0 <= each <= oldest_ms
                 ]
                 sizes = await _of_each(client, "STRLEN", old)
-                gone = [bool(size) for size in sizes]
-                if not dry_run:
-                    gone = [bool(each) for each in await _of_each(client, "UNLINK", old)]
-                total["chunks"] += sum(gone)
-                total["bytes"] += sum(s for s, removed in zip(sizes, gone, strict=True) if removed)
+                removed = sizes if dry_run else await _of_each(client, "UNLINK", old)
+                gone = [size for size, each in zip(sizes, removed, strict=True) if each]
+                total["chunks"] += len(gone)
+                total["bytes"] += sum(gone)
     return Aged(total["chunks"], total["bytes"], total["undated"])
 
 
 async def _of_each(client: Redis, command: str, names: Sequence[bytes]) -> list[int]:
-    """Ask the same of each name; 0 for one that holds no string."""
+    """Send the same command for each name; 0 for a name that holds no string."""
     pipe = client.pipeline(transaction=False)
     for name in names:
         pipe.execute_command(command, name)
@@ -220,16 +206,8 @@ async def _scan(client: Redis, pattern: str) -> AsyncIterator[list[bytes]]:
 
 
 def _is_foreign(value: object) -> bool:
-    """Whether a reply says that a name of ours holds no string: somebody else put it there."""
+    """Return True if a reply says that a name holds no string, so this backend did not write it."""
     return isinstance(value, ResponseError) and str(value).startswith("WRONGTYPE")
-
-
-def _namespace_of(name: bytes) -> str:
-    return unquote(name.split(b":")[1].decode())
-
-
-def _is_facts(name: bytes) -> bool:
-    return name.endswith(b":facts")
 
 
 def _read_facts(value: Any) -> dict[str, str]:
@@ -240,18 +218,15 @@ def _read_facts(value: Any) -> dict[str, str]:
 
 
 def usage_of(infos: Sequence[Mapping[str, str]], db: int) -> Usage:
-    """Add up what servers said of themselves (``INFO``)."""
+    """Sum up the servers' ``INFO``."""
     used = sum(count_of(info.get("used_memory", "")) for info in infos)
     limits = [count_of(info.get("maxmemory", "")) for info in infos]
-    keys = sum(_keys(info, db) for info in infos)
+    # db0:keys=12,expires=12,...
+    databases = [info.get(f"db{db}", "").partition(",")[0] for info in infos]
+    keys = sum(count_of(each.removeprefix("keys=")) for each in databases)
     return Usage(used, sum(limits) if limits and all(limits) else None, keys)
 
 
-def _keys(info: Mapping[str, str], db: int) -> int:
-    """The number in ``db0:keys=12,expires=12,...``."""
-    return count_of(info.get(f"db{db}", "").partition(",")[0].removeprefix("keys="))
-
-
 def count_of(digits: str) -> int:
-    """A count that a server gives; 0 for what is none, as 5,000 digits are."""
+    """Parse a server's number; 0 for a malformed one."""
     return int(digits) if digits.isdecimal() and len(digits) <= _MAX_DIGITS else 0

@@ -1,59 +1,72 @@
-"""Loads and stores of single chunks, and the batch that one caller waits for.
+"""Loads, stores and lookups of single chunks, and the batch that runs those of one call.
 
-A value is ``header + chunk`` (see :mod:`kvoffload.backends.header`), and 32 bytes of keyed BLAKE3
-at the end where values are authenticated. One value a chunk: there are no parts, so no way to put
-together parts of different writes.
+A value is ``header + chunk`` (see :mod:`kvoffload.backends.header`). An authenticated value ends
+with 32 bytes of keyed BLAKE3. One value holds one whole chunk, so parts of different writes cannot
+mix.
 
-Everything here runs on the I/O loop's thread, but for checksums that take long.
+Each transfer is a generator that reads from top to bottom. It yields a request, or a slow
+computation, and resumes with the outcome as soon as that arrives. A chunk is therefore verified
+while it is still in the processor's cache. All code here runs on the I/O loop's thread, except slow
+computations.
 """
 
 import asyncio
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from typing import Any
 
 from kvoffload.backends.header import COMPACT_BYTES, check_chunk, pack_header
-from kvoffload.backends.redis.connection import Frames, Lost, Outcome, Request
-from kvoffload.backends.redis.node import LOAD, STORE, Node
-from kvoffload.backends.redis.resp import FILLED, MISFIT, Fill, Line, ServerError, encode
+from kvoffload.backends.redis.connection import Frames, Lost, Outcome, RedisRequest
+from kvoffload.backends.redis.node import Node
+from kvoffload.backends.redis.resp import (
+    FILLED,
+    MISFIT,
+    Fill,
+    Integers,
+    Line,
+    ServerError,
+    encode,
+)
 from kvoffload.backends.redis.topology import Topology
 
 MAC_BYTES = 32
 LARGEST_VALUE_BYTES = 512 << 20
-"""What a Redis string may hold."""
+"""The limit of a Redis string."""
 INLINE_BYTES = 4 << 20
-"""Checksums up to here are made on the loop itself: below a millisecond, and still in cache."""
+"""Largest chunk whose checksum the loop's thread computes: below a millisecond."""
+LOOKUP_KEYS = 1000
+"""Keys of one lookup request; other lookups run between two requests."""
+
+Transfer = Generator[tuple[Node, RedisRequest] | Callable[[], object], Any, str]
+"""Yields requests and slow computations; returns why it failed, empty if it succeeded."""
+Exchange = Generator[tuple[Node, RedisRequest], Outcome, tuple[Node, RedisRequest, Outcome]]
 
 
 class Sealer:
-    """Makes and checks what stands around a chunk.
-
-    Args:
-        namespace: from :func:`~kvoffload.backends.header.namespace_digest`.
-        secret: authenticates values if given (32 bytes).
-    """
+    """Makes and checks the header of values, and their authentication code if there is a secret."""
 
     def __init__(self, namespace: bytes, secret: bytes | None) -> None:
         self._namespace = namespace
         self._secret = secret
         self.scheme = _scheme(secret)
-        """How values are checked, as a part of their names."""
+        """The check of values, as a part of their names."""
         self.tail_bytes = MAC_BYTES if secret else 0
 
     def value_bytes(self, chunk: memoryview) -> int:
-        """Size of the stored value."""
         return COMPACT_BYTES + chunk.nbytes + self.tail_bytes
 
     def slow(self, chunk: memoryview) -> bool:
-        """Whether making or checking the seal takes too long for the loop's thread."""
+        """Return True if the check takes too long for the loop's thread."""
         return chunk.nbytes > INLINE_BYTES or self._secret is not None
 
     def seal(self, key: bytes, chunk: memoryview) -> tuple[bytes, bytes]:
-        """Return what comes before and after the chunk."""
+        """Return the bytes before and after the chunk."""
         header = pack_header(key, self._namespace, chunk)
         return header, self._mac(header, chunk)
 
     def broken(self, header: memoryview, tail: memoryview, key: bytes, chunk: memoryview) -> str:
-        """Say why this is not exactly the chunk wanted; empty if it is."""
+        """Return why this value is not the wanted chunk; empty if it is."""
         if self._secret is not None and not hmac.compare_digest(self._mac(header, chunk), tail):
             return "mac"
         return check_chunk(header, chunk, key, self._namespace) or ""
@@ -71,7 +84,7 @@ class Sealer:
 
 
 def _scheme(secret: bytes | None) -> str:
-    """``xxh3``, or ``mac-`` and what tells this secret from others, without giving it away."""
+    """Return ``xxh3``, or ``mac-`` with a fingerprint of the secret that does not reveal it."""
     if secret is None:
         return "xxh3"
     import blake3
@@ -80,248 +93,241 @@ def _scheme(secret: bytes | None) -> str:
     return f"mac-{derived.hexdigest()[:16]}"
 
 
-class Batch:
-    """What one call waits for: requests on their way, and checksums on other threads."""
+class TransferBatch:
+    """Runs the transfers of one call at the same time and waits for all of them."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._requests: list[Request] = []
-        self._jobs: set[asyncio.Future[None]] = set()
+        self._requests: list[RedisRequest] = []
+        self._computations: set[asyncio.Future[object]] = set()
         self._left = 0
-        self._idle: asyncio.Future[None] | None = None
+        self._done: asyncio.Future[None] | None = None
         self._cancelled = False
-        # Requests for each node's queue, until wait() hands them over: a queue is asked once.
-        self._unsent: dict[Callable[[list[Request]], None], list[Request]] = {}
+        # Requests until wait() submits them, so that each node gets one list.
+        self._unsent: dict[Node, list[RedisRequest]] = {}
 
-    def send(self, put: Callable[[list[Request]], None], request: Request) -> None:
-        """Hand a request to a node's queue and wait for it; its ``done`` calls :meth:`ended`."""
+    def start(self, transfer: Transfer, finish: Callable[[str], None]) -> None:
+        """Begin a transfer; ``finish`` receives its result."""
         self._left += 1
-        self._requests.append(request)
-        if self._idle is None:
-            self._unsent.setdefault(put, []).append(request)
-        else:
-            put([request])
-
-    def ended(self) -> None:
-        """One thing less to wait for."""
-        self._left -= 1
-        if not self._left and self._idle is not None and not self._idle.done():
-            self._idle.set_result(None)
-
-    def compute(self, work: Callable[[], None], then: Callable[[], None]) -> None:
-        """Do something slow on another thread, then go on with ``then`` on the loop."""
-        self._left += 1
-        job = self._loop.run_in_executor(None, work)
-        self._jobs.add(job)
-
-        def finished(job: "asyncio.Future[None]") -> None:
-            self._jobs.discard(job)
-            if not self._cancelled and job.exception() is None:
-                then()
-            self.ended()
-
-        job.add_done_callback(finished)
+        self._resume(transfer, finish, None)
 
     async def wait(self) -> None:
-        """Wait for everything. Cancelled, it returns only when nothing uses the caller's memory."""
-        self._idle = self._loop.create_future()
-        for put, requests in self._unsent.items():
-            put(requests)
+        """Wait for every transfer. After a cancel, return when no code uses callers' memory."""
+        self._done = self._loop.create_future()
+        for node, requests in self._unsent.items():
+            node.submit(requests)
         if not self._left:
             return
         try:
-            await self._idle
+            await self._done
         except asyncio.CancelledError:
             self._cancelled = True
             for request in self._requests:
-                request.withdraw()
-            while self._jobs:
+                request.cancel()
+            while self._computations:
                 try:
-                    await asyncio.wait(list(self._jobs))
+                    await asyncio.wait(list(self._computations))
                 except asyncio.CancelledError:
                     continue
             raise
 
+    def _resume(self, transfer: Transfer, finish: Callable[[str], None], outcome: object) -> None:
+        try:
+            action = transfer.send(outcome)
+        except StopIteration as end:
+            finish(end.value)
+            self._end_one()
+            return
+        resume = partial(self._resume, transfer, finish)
+        if not isinstance(action, tuple):
+            self._compute(action, resume)
+            return
+        node, request = action
+        request.done = resume
+        self._requests.append(request)
+        if self._done is None:
+            self._unsent.setdefault(node, []).append(request)
+        else:
+            node.submit([request])
 
-class Job:
-    """What loads and stores share: routing, redirects, and one end.
+    def _compute(self, work: Callable[[], object], resume: Callable[[object], None]) -> None:
+        computation = self._loop.run_in_executor(None, work)
+        self._computations.add(computation)
 
-    Subclasses set ``_right``, the right that their command needs.
+        def finished(computation: "asyncio.Future[object]") -> None:
+            self._computations.discard(computation)
+            if self._cancelled or computation.exception() is not None:
+                self._end_one()
+            else:
+                resume(computation.result())
 
-    Args:
-        topology: finds the server.
-        sealer: makes and checks what stands around the chunk.
-        ttl_ms: how long the server keeps the chunk from now on, in decimal.
-        batch: waits for this.
-        name: the key as the server knows it.
-        tag: the part of it that the slot is computed from.
-        key: the key as the caller knows it.
-        chunk: the caller's memory, read or written until ``finish`` is called.
-        finish: called once with the reason why not; empty if it was done.
+        computation.add_done_callback(finished)
+
+    def _end_one(self) -> None:
+        self._left -= 1
+        if not self._left and self._done is not None and not self._done.done():
+            self._done.set_result(None)
+
+
+class ChunkIO:
+    """Makes transfers between callers' memory and the servers of a topology.
+
+    Chunk names begin with ``prefix``. Every use sets a chunk's time to live to ``ttl_ms``, in
+    decimal.
     """
 
-    _right: str
-
-    def __init__(
-        self,
-        topology: Topology,
-        sealer: Sealer,
-        ttl_ms: bytes,
-        batch: Batch,
-        name: bytes,
-        tag: bytes,
-        key: bytes,
-        chunk: memoryview,
-        finish: Callable[[str], None],
-    ) -> None:
+    def __init__(self, topology: Topology, sealer: Sealer, prefix: bytes, ttl_ms: bytes) -> None:
         self._topology = topology
         self._sealer = sealer
+        self._prefix = prefix
         self._ttl_ms = ttl_ms
-        self._batch = batch
-        self._name = name
-        self._key = key
-        self._chunk = chunk
-        self._finish = finish
-        self._redirected = False
-        self._node = topology.node(tag)
-        self._request: Request | None = None
 
-    def send(self) -> None:
-        """Put the request on its way."""
-        if self._node is None:
-            self._finish("no_server")
-        else:
-            self._send_to(self._node, asking=False)
+    def _name(self, key: bytes) -> tuple[bytes, bytes]:
+        """Return a key's name on the server, and the part of it that selects the cluster slot."""
+        tag = key.hex().encode()
+        return b"%b{%b}" % (self._prefix, tag), tag
 
-    def _send_to(self, node: Node, asking: bool) -> None:
-        self._node = node
-        self._request = request = self._make(asking)
-        self._batch.send(self._queue(node), request)
+    def load(self, key: bytes, chunk: memoryview) -> Transfer:
+        """Read one chunk into the caller's memory and verify it there."""
+        name, tag = self._name(key)
+        node = self._topology.node(tag)
+        if node is None:
+            return "no_server"
+        sealer = self._sealer
+        seal = memoryview(bytearray(COMPACT_BYTES + sealer.tail_bytes))
+        header, tail = seal[:COMPACT_BYTES], seal[COMPACT_BYTES:]
+        # One command reads the chunk and prolongs its life.
+        command = encode(b"GETEX", name, b"PX", self._ttl_ms)
+        fill = Fill([header, chunk, tail])
 
-    def _done(self, outcome: Outcome) -> None:
-        node, request = self._node, self._request
-        if node is not None and request is not None:
-            if isinstance(outcome, Lost):
-                self._finish(f"lost_{outcome.reason.partition(':')[0].lower()}")
-            elif isinstance(outcome, ServerError):
-                self._refused(node, request, outcome)
-            else:
-                self._answered(node, outcome)
-        self._batch.ended()
+        def frames() -> Frames:
+            return [command]
 
-    def _refused(self, node: Node, request: Request, error: ServerError) -> None:
-        node.judge(error, request, self._right)
-        if error.code in ("MOVED", "ASK") and not self._redirected:
-            self._redirected = True  # once: a table in flux is a miss, not a chase
-            target = self._topology.redirect(error)
-            if target is not None:
-                self._send_to(target[0], asking=target[1])
-                return
-        self._finish(f"refused_{error.code.lower()}")
-
-    def _make(self, asking: bool) -> Request:
-        raise NotImplementedError
-
-    def _queue(self, node: Node) -> Callable[[list[Request]], None]:
-        raise NotImplementedError
-
-    def _answered(self, node: Node, outcome: Outcome) -> None:
-        raise NotImplementedError
-
-
-class Load(Job):
-    """Bring one chunk into the caller's memory, and verify it there."""
-
-    _right = "getex"
-    _header = _tail = memoryview(b"")
-
-    def _make(self, asking: bool) -> Request:
-        seal = memoryview(bytearray(COMPACT_BYTES + self._sealer.tail_bytes))
-        self._header, self._tail = seal[:COMPACT_BYTES], seal[COMPACT_BYTES:]
-        # One command reads and prolongs the chunk's life.
-        command = encode(b"GETEX", self._name, b"PX", self._ttl_ms)
-        fill = Fill([self._header, self._chunk, self._tail])
-        return Request(lambda: [command], fill, self._chunk.nbytes, self._done, asking, command)
-
-    def _queue(self, node: Node) -> Callable[[list[Request]], None]:
-        return node.load
-
-    def _answered(self, node: Node, outcome: Outcome) -> None:
+        request = RedisRequest("load", frames, fill, chunk.nbytes, probe=command)
+        outcome = yield node, request
+        if isinstance(outcome, ServerError):
+            redirected = self._redirected(node, request, outcome, "getex", frames)
+            node, request, outcome = yield from redirected
         if outcome is not FILLED:
-            self._finish("corrupt_size" if outcome is MISFIT else "missing")
-            return
-        node.breaker.success(LOAD, self._chunk.nbytes)
-        if not self._sealer.slow(self._chunk):
-            self._conclude(self._broken())
+            wrong_type = isinstance(outcome, ServerError) and outcome.code == "WRONGTYPE"
+            if wrong_type or outcome is MISFIT:
+                return "corrupt_type" if wrong_type else "corrupt_size"
+            return _failure(outcome) or "missing"
+        node.breaker.success("load", chunk.nbytes)
+        if sealer.slow(chunk):
+            broken = yield partial(sealer.broken, header, tail, key, chunk)
         else:
-            broken: list[str] = []
-            self._batch.compute(
-                lambda: broken.append(self._broken()), lambda: self._conclude(broken[0])
-            )
+            broken = sealer.broken(header, tail, key, chunk)
+        if broken in ("key", "namespace") and request.connection:
+            # A whole chunk of another key: the later replies may belong to other keys too.
+            request.connection.abort("out_of_step")
+        return f"corrupt_{broken}" if broken else ""
 
-    def _refused(self, node: Node, request: Request, error: ServerError) -> None:
-        if error.code == "WRONGTYPE":
-            node.judge(error, request, self._right)
-            self._finish("corrupt_type")
-        else:
-            super()._refused(node, request, error)
+    def store(self, key: bytes, chunk: memoryview) -> Transfer:
+        """Send one chunk straight from the caller's memory."""
+        name, tag = self._name(key)
+        node = self._topology.node(tag)
+        if node is None:
+            return "no_server"
+        if node.full:
+            return "full"
+        sealer, ttl_ms = self._sealer, self._ttl_ms
+        size = sealer.value_bytes(chunk)
+        if size > LARGEST_VALUE_BYTES:
+            return "too_large"
+        sealed: tuple[bytes, bytes] | None = None
+        if sealer.slow(chunk):
+            sealed = yield partial(sealer.seal, key, chunk)
 
-    def _broken(self) -> str:
-        return self._sealer.broken(self._header, self._tail, self._key, self._chunk)
+        def frames() -> Frames:
+            header, tail = sealed or sealer.seal(key, chunk)
+            # PSETEX, not SET with PX: the value comes last, and with it the command is complete.
+            head = b"*4\r\n$6\r\nPSETEX\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b" % (
+                len(name), name, len(ttl_ms), ttl_ms, size, header,
+            )  # fmt: skip
+            return [head, chunk, tail + b"\r\n"]
 
-    def _conclude(self, broken: str) -> None:
-        if broken in ("key", "namespace") and self._request and self._request.connection:
-            # Whole, but another's: perhaps the replies behind it are others' too.
-            self._request.connection.abort("out_of_step")
-        self._finish(f"corrupt_{broken}" if broken else "")
-
-
-class Store(Job):
-    """Send one chunk straight from the caller's memory."""
-
-    _right = "psetex"
-    _sealed: tuple[bytes, bytes] | None = None
-
-    def send(self) -> None:
-        """Put the request on its way, sealed first where that takes long."""
-        if self._node is not None and self._node.full:
-            self._finish("full")
-        elif self._sealer.value_bytes(self._chunk) > LARGEST_VALUE_BYTES:
-            self._finish("too_large")
-        elif self._sealer.slow(self._chunk):
-            self._batch.compute(self._seal, super().send)
-        else:
-            super().send()
-
-    def _seal(self) -> None:
-        self._sealed = self._sealer.seal(self._key, self._chunk)
-
-    def _frames(self) -> Frames:
-        if self._sealed is None:
-            self._seal()
-        header, tail = self._sealed or (b"", b"")
-        name, ttl, size = self._name, self._ttl_ms, self._sealer.value_bytes(self._chunk)
-        # Not SET with PX: the value comes last, so that the server has the whole command with it.
-        head = b"*4\r\n$6\r\nPSETEX\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b" % (
-            len(name), name, len(ttl), ttl, size, header,
-        )  # fmt: skip
-        return [head, self._chunk, tail + b"\r\n"]
-
-    def _make(self, asking: bool) -> Request:
-        return Request(self._frames, Line(), self._chunk.nbytes, self._done, asking)
-
-    def _queue(self, node: Node) -> Callable[[list[Request]], None]:
-        return node.store
-
-    def _answered(self, node: Node, outcome: Outcome) -> None:
+        request = RedisRequest("store", frames, Line(), chunk.nbytes)
+        outcome = yield node, request
+        if isinstance(outcome, ServerError):
+            node, _, outcome = yield from self._redirected(node, request, outcome, "psetex", frames)
         if outcome == b"OK":
-            node.breaker.success(STORE, self._chunk.nbytes)
-        self._finish("" if outcome == b"OK" else "unexpected")
+            node.breaker.success("store", chunk.nbytes)
+            return ""
+        return _failure(outcome) or "unexpected"
 
-    def _refused(self, node: Node, request: Request, error: ServerError) -> None:
-        if error.code == "NOPERM":
-            # In step, and no sign of trouble: a user may well have the right to load only.
-            node.forbids_stores(error)
-            self._finish("refused_noperm")
-        else:
-            super()._refused(node, request, error)
+    async def count(
+        self, keys: Sequence[bytes], command: bytes, *arguments: bytes
+    ) -> list[int | None]:
+        """Send one command for each key; return the replied numbers, None without a reply."""
+        answers: list[int | None] = [None] * len(keys)
+        names = [self._name(key) for key in keys]
+        by_node: dict[Node, list[int]] = {}
+        for i, (_, tag) in enumerate(names):
+            if node := self._topology.node(tag):
+                by_node.setdefault(node, []).append(i)
+        batch = TransferBatch()
+        for node, indices in by_node.items():
+            for start in range(0, len(indices), LOOKUP_KEYS):
+                some = indices[start : start + LOOKUP_KEYS]
+                commands = b"".join([encode(command, names[i][0], *arguments) for i in some])
+                transfer = self._count_some(node, command, commands, some, answers)
+                batch.start(transfer, lambda why: None)
+        await batch.wait()
+        return answers
+
+    def _count_some(
+        self,
+        node: Node,
+        command: bytes,
+        commands: bytes,
+        indices: Sequence[int],
+        answers: list[int | None],
+    ) -> Transfer:
+        """Send a pipeline of equal commands to one node."""
+        request = RedisRequest("lookup", lambda: [commands], Integers(len(indices)))
+        outcome = yield node, request
+        if not isinstance(outcome, list):
+            return _failure(outcome)
+        errors: dict[str, ServerError] = {}
+        for i, value in zip(indices, outcome, strict=True):
+            if isinstance(value, ServerError):
+                errors[value.code] = value
+            else:
+                answers[i] = value
+        for error in errors.values():
+            node.judge(error, request, command.decode().lower())
+            if error.code == "MOVED":
+                self._topology.redirect(error)  # corrects the slot table for the next call
+        if not errors:
+            node.answered(request)
+        return ""
+
+    def _redirected(
+        self,
+        node: Node,
+        request: RedisRequest,
+        error: ServerError,
+        right: str,
+        frames: Callable[[], Frames],
+    ) -> Exchange:
+        """Handle an error reply; follow one redirect, because an unstable slot table is a miss."""
+        node.judge(error, request, right)
+        target = self._topology.redirect(error) if error.code in ("MOVED", "ASK") else None
+        if target is None:
+            return node, request, error
+        node, asking = target
+        request = RedisRequest(
+            request.kind, frames, request.expect, request.nbytes, asking=asking, probe=request.probe
+        )
+        outcome = yield node, request
+        if isinstance(outcome, ServerError):
+            node.judge(outcome, request, right)
+        return node, request, outcome
+
+
+def _failure(outcome: Outcome) -> str:
+    """Return the counter name of a lost or refused request; empty for a reply."""
+    if isinstance(outcome, Lost):
+        return f"lost_{outcome.reason.partition(':')[0].lower()}"
+    return f"refused_{outcome.code.lower()}" if isinstance(outcome, ServerError) else ""

@@ -1,25 +1,23 @@
-"""One connection to one server: requests out in order, replies in, and no way to mix them up.
+"""One connection to one server: requests go out in order, replies come back in order.
 
-A connection is given up at the first thing that does not fit: a reply nobody asked for, a value
-far too long, a server that says it is not ready, or one from which too little came for too long.
-Giving up is immediate: the socket is closed, no reference to a caller's memory remains, and every
-request outstanding is told that it is lost. Nothing is ever sent twice.
-
-Everything here runs on the I/O loop's thread.
+A connection aborts at the first anomaly: an unexpected reply, a value of far too many bytes, a
+not-ready error, or too little progress within the timeout. An abort closes the socket, drops every
+reference to callers' memory and fails every request in flight. A connection never sends a request
+twice. All code here runs on the I/O loop's thread.
 """
 
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-from kvoffload.backends.redis.channel import Channel
 from kvoffload.backends.redis.resp import (
     MISFIT,
     Expect,
-    Fill,
     Line,
     ProtocolError,
     Reply,
@@ -29,13 +27,16 @@ from kvoffload.backends.redis.resp import (
 )
 
 _GATHER = 16
-"""Buffers handed to the kernel in one call."""
+"""Buffers in one system call."""
+_TLS_BYTES = 64 << 10
+"""Bytes that TLS encrypts at once."""
+_NOT_READY = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _TURN_BYTES = 8 << 20
-"""What one connection may move before others get their turn on the loop."""
+"""Bytes one connection moves before the loop serves the next one."""
 
 
 class Lost(NamedTuple):
-    """The outcome of a request that got no reply."""
+    """The outcome of a request without a reply."""
 
     reason: str
     """``timeout``, ``closed``, ``protocol``, ``unreachable``, ``cancelled``, ``shutdown``..."""
@@ -43,142 +44,129 @@ class Lost(NamedTuple):
 
 Outcome = Reply | Lost
 Frames = Sequence[bytes | memoryview]
+Kind = Literal["lookup", "load", "store"]
 
 
-class Request:
-    """A command on its way: what to send, what to expect, whom to tell.
+def _ignore(outcome: Outcome) -> None:
+    """Drop the outcome of a request without a listener."""
 
-    Args:
-        frames: makes the bytes to send; called when the request's turn has come, so that a batch
-            does not compute all its checksums before the first byte leaves.
-        expect: what the reply must look like.
-        nbytes: bytes of chunk this moves, either way; counts towards the bytes in flight.
-        done: called exactly once with the outcome, unless the request is withdrawn.
-        asking: say ASKING first: a cluster is moving the key's slot here.
-        again: the command, where it may be tried again to see whether the server is back.
-    """
 
-    __slots__ = (
-        "again", "asking", "begun", "connection", "done", "ended", "expect", "frames", "nbytes",
-        "sent",
-    )  # fmt: skip
+@dataclass(slots=True, eq=False)
+class RedisRequest:
+    """A command, its expected reply, and the callback for its outcome."""
 
-    def __init__(
-        self,
-        frames: Callable[[], Frames],
-        expect: Expect,
-        nbytes: int,
-        done: Callable[[Outcome], None],
-        asking: bool = False,
-        again: bytes = b"",
-    ) -> None:
-        self.again = again
-        self.asking = asking
-        self.frames = frames
-        self.expect = expect
-        self.nbytes = nbytes
-        self.done = done
-        self.connection: Connection | None = None
-        self.begun = 0.0  # when it was handed to a connection, by the loop's clock
-        self.sent = False
-        self.ended = False
+    kind: Kind
+    """Selects the queue and the failure count of the circuit breaker."""
+    frames: Callable[[], Frames]
+    """Returns the bytes to send. The connection calls it when it sends the request, so that a batch
+    does not compute all its checksums before the first byte leaves."""
+    expect: Expect
+    nbytes: int = 0
+    """Bytes of chunk in either direction; counts towards the bytes in flight."""
+    done: Callable[[Outcome], None] = _ignore
+    """Receives the outcome exactly once, unless the request is cancelled."""
+    asking: bool = False
+    """Send ASKING first, because a cluster is moving the key's slot to this server."""
+    probe: bytes = b""
+    """The command that a health probe may repeat after this request failed."""
+    connection: "Connection | None" = None
+    submitted_at: float = 0.0
+    """When a connection sent it, on the loop's clock."""
+    sent: bool = False
+    ended: bool = False
 
     def end(self, outcome: Outcome) -> None:
-        """Tell the outcome, once."""
+        """Deliver the outcome, once."""
         if not self.ended:
             self.ended = True
             self.done(outcome)
 
-    def withdraw(self) -> None:
-        """Nobody waits any more; on return nothing touches or refers to the caller's memory."""
+    def cancel(self) -> None:
+        """Drop the request. On return no code uses or references the caller's memory."""
         if self.ended:
             return
         self.ended = True
-        uses_memory = isinstance(self.expect, Fill) or (self.nbytes > 0 and not self.sent)
+        uses_memory = self.kind == "load" or (self.nbytes > 0 and not self.sent)
         if self.connection is None:
-            self.expect = Line()  # it stays in a queue until its turn would have come
+            self.expect = Line()  # the request stays in its queue, without the memory
         elif uses_memory:
             self.connection.abort("cancelled")
         self.frames, self.done = tuple, _ignore
 
 
 class Connection:
-    """A connected channel with its reader, its queue and its watch.
+    """A connected socket with its reply reader, its send queue and its watchdog.
 
     Args:
-        sock: connected, non-blocking; closed by the connection.
-        channel: moves bytes over it.
-        timeout_s: while replies are owed, so long may pass with neither a reply nor
-            ``floor_bytes`` moved.
-        floor_bytes: see ``timeout_s``.
-        progressed: called when replies came in: there is room for more requests.
-        lost: called once with the reason, how long the connection had been silent, and the first
-            request without a reply, if there is one.
+        sock: Connected and non-blocking, plain or under TLS; the connection closes it.
+        timeout_s: Longest time without a reply while requests are in flight, unless
+            ``floor_bytes`` moved in that time.
+        floor_bytes: See ``timeout_s``.
+        on_progress: Runs after replies arrived, when the connection has room for requests.
+        on_lost: Runs once, with the reason, the seconds without a reply, and the first request
+            in flight if there is one.
     """
 
     def __init__(
         self,
         sock: socket.socket,
-        channel: Channel,
         timeout_s: float,
         floor_bytes: int,
-        progressed: Callable[["Connection"], None],
-        lost: Callable[["Connection", str, float, Request | None], None],
+        on_progress: Callable[[], None],
+        on_lost: Callable[["Connection", str, float, RedisRequest | None], None],
     ) -> None:
         self.inflight_bytes = 0
         self.closed = False
         self._loop = asyncio.get_running_loop()
         self._sock = sock
-        self._channel = channel
         self._timeout_s = timeout_s
         self._floor_bytes = floor_bytes
-        self._progressed = progressed
-        self._lost = lost
+        self._on_progress = on_progress
+        self._on_lost = on_lost
         self._reader = ReplyReader()
-        self._owed: deque[Request] = deque()
-        # What is still to be sent, each buffer with the request that it completes, if it does.
-        self._out: deque[tuple[memoryview, Request | None]] = deque()
+        self._in_flight: deque[RedisRequest] = deque()
+        # Buffers to send. The last buffer of a request carries the request.
+        self._out: deque[tuple[memoryview, RedisRequest | None]] = deque()
         self._writing = False
-        self._mark = 0.0  # when the connection last did what it should
-        self._moved = 0  # bytes since then
-        self._watch: asyncio.TimerHandle | None = None
+        self._progress_at = 0.0
+        self._moved = 0  # bytes since _progress_at
+        self._watchdog: asyncio.TimerHandle | None = None
         self._loop.add_reader(sock.fileno(), self._readable)
 
     @property
-    def owed(self) -> int:
-        """Requests without a reply."""
-        return len(self._owed)
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
 
-    def submit(self, request: Request) -> None:
-        """Send a request behind those before it."""
+    def submit(self, request: RedisRequest) -> None:
+        """Send a request behind the earlier ones."""
         if request.ended:
             return
         if self.closed:
             request.end(Lost("closed"))
             return
         if request.asking:
-            self.submit(Request(lambda: [encode(b"ASKING")], Line(), 0, _ignore))
+            self.submit(RedisRequest("lookup", lambda: [encode(b"ASKING")], Line()))
         frames = request.frames()
-        request.frames = tuple  # it is not needed again, and refers to the caller's memory
+        request.frames = tuple  # drops the reference to the caller's memory
         request.connection = self
-        request.begun = self._loop.time()
-        self._owed.append(request)
+        request.submitted_at = self._loop.time()
+        self._in_flight.append(request)
         self._reader.expect(request.expect)
         self.inflight_bytes += request.nbytes
         for i, frame in enumerate(frames, 1):
             self._out.append((memoryview(frame), request if i == len(frames) else None))
-        if len(self._owed) == 1:
-            self._progress()
-        if self._watch is None:
-            self._watch = self._loop.call_later(self._timeout_s, self._look)
+        if len(self._in_flight) == 1:
+            self._note_progress()
+        if self._watchdog is None:
+            self._watchdog = self._loop.call_later(self._timeout_s, self._check_progress)
         if not self._writing:
             self._writable()
 
     async def ask(self, command: bytes, expect: Expect) -> Reply:
-        """Send one command and wait for its reply: for greetings and probes.
+        """Send one command and return its reply.
 
         Raises:
-            ConnectionError: the connection was lost first.
+            ConnectionError: The connection was lost first.
         """
         answer: asyncio.Future[Outcome] = self._loop.create_future()
 
@@ -186,29 +174,29 @@ class Connection:
             if not answer.done():
                 answer.set_result(outcome)
 
-        self.submit(Request(lambda: [command], expect, 0, done))
+        self.submit(RedisRequest("lookup", lambda: [command], expect, done=done))
         outcome = await answer
         if isinstance(outcome, Lost):
             raise ConnectionError(outcome.reason)
         return outcome
 
     def abort(self, reason: str, silent_s: float = 0.0) -> None:
-        """Give the connection up, now. Idempotent."""
+        """Close the connection at once and fail its requests. Idempotent."""
         if self.closed:
             return
         self.closed = True
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         self._loop.remove_reader(self._sock.fileno())
         self._loop.remove_writer(self._sock.fileno())
         with contextlib.suppress(OSError):
             self._sock.close()
         self._reader.close()
         self._out.clear()
-        owed, self._owed = self._owed, deque()
-        for request in owed:
+        failed, self._in_flight = self._in_flight, deque()
+        for request in failed:
             request.end(Lost(reason))
-        self._lost(self, reason, silent_s, owed[0] if owed else None)
+        self._on_lost(self, reason, silent_s, failed[0] if failed else None)
 
     def _readable(self) -> None:
         if self.closed:
@@ -217,7 +205,7 @@ class Connection:
         try:
             while taken < _TURN_BYTES:
                 buffer = self._reader.get_buffer()
-                count = self._channel.receive(buffer)
+                count = self._sock.recv_into(buffer)
                 if not count:
                     self.abort("closed")
                     return
@@ -225,25 +213,26 @@ class Connection:
                 self._moved += count
                 if not self._deliver(self._reader.received(count)):
                     return
-        except (BlockingIOError, InterruptedError):
+        except _NOT_READY:
             return
         except WrongSize:
-            self._owed.popleft().end(MISFIT)
+            self._in_flight.popleft().end(MISFIT)
             self.abort("oversize")
         except ProtocolError as error:
             self.abort(f"protocol: {error}")
         except OSError:
             self.abort("closed")
         else:
-            # Bytes may wait inside the channel, where the loop's selector does not see them.
+            # A TLS socket may hold decrypted bytes, which the loop's selector does not see.
             self._loop.call_soon(self._readable)
 
     def _deliver(self, replies: list[Reply]) -> bool:
-        """Hand replies to their requests; False if the connection was given up over one."""
-        if replies:
-            self._progress()
+        """Pass replies to their requests. Return False if the connection closed on the way."""
+        if not replies:
+            return True
+        self._note_progress()
         for reply in replies:
-            request = self._owed.popleft()
+            request = self._in_flight.popleft()
             self.inflight_bytes -= request.nbytes
             if not request.sent:
                 request.end(Lost("protocol"))
@@ -252,24 +241,20 @@ class Connection:
             request.end(reply)
             if self.closed:
                 return False
-        if replies:
-            self._progressed(self)
+        self._on_progress()
         return not self.closed
 
     def _writable(self) -> None:
         taken = 0
         try:
             while self._out and taken < _TURN_BYTES:
-                views = [self._out[i][0] for i in range(min(_GATHER, len(self._out)))]
-                count = self._channel.send(views)
+                count = self._send()
                 taken += count
-                self._sent(count)
-            if not self._out:
-                self._channel.flush()
-        except (BlockingIOError, InterruptedError):
+                self._note_sent(count)
+        except _NOT_READY:
             pass
         except OSError:
-            # Not from here: submit() may be on the stack of someone who walks the connections.
+            # Deferred: the caller of submit() may be iterating over the connections.
             self._loop.call_soon(self.abort, "closed")
             return
         else:
@@ -282,7 +267,13 @@ class Connection:
             self._loop.add_writer(self._sock.fileno(), self._writable)
             self._writing = True
 
-    def _sent(self, count: int) -> None:
+    def _send(self) -> int:
+        if isinstance(self._sock, ssl.SSLSocket):
+            return self._sock.send(self._out[0][0][:_TLS_BYTES])
+        views = [self._out[i][0] for i in range(min(_GATHER, len(self._out)))]
+        return self._sock.sendmsg(views)
+
+    def _note_sent(self, count: int) -> None:
         self._moved += count
         while self._out and count >= self._out[0][0].nbytes:
             view, request = self._out.popleft()
@@ -293,24 +284,19 @@ class Connection:
             view, request = self._out[0]
             self._out[0] = (view[count:], request)
 
-    def _progress(self) -> None:
-        self._mark = self._loop.time()
+    def _note_progress(self) -> None:
+        self._progress_at = self._loop.time()
         self._moved = 0
 
-    def _look(self) -> None:
-        """Judge the time since the last reply: did enough move?"""
-        self._watch = None
-        if not self._owed:
+    def _check_progress(self) -> None:
+        self._watchdog = None
+        if not self._in_flight:
             return
-        silent_s = self._loop.time() - self._mark
+        silent_s = self._loop.time() - self._progress_at
         if silent_s >= self._timeout_s:
             if self._moved < self._floor_bytes:
                 self.abort("timeout", silent_s)
                 return
-            self._progress()
+            self._note_progress()
             silent_s = 0.0
-        self._watch = self._loop.call_later(self._timeout_s - silent_s, self._look)
-
-
-def _ignore(outcome: Outcome) -> None:
-    """Nobody wants to know."""
+        self._watchdog = self._loop.call_later(self._timeout_s - silent_s, self._check_progress)

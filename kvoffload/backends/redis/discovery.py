@@ -1,70 +1,147 @@
-"""Asking servers who serves what: a cluster's slot table, the master that Sentinels name.
+"""Discovery: ask servers for a cluster's slot table or for the master that Sentinels name.
 
-Each question has a connection of its own, of the kind that the data path uses: its replies are
-bounded in size, whatever a server sends.
+Every question uses a connection of its own. Slot tables, redirects and Sentinels' replies come over
+the network, so an attacker may choose every word. The reader bounds the size of a reply, and the
+parsers check it; they raise ValueError for a reply out of bounds.
 """
 
 import asyncio
+import binascii
+import re
+from itertools import pairwise
+from typing import Any
 
-from kvoffload.backends.redis.channel import Address, open_channel
-from kvoffload.backends.redis.connection import Connection, Request
-from kvoffload.backends.redis.handshake import Refused, introduce
-from kvoffload.backends.redis.options import Access, RedisOptions, Target
-from kvoffload.backends.redis.resp import Reply, ServerError, Table, encode, printable
-from kvoffload.backends.redis.slots import Slots, parse_masters, parse_slots
+from kvoffload.backends.redis.channel import Address, open_socket
+from kvoffload.backends.redis.connection import Connection
+from kvoffload.backends.redis.handshake import CommandRefused, authenticate
+from kvoffload.backends.redis.options import Access
+from kvoffload.backends.redis.resp import NestedArray, Reply, ServerError, encode, printable
 
 REFRESH_EVERY_S = 0.5
-"""Seconds between two questions to the same servers, at least."""
+"""Shortest time between two questions to the same servers."""
+NUM_SLOTS = 16384
+MAX_NODES = 1024
+"""Masters in one table; Redis recommends at most 1,000 nodes."""
+_HOST = re.compile(r"[0-9A-Za-z._:%-]{1,253}")
 _SHOWN_SERVICES = 5
+
+Slots = list[tuple[int, int, Address]]
+"""Rows of a slot table: first slot, last slot, master."""
+
+
+def slot_of(key: bytes) -> int:
+    """Return the cluster slot of a key, by its hash tag if it has one."""
+    start = key.find(b"{")
+    if start >= 0:
+        stop = key.find(b"}", start + 1)
+        if stop > start + 1:
+            key = key[start + 1 : stop]
+    return binascii.crc_hqx(key, 0) % NUM_SLOTS
+
+
+def parse_address(host: str, port: str) -> Address:
+    """Check an address that a server names."""
+    if not _HOST.fullmatch(host):
+        raise ValueError(f"not a host: {printable(host)}")
+    if not (port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536):
+        raise ValueError(f"not a port: {printable(port)}")
+    return Address(host, int(port))
+
+
+def parse_slots(rows: Any, asked: Address) -> Slots:
+    """Parse the reply to ``CLUSTER SLOTS``; a row without a host means the server ``asked``."""
+    slots: Slots = []
+    for row in _rows(rows):
+        match row:
+            case [int(start), int(stop), [host, int(port), *_], *_] if (
+                0 <= start <= stop < NUM_SLOTS and isinstance(host, bytes | None)
+            ):
+                if host == b"?":
+                    continue  # this node does not know its announced name yet
+                name = host.decode("utf-8", "replace") if host else asked.host
+                slots.append((start, stop, parse_address(name, str(port))))
+            case _:
+                raise ValueError("not a row of a slot table")
+    slots.sort()
+    if any(row[1] >= following[0] for row, following in pairwise(slots)):
+        raise ValueError("a slot table with a slot in two rows")
+    if len({address for _, _, address in slots}) > MAX_NODES:
+        raise ValueError(f"a slot table of more than {MAX_NODES} nodes")
+    return slots
+
+
+def parse_redirect(error: ServerError) -> tuple[int, Address]:
+    """Return the slot and the server that a MOVED or ASK names."""
+    words = error.text.split(" ")
+    if len(words) != 3 or not (words[1].isascii() and words[1].isdecimal()) or len(words[1]) > 5:
+        raise ValueError(f"not a redirect: {error.text}")
+    slot = int(words[1])
+    if slot >= NUM_SLOTS:
+        raise ValueError(f"a redirect of slot {slot}")
+    host, _, port = words[2].rpartition(":")
+    return slot, parse_address(host.strip("[]"), port)
+
+
+def parse_masters(rows: Any) -> dict[str, Address | None]:
+    """Parse the reply to ``SENTINEL MASTERS``: masters by service, None for one that is down."""
+    found: dict[str, Address | None] = {}
+    for row in _rows(rows):
+        if not all(isinstance(word, bytes) for word in _rows(row)):
+            raise ValueError("not a description of a master")
+        words = [word.decode("utf-8", "replace") for word in row]
+        fields = dict(zip(words[::2], words[1::2], strict=False))
+        flags = fields.get("flags", "").split(",")
+        down = "master" not in flags or "s_down" in flags or "o_down" in flags
+        address = parse_address(fields.get("ip", ""), fields.get("port", ""))
+        found[fields.get("name", "")] = None if down else address
+    return found
+
+
+def _rows(reply: Any) -> list[Any]:
+    if isinstance(reply, list):
+        return reply
+    raise ValueError(f"{type(reply).__name__} instead of an array")
 
 
 async def ask(
     address: Address, access: Access, timeout_s: float, user: tuple[str, str], *command: bytes
 ) -> Reply:
-    """Connect to a server, send one command, return its reply.
-
-    Args:
-        address: of the server.
-        access: says whether to use TLS.
-        timeout_s: for everything together.
-        user: name and password, both empty to send none.
-        command: its words.
+    """Connect to a server as ``user`` (name and password), send one command, return its reply.
 
     Raises:
-        OSError: no reply, or (as :class:`Refused`) an error reply.
+        OSError: No reply, or (as :class:`CommandRefused`) an error reply.
     """
     async with asyncio.timeout(timeout_s):
-        sock, channel = await open_channel(address, access.tls)
-        connection = Connection(sock, channel, timeout_s, 0, _ignore, _ignore_loss)
+        sock = await open_socket(address, access.tls)
+        connection = Connection(
+            sock, timeout_s, 0, on_progress=lambda: None, on_lost=lambda *lost: None
+        )
         try:
-            await introduce(connection, *user)
-            reply = await connection.ask(encode(*command), Table())
+            await authenticate(connection, *user)
+            reply = await connection.ask(encode(*command), NestedArray())
         finally:
             connection.abort("done")
     if isinstance(reply, ServerError):
-        raise Refused(command[0].decode(), reply)
+        raise CommandRefused(command[0].decode(), reply)
     return reply
 
 
-async def fetch_slots(address: Address, options: RedisOptions, access: Access) -> Slots:
+async def fetch_slots(address: Address, access: Access) -> Slots:
     """Ask one server for the slot table.
 
     Raises:
-        OSError: it gives none.
-        ValueError: a secret is gone, or what came is no table.
+        OSError: The server does not answer or refuses.
+        ValueError: A secret is missing, or the reply is no slot table.
     """
-    timeout_s = 2 * options.connect_timeout_s
+    timeout_s = 2 * access.options.connect_timeout_s
     user = access.username, access.password()
-    rows = await ask(address, access, timeout_s, user, b"CLUSTER", b"SLOTS")
-    return parse_slots(rows, address)
+    return parse_slots(await ask(address, access, timeout_s, user, b"CLUSTER", b"SLOTS"), address)
 
 
 class SentinelResolver:
-    """Asks Sentinels for the master's address, and remembers it for a moment."""
+    """Asks Sentinels for the master's address and remembers it for a moment."""
 
-    def __init__(self, target: Target, options: RedisOptions, access: Access) -> None:
-        self._target = target
-        self._options = options
+    def __init__(self, access: Access) -> None:
         self._access = access
         self._known: tuple[Address, float] | None = None
 
@@ -72,44 +149,56 @@ class SentinelResolver:
         """Return the master's address.
 
         Raises:
-            OSError: no Sentinel answers, or none knows a master; its cause is the first failure.
+            OSError: No Sentinel names a master; its cause is the first failure.
         """
         now = asyncio.get_running_loop().time()
         if self._known and now < self._known[1]:
             return self._known[0]
-        service = self._target.service
-        said: list[str] = []
+        target = self._access.target
+        answers: list[str] = []
         cause: Exception | None = None
-        for sentinel in self._target.addresses:
+        for sentinel in target.addresses:
             try:
                 masters = await self._masters(sentinel)
             except (OSError, ValueError) as error:
-                said.append(f"{sentinel}: {str(error) or type(error).__name__}")
+                answers.append(f"{sentinel}: {str(error) or type(error).__name__}")
                 cause = cause or error
                 continue
-            if address := masters.get(service):
+            if address := masters.get(target.service):
                 self._known = address, now + REFRESH_EVERY_S
                 return address
             known = printable(str(sorted(masters)[:_SHOWN_SERVICES]))
-            verb = "counts it as down" if service in masters else f"knows only {known}"
-            said.append(f"{sentinel} {verb}")
+            verb = "counts it as down" if target.service in masters else f"knows only {known}"
+            answers.append(f"{sentinel} {verb}")
         raise ConnectionError(
-            f"no Sentinel names a master {service!r}: {'; '.join(said)}"
+            f"no Sentinel names a master {target.service!r}: {'; '.join(answers)}"
         ) from cause
 
     async def _masters(self, sentinel: Address) -> dict[str, Address | None]:
         access = self._access
-        # A share of the time for each, so that one that hangs leaves time to ask the next.
-        each_s = self._options.connect_timeout_s / len(self._target.addresses)
-        user = access.sentinel_username, access.sentinel_password()
+        # A share of the time for each Sentinel: one that hangs leaves time for the next.
+        each_s = access.options.connect_timeout_s / len(access.target.addresses)
+        user = access.options.sentinel_username, access.sentinel_password()
         return parse_masters(await ask(sentinel, access, each_s, user, b"SENTINEL", b"MASTERS"))
 
 
-def _ignore(connection: Connection) -> None:
-    """There is nothing more to send."""
+async def masters(access: Access) -> list[Address]:
+    """Return every server that holds a part of the data.
 
-
-def _ignore_loss(
-    connection: Connection, reason: str, silent_s: float, owed: Request | None
-) -> None:
-    """The request's outcome says it."""
+    Raises:
+        OSError: No server names them.
+    """
+    target = access.target
+    if target.kind == "sentinel":
+        return [await SentinelResolver(access)()]
+    if target.kind != "cluster":
+        return [target.addresses[0]]
+    failure: OSError = OSError("no seeds")
+    for seed in target.addresses:
+        try:
+            slots = await fetch_slots(seed, access)
+            return list(dict.fromkeys(address for _, _, address in slots))
+        except (OSError, ValueError) as error:
+            failure = OSError(f"{seed}: {error}")
+            failure.__cause__ = error
+    raise failure

@@ -1,111 +1,112 @@
-"""What an operator should know about a Redis before engines depend on it, each with a remedy."""
+"""The doctor: checks of a Redis before engines depend on it, each with a remedy."""
 
+import contextlib
 import ipaddress
 import os
+import socket
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import MovedError, RedisError
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    InvalidResponse,
+    MovedError,
+    NoPermissionError,
+    RedisError,
+)
 
 from kvoffload.backends.admin import Finding
 from kvoffload.backends.base import Backend
-from kvoffload.backends.redis.admin import client_of, masters
+from kvoffload.backends.redis.admin import client_of
 from kvoffload.backends.redis.channel import Address
-from kvoffload.backends.redis.diagnosis import RIGHTS, refusal
-from kvoffload.backends.redis.discovery import ask
-from kvoffload.backends.redis.options import Access, RedisOptions, Target
+from kvoffload.backends.redis.discovery import ask, masters
+from kvoffload.backends.redis.handshake import CommandRefused
+from kvoffload.backends.redis.options import Access
+from kvoffload.backends.redis.resp import printable
 from kvoffload.config import human_bytes
+from kvoffload.errors import HIDDEN, ConfigError
 
 OLDEST = (6, 2)
-"""GETEX, which reads a chunk and prolongs its life in one command, came with this version."""
-_PROBES = 50
+"""The first version with GETEX, which reads a chunk and prolongs its life in one command."""
+_RIGHTS = "~kvoffload:* +getex +psetex +exists +pexpire +unlink +ping +info"
+"""The rights of an engine's user."""
+_PINGS = 50
 _CHUNKS, _CHUNK_BYTES = 16, 2 << 20
 _SLOW_BYTES_PER_S = 200e6
+_DETAIL_CHARS = 1000
+_HIDE_CHARS = 4
+"""Shorter passwords stay in texts: hiding them would hide half the message."""
 
 
-async def diagnose(
-    target: Target, options: RedisOptions, access: Access, backend: Backend
-) -> list[Finding]:
-    """Examine every server behind a URL.
-
-    Args:
-        target: what its URL says.
-        options: its settings.
-        access: its credentials.
-        backend: stores and loads for the throughput, and removes what it stored.
-    """
+async def diagnose(access: Access, backend: Backend) -> list[Finding]:
+    """Examine every server of a URL; ``backend`` stores and loads for the throughput."""
     try:
-        addresses = await masters(target, options, access)
+        addresses = await masters(access)
     except (OSError, ValueError) as error:
-        return [refusal(error, target, options, access)]
+        return [_explain(error, access)]
     findings: list[Finding] = []
-    if target.kind:
-        listed = ", ".join(str(address) for address in addresses)
-        findings.append(Finding("topology", "ok", f"{target.kind}: {listed}"))
-    examined = [await _examine(address, target, options, access) for address in addresses]
+    if kind := access.target.kind:
+        findings.append(Finding("topology", "ok", f"{kind}: {', '.join(map(str, addresses))}"))
+    examined = [await _examine(address, access) for address in addresses]
     findings += [finding for each in examined for finding in each]
     if any(len(each) > 1 for each in examined):  # a server answered
-        findings += _secrets(options, access)
+        findings += _check_secrets(access)
     if not any(finding.verdict == "failed" for finding in findings):
         findings += await _throughput(backend)
     return findings
 
 
-async def _examine(
-    address: Address, target: Target, options: RedisOptions, access: Access
-) -> list[Finding]:
+async def _examine(address: Address, access: Access) -> list[Finding]:
     try:
-        async with client_of(address, options, access) as client:
-            findings = [await _reachable(client, address)]
-            findings.append(_encryption(address, target))
-            findings.append(await _password(address, options, access))
-            findings += await _rights(client)
+        async with client_of(address, access) as client:
+            findings = [
+                await _check_latency(client, address),
+                _check_encryption(address, access),
+                await _check_password(address, access),
+                await _check_rights(client),
+            ]
             try:
                 info: dict[str, Any] = await client.info()
             except RedisError:
                 remedy = (
                     "allow +info: memory and policy can be checked, restarts are noticed sooner"
                 )
-                findings.append(Finding("info", "warning", "INFO is not allowed", remedy))
-                return findings
-            return findings + _by_info(info)
+                return [*findings, Finding("info", "warning", "INFO is not allowed", remedy)]
+            return findings + _check_info(info)
     except (OSError, ValueError) as error:
-        return [refusal(error, target, options, access)]
+        return [_explain(error, access)]
 
 
-async def _reachable(client: Redis, address: Address) -> Finding:
+async def _check_latency(client: Redis, address: Address) -> Finding:
     await client.ping()
     times = []
-    for _ in range(_PROBES):
+    for _ in range(_PINGS):
         began = time.perf_counter()
         await client.ping()
         times.append(time.perf_counter() - began)
     median_ms, worst_ms = statistics.median(times) * 1e3, max(times) * 1e3
     detail = f"{address} answers in {median_ms:.2f} ms (median), {worst_ms:.2f} ms (worst)"
     if median_ms > 5:
-        return Finding("latency", "warning", detail, "a tier shared by engines wants a server near")
+        return Finding("latency", "warning", detail, "a tier shared by engines needs a near server")
     return Finding("latency", "ok", detail)
 
 
-def _encryption(address: Address, target: Target) -> Finding:
-    if target.tls:
+def _check_encryption(address: Address, access: Access) -> Finding:
+    if access.target.tls:
         return Finding("encryption", "ok", "TLS, certificate and host name checked")
-    if address.path or _is_loopback(address.host):
+    if _is_local(address):
         return Finding("encryption", "ok", "none, and the data does not leave this machine")
-    return Finding(
-        "encryption",
-        "warning",
-        "chunks travel in the clear; prompts can be read out of them",
-        "use rediss://, or a network nobody else is on",
-    )
+    problem = "the network carries chunks in the clear; they reveal prompts"
+    return Finding("encryption", "warning", problem, "use rediss://, or a private network")
 
 
-async def _password(address: Address, options: RedisOptions, access: Access) -> Finding:
+async def _check_password(address: Address, access: Access) -> Finding:
     if access.password():
-        if await _lets_in_anybody(address, options, access):
+        if await _accepts_no_password(address, access):
             return Finding(
                 "password",
                 "failed",
@@ -113,121 +114,98 @@ async def _password(address: Address, options: RedisOptions, access: Access) -> 
                 "ACL SETUSER default off, in the server's configuration or ACL file as well",
             )
         of_url = "the user of the URL" if access.username else "default"
-        return Finding("password", "ok", f"introduced as {options.username or of_url}")
-    if address.path or _is_loopback(address.host):
+        return Finding("password", "ok", f"introduced as {access.options.username or of_url}")
+    if _is_local(address):
         return Finding("password", "ok", "none, on this machine")
-    return Finding(
-        "password",
-        "warning",
-        "anyone who reaches the port reads and replaces chunks",
-        f"ACL SETUSER kvoffload on >... {RIGHTS}; name it in username and password_file",
-    )
+    remedy = f"ACL SETUSER kvoffload on >... {_RIGHTS}; name it in username and password_file"
+    problem = "every client that reaches the port reads and replaces chunks"
+    return Finding("password", "warning", problem, remedy)
 
 
-async def _lets_in_anybody(address: Address, options: RedisOptions, access: Access) -> bool:
+async def _accepts_no_password(address: Address, access: Access) -> bool:
     try:
-        return await ask(address, access, options.connect_timeout_s, ("", ""), b"PING") == b"PONG"
+        timeout_s = access.options.connect_timeout_s
+        return await ask(address, access, timeout_s, ("", ""), b"PING") == b"PONG"
     except OSError:
         return False
 
 
-def _secrets(options: RedisOptions, access: Access) -> list[Finding]:
-    found = [
-        Finding("secrets", "warning", weakness.problem, weakness.remedy)
-        for weakness in access.weaknesses()
-    ]
-    if options.secret_file:
-        return [*found, Finding("authenticity", "ok", "values are authenticated by secret_file")]
-    problem = "values are not authenticated: whoever may write here injects prompts"
+def _check_secrets(access: Access) -> list[Finding]:
+    found = [Finding("secrets", "warning", *weakness) for weakness in access.weaknesses()]
+    if access.options.secret_file:
+        return [*found, Finding("authenticity", "ok", "secret_file authenticates values")]
+    problem = "values are not authenticated: every user with write access can inject prompts"
     remedy = "openssl rand -hex 32 > FILE, the same for all engines; name it in secret_file"
     return [*found, Finding("authenticity", "warning", problem, remedy)]
 
 
-async def _rights(client: Redis) -> list[Finding]:
+async def _check_rights(client: Any) -> Finding:
     name = f"kvoffload:doctor:{{{os.urandom(8).hex()}}}"
-    steps: Mapping[str, Callable[[], Awaitable[Any]]] = {
-        "psetex": lambda: client.psetex(name, 10_000, b"x"),
-        "getex": lambda: client.getex(name, px=10_000),
-        "exists": lambda: client.exists(name),
-        "pexpire": lambda: client.pexpire(name, 10_000),
-        "unlink": lambda: client.unlink(name),
-    }
     refused = []
-    for step, work in steps.items():
+    for command in (
+        ("PSETEX", name, 10_000, b"x"),
+        ("GETEX", name, "PX", 10_000),
+        ("EXISTS", name),
+        ("PEXPIRE", name, 10_000),
+        ("UNLINK", name),
+    ):
         try:
-            await work()
+            await client.execute_command(*command)
         except MovedError:
-            continue  # another server's slot: rights are checked before that
+            continue  # the slot of another server: the server checks rights first
         except RedisError as error:
-            refused.append(f"{step}: {error}")
+            refused.append(f"{command[0].lower()}: {error}")
     if not refused:
-        return [Finding("rights", "ok", "every command the data path needs is allowed")]
-    remedy = f"ACL SETUSER <user> {RIGHTS}; a read-only replica or a full server refuses psetex"
-    return [Finding("rights", "failed", "; ".join(refused), remedy)]
+        return Finding("rights", "ok", "every command the data path needs is allowed")
+    remedy = f"ACL SETUSER <user> {_RIGHTS}; a read-only replica or a full server refuses psetex"
+    return Finding("rights", "failed", "; ".join(refused), remedy)
 
 
-def _by_info(info: Mapping[str, Any]) -> list[Finding]:
-    return [_version(info), _role(info), _policy(info), _memory(info), _persistence(info)]
+def _check_info(info: Mapping[str, Any]) -> list[Finding]:
+    """Return the first row that applies of each check."""
 
+    def number(name: str) -> int:
+        return int(info.get(name, 0))
 
-def _version(info: Mapping[str, Any]) -> Finding:
-    text = str(info.get("redis_version", "0"))
-    name = str(info.get("server_name", "redis"))
-    if name == "valkey":
-        return Finding("version", "ok", f"Valkey {info.get('valkey_version', text)}")
-    numbers = tuple(int(part) for part in text.split(".")[:2] if part.isdecimal())
-    if numbers >= OLDEST:
-        return Finding("version", "ok", f"Redis {text}")
-    return Finding("version", "failed", f"Redis {text}", "needs 6.2 or newer: it lacks GETEX")
-
-
-def _role(info: Mapping[str, Any]) -> Finding:
-    role = str(info.get("role", "master"))
-    if role == "master":
-        return Finding("role", "ok", f"master, {info.get('connected_slaves', 0)} replicas")
-    return Finding(
-        "role", "failed", "a read-only replica", "give the master's address, or Sentinels"
-    )
-
-
-def _policy(info: Mapping[str, Any]) -> Finding:
-    limit, policy = int(info.get("maxmemory", 0)), str(info.get("maxmemory_policy", "noeviction"))
-    if not limit:
-        return Finding(
-            "policy",
-            "warning",
+    version, role = str(info.get("redis_version", "0")), str(info.get("role", "master"))
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    valkey = info.get("server_name") == "valkey"
+    limit, used, system = map(number, ("maxmemory", "used_memory", "total_system_memory"))
+    policy = str(info.get("maxmemory_policy", "noeviction"))
+    limited = f"maxmemory {human_bytes(limit)}, {policy}"
+    memory = f"{human_bytes(used)} used, {number('evicted_keys'):,} keys evicted so far"
+    rows: tuple[tuple[object, Finding], ...] = (
+        (valkey, Finding("version", "ok", f"Valkey {info.get('valkey_version', version)}")),
+        (numbers < OLDEST, Finding("version", "failed", f"Redis {version}",
+            "needs 6.2 or newer: it lacks GETEX")),
+        (True, Finding("version", "ok", f"Redis {version}")),
+        (role != "master", Finding("role", "failed", "a read-only replica",
+            "give the master's address, or Sentinels")),
+        (True, Finding("role", "ok", f"master, {number('connected_slaves')} replicas")),
+        (not limit, Finding("policy", "warning",
             "no memory limit: it grows until the kernel ends it",
-            "CONFIG SET maxmemory <bytes>, maxmemory-policy allkeys-lru",
-        )
-    detail = f"maxmemory {human_bytes(limit)}, {policy}"
-    if policy == "noeviction":
-        remedy = "a full server refuses every store; allkeys-lru (or volatile-lru if shared) evicts"
-        return Finding("policy", "warning", detail, remedy)
-    if policy.endswith("random"):
-        return Finding(
-            "policy", "warning", detail, "lru or lfu keeps what is used; random does not"
-        )
-    return Finding("policy", "ok", detail)
-
-
-def _memory(info: Mapping[str, Any]) -> Finding:
-    used, limit = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
-    system = int(info.get("total_system_memory", 0))
-    detail = f"{human_bytes(used)} used, {int(info.get('evicted_keys', 0)):,} keys evicted so far"
-    if system and max(limit, used) > 0.8 * system:
-        remedy = "leave a fifth of the machine's memory for buffers, forks and fragmentation"
-        return Finding("memory", "warning", f"{detail}, of {human_bytes(system)}", remedy)
-    return Finding("memory", "ok", detail)
-
-
-def _persistence(info: Mapping[str, Any]) -> Finding:
-    if int(info.get("aof_enabled", 0)):
-        remedy = "a cache needs no append-only file: every chunk is written to disk too"
-        return Finding("persistence", "warning", "appendonly is on", f"{remedy}; appendonly no")
-    if int(info.get("rdb_saves", 0)) or int(info.get("latest_fork_usec", 0)):
-        remedy = "each snapshot forks and may double the memory used; save ''"
-        return Finding("persistence", "warning", "snapshots are taken", remedy)
-    return Finding("persistence", "ok", "none seen")
+            "CONFIG SET maxmemory <bytes>, maxmemory-policy allkeys-lru")),
+        (policy == "noeviction", Finding("policy", "warning", limited,
+            "a full server refuses every store; allkeys-lru (or volatile-lru if shared) evicts")),
+        (policy.endswith("random"), Finding("policy", "warning", limited,
+            "lru or lfu keeps the used chunks; random does not")),
+        (True, Finding("policy", "ok", limited)),
+        (max(limit, used) > 0.8 * system > 0, Finding("memory", "warning",
+            f"{memory}, of {human_bytes(system)}",
+            "leave a fifth of the machine's memory for buffers, forks and fragmentation")),
+        (True, Finding("memory", "ok", memory)),
+        (number("aof_enabled"), Finding("persistence", "warning", "appendonly is on",
+            "a cache needs no append-only file, which writes every chunk to disk; appendonly no")),
+        (number("rdb_saves") or number("latest_fork_usec"),
+            Finding("persistence", "warning", "the server takes snapshots",
+            "each snapshot forks and may double the memory used; save ''")),
+        (True, Finding("persistence", "ok", "none seen")),
+    )  # fmt: skip
+    found: dict[str, Finding] = {}
+    for applies, finding in rows:
+        if applies:
+            found.setdefault(finding.check, finding)
+    return list(found.values())
 
 
 async def _throughput(backend: Backend) -> list[Finding]:
@@ -255,8 +233,105 @@ async def _throughput(backend: Backend) -> list[Finding]:
         await backend.remove(keys)
 
 
-def _is_loopback(host: str) -> bool:
+def _is_local(address: Address) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return bool(address.path) or ipaddress.ip_address(address.host).is_loopback
     except ValueError:
-        return host == "localhost"
+        return address.host == "localhost"
+
+
+# ---- servers that cannot be examined -------------------------------------------------------------
+
+_TLS_REMEDY = (
+    "is the port a TLS port, does ca_file hold the issuer of the server's certificate, is it for "
+    "this name, and does the server ask for cert_file and key_file?"
+)
+_CODES = {AuthenticationError: "NOAUTH", NoPermissionError: "NOPERM", BusyLoadingError: "LOADING"}
+
+
+def _explain(error: BaseException, access: Access) -> Finding:
+    """Explain by the causes of an error why a server cannot be examined."""
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:
+        causes.append(cause)
+    check, remedy = _by_answer(causes, access) or _by_connection(causes, access)
+    text = str(error) or type(error).__name__
+    for password in (access.password, access.sentinel_password):  # servers quote commands
+        with contextlib.suppress(ConfigError):
+            if len(secret := password()) >= _HIDE_CHARS:
+                text = text.replace(secret, HIDDEN)
+    return Finding(check, "failed", printable(text, _DETAIL_CHARS), remedy)
+
+
+def _by_answer(causes: Sequence[BaseException], access: Access) -> tuple[str, str] | None:
+    """Return the failed check and its remedy if a server answered."""
+    refused = [each for each in causes if isinstance(each, CommandRefused)]
+    codes = {code for each in causes for kind, code in _CODES.items() if isinstance(each, kind)}
+    codes |= {"NOAUTH" if each.command == "AUTH" else each.code for each in refused}
+    text, target = str(causes[0]), access.target
+    more = " +cluster|slots" if target.kind == "cluster" else ""
+    more += " +select" if target.db else ""
+    for applies, check, remedy in (
+        (codes & {"NOAUTH", "WRONGPASS"}, "password", _password_remedy(text, access)),
+        ("NOPERM" in codes, "rights", f"ACL SETUSER <user> {_RIGHTS}{more}"),
+        ("LOADING" in codes, "reachable",
+         "it is reading its snapshot: wait; and a cache needs none (save '')"),
+        ("cluster support disabled" in text, "topology",
+         "this server is no part of a cluster: write redis://host:port"),
+        (any(each.command == "SENTINEL" for each in refused), "topology",
+         "this server is no Sentinel: write redis://host:port, or give Sentinels"),
+        ("DB index is out of range" in text, "database",
+         f"the server has no database {target.db}: CONFIG GET databases returns their number; "
+         "the first is 0, behind the host"),
+        (any(isinstance(each, InvalidResponse) for each in causes) or "protocol:" in text,
+         "protocol", "the server is not Redis: check the port (default 6379)"),
+    ):  # fmt: skip
+        if applies:
+            return check, remedy
+    return None
+
+
+def _by_connection(causes: Sequence[BaseException], access: Access) -> tuple[str, str]:
+    """Return the failed check and its remedy if no server answered."""
+
+    def caused_by(kind: type[BaseException]) -> bool:
+        return any(isinstance(each, kind) for each in causes)
+
+    target = access.target
+    path, tls = bool(target.addresses[0].path), target.tls
+    hint = f"; {_TLS_REMEDY}" if tls else ""  # a plain port waits for more bytes of a TLS hello
+    general = "check host, port, firewall and that the server runs"
+    closed = caused_by(ConnectionResetError) or any("closed" in str(each) for each in causes)
+    for applies, remedy in (
+        (caused_by(socket.gaierror),
+         "no such host name is known here: check the spelling, and the resolver"),
+        (path and caused_by(FileNotFoundError),
+         "there is no such socket: compare with unixsocket in the server's configuration"),
+        (path and caused_by(PermissionError),
+         "this user may not use the socket: unixsocketperm 770, and the server's group"),
+        (path, "no server listens on this socket: start the server"),
+        (target.kind == "sentinel" and len(causes) == 1,
+         "check the service's name, and that its master runs"),
+        (caused_by(ConnectionRefusedError),
+         "nothing listens there: check host and port, and that the server runs"),
+        (caused_by(TimeoutError), f"{general}{hint}"),
+        (tls, _TLS_REMEDY),
+        (closed, "it closes connections: a TLS port, which needs rediss://, or not Redis"),
+        (True, general),
+    ):  # fmt: skip
+        if applies:
+            return "encryption" if remedy == _TLS_REMEDY else "reachable", remedy
+    return "reachable", general
+
+
+def _password_remedy(text: str, access: Access) -> str:
+    sentinel = "Sentinel" in text
+    prefix, kind = ("sentinel_", "Sentinels' password") if sentinel else ("", "password")
+    given = [f"{prefix}{name}" for name in ("password_env", "password_file")]
+    if source := next((name for name in given if getattr(access.options, name)), ""):
+        where = f"{source} does not hold the {kind} of this user"
+    elif access.target.password and not sentinel:
+        where = "the URL does not hold the password of this user (/ ? # @ % are written %2F ...)"
+    else:
+        where = f"the server wants a {kind}, and none is given"
+    return f"{where}: set {prefix}username and {prefix}password_file; ACL LIST shows the users"

@@ -1,113 +1,103 @@
-"""What is said on a connection before it serves: who we are, who it is, whether it works again."""
+"""The handshake of a connection: authenticate, check the server, and probe one that failed."""
 
 import asyncio
 import os
 from typing import NamedTuple
 
-from kvoffload.backends.redis.connection import Connection, Request
+from kvoffload.backends.redis.connection import Connection, RedisRequest
 from kvoffload.backends.redis.options import Access
 from kvoffload.backends.redis.resp import Fill, Line, ServerError, encode, sink
 
 IN_STEP = frozenset({"OOM", "MISCONF", "NOREPLICAS", "WRONGTYPE", "MOVED", "ASK"})
-"""Error replies after which the server is as good as before: refusals and redirects."""
-_TRIAL_BYTES = 4 << 20
-"""The largest trial of stores."""
+"""Error replies of a healthy server: refusals of one request, and redirects."""
+_PROBE_BYTES = 4 << 20
+"""The largest probe after a failed store."""
 _NOISE_BYTES = 64 << 10
+ServerInfo = dict[str, str]
+"""The reply to ``INFO``; empty where the user has no right to it."""
 
 
-class Greeting(NamedTuple):
-    """What a server says about itself (``INFO``); empty where the user may not ask."""
-
-    info: dict[str, str]
-
-    @property
-    def run_id(self) -> str:
-        """Changes whenever the server process does."""
-        return self.info.get("run_id", "")
-
-
-class Refused(ConnectionError):
-    """An error reply where an answer was due."""
+class CommandRefused(ConnectionError):
+    """An error reply to a command of the handshake or of discovery."""
 
     def __init__(self, command: str, error: ServerError) -> None:
         self.command = command
         self.code = error.code
-        # Servers quote what they do not understand, so after AUTH the text may have the password.
-        said = error.code if command == "AUTH" else error.text
-        super().__init__(f"{command} refused: {said}")
+        # A server quotes an unknown command, so the text after AUTH may contain the password.
+        text = error.code if command == "AUTH" else error.text
+        super().__init__(f"{command} refused: {text}")
 
 
-async def introduce(connection: Connection, username: str, password: str) -> None:
-    """Say who we are, if there is a password.
+async def authenticate(connection: Connection, username: str, password: str) -> None:
+    """Send AUTH if there is a password.
 
     Raises:
-        OSError: the server does not know us by it, or the connection was lost.
+        OSError: The server refuses the password, or the connection was lost.
     """
     if password:
-        await _expect(
-            connection, b"OK", b"AUTH", *filter(None, [username.encode()]), password.encode()
-        )
+        user = [username.encode()] if username else []
+        await _expect(connection, b"OK", b"AUTH", *user, password.encode())
 
 
 async def _expect(connection: Connection, answer: bytes, *command: bytes) -> None:
     reply = await connection.ask(encode(*command), Line())
     if isinstance(reply, ServerError):
-        raise Refused(command[0].decode(), reply)
+        raise CommandRefused(command[0].decode(), reply)
     if reply != answer:
         raise ConnectionError(f"{command[0].decode()}: an unexpected reply")
 
 
-async def greet(connection: Connection, access: Access, ping_s: float) -> Greeting:
-    """Introduce oneself, and see whether this is a server that can serve.
+async def handshake(connection: Connection, access: Access) -> ServerInfo:
+    """Authenticate, select the database, and check that the server serves.
 
     Raises:
-        OSError: it does not serve (now), or takes longer than ``ping_s`` to answer a PING.
+        OSError: The server does not serve, or a PING takes longer than a lookup may.
     """
-    await introduce(connection, access.username, access.password())
-    if access.db:
-        await _expect(connection, b"OK", b"SELECT", b"%d" % access.db)
+    await authenticate(connection, access.username, access.password())
+    if access.target.db:
+        await _expect(connection, b"OK", b"SELECT", b"%d" % access.target.db)
     loop = asyncio.get_running_loop()
     began = loop.time()
     await _expect(connection, b"PONG", b"PING")
-    if (took_s := loop.time() - began) > ping_s:
+    if (took_s := loop.time() - began) > access.options.lookup_timeout_s:
         raise ConnectionError(f"a PING takes {took_s:.2f} s")
     info = await connection.ask(encode(b"INFO"), Line())
     if not isinstance(info, bytes):
-        return Greeting({})  # not allowed to ask: nothing is known of its process then
+        return {}  # the user has no right to INFO
     lines = (line.partition(":") for line in info.decode("utf-8", "replace").splitlines())
-    greeting = Greeting({name: value for name, sep, value in lines if sep})
-    if greeting.info.get("role", "master") != "master":
+    server = {name: value for name, sep, value in lines if sep}
+    if server.get("role", "master") != "master":
         raise ConnectionError("a read-only replica")
-    return greeting
+    return server
 
 
-class Trial(NamedTuple):
-    """What failed, in a form that a probe can try without anybody's memory.
+class HealthProbe(NamedTuple):
+    """A failed request in a form that a probe can repeat without callers' memory.
 
-    A line may pass a PING and no chunk, so a probe after a failed load loads the same value, and
-    one after a failed store sends as many bytes (in a PING, which returns them, and stores
-    nothing). A value that is gone by then proves nothing, and is taken for good: the breaker asks
-    less often where that goes wrong.
+    A network path may pass a PING and no chunk. After a failed load the probe loads the same value.
+    After a failed store it sends as many bytes in a PING, which stores nothing. A value that is
+    missing by then proves nothing and counts as a success; the circuit breaker probes less often if
+    such successes are wrong.
     """
 
     command: bytes
-    """What loads the value again; empty for a store."""
+    """Loads the value again; empty for a store."""
     nbytes: int
 
     @classmethod
-    def of(cls, request: Request | None) -> "Trial | None":
-        """The trial of a request that failed; None where a greeting is as good."""
+    def of(cls, request: RedisRequest | None) -> "HealthProbe | None":
+        """Return the probe for a failed request; None if a handshake is enough."""
         if request is None or not request.nbytes:
             return None
         if isinstance(request.expect, Fill):
-            return cls(request.again, request.expect.nbytes)
-        return cls(b"", min(request.nbytes, _TRIAL_BYTES))
+            return cls(request.probe, request.expect.nbytes)
+        return cls(b"", min(request.nbytes, _PROBE_BYTES))
 
     async def run(self, connection: Connection) -> None:
-        """Try it, under the connection's own watch.
+        """Repeat the request under the connection's watchdog.
 
         Raises:
-            OSError: it fails again.
+            OSError: The request fails again.
         """
         command = self.command or encode(b"PING", _noise(self.nbytes))
         reply = await connection.ask(command, Fill(sink(self.nbytes)))
@@ -116,6 +106,6 @@ class Trial(NamedTuple):
 
 
 def _noise(nbytes: int) -> bytes:
-    """Bytes that nothing on the way compresses to a few."""
+    """Return bytes that no network device compresses to a few."""
     block = os.urandom(_NOISE_BYTES)
     return (block * (nbytes // _NOISE_BYTES + 1))[:nbytes]

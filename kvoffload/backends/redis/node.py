@@ -1,217 +1,199 @@
-"""One server: its connections, its queues, its breaker, and what it said about itself.
+"""One server: its connections, its queues and its circuit breaker.
 
-Requests wait in two queues, loads before everything else, and go to whichever data connection has
-room; lookups and other small commands have a connection of their own, so that they never stand
-behind chunks. All connections together hold requests up to the bound on bytes in flight. When the
-breaker opens, every connection is dropped, what waits is answered as lost, and a task probes, with
-what failed, until the server is back.
+Lookups and other small commands use a connection of their own, so that no chunk delays them. Loads
+and stores wait in two queues, loads first, for a data connection with room. A bound on the bytes in
+flight holds for all connections together. An opening circuit breaker drops every connection and
+fails every queued request. A task then probes the server with the kind of request that failed.
 
-Everything here runs on the I/O loop's thread; ``is_open`` may be read from any.
+All code here runs on the I/O loop's thread, except ``is_open``, which any thread may read.
 """
 
 import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
-from operator import attrgetter
 
-from kvoffload.backends.redis.channel import Address, open_channel
+from kvoffload.backends.redis.channel import Address, open_socket
 from kvoffload.backends.redis.circuit_breaker import CircuitBreaker
-from kvoffload.backends.redis.connection import Connection, Lost, Request
-from kvoffload.backends.redis.handshake import IN_STEP, Greeting, Trial, greet
-from kvoffload.backends.redis.options import Access, RedisOptions
-from kvoffload.backends.redis.resp import Fill, ServerError
+from kvoffload.backends.redis.connection import Connection, Kind, Lost, RedisRequest
+from kvoffload.backends.redis.handshake import IN_STEP, HealthProbe, ServerInfo, handshake
+from kvoffload.backends.redis.options import Access
+from kvoffload.backends.redis.resp import ServerError
 
 log = logging.getLogger(__name__)
 
-_INFLIGHT = attrgetter("inflight_bytes")
-_OWED = attrgetter("owed")
-_MAX_OWED = 64
-"""Requests in flight on a connection, however small."""
+_MAX_IN_FLIGHT = 64
+"""Requests in flight on one connection, of any size."""
+_MIN_IN_FLIGHT = 2
+"""Requests always allowed in flight to one server, so that it finds the next one waiting."""
 _FORBIDDEN_S = 30.0
-_CONNECT, _LOOKUP, LOAD, STORE = "connect", "lookup", "load", "store"
-"""Kinds of work whose failures the breaker counts apart."""
-_ALWAYS = 2
-"""Requests in flight to a server, however large."""
-
+_FULL_S = 1.0
 
 Resolve = Callable[[], Awaitable[Address]]
 
 
+class _Pool:
+    """Open connections for one purpose, and the number of connects in progress."""
+
+    def __init__(self) -> None:
+        self.connections: list[Connection] = []
+        self.connecting = 0
+
+
 class Node:
-    """A server and everything that is open to it.
+    """A server with its connections.
 
     Args:
-        resolve: where the server is now; asked before each connect (a Sentinel moves it).
-        access: how to introduce oneself.
-        options: the backend's.
-        counters: the backend's.
-        restarted: called when the server may have lost what it held (another process, or back
-            after an outage).
-        troubled: called when the server refused as one does that is no longer in charge; the
-            topology may have changed.
+        resolve: Returns the server's address; runs before each connect, because Sentinels may move
+            the master.
+        access: Credentials and options.
+        counters: The backend's.
+        on_restart: Runs when the server may have lost its chunks.
+        on_trouble: Runs when the server may no longer be in charge of its keys.
     """
 
     def __init__(
         self,
         resolve: Resolve,
         access: Access,
-        options: RedisOptions,
         counters: Counter[str],
-        restarted: Callable[[], None],
-        troubled: Callable[[], None],
+        on_restart: Callable[[], None],
+        on_trouble: Callable[[], None],
     ) -> None:
         self.breaker = CircuitBreaker()
-        self._trial: Trial | None = None
-        self.greeting = Greeting({})
-        self.full_until = 0.0
-        self._lacking: set[str] = set()
+        self.server: ServerInfo = {}
         self._resolve = resolve
         self._access = access
-        self._options = options
+        self._options = access.options
         self._counters = counters
-        self._restarted = restarted
-        self._troubled = troubled
+        self._on_restart = on_restart
+        self._on_trouble = on_trouble
         self._loop = asyncio.get_running_loop()
+        self._probe_request: HealthProbe | None = None
+        self._full_until = 0.0
+        self._missing_rights: set[str] = set()
         self._address: Address | None = None
-        self._where = "an address not known yet"
-        self._window = int(options.max_inflight_bytes)
-        self._loads: deque[Request] = deque()
-        self._stores: deque[Request] = deque()
-        self._smalls: deque[Request] = deque()
-        self._data: list[Connection] = []
-        self._lookup: list[Connection] = []
-        self._connecting = {id(self._data): 0, id(self._lookup): 0}
+        self._label = "an unknown address"
+        self._queues: dict[Kind, deque[RedisRequest]] = {
+            "lookup": deque(), "load": deque(), "store": deque(),
+        }  # fmt: skip
+        self._data, self._lookup = _Pool(), _Pool()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @property
     def is_open(self) -> bool:
-        """Whether the server is being left alone."""
         return self.breaker.is_open
 
     @property
     def full(self) -> bool:
-        """Whether the server said a moment ago that it takes nothing more, or not from us."""
-        return self._loop.time() < self.full_until
+        """True for a moment after the server refused a store for good reason."""
+        return self._loop.time() < self._full_until
 
     @property
     def num_connections(self) -> int:
-        """Connections open now."""
-        return len(self._data) + len(self._lookup)
+        return len(self._data.connections) + len(self._lookup.connections)
 
-    def load(self, requests: Iterable[Request]) -> None:
-        """Queue requests that bring chunks."""
-        self._queue(self._loads, requests)
+    def submit(self, requests: Iterable[RedisRequest]) -> None:
+        """Queue requests by their kind."""
+        if self._closed or self.is_open:
+            for request in requests:
+                request.end(Lost("shutdown" if self._closed else "breaker_open"))
+            return
+        for request in requests:
+            self._queues[request.kind].append(request)
+        self._pump()
 
-    def store(self, requests: Iterable[Request]) -> None:
-        """Queue requests that take chunks away."""
-        self._queue(self._stores, requests)
+    def judge(self, error: ServerError, request: RedisRequest, right: str) -> None:
+        """Handle an error reply: keep the connection, or drop it and count a failure.
 
-    def command(self, requests: Iterable[Request]) -> None:
-        """Queue small commands; they go past all chunks."""
-        self._queue(self._smalls, requests)
-
-    def judge(self, error: ServerError, request: Request, right: str) -> None:
-        """Act on an error reply: keep the connection, or drop it and count a failure.
-
-        Args:
-            error: the reply.
-            request: what was refused.
-            right: what the user needs for it.
+        The user needs ``right`` for the refused request.
         """
         self._counters[f"refused_{error.code.lower()}"] += 1
         if error.code == "NOPERM":
-            self._lacks(right, error)
-            if not request.nbytes:
-                return  # in step; without this right chunks still come and go
+            if request.kind == "store":
+                self._forbid_stores(error)
+                return
+            self._warn_missing_right(right, error)
+            if request.kind == "lookup":
+                return  # loads and stores work without this right
         if error.code in IN_STEP:
             if error.code in ("OOM", "MISCONF", "NOREPLICAS"):
-                self.full_until = self._loop.time() + 1.0
+                self._full_until = self._loop.time() + _FULL_S
             return
         connection = request.connection
         if connection is not None and not connection.closed:
-            alone = not connection.owed  # otherwise the next in line is counted
+            alone = not connection.num_in_flight  # else the abort counts the next request
             connection.abort(error.code)
             if alone:
-                self._fail(_work(request), 0.0, error.code, request)
+                self._fail(request.kind, 0.0, error.code, request)
 
-    def _lacks(self, right: str, error: ServerError) -> None:
-        if right not in self._lacking:
-            self._lacking.add(right)
-            log.warning(
-                "redis at %s: %s (ACL SETUSER <user> +%s ~kvoffload:* allows it)",
-                self._where,
-                error.text,
-                right,
-            )
+    def _warn_missing_right(self, right: str, error: ServerError) -> None:
+        if right not in self._missing_rights:
+            self._missing_rights.add(right)
+            remedy = f"(ACL SETUSER <user> +{right} ~kvoffload:* allows it)"
+            log.warning("redis at %s: %s %s", self._label, error.text, remedy)
 
-    def forbids_stores(self, error: ServerError) -> None:
-        """This user may not store: do not try for a while. Loads and lookups are not affected."""
-        self._counters[f"refused_{error.code.lower()}"] += 1
+    def _forbid_stores(self, error: ServerError) -> None:
+        """Pause stores for a user without the right; loads and lookups continue."""
         if not self.full:
             log.warning(
                 "redis at %s: no stores for %.0f s: %s (ACL SETUSER <user> +psetex allows them)",
-                self._where,
+                self._label,
                 _FORBIDDEN_S,
                 error.text,
             )
-        self.full_until = self._loop.time() + _FORBIDDEN_S
+        self._full_until = self._loop.time() + _FORBIDDEN_S
 
-    def answered(self, request: Request) -> None:
-        """A small command was answered as it should; too late counts as a failure all the same."""
-        took_s = self._loop.time() - request.begun
+    def answered(self, request: RedisRequest) -> None:
+        """Count an answered lookup; a late answer is a failure."""
+        took_s = self._loop.time() - request.submitted_at
         if took_s <= self._options.lookup_timeout_s:
-            self.breaker.success(_LOOKUP)
+            self.breaker.success("lookup")
         else:
             self._counters["lookup_late"] += 1
-            self._fail(_LOOKUP, took_s, f"lookups take {took_s:.2f} s")
+            self._fail("lookup", took_s, f"lookups take {took_s:.2f} s")
 
     def close(self) -> list[asyncio.Task[None]]:
-        """Drop everything; what waits is lost. Returns what still has to come to its end."""
+        """Drop every connection and request; return the tasks that still have to end."""
         self._closed = True
         self._drop("shutdown")
         for task in self._tasks:
             task.cancel()
         return list(self._tasks)
 
-    def _queue(self, queue: deque[Request], requests: Iterable[Request]) -> None:
-        if self._closed or self.breaker.is_open:
-            for request in requests:
-                request.end(Lost("shutdown" if self._closed else "breaker_open"))
-            return
-        queue.extend(requests)
-        self._pump()
-
     def _pump(self) -> None:
-        """Give waiting requests to connections with room; open more where they would help."""
+        """Submit queued requests to connections with room; connect more if that helps."""
         if self._closed:
             return
-        while self._smalls and self._lookup:
-            self._lookup[0].submit(self._smalls.popleft())
-        if self._smalls and not self._lookup:
+        lookups, loads, stores = self._queues.values()
+        while lookups and self._lookup.connections:
+            self._lookup.connections[0].submit(lookups.popleft())
+        if lookups:
             self._connect(self._lookup, 1)
-        for queue in (self._loads, self._stores):
-            while queue and (connection := self._roomy(queue[0])):
+        for queue in (loads, stores):
+            while queue and (connection := self._connection_with_room(queue[0])):
                 connection.submit(queue.popleft())
-        if waiting := len(self._loads) + len(self._stores):
-            self._connect(self._data, min(self._options.connections, len(self._data) + waiting))
+        if waiting := len(loads) + len(stores):
+            wanted = len(self._data.connections) + waiting
+            self._connect(self._data, min(self._options.connections, wanted))
 
-    def _roomy(self, request: Request) -> Connection | None:
-        """The data connection with the least on its way, if there is room for the request.
-
-        Two requests are let through whatever their size: the server should find the next one
-        waiting when it is done with the first.
-        """
-        best = min(self._data, key=_INFLIGHT, default=None)
-        if best is None or best.owed >= _MAX_OWED:
+    def _connection_with_room(self, request: RedisRequest) -> Connection | None:
+        """Return the least loaded data connection, if the bounds admit the request."""
+        best, inflight_bytes, in_flight = None, request.nbytes, 0
+        for connection in self._data.connections:
+            inflight_bytes += connection.inflight_bytes
+            in_flight += connection.num_in_flight
+            if best is None or connection.inflight_bytes < best.inflight_bytes:
+                best = connection
+        if best is None or best.num_in_flight >= _MAX_IN_FLIGHT:
             return None
-        fits = request.nbytes + sum(map(_INFLIGHT, self._data)) <= self._window
-        return best if fits or sum(map(_OWED, self._data)) < _ALWAYS else None
+        fits = inflight_bytes <= self._options.max_inflight_bytes
+        return best if fits or in_flight < _MIN_IN_FLIGHT else None
 
-    def _connect(self, pool: list[Connection], wanted: int) -> None:
-        for _ in range(wanted - len(pool) - self._connecting[id(pool)]):
-            self._connecting[id(pool)] += 1
+    def _connect(self, pool: _Pool, wanted: int) -> None:
+        for _ in range(wanted - len(pool.connections) - pool.connecting):
+            pool.connecting += 1
             self._start(self._grow(pool))
 
     def _start(self, work: Awaitable[None]) -> None:
@@ -219,141 +201,133 @@ class Node:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _grow(self, pool: list[Connection]) -> None:
+    async def _grow(self, pool: _Pool) -> None:
         began = self._loop.time()
         try:
             connection = await self._open()
-        except Exception as error:  # whatever it is, the next request connects again
-            self._connecting[id(pool)] -= 1
+        except Exception as error:  # no error ends the node: the next request connects again
+            pool.connecting -= 1
             self._unreachable(error, self._loop.time() - began)
             return
         except asyncio.CancelledError:
-            self._connecting[id(pool)] -= 1
+            pool.connecting -= 1
             raise
-        self._connecting[id(pool)] -= 1
+        pool.connecting -= 1
         self._join(pool, connection)
 
-    def _join(self, pool: list[Connection], connection: Connection) -> None:
-        if self._closed or self.breaker.is_open:
+    def _join(self, pool: _Pool, connection: Connection) -> None:
+        if self._closed or self.is_open:
             connection.abort("shutdown")
-            return
-        if connection.closed:  # lost between its greeting and now
+        elif connection.closed:  # lost after its handshake
             self._unreachable(ConnectionError("closed at once"), 0.0)
-            return
-        self.breaker.success(_CONNECT)
-        pool.append(connection)
-        self._pump()
+        else:
+            self.breaker.success("connect")
+            pool.connections.append(connection)
+            self._pump()
 
     def _unreachable(self, error: Exception, lasted_s: float) -> None:
         if self._closed:
             return
+        reason = str(error) or type(error).__name__
         self._counters["connect_failed"] += 1
-        log.debug("redis at %s: %s", self._where, str(error) or type(error).__name__)
-        self._fail(_CONNECT, lasted_s, str(error) or type(error).__name__)
-        if not self._data:
-            self._lose((self._loads, self._stores), "unreachable")
-        if not self._lookup:
-            self._lose((self._smalls,), "unreachable")
-        self._troubled()
+        log.debug("redis at %s: %s", self._label, reason)
+        self._fail("connect", lasted_s, reason)
+        if not self._data.connections:
+            self._end_queued("unreachable", "load", "store")
+        if not self._lookup.connections:
+            self._end_queued("unreachable", "lookup")
+        self._on_trouble()
 
     async def _open(self) -> Connection:
-        """Connect, introduce oneself, and see whether this is a server that can serve.
+        """Connect and do the handshake.
 
         Raises:
-            OSError: it cannot be reached, or does not serve (now).
-            ValueError: its name is none, or a secret is gone.
+            OSError: The server is unreachable or does not serve.
+            ValueError: The host name is malformed, or a secret is missing.
         """
         options = self._options
         async with asyncio.timeout(options.connect_timeout_s):
             address = await self._resolve()
-            self._where = str(address)
-            sock, channel = await open_channel(address, self._access.tls)
-            connection = Connection(
-                sock,
-                channel,
-                options.timeout_s,
-                int(options.min_bandwidth * options.timeout_s),
-                lambda _: self._pump(),
-                self._lost,
-            )
+            self._label = str(address)
+            sock = await open_socket(address, self._access.tls)
+            floor_bytes = int(options.min_bandwidth * options.timeout_s)
+            connection = Connection(sock, options.timeout_s, floor_bytes, self._pump, self._lost)
             try:
-                greeting = await greet(connection, self._access, options.lookup_timeout_s)
+                server = await handshake(connection, self._access)
             except BaseException:
                 connection.abort("greeting")
                 raise
-        self._known_as(address, greeting)
+        self._identify(address, server)
         self._counters["connected"] += 1
         return connection
 
-    def _known_as(self, address: Address, greeting: Greeting) -> None:
-        """Notice another process behind the name: nothing known of the old one holds."""
+    def _identify(self, address: Address, server: ServerInfo) -> None:
+        """Notice a failover or a restart, which invalidates the presence cache."""
         moved = self._address is not None and address != self._address
-        if moved:  # a failover: the connections left lead to a server no longer in charge
+        if moved:  # the old connections lead to a server that is no longer the master
             self._drop_connections("moved")
-        if moved or not greeting.run_id or greeting.run_id != self.greeting.run_id:
-            self._restarted()
-        self._address, self.greeting = address, greeting
+        run_id = server.get("run_id")
+        if moved or not run_id or run_id != self.server.get("run_id"):
+            self._on_restart()
+        self._address, self.server = address, server
 
     def _lost(
-        self, connection: Connection, reason: str, silent_s: float, owed: Request | None
+        self, connection: Connection, reason: str, silent_s: float, request: RedisRequest | None
     ) -> None:
-        pool = next((p for p in (self._data, self._lookup) if connection in p), None)
-        if pool is None:
-            return  # it never came to serve; whoever opened it hears of it
-        pool.remove(connection)
+        for pool in (self._data, self._lookup):
+            if connection in pool.connections:
+                pool.connections.remove(connection)
+                break
+        else:
+            return  # still in its handshake: the code that awaits it handles the loss
         if reason in ("shutdown", "moved", "breaker_open"):
             return
-        if reason == "closed" and not self.greeting.run_id:
-            self._restarted()  # perhaps; where it says who it is, the next greeting tells
+        if reason == "closed" and not self.server.get("run_id"):
+            self._on_restart()  # possibly: without a run id the next handshake cannot tell
         self._counters[f"connection_lost_{reason.partition(':')[0].lower()}"] += 1
-        log.debug("redis at %s: connection lost: %s", self._where, reason)
-        # Closing an idle connection is a server's right, giving one up may be the caller's wish,
-        # and one odd value says nothing about the server.
-        if owed is not None and reason not in ("cancelled", "oversize", "out_of_step"):
-            self._fail(_work(owed), silent_s, reason, owed)
-            self._troubled()
-        self._loop.call_soon(self._pump)  # what waits goes to the others, or to a new one
+        log.debug("redis at %s: connection lost: %s", self._label, reason)
+        # No failure: an idle connection closed by the server, a cancel, one damaged value.
+        if request is not None and reason not in ("cancelled", "oversize", "out_of_step"):
+            self._fail(request.kind, silent_s, reason, request)
+            self._on_trouble()
+        self._loop.call_soon(self._pump)  # queued requests use another connection or a new one
 
     def _fail(
-        self, work: str, lasted_s: float, reason: str, request: Request | None = None
+        self, kind: str, lasted_s: float, reason: str, request: RedisRequest | None = None
     ) -> None:
         nbytes = request.nbytes if request is not None else 0
-        if self._closed or not self.breaker.failure(work, lasted_s, nbytes):
+        if self._closed or not self.breaker.failure(kind, lasted_s, nbytes):
             return
-        self._trial = Trial.of(request)
+        self._probe_request = HealthProbe.of(request)
         self._counters["breaker_opened"] += 1
-        log.warning("redis at %s is left alone until it answers again: %s", self._where, reason)
+        log.warning("redis at %s is left alone until it answers again: %s", self._label, reason)
         self._drop("breaker_open")
         self._start(self._probe())
 
     async def _probe(self) -> None:
-        """Ask until the server is back; the connection that found it so becomes the first one."""
-        while self.breaker.is_open:
+        """Probe until the server is back; keep the successful connection for lookups."""
+        while self.is_open:
             await asyncio.sleep(self.breaker.probe_in())
             self._counters["probes"] += 1
             try:
-                connection = await self._open_as_before()
-            except Exception as error:  # whatever it is, probing goes on
-                log.debug("redis at %s: still away: %s", self._where, error)
+                connection = await self._open_and_probe()
+            except Exception as error:  # no error ends the probing
+                log.debug("redis at %s: the probe failed: %s", self._label, error)
                 self.breaker.probe_failed()
-                self._troubled()
+                self._on_trouble()
                 continue
             self.breaker.probe_succeeded()
-            self._restarted()  # verdicts of the outage are no longer true
+            self._on_restart()  # the presence cache has the misses of the outage
             self._counters["breaker_closed"] += 1
-            log.warning("redis at %s is back", self._where)
+            log.warning("redis at %s is back", self._label)
             self._join(self._lookup, connection)
 
-    async def _open_as_before(self) -> Connection:
-        """Connect, and try what failed.
-
-        Raises:
-            OSError, ValueError: as :meth:`_open`; or it fails again.
-        """
+    async def _open_and_probe(self) -> Connection:
+        """Connect, and repeat the failed request. Raise as :meth:`_open` if it fails again."""
         connection = await self._open()
         try:
-            if self._trial is not None:
-                await self._trial.run(connection)
+            if self._probe_request is not None:
+                await self._probe_request.run(connection)
         except BaseException:
             connection.abort("probe")
             raise
@@ -361,19 +335,14 @@ class Node:
 
     def _drop(self, reason: str) -> None:
         self._drop_connections(reason)
-        self._lose((self._loads, self._stores, self._smalls), reason)
+        self._end_queued(reason, "load", "store", "lookup")
 
     def _drop_connections(self, reason: str) -> None:
-        for connection in [*self._data, *self._lookup]:
+        for connection in [*self._data.connections, *self._lookup.connections]:
             connection.abort(reason)
 
-    def _lose(self, queues: Iterable[deque[Request]], reason: str) -> None:
-        for queue in queues:
+    def _end_queued(self, reason: str, *kinds: Kind) -> None:
+        for kind in kinds:
+            queue = self._queues[kind]
             while queue:
                 queue.popleft().end(Lost(reason))
-
-
-def _work(request: Request) -> str:
-    if isinstance(request.expect, Fill):
-        return LOAD
-    return STORE if request.nbytes else _LOOKUP

@@ -1,45 +1,49 @@
-"""Settings of the Redis backend: the URL taken apart, secrets, TLS. Nothing here opens a socket."""
+"""Settings of the Redis backend: options, URL, passwords, keys and TLS. No code opens a socket.
 
+No error, log line or repr made here contains any part of a secret.
+"""
+
+import os
 import re
 import ssl
+import stat
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
 from kvoffload.backends.redis.channel import Address
-from kvoffload.backends.redis.secrets import (
-    Weakness,
-    exposed_files,
-    read_file,
-    read_password,
-    weak_password,
-)
 from kvoffload.config import ByteSize
 from kvoffload.errors import HIDDEN, ConfigError, shown
 
+MIN_SECRET_BYTES = 32
+MIN_PASSWORD_CHARS = 16
+_MIN_DISTINCT = 8
+"""Distinct bytes of a secret; even hexadecimal random bytes have more."""
 _SCHEMES = ("redis", "rediss", "unix")
 _KINDS = ("", "sentinel", "cluster")
 _TEN_YEARS_S = 10 * 365 * 86400.0
-"""A longer life overflows what servers accept, and says "for ever" where none is meant."""
+"""Servers refuse a much longer time to live, because it overflows."""
 _REMEDY = (
     "write redis://host:6379/0, rediss://host, unix:///run/redis.sock?db=0, "
     "redis+sentinel://host1:26379,host2/service or redis+cluster://host1:7000,host2:7000"
 )
 _ESCAPES = (
-    "there is an @ behind the host: write / ? # @ of a user name or password as %2F %3F %23 %40, "
-    "or better, name them in username and password_file"
+    "the part behind the host contains an @: write / ? # @ of a user name or password as "
+    "%2F %3F %23 %40, or better, name them in username and password_file"
 )
-_NO_TLS = "is for TLS, and the URL means none: write rediss://, or leave this setting out"
+_NO_TLS = "needs TLS: write rediss:// in the URL, or leave this setting out"
+_RANDOM = "write random bytes into it: openssl rand -hex 32"
 _HOST = re.compile(r"(\[[^][@\s]+\]|[^][:@\s]+)(?::([0-9]{0,5}))?")
 _DATABASE = re.compile(r"[0-9]{1,9}")
 
 
 class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How to reach the servers, and how long to wait for them.
+    """Servers, credentials, deadlines and limits.
 
-    Secrets are best left out of ``url``: a password comes from the environment variable or the file
-    named here, read again at each connect, and never shows in logs or errors.
+    Keep secrets out of ``url``: a password belongs in the environment variable or the file named
+    here. The backend reads it again at each connect and never shows it in logs or errors.
     """
 
     url: str
@@ -52,33 +56,32 @@ class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     sentinel_password_env: str = ""
     sentinel_password_file: str = ""
     ca_file: str = ""
-    """Certificates trusted for TLS; default: the system's. The host name is always checked."""
+    """Certificates trusted for TLS; default: the system's. TLS always checks the host name."""
     cert_file: str = ""
-    """This client's certificate, for servers that ask for one; its key is in ``key_file``."""
+    """This client's certificate, for servers that require one; ``key_file`` has its key."""
     key_file: str = ""
     secret_file: str = ""
-    """Authenticate values with keyed BLAKE3 under this file's content (at least 32 bytes): chunks
-    not written by someone who has it are misses. Needs the ``blake3`` extra."""
+    """Authenticate values with keyed BLAKE3 under this file's content (at least 32 bytes). Chunks
+    written without the secret are misses. Needs the ``blake3`` extra."""
     connections: int = 4
     """Data connections to each server; one more serves lookups."""
     max_inflight_bytes: ByteSize = ByteSize(2 << 20)
-    """Bytes of chunks asked for or being sent at once, to each server; two chunks always may."""
+    """Bytes of chunks in flight to each server; two chunks may always be in flight."""
     ttl_s: float = 86400.0
-    """A chunk neither written nor read for so long is forgotten by the server."""
+    """The server drops a chunk that was not written or read for so long."""
     connect_timeout_s: float = 0.5
     timeout_s: float = 0.5
-    """A connection on which replies are owed and nothing comes for so long is given up."""
+    """The backend drops a connection with requests in flight and no progress for so long."""
     min_bandwidth: ByteSize = ByteSize(4 << 20)
-    """Bytes a second: a connection that moves less counts as hung."""
+    """Bytes a second; a slower connection counts as hung."""
     lookup_timeout_s: float = 0.25
-    """So long "is this chunk here?" may stay unanswered; then it is not."""
+    """Deadline of a lookup; a later answer counts as absent."""
     present_s: float = 5.0
-    """How long "it is here" is believed."""
+    """How long a lookup's "present" stays valid."""
     absent_s: float = 1.0
-    """How long "it is not here" is believed."""
+    """How long a lookup's "absent" stays valid."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         for name in (
             "ttl_s", "connect_timeout_s", "timeout_s", "lookup_timeout_s", "present_s", "absent_s",
         ):  # fmt: skip
@@ -101,12 +104,11 @@ class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return f"RedisOptions(url={redacted(self.url)!r})"
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
-        """The same for rich, which would print every field."""
         return [("url", redacted(self.url))]
 
 
 class Target(NamedTuple):
-    """What a URL says."""
+    """The content of a URL."""
 
     kind: str
     """Empty (one server), ``sentinel`` or ``cluster``."""
@@ -122,7 +124,7 @@ class Target(NamedTuple):
 
 
 def redacted(url: str) -> str:
-    """Where the URL leads, for people to read: no user, password or query; a wrong one's scheme."""
+    """Return a URL without user, password and query; of a wrong URL only the scheme."""
     try:
         target = _parse(url)
     except ValueError:
@@ -132,10 +134,10 @@ def redacted(url: str) -> str:
 
 
 def parse_url(url: str) -> Target:
-    """Take a URL apart.
+    """Parse a URL.
 
     Raises:
-        ConfigError: it is none of ours; the message shows nothing of it but the scheme.
+        ConfigError: The URL is malformed. The message shows its scheme and no more.
     """
     try:
         return _parse(url)
@@ -145,7 +147,11 @@ def parse_url(url: str) -> Target:
 
 
 def _parse(url: str) -> Target:
-    """Take a URL apart by hand: the library's own errors quote what they cannot read."""
+    """Parse a URL with errors that quote none of it.
+
+    ``urlsplit`` does not serve for the authority: it refuses a ``[`` in a password, accepts text
+    around an IPv6 address, and quotes ports and hosts in its errors.
+    """
     name, mark, rest = url.partition("://")
     scheme, _, kind = name.lower().partition("+")
     if not mark or scheme not in _SCHEMES or kind not in _KINDS:
@@ -160,15 +166,20 @@ def _parse(url: str) -> Target:
     settings = parse_qsl(query, keep_blank_values=True)
     if "#" in behind or (query and [setting for setting, _ in settings] != ["db"]):
         raise ValueError(_REMEDY)
+    service, db = "", "0"
     if scheme == "unix":
         if kind or hosts or not path:
             raise ValueError(_REMEDY)
         addresses: tuple[Address, ...] = (Address("", 0, unquote(path)),)
-        service, db = "", "0"
     else:
-        default = 26379 if kind == "sentinel" else 6379
-        addresses = tuple(_address(host, default) for host in hosts.split(","))
-        service, db = _path(path, kind)
+        default_port = 26379 if kind == "sentinel" else 6379
+        addresses = tuple(_address(host, default_port) for host in hosts.split(","))
+        db = path.strip("/") or "0"
+    if kind == "sentinel":
+        service, _, db = path.strip("/").partition("/")
+        if not service:
+            raise ValueError("the path names the master's service: redis+sentinel://host/mymaster")
+        service, db = unquote(service), db or "0"
     db = dict(settings).get("db", db)
     if not kind and len(addresses) != 1:
         raise ValueError("several hosts need redis+sentinel:// or redis+cluster://")
@@ -177,16 +188,6 @@ def _parse(url: str) -> Target:
     if not _DATABASE.fullmatch(db):
         raise ValueError("the database, behind the host, is a number")
     return Target(kind, scheme == "rediss", addresses, int(db), service, username, password)
-
-
-def _path(path: str, kind: str) -> tuple[str, str]:
-    path = path.strip("/")
-    if kind != "sentinel":
-        return "", path or "0"
-    service, _, db = path.partition("/")
-    if not service:
-        raise ValueError("the path names the master's service: redis+sentinel://host/mymaster")
-    return unquote(service), db or "0"
 
 
 def _address(text: str, default_port: int) -> Address:
@@ -199,59 +200,143 @@ def _address(text: str, default_port: int) -> Address:
     return Address(found[1].strip("[]").lower(), port or default_port)
 
 
-class Access:
-    """How to introduce oneself to a server: who, with which password, under which TLS."""
+class Weakness(NamedTuple):
+    """A flaw of a secret that is no reason to refuse it."""
 
-    def __init__(self, options: RedisOptions, target: Target) -> None:
-        self.db = target.db
-        self.username = options.username or target.username
-        self.sentinel_username = options.sentinel_username
-        self.tls = _context(options) if target.tls else None
-        self._password = target.password
-        self._options = options
-        self.password()  # a secret that cannot be read is an error at start
+    problem: str
+    remedy: str
+
+
+class Access:
+    """Everything that a connect needs: options, parsed URL, passwords and TLS context.
+
+    Raises:
+        ConfigError: A password or certificate is missing or unusable.
+    """
+
+    def __init__(self, options: RedisOptions) -> None:
+        self.options = options
+        self.target = parse_url(options.url)
+        self.username = options.username or self.target.username
+        self.tls = _tls_context(options) if self.target.tls else None
+        self.password()  # an unreadable secret is an error at start
         self.sentinel_password()
 
     def password(self) -> str:
-        """Read the password, anew each time: it may have been changed.
+        """Read the password again, because an operator may have changed it.
 
         Raises:
-            ConfigError: its file or variable is not there, or empty.
+            ConfigError: The file or the variable is missing or empty.
         """
-        options = self._options
-        named = read_password("password", options.password_env, options.password_file)
-        return named or self._password
+        return _read_password("password", self.options) or self.target.password
 
     def sentinel_password(self) -> str:
-        """The password for Sentinels; by default they have none."""
-        options = self._options
-        return read_password(
-            "sentinel_password", options.sentinel_password_env, options.sentinel_password_file
-        )
+        """Read the Sentinels' password; empty by default."""
+        return _read_password("sentinel_password", self.options)
 
     def weaknesses(self) -> list[Weakness]:
-        """What is wrong with the secrets that is no reason to refuse them."""
+        """Return the flaws of passwords and of files with secrets."""
         found = []
-        if self._password:
+        if self.target.password:
             problem = "the URL has a password: ps and logs of the command line show it"
             found.append(Weakness(problem, "write it into a file, and name that in password_file"))
-        found += weak_password("password", self.password())
-        found += weak_password("Sentinels' password", self.sentinel_password())
-        names = ("password_file", "sentinel_password_file", "secret_file", "key_file")
-        return found + exposed_files({name: getattr(self._options, name) for name in names})
+        for name, password in (
+            ("password", self.password()),
+            ("Sentinels' password", self.sentinel_password()),
+        ):
+            if password and _is_guessable(password, MIN_PASSWORD_CHARS):
+                problem = f"the {name} has fewer than {MIN_PASSWORD_CHARS} characters, or few kinds"
+                remedy = "use a random one: ACL GENPASS, or openssl rand -hex 32"
+                found.append(Weakness(problem, remedy))
+        for name in ("password_file", "sentinel_password_file", "secret_file", "key_file"):
+            if path := getattr(self.options, name):
+                found += _exposure(name, path)
+        return found
 
 
-def _context(options: RedisOptions) -> ssl.SSLContext:
+def _exposure(field: str, path: str) -> list[Weakness]:
+    """Return a weakness if other users of this machine may read or write a file."""
+    try:
+        mode = stat.S_IMODE(Path(path).stat().st_mode)
+    except OSError:
+        return []  # the code that reads the file reports it
+    if not mode & 0o077:
+        return []
+    problem = f"{field} = {path!r}: its mode {mode:04o} opens the secret to other users"
+    return [Weakness(problem, f"chmod 600 {path}")]
+
+
+def _is_guessable(secret: bytes | str, min_length: int) -> bool:
+    return len(secret) < min_length or len(set(secret)) < _MIN_DISTINCT
+
+
+def _read_file(field: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(field, path, f"cannot be read: {error.strerror}") from error
+
+
+def _read_password(name: str, options: RedisOptions) -> str:
+    """Read a password from its environment variable, else from its file; empty if neither is set.
+
+    Raises:
+        ConfigError: The variable or the file is missing, empty or not text.
+    """
+    variable, file = getattr(options, f"{name}_env"), getattr(options, f"{name}_file")
+    if variable:
+        if password := os.environ.get(variable):
+            return password
+        state = "empty" if variable in os.environ else "not set"
+        raise ConfigError(f"{name}_env", variable, f"this environment variable is {state}")
+    if not file:
+        return ""
+    try:
+        password = _read_file(f"{name}_file", file).decode().strip("\r\n")
+    except UnicodeDecodeError:
+        password = None  # raise outside this clause: the decode error contains the password
+    if password is None:
+        raise ConfigError(f"{name}_file", file, "must hold the password as text, and is not UTF-8")
+    if not password:
+        raise ConfigError(f"{name}_file", file, "is empty: write the password into it")
+    return password
+
+
+def value_key(file: str) -> bytes | None:
+    """Derive the key that authenticates values from ``secret_file``; None without a file.
+
+    Raises:
+        ConfigError: The file is missing, too short or guessable, or ``blake3`` is not installed.
+    """
+    if not file:
+        return None
+    secret = _read_file("secret_file", file).strip()
+    if len(secret) < MIN_SECRET_BYTES:
+        problem = f"needs at least {MIN_SECRET_BYTES} bytes of secret"
+        raise ConfigError("secret_file", file, f"{problem}; {_RANDOM}")
+    if _is_guessable(secret, MIN_SECRET_BYTES):
+        raise ConfigError("secret_file", file, f"has few distinct bytes; {_RANDOM}")
+    try:
+        import blake3
+    except ImportError:
+        raise ConfigError(
+            "secret_file", file, "needs its extra: pip install 'kvoffload[blake3]'"
+        ) from None
+    derived: bytes = blake3.blake3(secret, derive_key_context="kvoffload redis values v1").digest()
+    return derived
+
+
+def _tls_context(options: RedisOptions) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=options.ca_file or None)
-    except OSError as error:  # as ssl.SSLError is
+    except OSError as error:  # ssl.SSLError is one
         raise ConfigError("ca_file", options.ca_file, f"cannot be used: {error}") from error
     if options.cert_file:
-        read_file("cert_file", options.cert_file)
+        _read_file("cert_file", options.cert_file)
         if options.key_file:
-            read_file("key_file", options.key_file)
+            _read_file("key_file", options.key_file)
         try:
-            # An empty password: OpenSSL would ask the terminal for that of an encrypted key.
+            # An empty password keeps OpenSSL from asking the terminal for an encrypted key's.
             context.load_cert_chain(options.cert_file, options.key_file or None, password="")
         except (OSError, ValueError) as error:
             remedy = f"cannot be used with key_file {options.key_file!r}: {error}"

@@ -1,41 +1,45 @@
-"""Redis' wire format, without any I/O: commands as bytes, replies from bytes.
+"""The Redis wire format (RESP 2) without I/O: encode commands, parse replies.
 
-Only what kvoffload needs of RESP 2: simple strings, errors, integers, bulk strings, and arrays
-where a server is asked who serves what. Each request says beforehand what its reply must look like
-(:class:`Line`, :class:`Integers`, :class:`Fill`, :class:`Table`); anything else is a
-:class:`ProtocolError`, after which the reader, and with it the connection, must not be used again.
-That is what keeps the bytes of one reply out of another's key.
+The reader supports simple strings, errors, integers, bulk strings and nested arrays. Each request
+declares the shape of its reply: :class:`Line`, :class:`Integers`, :class:`Fill` or
+:class:`NestedArray`. Any other reply is a :class:`ProtocolError`; the connection must close then.
+This rule keeps the bytes of one reply out of another key's memory.
 
-A value goes straight from the socket into the caller's memory: the reader hands out the buffer to
-receive into (:meth:`ReplyReader.get_buffer`) and is told how much came (:meth:`received`).
+The socket writes a value straight into the caller's memory. :meth:`ReplyReader.get_buffer` returns
+the buffer for the next bytes, and :meth:`ReplyReader.received` parses them.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Generator, Sequence
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
 
 SCRATCH_BYTES = 64 << 10
-"""Received bytes that are not a chunk: reply lines, small values. No reply of these is larger."""
+"""Size of the buffer for everything but chunks. A short reply is never larger."""
 MAX_LINE_BYTES = 4 << 10
 MAX_TEXT = 300
-"""Characters kept of a server's error: enough for a MOVED with the longest host name."""
+"""Characters kept of a server's error text: enough for a MOVED with the longest host name."""
 MAX_TABLE_BYTES = 8 << 20
 MAX_TABLE_ELEMENTS = 1 << 17
 _MAX_TABLE_DEPTH = 6
 _PEEK_BYTES = 512
-"""How far to read ahead where a chunk may follow: what lies beyond its length line is copied."""
+"""Bytes read at once where a chunk may follow; bytes behind the length line need a copy."""
 _CRLF = b"\r\n"
-_ARRAY = ord("*")
+
+_T = TypeVar("_T")
+Steps = Generator[None, None, _T]
+"""A parser that yields where it needs more bytes."""
 
 
 class ProtocolError(Exception):
-    """What came is not a reply to what was asked; the connection is out of step."""
+    """The received bytes do not answer the request; the connection is out of step."""
 
 
 class WrongSize(ProtocolError):
-    """A value much longer than the chunk asked for: the value's fault, not the server's.
+    """A value far longer than the expected chunk.
 
-    The connection is out of step all the same: so much is not received to be thrown away.
+    The value is damaged, the server is healthy. The connection is out of step, because the reader
+    does not receive so many bytes only to drop them.
     """
 
 
@@ -45,12 +49,12 @@ KNOWN_CODES = frozenset({
     "NOMASTERLINK", "NOPERM", "NOPROTO", "NOQUORUM", "NOREPLICAS", "OOM", "READONLY", "REDIRECT",
     "TRYAGAIN", "UNBLOCKED", "WRONGPASS", "WRONGTYPE",
 })  # fmt: skip
-"""Error codes of Redis and Valkey. Counters are named after these, and after no other word."""
+"""Error codes of Redis and Valkey. Counter names contain these words and no other."""
 OTHER = "OTHER"
 
 
 def printable(text: str, limit: int = MAX_TEXT) -> str:
-    """A server's text as one bounded line for logs: control characters are escaped."""
+    """Return a server's text as one bounded line for logs, with control characters escaped."""
     short = text if len(text) <= limit else f"{text[:limit]}…"
     if short.isprintable():
         return short
@@ -58,42 +62,30 @@ def printable(text: str, limit: int = MAX_TEXT) -> str:
 
 
 class ServerError(NamedTuple):
-    """An error reply: a value, because the connection is still in step."""
+    """An error reply. It is a value, not an exception, because the connection is still in step."""
 
     code: str
-    """The first word if it is one of :data:`KNOWN_CODES`, else :data:`OTHER`."""
+    """The first word if :data:`KNOWN_CODES` has it, else :data:`OTHER`."""
     text: str
-    """What the server said, as :func:`printable` makes it."""
+    """The server's text, made :func:`printable`."""
 
     @classmethod
-    def of(cls, text: bytes) -> "ServerError":
-        """Read an error reply, given without its ``-``."""
-        said = text.decode("utf-8", "replace")
-        code = said.partition(" ")[0]
-        return cls(code if code in KNOWN_CODES else OTHER, printable(said))
+    def parse(cls, text: bytes) -> "ServerError":
+        """Parse an error reply without its ``-``."""
+        line = text.decode("utf-8", "replace")
+        code = line.partition(" ")[0]
+        return cls(code if code in KNOWN_CODES else OTHER, printable(line))
 
 
-class Filled:
-    """The reply to a :class:`Fill` that arrived; there is one, :data:`FILLED`."""
+class FillResult(Enum):
+    """The reply to a :class:`Fill` whose value arrived."""
 
-    def __repr__(self) -> str:
-        return "FILLED"
-
-
-FILLED = Filled()
+    FILLED = "filled"
+    MISFIT = "misfit"
+    """The value has another size. The reader dropped it and did not touch the views."""
 
 
-class Misfit:
-    """The reply to a :class:`Fill` whose value has another size; there is one, :data:`MISFIT`.
-
-    The value was received and thrown away: the views are untouched, the connection is in step.
-    """
-
-    def __repr__(self) -> str:
-        return "MISFIT"
-
-
-MISFIT = Misfit()
+FILLED, MISFIT = FillResult.FILLED, FillResult.MISFIT
 
 
 class Line:
@@ -101,17 +93,16 @@ class Line:
 
 
 class Integers:
-    """Expect ``count`` integer (or error) replies; they are given as one list."""
+    """Expect ``count`` integer or error replies, returned as one list."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.values: list[int | ServerError] = []
 
 
 class Fill:
-    """Expect a bulk string of exactly these views' size, received into them; or null, or an error.
+    """Expect null, an error, or a bulk string of exactly the size of ``views``.
 
-    The views belong to the caller. Nothing touches them once the reader is closed.
+    The views belong to the caller. The reader drops them when it closes.
     """
 
     def __init__(self, views: Sequence[memoryview]) -> None:
@@ -119,96 +110,73 @@ class Fill:
         self.nbytes = sum(view.nbytes for view in views)
 
 
-class Table:
-    """Expect nested arrays of short values, given as lists; or any reply that fits :class:`Line`.
+class NestedArray:
+    """Expect nested arrays of short values, or any reply that fits :class:`Line`.
 
-    The bounds apply to what arrives, not to what is announced: nothing is allocated beforehand.
+    The bounds count received bytes, not announced ones. The reader allocates nothing in advance.
     """
 
     def __init__(self) -> None:
-        self.value: Any = None
         self._nbytes = self._elements = 0
-        self._open: list[tuple[list[Any], int]] = []  # arrays begun, each with its whole length
 
-    def received(self, nbytes: int) -> None:
-        """Count bytes of the reply.
-
-        Raises:
-            ProtocolError: they are more than any table needs.
-        """
+    def add_bytes(self, nbytes: int) -> None:
+        """Count bytes of the reply; raise :class:`ProtocolError` beyond the bound."""
         self._nbytes += nbytes
         if self._nbytes > MAX_TABLE_BYTES:
-            raise ProtocolError("a table without end")
+            raise ProtocolError("an endless table")
 
-    def begin(self, count: int) -> bool:
-        """Begin an array; True if the reply is complete with it.
-
-        Raises:
-            ProtocolError: there are too many elements, or they are nested too deeply.
-        """
+    def add_array(self, count: int, depth: int) -> None:
+        """Count an array; raise :class:`ProtocolError` beyond the bounds."""
         self._elements += max(1, count)
-        if count < -1 or self._elements > MAX_TABLE_ELEMENTS or len(self._open) == _MAX_TABLE_DEPTH:
+        if count < -1 or self._elements > MAX_TABLE_ELEMENTS or depth == _MAX_TABLE_DEPTH:
             raise ProtocolError(f"an array of {count} elements in a table")
-        if count <= 0:
-            return self.put(None if count else [])
-        self._open.append(([], count))
-        return False
-
-    def put(self, value: Any) -> bool:
-        """Add a value where it belongs; True if the reply is complete with it."""
-        while self._open:
-            array, count = self._open[-1]
-            array.append(value)
-            if len(array) < count:
-                return False
-            self._open.pop()
-            value = array
-        self.value = value
-        return True
 
 
-Expect = Line | Integers | Fill | Table
-Reply = bytes | int | None | ServerError | Filled | Misfit | list[Any]
+Expect = Line | Integers | Fill | NestedArray
+Reply = bytes | int | None | ServerError | FillResult | list[Any]
 
 _SINK = bytearray(SCRATCH_BYTES)
 
 
 def sink(nbytes: int) -> list[memoryview]:
-    """Views of ``nbytes`` together, all of the same small memory: for bytes nobody wants."""
+    """Return views of ``nbytes`` in total over one small buffer, for bytes to discard."""
     whole, rest = divmod(nbytes, SCRATCH_BYTES)
     view = memoryview(_SINK)
     return [view] * whole + [view[:rest]]
 
 
 def encode(*words: bytes) -> bytes:
-    """Write a command as RESP."""
+    """Encode a command."""
     parts = [b"*%d\r\n" % len(words)]
     parts += [b"$%d\r\n%b\r\n" % (len(word), word) for word in words]
     return b"".join(parts)
 
 
 class ReplyReader:
-    """Turns received bytes into the replies expected, in order. See the module's docstring."""
+    """Parses received bytes into the expected replies, in order.
+
+    The parser is a generator, which yields where it needs more bytes.
+    """
 
     def __init__(self) -> None:
         self._scratch = bytearray(SCRATCH_BYTES)
         self._view = memoryview(self._scratch)
         self._start = self._end = 0
         self._expected: deque[Expect] = deque()
-        # While a chunk comes in: the views still to fill, how far the first one is, bytes missing.
+        self._replies: list[Reply] = []
+        # State of an incoming chunk: views to fill, bytes in the first view, bytes missing.
         self._filling: deque[memoryview] = deque()
         self._filled = 0
         self._missing = 0
-        self._in_bulk = False
-        self._fits = True
+        self._parser = self._parse()
         self._failure: ProtocolError | None = None
 
     def expect(self, expect: Expect) -> None:
-        """Say what the next request's reply must look like."""
+        """Declare the reply of the next request."""
         self._expected.append(expect)
 
     def get_buffer(self) -> memoryview:
-        """Return where to receive the next bytes into; never empty, good until :meth:`received`."""
+        """Return the non-empty buffer for the next bytes; valid until :meth:`received`."""
         if self._failure is not None:
             raise self._failure
         if self._missing:
@@ -218,161 +186,152 @@ class ReplyReader:
             self._scratch[:left] = self._scratch[self._start : self._end]
             self._start, self._end = 0, left
         if self._end == SCRATCH_BYTES:
-            raise ProtocolError("a reply larger than any that was asked for")
+            raise ProtocolError("a reply larger than any expected one")
         if self._expected and isinstance(self._expected[0], Fill):
             return self._view[self._end : self._end + _PEEK_BYTES]
         return self._view[self._end :]
 
     def received(self, nbytes: int) -> list[Reply]:
-        """Take note of bytes received into the buffer; return the replies they completed.
+        """Parse ``nbytes`` received into the buffer; return the replies they completed.
 
         Raises:
-            ProtocolError: they fit nothing that was expected.
+            ProtocolError: The bytes fit no expected reply.
         """
         if self._missing:
             self._advance(nbytes)
+            if self._missing:
+                return []
         else:
             self._end += nbytes
-        replies: list[Reply] = []
-        while self._start < self._end and not self._missing:
-            try:
-                complete, reply = self._next()
-            except ProtocolError as error:
-                if not replies:
-                    raise
-                self._failure = error  # those before it are good; it comes up right after them
-                break
-            if not complete:
-                break
-            self._expected.popleft()
-            replies.append(reply)
+        try:
+            next(self._parser)
+        except ProtocolError as error:
+            if not self._replies:
+                raise
+            self._failure = error  # return the good replies first; get_buffer() raises it
+        replies, self._replies = self._replies, []
         return replies
 
     def close(self) -> None:
-        """Drop every reference to the memory of callers."""
+        """Drop every reference to callers' memory."""
         self._expected.clear()
         self._filling.clear()
+        self._parser.close()
         self._missing = 0
 
-    def _next(self) -> tuple[bool, Reply]:
-        if not self._expected:
-            raise ProtocolError("a reply nobody asked for")
-        expect = self._expected[0]
-        if isinstance(expect, Integers):
-            return self._integers(expect)
-        if isinstance(expect, Fill):
-            return self._fill(expect)
-        if isinstance(expect, Table):
-            return self._table(expect)
-        return self._line()
+    def _parse(self) -> Steps[None]:
+        while True:
+            while self._start == self._end:
+                yield
+            if not self._expected:
+                raise ProtocolError("a reply without a request")
+            expect = self._expected[0]
+            reply: Reply
+            if isinstance(expect, Fill):
+                reply = yield from self._fill(expect)
+            elif isinstance(expect, Integers):
+                reply = yield from self._integers(expect.count)
+            else:
+                nested = expect if isinstance(expect, NestedArray) else None
+                reply = yield from self._value(nested)
+            self._expected.popleft()
+            self._replies.append(reply)
 
-    def _take_line(self) -> bytes | None:
-        """Return the next line without its end, or None if it is not whole yet."""
-        stop = self._scratch.find(_CRLF, self._start, min(self._end, self._start + MAX_LINE_BYTES))
-        if stop < 0:
+    def _line(self) -> Steps[bytes]:
+        """Take the next line, without its end."""
+        while True:
+            limit = min(self._end, self._start + MAX_LINE_BYTES)
+            stop = self._scratch.find(_CRLF, self._start, limit)
+            if stop >= 0:
+                break
             if self._end - self._start >= MAX_LINE_BYTES:
-                raise ProtocolError("a reply line without end")
-            return None
+                raise ProtocolError("an endless reply line")
+            yield
         line = bytes(self._view[self._start : stop])
         self._start = stop + 2
         return line
 
-    def _line(self) -> tuple[bool, Reply]:
-        begin = self._start
-        line = self._take_line()
-        if line is None:
-            return False, None
+    def _take_crlf(self) -> None:
+        if self._scratch[self._start : self._start + 2] != _CRLF:
+            raise ProtocolError("a value longer than its announced size")
+        self._start += 2
+
+    def _value(self, nested: NestedArray | None, depth: int = 0) -> Steps[Any]:
+        """Take any short reply; arrays only with ``nested``, which has their bounds."""
+        line = yield from self._line()
+        if nested is not None:
+            nested.add_bytes(len(line) + 2)
+            if line[:1] == b"*":
+                count = _number(line)
+                nested.add_array(count, depth)
+                array = []
+                for _ in range(count):
+                    array.append((yield from self._value(nested, depth + 1)))
+                return array if count >= 0 else None
         if line[:1] != b"$":
-            return True, _simple(line)
+            return _simple(line)
         size = _number(line)
         if size == -1:
-            return True, None
+            return None
         if not 0 <= size <= SCRATCH_BYTES - MAX_LINE_BYTES:
-            raise ProtocolError(f"a value of {size} bytes where a short one was due")
-        stop = self._start + size
-        if self._end < stop + 2:
-            self._start = begin
-            return False, None
-        value = bytes(self._view[self._start : stop])
-        if self._scratch[stop : stop + 2] != _CRLF:
-            raise ProtocolError("a value that does not end where it said")
-        self._start = stop + 2
-        return True, value
+            raise ProtocolError(f"a value of {size} bytes instead of a short one")
+        if nested is not None:
+            nested.add_bytes(size + 2)
+        while self._end - self._start < size + 2:
+            yield
+        value = bytes(self._view[self._start : self._start + size])
+        self._start += size
+        self._take_crlf()
+        return value
 
-    def _integers(self, expect: Integers) -> tuple[bool, Reply]:
-        """Take as many lines as there are at once: one batch of lookups is a thousand of them."""
-        *lines, rest = bytes(self._view[self._start : self._end]).split(_CRLF)
-        if len(rest) > MAX_LINE_BYTES:
-            raise ProtocolError("a reply line without end")
-        for line in lines[: expect.count - len(expect.values)]:
-            self._start += len(line) + 2
-            if line == b":1":
-                expect.values.append(1)
-            elif line == b":0":
-                expect.values.append(0)
-            elif isinstance(reply := _simple(line), int | ServerError):
-                expect.values.append(reply)
-            else:
-                raise ProtocolError("a text where a number was due")
-        done = len(expect.values) == expect.count
-        return done, expect.values if done else None
+    def _integers(self, count: int) -> Steps[list[int | ServerError]]:
+        """Take all complete lines at once: one batch of lookups has a thousand of them."""
+        values: list[int | ServerError] = []
+        while True:
+            *lines, rest = bytes(self._view[self._start : self._end]).split(_CRLF)
+            if len(rest) > MAX_LINE_BYTES:
+                raise ProtocolError("an endless reply line")
+            for line in lines[: count - len(values)]:
+                self._start += len(line) + 2
+                if line == b":1":
+                    values.append(1)
+                elif line == b":0":
+                    values.append(0)
+                elif isinstance(reply := _simple(line), int | ServerError):
+                    values.append(reply)
+                else:
+                    raise ProtocolError("a text instead of a number")
+            if len(values) == count:
+                return values
+            yield
 
-    def _table(self, expect: Table) -> tuple[bool, Reply]:
-        """Take as many elements as there are at once."""
-        while self._start < self._end:
-            begin = self._start
-            if self._scratch[begin] == _ARRAY:
-                line = self._take_line()
-                if line is None:
-                    return False, None
-                done = expect.begin(_number(line))
-            else:
-                complete, value = self._line()
-                if not complete:
-                    return False, None
-                done = expect.put(value)
-            expect.received(self._start - begin)
-            if done:
-                return True, expect.value
-        return False, None
-
-    def _fill(self, expect: Fill) -> tuple[bool, Reply]:
-        if not self._in_bulk:
-            line = self._take_line()
-            if line is None:
-                return False, None
-            if line[:1] == b"-":
-                return True, _simple(line)
-            if line[:1] != b"$":
-                raise ProtocolError("no value where one was due")
-            size = _number(line)
-            if size == -1:
-                return True, None
-            if size < 0:
-                raise ProtocolError("a value of a size that is none")
-            if size > 2 * expect.nbytes + SCRATCH_BYTES:
-                raise WrongSize(f"a value of {size} bytes where {expect.nbytes} were due")
-            self._fits = size == expect.nbytes
-            views = expect.views if self._fits else sink(size)
-            self._filling.extend(view for view in views if view.nbytes)
-            self._filled, self._missing, self._in_bulk = 0, size, True
-            self._spill()
-        if self._missing or self._end - self._start < 2:
-            return False, None
-        if self._scratch[self._start : self._start + 2] != _CRLF:
-            raise ProtocolError("a value that does not end where it said")
-        self._start += 2
-        self._in_bulk = False
-        return True, FILLED if self._fits else MISFIT
-
-    def _spill(self) -> None:
-        """Move what was read ahead of a chunk to where it belongs."""
-        while self._missing and self._start < self._end:
+    def _fill(self, expect: Fill) -> Steps[ServerError | FillResult | None]:
+        line = yield from self._line()
+        if line[:1] == b"-":
+            return ServerError.parse(line[1:])
+        if line[:1] != b"$":
+            raise ProtocolError("no value where one was due")
+        size = _number(line)
+        if size == -1:
+            return None
+        if size < 0:
+            raise ProtocolError("a value of negative size")
+        if size > 2 * expect.nbytes + SCRATCH_BYTES:
+            raise WrongSize(f"a value of {size} bytes instead of {expect.nbytes}")
+        fits = size == expect.nbytes
+        views = expect.views if fits else sink(size)
+        self._filling.extend(view for view in views if view.nbytes)
+        self._filled, self._missing = 0, size
+        while self._missing and self._start < self._end:  # bytes that arrived with the line
             target = self._filling[0][self._filled :]
             count = min(target.nbytes, self._end - self._start)
             target[:count] = self._view[self._start : self._start + count]
             self._start += count
             self._advance(count)
+        while self._missing or self._end - self._start < 2:
+            yield
+        self._take_crlf()
+        return FILLED if fits else MISFIT
 
     def _advance(self, count: int) -> None:
         self._missing -= count
@@ -389,12 +348,12 @@ def _simple(line: bytes) -> bytes | int | ServerError:
     if kind == b":":
         return _number(line)
     if kind == b"-":
-        return ServerError.of(line[1:])
+        return ServerError.parse(line[1:])
     raise ProtocolError(f"a reply of an unknown kind ({kind!r})")
 
 
 def _number(line: bytes) -> int:
     digits = line[1:]
     if len(digits) > 20 or not digits.removeprefix(b"-").isdigit():
-        raise ProtocolError("a number that is none")
+        raise ProtocolError("a malformed number")
     return int(digits)

@@ -1,142 +1,114 @@
-"""Which server has a key: one server, the master Sentinels name, or a cluster's slot table.
+"""The server of a key: a single server, the master that Sentinels name, or a cluster's slot table.
 
-A topology gives :class:`~kvoffload.backends.redis.node.Node` objects; it knows nothing of chunks.
-Discovery runs in the background, at most twice a second, and never on anybody's way.
+A topology returns :class:`~kvoffload.backends.redis.node.Node` objects. Discovery runs in the
+background, at most twice a second; no load or store waits for it.
 """
 
 import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
 
 from kvoffload.backends.redis.channel import Address
-from kvoffload.backends.redis.discovery import REFRESH_EVERY_S, SentinelResolver, fetch_slots
+from kvoffload.backends.redis.discovery import (
+    NUM_SLOTS,
+    REFRESH_EVERY_S,
+    SentinelResolver,
+    Slots,
+    fetch_slots,
+    parse_redirect,
+    slot_of,
+)
 from kvoffload.backends.redis.node import Node, Resolve
-from kvoffload.backends.redis.options import Access, RedisOptions, Target
+from kvoffload.backends.redis.options import Access
 from kvoffload.backends.redis.resp import ServerError
-from kvoffload.backends.redis.slots import NUM_SLOTS, Slots, parse_redirect, slot_of
 
 log = logging.getLogger(__name__)
 
 _SHOWN_SERVERS = 5
 
 
-class Topology(Protocol):
-    """Finds the server for a key. On the I/O loop's thread, but for :meth:`shut`."""
+class SingleServer:
+    """One server at a time: always the same one, or the master that Sentinels name.
 
-    async def ready(self) -> None:
-        """Wait until there is something to route by; at most the connect timeout."""
-        ...
-
-    def node(self, key: bytes) -> Node | None:
-        """The server in charge of a key, or None while nobody is known to be."""
-        ...
-
-    def nodes(self) -> Iterable[Node]:
-        """Every server known."""
-        ...
-
-    def redirect(self, error: ServerError) -> tuple[Node, bool] | None:
-        """Where a MOVED or ASK points to, and whether the command there must begin with ASKING."""
-        ...
-
-    def shut(self, key: bytes) -> bool:
-        """Whether the key's server is being left alone; quick, on any thread."""
-        ...
-
-    def close(self) -> list[asyncio.Task[None]]:
-        """Drop everything; returns what still has to come to its end."""
-        ...
-
-
-class Single:
-    """One server at a time: always the same one, or the one Sentinels say is the master."""
+    :class:`Cluster` has the same methods. They run on the I/O loop's thread, except
+    :meth:`is_open`.
+    """
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._said = False
+        self._warned = False
 
     async def ready(self) -> None:
-        """See :class:`Topology`."""
+        """Wait until the slot table is known, at most the connect timeout."""
 
     def node(self, key: bytes) -> Node | None:
-        """See :class:`Topology`."""
+        """Return the server of a key, or None while it is unknown."""
         return self._node
 
     def nodes(self) -> Iterable[Node]:
-        """See :class:`Topology`."""
+        """Return every known server."""
         return (self._node,)
 
     def redirect(self, error: ServerError) -> tuple[Node, bool] | None:
-        """A single server that redirects is part of a cluster; the URL should have said so."""
-        if not self._said:
-            self._said = True
+        """Return the server that a MOVED or ASK names, and whether it needs ASKING first."""
+        if not self._warned:
+            self._warned = True
             log.error("this Redis is a cluster: write redis+cluster:// (%s)", error.code)
         return None
 
-    def shut(self, key: bytes) -> bool:
-        """See :class:`Topology`."""
+    def is_open(self, key: bytes) -> bool:
+        """Return True if the circuit breaker of the key's server is open. On any thread."""
         return self._node.is_open
 
     def close(self) -> list[asyncio.Task[None]]:
-        """See :class:`Topology`."""
+        """Close every node; return the tasks that still have to end."""
         return self._node.close()
 
 
 class Cluster:
-    """A cluster's slot table, one node for each master.
+    """A cluster's slot table, with one node for each master.
 
     Args:
-        seeds: servers to ask first.
-        make_node: makes the node for an address.
-        ask: fetches the slot table from one server; raises OSError.
-        timeout_s: how long :meth:`ready` waits.
+        access: Has the seeds, the servers to ask first.
+        make_node: Makes the node for an address; the second argument marks the table as stale.
     """
 
     def __init__(
-        self,
-        seeds: Iterable[Address],
-        make_node: Callable[[Address], Node],
-        ask: Callable[[Address], Coroutine[Any, Any, Slots]],
-        timeout_s: float,
+        self, access: Access, make_node: Callable[[Address, Callable[[], None]], Node]
     ) -> None:
-        self._seeds = list(seeds)
+        self._access = access
+        self._seeds = access.target.addresses
         self._make_node = make_node
-        self._ask = ask
-        self._timeout_s = timeout_s
         self._nodes: dict[Address, Node] = {}
         self._slots: list[Node | None] = [None] * NUM_SLOTS
-        self._loop = asyncio.get_running_loop()
         self._known = asyncio.Event()
         self._stale = asyncio.Event()
         self._failing = False
         self._stale.set()
-        self._refresher = self._loop.create_task(self._refresh())
+        self._refresher = asyncio.get_running_loop().create_task(self._refresh())
 
     async def ready(self) -> None:
-        """See :class:`Topology`."""
         if not self._known.is_set() and not self._failing:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._known.wait(), self._timeout_s)
+                timeout_s = 2 * self._access.options.connect_timeout_s
+                await asyncio.wait_for(self._known.wait(), timeout_s)
 
     def node(self, key: bytes) -> Node | None:
-        """See :class:`Topology`."""
         node = self._slots[slot_of(key)]
         if node is None:
             self._stale.set()
         return node
 
     def nodes(self) -> Iterable[Node]:
-        """See :class:`Topology`."""
         return list(self._nodes.values())
 
     def redirect(self, error: ServerError) -> tuple[Node, bool] | None:
-        """See :class:`Topology`. A MOVED also corrects the table.
+        """Follow a redirect to a server of the table or of the URL; a MOVED corrects the table.
 
-        Only servers of the table and of the URL are followed to: an address known from nothing but
-        an error reply gets no connection, and so no password. The table is asked for again.
+        A server known from an error reply alone gets no connection, and so no password. The
+        refresher fetches the table again.
         """
         try:
             slot, address = parse_redirect(error)
@@ -145,7 +117,7 @@ class Cluster:
             self._stale.set()
             return None
         if address not in self._nodes and address not in self._seeds:
-            log.debug("redis cluster: redirected to %s, which is in no table yet", address)
+            log.debug("redis cluster: a redirect names %s, which no table has yet", address)
             self._stale.set()
             return None
         node = self._node_at(address)
@@ -154,23 +126,17 @@ class Cluster:
             self._stale.set()
         return node, error.code == "ASK"
 
-    def shut(self, key: bytes) -> bool:
-        """See :class:`Topology`."""
+    def is_open(self, key: bytes) -> bool:
         node = self._slots[slot_of(key)]
         return node.is_open if node is not None else self._failing
 
-    def troubled(self) -> None:
-        """A node behaves as if the table were old."""
-        self._stale.set()
-
     def close(self) -> list[asyncio.Task[None]]:
-        """See :class:`Topology`."""
         self._refresher.cancel()
         return [self._refresher, *(task for node in self._nodes.values() for task in node.close())]
 
     def _node_at(self, address: Address) -> Node:
         if address not in self._nodes:
-            self._nodes[address] = self._make_node(address)
+            self._nodes[address] = self._make_node(address, self._stale.set)
         return self._nodes[address]
 
     async def _refresh(self) -> None:
@@ -182,7 +148,7 @@ class Cluster:
                 log.warning("redis cluster: a slot table is known again")
             self._failing = slots is None
             if slots is None:
-                self._stale.set()  # nobody answered: ask again after the pause
+                self._stale.set()  # no server answered: ask again after the pause
             else:
                 self._adopt(slots)
                 self._known.set()
@@ -190,16 +156,16 @@ class Cluster:
 
     async def _fetch(self) -> Slots | None:
         healthy = [a for a, node in self._nodes.items() if not node.is_open]
-        said: list[str] = []
+        failures: list[str] = []
         for address in dict.fromkeys([*healthy, *self._seeds, *self._nodes]):
             try:
-                if slots := await self._ask(address):
+                if slots := await fetch_slots(address, self._access):
                     return slots
-                said.append(f"{address}: a table without servers")
-            except Exception as error:  # whatever it is, the refresher goes on
-                said.append(f"{address}: {str(error) or type(error).__name__}")
-        if not self._failing:  # said once, not with every try
-            some = "; ".join(said[:_SHOWN_SERVERS])
+                failures.append(f"{address}: a table without servers")
+            except Exception as error:  # no error ends the refresher
+                failures.append(f"{address}: {str(error) or type(error).__name__}")
+        if not self._failing:  # log the first failed round only
+            some = "; ".join(failures[:_SHOWN_SERVERS])
             log.warning("redis cluster: no server gives a slot table: %s", some)
         return None
 
@@ -213,32 +179,26 @@ class Cluster:
             self._nodes.pop(address).close()
 
 
+Topology = SingleServer | Cluster
+
+
 def open_topology(
-    target: Target,
-    options: RedisOptions,
-    access: Access,
-    counters: Counter[str],
-    restarted: Callable[[], None],
+    access: Access, counters: Counter[str], on_restart: Callable[[], None]
 ) -> Topology:
-    """Make the topology that a URL asks for; on the I/O loop's thread."""
+    """Make the topology of a URL. Call it on the I/O loop's thread."""
+    target = access.target
     if target.kind == "cluster":
-
-        def make_node(address: Address) -> Node:
-            return Node(_always(address), access, options, counters, restarted, cluster.troubled)
-
-        def ask(address: Address) -> Coroutine[Any, Any, Slots]:
-            return fetch_slots(address, options, access)
-
-        cluster = Cluster(target.addresses, make_node, ask, 2 * options.connect_timeout_s)
-        return cluster
-    if target.kind == "sentinel":
-        resolve: Resolve = SentinelResolver(target, options, access)
-    else:
-        resolve = _always(target.addresses[0])
-    return Single(Node(resolve, access, options, counters, restarted, lambda: None))
+        return Cluster(
+            access,
+            lambda address, on_trouble: Node(
+                _fixed(address), access, counters, on_restart, on_trouble
+            ),
+        )
+    resolve = SentinelResolver(access) if target.kind == "sentinel" else _fixed(target.addresses[0])
+    return SingleServer(Node(resolve, access, counters, on_restart, lambda: None))
 
 
-def _always(address: Address) -> Callable[[], Coroutine[Any, Any, Address]]:
+def _fixed(address: Address) -> Resolve:
     async def resolve() -> Address:
         return address
 

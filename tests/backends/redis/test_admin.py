@@ -205,7 +205,7 @@ def test_inspect_and_gc_say_what_is_wrong(server):
 
 @pytest.mark.parametrize("kind", ["", "+cluster", "+sentinel"])
 def test_no_command_shows_a_secret(server, tmp_path, monkeypatch, caplog, kind):
-    """Wrong passwords, servers away, bad URLs and settings: it is never in what is said."""
+    """No message has it: after wrong passwords, dead servers, bad URLs and settings."""
     run = in_process if kind else kvoffload
     secret = "verysecretindeed"
     (tmp_path / "password").write_text(secret)

@@ -62,7 +62,7 @@ async def test_replies_that_belong_to_others_are_misses(server, secret_file, lie
 
 
 async def test_a_whole_value_of_another_key_ends_the_connection_it_came_on(server):
-    """The replies behind it may be others' as well; the server itself is not to blame."""
+    """Later replies may belong to other keys too; the server itself is healthy."""
     async with FaultProxy("127.0.0.1", server.port) as proxy:
         async with RedisEngine(f"redis://127.0.0.1:{proxy.port}", connections=1) as engine:
             await engine.back()
@@ -121,7 +121,7 @@ def covers(part, slot):
 
 
 async def test_a_server_that_cuts_off_slow_readers(server):
-    """Output buffers with a limit below what is on its way: connections end in mid-reply."""
+    """Output buffers with a limit below the bytes in flight: connections end in mid-reply."""
     async with RedisEngine(server.url) as engine:
         keys = keys_of(48, "limit")
         assert all(await engine.store(keys))
@@ -153,12 +153,12 @@ def resident_bytes():
 
 
 def clients(server):
-    """Who is connected, besides the one that asks."""
+    """Return the connected clients, except the asking one."""
     return len(server.cli("client", "list").splitlines()) - 1
 
 
 async def test_neither_connections_nor_memory_grow_with_use_and_faults(server):
-    """Hundreds of megabytes and of lost connections later nothing has piled up, here or there."""
+    """After hundreds of megabytes and lost connections neither side has grown."""
     keys = keys_of(32, "bounded")
     chunks, into = filled(keys), slots(len(keys))
     faults = [CutAfter(300_000), Garbage(200_000), HalfCloseAfter(150_000), Swap(REPLY_BYTES)]

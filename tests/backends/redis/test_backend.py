@@ -1,4 +1,4 @@
-"""The Redis backend against real servers: it conforms, wherever and however it is reached."""
+"""The Redis backend against real servers: it conforms over every kind of connection."""
 
 import asyncio
 import socket
@@ -44,7 +44,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def empty(server):
-    """The plain server, holding nothing."""
+    """The plain server, empty."""
     server.cli("flushall")
     return server
 
@@ -143,7 +143,7 @@ class TestTLS(RedisSuite):
 
 
 async def stores_and_loads(options, namespace="n", count=4):
-    """Whether chunks make the round trip; always with the right bytes."""
+    """Return True if chunks make the round trip; check their bytes."""
     backend = open_backend("redis", {**PATIENT, **options}, namespace)
     keys, into = keys_of(count, namespace), slots(count)
     try:
@@ -313,7 +313,7 @@ async def test_reading_and_storing_again_prolong_a_chunks_life(empty):
 
 
 def set_to(server, name, value):
-    """Put something else where a chunk was, around the backend."""
+    """Replace a chunk by another value, around the backend."""
     import redis
 
     with redis.Redis(port=server.port) as client:
@@ -435,7 +435,7 @@ async def test_a_key_of_another_type_is_a_miss(empty):
     ids=["empty", "short", "far too long"],
 )
 async def test_a_value_of_a_wrong_size_costs_no_other_chunk(empty, value, misses):
-    """At most its neighbours on the connection are misses for once."""
+    """At most the next requests on the connection are misses, once."""
     backend = open_backend("redis", {"url": empty.url, "connections": 1, **PATIENT}, "n")
     keys = keys_of(24)
     await backend.write(keys, filled(keys))

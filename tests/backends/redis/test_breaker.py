@@ -1,4 +1,4 @@
-"""The breaker on a clock of its own."""
+"""The circuit breaker on a clock of its own."""
 
 import pytest
 

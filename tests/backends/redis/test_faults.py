@@ -78,7 +78,7 @@ async def test_restarted_and_used_again_the_facts_are_back(server):
 
 
 async def test_connections_closed_for_idleness_change_no_verdict(server):
-    """The run id says that it is the same process still."""
+    """The run id shows that the process is still the same."""
     async with RedisEngine(server.url, present_s=3600.0) as engine:
         await engine.store()
         server.cli("client", "kill", "type", "normal")
@@ -134,7 +134,7 @@ async def test_a_long_client_pause_is_an_outage(server):
 
 
 async def test_loading_its_snapshot_it_is_not_used_before_it_is_done(tmp_path):
-    """The moment in which a client that trusts the order of replies mixes up two keys."""
+    """A client that trusts the order of replies would mix up two keys here."""
     server = RedisServer(tmp_path / "redis", "--enable-debug-command", "local")
     try:
         async with RedisEngine(server.url) as engine:
@@ -222,7 +222,7 @@ async def test_flushed_in_the_middle_of_loads_what_is_gone_is_a_miss(server):
 
 
 async def test_clients_killed_all_the_time(server):
-    """Connections die under every call; what is loaded is right, and the end is good."""
+    """Connections die under every call; loaded bytes are right, and the backend recovers."""
     async with RedisEngine(server.url) as engine:
         await engine.store()
         for _ in range(10):
@@ -233,7 +233,7 @@ async def test_clients_killed_all_the_time(server):
 
 
 async def test_lookups_on_the_engines_thread_end_by_themselves_while_the_server_is_paused(server):
-    """As an engine runs it: the loop on a thread of its own, questions on this one."""
+    """As in an engine: the loop has a thread of its own, lookups run on this one."""
     io = IOLoop()
     backend = open_backend("redis", {"url": server.url, "timeout_s": 0.3}, "faults")
     io.call(backend.contains([]), LIMIT_S)
@@ -256,7 +256,7 @@ async def test_lookups_on_the_engines_thread_end_by_themselves_while_the_server_
 
 
 async def answers(backend, keys):
-    """Ask like a scheduler: again each step until there is an answer for every key."""
+    """Look up like a scheduler: each step again until every key has an answer."""
     found = {}
 
     async def all_answered():

@@ -1,5 +1,5 @@
-"""Servers that mean harm: what they send names no counter, forges no log line, learns no password,
-fills no memory, and ends no task for good.
+"""Hostile servers: their replies name no counter, forge no log line, obtain no password, fill no
+memory and end no task.
 """
 
 import asyncio
@@ -10,9 +10,8 @@ import time
 import pytest
 from redis_fakes import FakeRedis, bulk, masters_of, polite, table
 
-from kvoffload.backends.redis.discovery import REFRESH_EVERY_S
-from kvoffload.backends.redis.resp import MAX_TABLE_BYTES, ProtocolError, ReplyReader, Table
-from kvoffload.backends.redis.slots import NUM_SLOTS
+from kvoffload.backends.redis.discovery import NUM_SLOTS, REFRESH_EVERY_S
+from kvoffload.backends.redis.resp import MAX_TABLE_BYTES, NestedArray, ProtocolError, ReplyReader
 from tests.support.redis_engine import RedisEngine, until
 
 PASSWORD = "correct horse battery staple"
@@ -26,7 +25,7 @@ def password_file(tmp_path):
     return str(path)
 
 
-# ---- words that a server chooses -----------------------------------------------------------------
+# ---- words of a server -------------------------------------------------------------------------
 
 
 async def test_error_words_of_a_server_name_no_counter():
@@ -151,7 +150,7 @@ async def test_however_badly_a_cluster_answers_it_is_asked_for_its_table_at_a_pa
 
 
 async def test_a_cluster_without_a_table_is_logged_once_and_so_is_its_return(caplog):
-    """A URL of a cluster for a server that is none stored nothing, and no line said why."""
+    """A cluster URL for a single server stored nothing, and no log line gave the reason."""
     tables = [b"-ERR This instance has cluster support disabled\r\n"]
 
     def answer(words):
@@ -208,9 +207,9 @@ def feed_without_end(reader, element):
 
 @pytest.mark.parametrize("element", [bulk(b"x" * 50_000), b"*1\r\n:1\r\n"])
 def test_a_table_without_end_is_given_up_at_its_bound(element):
-    """By what has arrived, whatever length was announced."""
+    """The bound counts received bytes, not the announced length."""
     reader = ReplyReader()
-    reader.expect(Table())
+    reader.expect(NestedArray())
     with pytest.raises(ProtocolError, match="table"):
         feed_without_end(reader, element)
 

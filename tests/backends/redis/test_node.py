@@ -1,4 +1,4 @@
-"""What one node remembers over many connections: no failure for ever, and no task."""
+"""The state of a node over many connections: old failures and finished tasks are dropped."""
 
 import pytest
 import redis

@@ -1,4 +1,4 @@
-"""What operators are told when something is wrong, and of servers with odd content."""
+"""Messages for operators about faults, and about servers with odd content."""
 
 import asyncio
 import contextlib
@@ -64,7 +64,7 @@ def kvoffload(monkeypatch, capsys):
 
 @pytest.fixture
 def failure(kvoffload):
-    """The one thing a doctor found that failed."""
+    """The single failed finding of a doctor."""
 
     def run(*words):
         done = kvoffload("doctor", *words, "--json")
@@ -265,7 +265,7 @@ def test_a_doctor_notices_a_port_of_something_else(failure, kind):
 
 
 def test_a_doctor_hides_a_password_that_the_server_quotes(failure):
-    """As servers do with commands that they do not know."""
+    """Servers quote unknown commands."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve():

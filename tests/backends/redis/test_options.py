@@ -1,4 +1,4 @@
-"""Settings of the Redis tier: what a URL means, and that nothing of its secrets is ever shown."""
+"""Settings of the Redis tier: the meaning of a URL, and that no message shows a secret."""
 
 import copy
 import io
@@ -18,7 +18,7 @@ from kvoffload.config import parse_config
 from kvoffload.errors import ConfigError, shown
 
 HEAD, TAIL = "hunter", "tiger"
-"""Halves of a password: neither may be seen, whatever stands between them."""
+"""Halves of a password: no message may show either, with any character between them."""
 SPECIAL = ["/", "?", "#", "@", ":", "%", "[", "]", "%zz", ",", " ", "://", "="]
 PASSWORDS = [
     form for c in SPECIAL for form in (f"{HEAD}{c}{TAIL}", f"{c}{HEAD}{TAIL}", f"{HEAD}{TAIL}{c}")
@@ -27,7 +27,7 @@ SCHEMES = ["redis", "unix", "redis+sentinel", "redsi"]
 
 
 def everything_said_about(error):
-    """All that a log, a handler or a person may get to see of an error."""
+    """Every text of an error that a log, a handler or a user may show."""
     said = [str(error), repr(error), "".join(traceback.format_exception(error))]
     while error is not None:
         said += [str(error), repr(vars(error))]
@@ -44,7 +44,7 @@ def printed_by_rich(thing):
 @pytest.mark.parametrize("password", PASSWORDS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_no_url_gives_its_password_away(scheme, password):
-    """As password, user, query and port, in URLs right and wrong: in no error and no repr."""
+    """As password, user, query and port, in valid and invalid URLs: in no error and no repr."""
     for url in (
         f"{scheme}://u:{password}@host:6379/0",
         f"{scheme}://{password}@host",
@@ -64,7 +64,7 @@ def test_no_url_gives_its_password_away(scheme, password):
             seen = repr(parse_url(url))
         except ConfigError as error:
             seen = everything_said_about(error)
-        with pytest.raises(ConfigError) as caught:  # right or wrong, it is beside a wrong key
+        with pytest.raises(ConfigError) as caught:  # another key is wrong
             open_backend("redis", {"url": url, "tmeout_s": 1, "connections": 0}, "n")
         seen += everything_said_about(caught.value)
         try:
@@ -75,7 +75,7 @@ def test_no_url_gives_its_password_away(scheme, password):
         else:
             for thing in (options, copy.copy(options), [options], backend, parse_url(url)):
                 seen += printed_by_rich(thing) + str(thing)
-            seen += repr(Access(options, parse_url(url)))
+            seen += repr(Access(options))
         config = {"cpu_bytes": 1, "backends": [{"type": "redis", "url": url}]}
         seen += printed_by_rich(parse_config(config))
         for wrong in (
@@ -205,7 +205,7 @@ def test_certificates_and_keys_are_blamed_each_for_itself(tmp_path):
         ({"ca_file": "/nowhere/x"}, "ca_file"),
         ({"cert_file": f"{tmp_path}/broken"}, "cert_file"),
         ({"key_file": "/nowhere/x"}, "key_file"),
-        ({"key_file": f"{tmp_path}/locked"}, "cert_file"),  # and nobody is asked for its password
+        ({"key_file": f"{tmp_path}/locked"}, "cert_file"),  # OpenSSL does not ask for its password
         ({"cert_file": ""}, "key_file"),
         ({"cert_file": "", "url": "redis://h"}, "key_file"),
     ):

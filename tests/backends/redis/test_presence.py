@@ -1,4 +1,4 @@
-"""PresenceCache on a clock of their own, and questions that a server answers."""
+"""The presence cache on a clock of its own, and lookups that a server answers."""
 
 import threading
 
@@ -18,7 +18,7 @@ class World:
     def __init__(self):
         self.now = 100.0
         self.asked = 0
-        self.verdicts = PresenceCache(self.ask, 0.25, 5.0, 1.0, clock=lambda: self.now)
+        self.presence = PresenceCache(self.ask, 0.25, 5.0, 1.0, clock=lambda: self.now)
 
     def ask(self):
         self.asked += 1
@@ -30,110 +30,110 @@ def world():
 
 
 def test_questions_of_one_moment_travel_together(world):
-    verdicts = world.verdicts
-    assert [verdicts.holds(key) for key in (b"a", b"b", b"a")] == [None] * 3
+    presence = world.presence
+    assert [presence.holds(key) for key in (b"a", b"b", b"a")] == [None] * 3
     assert world.asked == 1
-    assert verdicts.take_questions() == [b"a", b"b"]
-    verdicts.answer([b"a", b"b"], [True, False])
-    assert verdicts.holds(b"a") is True
-    assert verdicts.holds(b"b") is False
+    assert presence.take_questions() == [b"a", b"b"]
+    presence.answer([b"a", b"b"], [True, False])
+    assert presence.holds(b"a") is True
+    assert presence.holds(b"b") is False
     assert world.asked == 1
 
 
 def test_no_answer_by_the_deadline_means_no(world):
-    verdicts = world.verdicts
-    assert verdicts.holds(b"a") is None
+    presence = world.presence
+    assert presence.holds(b"a") is None
     world.now += 0.24
-    assert verdicts.holds(b"a") is None
+    assert presence.holds(b"a") is None
     world.now += 0.02
-    assert verdicts.holds(b"a") is False
+    assert presence.holds(b"a") is False
 
 
 def test_an_answer_after_the_deadline_changes_nothing_yet(world):
-    verdicts = world.verdicts
-    verdicts.holds(b"a")
-    keys = verdicts.take_questions()
+    presence = world.presence
+    presence.holds(b"a")
+    keys = presence.take_questions()
     world.now += 0.3
-    assert verdicts.holds(b"a") is False
-    verdicts.answer(keys, [True])
-    assert verdicts.holds(b"a") is False
+    assert presence.holds(b"a") is False
+    presence.answer(keys, [True])
+    assert presence.holds(b"a") is False
     world.now += 1.1
-    assert verdicts.holds(b"a") is None  # asked anew
+    assert presence.holds(b"a") is None  # asked again
 
 
 @pytest.mark.parametrize(("present", "lasts_s"), [(True, 5.0), (False, 1.0)])
 def test_verdicts_expire(world, present, lasts_s):
-    verdicts = world.verdicts
-    verdicts.set(b"a", present)
+    presence = world.presence
+    presence.set(b"a", present)
     world.now += lasts_s - 0.01
-    assert verdicts.holds(b"a") is present
+    assert presence.holds(b"a") is present
     world.now += 0.02
-    assert verdicts.holds(b"a") is None
+    assert presence.holds(b"a") is None
 
 
 def test_a_failed_load_outlives_a_probe_that_says_otherwise(world):
-    verdicts = world.verdicts
-    verdicts.holds(b"a")
-    keys = verdicts.take_questions()
-    verdicts.forget([b"a"])
-    verdicts.answer(keys, [True])
-    assert verdicts.holds(b"a") is False
+    presence = world.presence
+    presence.holds(b"a")
+    keys = presence.take_questions()
+    presence.forget([b"a"])
+    presence.answer(keys, [True])
+    assert presence.holds(b"a") is False
     world.now += FORGOTTEN_S - 0.1
-    assert verdicts.holds(b"a") is False
-    verdicts.set(b"a", True)  # written again
-    assert verdicts.holds(b"a") is True
+    assert presence.holds(b"a") is False
+    presence.set(b"a", True)  # written again
+    assert presence.holds(b"a") is True
 
 
 def test_another_server_process_ends_all_verdicts_but_not_the_questions(world):
-    verdicts = world.verdicts
-    verdicts.set(b"a", True)
-    verdicts.forget([b"b"])
-    assert verdicts.holds(b"c") is None
-    verdicts.clear()
-    verdicts.answer([b"c"], [True])
-    assert verdicts.holds(b"c") is True
-    assert verdicts.holds(b"a") is None
-    assert verdicts.holds(b"b") is None
+    presence = world.presence
+    presence.set(b"a", True)
+    presence.forget([b"b"])
+    assert presence.holds(b"c") is None
+    presence.clear()
+    presence.answer([b"c"], [True])
+    assert presence.holds(b"c") is True
+    assert presence.holds(b"a") is None
+    assert presence.holds(b"b") is None
 
 
 def test_questions_nobody_takes_up_do_not_pile_up(world, monkeypatch):
     monkeypatch.setattr(presence, "MAX_ENTRIES", 100)
     for i in range(1000):
-        world.verdicts.holds(b"%d" % i)
-    assert len(world.verdicts.take_questions()) <= 100
+        world.presence.holds(b"%d" % i)
+    assert len(world.presence.take_questions()) <= 100
 
 
 def test_memory_is_bounded_and_the_oldest_go_first(world, monkeypatch):
     monkeypatch.setattr(presence, "MAX_ENTRIES", 100)
     for i in range(1000):
-        world.verdicts.set(b"%d" % i, True)
-    assert len(world.verdicts) <= 100
-    assert world.verdicts.holds(b"999") is True
-    assert world.verdicts.holds(b"0") is None
+        world.presence.set(b"%d" % i, True)
+    assert len(world.presence) <= 100
+    assert world.presence.holds(b"999") is True
+    assert world.presence.holds(b"0") is None
 
 
 def test_two_threads_may_use_it_at_once():
     """One asks and forgets, one answers and clears: nothing ever raises."""
-    verdicts = PresenceCache(lambda: None, 60.0, 60.0, 60.0)
+    presence = PresenceCache(lambda: None, 60.0, 60.0, 60.0)
     keys = [b"%d" % i for i in range(500)]
     stop, failures = threading.Event(), []
 
     def answering():
         try:
             while not stop.is_set():
-                asked = verdicts.take_questions()
-                verdicts.answer(asked, [True] * len(asked))
-                if len(verdicts) > 400:
-                    verdicts.clear()
+                asked = presence.take_questions()
+                presence.answer(asked, [True] * len(asked))
+                if len(presence) > 400:
+                    presence.clear()
         except Exception as error:
             failures.append(error)
 
     thread = threading.Thread(target=answering)
     thread.start()
     for i in range(40_000):
-        verdicts.holds(keys[i % 500])
+        presence.holds(keys[i % 500])
         if i % 7 == 0:
-            verdicts.forget([keys[(i * 31) % 500]])
+            presence.forget([keys[(i * 31) % 500]])
     stop.set()
     thread.join()
     assert not failures

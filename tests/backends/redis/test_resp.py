@@ -16,10 +16,10 @@ from kvoffload.backends.redis.resp import (
     Fill,
     Integers,
     Line,
+    NestedArray,
     ProtocolError,
     ReplyReader,
     ServerError,
-    Table,
     WrongSize,
     encode,
 )
@@ -27,7 +27,7 @@ from kvoffload.backends.redis.resp import (
 MUTANTS = 25
 """Damaged streams made of each whole one."""
 OUTSIDE = 0x5A
-"""Fills the memory around what a reader was given; must never change."""
+"""Fills the memory around a reader's views; must never change."""
 
 
 def fuzz(examples):
@@ -75,7 +75,7 @@ small = st.one_of(
     st.integers(-(2**63), 2**63 - 1).map(lambda n: (b":%d\r\n" % n, n)),
     st.binary(max_size=3000).map(lambda b: (b"$%d\r\n%b\r\n" % (len(b), b), b)),
     st.just((b"$-1\r\n", None)),
-    line_texts.map(lambda b: (b"-" + b + b"\r\n", ServerError.of(b))),
+    line_texts.map(lambda b: (b"-" + b + b"\r\n", ServerError.parse(b))),
 )
 
 
@@ -141,14 +141,12 @@ def mutated(stream, choose):
 
 
 def survives_damage(turns, seed):
-    """Never another exception, never a byte outside the memory given, never a reply too many."""
+    """Check: no other exception, no byte outside the memory, no extra reply."""
     choose = random.Random(seed)
     whole = b"".join(data for _, _, data, _ in turns)
     for _ in range(MUTANTS):
         reader, replies = ReplyReader(), []
         for expect, *_ in turns:
-            if isinstance(expect, Integers):
-                expect.values.clear()
             reader.expect(expect)
         pieces = [choose.randint(1, 700) for _ in range(choose.randint(0, 8))]
         try:
@@ -259,10 +257,10 @@ def test_no_reply_fills_more_than_the_scratch_memory():
 def test_an_array_without_elements_counts_as_one_against_the_bound_of_a_table(empty):
     most = MAX_TABLE_ELEMENTS // 2  # each row counts, and so do the rows that were announced
     reader = ReplyReader()
-    reader.expect(Table())
+    reader.expect(NestedArray())
     (rows,) = feed(reader, b"*%d\r\n" % most + empty * most)
     assert len(rows) == most
-    reader.expect(Table())
+    reader.expect(NestedArray())
     with pytest.raises(ProtocolError, match="in a table"):
         feed(reader, b"*%d\r\n" % (most + 1) + empty * (most + 1))
 

@@ -98,7 +98,7 @@ def server(tmp_path):
 
 @pytest.fixture
 def doctor(monkeypatch, capsys):
-    """The command: what it found, as (verdict, detail, remedy) by check."""
+    """The command; returns its findings as (verdict, detail, remedy) by check."""
 
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["kvoffload", "doctor", *words, "--json"])

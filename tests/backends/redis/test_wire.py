@@ -1,4 +1,4 @@
-"""Redis behind a bad line: late, cut, changed, hung or garbled; misses, right bytes, and back."""
+"""Redis behind a faulty network: late, cut, changed, hung, garbled; misses, then recovery."""
 
 import asyncio
 import random
@@ -45,7 +45,7 @@ HARMLESS = {"latency", "bandwidth"}
 
 
 async def survives(server, name, way):
-    """Use a server through one fault, on a proxy of its own, and again without it."""
+    """Use a server through a proxy with one fault, and again without the fault."""
     # What is only slow must succeed, on a busy machine too: there no deadline is in its way.
     patient = {"timeout_s": LIMIT_S / 2} if name in HARMLESS else {}
     async with FaultProxy("127.0.0.1", server.port) as proxy:
@@ -68,7 +68,7 @@ async def test_faults_on_the_wire(server, way):
 
 
 async def test_loads_that_hang_while_all_else_is_answered_are_an_outage(server):
-    """A line that passes only what is small: probes do not believe a PING either."""
+    """A network that passes only small packets: a PING does not satisfy the probe."""
     async with FaultProxy("127.0.0.1", server.port) as proxy:
         async with RedisEngine(f"redis://127.0.0.1:{proxy.port}") as engine:
             await engine.back()
@@ -109,7 +109,7 @@ async def counted(engine, name, times):
 
 
 async def test_too_slow_for_lookups_it_is_left_alone_until_it_is_quick_again(server):
-    """It answers everything, but every request in the engine would wait for it in vain."""
+    """The server answers everything, but too late for the engine."""
     async with FaultProxy("127.0.0.1", server.port) as proxy:
         options = {"timeout_s": 5.0, "connect_timeout_s": 5.0, "lookup_timeout_s": 0.1}
         async with RedisEngine(f"redis://127.0.0.1:{proxy.port}", **options) as engine:
@@ -126,7 +126,7 @@ async def test_too_slow_for_lookups_it_is_left_alone_until_it_is_quick_again(ser
 
 
 async def test_one_changed_byte_anywhere_is_a_miss_or_harmless(server):
-    """Positions all over a batch of replies and of requests: header, payload, length, line end."""
+    """Positions in a batch of replies and requests: header, payload, length, line end."""
     choose = random.Random(0)
     async with FaultProxy("127.0.0.1", server.port) as proxy:
         async with RedisEngine(f"redis://127.0.0.1:{proxy.port}", connections=1) as engine:
@@ -184,7 +184,7 @@ async def test_a_cancelled_call_leaves_the_memory_alone_on_a_bad_line(server, na
 
 
 async def test_memory_of_the_caller_is_not_held_after_a_call(server):
-    """Views of a slab can be released at once, also after failures."""
+    """The caller can release views of a slab at once, also after failures."""
     async with FaultProxy("127.0.0.1", server.port) as proxy:
         async with RedisEngine(f"redis://127.0.0.1:{proxy.port}") as engine:
             await engine.back()
@@ -201,7 +201,7 @@ async def test_memory_of_the_caller_is_not_held_after_a_call(server):
 
 
 async def test_a_server_that_answers_anything_but_redis(tmp_path):
-    """Something else listens on the port: it talks first, echoes, or says nothing."""
+    """Another program listens on the port: it talks first, echoes, or stays silent."""
     talk = {
         "ssh": b"SSH-2.0-OpenSSH_9\r\n",
         "http": b"HTTP/1.1 400 Bad Request\r\n\r\n",
