@@ -253,7 +253,7 @@ def _verification(scratch: str) -> list[Row]:
 def _lookup(scratch: str) -> list[Row]:
     backend = _open(f"{scratch}/lookup")
     keys = keys_of(100_000)
-    backend._keeper.index.found((name_of(0, key), 4096) for key in keys)
+    backend._store.index.found((name_of(0, key), 4096) for key in keys)
     plain = dict.fromkeys(keys)
     sides = (
         lambda: [backend.holds(key) for key in keys],
@@ -273,7 +273,7 @@ def _restart(scratch: str) -> list[Row]:
         os.mkdir(f"{folder}/{shard}", 0o700)
     backend = _open(root)
     for key in keys_of(100_000):
-        os.close(os.open(backend._keeper.path(name_of(0, key)), os.O_WRONLY | os.O_CREAT, 0o600))
+        os.close(os.open(backend._store.path_of(name_of(0, key)), os.O_WRONLY | os.O_CREAT, 0o600))
     asyncio.run(backend.close())
 
     ours, limit = [], []
@@ -282,14 +282,14 @@ def _restart(scratch: str) -> list[Row]:
         began = time.perf_counter()
         backend = _open(root)
         ours.append(time.perf_counter() - began)
-        if len(backend._keeper.index) != 100_000:
-            raise RuntimeError(f"only {len(backend._keeper.index)} chunks were found again")
+        if len(backend._store.index) != 100_000:
+            raise RuntimeError(f"only {len(backend._store.index)} chunks were found again")
         asyncio.run(backend.close())
         limit.append(_timed(lambda: _walk(folder)))
     began = time.perf_counter()
     backend = DiskBackend(DiskOptions(root=root, min_free=ByteSize(0)), "bench")
     opened = time.perf_counter() - began
-    while len(backend._keeper.index) < 100_000:
+    while len(backend._store.index) < 100_000:
         time.sleep(0.001)
     recalled = time.perf_counter() - began
     backend.wait_ready(60)

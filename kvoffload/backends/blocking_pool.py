@@ -1,29 +1,27 @@
-"""Blocking work beside the I/O loop, without ever leaving the caller's memory in use.
+"""Threads for blocking calls, which may hang, and never use a caller's memory after the answer.
 
-All threads here are daemons: a system call on a dead device may never return, and an interpreter
-that ends must not wait for it, as it would for the threads of ``concurrent.futures``.
+All threads are daemons: a system call on a dead device may never return, and the interpreter would
+wait at exit for the threads of ``concurrent.futures``.
 """
 
 import asyncio
 import contextlib
-import itertools
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_names = itertools.count(1)
 
 
 class BlockingPool:
-    """Threads for one kind of work on chunks (loads, or stores), and how they behave when stuck.
+    """Threads for one kind of work on chunks, loads or stores.
 
-    A system call on a dead device may never return, and its thread owns the caller's memory until
-    it does. So a batch waits for the items it has begun, whatever happens; but once every thread
-    has been inside one item for ``stall_s``, items not begun are given up at once.
+    The thread of a hung system call owns the caller's memory until the call returns. So a batch
+    waits for the items it has begun, whatever happens. Once every thread has been inside one item
+    for ``stall_s``, the pool gives up items not begun at once.
     """
 
     def __init__(
@@ -35,8 +33,8 @@ class BlockingPool:
             name: of the threads.
             threads: how many.
             stall_s: how long a stuck item may take.
-            on_stall: told on the loop how many items were given up because every thread is stuck,
-                and whether that is the first word of this stall.
+            on_stall: called on the loop when every thread is stuck, with the number of items given
+                up, and whether this is the first call of this stall.
 
         Raises:
             RuntimeError: the system has no more threads to give.
@@ -44,11 +42,11 @@ class BlockingPool:
         self.threads = threads
         self.stall_s = stall_s
         self._on_stall = on_stall
-        self._told: float | None = None
-        """Since when the stall lasted of which ``on_stall`` was told last."""
+        self._reported_stall: float | None = None
+        """Begin of the last stall that ``on_stall`` was called for."""
         self._queue: SimpleQueue[_Batch | None] = SimpleQueue()
         self._begun: list[float | None] = [None] * threads
-        """Since when each thread has been inside an item."""
+        """When each thread began its current item."""
         self._closing = threading.Lock()
         self._closed = False
         self._threads: list[threading.Thread] = []
@@ -64,16 +62,16 @@ class BlockingPool:
             raise
 
     def stalled(self) -> bool:
-        """Whether every thread is stuck in an item."""
+        """Return whether every thread is stuck in an item."""
         return self._stuck() == self.threads
 
     async def fill(self, answers: list[T], work: Callable[[int], T]) -> None:
         """Do ``work(i)`` for every index of ``answers`` on the threads, and set ``answers[i]``.
 
         Each thread takes the next item until none is left, and the last one reports: a batch
-        crosses to the threads and back once, not once an item. Answers of items that were not
-        begun stay as they are. When cancelled, no further item begins, and the call returns only
-        after those begun have ended and answered. ``work`` must not raise.
+        crosses to the threads and back once, not once an item. Answers of items not begun stay as
+        they are. After a cancellation no further item begins, and the call returns only when those
+        begun have ended. ``work`` must not raise.
         """
         if self.stalled():
             self._gave_up(len(answers))
@@ -97,21 +95,20 @@ class BlockingPool:
         batch.ended.result()
 
     def _gave_up(self, items: int) -> None:
-        # The last thread to get stuck tells one stall from the next.
-        since = max((begun for begun in self._begun if begun is not None), default=self._told)
+        # The time at which the last thread got stuck identifies a stall.
+        begun = [begun for begun in self._begun if begun is not None]
+        since = max(begun, default=self._reported_stall)
         if items:
-            self._on_stall(items, since != self._told)
-            self._told = since
+            self._on_stall(items, since != self._reported_stall)
+            self._reported_stall = since
 
     def close(self) -> bool:
-        """Wait for what is running, unless it is stuck; say whether everything has ended."""
-        with self._closing:  # what comes later would find no thread
+        """Wait for running items, unless they are stuck; return whether all threads ended."""
+        with self._closing:  # no thread would take a later batch
             self._closed = True
-        try:
+        with contextlib.suppress(Empty):
             while (batch := self._queue.get_nowait()) is not None:
                 batch.give_up()
-        except Empty:
-            pass
         for _ in self._threads:
             self._queue.put(None)
         while any(thread.is_alive() for thread in self._threads) and not self._stuck():
@@ -130,7 +127,7 @@ class BlockingPool:
                 finally:
                     self._begun[me] = None
                     batch.put_back()
-            del batch  # or its memory stays referenced until the next one comes
+            del batch  # otherwise its memory stays referenced until the next batch comes
 
     def _stuck(self) -> int:
         now = time.monotonic()
@@ -152,7 +149,7 @@ class _Batch:
         self._reported = False
 
     def take(self) -> int | None:
-        """The next item to do, if one is left; :meth:`put_back` once it is done."""
+        """Return the next item to do, or None; call :meth:`put_back` once it is done."""
         with self._lock:
             if self._next >= len(self.answers):
                 return None
@@ -161,7 +158,6 @@ class _Batch:
             return self._next - 1
 
     def put_back(self) -> None:
-        """An item was done."""
         with self._lock:
             self._busy -= 1
             last = self._is_over()
@@ -169,7 +165,7 @@ class _Batch:
             self._report()
 
     def give_up(self) -> int:
-        """Begin no more items; return how many there would have been."""
+        """Begin no more items; return how many were left."""
         with self._lock:
             left = len(self.answers) - self._next
             self._next = len(self.answers)
@@ -179,55 +175,43 @@ class _Batch:
         return left
 
     def _is_over(self) -> bool:
-        """Whether nothing is left to do and nothing is being done; True only once."""
+        """Return whether no item is left and none is running; True only once."""
         if self._busy or self._reported or self._next < len(self.answers):
             return False
         self._reported = True
         return True
 
     def _report(self) -> None:
-        # A loop closed without waiting for us refuses.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._settle)
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            self._loop.call_soon_threadsafe(self._end)
 
-    def _settle(self) -> None:
+    def _end(self) -> None:
         if self.error is None:
             self.ended.set_result(None)
         else:
             self.ended.set_exception(self.error)
 
 
-class DaemonThreads(Executor):
-    """An executor with a daemon thread for each call, for rare work off the hot path."""
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
-        """See :class:`concurrent.futures.Executor`."""
-        future: Future[T] = Future()
-
-        def perform() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = fn(*args, **kwargs)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        name = f"kvoffload-once-{next(_names)}"
-        threading.Thread(target=perform, name=name, daemon=True).start()
-        return future
-
-
 async def run_once(work: Callable[..., T], *args: Any) -> T:
-    """Do one blocking call on a daemon thread of its own."""
-    return await asyncio.get_running_loop().run_in_executor(DaemonThreads(), work, *args)
+    """Do one blocking call on a daemon thread of its own, for rare work off the hot path."""
+    future: Future[T] = Future()
+
+    def perform() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = work(*args)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=perform, name="kvoffload-once", daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 async def _undisturbed(future: "asyncio.Future[None]") -> None:
-    """Wait for a future, whatever cancellation arrives meanwhile."""
+    """Wait for a future and ignore cancellations."""
     while not future.done():
-        try:
+        with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([future])
-        except asyncio.CancelledError:
-            continue

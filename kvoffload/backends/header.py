@@ -3,8 +3,8 @@
 A chunk carries its own identity: key, namespace, length, checksum. A reader that checks them needs
 to trust neither a file name nor an index nor another process. ``docs/format.md`` has the layout.
 
-Writing: ``pack_header(key, digest, payload) + payload``. Reading: :func:`check_chunk` over what
-came back says None, or the reason why it must be a miss.
+Writing: ``pack_header(key, digest, payload) + payload``. Reading: :func:`check_chunk` returns None,
+or the reason why the bytes are a miss.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import xxhash
 Buffer = bytes | bytearray | memoryview
 
 COMPACT_BYTES = 256
-"""Header size where nothing needs aligning (Redis values)."""
+"""Header size without alignment (Redis values)."""
 ALIGNED_BYTES = 4096
 """Header size on disk: the payload begins on a page, as direct I/O demands."""
 MAX_KEY_BYTES = 120
@@ -32,7 +32,7 @@ _SEAL = struct.Struct("<Q")
 
 
 class Header(NamedTuple):
-    """A header that is whole; whether it is the one wanted is for :func:`check_header` to say."""
+    """A valid header; :func:`check_header` compares it with the one wanted."""
 
     header_bytes: int
     checksum_kind: int
@@ -43,14 +43,14 @@ class Header(NamedTuple):
 
 
 def namespace_digest(namespace: str) -> bytes:
-    """The 32 bytes that stand for a namespace in headers; in hex, its folder's name."""
+    """Return the 32 bytes of a namespace in headers; in hex they are its folder's name."""
     return hashlib.sha256(namespace.encode()).digest()
 
 
 def checksum(payload: Buffer) -> bytes:
-    """Sixteen bytes that change with any bit of the payload (XXH3, 128 bit, canonical form).
+    """Return a checksum of 16 bytes (XXH3, 128 bit, canonical form).
 
-    It guards against accidents, not against someone who can write to the store.
+    It guards against accidents, not against an attacker who can write to the store.
     """
     # Before xxhash 4 the one-shot function holds the GIL for the whole chunk; this never does.
     digest = xxhash.xxh3_128()
@@ -61,7 +61,7 @@ def checksum(payload: Buffer) -> bytes:
 def pack_header(
     key: bytes, namespace: bytes, payload: Buffer, *, header_bytes: int = COMPACT_BYTES
 ) -> bytes:
-    """Make the header of a chunk.
+    """Return the header of a chunk.
 
     Args:
         key: 1 to :data:`MAX_KEY_BYTES` bytes.
@@ -88,7 +88,7 @@ def pack_header(
 
 
 def parse_header(buffer: Buffer) -> Header | str:
-    """Read a header from the start of ``buffer``; a text is the reason why there is none.
+    """Read a header from the start of ``buffer``; return the reason if there is none.
 
     Reasons: ``short``, ``magic``, ``version``, ``header`` (its own checksum or sizes are wrong).
     """
@@ -113,7 +113,7 @@ def parse_header(buffer: Buffer) -> Header | str:
 
 
 def check_header(buffer: Buffer, key: bytes, namespace: bytes, payload_bytes: int) -> str | None:
-    """Say why this header does not promise the chunk wanted, or None if it does.
+    """Return why this header is not that of the chunk wanted, or None.
 
     Reasons: those of :func:`parse_header`, ``namespace``, ``key``, ``length``, ``kind`` (a checksum
     this version does not know).
@@ -122,7 +122,7 @@ def check_header(buffer: Buffer, key: bytes, namespace: bytes, payload_bytes: in
 
 
 def check_chunk(header: Buffer, payload: Buffer, key: bytes, namespace: bytes) -> str | None:
-    """Say why header and payload are not exactly the chunk wanted, or None if they are.
+    """Return why header and payload are not exactly the chunk wanted, or None.
 
     Reasons: those of :func:`check_header`, and ``payload`` (its checksum is wrong).
     """

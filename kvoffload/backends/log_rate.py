@@ -1,4 +1,4 @@
-"""Warnings about single chunks: a wrong device has a hundred thousand of them in a minute."""
+"""Throttled warnings about single chunks: a bad device causes 100,000 of them a minute."""
 
 import logging
 import threading
@@ -8,9 +8,9 @@ PERIOD_S = 1.0
 
 
 class Throttle:
-    """Writes one kind of warning at most once a second, with the number left out. Thread-safe.
+    """Logs one kind of warning at most once a second, with the number left out. Thread-safe.
 
-    What is left out is counted elsewhere, by the counters of a backend.
+    The counters of a backend count every occurrence.
     """
 
     def __init__(self, log: logging.Logger) -> None:
@@ -20,7 +20,7 @@ class Throttle:
         self._left_out = 0
 
     def warning(self, text: str, *values: object) -> None:
-        """Write this line, or count it for the next one."""
+        """Log this line, or count it for the next one."""
         with self._lock:
             now = time.monotonic()
             if now < self._silent_until:

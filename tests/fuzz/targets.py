@@ -81,9 +81,9 @@ def disk_ledger(data: bytes) -> None:
         path.write_bytes(content)
         ledger = Quota(Vfs(), str(path), fresh=False)
         if ledger.reserve(100, 1 << 40):
-            ledger.give_back(100)
-        ledger.give_back(-(1 << 30))
-        assert ledger.settle(5)
+            ledger.release(100)
+        ledger.release(-(1 << 30))
+        assert ledger.correct(5)
         assert ledger.refresh() == 5
         ledger.close()
 
@@ -210,7 +210,7 @@ TARGETS = {
         struct.pack("<qQ", resident, changes)
         for resident, changes in ((5, 2**64 - 1), (2**63 - 1, 7), (0, 2**62 - 1), (2**62 - 1, 9))
     ],
-    snapshot: [struct.pack("<HI", 3, 2) + b"abc" + bytes(8) + b"xyz" + bytes(8)],
+    snapshot: [msgspec.msgpack.encode([(b"abc", 0), (b"xyz", 1 << 20), (b"", -1)])],
     replies: [
         b"\0\x05+OK\r\n:1\r\n:0\r\n-OOM\r\n$-1\r\n*1\r\n:1\r\n$2\r\nab\r\n",
         b"\x02\xff$64\r\n" + bytes(64) + b"\r\n*2\r\n*0\r\n$-1\r\n+OK\r\n",

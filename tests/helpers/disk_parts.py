@@ -1,4 +1,4 @@
-"""The disk backend with chunks of 60 KiB, and what tests of it do over and over."""
+"""The disk backend with chunks of 60 KiB, and steps that its tests share."""
 
 import asyncio
 

@@ -22,6 +22,7 @@ class HookedVfs(Vfs):
     """Every call passes through :meth:`around`, which knows its name and path."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._paths: dict[int, str] = {}
 
     def around(self, call: str, path: str, perform: Callable[[], T]) -> T:

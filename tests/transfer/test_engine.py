@@ -182,7 +182,7 @@ def test_each_chunk_is_copied_as_it_arrives_while_a_later_one_is_still_being_rea
     options = {"root": str(tmp_path), "capacity": "1MiB", "min_free": 0}
     disk = half.backends["disk"] = open_backend("disk", options, "0" * 64)
     originals = store_all(half, until, "disk")
-    read, order = disk._chunks.read, []
+    read, order = disk._store.load, []
 
     def all_but_the_last_are_back():
         pairs = zip(half.caches.tensors, originals, strict=True)
@@ -196,7 +196,7 @@ def test_each_chunk_is_copied_as_it_arrives_while_a_later_one_is_still_being_rea
         order.append("read")
         return good
 
-    disk._chunks.read = read_the_last_one_last
+    disk._store.load = read_the_last_one_last
     half.worker.submit(3, (staged(range(20), range(20), "disk"), GPULoadStoreSpec(range(40))), 20)
     (result,) = until(half.worker.get_finished)
     assert result.success

@@ -1,10 +1,11 @@
 """One chunk, one file: read and verified in the caller's memory, written straight from it.
 
-Functions here block and run on worker threads. They report by value: an outcome with a reason.
+Functions block and run on worker threads. They return an outcome with a reason, and do not raise.
 """
 
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import stat
@@ -16,24 +17,27 @@ import numpy as np
 
 from kvoffload.backends.disk.vfs import Buffers, Vfs
 from kvoffload.backends.header import ALIGNED_BYTES, check_chunk, pack_header
+from kvoffload.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 PAGE = ALIGNED_BYTES
 
 
 class Outcome(NamedTuple):
-    """What became of one file operation."""
+    """The result of one file operation."""
 
     reason: str | None
     """None: done. Otherwise ``missing``, ``io_<ERRNO>`` or ``corrupt_<what>``."""
     facts: os.stat_result | None = None
-    """The file's facts, where it could be opened."""
+    """The file's facts, if it could be opened."""
 
 
 _DONE = Outcome(None)
 
 
 def reason_of(error: OSError) -> str:
-    """A counter's name for an error of the operating system."""
+    """Return a counter's name for an error of the operating system."""
     if isinstance(error, FileNotFoundError):
         return "missing"
     if error.errno == errno.ELOOP:
@@ -41,8 +45,20 @@ def reason_of(error: OSError) -> str:
     return f"io_{errno.errorcode.get(error.errno or 0, 'unknown')}"
 
 
+def _failed(error: OSError, facts_of: Callable[[], os.stat_result]) -> Outcome:
+    """Return the outcome of a failed call; a folder or device in place of a file is damage."""
+    reason = reason_of(error)
+    if not reason.startswith("io_"):
+        return Outcome(reason)
+    try:
+        facts = facts_of()
+    except OSError:
+        return Outcome(reason)
+    return Outcome(strangeness(facts) or reason, facts)
+
+
 def strangeness(facts: os.stat_result) -> str | None:
-    """A counter's name for what is no file but lies where one belongs; None for a file."""
+    """Return a counter's name for a folder or device in place of a file; None for a file."""
     if stat.S_ISREG(facts.st_mode):
         return None
     return "corrupt_folder" if stat.S_ISDIR(facts.st_mode) else "corrupt_special"
@@ -58,59 +74,36 @@ class ChunkFiles:
         self._local = threading.local()
 
     def read(self, path: str, key: bytes, namespace: bytes, target: memoryview) -> Outcome:
-        """Fill ``target`` with the chunk at ``path``, if it is exactly the one wanted.
+        """Fill ``target`` with the chunk at ``path``, verified against key and namespace.
 
-        As few calls as possible, because each gives the interpreter away and has to wait for it
-        again: the page behind the chunk's end tells a file that is too long, no ``fstat``.
+        Makes few system calls: each one releases and re-acquires the GIL. Reading one page past the
+        end detects an overlong file without ``fstat``.
         """
         vfs = self.vfs
         try:
             fd = vfs.open(path, self._flags(os.O_RDONLY | os.O_NONBLOCK, target))
         except OSError as error:
-            return self._unopenable(path, error)
+            return _failed(error, lambda: vfs.lstat(path))
         try:
             header, beyond = self._pages()
             wanted = PAGE + target.nbytes
             moved = vfs.preadv(fd, [header, target, beyond], 0)
             if 0 < moved < wanted:
-                moved = _go_on(vfs.preadv, fd, [header, target, beyond], moved)
+                moved = _continue(vfs.preadv, fd, [header, target, beyond], moved)
             reason = check_chunk(header, target, key, namespace) if moved == wanted else "size"
             if reason is None:
                 return _DONE
-            return self._damaged(fd, reason, wanted)
+            facts = vfs.fstat(fd)
+            if reason == "size" and facts.st_size == wanted:
+                reason = "short"
+            return Outcome(f"corrupt_{reason}", facts)
         except OSError as error:
-            return self._unreadable(fd, error)
+            return _failed(error, lambda: vfs.fstat(fd))
         finally:
             vfs.close_quietly(fd)
 
-    def _unopenable(self, path: str, error: OSError) -> Outcome:
-        """Tell a file that cannot be opened from what no direct I/O, or nobody, can open."""
-        reason = reason_of(error)
-        if not reason.startswith("io_"):
-            return Outcome(reason)
-        try:
-            facts = self.vfs.lstat(path)
-        except OSError:
-            return Outcome(reason)
-        return Outcome(strangeness(facts) or reason, facts)
-
-    def _damaged(self, fd: int, reason: str, wanted: int) -> Outcome:
-        """Say what is wrong with a file that could be read but is not the chunk wanted."""
-        facts = self.vfs.fstat(fd)
-        if reason == "size" and facts.st_size == wanted:
-            reason = "short"
-        return Outcome(f"corrupt_{reason}", facts)
-
-    def _unreadable(self, fd: int, error: OSError) -> Outcome:
-        """Tell a file that gives an error from something that is no file."""
-        try:
-            facts = self.vfs.fstat(fd)
-        except OSError:
-            return Outcome(reason_of(error))
-        return Outcome(strangeness(facts) or reason_of(error), facts)
-
     def write(self, path: str, key: bytes, namespace: bytes, chunk: memoryview) -> Outcome:
-        """Write a chunk under a temporary name; the caller gives it its own, or removes it."""
+        """Write a chunk under a temporary name; the caller renames or removes the file."""
         try:
             fd = self.vfs.open(path, self._flags(os.O_WRONLY | os.O_CREAT | os.O_EXCL, chunk))
         except OSError as error:
@@ -118,7 +111,7 @@ class ChunkFiles:
         try:
             header, _ = self._pages()
             header[:] = pack_header(key, namespace, chunk, header_bytes=PAGE)
-            if _go_on(self.vfs.pwritev, fd, [header, chunk], 0) != PAGE + chunk.nbytes:
+            if _continue(self.vfs.pwritev, fd, [header, chunk], 0) != PAGE + chunk.nbytes:
                 return Outcome("io_short")
             if self.durable:
                 self.vfs.fsync(fd)
@@ -128,19 +121,11 @@ class ChunkFiles:
         finally:
             self.vfs.close_quietly(fd)
 
-    def sync(self, path: str) -> None:
-        """Make a file durable that is there already; raises OSError."""
-        fd = self.vfs.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            self.vfs.fsync(fd)
-        finally:
-            self.vfs.close_quietly(fd)
-
     def _flags(self, flags: int, memory: memoryview) -> int:
         return flags | os.O_DIRECT if self.direct and is_aligned(memory) else flags
 
     def _pages(self) -> tuple[memoryview, memoryview]:
-        """Two pages of this thread's own: for a header, and for what should not be there."""
+        """Return two pages of this thread: for a header, and for bytes past a chunk's end."""
         pages: tuple[memoryview, memoryview] | None = getattr(self._local, "pages", None)
         if pages is None:
             both = memoryview(mmap.mmap(-1, 2 * PAGE))
@@ -148,8 +133,13 @@ class ChunkFiles:
         return pages
 
 
+def bytes_on_disk(chunk_bytes: int) -> int:
+    """Return the bytes that a chunk takes up, its header included."""
+    return PAGE + -(-chunk_bytes // PAGE) * PAGE
+
+
 def is_aligned(memory: memoryview) -> bool:
-    """Whether direct I/O can use this memory: address and length are whole pages."""
+    """Return whether direct I/O can use this memory: address and length are whole pages."""
     if memory.nbytes % PAGE or not memory.nbytes:
         return False
     address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
@@ -157,7 +147,7 @@ def is_aligned(memory: memoryview) -> bool:
 
 
 def probe_direct(vfs: Vfs, path: str) -> str | None:
-    """Try direct I/O on a scratch file; say why it does not work here, or None if it does."""
+    """Try direct I/O on a scratch file; return why it does not work here, or None."""
     if not hasattr(os, "O_DIRECT"):  # only Linux has it
         return "io_ENOTSUP"
     page = memoryview(mmap.mmap(-1, PAGE))
@@ -177,10 +167,27 @@ def probe_direct(vfs: Vfs, path: str) -> str | None:
         vfs.unlink_quietly(path)
 
 
-def _go_on(
+def choose_io(vfs: Vfs, root: str, scratch: str, wanted: str) -> tuple[str, str | None]:
+    """Return ``direct`` or ``buffered``, and why direct I/O was not chosen although wanted.
+
+    Raises:
+        ConfigError: the settings demand direct I/O, and it does not work.
+    """
+    if wanted == "buffered":
+        return "buffered", None
+    reason = probe_direct(vfs, scratch)
+    if reason is None:
+        return "direct", None
+    if wanted == "direct":
+        raise ConfigError("io", "direct", f"does not work at this root ({reason}); use 'auto'")
+    log.warning("disk %s: direct I/O does not work (%s), using the page cache", root, reason)
+    return "buffered", reason
+
+
+def _continue(
     call: Callable[[int, Buffers, int], int], fd: int, buffers: list[memoryview], done: int
 ) -> int:
-    """Read or write the rest of what was begun, as often as it takes; return the bytes moved."""
+    """Continue a short read or write until it is complete; return the bytes moved."""
     rest = [buffer.cast("B") for buffer in buffers]
     skip = done
     while rest:
@@ -190,7 +197,7 @@ def _go_on(
             break
         rest[0] = rest[0][skip:]
         if done % PAGE:
-            # The rest no longer begins on a page: go on through the page cache.
+            # The rest no longer begins on a page: continue through the page cache.
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
             fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
         skip = call(fd, rest, done)

@@ -1,42 +1,69 @@
-"""Chunks leave when nothing has used them for ``ttl_s``; damaged files after a week at most."""
+"""Times of last use, as far as one process knows them, and the expiry they imply."""
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Iterable
 
 from kvoffload.backends.disk.index import Name
-from kvoffload.backends.disk.quarantine import QUARANTINE_S, trim
-from kvoffload.backends.disk.store import DiskStore
 
-_SHARE = 0.01
-"""Of the time to live: how late an expired chunk may leave..."""
-_LEAST_S, _MOST_S = 1.0, 60.0
-"""...within these limits."""
+now_ns = time.time_ns
 
 
-def is_fresh(keeper: DiskStore, name: Name) -> bool:
-    """Whether a chunk has not expired; asks the file where this process knows of no late use."""
-    if keeper.uses.is_fresh(name):
-        return True
-    try:
-        keeper.uses.seen([(name, keeper.vfs.lstat(keeper.path(name)).st_atime_ns)])
-    except OSError:
-        return False
-    return keeper.uses.is_fresh(name)
+class UseTimes:
+    """Times of last use. Thread-safe; never does I/O.
 
+    The access time of a file may tell of a later use by another process. :meth:`is_fresh` therefore
+    errs on one side only.
+    """
 
-def expire(keeper: DiskStore, stopping: Callable[[], bool]) -> None:
-    """Remove what has expired, if this is the process that evicts; forget what is gone."""
-    for name in keeper.uses.overdue():
-        if stopping():
+    def __init__(self, ttl_s: float | None) -> None:
+        """Chunks expire ``ttl_s`` after their last use; None: never, and nothing is remembered."""
+        self._ttl_ns = None if ttl_s is None else int(ttl_s * 1e9)
+        self._lock = threading.Lock()
+        self._unwritten: dict[Name, int] = {}
+        self._due_ns: dict[Name, int] = {}
+
+    @property
+    def expires(self) -> bool:
+        """Whether chunks expire at all."""
+        return self._ttl_ns is not None
+
+    def used(self, names: Iterable[Name]) -> None:
+        """Note a use now, to be written to the files' access times."""
+        used = dict.fromkeys(names, now_ns())
+        with self._lock:
+            self._unwritten.update(used)
+        self.seen(used.items())
+
+    def stored(self, name: Name) -> None:
+        """Note a store now; the new file's access time already says so."""
+        self.seen([(name, now_ns())])
+
+    def take_unwritten(self) -> dict[Name, int]:
+        """Return and clear the uses that access times do not tell yet, in ns since the epoch."""
+        with self._lock:
+            taken, self._unwritten = self._unwritten, {}
+        return taken
+
+    def seen(self, uses: Iterable[tuple[Name, int]]) -> None:
+        """Note uses at these times."""
+        if self._ttl_ns is None:
             return
-        if name not in keeper.index and not keeper.index.hides(name):
-            keeper.uses.forget(name)
-        elif keeper.ownership.held and not is_fresh(keeper, name):
-            keeper.discard(name, "expired")
-    if keeper.ownership.held:
-        trim(keeper.vfs, keeper.root, keeper.bounds, keeper.unlink)
+        with self._lock:
+            for name, used_ns in uses:
+                self._due_ns[name] = max(self._due_ns.get(name, 0), used_ns + self._ttl_ns)
 
+    def is_fresh(self, name: Name) -> bool:
+        """Return whether a chunk has surely not expired."""
+        return self._ttl_ns is None or self._due_ns.get(name, 0) > now_ns()
 
-def pause_s(keeper: DiskStore) -> float:
-    """How long until the next look for what has expired."""
-    ttl_s = keeper.bounds.ttl_s or QUARANTINE_S
-    return min(_MOST_S, max(_LEAST_S, ttl_s * _SHARE))
+    def forget(self, name: Name) -> None:
+        if self._ttl_ns is not None:
+            with self._lock:
+                self._due_ns.pop(name, None)
+
+    def overdue(self) -> list[Name]:
+        """Return the chunks that have expired unless another process used them."""
+        now = now_ns()
+        with self._lock:
+            return [name for name, due_ns in self._due_ns.items() if due_ns <= now]

@@ -1,12 +1,12 @@
-"""Which chunks a process believes to be on disk, and in what order they would leave.
+"""The index: which chunks a process believes to be on disk, and their order of eviction.
 
-Names carry a namespace number in front of the key, because the process that evicts looks after
-every namespace under the root. Belief is enough: a read verifies whatever it finds.
+Names carry a namespace number in front of the key, because the evicting process evicts in every
+namespace under the root. The index may be wrong: each load verifies what it finds.
 """
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from kvoffload.policies.base import Policy
@@ -14,25 +14,26 @@ from kvoffload.policies.base import Policy
 Name = bytes
 """Two bytes of namespace number, then the key."""
 
-
 _SLICE = 256
+_LEAST_BYTES = 8192
+"""A chunk has two pages at least; a damaged file may have none."""
 
 
 def name_of(number: int, key: bytes) -> Name:
-    """Make the name of a key in namespace ``number`` of this process."""
+    """Return the name of a key in namespace ``number`` of this process."""
     return number.to_bytes(2, "big") + key
 
 
 def split_name(name: Name) -> tuple[int, bytes]:
-    """Take a name apart: namespace number and key."""
+    """Return the namespace number and the key of a name."""
     return int.from_bytes(name[:2], "big"), name[2:]
 
 
 class Index:
     """Names → allocated bytes, and an eviction order over them. Thread-safe; never does I/O.
 
-    Policies are plug-ins and may raise. What only reorders reports it and goes on: an order is no
-    more than advice. :meth:`add`, :meth:`found` and :meth:`victims` raise it.
+    Policies are plug-ins and may raise. Methods that only reorder report the error and continue.
+    :meth:`add`, :meth:`found` and :meth:`victims` raise it.
     """
 
     def __init__(
@@ -46,72 +47,75 @@ class Index:
         self._policy_failed = policy_failed
         self._lock = threading.Lock()
         self._sizes: OrderedDict[Name, int] = OrderedDict()
-        """In order of recency, whatever the policy, for the snapshot."""
+        """In order of recency whatever the policy, for the snapshot."""
         self._hidden: set[Name] = set()
-        self._gone: set[Name] | None = None
-        """What left since :meth:`watch`: a look may have seen it before."""
+        self._dropped: set[Name] | None = None
+        """Names dropped during the current scan, which may have seen their files before."""
         self._order: Policy | None = None
 
     def __len__(self) -> int:
         return len(self._sizes)
 
     def __contains__(self, name: Name) -> bool:
-        # Two look-ups without the lock: each is atomic, and the answer is a belief anyway.
+        # Two look-ups without the lock: each is atomic, and the answer may be wrong anyway.
         return name in self._sizes and name not in self._hidden
 
-    def hides(self, name: Name) -> bool:
-        """Whether a name was declared absent although its file may be there."""
+    def is_hidden(self, name: Name) -> bool:
+        """Return whether a name was declared absent although its file may exist."""
         return name in self._hidden
 
     def size(self, name: Name) -> int | None:
-        """The bytes a chunk was counted with; None if it is not known."""
+        """Return the bytes a chunk was counted with; None if it is unknown."""
         return self._sizes.get(name)
 
     @property
     def has_victims(self) -> bool:
-        """Whether anything known could leave."""
+        """Whether any known chunk can be evicted."""
         return self._order is not None and len(self._order) > 0
 
-    def watch(self, watched: bool) -> None:
-        """A look begins, or has ended: what leaves meanwhile is not found by it."""
+    def begin_scan(self) -> None:
+        """Ignore files that leave during the scan although the scan has seen them."""
         with self._lock:
-            self._gone = set() if watched else None
+            self._dropped = set()
 
-    def has_left(self, name: Name) -> bool:
-        """Whether a chunk left during the look under way."""
-        return self._gone is not None and name in self._gone
+    def end_scan(self) -> None:
+        with self._lock:
+            self._dropped = None
+
+    def was_dropped(self, name: Name) -> bool:
+        """Return whether a chunk left during the current scan."""
+        return self._dropped is not None and name in self._dropped
 
     def add(self, name: Name, allocated_bytes: int) -> None:
-        """A chunk was published: it is the most recent one, and no longer hidden."""
+        """Add a published chunk as the most recent one, no longer hidden."""
         with self._lock:
             self._hidden.discard(name)
-            if self._gone is not None:
-                self._gone.discard(name)
+            if self._dropped is not None:
+                self._dropped.discard(name)
             self._put(name, allocated_bytes)
 
     def found(self, sizes: Iterable[tuple[Name, int]]) -> None:
-        """These files exist, the least recently used first."""
-        remaining = iter(sizes)
-        # In slices, because the engine's thread may be waiting for the lock.
-        while part := list(islice(remaining, _SLICE)):
-            with self._lock:
-                for name, allocated_bytes in part:
-                    if self._gone is None or name not in self._gone:
-                        self._put(name, allocated_bytes)
+        """Add files that a scan found, the least recently used first."""
+        for name, allocated_bytes in self._under_lock(sizes):
+            if self._dropped is None or name not in self._dropped:
+                self._put(name, allocated_bytes)
 
     def measured(self, sizes: Iterable[tuple[Name, int]]) -> None:
-        """These are as large; what once could not be removed may be tried again."""
+        """Correct the sizes of known files, and make undeletable ones evictable again."""
+        for name, allocated_bytes in self._under_lock(sizes):
+            if name in self._sizes:
+                self._sizes[name] = allocated_bytes
+                self._put_back(name)
+
+    def _under_lock(self, sizes: Iterable[tuple[Name, int]]) -> Iterator[tuple[Name, int]]:
+        """Yield under the lock, in slices: the engine's thread may be waiting for it."""
         remaining = iter(sizes)
         while part := list(islice(remaining, _SLICE)):
             with self._lock:
-                for name, allocated_bytes in part:
-                    if name in self._sizes:
-                        self._sizes[name] = allocated_bytes
-                        if self._order is not None and name not in self._order:
-                            self._order.add((name,))
+                yield from part
 
     def touch(self, names: Iterable[Name]) -> None:
-        """These chunks were read, the last named is the most recent."""
+        """Note a use of these chunks, the last named becomes the most recent."""
         with self._lock:
             try:
                 known = [name for name in names if name in self._sizes]
@@ -122,8 +126,10 @@ class Index:
             except Exception as error:
                 self._policy_failed(error)
 
-    def rank(self, names: Iterable[Name]) -> None:
-        """These chunks were stored together: put them in this order, which is no use of them."""
+    def reorder(self, names: Sequence[Name]) -> None:
+        """Put chunks that were stored together into this order; counts as no use."""
+        if len(names) < 2:
+            return
         with self._lock:
             try:
                 for name in names:
@@ -133,11 +139,11 @@ class Index:
                 self._policy_failed(error)
 
     def drop(self, name: Name) -> bool:
-        """A file is gone; say whether it was known."""
+        """Remove a name whose file is gone; return whether it was known."""
         with self._lock:
             self._hidden.discard(name)
-            if self._gone is not None:
-                self._gone.add(name)
+            if self._dropped is not None:
+                self._dropped.add(name)
             known = self._sizes.pop(name, None) is not None
             if known and self._order is not None:
                 try:
@@ -148,36 +154,40 @@ class Index:
             return known
 
     def hide(self, names: Iterable[Name]) -> None:
-        """Answer "not here" for these until they are published again; they still take up space."""
+        """Treat these as absent until they are published again; they still take up space."""
         with self._lock:
             self._hidden.update(name for name in names if name in self._sizes)
 
     def victims(self, count: int) -> Sequence[Name]:
-        """Take names out of the order, the first to leave first; they stay known until dropped."""
+        """Take the next names to evict out of the order; they stay known until dropped."""
         with self._lock:
             return self._order.victims(count) if self._order is not None else ()
 
-    def spare(self, name: Name) -> None:
-        """Put back a victim that turned out to be in use by another process."""
+    def put_back(self, name: Name) -> None:
+        """Return a victim to the order: another process uses it."""
         with self._lock:
-            if name in self._sizes and self._order is not None and name not in self._order:
-                self._order.add((name,))
+            if name in self._sizes:
+                self._put_back(name)
 
     def sizes(self) -> list[tuple[Name, int]]:
-        """A copy of everything, the least recently used first."""
+        """Return a copy of all names and sizes, the least recently used first."""
         with self._lock:
             return list(self._sizes.items())
 
+    def _put_back(self, name: Name) -> None:
+        if self._order is not None and name not in self._order:
+            self._order.add((name,))
+
     def _put(self, name: Name, allocated_bytes: int) -> None:
-        """Know a name, in order; unknown if that raises, since nothing would ever evict it."""
+        """Make a name known and evictable; unknown if that raises, as it could never be evicted."""
         self._sizes[name] = allocated_bytes
         self._sizes.move_to_end(name)
         try:
             if self._order is None:
-                # A policy wants its capacity in entries: the first chunk tells how big they are.
-                entries = self._capacity_bytes // max(1, allocated_bytes)
+                # A policy takes its capacity in entries, estimated from the size of the first file.
+                entries = self._capacity_bytes // max(_LEAST_BYTES, allocated_bytes)
                 self._order = self._make_policy(max(1, entries))
-            # A file that a scan finds again was not used: it only moves to the recent end.
+            # Remove first: a second add would count as a use with some policies.
             if name in self._order:
                 self._order.remove((name,))
             self._order.add((name,))

@@ -1,7 +1,7 @@
-"""A root of the disk backend seen from outside: for ``kvoffload inspect``, ``verify`` and ``gc``.
+"""Inspects a root without a backend: for ``kvoffload inspect``, ``verify`` and ``gc``.
 
-Works on files and locks alone, beside any number of running engines: everything is re-checked at
-the moment it is touched, and removals are booked in the shared ledger.
+Any number of engines may run meanwhile. The inspector checks each file again right before it
+touches it, and releases the bytes of removed files from the shared quota.
 """
 
 import contextlib
@@ -13,25 +13,27 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from kvoffload.backends.disk import limits as disk_bounds
+from kvoffload.backends.disk import limits as disk_limits
+from kvoffload.backends.disk import strays
 from kvoffload.backends.disk.chunk_file import PAGE, reason_of, strangeness
-from kvoffload.backends.disk.locks import count_alive
+from kvoffload.backends.disk.locks import count_alive, open_locked
 from kvoffload.backends.disk.paths import (
     LEDGER,
     MANIFEST,
     OWNER,
     QUARANTINE,
-    SHARDS,
     is_namespace,
     key_of,
-    remove_namespace,
     shard_of,
 )
 from kvoffload.backends.disk.quota import Quota, recorded_bytes
 from kvoffload.backends.disk.root_checks import check_root, denied
-from kvoffload.backends.disk.strays import Leftover, leftovers, remove_leftover, strays
+from kvoffload.backends.disk.strays import Leftover
 from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.disk.walker import names_in, remove_namespace, walk
 from kvoffload.backends.header import Header, parse_header
+
+_MANIFEST_BYTES = 1 << 20
 
 
 class ChunkFile(NamedTuple):
@@ -48,107 +50,80 @@ class ChunkFile(NamedTuple):
 
 
 class DiskInspector:
-    """A root, looked at without opening a backend on it."""
+    """One root, inspected from outside."""
 
     def __init__(self, root: str, vfs: Vfs | None = None) -> None:
-        """Look at a root.
+        """Open a root for inspection.
 
         Raises:
-            ConfigError: it is no root of the disk backend, or one of another user.
+            ConfigError: it is no root of the disk backend, or belongs to another user.
         """
         self.root = os.path.realpath(os.path.expanduser(root))
         self.vfs = vfs or Vfs()
-        self._booked: Quota | None = None
+        self._quota: Quota | None = None
         self.unreadable: list[tuple[str, str]] = []
         """Folders that :meth:`chunks` could not list, and why."""
         check_root(self.vfs, self.root)
 
     def namespaces(self) -> list[str]:
-        """Folder names of all namespaces."""
+        """Return the folder names of all namespaces."""
         return sorted(filter(is_namespace, self.vfs.listdir(self.root)))
 
     def manifest(self, namespace: str) -> dict[str, Any]:
-        """The facts behind a namespace; empty if none were written."""
+        """Return the facts behind a namespace; empty if none were written."""
         try:
             path = f"{self.root}/{namespace}/{MANIFEST}"
-            fd = self.vfs.open(path, os.O_RDONLY | os.O_NONBLOCK)  # it may be anything
-            with os.fdopen(fd, encoding="utf-8") as file:
-                found = json.loads(file.read(1 << 20))
+            found = json.loads(self.vfs.read_file(path, _MANIFEST_BYTES))
         except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 
     def chunks(self, namespace: str | None = None) -> Iterator[ChunkFile]:
-        """All chunks, of one namespace or of all."""
+        """Yield all chunks, of one namespace or of all."""
         for folder in self.namespaces() if namespace is None else [namespace]:
-            for shard in SHARDS:
-                where = f"{self.root}/{folder}/{shard}"
-                try:
-                    names = self.vfs.listdir(where)
-                except FileNotFoundError:
-                    continue
-                except OSError as error:
-                    self._refuse_foreign(where, error)
-                    self.unreadable.append((where, reason_of(error)))
-                    continue
-                for name in names:
-                    chunk = self._chunk(folder, f"{where}/{name}", name)
-                    if chunk is not None:
-                        yield chunk
+            for shard, files in walk(self.vfs, f"{self.root}/{folder}", self._unlisted):
+                for name, facts in files:
+                    if (key := key_of(name)) is not None:
+                        yield ChunkFile(
+                            namespace=folder,
+                            key=key,
+                            path=f"{shard}/{name}",
+                            allocated_bytes=facts.st_blocks * 512,
+                            stored_ns=facts.st_mtime_ns,
+                            used_ns=facts.st_atime_ns,
+                            inode=facts.st_ino,
+                        )
 
-    def _chunk(self, namespace: str, path: str, name: str) -> ChunkFile | None:
-        key = key_of(name)
-        if key is None:
-            return None
-        try:
-            facts = self.vfs.lstat(path)
-        except OSError:
-            return None
-        return ChunkFile(
-            namespace,
-            key,
-            path,
-            facts.st_blocks * 512,
-            facts.st_mtime_ns,
-            facts.st_atime_ns,
-            facts.st_ino,
-        )
+    def _unlisted(self, path: str, error: OSError) -> None:
+        self._refuse_foreign(path, error)
+        self.unreadable.append((path, reason_of(error)))
 
     def quarantined(self) -> list[str]:
-        """Paths of the files set aside."""
+        """Return the paths of damaged files in the quarantine."""
         folder = f"{self.root}/{QUARANTINE}"
-        try:
-            return [f"{folder}/{name}" for name in sorted(self.vfs.listdir(folder))]
-        except OSError:
-            return []
+        return [f"{folder}/{name}" for name in names_in(self.vfs, folder)]
 
     def processes(self) -> int:
-        """How many backends have this root open."""
+        """Return how many backends have this root open."""
         return count_alive(self.vfs, self.root)
 
     def has_owner(self) -> bool:
-        """Whether one of them evicts."""
+        """Return whether one of them evicts."""
         try:
-            fd = self.vfs.open(f"{self.root}/{OWNER}", os.O_RDONLY)
-        except OSError:
-            return False
-        try:
-            self.vfs.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False
-        except OSError:
-            return True
-        finally:
-            self.vfs.close_quietly(fd)
+            fd = open_locked(self.vfs, f"{self.root}/{OWNER}", os.O_RDONLY, fcntl.LOCK_SH)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
+        self.vfs.close_quietly(fd)
+        return False
 
     def booked_bytes(self) -> int | None:
-        """What the shared ledger says is allocated; None: see :meth:`ledger_fault`."""
-        try:
+        """Return the allocated bytes by the shared quota; None: see :meth:`ledger_fault`."""
+        with contextlib.suppress(OSError):
             return recorded_bytes(self.vfs, f"{self.root}/{LEDGER}")
-        except OSError:
-            return None
+        return None
 
     def ledger_fault(self) -> str | None:
-        """What is wrong with the shared ledger; None if it can be relied on."""
+        """Return what is wrong with the quota's file; None if it is in order."""
         try:
             figure = recorded_bytes(self.vfs, f"{self.root}/{LEDGER}")
         except FileNotFoundError:
@@ -157,13 +132,28 @@ class DiskInspector:
             return f"unreadable ({error.strerror})"
         return "damaged" if figure is None else None
 
+    def capacity_bytes(self) -> int | None:
+        """Return the recorded capacity; None if there is none, or see :meth:`limits_fault`."""
+        with contextlib.suppress(ValueError):
+            limits = disk_limits.read(self.vfs, self.root)
+            return None if limits is None else limits.capacity_bytes
+        return None
+
+    def limits_fault(self) -> str | None:
+        """Return why the recorded limits cannot be used; None if they can, or there are none."""
+        try:
+            disk_limits.read(self.vfs, self.root)
+        except ValueError as error:
+            return str(error)
+        return None
+
     def _refuse_foreign(self, path: str, error: OSError) -> None:
-        """Raise ConfigError if this is no fault of the store but the wrong user's try."""
+        """Raise ConfigError if the error means: run this as another user."""
         if isinstance(error, PermissionError) and (refusal := denied(self.vfs, path)) is not None:
             raise refusal from error
 
     def verify(self, chunk: ChunkFile, buffer: memoryview) -> tuple[str | None, int]:
-        """Read a chunk in pieces of ``buffer``; say what is wrong with it, and the bytes read."""
+        """Read a chunk in pieces of ``buffer``; return what is wrong with it, and bytes read."""
         try:
             fd = self._open(chunk.path)
         except OSError as error:
@@ -181,7 +171,7 @@ class DiskInspector:
         try:
             return self.vfs.open(path, flags | getattr(os, "O_NOATIME", 0))
         except PermissionError:
-            # Only the owner may read without a trace; whoever else may read leaves one.
+            # Only the owner may read without a change of the access time.
             return self.vfs.open(path, flags)
 
     def _verify(self, fd: int, chunk: ChunkFile, buffer: memoryview) -> tuple[str | None, int]:
@@ -213,86 +203,57 @@ class DiskInspector:
         Raises:
             ConfigError: the root belongs to another user, who has to do it.
         """
-        if os.access(self.root, os.W_OK, effective_ids=True):
-            return
-        self._refuse_foreign(self.root, PermissionError())
+        if not os.access(self.root, os.W_OK, effective_ids=True):
+            self._refuse_foreign(self.root, PermissionError())
 
     def remove(self, chunk: ChunkFile) -> int:
-        """Remove a chunk unless it was replaced since; return the bytes freed.
-
-        Raises:
-            OSError: it cannot be removed.
-        """
+        """Remove a chunk unless it was replaced; return the bytes freed; raises OSError."""
         try:
             if self.vfs.lstat(chunk.path).st_ino != chunk.inode:
                 return 0
             self.vfs.unlink(chunk.path)
         except FileNotFoundError:
             return 0
-        self._give_back(chunk.allocated_bytes)
+        self._release(chunk.allocated_bytes)
         return chunk.allocated_bytes
 
     def leftovers(self) -> list[Leftover]:
-        """Folders that dead processes left."""
-        return leftovers(self.vfs, self.root)
+        """Return the folders that dead processes left."""
+        return strays.leftovers(self.vfs, self.root)
 
     def remove_leftover(self, leftover: Leftover) -> int:
-        """Remove one of them; return the bytes freed.
-
-        Raises:
-            OSError: it cannot be removed.
-        """
-        self._give_back(remove_leftover(self.vfs, leftover.path))
+        """Remove a leftover; return the bytes freed; raises OSError."""
+        self._release(strays.remove_leftover(self.vfs, leftover.path))
         return leftover.allocated_bytes
 
     def strays(self) -> list[str]:
-        """Paths of what is under the root and not the store's."""
-        return list(strays(self.vfs, self.root))
-
-    def capacity_bytes(self) -> int | None:
-        """The capacity recorded in the root; None if there is none, or see :meth:`limits_fault`."""
-        try:
-            bounds = disk_bounds.read(self.vfs, self.root)
-        except ValueError:
-            return None
-        return None if bounds is None else bounds.capacity_bytes
-
-    def limits_fault(self) -> str | None:
-        """Why the recorded limits cannot be used; None if they can, or there are none."""
-        try:
-            disk_bounds.read(self.vfs, self.root)
-        except ValueError as error:
-            return str(error)
-        return None
+        """Return the paths of foreign files under the root."""
+        return list(strays.strays(self.vfs, self.root))
 
     def remove_quarantined(self, path: str) -> int:
-        """Remove a file set aside; return the bytes freed.
-
-        Raises:
-            OSError: it cannot be removed, or is a folder.
-        """
+        """Remove a damaged file; return the bytes freed; raises OSError, also for a folder."""
         allocated = self.allocated_bytes(path)
         with contextlib.suppress(FileNotFoundError):
             self.vfs.unlink(path)
-            self._give_back(allocated)
+            self._release(allocated)
         return allocated
 
     def allocated_bytes(self, path: str) -> int:
-        """What one file takes up; 0 if it is gone."""
+        """Return the bytes that one file takes up; 0 if it is gone."""
         try:
             return self.vfs.lstat(path).st_blocks * 512
         except OSError:
             return 0
 
     def remove_namespace_folder(self, namespace: str) -> bool:
-        """Remove a namespace's folder if it holds no chunk and nobody has the root open."""
+        """Remove a namespace folder without chunks, unless a process has the root open."""
         if self.processes():
             return False
         return remove_namespace(self.vfs, f"{self.root}/{namespace}")
 
-    def _give_back(self, allocated_bytes: int) -> None:
-        """Book what was removed; a root without a ledger gets none from us."""
-        if self._booked is None and os.path.exists(f"{self.root}/{LEDGER}"):
-            self._booked = Quota(self.vfs, f"{self.root}/{LEDGER}", fresh=False)
-        if self._booked is not None and allocated_bytes:
-            self._booked.give_back(allocated_bytes)
+    def _release(self, allocated_bytes: int) -> None:
+        """Release the bytes of removed files; a root without a quota file gets none."""
+        if self._quota is None and os.path.exists(f"{self.root}/{LEDGER}"):
+            self._quota = Quota(self.vfs, f"{self.root}/{LEDGER}", fresh=False)
+        if self._quota is not None and allocated_bytes:
+            self._quota.release(allocated_bytes)

@@ -1,25 +1,23 @@
-"""The limits of a root: agreed by the processes that have it open, and kept in the root.
+"""The limits of a root: agreed by the processes that have it open, and recorded in the root.
 
-A process that opens a root alone sets the limits: its settings are the request. A process that
-opens it beside others takes the limits that are recorded, and is told of each that differs.
+The only process of a root sets its limits. A process that opens a root in use takes the recorded
+limits, and a warning names each setting that differs.
 """
 
-import errno
 import logging
-import os
 
 import msgspec
 
 from kvoffload.backends.disk.paths import BOUNDS
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.config import human_bytes
+from kvoffload.config import ByteSize, human_bytes
+from kvoffload.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 VERSION = 1
 _MAX_FILE_BYTES = 1 << 16
-_LARGEST = 2**63 - 1
-SHORTEST_TTL_S, LONGEST_TTL_S = 1.0, 315_360_000.0
+_SHORTEST_TTL_S, _LONGEST_TTL_S = 1.0, 315_360_000.0
 """Access times tell other processes of a use about a second later; ten years are for ever."""
 
 
@@ -36,28 +34,35 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from its last use until a chunk expires."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be; msgspec reports it as a validation error of the file."""
+        """Refuse impossible values, by the name of the setting."""
         if self.version != VERSION:
-            raise ValueError(f"version {self.version}, this one is {VERSION}")
-        if not 0 < self.capacity_bytes <= _LARGEST or not 0 <= self.min_free_bytes <= _LARGEST:
-            raise ValueError("a size that no file system has")
-        if not 0 < self.low_watermark <= self.high_watermark <= 1 or self.quarantine_files < 0:
-            raise ValueError("watermarks or quarantine out of range")
-        if self.ttl_s is not None and not SHORTEST_TTL_S <= self.ttl_s <= LONGEST_TTL_S:
-            raise ValueError("ttl_s out of range")
+            raise ConfigError("version", self.version, f"this one is {VERSION}")
+        if ByteSize.parse(self.capacity_bytes, "capacity") == 0:
+            raise ConfigError("capacity", self.capacity_bytes, "must be more than 0 bytes")
+        ByteSize.parse(self.min_free_bytes, "min_free")
+        if not 0 < self.high_watermark <= 1:
+            remedy = "is a share of the capacity: must be more than 0 and at most 1"
+            raise ConfigError("high_watermark", self.high_watermark, remedy)
+        if not 0 < self.low_watermark <= self.high_watermark:
+            remedy = f"must be more than 0 and at most high_watermark, {self.high_watermark}"
+            raise ConfigError("low_watermark", self.low_watermark, remedy)
+        if self.quarantine_files < 0:
+            raise ConfigError("quarantine", self.quarantine_files, "must not be negative")
+        if self.ttl_s is not None and not _SHORTEST_TTL_S <= self.ttl_s <= _LONGEST_TTL_S:
+            raise ConfigError("ttl_s", self.ttl_s, "must be 1 second to ten years, or absent")
 
     @property
     def high_bytes(self) -> int:
-        """Above this the background evicts..."""
+        """The background evicts above this."""
         return int(self.capacity_bytes * self.high_watermark)
 
     @property
     def low_bytes(self) -> int:
-        """...down to this."""
+        """The background stops evicting at this."""
         return int(self.capacity_bytes * self.low_watermark)
 
     def evicted_bytes(self, resident_bytes: int) -> int:
-        """How much leaves at once under these limits."""
+        """Return how many bytes an engine with these limits evicts at once."""
         return resident_bytes - self.low_bytes if resident_bytes > self.high_bytes else 0
 
 
@@ -69,52 +74,32 @@ SETTINGS = (
     ("quarantine", "quarantine_files", str),
     ("ttl_s", "ttl_s", str),
 )
-"""Setting, field of the record, how its value is written for people."""
-
-
-def load(vfs: Vfs, root: str) -> Limits | None:
-    """The limits recorded in a root; None if there are none, or none that can be used."""
-    try:
-        return read(vfs, root)
-    except ValueError as error:
-        log.warning("disk: %s/%s is ignored: %s", root, BOUNDS, error)
-        return None
+"""Setting, field of the record, and how its value is printed."""
 
 
 def read(vfs: Vfs, root: str) -> Limits | None:
-    """The limits recorded in a root; None if there are none, as an older version leaves it.
+    """Return the limits recorded in a root; None if there are none, as older versions leave it.
 
     Raises:
-        ValueError: what is there cannot be used; the text says why.
+        ValueError: the record cannot be used; the text says why.
     """
     try:
-        return msgspec.json.decode(_content(vfs, f"{root}/{BOUNDS}"), type=Limits)
+        return msgspec.json.decode(vfs.read_file(f"{root}/{BOUNDS}", _MAX_FILE_BYTES), type=Limits)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ValueError(error.strerror) from error
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, ConfigError, RecursionError) as error:
         raise ValueError(str(error)) from error
 
 
-def save(vfs: Vfs, root: str, temporary: str, bounds: Limits) -> None:
-    """Record the limits, whole or not at all; raises OSError."""
-    data = msgspec.json.encode(bounds) + b"\n"
-    try:
-        fd = vfs.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
-            if vfs.pwritev(fd, [data], 0) != len(data):
-                raise OSError(errno.EIO, "short write", temporary)
-        finally:
-            vfs.close_quietly(fd)
-        vfs.rename(temporary, f"{root}/{BOUNDS}")
-    except OSError:
-        vfs.unlink_quietly(temporary)
-        raise
+def save(vfs: Vfs, root: str, temporary: str, limits: Limits) -> None:
+    """Record the limits, as a whole or not at all; raises OSError."""
+    vfs.replace_file(f"{root}/{BOUNDS}", temporary, msgspec.json.encode(limits) + b"\n")
 
 
-def tell_difference(root: str, wanted: Limits, agreed: Limits) -> None:
-    """Warn that settings are not used, because other engines have the root open with others."""
+def warn_of_difference(root: str, wanted: Limits, agreed: Limits) -> None:
+    """Warn that settings have no effect, because running engines agreed on different ones."""
     differing = [
         f"{setting} = {shown(getattr(wanted, field))} is not used, "
         f"the engines that have this folder open use {shown(getattr(agreed, field))}"
@@ -126,8 +111,8 @@ def tell_difference(root: str, wanted: Limits, agreed: Limits) -> None:
         log.warning("disk %s: %s; %s", root, "; ".join(differing), remedy)
 
 
-def tell_change(root: str, recorded: Limits | None, wanted: Limits, resident_bytes: int) -> None:
-    """Log which limits of a root change with the settings of its only engine, and what leaves."""
+def log_change(root: str, recorded: Limits | None, wanted: Limits, resident_bytes: int) -> None:
+    """Log which limits of a root change with the settings of its only engine, and the eviction."""
     changes = [
         f"{setting} changes from {shown(getattr(recorded, field))} "
         f"to {shown(getattr(wanted, field))}"
@@ -141,15 +126,3 @@ def tell_change(root: str, recorded: Limits | None, wanted: Limits, resident_byt
     if changes:
         level = logging.WARNING if leaving else logging.INFO
         log.log(level, "disk %s: %s", root, "; ".join(changes))
-
-
-def _content(vfs: Vfs, path: str) -> bytes:
-    fd = vfs.open(path, os.O_RDONLY | os.O_NONBLOCK)  # it may be anything
-    try:
-        buffer = bytearray(_MAX_FILE_BYTES + 1)
-        size = vfs.preadv(fd, [buffer], 0)
-    finally:
-        vfs.close_quietly(fd)
-    if size > _MAX_FILE_BYTES:
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
-    return bytes(buffer[:size])

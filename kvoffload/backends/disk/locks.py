@@ -1,7 +1,7 @@
-"""Who is alive: each process has a folder for its temporary files and a lock inside that says so.
+"""Locks of a root: each writer has a folder for temporary files, and a lock file in it.
 
-A lock rather than a process number: it holds across containers, and the kernel drops it with the
-process however it ends.
+The lock tells running writers from dead ones. Unlike a process number it works across containers,
+and the kernel releases it with the process.
 """
 
 import contextlib
@@ -17,11 +17,45 @@ from kvoffload.backends.disk.paths import OWNER, WRITERS
 from kvoffload.backends.disk.vfs import Vfs
 
 _LOCK = "lock"
-_UNBORN = "new-"
-_UNBOOKED = "small-"
-"""Before the number of a temporary file that the ledger does not count."""
-_BIRTH_S = 60
+_NEW = "new-"
+_UNCOUNTED = "small-"
+"""Prefix of temporary files that the quota does not count."""
+_NEW_S = 60
 """Longer than any process takes from making its folder to locking it."""
+_PAUSE_S = 0.001
+
+
+def open_locked(vfs: Vfs, path: str, flags: int, kind: int) -> int:
+    """Open a file and lock it; raises OSError, as BlockingIOError if another process has it."""
+    fd = vfs.open(path, flags)
+    try:
+        vfs.flock(fd, kind | fcntl.LOCK_NB)
+    except BaseException:
+        vfs.close_quietly(fd)
+        raise
+    return fd
+
+
+def lock_patiently(vfs: Vfs, fd: int, kind: int, wait_s: float) -> bool:
+    """Take a lock; return False after a while: a stopped process may hold it for ever."""
+    for _ in range(int(wait_s / _PAUSE_S)):
+        try:
+            vfs.flock(fd, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(_PAUSE_S)
+    return False
+
+
+def is_at(vfs: Vfs, fd: int, path: str) -> bool:
+    """Return whether an open file still has this name; True if that cannot be determined."""
+    try:
+        there, own = vfs.lstat(path), vfs.fstat(fd)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
 
 
 class WriterLock:
@@ -29,41 +63,28 @@ class WriterLock:
 
     def __init__(self, vfs: Vfs, root: str) -> None:
         self._vfs = vfs
-        self._root = f"{root}/{WRITERS}"
         self._numbers = itertools.count()
-        self._settle()
-
-    def _settle(self) -> None:
         self.token = secrets.token_hex(8)
-        folder = f"{self._root}/{self.token}"
-        # Made and locked under a name that clean_up() ignores, so that it is never seen unlocked.
-        unborn = f"{self._root}/{_UNBORN}{self.token}"
-        self._vfs.mkdir(unborn)
+        self.folder = f"{root}/{WRITERS}/{self.token}"
+        # Made and locked under a name that clean_up() ignores: it is never visible unlocked.
+        new = f"{root}/{WRITERS}/{_NEW}{self.token}"
+        vfs.mkdir(new)
         with contextlib.ExitStack() as undo:
-            undo.callback(_remove_quietly, self._vfs, unborn)
-            self._fd = self._vfs.open(f"{unborn}/{_LOCK}", os.O_RDWR | os.O_CREAT)
-            undo.callback(self._vfs.close_quietly, self._fd)
-            self._vfs.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._vfs.rename(unborn, folder)
+            undo.callback(_remove_quietly, vfs, new)
+            self._fd = open_locked(vfs, f"{new}/{_LOCK}", os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
+            undo.callback(vfs.close_quietly, self._fd)
+            vfs.rename(new, self.folder)
             undo.pop_all()
-        self.folder = folder
 
     def is_gone(self) -> bool:
-        """Whether somebody removed the folder."""
+        """Return whether the folder was removed."""
         return not is_at(self._vfs, self._fd, f"{self.folder}/{_LOCK}")
 
-    def move(self) -> None:
-        """Take a new folder in place of one that is gone; raises OSError if there can be none."""
-        old = self._fd
-        self._settle()
-        self._vfs.close_quietly(old)
-
-    def temporary(self, *, booked: bool = True) -> str:
-        """A path no one else uses; ``booked``: for bytes that the ledger counts."""
-        return f"{self.folder}/{'' if booked else _UNBOOKED}{next(self._numbers)}"
+    def temporary(self, *, counted: bool = True) -> str:
+        """Return a new path for a file; ``counted``: the quota counts its bytes."""
+        return f"{self.folder}/{'' if counted else _UNCOUNTED}{next(self._numbers)}"
 
     def close(self) -> None:
-        """Remove the folder and let go of the lock."""
         _remove_quietly(self._vfs, self.folder)
         self._vfs.close_quietly(self._fd)
 
@@ -82,48 +103,25 @@ class EvictorLock:
         return self._fd is not None
 
     def take(self) -> bool:
-        """Become the owner if there is none; say whether this process is it now."""
-        if self._fd is not None:
-            return True
-        fd = None
-        try:
-            fd = self._vfs.open(self._path, os.O_RDWR | os.O_CREAT)
-            self._vfs.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            if fd is not None:
-                self._vfs.close_quietly(fd)
-            return False
-        self._fd = fd
-        return True
+        """Take the lock if it is free; return whether this process has it."""
+        if self._fd is None:
+            with contextlib.suppress(OSError):
+                flags = os.O_RDWR | os.O_CREAT
+                self._fd = open_locked(self._vfs, self._path, flags, fcntl.LOCK_EX)
+        return self._fd is not None
 
     def is_gone(self) -> bool:
-        """Whether it is held by a lock on a file that somebody removed."""
+        """Return whether the locked file was removed."""
         return self._fd is not None and not is_at(self._vfs, self._fd, self._path)
 
     def close(self) -> None:
-        """Let someone else take it."""
         if self._fd is not None:
             self._vfs.close_quietly(self._fd)
             self._fd = None
 
 
-def is_at(vfs: Vfs, fd: int, path: str) -> bool:
-    """Whether an open file still has this name; True where that cannot be seen."""
-    try:
-        there, own = vfs.lstat(path), vfs.fstat(fd)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
-
-
 def clean_up(vfs: Vfs, root: str, own: str) -> tuple[int, int]:
-    """Remove what dead writers left behind.
-
-    Returns:
-        The number of other writers alive, and the bytes freed.
-    """
+    """Remove the folders of dead writers; return the number of other live ones and bytes freed."""
     alive = freed = 0
     for name in vfs.listdir(f"{root}/{WRITERS}"):
         if name == own:
@@ -138,97 +136,83 @@ def clean_up(vfs: Vfs, root: str, own: str) -> tuple[int, int]:
 
 
 def clean_folder(vfs: Vfs, folder: str) -> int:
-    """Remove the folder of a writer if that is dead; return the bytes freed of those booked.
+    """Remove the folder of a dead writer; return the bytes freed that the quota counts.
 
     Raises:
-        BlockingIOError: the writer lives.
+        BlockingIOError: the writer is alive.
         OSError: the folder cannot be removed.
     """
-    if os.path.basename(folder).startswith(_UNBORN):
-        return _remove_old(vfs, folder)
-    fd = None
+    if _is_new(folder):
+        # A process is making it, or left it half made or half removed: only its age tells.
+        return _remove_quietly(vfs, folder) if _is_old(vfs, folder) else 0
     try:
-        fd = _open_lock(vfs, folder, os.O_RDWR)
-        vfs.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fd = _open_lock(vfs, folder, os.O_RDWR, fcntl.LOCK_EX)
+    except FileNotFoundError:
+        return _remove_quietly(vfs, folder)  # without its lock: its writer died removing it
+    try:
         return _remove_folder(vfs, folder)
     except FileNotFoundError:
-        return _remove_quietly(vfs, folder)  # without its lock: half removed by the dead
-    finally:
-        if fd is not None:
-            vfs.close_quietly(fd)
-
-
-def count_alive(vfs: Vfs, root: str) -> int:
-    """How many writers live under a root; changes nothing."""
-    alive = 0
-    for name in vfs.listdir(f"{root}/{WRITERS}"):
-        try:
-            fd = _open_lock(vfs, f"{root}/{WRITERS}/{name}", os.O_RDONLY)
-        except OSError:
-            continue
-        try:
-            vfs.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            alive += 1
-        finally:
-            vfs.close_quietly(fd)
-    return alive
-
-
-def is_dead(vfs: Vfs, folder: str) -> bool:
-    """Whether a writer's folder is a leftover that :func:`clean_up` would remove."""
-    if os.path.basename(folder).startswith(_UNBORN):
-        return _is_old(vfs, folder)
-    try:
-        fd = _open_lock(vfs, folder, os.O_RDONLY)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    try:
-        vfs.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return True
-    except OSError:
-        return False
+        return _remove_quietly(vfs, folder)  # another process removes it, too
     finally:
         vfs.close_quietly(fd)
 
 
-def _open_lock(vfs: Vfs, folder: str, flags: int) -> int:
-    """Open the lock of a writer; raises OSError, also for a link in place of the folder."""
+def count_alive(vfs: Vfs, root: str) -> int:
+    """Return how many writers are alive under a root; changes nothing."""
+    folders = (f"{root}/{WRITERS}/{name}" for name in vfs.listdir(f"{root}/{WRITERS}"))
+    return sum(_is_alive(vfs, folder) is True for folder in folders)
+
+
+def is_dead(vfs: Vfs, folder: str) -> bool:
+    """Return whether :func:`clean_up` would remove a writer's folder."""
+    return _is_old(vfs, folder) if _is_new(folder) else _is_alive(vfs, folder) is False
+
+
+def _is_alive(vfs: Vfs, folder: str) -> bool | None:
+    """Return whether a process holds a writer's lock; None: unknown."""
+    try:
+        vfs.close_quietly(_open_lock(vfs, folder, os.O_RDONLY, fcntl.LOCK_SH))
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False
+
+
+def _open_lock(vfs: Vfs, folder: str, flags: int, kind: int) -> int:
+    """Open and lock the lock file of a writer; raises OSError, also for a link as the folder."""
     if not stat.S_ISDIR(vfs.lstat(folder).st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
-    return vfs.open(f"{folder}/{_LOCK}", flags)
+    return open_locked(vfs, f"{folder}/{_LOCK}", flags, kind)
 
 
 def temporary_bytes(vfs: Vfs, root: str, own: str) -> int:
-    """Bytes that temporary files of other writers take up at this moment."""
+    """Return the bytes that temporary files of other writers take up at this moment."""
     total = 0
     for token in vfs.listdir(f"{root}/{WRITERS}"):
         if token == own:
             continue
-        try:
+        with contextlib.suppress(OSError):
             for name in filter(str.isdigit, vfs.listdir(f"{root}/{WRITERS}/{token}")):
                 total += vfs.lstat(f"{root}/{WRITERS}/{token}/{name}").st_blocks * 512
-        except OSError:
-            continue
     return total
 
 
-def _remove_old(vfs: Vfs, folder: str) -> int:
-    # Being made at this moment, or left half made or half removed: only age tells.
-    return _remove_quietly(vfs, folder) if _is_old(vfs, folder) else 0
+def _is_new(folder: str) -> bool:
+    return os.path.basename(folder).startswith(_NEW)
 
 
 def _is_old(vfs: Vfs, folder: str) -> bool:
     try:
-        return time.time() - vfs.lstat(folder).st_mtime > _BIRTH_S
+        return time.time() - vfs.lstat(folder).st_mtime > _NEW_S
     except OSError:
         return False
 
 
 def _remove_quietly(vfs: Vfs, folder: str) -> int:
-    """Remove a folder; whatever stays is for the next process that opens the root."""
+    """Remove a folder; the next process that opens the root removes what cannot be removed."""
     with contextlib.suppress(OSError):
         return _remove_folder(vfs, folder)
     return 0
@@ -236,7 +220,7 @@ def _remove_quietly(vfs: Vfs, folder: str) -> int:
 
 def _remove_folder(vfs: Vfs, folder: str) -> int:
     freed = 0
-    # The lock goes last: as long as it is there, whoever is interrupted can be followed up.
+    # The lock goes last: while it is there, another process can finish an interrupted removal.
     for name in sorted(vfs.listdir(folder), key=lambda name: name == _LOCK):
         path = f"{folder}/{name}"
         allocated = vfs.lstat(path).st_blocks * 512

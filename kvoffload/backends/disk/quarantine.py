@@ -1,38 +1,54 @@
-"""The files that failed verification: a few are kept for a look at them."""
+"""The quarantine: a few files that failed verification are kept for inspection."""
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable
 
-from kvoffload.backends.disk.limits import Limits
 from kvoffload.backends.disk.paths import QUARANTINE
-from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.disk.root import RootHandle
 
 log = logging.getLogger(__name__)
 
 QUARANTINE_S = 7 * 86400.0
-"""No damaged file is kept longer: it is somebody's prompt."""
+"""No damaged file stays longer: it holds a user's prompt."""
 
 
-def trim(vfs: Vfs, root: str, bounds: Limits, remove: Callable[[str], None]) -> None:
-    """Keep the newest few, a week or ``ttl_s`` at most, and a sixteenth of the capacity.
+class Quarantine:
+    """Damaged files of one root: the newest few, a sixteenth of the capacity at most."""
 
-    ``remove`` removes a file and books that; it raises OSError where it cannot.
-    """
-    folder = f"{root}/{QUARANTINE}"
-    kept_bytes = 0
-    oldest_ns = time.time_ns() - int(min(QUARANTINE_S, bounds.ttl_s or QUARANTINE_S) * 1e9)
-    try:
-        files = sorted(vfs.listdir(folder), reverse=True)
-    except OSError as error:
-        log.warning("disk: cannot trim %s: %s", folder, error)
-        return
-    for number, file in enumerate(files):
-        with contextlib.suppress(OSError):  # tried again with the next one set aside
-            facts = vfs.lstat(f"{folder}/{file}")
-            kept_bytes += facts.st_blocks * 512
-            too_many = number >= bounds.quarantine_files
-            too_old = facts.st_ctime_ns < oldest_ns  # changed last when it was set aside
-            if too_many or too_old or kept_bytes * 16 > bounds.capacity_bytes:
-                remove(f"{folder}/{file}")
+    def __init__(self, root: RootHandle) -> None:
+        self._vfs = root.vfs
+        self._limits = root.limits
+        self._folder = f"{root.path}/{QUARANTINE}"
+
+    def path_for(self, path: str) -> str:
+        """Return where to move a damaged file; a file's name has at most 255 bytes."""
+        return f"{self._folder}/{time.time_ns()}-{os.path.basename(path)[:200]}"
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes of all files; raises OSError."""
+        paths = (f"{self._folder}/{name}" for name in self._vfs.listdir(self._folder))
+        return sum(self._vfs.lstat(path).st_blocks * 512 for path in paths)
+
+    def trim(self, remove: Callable[[str], None]) -> None:
+        """Remove surplus files and those older than a week or ``ttl_s``.
+
+        ``remove`` unlinks a file and releases its bytes; it may raise OSError.
+        """
+        limits, kept_bytes = self._limits, 0
+        oldest_ns = time.time_ns() - int(min(QUARANTINE_S, limits.ttl_s or QUARANTINE_S) * 1e9)
+        try:
+            files = sorted(self._vfs.listdir(self._folder), reverse=True)
+        except OSError as error:
+            log.warning("disk: cannot trim %s: %s", self._folder, error)
+            return
+        for number, file in enumerate(files):
+            with contextlib.suppress(OSError):  # the next trim tries again
+                facts = self._vfs.lstat(f"{self._folder}/{file}")
+                kept_bytes += facts.st_blocks * 512
+                too_many = number >= limits.quarantine_files
+                too_old = facts.st_ctime_ns < oldest_ns  # its last change was the move here
+                if too_many or too_old or kept_bytes * 16 > limits.capacity_bytes:
+                    remove(f"{self._folder}/{file}")

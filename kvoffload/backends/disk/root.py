@@ -1,4 +1,4 @@
-"""What one process holds of a root: its folders, its locks, the shared ledger; remade if gone."""
+"""What one process has open of a root: its folders, its locks, the shared quota."""
 
 import contextlib
 import fcntl
@@ -7,139 +7,170 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 
-from kvoffload.backends.disk import limits as disk_bounds
+from kvoffload.backends.disk import limits as disk_limits
 from kvoffload.backends.disk.limits import Limits
-from kvoffload.backends.disk.locks import EvictorLock, WriterLock, count_alive, is_at
-from kvoffload.backends.disk.paths import (
-    BOUNDS,
-    LEDGER,
-    QUARANTINE,
-    WRITERS,
-    is_namespace,
-    make_folder,
-    prepare_root,
+from kvoffload.backends.disk.locks import (
+    EvictorLock,
+    WriterLock,
+    clean_up,
+    count_alive,
+    is_at,
+    lock_patiently,
 )
-from kvoffload.backends.disk.permissions import refuse_unsafe
+from kvoffload.backends.disk.options import DiskOptions
+from kvoffload.backends.disk.paths import BOUNDS, LEDGER, QUARANTINE, WRITERS, is_namespace
 from kvoffload.backends.disk.quota import Quota
+from kvoffload.backends.disk.root_checks import refuse_exposed, refuse_unsafe
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_LOCK_TRIES = 200
-_LOCK_PAUSE_S = 0.01
+_LOCK_WAIT_S = 2.0
 ABANDONED_S = 3600.0
-"""A namespace's folder that holds nothing and that nobody touched for so long may be removed."""
+"""The evicting process removes a namespace folder that was empty and untouched for so long."""
 
 
 class RootHandle:
-    """A foothold under a root, for the namespace folder of one name. Thread-safe."""
+    """A root, open for the namespace folder of one name. Thread-safe."""
 
     def __init__(
         self,
         vfs: Vfs,
-        root: str,
+        path: str,
         namespace: str,
-        bounds: Limits,
+        options: DiskOptions,
         count: Callable[[str], None],
-        *,
-        durable: bool,
-        trust_parents: bool,
     ) -> None:
-        """Take it; ``count`` is told of what happened to it later, ``bounds`` are wanted.
+        """Open the root, made if missing; ``count`` increments a counter.
 
         Raises:
             OSError: the folder cannot be used.
-            ConfigError: others could tamper with it, or replace it.
+            ConfigError: other users could change or replace it.
         """
-        self._vfs = vfs
-        self._root = root
-        self._folder = f"{root}/{namespace}"
+        self.vfs = vfs
+        self.path = path
+        self._folder = f"{path}/{namespace}"
         self._count = count
-        self._durable = durable
-        self._prepare = partial(
-            prepare_root, vfs, root, durable=durable, trust_parents=trust_parents
-        )
-        self._remaking = threading.Lock()
+        self._durable = options.durability == "fsync"
+        self._trust_parents = options.trust_parent_folders
+        self._repairing = threading.Lock()
         self.refusal: str | None = None
-        """Why nothing may be loaded from the root or stored in it now; None: all is well."""
-        self.remakes = 0
-        """How often folders that somebody removed were made anew."""
+        """Why this process loads and stores nothing at the moment; None: the root is in order."""
+        self.repairs = 0
+        """How often this process made removed folders again."""
+        self.other_writers = 0
+        """Other live writers under the root, as of the last clean-up."""
         with contextlib.ExitStack() as undo:
             undo.callback(vfs.leave)
-            self._prepare()
-            self.fresh = self._holds_nothing()
-            """Whether the root was empty when it was opened."""
-            make_folder(vfs, self._folder, durable=durable)
-            refuse_unsafe(self._folder, vfs.lstat(self._folder))
-            self._stay()
-            self.ledger = Quota(vfs, f"{root}/{LEDGER}", fresh=self.fresh)
-            undo.callback(self.ledger.close)
-            with self._only_one_opens():
-                alone = not count_alive(vfs, root)
-                self.writer = WriterLock(vfs, root)
+            self.fresh = self._make_folders()
+            """Whether the root was empty when this process opened it."""
+            self._touch_folder()
+            self.quota = self._open_quota(fresh=self.fresh)
+            undo.callback(self.quota.close)
+            with self._opening_lock():
+                alone = not count_alive(vfs, path)
+                self.writer = WriterLock(vfs, path)
                 undo.callback(self.writer.close)
-                self.bounds = self._agree(bounds, alone=alone)
+                self.limits = self._agree(options.limits(), alone=alone)
                 """The limits of the root, as its processes agreed on them."""
-            self.ownership = EvictorLock(vfs, root)
-            self.ownership.take()
+            self.evictor = EvictorLock(vfs, path)
+            self.evictor.take()
             undo.pop_all()
 
     def close(self) -> None:
-        """Let go of everything."""
         self.writer.close()
-        self.ownership.close()
-        self.ledger.close()
-        self._vfs.leave()
+        self.evictor.close()
+        self.quota.close()
+        self.vfs.leave()
 
-    def keep(self) -> None:
-        """Look after it, every now and then: what is gone is remade, what is idle not abandoned."""
-        self.remake()
+    def maintain(self) -> None:
+        """Repair what was removed, and keep the namespace folder from looking abandoned."""
+        self.repair()
         with contextlib.suppress(OSError):
             self._record_again()
         with contextlib.suppress(OSError):
-            age_s = time.time() - self._vfs.lstat(self._folder).st_mtime
+            age_s = time.time() - self.vfs.lstat(self._folder).st_mtime
             if age_s > ABANDONED_S / 4:
-                self._stay()
+                self._touch_folder()
 
-    def remake(self) -> bool:
-        """Make anew what somebody removed of folders and shared files; say whether it was that.
+    def clean_up(self) -> None:
+        """Remove what dead writers left, and count the live ones."""
+        self.other_writers, freed = clean_up(self.vfs, self.path, self.writer.token)
+        if freed:
+            self.quota.release(freed)
 
-        A root that was emptied under a running process is a root with nothing in it, no error.
+    def repair(self) -> bool:
+        """Make removed folders and shared files again; return whether any was missing.
+
+        A root that was emptied under a running process is an empty root, no error.
         """
-        with self._remaking:
+        with self._repairing:
             try:
                 if not self._is_damaged():
                     self._allow()
                     return False
-                self._prepare()
-                fresh = self._holds_nothing()
-                make_folder(self._vfs, self._folder, durable=self._durable)
-                refuse_unsafe(self._folder, self._vfs.lstat(self._folder))
+                fresh = self._make_folders()
                 if self.writer.is_gone():
-                    self.writer.move()
-                if self.ownership.is_gone():
-                    self.ownership.close()
-                    self.ownership.take()
-                if self.ledger.is_gone():
-                    self.ledger.reopen(fresh=fresh)
+                    gone, self.writer = self.writer, WriterLock(self.vfs, self.path)
+                    gone.close()
+                if self.evictor.is_gone():
+                    self.evictor.close()
+                    self.evictor.take()
+                if self.quota.is_gone():
+                    lost, self.quota = self.quota, self._open_quota(fresh=fresh)
+                    lost.close()
             except ConfigError as error:
                 self._refuse(str(error))
                 return False
             except OSError as error:
                 self._count("remake_failed")
-                log.warning("disk %s: folders are gone and cannot be made: %s", self._root, error)
+                log.warning("disk %s: removed folders cannot be made again: %s", self.path, error)
                 return False
             self._allow()
-            self.remakes += 1
+            self.repairs += 1
         self._count("remade")
-        log.warning("disk %s: folders had been removed, made anew", self._root)
+        log.warning("disk %s: folders had been removed and were made again", self.path)
         return True
 
+    def _open_quota(self, *, fresh: bool) -> Quota:
+        return Quota(self.vfs, f"{self.path}/{LEDGER}", fresh=fresh)
+
+    def _make_folders(self) -> bool:
+        """Make root and namespace folder, and enter the root; return whether it was empty.
+
+        Raises:
+            ConfigError: the root is a symbolic link, belongs to another user, or other users may
+                write it or (unless parents are trusted) a folder above it.
+            OSError: the root cannot be made or written.
+        """
+        vfs, path = self.vfs, self.path
+        if not self._trust_parents:
+            refuse_exposed(vfs, path)
+        _make_parents(os.path.dirname(path))
+        vfs.make_folder(path, durable=self._durable)
+        refuse_unsafe(path, vfs.lstat(path))
+        fd = vfs.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            # Check again: in a folder such as /tmp another user may have replaced it meanwhile.
+            refuse_unsafe(path, vfs.fstat(fd))
+            if not self._trust_parents:
+                refuse_exposed(vfs, path)
+        except BaseException:
+            vfs.close_quietly(fd)
+            raise
+        vfs.enter(path, fd)
+        for inner in (f"{path}/{WRITERS}", f"{path}/{QUARANTINE}"):
+            vfs.make_folder(inner)
+            refuse_unsafe(inner, vfs.lstat(inner))
+        fresh = not any(map(is_namespace, vfs.listdir(path)))
+        vfs.make_folder(self._folder, durable=self._durable)
+        refuse_unsafe(self._folder, vfs.lstat(self._folder))
+        return fresh
+
     def _refuse(self, reason: str) -> None:
-        """Load and store nothing until the folder is in order: somebody tampers with it."""
+        """Load and store nothing until the folder is in order."""
         self._count("remake_failed")
         if self.refusal != reason:
             log.error("disk: nothing is loaded or stored until this is set right: %s", reason)
@@ -147,89 +178,90 @@ class RootHandle:
 
     def _allow(self) -> None:
         if self.refusal is not None:
-            log.warning("disk %s: the folder is in order again, and in use", self._root)
+            log.warning("disk %s: the folder is in order again, and in use", self.path)
         self.refusal = None
 
     @contextlib.contextmanager
-    def _only_one_opens(self) -> Iterator[None]:
-        """Let processes that open the root at once do so one after the other.
+    def _opening_lock(self) -> Iterator[None]:
+        """Open a root in one process at a time.
 
-        Who finds no other alive sets the limits, and two would find that of each other. A stopped
-        process may have the lock for ever, so waiting ends.
+        A process that finds no other sets the limits; two at once would both do so. The wait ends,
+        because a stopped process may hold the lock for ever.
         """
-        fd = self._vfs.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
+        fd = self.vfs.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            for _ in range(_LOCK_TRIES):
-                try:
-                    self._vfs.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    time.sleep(_LOCK_PAUSE_S)
-                except OSError:
-                    break  # a file system without locks on folders
+            with contextlib.suppress(OSError):  # a file system without locks on folders
+                lock_patiently(self.vfs, fd, fcntl.LOCK_EX, _LOCK_WAIT_S)
             yield
         finally:
-            self._vfs.close_quietly(fd)
+            self.vfs.close_quietly(fd)
 
     def _agree(self, wanted: Limits, *, alone: bool) -> Limits:
-        """The limits to go by: those wanted by the only process, else those recorded."""
-        recorded = disk_bounds.load(self._vfs, self._root)
+        """Return the limits in force: those of the only process, else those recorded."""
+        try:
+            recorded = disk_limits.read(self.vfs, self.path)
+        except ValueError as error:
+            log.warning("disk: %s/%s is ignored: %s", self.path, BOUNDS, error)
+            recorded = None
         if recorded is not None and not alone:
-            disk_bounds.tell_difference(self._root, wanted, recorded)
+            disk_limits.warn_of_difference(self.path, wanted, recorded)
             return recorded
         if recorded != wanted:
             try:
                 self._record(wanted)
             except OSError as error:
-                path = f"{self._root}/{BOUNDS}"
-                log.warning("disk: cannot write %s: %s", path, error.strerror)
-        disk_bounds.tell_change(self._root, recorded, wanted, self.ledger.resident_bytes)
+                log.warning("disk: cannot write %s/%s: %s", self.path, BOUNDS, error.strerror)
+        disk_limits.log_change(self.path, recorded, wanted, self.quota.resident_bytes)
         return wanted
 
-    def _record(self, bounds: Limits) -> None:
-        unfinished = f"{self.writer.folder}/{BOUNDS}"
-        disk_bounds.save(self._vfs, self._root, unfinished, bounds)
+    def _record(self, limits: Limits) -> None:
+        disk_limits.save(self.vfs, self.path, f"{self.writer.folder}/{BOUNDS}", limits)
 
     def _record_again(self) -> None:
         """Record the limits of the root if their file is gone or damaged; raises OSError.
 
-        An engine that opens the root would set its own limits otherwise. Only the owner replaces a
-        file, so that two versions do not replace each other's for ever.
+        Otherwise the next engine that opens the root would set its own. Only the evicting process
+        replaces a file, so that two versions do not replace each other's for ever.
         """
         try:
-            recorded = disk_bounds.read(self._vfs, self._root)
+            recorded = disk_limits.read(self.vfs, self.path)
         except ValueError as error:
-            if self.ownership.held:
-                self._record(self.bounds)
-                log.warning("disk: %s/%s is recorded again: %s", self._root, BOUNDS, error)
+            if self.evictor.held:
+                self._record(self.limits)
+                log.warning("disk: %s/%s is recorded again: %s", self.path, BOUNDS, error)
             return
         if recorded is None:
-            self._record(self.bounds)
+            self._record(self.limits)
 
-    def _stay(self) -> None:
-        """Let the folder look lived in: who holds no chunk of it for long is alive all the same."""
+    def _touch_folder(self) -> None:
+        """Refresh the folder's mtime: it tells other processes that this one is alive."""
         now_ns = time.time_ns()
         with contextlib.suppress(OSError):
-            self._vfs.utime(self._folder, now_ns, now_ns)
+            self.vfs.utime(self._folder, now_ns, now_ns)
 
     def _is_damaged(self) -> bool:
-        """Whether folders or files are gone, or the root's name leads to another folder.
+        """Return whether folders or files are gone, or another folder has the root's name.
 
         Raises:
-            ConfigError: others may write a folder, or one is of another user, or a link.
+            ConfigError: other users may write a folder, or own it, or it is a link.
         """
-        vfs = self._vfs
-        if not is_at(vfs, vfs.root_fd, self._root):
+        vfs = self.vfs
+        if not is_at(vfs, vfs.root_fd, self.path):
             return True
-        refuse_unsafe(self._root, vfs.fstat(vfs.root_fd))
-        if any(part.is_gone() for part in (self.writer, self.ownership, self.ledger)):
+        refuse_unsafe(self.path, vfs.fstat(vfs.root_fd))
+        if any(part.is_gone() for part in (self.writer, self.evictor, self.quota)):
             return True
         try:
-            for folder in (self._folder, f"{self._root}/{WRITERS}", f"{self._root}/{QUARANTINE}"):
+            for folder in (self._folder, f"{self.path}/{WRITERS}", f"{self.path}/{QUARANTINE}"):
                 refuse_unsafe(folder, vfs.lstat(folder))
         except FileNotFoundError:
             return True
         return False
 
-    def _holds_nothing(self) -> bool:
-        return not any(map(is_namespace, self._vfs.listdir(self._root)))
+
+def _make_parents(folder: str) -> None:
+    """Make missing folders above the root: for the owner to write, whatever the umask."""
+    if not os.path.isdir(folder):
+        _make_parents(os.path.dirname(folder))
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o755)

@@ -1,24 +1,136 @@
-"""Whether a folder can be looked at from outside: wrong paths and wrong users are named."""
+"""Checks of a root: which user may replace its folders, and whether it is a root at all.
+
+Checksums find accidents. Modes and owners keep other users' bytes out, as with sshd's StrictModes:
+those of the root, of the folders in it, and of every folder above it.
+"""
 
 import errno
+import functools
+import grp
 import os
+import pwd
 import stat
+from collections.abc import Iterator
 
 from kvoffload.backends.disk.paths import SCRATCH, WRITERS
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.errors import ConfigError
 
+_MAX_LINKS = 40
+"""The kernel's own limit of links in one path."""
 _HARMLESS = ("lost+found",)
-"""What an empty file system has by itself."""
+"""Names in an empty file system."""
+
+
+def refuse_unsafe(path: str, facts: os.stat_result) -> None:
+    """Raise ConfigError for a folder that other users could change, and for a link."""
+    if stat.S_ISLNK(facts.st_mode):
+        raise ConfigError("root", path, "is a symbolic link; give the folder itself")
+    if not stat.S_ISDIR(facts.st_mode):
+        raise ConfigError("root", path, "is not a folder")
+    if facts.st_uid != os.geteuid():
+        remedy = "run as that user, or use a folder of your own"
+        problem = f"belongs to user {facts.st_uid}, not to {os.geteuid()}; {remedy}"
+        raise ConfigError("root", path, problem)
+    if _is_open(facts):
+        raise ConfigError("root", path, f"is {_writable(path, facts)}{_sub_folder(path, facts)}")
+
+
+def refuse_exposed(vfs: Vfs, root: str) -> None:
+    """Raise ConfigError if another user could rename the root, or a folder above it.
+
+    Missing folders are skipped. ACLs need no check of their own: the mode bits of the group show
+    what an ACL allows.
+
+    Raises:
+        OSError: a folder above the root cannot be examined.
+    """
+    for path, facts in _parents(vfs, os.path.dirname(root)):
+        remedy = '; or, where no untrusted process runs, "trust_parent_folders": true'
+        if facts.st_uid not in (0, os.geteuid()):
+            owner = f"lies below {path}, which belongs to user {facts.st_uid} and not to root or"
+            problem = f"{owner} {os.geteuid()}: that user could replace it; use another place"
+            raise ConfigError("root", root, problem + remedy)
+        sticky = facts.st_mode & stat.S_ISVTX  # users cannot rename files of other users there
+        if stat.S_ISDIR(facts.st_mode) and _is_open(facts) and not sticky:
+            problem = f"lies below {path}, which is {_writable(path, facts)}"
+            raise ConfigError("root", root, problem + remedy)
+
+
+def _is_open(facts: os.stat_result) -> bool:
+    """Return whether other users may write a folder."""
+    if facts.st_mode & stat.S_IWOTH:
+        return True
+    return bool(facts.st_mode & stat.S_IWGRP) and not is_private_group(facts.st_gid)
+
+
+@functools.cache
+def is_private_group(gid: int) -> bool:
+    """Return whether this process's user is the only member of a group.
+
+    Debian, Ubuntu and Fedora give each user such a group, and folders that the group may write.
+    """
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    if gid == 0 or set(group.gr_mem) - {user.pw_name}:
+        return False  # containers give group 0 to users without a name
+    return user.pw_gid == gid and all(
+        other.pw_gid != gid or other.pw_uid == user.pw_uid for other in pwd.getpwall()
+    )
+
+
+def _parents(vfs: Vfs, folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield each folder from ``/`` to this one, and each link followed, with its facts."""
+    at, links = "/", 0
+    yield at, vfs.lstat(at)
+    ahead = folder.split("/")[::-1]
+    while ahead:
+        name = ahead.pop()
+        if name in ("", ".", ".."):
+            at = os.path.dirname(at) if name == ".." else at
+            continue
+        path = os.path.join(at, name)
+        try:
+            facts = vfs.lstat(path)
+        except FileNotFoundError:
+            return
+        yield path, facts
+        if not stat.S_ISLNK(facts.st_mode):
+            at = path
+            continue
+        links += 1
+        if links > _MAX_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+        target = os.readlink(path)
+        at = "/" if target.startswith("/") else at
+        ahead += target.split("/")[::-1]
+
+
+def _writable(path: str, facts: os.stat_result) -> str:
+    by_group, by_all = facts.st_mode & stat.S_IWGRP, facts.st_mode & stat.S_IWOTH
+    who = "everyone" if by_all else "its group"
+    modes = [mode for mode, given in (("g-w", by_group), ("o-w", by_all)) if given]
+    return f"writable by {who}; chmod {','.join(modes)} {path}"
+
+
+def _sub_folder(path: str, facts: os.stat_result) -> str:
+    if not facts.st_mode & stat.S_IWOTH:
+        return ""
+    remedy = f", or give a sub-folder such as {path}/kv"
+    if facts.st_mode & stat.S_ISVTX:
+        return remedy
+    return f'{remedy} and, where no untrusted process runs, "trust_parent_folders": true'
 
 
 def check_root(vfs: Vfs, root: str) -> None:
-    """Refuse what is no root of the disk backend, or one of another user.
+    """Refuse a folder that is no root of the disk backend, or belongs to another user.
 
     Raises:
         ConfigError: says which of them, and what to do.
     """
-    names = names_in(vfs, root)
+    names = _listed(vfs, root)
     if WRITERS in names:
         try:
             vfs.listdir(f"{root}/{WRITERS}")
@@ -35,12 +147,12 @@ def check_root(vfs: Vfs, root: str) -> None:
 
 
 def check_fresh_or_root(vfs: Vfs, root: str) -> bool:
-    """Say whether a folder is a root already; refuse one that belongs to something else.
+    """Return whether a folder is a root already; refuse a folder with other content.
 
     Raises:
         ConfigError: it is not empty and no root, or cannot be used at all.
     """
-    names = names_in(vfs, root)
+    names = _listed(vfs, root)
     if WRITERS in names:
         check_root(vfs, root)
         return True
@@ -52,12 +164,7 @@ def check_fresh_or_root(vfs: Vfs, root: str) -> bool:
     return False
 
 
-def names_in(vfs: Vfs, root: str) -> list[str]:
-    """Names in a folder.
-
-    Raises:
-        ConfigError: it does not exist, is no folder, or may not be read.
-    """
+def _listed(vfs: Vfs, root: str) -> list[str]:
     try:
         if not stat.S_ISDIR(vfs.lstat(root).st_mode):
             raise ConfigError("root", root, "is not a folder")
@@ -72,12 +179,12 @@ def names_in(vfs: Vfs, root: str) -> list[str]:
 
 
 def denied(vfs: Vfs, path: str) -> ConfigError | None:
-    """The error for a path of another user, which says whom to run as; None for one's own."""
+    """Return the error for a path of another user, which says whom to run as; else None."""
     while True:
         try:
             owner = vfs.lstat(path).st_uid
         except PermissionError:
-            path = os.path.dirname(path)  # whoever owns the folder above does not let us look
+            path = os.path.dirname(path)  # the owner of the folder above denies the look
             continue
         except OSError:
             return None

@@ -1,243 +1,254 @@
-"""Looking at the folders: what is there, what others wrote, what has vanished."""
+"""Scans the folders: keeps index and quota in agreement with the files, and purges namespaces."""
 
 import contextlib
 import logging
-import os
 import stat
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
+from kvoffload.backends.disk import snapshot
 from kvoffload.backends.disk.index import Name, name_of, split_name
 from kvoffload.backends.disk.locks import temporary_bytes
-from kvoffload.backends.disk.paths import (
-    QUARANTINE,
-    SHARDS,
-    SNAPSHOT,
-    is_namespace,
-    key_of,
-    remove_namespace,
-    shard_of,
-)
+from kvoffload.backends.disk.paths import SNAPSHOT, is_namespace, key_of, shard_of
 from kvoffload.backends.disk.root import ABANDONED_S
-from kvoffload.backends.disk.snapshot import load, save
 from kvoffload.backends.disk.store import DiskStore
+from kvoffload.backends.disk.walker import ignore, remove_namespace, walk
 
 log = logging.getLogger(__name__)
 
-_UNBEGUN = 16
+_RESERVED = 16
 """Chunks that a writer may have reserved at a time; more than its usual threads."""
 _CLOCK_STEP_NS = 1_000_000_000
 """More than any file system's resolution of modification times."""
+_PURGE_STEP = 64
+_PURGE_PAUSE_S = 0.001
+"""Sleep after each step, so that a purge neither starves I/O nor holds the GIL."""
 
 
 class Scanner:
-    """Keeps a keeper's index in agreement with the folders. Used by the housekeeping thread."""
+    """Compares a store's index with the folders. Used by the housekeeping thread."""
 
-    def __init__(self, keeper: DiskStore, stopping: Callable[[], bool] = lambda: False) -> None:
-        self._keeper = keeper
-        self._stopping = stopping
-        self._mtimes: dict[tuple[int, str], int] = {}
+    def __init__(self, store: DiskStore, is_stopping: Callable[[], bool] = lambda: False) -> None:
+        self._store = store
+        self._is_stopping = is_stopping
+        self._mtimes: dict[str, dict[str, int]] = {}
+        """By namespace folder and shard, to skip unchanged shards."""
         self.vanished = 0
-        """How many chunks the last look missed that were known."""
-        self._complete = True
-        """Whether the look under way has seen everything so far."""
+        """How many known chunks the last scan found gone."""
+        self._is_complete = True
+        """Whether the current scan could list everything so far."""
 
-    def recall(self) -> None:
-        """Believe the snapshot, until a look at the folders."""
-        path = f"{self._keeper.folder(0)}/{SNAPSHOT}"
-        sizes = load(self._keeper.vfs, path)
-        self._keeper.index.found((name_of(0, key), allocated) for key, allocated in sizes)
+    def load_snapshot(self) -> None:
+        """Fill the index from the snapshot, until the first scan."""
+        store = self._store
+        sizes = snapshot.load(store.vfs, f"{store.folder(0)}/{SNAPSHOT}")
+        store.index.found((name_of(0, key), allocated) for key, allocated in sizes)
 
-    def remember(self) -> None:
-        """Write the snapshot for the next start."""
-        keeper = self._keeper
-        everything = keeper.index.sizes()
-        split = ((*split_name(name), allocated) for name, allocated in everything)
-        sizes = [(key, allocated) for number, key, allocated in split if number == 0]
+    def save_snapshot(self) -> None:
+        """Save this process's namespace for the next start."""
+        store = self._store
+        own = name_of(0, b"")
+        sizes = [(name[2:], size) for name, size in store.index.sizes() if name.startswith(own)]
         try:
-            unfinished = keeper.writer.temporary(booked=False)
-            save(keeper.vfs, f"{keeper.folder(0)}/{SNAPSHOT}", unfinished, sizes)
+            temporary = store.root.writer.temporary(counted=False)
+            snapshot.save(store.vfs, f"{store.folder(0)}/{SNAPSHOT}", temporary, sizes)
         except OSError as error:
-            keeper.count("snapshot_failed")
-            log.warning("disk %s: no snapshot: %s", keeper.root, error)
+            store.count("snapshot_failed")
+            log.warning("disk %s: no snapshot: %s", store.path, error)
 
-    def look(self, *, full: bool, afresh: bool = False) -> bool:
-        """Compare the index with the folders.
+    def scan(self, *, full: bool, by_age: bool = False) -> bool:
+        """Compare the index with the folders; return False if the quota needs another full scan.
 
-        A full look takes in every file with its size and age. The owner's also sets the ledger
-        right; False says that others were writing meanwhile and it has to be repeated for that.
-        ``afresh``: the index has no order worth keeping; take the ages of the files for it.
+        Args:
+            full: measure every file, not only those in changed shards. The evicting process then
+                corrects the quota, exactly unless other processes write at the same time.
+            by_age: the index has no order yet; take the access times of the files for it.
         """
-        self._keeper.index.watch(True)
+        self._store.index.begin_scan()
         try:
-            return self._look(full=full, afresh=afresh)
+            return self._scan(full=full, by_age=by_age)
         finally:
-            self._keeper.index.watch(False)
+            self._store.index.end_scan()
 
-    def _look(self, *, full: bool, afresh: bool) -> bool:
-        keeper = self._keeper
-        self._complete = True
+    def _scan(self, *, full: bool, by_age: bool) -> bool:
+        store, index, quota = self._store, self._store.index, self._store.root.quota
+        self._is_complete = True
         self.vanished = 0
-        if keeper.ownership.held:
+        is_evictor = store.root.evictor.held
+        if is_evictor:
             self._follow_all()
         moving_bytes = self._moving_bytes() if full else 0
-        undisturbed = keeper.ledger.changes if keeper.ledger.refresh() is not None else None
+        changes = quota.changes if quota.refresh() is not None else None
         found: list[tuple[int, Name, int]] = []
-        looked_at: set[tuple[int, str]] = set()
+        scanned: set[tuple[int, str]] = set()
         present: set[Name] = set()
-        for number, shard, files in self._listings(full=full):
-            looked_at.add((number, shard))
-            present.update(name for _, name, _ in files)
-            found += files if full else [file for file in files if file[1] not in keeper.index]
-        if self._stopping():
+        for number in range(len(store.namespaces)):
+            for shard, files in self._walk(number, full=full):
+                scanned.add((number, shard))
+                present.update(name for _, name, _ in files)
+                found += files if full else [file for file in files if file[1] not in index]
+        if self._is_stopping():
             return False
         found.sort()
-        keeper.uses.seen((name, used_ns) for used_ns, name, _ in found)
-        keeper.index.found(
-            (name, allocated) for _, name, allocated in found if afresh or name not in keeper.index
-        )
+        store.uses.seen((name, used_ns) for used_ns, name, _ in found)
+        index.found((name, size) for _, name, size in found if by_age or name not in index)
         if full:
-            keeper.index.measured((name, allocated) for _, name, allocated in found)
-        self._forget_vanished(None if full else looked_at, present)
-        if not (full and keeper.ownership.held):
+            index.measured((name, size) for _, name, size in found)
+        self._drop_vanished(None if full else scanned, present)
+        if not (full and is_evictor):
             return True
-        keeper.horizon_ns = found[0][0] if found else time.time_ns()
+        store.space.oldest_use_ns = found[0][0] if found else time.time_ns()
         self._remove_abandoned({split_name(name)[0] for _, name, _ in found})
-        left = keeper.index.has_left
-        chunk_bytes = sum(allocated for _, name, allocated in found if not left(name))
-        # A look may have seen nothing, and a chunk may have been stored since.
-        largest = max((allocated for _, _, allocated in found), default=0)
-        largest = max(largest, keeper.largest_bytes)
-        return self._settle(chunk_bytes, moving_bytes, undisturbed, largest)
+        chunk_bytes = sum(size for _, name, size in found if not index.was_dropped(name))
+        # The scan may have found nothing while a chunk was being stored.
+        largest = max((size for _, _, size in found), default=0)
+        largest = max(largest, store.space.largest_bytes)
+        return self._correct_quota(chunk_bytes, moving_bytes, changes, largest)
 
-    def _remove_abandoned(self, in_use: set[int]) -> None:
-        """Remove folders of namespaces long empty, which nobody alive has touched either."""
-        keeper = self._keeper
-        for number in range(1, len(keeper.namespaces)):
-            with contextlib.suppress(OSError):
-                folder = keeper.folder(number)
-                age_s = time.time() - keeper.vfs.lstat(folder).st_mtime
-                if number not in in_use and age_s > ABANDONED_S:
-                    remove_namespace(keeper.vfs, folder)
+    def _walk(self, number: int, *, full: bool) -> "list[tuple[str, list[tuple[int, Name, int]]]]":
+        """Return the shards of a namespace, each with last use, name and size of its chunks.
 
-    def _settle(
-        self, chunk_bytes: int, moving_bytes: int, undisturbed: int | None, largest: int
-    ) -> bool:
-        """Set the ledger right: exactly if nothing moved during the look, else within limits.
-
-        What was seen and did not leave is there. What was not seen is at most one chunk for each
-        change of the ledger since, and what writers have reserved and not begun to write.
+        Skips unchanged shards unless ``full``. A shard that is no folder counts as empty, because
+        its next use removes it.
         """
-        keeper = self._keeper
-        folder = f"{keeper.root}/{QUARANTINE}"
-        total = chunk_bytes
+        store, folder, prefix = self._store, self._store.folder(number), name_of(number, b"")
+        if not self._exists(folder):
+            return [(shard, []) for shard in self._mtimes.pop(folder, ())]
+        mtimes = self._mtimes.setdefault(folder, {})
+
+        def has_changed(path: str) -> bool:
+            if self._is_stopping():
+                return False
+            shard = path[-2:]
+            known = mtimes.pop(shard, None)
+            facts = store.vfs.lstat(path)
+            if not stat.S_ISDIR(facts.st_mode):
+                raise FileNotFoundError(path)
+            # Within one step of the clock a folder may change again and keep its time.
+            is_old = time.time_ns() - facts.st_mtime_ns > _CLOCK_STEP_NS
+            mtimes[shard] = facts.st_mtime_ns if is_old else -1
+            return full or known != facts.st_mtime_ns
+
+        def failed(path: str, error: OSError) -> None:
+            mtimes.pop(path[-2:], None)
+            self._missed(path, error)
+
+        shards = []
+        for path, listed in walk(store.vfs, folder, failed, has_changed):
+            shard = path[-2:]
+            files = [
+                (facts.st_atime_ns, prefix + key, facts.st_blocks * 512)
+                for name, facts in listed
+                if (key := key_of(name)) is not None and shard_of(key) == shard
+            ]
+            shards.append((shard, files))
+        return shards
+
+    def _exists(self, folder: str) -> bool:
+        """Return whether a namespace still has a folder: a removed one keeps its number."""
         try:
-            for file in keeper.vfs.listdir(folder):
-                total += keeper.vfs.lstat(f"{folder}/{file}").st_blocks * 512
-        except OSError as error:
-            self._missed(error)
-        still = self._complete and not moving_bytes and undisturbed is not None
-        if still and keeper.ledger.settle(total, undisturbed, lambda: not self._moving_bytes()):
-            return True
-        resident = keeper.ledger.refresh()
-        if resident is None and self._complete:
-            keeper.ledger.settle(total + moving_bytes)
-        elif resident is not None and resident < total:
-            keeper.ledger.give_back(resident - total)
-        elif resident is not None and undisturbed is not None and self._complete and largest:
-            unseen = keeper.ledger.changes - undisturbed + _UNBEGUN * (keeper.others + 1)
-            if (excess := resident - total - moving_bytes - unseen * largest) > 0:
-                keeper.ledger.give_back(excess)
-        return False
-
-    def _moving_bytes(self) -> int:
-        """Bytes of files on their way in or out, here and in other processes."""
-        keeper = self._keeper
-        try:
-            others = temporary_bytes(keeper.vfs, keeper.root, keeper.writer.token)
-        except OSError as error:
-            self._missed(error)
-            others = 0
-        return keeper.bytes_under_way + others
-
-    def _follow_all(self) -> None:
-        """The owner evicts in every namespace, so it has to know them all."""
-        keeper = self._keeper
-        try:
-            keeper.follow(filter(is_namespace, keeper.vfs.listdir(keeper.root)))
-        except OSError as error:
-            self._missed(error)
-
-    def _missed(self, error: OSError) -> None:
-        """Note that something may be there that this look did not see."""
-        if not isinstance(error, FileNotFoundError):
-            self._complete = False
-            self._keeper.count("look_failed")
-            log.warning("disk: %s", error)
-
-    def _listings(self, *, full: bool) -> Iterator[tuple[int, str, list[tuple[int, Name, int]]]]:
-        """Files of each shard folder: last use, name, bytes; unchanged folders only if full."""
-        vfs = self._keeper.vfs
-        for number in range(len(self._keeper.namespaces)):
-            prefix = name_of(number, b"")
-            there = self._is_there(number)
-            for shard in SHARDS:
-                if self._stopping():
-                    return
-                if not there:
-                    if self._mtimes.pop((number, shard), None) is not None:
-                        yield number, shard, []
-                    continue
-                folder = f"{self._keeper.folder(number)}/{shard}"
-                try:
-                    facts = vfs.lstat(folder)
-                    if not stat.S_ISDIR(facts.st_mode):
-                        yield number, shard, []  # it gives way at its next use
-                        continue
-                    mtime_ns = facts.st_mtime_ns
-                    if not full and self._mtimes.get((number, shard)) == mtime_ns:
-                        continue
-                    listed = vfs.listfacts(folder)
-                except FileNotFoundError:
-                    self._mtimes.pop((number, shard), None)
-                    yield number, shard, []  # never made, or somebody removed it
-                    continue
-                except OSError as error:
-                    self._missed(error)
-                    continue
-                # Within one step of the clock a folder may change again and look the same.
-                settled = time.time_ns() - mtime_ns > _CLOCK_STEP_NS
-                self._mtimes[number, shard] = mtime_ns if settled else -1
-                files = [
-                    (facts.st_atime_ns, prefix + key, facts.st_blocks * 512)
-                    for name, facts in listed
-                    if (key := key_of(name)) is not None and shard_of(key) == shard
-                ]
-                yield number, shard, files
-
-    def _is_there(self, number: int) -> bool:
-        """Whether a namespace has a folder still: removed ones keep their numbers."""
-        try:
-            return stat.S_ISDIR(self._keeper.vfs.lstat(self._keeper.folder(number)).st_mode)
+            return stat.S_ISDIR(self._store.vfs.lstat(folder).st_mode)
         except FileNotFoundError:
             return False
         except OSError:
             return True
 
-    def _forget_vanished(self, shards: set[tuple[int, str]] | None, present: set[Name]) -> None:
+    def _drop_vanished(self, scanned: set[tuple[int, str]] | None, present: set[Name]) -> None:
         """Drop names whose file is gone, in these shards (None: in all)."""
-        keeper = self._keeper
-        for name, _ in keeper.index.sizes() if shards is None or shards else ():
+        store = self._store
+        for name, _ in store.index.sizes() if scanned is None or scanned else ():
             if name in present:
                 continue
-            path = keeper.path(name)
-            place = split_name(name)[0], os.path.basename(os.path.dirname(path))
-            if shards is not None and place not in shards:
+            number, key = split_name(name)
+            if scanned is not None and (number, shard_of(key)) not in scanned:
                 continue
             try:
-                keeper.vfs.lstat(path)  # it may have been published since the folder was listed
+                store.vfs.lstat(store.path_of(name))  # published since its folder was listed?
             except FileNotFoundError:
-                keeper.left(name, "vanished")
+                store.note_removed(name, "vanished")
                 self.vanished += 1
             except OSError:
                 continue
+
+    def _remove_abandoned(self, in_use: set[int]) -> None:
+        """Remove namespace folders that are empty and that no live process touched for long."""
+        store = self._store
+        for number in range(1, len(store.namespaces)):
+            with contextlib.suppress(OSError):
+                age_s = time.time() - store.vfs.lstat(store.folder(number)).st_mtime
+                if number not in in_use and age_s > ABANDONED_S:
+                    remove_namespace(store.vfs, store.folder(number))
+
+    def _correct_quota(
+        self, chunk_bytes: int, moving_bytes: int, changes: int | None, largest: int
+    ) -> bool:
+        """Correct the quota: exactly if nothing moved during the scan, else within limits.
+
+        Chunks that the scan saw and that did not leave exist. Unseen are at most one chunk for each
+        change of the quota since, and what writers have reserved without beginning to write.
+        """
+        quota, total = self._store.root.quota, chunk_bytes
+        try:
+            total += self._store.quarantine.allocated_bytes()
+        except OSError as error:
+            self._missed("quarantine", error)
+        is_quiet = self._is_complete and not moving_bytes and changes is not None
+        if is_quiet and quota.correct(total, changes, lambda: not self._moving_bytes()):
+            return True
+        resident = quota.refresh()
+        if resident is None and self._is_complete:
+            quota.correct(total + moving_bytes)
+        elif resident is not None and resident < total:
+            quota.release(resident - total)
+        elif resident is not None and changes is not None and self._is_complete and largest:
+            writers = self._store.root.other_writers + 1
+            unseen = quota.changes - changes + _RESERVED * writers
+            if (excess := resident - total - moving_bytes - unseen * largest) > 0:
+                quota.release(excess)
+        return False
+
+    def _moving_bytes(self) -> int:
+        """Return the bytes of files being written or removed, by this and other processes."""
+        root, own_bytes = self._store.root, self._store.space.in_flight_bytes
+        try:
+            return own_bytes + temporary_bytes(root.vfs, root.path, root.writer.token)
+        except OSError as error:
+            self._missed("writers", error)
+            return own_bytes
+
+    def _follow_all(self) -> None:
+        """Number all namespaces: the evicting process evicts in each of them."""
+        store = self._store
+        try:
+            store.follow(filter(is_namespace, store.vfs.listdir(store.path)))
+        except OSError as error:
+            self._missed(store.path, error)
+
+    def _missed(self, where: str, error: OSError) -> None:
+        """Note that the scan may not have seen everything."""
+        if not isinstance(error, FileNotFoundError):
+            self._is_complete = False
+            self._store.count("look_failed")
+            log.warning("disk: cannot scan %s: %s", where, error)
+
+
+def purge(store: DiskStore, namespaces: Sequence[str], is_stopping: threading.Event) -> int:
+    """Remove all chunks of these namespace folders, then the folders; return the chunks removed.
+
+    Releases the bytes of each file at once, so that a concurrent scan counts right. A folder in
+    which an engine keeps storing stays with its new chunks.
+    """
+    removed = 0
+    store.follow(namespaces)
+    for namespace in filter(store.namespaces.__contains__, namespaces):
+        number = store.namespaces.index(namespace)
+        for _, files in walk(store.vfs, store.folder(number), ignore):
+            for key in filter(None, (key_of(name) for name, _ in files)):
+                if is_stopping.is_set():
+                    return removed
+                removed += store.discard(name_of(number, key), "purged")
+                if removed % _PURGE_STEP == 0:
+                    is_stopping.wait(_PURGE_PAUSE_S)
+        remove_namespace(store.vfs, store.folder(number))
+    return removed

@@ -1,252 +1,231 @@
-"""Room for writes, publication, removal and eviction under a root, on behalf of one process.
+"""The chunks of one root on behalf of one process: stored, loaded, removed, evicted, counted.
 
-Called from the backend's worker threads and from its housekeeping thread. Nothing here raises
-OSError: what cannot be done is counted, and a caller learns it from the answer. What else is
-raised, by a plug-in's eviction policy or for want of memory, leaves the accounting right.
+The backend's worker threads and its housekeeping thread call these methods. A method counts what it
+cannot do, and answers False; it raises no OSError. Other errors, as of a plug-in's policy, leave
+the accounting right.
 """
 
 import contextlib
+import errno
 import logging
 import os
+import stat
 import threading
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from kvoffload.backends.base import Removal
-from kvoffload.backends.disk.chunk_file import reason_of
-from kvoffload.backends.disk.index import Index, Name, split_name
-from kvoffload.backends.disk.limits import Limits
-from kvoffload.backends.disk.paths import QUARANTINE, make_folder, shard_of
-from kvoffload.backends.disk.quarantine import trim
+from kvoffload.backends.base import ReadResult, Removal
+from kvoffload.backends.disk.chunk_file import (
+    ChunkFiles,
+    bytes_on_disk,
+    choose_io,
+    reason_of,
+    strangeness,
+)
+from kvoffload.backends.disk.expiry import UseTimes
+from kvoffload.backends.disk.index import Index, Name, name_of, split_name
+from kvoffload.backends.disk.options import DiskOptions
+from kvoffload.backends.disk.paths import shard_of
+from kvoffload.backends.disk.quarantine import Quarantine
 from kvoffload.backends.disk.root import RootHandle
-from kvoffload.backends.disk.shards import Shards
-from kvoffload.backends.disk.use_times import UseTimes
+from kvoffload.backends.disk.space import Space
 from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.header import MAX_KEY_BYTES, namespace_digest
 from kvoffload.backends.log_rate import Throttle
-from kvoffload.policies.base import Policy
+from kvoffload.errors import ConfigError
+from kvoffload.registry import POLICIES, load
 
 log = logging.getLogger(__name__)
 
 _MAX_REMOVALS = 1 << 16
 _MAX_NAMESPACES = 1 << 16
-"""What a name's two bytes can tell apart."""
-_FULL_PAUSE_S = 1.0
-_ROOM_TRIES = 4
-_MAX_SPARED = 64
-_MAX_UNDELETABLE = 64
-"""In one eviction: a file system that removes nothing is not to be asked for every file."""
-_FULL = ("io_ENOSPC", "io_EDQUOT", "io_EROFS")
-_SILENT = ("removed",)
-"""Reasons of removals the caller asked for itself: it need not be told."""
+"""A name has two bytes for the number."""
 
 
 class DiskStore:
-    """Looks after one root on behalf of one process. Thread-safe."""
+    """One root, open for one namespace. Thread-safe."""
 
-    def __init__(
-        self,
-        vfs: Vfs,
-        root: str,
-        namespace: str,
-        bounds: Limits,
-        make_policy: Callable[[int], Policy],
-        *,
-        durable: bool = False,
-        trust_parents: bool = False,
-    ) -> None:
-        """Open the root, for the namespace folder of this name.
-
-        ``bounds`` are the limits wanted; :attr:`bounds` are those agreed for the root.
+    def __init__(self, vfs: Vfs, options: DiskOptions, namespace: str) -> None:
+        """Open the root, made if missing.
 
         Raises:
-            OSError: the folder cannot be used.
+            ConfigError: a setting is wrong, or the root cannot be used safely.
         """
         self.vfs = vfs
-        self.root = root
-        self.namespaces = [namespace]
+        self.path = os.path.abspath(os.path.expanduser(options.root))
+        self._digest = namespace_digest(namespace)
+        self.namespaces = [self._digest.hex()]
         """Folder names by number; 0 is this backend's own."""
-        self.others = 0
-        """Other writers alive under the root, as of the last look."""
-        self.horizon_ns = time.time_ns()
-        """When the chunk evicted last had been used: how far back the stored past reaches."""
-        self.bytes_under_way = 0
-        """Of files on their way in or out: folders and ledger may disagree by these."""
-        self.largest_bytes = 0
-        """Of what this process ever made room for."""
-        self.lacks_victims = threading.Event()
-        """Set when a store wants room and nothing known can leave: others may have stored it."""
-        self._durable = durable
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
-        self._evicting = threading.Lock()
-        self._wanting = 0
-        """Stores that wait for an eviction."""
         self._counts: Counter[str] = Counter()
-        self._damaged, self._undeletable = Throttle(log), Throttle(log)
+        self._damaged, self._undeletable, self._unreadable = (Throttle(log) for _ in range(3))
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
-        self._writes_off_until = 0.0
-        self.hold = RootHandle(
-            vfs, root, namespace, bounds, self.count, durable=durable, trust_parents=trust_parents
-        )
-        self.shards = Shards(vfs, self.count)
-        self.bounds = self.hold.bounds
-        self.uses = UseTimes(self.bounds.ttl_s)
-        self.index = Index(make_policy, self.bounds.capacity_bytes, self._policy_failed)
-        self.writer = self.hold.writer
-        self.ownership = self.hold.ownership
-        self.ledger = self.hold.ledger
+        self._checked_shards: set[str] = set()
+        self._durable = options.durability == "fsync"
+        make_policy = load(POLICIES, options.policy, "policy")
+        try:
+            self.root = RootHandle(vfs, self.path, self.namespaces[0], options, self.count)
+        except OSError as error:
+            name = errno.errorcode.get(error.errno or 0, "error")
+            remedy = f"must be a folder this process can write ({name}: {error.strerror})"
+            raise ConfigError("root", self.path, remedy) from error
+        try:
+            scratch = self.root.writer.temporary(counted=False)
+            self.io_mode, self.io_reason = choose_io(vfs, self.path, scratch, options.io)
+        except BaseException:
+            self.root.close()
+            raise
+        self.files = ChunkFiles(vfs, direct=self.io_mode == "direct", durable=self._durable)
+        self.uses = UseTimes(self.root.limits.ttl_s)
+        self.index = Index(make_policy, self.root.limits.capacity_bytes, self._policy_failed)
+        self.space = Space(self.root, self.index, self.count, self.path_of, self.discard)
+        self.quarantine = Quarantine(self.root)
         self.ready = threading.Event()
-        """Set once everything that was on disk at the start is in the index."""
-        if self.ownership.held and self.hold.fresh:
-            self.ready.set()
+        """Set once the index knows everything that was on disk at the start."""
+        if self.root.evictor.held and self.root.fresh:
+            self.set_ready()
+
+    def set_ready(self) -> None:
+        """Declare the index complete: evictions may begin."""
+        self.space.may_evict = True
+        self.ready.set()
+
+    # ---- names -----------------------------------------------------------------------------
 
     def folder(self, number: int) -> str:
-        """The folder of a namespace."""
-        return f"{self.root}/{self.namespaces[number]}"
+        """Return the folder of a namespace."""
+        return f"{self.path}/{self.namespaces[number]}"
 
     def follow(self, namespaces: Iterable[str]) -> None:
-        """Number these namespace folders, those that have no number yet."""
+        """Give these namespace folders numbers."""
         with self._lock:
             for namespace in namespaces:
                 if namespace not in self.namespaces and len(self.namespaces) < _MAX_NAMESPACES:
                     self.namespaces.append(namespace)
 
-    def path(self, name: Name) -> str:
-        """Where a chunk lies."""
+    def path_of(self, name: Name) -> str:
+        """Return where a chunk lies."""
         number, key = split_name(name)
-        shard = f"{self.folder(number)}/{shard_of(key)}"
-        self.shards.check(shard)
+        shard = f"{self.path}/{self.namespaces[number]}/{shard_of(key)}"
+        if shard not in self._checked_shards:
+            self._check_shard(shard)
         return f"{shard}/{key.hex()}"
+
+    def forget_shards(self) -> None:
+        """Check each shard again at its next use; a check at every use would cost a system call."""
+        self._checked_shards.clear()
+
+    def _check_shard(self, shard: str) -> None:
+        """Remove a link or file in place of a shard folder; the next store makes the folder."""
+        try:
+            facts = self.vfs.lstat(shard)
+            if not stat.S_ISDIR(facts.st_mode):
+                self.vfs.unlink(shard)
+                kind = "corrupt_link" if stat.S_ISLNK(facts.st_mode) else strangeness(facts)
+                self.count(kind or "corrupt_special")
+                log.warning("disk: %s was no folder and is removed", shard)
+        except OSError:
+            return  # missing or unusable: opening a file in it reports why
+        self._checked_shards.add(shard)
 
     # ---- figures ---------------------------------------------------------------------------
 
     def count(self, reason: str, times: int = 1) -> None:
-        """Count something that happened."""
+        """Increment a counter."""
         with self._lock:
             self._counts[reason] += times
 
     def counters(self) -> Mapping[str, int]:
-        """All counts so far."""
         with self._lock:
             return dict(self._counts)
 
     def _policy_failed(self, error: Exception) -> None:
         self.count("policy_failed")
-        log.warning("disk %s: the eviction policy failed", self.root, exc_info=error)
+        log.warning("disk %s: the eviction policy failed", self.path, exc_info=error)
 
     def take_removals(self) -> list[Removal]:
-        """What left this process's namespace since the last call."""
-        taken = []
-        with contextlib.suppress(IndexError):
-            while True:
-                taken.append(self._removals.popleft())
-        return taken
+        """Return what left this process's namespace since the last call."""
+        return [self._removals.popleft() for _ in range(len(self._removals))]
 
-    # ---- recency ---------------------------------------------------------------------------
+    # ---- one chunk: load and store ---------------------------------------------------------
 
-    def used(self, names: Sequence[Name]) -> None:
-        """These were read well, the last named is the most recent.
-
-        Remembered here, and in the files' access times a little later.
-        """
-        self.index.touch(names)
-        self.uses.used(names)
-
-    def record_use(self) -> None:
-        """Write access times, where other processes and the next start find them."""
-        for name, atime_ns in self.uses.take_unwritten().items():
-            path = self.path(name)
-            with contextlib.suppress(OSError):
-                self.vfs.utime(path, atime_ns, self.vfs.lstat(path).st_mtime_ns)
-
-    # ---- room ------------------------------------------------------------------------------
-
-    def reserve(self, allocated_bytes: int) -> bool:
-        """Make room for a write and count it; False: there is none, do not try."""
-        capacity = self.bounds.capacity_bytes
-        if allocated_bytes > capacity:
-            self.count("refused_size")
-            return False
-        if time.monotonic() < self._writes_off_until:
-            self.count("refused_full")
-            return False
-        if not self._has_free(allocated_bytes):
-            self.count("refused_min_free")
-            return False
-        self.largest_bytes = max(self.largest_bytes, allocated_bytes)
-        self._under_way(allocated_bytes)
-        granted = False
+    def load(self, key: bytes, target: memoryview) -> ReadResult:
+        """Fill a slot, verified; never raises."""
+        if not is_key(key):
+            return ReadResult.MISSING
+        name = name_of(0, key)
         try:
-            # Whoever waits for an eviction is to get the room it makes: no one passes by.
-            if not self._wanting:
-                granted = self.ledger.reserve(allocated_bytes, capacity)
-            granted = granted or self._evict_for(allocated_bytes)
-        finally:
-            if not granted:
-                self._under_way(-allocated_bytes)
-        if not granted:
-            self.count("refused_capacity")
-        return granted
+            if self.uses.expires and not self.is_fresh(name):
+                return self._missed(name, "missing", None)
+            reason, facts = self.files.read(self.path_of(name), key, self._digest, target)
+            return ReadResult.HIT if reason is None else self._missed(name, reason, facts)
+        except Exception:
+            self.count("read_failed")
+            log.exception("disk: cannot read %s", self.path_of(name))
+            return ReadResult.UNAVAILABLE
 
-    def _evict_for(self, allocated_bytes: int) -> bool:
-        """Evict until a reservation succeeds; another process may be faster, hence the tries."""
-        capacity = self.bounds.capacity_bytes
-        if not self._may_evict():
-            return self.ledger.reserve(allocated_bytes, capacity)
-        with self._wanted_eviction():
-            for _ in range(_ROOM_TRIES):
-                self._evict_to(capacity - allocated_bytes)
-                if self.ledger.reserve(allocated_bytes, capacity):
-                    return True
+    def _missed(self, name: Name, reason: str, facts: os.stat_result | None) -> ReadResult:
+        """Count a failed load; drop or quarantine the chunk."""
+        if reason == "missing":
+            self.count("read_missing")
+            if name in self.index and self.uses.is_fresh(name):
+                self.note_removed(name, "vanished")
+        elif reason.startswith("corrupt"):
+            self._move_to_quarantine(name, facts, reason)
+        else:
+            self.count(f"read_{reason}")
+            self._unreadable.warning("disk: cannot read %s: %s", self.path_of(name), reason)
+        return ReadResult.of(reason)
+
+    def store(self, key: bytes, chunk: memoryview) -> bool:
+        """Store a chunk, whole or not at all; never raises."""
+        try:
+            return self._store(key, chunk)
+        except Exception:
+            self.count("write_failed")
+            log.exception("disk: cannot store %s", self.path_of(name_of(0, key)))
+            return False
+
+    def _store(self, key: bytes, chunk: memoryview) -> bool:
+        name, repairs = name_of(0, key), self.root.repairs
+        if name in self.index and self.exists(key):
+            if self.uses.expires:
+                self.uses.used([name])
+            return self._make_durable(name, is_new=False)
+        reserved = bytes_on_disk(chunk.nbytes)
+        if not self.space.reserve(reserved):
+            return False
+        temporary = None
+        try:
+            temporary = self.root.writer.temporary()
+            reason, facts = self.files.write(temporary, key, self._digest, chunk)
+            if facts is not None:
+                # Some file systems (ZFS) allocate later, and report 512 bytes until then.
+                allocated = max(reserved, facts.st_blocks * 512)
+                reason = self._publish(name, temporary, reserved, allocated)
+        except BaseException:
+            self._cancel(reserved, temporary)
+            raise
+        if reason is None:
+            return self._make_durable(name, is_new=True)
+        self._cancel(reserved, temporary)
+        self.space.write_failed(reason)
+        if reason == "missing" and (self.root.repair() or self.root.repairs != repairs):
+            return self._store(key, chunk)  # its folder was removed, and exists again
         return False
 
-    def unreserve(self, allocated_bytes: int, temporary: str | None) -> None:
-        """A write came to nothing: remove its file, give its bytes back."""
+    def _cancel(self, reserved: int, temporary: str | None) -> None:
         if temporary is not None:
             self.vfs.unlink_quietly(temporary)
-        self.ledger.give_back(allocated_bytes)
-        self._under_way(-allocated_bytes)
+        self.space.cancel(reserved)
 
-    def write_failed(self, reason: str) -> None:
-        """Count it; on a full disk leave writing alone for a while."""
-        self.count(f"write_{reason}")
-        if reason in _FULL:
-            self._writes_off_until = time.monotonic() + _FULL_PAUSE_S
-            log.warning("disk %s: writing paused, %s", self.root, reason)
+    def _publish(self, name: Name, temporary: str, reserved: int, allocated: int) -> str | None:
+        """Rename a complete file to its final name; return why that failed, or None.
 
-    def _may_evict(self) -> bool:
-        return self.ownership.held and self.ready.is_set()
-
-    def _has_free(self, allocated_bytes: int) -> bool:
-        """Whether the file system keeps its minimum free after this write; evict if it helps."""
-        for _ in range(_ROOM_TRIES):
-            try:
-                space = self.vfs.statvfs(self.root)
-            except OSError:
-                return False
-            needed = self.bounds.min_free_bytes + self.bytes_under_way + allocated_bytes
-            short = needed - space.f_bavail * space.f_frsize
-            if short <= 0:
-                return True
-            if not self._may_evict():
-                return False
-            with self._wanted_eviction():
-                self._evict_to(self.ledger.resident_bytes - short)
-        return False
-
-    def _under_way(self, allocated_bytes: int) -> None:
-        with self._lock:
-            self.bytes_under_way += allocated_bytes
-
-    # ---- files come and go -----------------------------------------------------------------
-
-    def publish(self, name: Name, temporary: str, reserved: int, allocated: int) -> str | None:
-        """Give a wholly written file its name; say why that failed, or None.
-
-        Whatever else it raises, a policy's errors: the file is back under its temporary name.
+        If anything else raises, as a policy may, the file is back under its temporary name.
         """
-        path = self.path(name)
+        path = self.path_of(name)
         with self._publishing:
             try:
                 replaced = self._allocated(path)
@@ -255,7 +234,7 @@ class DiskStore:
                 try:
                     self.vfs.rename(temporary, path)
                 except FileNotFoundError:
-                    make_folder(self.vfs, os.path.dirname(path), durable=self._durable)
+                    self.vfs.make_folder(os.path.dirname(path), durable=self._durable)
                     self.vfs.rename(temporary, path)
             except OSError as error:
                 return reason_of(error)
@@ -263,137 +242,139 @@ class DiskStore:
             try:
                 self.index.add(name, allocated)
             except BaseException:
-                # Nothing would ever evict it: it has to go again.
+                # Outside the order it could never be evicted: take it back.
                 self.vfs.rename(path, temporary)
-                self.ledger.give_back(replaced)
+                self.root.quota.release(replaced)
                 raise
-        if reserved - allocated + replaced:
-            self.ledger.give_back(reserved - allocated + replaced)
-        self._under_way(-reserved)
+        self.space.commit(reserved, allocated, replaced)
         return None
 
+    def _make_durable(self, name: Name, *, is_new: bool) -> bool:
+        """Sync the folder, and the file of an old chunk: its writer may not have synced it."""
+        if not self._durable:
+            return True
+        try:
+            if not is_new:
+                self.vfs.sync(self.path_of(name))
+            self.vfs.sync(os.path.dirname(self.path_of(name)))
+        except OSError as error:
+            # The kernel may have dropped the pages and forgotten: a second fsync proves nothing.
+            log.warning("disk: fsync failed, chunk dropped: %s", error)
+            self.count("fsync_failed")
+            self.discard(name, "fsync_failed")
+            return False
+        return True
+
+    def exists(self, key: bytes) -> bool:
+        """Ask the folder, for keys the index does not know or before relying on it."""
+        name = name_of(0, key)
+        if self.index.is_hidden(name) or not is_key(key):
+            return False
+        try:
+            facts = self.vfs.lstat(self.path_of(name))
+        except OSError:
+            return False
+        self.uses.seen([(name, facts.st_atime_ns)])
+        return self.uses.is_fresh(name)
+
+    # ---- use and expiry --------------------------------------------------------------------
+
+    def used(self, names: Sequence[Name]) -> None:
+        """Note loads, the last named is the most recent; access times follow a little later."""
+        self.index.touch(names)
+        self.uses.used(names)
+
+    def record_use(self) -> None:
+        """Write access times, where other processes and the next start find them."""
+        for name, atime_ns in self.uses.take_unwritten().items():
+            path = self.path_of(name)
+            with contextlib.suppress(OSError):
+                self.vfs.utime(path, atime_ns, self.vfs.lstat(path).st_mtime_ns)
+
+    def is_fresh(self, name: Name) -> bool:
+        """Return whether a chunk has not expired; asks the file if no late use is known."""
+        if self.uses.is_fresh(name):
+            return True
+        try:
+            self.uses.seen([(name, self.vfs.lstat(self.path_of(name)).st_atime_ns)])
+        except OSError:
+            return False
+        return self.uses.is_fresh(name)
+
+    # ---- removal ---------------------------------------------------------------------------
+
     def discard(self, name: Name, reason: str) -> bool:
-        """Remove a chunk's file; False if that is impossible."""
-        path = self.path(name)
+        """Remove a chunk's file; return False if that is impossible."""
+        path = self.path_of(name)
         with self._publishing:
             try:
-                self.unlink(path, self.index.size(name))
+                self._unlink(path, self.index.size(name))
             except FileNotFoundError:
-                pass  # someone else was faster, and has booked it
+                pass  # another process removed it, and released its bytes
             except OSError as error:
                 self.count("undeletable")
                 self._undeletable.warning("disk: cannot remove %s: %s", path, error)
                 return False
-            self.left(name, reason)
+            self.note_removed(name, reason)
         return True
 
-    def unlink(self, path: str, booked: int | None = None) -> None:
-        """Remove a file and give back what was booked for it; raises OSError if it stays.
+    def _unlink(self, path: str, counted_bytes: int | None = None) -> None:
+        """Remove a file and release its bytes as they were counted; raises OSError.
 
-        A file system may go on allocating after the write (extents, compression): what a file
-        takes up when it goes is not what it was counted with.
+        File systems may allocate more after a write (extents, compression), so the file's present
+        size may differ from the counted one.
         """
-        allocated = self.vfs.lstat(path).st_blocks * 512 if booked is None else booked
-        self._under_way(allocated)
+        allocated = self._allocated(path) if counted_bytes is None else counted_bytes
+        self.space.add_in_flight(allocated)
         try:
             self.vfs.unlink(path)
-            self.ledger.give_back(allocated)
+            self.root.quota.release(allocated)
         finally:
-            self._under_way(-allocated)
+            self.space.add_in_flight(-allocated)
 
-    def left(self, name: Name, reason: str) -> None:
-        """Note that a chunk is gone."""
+    def note_removed(self, name: Name, reason: str) -> None:
+        """Drop a chunk whose file is gone from the index, and report the removal."""
         known = self.index.drop(name)
         self.uses.forget(name)
         self.count(reason)
         number, key = split_name(name)
-        if known and number == 0 and reason not in _SILENT:
+        if known and number == 0 and reason != "removed":  # callers know of removals they asked for
             self._removals.append(Removal(key, reason))
 
-    def evict_one(self) -> bool:
-        """Evict one chunk unless stores wait to do it themselves; say whether to go on."""
-        if self._wanting:
-            return False
-        with self._evicting:
-            return self._evict_to(self.ledger.resident_bytes - 1, wanted=False)
-
-    @contextlib.contextmanager
-    def _wanted_eviction(self) -> Iterator[None]:
-        with self._lock:
-            self._wanting += 1
-        try:
-            with self._evicting:
-                yield
-        finally:
-            with self._lock:
-                self._wanting -= 1
-
-    def _evict_to(self, goal_bytes: int, *, wanted: bool = True) -> bool:
-        """Evict until no more than this is allocated; False: not enough could leave.
-
-        ``wanted``: a store waits for it, so a lack of victims is worth a look at the folders.
-        """
-        undeletable = 0
-        while self.ledger.resident_bytes > goal_bytes:
-            name = self._victim()
-            if name is None:
-                if wanted:
-                    self.lacks_victims.set()
-                return False
-            # An undeletable one is out of the order until the next look at everything.
-            undeletable += not self.discard(name, "evicted")
-            if undeletable == _MAX_UNDELETABLE:
-                return False
-        return True
-
-    def _victim(self) -> Name | None:
-        """The next to leave; while others share the root, not one they used lately."""
-        for spared in range(_MAX_SPARED + 1):
-            taken = self.index.victims(1)
-            if not taken:
-                return None
-            name = taken[0]
-            if not self.others:
-                return name
-            try:
-                used_ns = self.vfs.lstat(self.path(name)).st_atime_ns
-            except OSError:
-                return name
-            # Its own order knows nothing of reads by others; access times do. Whatever was used
-            # in the younger half of the stored past gets a second chance.
-            if spared == _MAX_SPARED or used_ns <= (self.horizon_ns + time.time_ns()) // 2:
-                self.horizon_ns = max(self.horizon_ns, used_ns)
-                return name
-            self.index.spare(name)
-        return None
-
-    def set_aside(self, name: Name, facts: os.stat_result | None, reason: str) -> None:
-        """Take a damaged file out of every reader's sight, keeping a few for a look at them."""
-        path = self.path(name)
+    def _move_to_quarantine(self, name: Name, facts: os.stat_result | None, reason: str) -> None:
+        """Move a damaged file out of every reader's way, and keep a few for inspection."""
+        path = self.path_of(name)
         self._damaged.warning("disk: %s failed verification: %s", path, reason)
         self.count(reason)
-        # A file's name has 255 bytes at most.
-        kept = f"{self.root}/{QUARANTINE}/{time.time_ns()}-{os.path.basename(path)[:200]}"
         moved = False
         with self._publishing:
             try:
                 if facts is not None and self.vfs.lstat(path).st_ino != facts.st_ino:
-                    return  # replaced by a newer file meanwhile
-                self.vfs.rename(path, kept)
+                    return  # a newer file replaced it meanwhile
+                self.vfs.rename(path, self.quarantine.path_for(path))
                 moved = True
-                self.left(name, "corrupt")
             except FileNotFoundError:
                 moved = True  # another reader was faster
-                self.left(name, "corrupt")
             except OSError:
                 pass  # removed below, if that is possible
+            if moved:
+                self.note_removed(name, "corrupt")
         if moved:
-            trim(self.vfs, self.root, self.bounds, self.unlink)
+            self.trim_quarantine()
         elif not self.discard(name, "corrupt"):
             self.index.hide([name])
+
+    def trim_quarantine(self) -> None:
+        """Remove surplus and old files from the quarantine."""
+        self.quarantine.trim(self._unlink)
 
     def _allocated(self, path: str) -> int:
         try:
             return self.vfs.lstat(path).st_blocks * 512
         except FileNotFoundError:
             return 0
+
+
+def is_key(key: bytes) -> bool:
+    """Return whether a key is valid; the file name of an empty key would be its folder's."""
+    return 0 < len(key) <= MAX_KEY_BYTES

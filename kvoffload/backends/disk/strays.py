@@ -1,4 +1,4 @@
-"""What lies under a root and is no chunk: leftovers of dead processes, and files of others."""
+"""Files under a root that are no chunks: leftovers of dead processes, and foreign files."""
 
 import contextlib
 import os
@@ -7,26 +7,16 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from kvoffload.backends.disk import paths
 from kvoffload.backends.disk.locks import clean_folder, is_dead
-from kvoffload.backends.disk.paths import (
-    BOUNDS,
-    LEDGER,
-    MANIFEST,
-    OWNER,
-    QUARANTINE,
-    SCRATCH,
-    SHARDS,
-    SNAPSHOT,
-    WRITERS,
-    is_namespace,
-    key_of,
-)
+from kvoffload.backends.disk.paths import SCRATCH, WRITERS
 from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.disk.walker import ignore, names_in, walk
 
-_IN_ROOT = {BOUNDS, LEDGER, OWNER, QUARANTINE, WRITERS, "lost+found"}
-_IN_NAMESPACE = {MANIFEST, SNAPSHOT, *SHARDS}
+_IN_ROOT = {paths.BOUNDS, paths.LEDGER, paths.OWNER, paths.QUARANTINE, WRITERS, "lost+found"}
+_IN_NAMESPACE = {paths.MANIFEST, paths.SNAPSHOT, *paths.SHARDS}
 _SCRATCH_S = 600
-"""Longer than any examination takes: an older folder of one was left by a process that died."""
+"""Longer than any run of ``kvoffload doctor``: the process of an older folder died."""
 
 
 class Leftover(NamedTuple):
@@ -37,29 +27,26 @@ class Leftover(NamedTuple):
 
 
 def strays(vfs: Vfs, root: str) -> Iterator[str]:
-    """Paths of what is not the store's; folders that cannot be listed are left out."""
-    for name in _names(vfs, root):
-        if not is_namespace(name):
-            if name not in _IN_ROOT and not name.startswith(SCRATCH):
-                yield f"{root}/{name}"
-            continue
-        for inner in _names(vfs, f"{root}/{name}"):
-            path = f"{root}/{name}/{inner}"
-            if inner not in _IN_NAMESPACE:
-                yield path
-            elif inner in SHARDS:
-                yield from (f"{path}/{n}" for n in _names(vfs, path) if key_of(n) is None)
+    """Yield the paths of foreign files; skips folders that cannot be listed."""
+    for name in names_in(vfs, root):
+        folder = f"{root}/{name}"
+        if paths.is_namespace(name):
+            yield from (f"{folder}/{n}" for n in names_in(vfs, folder) if n not in _IN_NAMESPACE)
+            for shard, files in walk(vfs, folder, ignore):
+                yield from sorted(f"{shard}/{n}" for n, _ in files if paths.key_of(n) is None)
+        elif name not in _IN_ROOT and not name.startswith(SCRATCH):
+            yield folder
 
 
 def leftovers(vfs: Vfs, root: str) -> list[Leftover]:
-    """Folders of writers that are dead, and of examinations that were killed."""
-    writers = (f"{root}/{WRITERS}/{name}" for name in _names(vfs, f"{root}/{WRITERS}"))
+    """Return the folders of dead writers, and of killed runs of ``kvoffload doctor``."""
+    writers = (f"{root}/{WRITERS}/{name}" for name in names_in(vfs, f"{root}/{WRITERS}"))
     dead = [folder for folder in writers if is_dead(vfs, folder)]
     return [Leftover(folder, _allocated(folder)) for folder in [*dead, *_scratch(vfs, root)]]
 
 
 def remove_leftover(vfs: Vfs, path: str) -> int:
-    """Remove one of them; return the bytes that the ledger had counted; raises OSError."""
+    """Remove a leftover; return the bytes that the quota had counted; raises OSError."""
     if os.path.basename(path).startswith(SCRATCH):
         shutil.rmtree(path)
         return 0
@@ -67,7 +54,7 @@ def remove_leftover(vfs: Vfs, path: str) -> int:
 
 
 def _scratch(vfs: Vfs, root: str) -> Iterator[str]:
-    for name in _names(vfs, root):
+    for name in names_in(vfs, root):
         if name.startswith(SCRATCH):
             with contextlib.suppress(OSError):
                 if time.time() - vfs.lstat(f"{root}/{name}").st_mtime > _SCRATCH_S:
@@ -81,10 +68,3 @@ def _allocated(folder: str) -> int:
             with contextlib.suppress(OSError):
                 total += os.lstat(f"{where}/{file}").st_blocks * 512
     return total
-
-
-def _names(vfs: Vfs, folder: str) -> list[str]:
-    try:
-        return sorted(vfs.listdir(folder))
-    except OSError:
-        return []

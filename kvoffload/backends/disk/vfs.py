@@ -1,60 +1,65 @@
-"""Every system call of the disk backend, in one place: the seam where tests put broken disks."""
+"""Every system call of the disk backend, in one place: the seam where tests inject faults."""
 
 import contextlib
+import errno
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 
 Buffers = Sequence[bytes | bytearray | memoryview]
 
-_locked: set[int] = set()
-"""Descriptors of this process that carry, or may soon carry, a lock."""
-
-
-def _let_go() -> None:
-    """Close them in a forked child: a lock lasts as long as any process has its descriptor open.
-
-    Otherwise the child would keep the folder of a dead parent occupied, and its ownership.
-    """
-    for fd in _locked:
-        with contextlib.suppress(OSError):
-            os.close(fd)
-    _locked.clear()
-
-
-os.register_at_fork(after_in_child=_let_go)
+_PIECE_BYTES = 16 << 20
 
 
 class Vfs:
-    """The operating system. Methods raise OSError, block, and are called from worker threads.
+    """The operating system. Methods raise OSError, block, and run on worker threads.
 
-    After :meth:`enter` every path below the root is looked up from that folder's descriptor.
-    A folder that gets the root's name later is not reached.
+    After :meth:`enter` the kernel resolves every path below the root from the root's descriptor.
+    A folder that later takes the root's name is not reached.
     """
 
-    root_fd = -1
-    """Descriptor of the root; -1: none is open."""
-    _root = _below = "\0"
-    """The root, and how the paths below it begin; no path begins with a NUL."""
+    def __init__(self) -> None:
+        self.root_fd = -1
+        """Descriptor of the root; -1: none is open."""
+        self._root = self._below = "\0"
+        """The root, and the prefix of all paths below it; no path begins with a NUL."""
+        self._locked: set[int] = set()
+        """Descriptors that carry, or may soon carry, a lock."""
+        self.on_fork: Callable[[], None] = lambda: None
+        """Called in a forked child."""
+        _instances.add(self)
+
+    def leave_in_child(self) -> None:
+        """Close every lock in a forked child: a lock lasts until each copy of it is closed.
+
+        An open copy would keep the folder of a dead parent occupied, and its right to evict.
+        """
+        for fd in self._locked:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._locked.clear()
+        self.root_fd = -1
+        self.on_fork()
 
     def enter(self, root: str, fd: int) -> None:
-        """Look up paths below ``root`` from the folder open as ``fd``, which this then owns."""
+        """Resolve paths below ``root`` from its open descriptor ``fd``, and own the descriptor."""
         if self.root_fd < 0:
             self._root, self._below, self.root_fd = root, f"{root.rstrip('/')}/", fd
-            _locked.add(fd)  # a forked child closes its copy
+            self._locked.add(fd)  # a forked child closes its copy
         else:
-            # The number stays, so a thread that has just read it reaches a folder of ours.
+            # The number stays the same, so a thread that has just read it reaches a valid folder.
             os.dup2(fd, self.root_fd, inheritable=False)
             self.close_quietly(fd)
 
     def leave(self) -> None:
-        """Close the root's descriptor; from now on every path below the root fails."""
+        """Close the root's descriptor; every later path below the root fails."""
         fd, self.root_fd = self.root_fd, -1
         if fd >= 0:
             self.close_quietly(fd)
 
     def _at(self, path: str) -> tuple[str, int | None]:
-        """A name and the descriptor of the folder from which the kernel looks it up."""
+        """Return a name and the descriptor of the folder from which the kernel resolves it."""
         if path.startswith(self._below):
             return path[len(self._below) :], self.root_fd
         return path, None
@@ -66,61 +71,86 @@ class Vfs:
         return os.open(name, flags, 0o600, dir_fd=at)
 
     def close(self, fd: int) -> None:
-        """Close a descriptor."""
-        if fd in _locked:
-            # A child forked at this moment has a copy: the lock must go, not this descriptor only.
+        if fd in self._locked:
+            # A child forked at this moment has a copy: release the lock, not only the descriptor.
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)
-            _locked.discard(fd)
+            self._locked.discard(fd)
         os.close(fd)
 
     def close_quietly(self, fd: int) -> None:
-        """Close a descriptor; it is gone whatever this answers, and reads verify every byte."""
+        """Close a descriptor and ignore errors: it is closed anyway, and loads verify bytes."""
         with contextlib.suppress(OSError):
             self.close(fd)
 
     def fstat(self, fd: int) -> os.stat_result:
-        """Facts of an open file."""
         return os.fstat(fd)
 
     def lstat(self, path: str) -> os.stat_result:
-        """Facts of a name, links not followed."""
         name, at = self._at(path)
         return os.stat(name, dir_fd=at, follow_symlinks=False)
 
     def preadv(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """Read into several buffers; may be short."""
         return os.preadv(fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """Write from several buffers; may be short."""
         return os.pwritev(fd, buffers, offset)
 
+    def read_file(self, path: str, most_bytes: int) -> bytearray:
+        """Return the content of a file; raise OSError (EFBIG) for a larger file."""
+        fd = self.open(path, os.O_RDONLY)
+        try:
+            size = self.fstat(fd).st_size
+            if size > most_bytes:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
+            data, done = bytearray(size), 0
+            while done < size and (moved := self.preadv(fd, [memoryview(data)[done:]], done)) > 0:
+                done += moved
+        finally:
+            self.close_quietly(fd)
+        return data if done == size else data[:done]
+
+    def replace_file(self, path: str, temporary: str, data: bytes) -> None:
+        """Replace a file as a whole by way of ``temporary``; an OSError leaves the old file."""
+        fd = self.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            try:
+                rest, done = memoryview(data), 0
+                while done < len(data):
+                    moved = self.pwritev(fd, [rest[done : done + _PIECE_BYTES]], done)
+                    if moved <= 0:
+                        raise OSError(errno.EIO, "short write", temporary)
+                    done += moved
+            finally:
+                self.close_quietly(fd)
+            self.rename(temporary, path)
+        except OSError:
+            self.unlink_quietly(temporary)
+            raise
+
     def fsync(self, fd: int) -> None:
-        """Make a file or folder durable."""
         os.fsync(fd)
 
-    def sync_folder(self, path: str) -> None:
-        """Make the names in a folder durable."""
-        fd = self.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    def sync(self, path: str) -> None:
+        """Make a file, or the names in a folder, durable."""
+        fd = self.open(path, os.O_RDONLY)
         try:
             self.fsync(fd)
         finally:
             self.close_quietly(fd)
 
     def rename(self, source: str, target: str) -> None:
-        """Give a file its final name, replacing what had it."""
+        """Rename a file, replacing the target."""
         name, at = self._at(source)
         new_name, new_at = self._at(target)
         os.rename(name, new_name, src_dir_fd=at, dst_dir_fd=new_at)
 
     def unlink(self, path: str) -> None:
-        """Remove a file."""
         name, at = self._at(path)
         os.unlink(name, dir_fd=at)
 
     def unlink_quietly(self, path: str) -> None:
-        """Remove a file if that is possible; whatever stays is cleaned up later."""
+        """Remove a file if possible; a later clean-up removes the rest."""
         with contextlib.suppress(OSError):
             self.unlink(path)
 
@@ -129,18 +159,32 @@ class Vfs:
         name, at = self._at(path)
         os.mkdir(name, 0o700, dir_fd=at)
 
+    def make_folder(self, path: str, *, durable: bool = False) -> None:
+        """Make a folder unless it exists; ``durable``: the folder survives a power loss."""
+        try:
+            self.mkdir(path)
+        except FileExistsError:
+            return
+        if durable:
+            try:
+                self.sync(os.path.dirname(path))
+            except OSError:
+                # A process that finds the folder takes it for durable: do not leave it.
+                with contextlib.suppress(OSError):
+                    self.rmdir(path)
+                raise
+
     def rmdir(self, path: str) -> None:
-        """Remove an empty folder."""
         name, at = self._at(path)
         os.rmdir(name, dir_fd=at)
 
     def listdir(self, path: str) -> list[str]:
-        """Names in a folder, links not followed."""
+        """Return the names in a folder, links not followed."""
         with self._folder(path) as fd:
             return os.listdir(fd)
 
     def listfacts(self, path: str) -> list[tuple[str, os.stat_result]]:
-        """Names in a folder with the facts of each; those that vanish meanwhile are left out."""
+        """Return the names in a folder with their facts; skip those removed meanwhile."""
         listed = []
         with self._folder(path) as fd, os.scandir(fd) as entries:
             for entry in entries:
@@ -151,7 +195,7 @@ class Vfs:
     @contextlib.contextmanager
     def _folder(self, path: str) -> Iterator[int]:
         name, at = (".", self.root_fd) if path == self._root else self._at(path)
-        # Without O_DIRECTORY a link gives ELOOP, which tells it from a file.
+        # Without O_DIRECTORY a link fails with ELOOP, a file with ENOTDIR.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         fd = os.open(name, flags, dir_fd=at)
         try:
@@ -160,15 +204,25 @@ class Vfs:
             os.close(fd)
 
     def statvfs(self, path: str) -> os.statvfs_result:
-        """Space of a file system."""
         return os.statvfs(self.root_fd if path == self._root else path)
 
     def utime(self, path: str, atime_ns: int, mtime_ns: int) -> None:
-        """Set a file's times."""
         name, at = self._at(path)
         os.utime(name, ns=(atime_ns, mtime_ns), dir_fd=at, follow_symlinks=False)
 
     def flock(self, fd: int, operation: int) -> None:
-        """Take or release an advisory lock, which a forked child does not inherit."""
-        _locked.add(fd)
+        """Take or release an advisory lock; a forked child does not inherit it."""
+        self._locked.add(fd)
         fcntl.flock(fd, operation)
+
+
+_instances: "weakref.WeakSet[Vfs]" = weakref.WeakSet()
+"""The interpreter offers no other way to tell a forked child of its descriptors."""
+
+
+def _leave_all_in_child() -> None:
+    for vfs in list(_instances):
+        vfs.leave_in_child()
+
+
+os.register_at_fork(after_in_child=_leave_all_in_child)

@@ -1,4 +1,4 @@
-"""Other users of the host, and what they may have put in place of the store's own folders."""
+"""Attacks by other users of the host: folders put in place of the store's own."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from disk_parts import SIZE, open_disk, until, write
 
-from kvoffload.backends.disk import permissions as disk_trust
+from kvoffload.backends.disk import root_checks
 from kvoffload.backends.disk.admin import overview
 from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.disk.paths import WRITERS, shard_of
@@ -34,8 +34,8 @@ def public():
 
 @pytest.fixture
 def shared_group(monkeypatch):
-    """The group of new folders has other members, whoever runs the tests."""
-    monkeypatch.setattr(disk_trust, "is_private_group", lambda gid: False)
+    """Give the group of new folders other members, for any user who runs the tests."""
+    monkeypatch.setattr(root_checks, "is_private_group", lambda gid: False)
 
 
 def refusal(root, **settings):
@@ -46,16 +46,16 @@ def refusal(root, **settings):
 
 def tick(backend):
     """Look at the folders now, as the housekeeping thread does once a second."""
-    backend._keeper.shards.forget()
-    backend._keeper.hold.keep()
+    backend._store.forget_shards()
+    backend._store.root.maintain()
 
 
 async def read(backend, keys):
-    """Load chunks; what was answered True, compared with what was stored."""
+    """Load chunks, and compare each hit with the bytes stored."""
     into = slots(len(keys), SIZE)
     answers = await backend.read(keys, into)
     for good, slot, true in zip(answers, into, filled(keys, SIZE), strict=True):
-        assert not good or slot == true, "somebody else's bytes"
+        assert not good or slot == true, "foreign bytes"
     return answers
 
 
@@ -98,7 +98,7 @@ def test_a_root_below_a_folder_that_others_may_write_is_refused(tmp_path, mode, 
     assert not (above / "between").exists()
     asyncio.run(open_disk(root, trust_parent_folders=True).close())
     shutil.rmtree(above / "between")
-    above.chmod(mode | 0o1000)  # as /tmp: nobody renames what belongs to another
+    above.chmod(mode | 0o1000)  # as /tmp: no user renames the files of another
     asyncio.run(open_disk(root).close())
 
 
@@ -125,19 +125,19 @@ def test_a_user_is_alone_in_a_group_of_its_own(monkeypatch, gid, members, others
 
     me = account("me", os.geteuid(), 1000 if gid == 1000 else 0 if gid == 0 else 1)
     accounts = [me, *(account("you", 4321, other) for other in others)]
-    monkeypatch.setattr(disk_trust.pwd, "getpwuid", lambda uid: me)
-    monkeypatch.setattr(disk_trust.pwd, "getpwall", lambda: accounts)
-    monkeypatch.setattr(disk_trust.grp, "getgrgid", group)
-    disk_trust.is_private_group.cache_clear()
+    monkeypatch.setattr(root_checks.pwd, "getpwuid", lambda uid: me)
+    monkeypatch.setattr(root_checks.pwd, "getpwall", lambda: accounts)
+    monkeypatch.setattr(root_checks.grp, "getgrgid", group)
+    root_checks.is_private_group.cache_clear()
     try:
-        assert disk_trust.is_private_group(gid) is private
+        assert root_checks.is_private_group(gid) is private
     finally:
-        disk_trust.is_private_group.cache_clear()
+        root_checks.is_private_group.cache_clear()
 
 
 def test_folders_that_a_group_of_one_may_write_are_the_users_own(tmp_path, monkeypatch):
     """As Ubuntu makes them in a user's home."""
-    monkeypatch.setattr(disk_trust, "is_private_group", lambda gid: True)
+    monkeypatch.setattr(root_checks, "is_private_group", lambda gid: True)
     root = tmp_path / "home" / "kv"
     root.mkdir(parents=True)
     for folder in (root, root.parent):
@@ -185,7 +185,7 @@ def test_folders_made_on_the_way_are_not_for_others_whatever_the_umask(tmp_path)
 
 @pytest.mark.parametrize("attacker", ["another user", "this user"])
 async def test_a_root_put_in_place_of_ours_gives_misses_and_takes_no_chunk(public, attacker):
-    """By rename(), in a parent that others may write, which an operator has trusted."""
+    """Swap folders by rename(), in a trusted parent that other users may write."""
     root, evil, keys = public / "kv", public / "evil", keys_of(4)
     nobody = attacker == "another user"
     if nobody and os.geteuid():
@@ -200,7 +200,7 @@ async def test_a_root_put_in_place_of_ours_gives_misses_and_takes_no_chunk(publi
         evil.chmod(0o770)
     swap(root, public / "ours", evil, nobody)
     await read(backend, keys)  # at once: our bytes or none
-    assert await until(lambda: backend._keeper.hold.refusal is not None)
+    assert await until(lambda: backend._store.root.refusal is not None)
     evil_files = {path for path in root.rglob("*") if path.is_file()}
     assert await read(backend, keys) == [False] * 4
     assert await backend.contains(keys) == [False] * 4

@@ -38,7 +38,7 @@ def allocated(root):
 
 
 def chunk_bytes(root):
-    """What the files of chunks take up, without the few small files beside them."""
+    """Return the bytes of chunk files, without the few small files of the root."""
     return sum(path.lstat().st_blocks * 512 for path in root.glob("*/??/*"))
 
 
@@ -71,11 +71,11 @@ async def test_the_background_goes_on_evicting_after_a_store_had_to(
         with monkeypatch.context() as broken:
             broken.setattr(HandicapPolicy, "victims", None)
             assert await write_all(backend, keys_of(1, "more")) == [False]
-    keeper = backend._keeper
-    assert keeper._wanting == 0
+    store = backend._store
+    assert store.space._waiting == 0
     for left in (3, 2):
-        assert keeper.evict_one()  # as the housekeeping thread does above the high watermark
-        assert chunk_bytes(tmp_path) == keeper.ledger.refresh() == left * ON_DISK
+        assert store.space.evict_one()  # as the housekeeping thread does above the high watermark
+        assert chunk_bytes(tmp_path) == store.root.quota.refresh() == left * ON_DISK
     await backend.close()
 
 

@@ -172,7 +172,7 @@ async def test_a_file_in_a_folder_that_is_not_its_own_is_no_chunk(store):
     wrong = path.parent.parent / ("00" if path.parent.name != "00" else "01")
     wrong.mkdir(exist_ok=True)
     shutil.copy(path, wrong / keys[1].hex())
-    Scanner(backend._keeper).look(full=True)
+    Scanner(backend._store).scan(full=True)
     assert [backend.holds(key) for key in keys] == [True, False]
 
 

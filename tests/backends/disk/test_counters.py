@@ -13,8 +13,8 @@ from kvoffload.backends.disk.chunk_file import reason_of, strangeness
 
 CODE = Path(package.__file__).parent
 PAGE = Path(__file__).parents[3] / "docs" / "disk.md"
-COUNTING = {"count": 0, "_count": 0, "left": 1, "discard": 1}
-"""Methods that count, and which argument says what."""
+COUNTING = {"count": 0, "_count": 0, "note_removed": 1, "discard": 1, "_discard": 1}
+"""Methods that count, and the position of the reason."""
 
 
 def calls(pattern):
@@ -25,7 +25,7 @@ def calls(pattern):
 
 
 def texts(node):
-    """What an argument may be: its text, with ``*`` for what is put in."""
+    """Return the possible texts of an argument, with ``*`` for an inserted value."""
     if isinstance(node, ast.Constant):
         return [node.value]
     if isinstance(node, ast.JoinedStr):
@@ -46,7 +46,7 @@ def counted():
 
 
 def reasons():
-    """Why one file operation may fail: what ``chunk_file`` and ``header`` make of it."""
+    """Yield every reason of a failed file operation, from ``chunk_file`` and ``header``."""
     for error in (errno.ENOENT, errno.ELOOP, errno.EIO):
         yield reason_of(OSError(error, ""))
     for call in calls("chunk_file.py"):
@@ -73,7 +73,7 @@ def possible():
         elif text == "read_*":
             every |= {f"read_{reason}" for reason in failing}
         elif text == "write_*":
-            # A store verifies nothing: of what is corrupt it can meet a link alone.
+            # A store verifies nothing: the only damage it can meet is a link.
             every |= {f"write_{reason}" for reason in [*failing, "corrupt_link"]}
         else:
             assert "*" not in text, f"counted, but not known here: {text}"
@@ -101,7 +101,7 @@ def test_every_counter_is_explained_to_operators():
 
 
 def test_the_counters_found_in_the_code_are_those_that_tests_see():
-    """Should somebody count in another way, this notices that the code is no longer understood."""
+    """Fails when code counts in a way that this test does not understand."""
     seen = set(
         chain.from_iterable(
             re.findall(r'counters\(\)(?:\[|\.get\(| == \{)"(\w+)"', path.read_text())

@@ -10,7 +10,7 @@ import time
 import pytest
 from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, until, write
 
-from kvoffload.backends.disk import housekeeper as disk_house
+from kvoffload.backends.disk import housekeeper as disk_housekeeper
 from kvoffload.backends.disk.admin import namespaces, overview, verify
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.inspector import DiskInspector
@@ -24,7 +24,7 @@ FULL = {"capacity": ByteSize(8 * ON_DISK), "high_watermark": 1.0, "low_watermark
 
 @pytest.mark.parametrize("what", ["files", "folders"])
 async def test_chunks_that_a_person_removed_are_no_longer_counted(tmp_path, monkeypatch, what):
-    monkeypatch.setattr(disk_house, "_ALONE_LOOK_S", 0.2)
+    monkeypatch.setattr(disk_housekeeper, "_ALONE_SCAN_S", 0.2)
     backend = open_disk(tmp_path, **FULL)
     keys, new = keys_of(8), keys_of(8, "new")
     assert await write(backend, keys) == [True] * 8
@@ -33,7 +33,7 @@ async def test_chunks_that_a_person_removed_are_no_longer_counted(tmp_path, monk
         if what == "folders":
             path.parent.rmdir()
     assert await until(lambda: not any(map(backend.holds, keys)))
-    assert await until(lambda: backend._keeper.ledger.refresh() == 0)
+    assert await until(lambda: backend._store.root.quota.refresh() == 0)
     assert await write(backend, new) == [True] * 8
     await backend.close()
 
@@ -57,9 +57,9 @@ async def test_files_that_could_not_be_removed_for_a_while_leave_later(tmp_path)
 
 async def test_a_figure_above_the_capacity_with_nothing_to_evict_is_counted_anew(tmp_path):
     backend = open_disk(tmp_path, **FULL)
-    backend._keeper.ledger.give_back(-9 * ON_DISK)  # as a process killed before it wrote
+    backend._store.root.quota.release(-9 * ON_DISK)  # as a process killed before it wrote
     await write(backend, keys_of(1))  # refused, unless the count was quicker
-    assert await until(lambda: backend._keeper.ledger.refresh() == chunk_bytes(tmp_path), 5.0)
+    assert await until(lambda: backend._store.root.quota.refresh() == chunk_bytes(tmp_path), 5.0)
     assert await write(backend, keys_of(8)) == [True] * 8
     await backend.close()
 
@@ -83,7 +83,7 @@ async def test_what_the_dead_wrote_uncounted_is_not_taken_off_the_figure(tmp_pat
     dying = await asyncio.to_thread(subprocess.run, command, check=False)
     assert dying.returncode == -9
     assert await until(lambda: len(os.listdir(tmp_path / ".writers")) == 1)
-    assert owner._keeper.ledger.refresh() == chunk_bytes(tmp_path)
+    assert owner._store.root.quota.refresh() == chunk_bytes(tmp_path)
     await owner.close()
 
 
@@ -99,22 +99,22 @@ class SlowVfs(HookedVfs):
 
 
 async def test_a_look_does_not_find_what_left_while_it_looked(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_house, "_TICK_S", 3600.0)
+    monkeypatch.setattr(disk_housekeeper, "_TICK_S", 3600.0)
     vfs = SlowVfs()
     backend = open_disk(tmp_path, vfs=vfs, **FULL)
     for i in range(20):
         await write(backend, keys_of(8, f"{i}"))
     vfs.slow, vfs.seconds = "listdir", 0.005
-    scanner = Scanner(backend._keeper)
-    looking = asyncio.ensure_future(asyncio.to_thread(scanner.look, full=True))
+    scanner = Scanner(backend._store)
+    looking = asyncio.ensure_future(asyncio.to_thread(scanner.scan, full=True))
     turn = 0
     while not looking.done():
         assert await write(backend, keys_of(1, f"during{turn}")) == [True]
         turn += 1
     vfs.slow = ""
-    assert backend._keeper.ledger.refresh() == chunk_bytes(tmp_path) == 8 * ON_DISK
+    assert backend._store.root.quota.refresh() == chunk_bytes(tmp_path) == 8 * ON_DISK
     there = {path.name for path in tmp_path.glob("*/??/*")}
-    assert {name[2:].hex() for name, _ in backend._keeper.index.sizes()} == there
+    assert {name[2:].hex() for name, _ in backend._store.index.sizes()} == there
     await backend.close()
 
 
@@ -151,7 +151,7 @@ async def test_files_whose_blocks_are_allocated_later_stay_within_the_capacity(t
     backend = open_disk(tmp_path, vfs=LateBlocks(), **FULL)
     for i in range(40):
         assert await write(backend, keys_of(1, f"{i}")) == [True]
-    assert chunk_bytes(tmp_path) == backend._keeper.ledger.refresh() <= 8 * ON_DISK
+    assert chunk_bytes(tmp_path) == backend._store.root.quota.refresh() <= 8 * ON_DISK
     await backend.close()
 
 
@@ -170,7 +170,7 @@ async def test_files_that_grow_in_writing_back_do_not_wear_the_figure_down(tmp_p
     backend = open_disk(tmp_path, vfs=GrowingVfs(), **FULL)
     for i in range(60):
         assert await write(backend, keys_of(1, f"{i}")) == [True]
-    assert chunk_bytes(tmp_path) == backend._keeper.ledger.refresh() == 8 * ON_DISK
+    assert chunk_bytes(tmp_path) == backend._store.root.quota.refresh() == 8 * ON_DISK
     await backend.close()
 
 
@@ -200,7 +200,7 @@ async def test_closing_waits_neither_for_a_look_nor_for_a_hung_disk(tmp_path):
     assert await until(lambda: stuck.stuck)
     await asyncio.wait_for(backend.close(), 10)
     stuck.release()
-    assert await until(lambda: not backend._house._thread.is_alive())
+    assert await until(lambda: not backend._housekeeper._thread.is_alive())
     assert stuck.stuck == 1
 
 
@@ -220,12 +220,12 @@ async def test_folders_of_removed_namespaces_are_not_looked_into(tmp_path):
         generation = open_disk(tmp_path, f"generation {i}")
         await write(generation, keys_of(1))
         await generation.close()
-        await asyncio.to_thread(Scanner(owner._keeper).look, full=False)
+        await asyncio.to_thread(Scanner(owner._store).scan, full=False)
         await owner.purge([f"generation {i}"])
-    scanner = Scanner(owner._keeper)
-    scanner.look(full=True)
+    scanner = Scanner(owner._store)
+    scanner.scan(full=True)
     before = vfs.calls
-    scanner.look(full=True)
+    scanner.scan(full=True)
     assert vfs.calls - before <= 256
     await owner.close()
 
@@ -233,13 +233,13 @@ async def test_folders_of_removed_namespaces_are_not_looked_into(tmp_path):
 async def test_a_figure_gone_astray_is_mended_although_another_never_stops_storing(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(disk_house, "_RECOUNT_S", 0.2)
+    monkeypatch.setattr(disk_housekeeper, "_RECOUNT_S", 0.2)
     owner, other = open_disk(tmp_path), open_disk(tmp_path)
     for i in range(5):
         assert all(await write(owner, keys_of(60, f"{i}")))
-    other._keeper.ledger.give_back(-600 * ON_DISK)
+    other._store.root.quota.release(-600 * ON_DISK)
     turn = 0
-    while (other._keeper.ledger.refresh() or 0) > chunk_bytes(tmp_path) + 200 * ON_DISK:
+    while (other._store.root.quota.refresh() or 0) > chunk_bytes(tmp_path) + 200 * ON_DISK:
         keys = keys_of(1, f"turn {turn % 100}")
         await write(other, keys)
         await other.remove(keys)
@@ -256,11 +256,11 @@ async def test_the_first_chunk_stored_while_an_empty_folder_is_looked_at_is_coun
     (key,) = keys_of(1)
 
     def store_then(self, in_use):  # after the folders were listed
-        assert owner._chunks.write(key, filled([key], SIZE)[0])
+        assert owner._store.store(key, filled([key], SIZE)[0])
 
     monkeypatch.setattr(Scanner, "_remove_abandoned", store_then)
-    Scanner(owner._keeper).look(full=True)
-    assert owner._keeper.ledger.refresh() == chunk_bytes(tmp_path) > 0
+    Scanner(owner._store).scan(full=True)
+    assert owner._store.root.quota.refresh() == chunk_bytes(tmp_path) > 0
     await owner.close()
 
 

@@ -7,10 +7,9 @@ import pytest
 from disk_parts import SIZE, chunk_bytes, open_disk, until, write
 
 from kvoffload.backends.base import Removal
+from kvoffload.backends.disk import expiry as disk_expiry
 from kvoffload.backends.disk import quarantine as disk_quarantine
-from kvoffload.backends.disk import use_times as disk_uses
 from kvoffload.backends.disk.backend import DiskOptions
-from kvoffload.backends.disk.expiry import expire, pause_s
 from kvoffload.backends.disk.paths import QUARANTINE
 from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import keys_of, slots
@@ -22,7 +21,7 @@ HOUR_S = 3600.0
 def clock(monkeypatch):
     """Seconds by which the clock of uses is ahead, in a list."""
     ahead_s = [0.0]
-    monkeypatch.setattr(disk_uses, "now_ns", lambda: time.time_ns() + int(ahead_s[0] * 1e9))
+    monkeypatch.setattr(disk_expiry, "now_ns", lambda: time.time_ns() + int(ahead_s[0] * 1e9))
     return ahead_s
 
 
@@ -31,7 +30,7 @@ def read(backend, keys):
 
 
 def sweep(backend):
-    expire(backend._keeper, lambda: False)
+    backend._housekeeper.expire()
 
 
 async def test_what_expired_is_a_miss_at_once_and_leaves_counted(tmp_path, clock):
@@ -77,7 +76,7 @@ async def test_a_load_by_another_process_prolongs_a_chunk(tmp_path, clock):
     other = open_disk(tmp_path / "kv")  # its settings do not say so, the folder does
     clock[0] = HOUR_S / 2
     assert await read(other, keys[:1]) == [True]
-    other._keeper.record_use()
+    other._store.record_use()
     clock[0] = HOUR_S + 60
     sweep(owner)
     assert await owner.contains(keys) == [True, False]
@@ -111,7 +110,7 @@ async def test_without_a_time_to_live_nothing_expires(tmp_path, clock):
 
 async def test_damaged_files_are_kept_a_week_or_as_long_as_chunks(tmp_path, monkeypatch):
     backend, keys = open_disk(tmp_path / "kv"), keys_of(1)
-    assert pause_s(backend._keeper) == 60
+    assert backend._housekeeper.expiry_period_s() == 60
     assert all(await write(backend, keys))
     (path,) = (tmp_path / "kv").glob("*/??/*")
     with path.open("r+b") as file:

@@ -68,7 +68,7 @@ async def life(root, vfs, durability):
     vfs.heal()
     await check(backend, [*KEYS, *OLD])
     await backend.write(keys_of(1, "x"), filled(keys_of(1, "x"), SIZE))
-    booked = backend._keeper.ledger.refresh()  # None: damaged, and mended within a second
+    booked = backend._store.root.quota.refresh()  # None: damaged, and mended within a second
     assert booked is None or booked >= chunk_bytes(root) + aside_bytes(root)
     await backend.close()
     return calls

@@ -24,7 +24,7 @@ from kvoffload.testing.backends import filled, keys_of, slots
 root, = sys.argv[1:]
 keys = keys_of(3)
 backend = DiskBackend(DiskOptions(root=root, min_free=ByteSize(0)), "forked")
-assert backend.wait_ready(20) and backend._keeper.ownership.held
+assert backend.wait_ready(20) and backend._store.root.evictor.held
 assert asyncio.run(backend.write(keys, filled(keys, 8192))) == [True] * 3
 """
 
@@ -35,7 +35,7 @@ child = os.fork()
 if not child:
     time.sleep(60)
 print(child, flush=True)
-time.sleep(1.5)  # some ticks with a child beside
+time.sleep(1.5)  # some ticks while the child runs
 os.kill(os.getpid(), signal.SIGKILL)
 """
 )
@@ -43,7 +43,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 CHILD_ENDS = (
     FORKING
     + """
-# What the child opens takes the numbers of the descriptors it let go of.
+# Files that the child opens take the numbers of the descriptors it closed.
 child = os.fork()
 if not child:
     mine = [os.open(f"{root}.child", os.O_RDWR | os.O_CREAT) for _ in range(16)]
@@ -117,11 +117,11 @@ async def test_an_owner_that_died_is_succeeded_although_its_forked_child_lives(t
         backend = DiskBackend(DiskOptions(root=str(tmp_path), min_free=ByteSize(0)), "forked")
         own = [os.path.basename(backend.writer_folder)]
         for _ in range(500):
-            if backend._keeper.ownership.held and os.listdir(tmp_path / WRITERS) == own:
+            if backend._store.root.evictor.held and os.listdir(tmp_path / WRITERS) == own:
                 break
             await asyncio.sleep(0.02)
-        os.kill(child, 0)  # it lives
-        assert backend._keeper.ownership.held
+        os.kill(child, 0)  # the child is alive
+        assert backend._store.root.evictor.held
         assert os.listdir(tmp_path / WRITERS) == own
         assert await backend.write(KEYS, filled(KEYS, SIZE)) == [True] * 3
         assert await backend.read(KEYS, slots(3, SIZE)) == [True] * 3

@@ -1,4 +1,4 @@
-"""What no system call reports: threads that do not start, policies that raise, loads cut off."""
+"""Failures without an OSError: threads that do not start, policies that raise, cancelled loads."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ import time
 import pytest
 from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, until, write
 
-from kvoffload.backends.disk import housekeeper as disk_house
+from kvoffload.backends.disk import housekeeper as disk_housekeeper
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.housekeeper import Housekeeper
 from kvoffload.backends.disk.paths import WRITERS
@@ -22,8 +22,8 @@ from tests.support.vfs import StuckVfs
 
 
 def assert_exact(backend, root):
-    assert backend._keeper.bytes_under_way == 0
-    assert backend._keeper.ledger.refresh() == chunk_bytes(root)
+    assert backend._store.space.in_flight_bytes == 0
+    assert backend._store.root.quota.refresh() == chunk_bytes(root)
 
 
 # ---- a device that hangs -------------------------------------------------------------------------
@@ -56,8 +56,8 @@ async def test_what_a_dead_device_refuses_is_counted_and_said_once(
         stuck.append(True)
         first = asyncio.ensure_future(work())
         try:
-            lane = backend._loads if call == "preadv" else backend._stores
-            assert await until(lane.stalled)
+            pool = backend._readers if call == "preadv" else backend._writers
+            assert await until(pool.stalled)
             for _ in range(2):
                 assert await asyncio.wait_for(work(), 10) == [False] * 6
             assert await until(lambda: backend.counters()[counter] == before + 17)
@@ -105,9 +105,9 @@ async def test_a_store_in_which_something_raises_is_a_refusal_and_leaves_no_byte
     assert await write(backend, keys[:1]) == [True]
     owner, method = {
         "policy": (HandicapPolicy, "add"),
-        "header": (backend._chunks._files, "_pages"),
-        "name": (backend._keeper.writer, "temporary"),
-        "stat": (backend._keeper, "_allocated"),
+        "header": (backend._store.files, "_pages"),
+        "name": (backend._store.root.writer, "temporary"),
+        "stat": (backend._store, "_allocated"),
     }[where]
     failing(monkeypatch, owner, method, error=error)
     for key in keys[1:]:
@@ -141,7 +141,7 @@ async def test_a_load_in_which_something_raises_is_a_miss(tmp_path, monkeypatch,
     backend = open_disk(tmp_path, io="buffered", read_threads=1)
     keys = keys_of(3)
     assert await write(backend, keys) == [True] * 3
-    failing(monkeypatch, backend._chunks._files, "_pages", times=1, error=MemoryError)
+    failing(monkeypatch, backend._store.files, "_pages", times=1, error=MemoryError)
     assert await backend.read(keys, slots(3, SIZE)) == [False, True, True]
     assert backend.counters() == {"read_failed": 1}
     assert "_pages does not work" in caplog.text
@@ -179,7 +179,7 @@ async def test_a_policy_that_cannot_let_go_of_a_chunk_is_counted_and_keeps_no_fi
 
 
 def open_files():
-    """Descriptors of this process with what each leads to."""
+    """Return the descriptors of this process with their targets."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
@@ -205,12 +205,12 @@ def test_an_open_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, part):
         for _ in range(2):
             with pytest.raises(RuntimeError, match="can't start"):
                 DiskBackend(options, "ns")
-            # Sets, and not counts: what an earlier test left may end meanwhile.
+            # Sets, not counts: threads of an earlier test may end meanwhile.
             assert set(threading.enumerate()) <= threads
             assert open_files() <= descriptors
             assert os.listdir(tmp_path / WRITERS) == []
     backend = DiskBackend(options, "ns")
-    assert backend._keeper.ownership.held
+    assert backend._store.root.evictor.held
     asyncio.run(backend.close())
 
 
@@ -222,7 +222,7 @@ def test_more_threads_than_make_sense_are_refused(tmp_path, field, threads):
     assert caught.value.field == field
 
 
-# ---- a load cut off, an owner that does not know of what others stored ---------------------------
+# ---- a cancelled load, an evictor that does not know the chunks of other processes ---------------
 
 
 async def test_chunks_read_before_a_load_was_cut_off_count_as_used(tmp_path):
@@ -245,14 +245,14 @@ async def test_chunks_read_before_a_load_was_cut_off_count_as_used(tmp_path):
 
 
 async def test_an_owner_without_victims_looks_at_once_for_what_others_stored(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_house, "_TICK_S", 3600.0)
+    monkeypatch.setattr(disk_housekeeper, "_TICK_S", 3600.0)
     settings = {"capacity": ByteSize(6 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
     owner, other = open_disk(tmp_path, "one", **settings), open_disk(tmp_path, "two", **settings)
     assert await write(other, keys_of(6, "two")) == [True] * 6
     looks = []
-    real = Housekeeper._look
+    real = Housekeeper._scan
     monkeypatch.setattr(
-        Housekeeper, "_look", lambda self: (looks.append(time.monotonic()), real(self))
+        Housekeeper, "_scan", lambda self: (looks.append(time.monotonic()), real(self))
     )
     refused = 0
     while await write(owner, keys_of(1, "one")) != [True]:

@@ -1,4 +1,4 @@
-"""After a power loss: what is read is right; with fsync nothing promised is lost."""
+"""After a power loss: loads are right; with fsync no acknowledged chunk is lost."""
 
 import asyncio
 import random
@@ -38,7 +38,7 @@ async def recorded(root, durability):
 
 
 async def reopened(root):
-    """Open what a crash left; return the keys that can be read, having checked every byte."""
+    """Open the files of a crash; check every byte, and return the keys that can be read."""
     backend = DiskBackend(options(root), "power")
     try:
         assert await asyncio.to_thread(backend.wait_ready, 10)

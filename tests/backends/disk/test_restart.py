@@ -1,4 +1,4 @@
-"""What is there after a restart: chunks, their order, the accounting; and what is not."""
+"""After a restart: chunks, their order, the accounting."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
-from kvoffload.backends.disk.paths import LEDGER, OWNER, SHARDS, SNAPSHOT, WRITERS, chunk_path
+from kvoffload.backends.disk.paths import LEDGER, OWNER, SHARDS, SNAPSHOT, WRITERS, shard_of
 from kvoffload.backends.header import namespace_digest
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of, payload_of, slots
@@ -145,7 +145,7 @@ async def test_the_accounting_is_exact_again_whatever_became_of_the_ledger(tmp_p
         path.write_bytes(os.urandom(40))
     else:
         backend = open_disk(tmp_path)
-        backend._keeper.ledger.settle(1 << 40 if ledger == "far too high" else 0)
+        backend._store.root.quota.correct(1 << 40 if ledger == "far too high" else 0)
         await backend.close()
     backend = open_disk(tmp_path)
     assert backend.usage().resident_bytes == 10 * ON_DISK
@@ -233,7 +233,7 @@ async def test_files_that_are_not_ours_are_left_alone(tmp_path):
 
 
 async def test_many_lives_of_one_folder(tmp_path):
-    """What was promised in one life is there in all later ones."""
+    """Chunks acknowledged by one process are present in all later ones."""
     keys = keys_of(60)
     for life in range(10):
         backend = open_disk(tmp_path, io="auto" if life % 2 else "buffered")
@@ -257,7 +257,8 @@ async def test_a_million_entries(tmp_path):
     for shard in SHARDS:
         (namespace / shard).mkdir(mode=0o700)
     for i in range(1_000_000):
-        path = chunk_path(str(namespace), i.to_bytes(36, "big"))
+        key = i.to_bytes(36, "big")
+        path = namespace / shard_of(key) / key.hex()
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
     await backend.close()
     assert max(len(os.listdir(namespace / shard)) for shard in SHARDS) < 5_000
@@ -326,7 +327,7 @@ async def test_folders_removed_under_a_running_engine_are_made_anew(tmp_path, re
         await asyncio.sleep(0.02)
     assert settled(one)
     assert settled(two)
-    assert sum(backend._keeper.ownership.held for backend in (one, two)) == 1
+    assert sum(backend._store.root.evictor.held for backend in (one, two)) == 1
     assert len(list(root.glob("*/manifest.json"))) == 1
     assert len(os.listdir(root / WRITERS)) == 2
     for backend in (one, two):
@@ -391,7 +392,7 @@ async def test_a_purged_namespace_is_gone_and_only_misses_for_whoever_still_uses
     assert await new.read(keys, slots(20, SIZE)) == [True] * 20
     assert new.usage().resident_bytes == 20 * ON_DISK
     assert await old.read(keys, slots(20, SIZE)) == [False] * 20
-    # Whoever has not heard of it goes on in a folder of its own making.
+    # A process that does not know of it continues in a folder that it made.
     assert await old.write(keys, filled(keys, SIZE)) == [True] * 20
     assert await old.read(keys, slots(20, SIZE)) == [True] * 20
     for backend in (old, new):

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from kvoffload.backends.disk import housekeeper as disk_house
+from kvoffload.backends.disk import housekeeper as disk_housekeeper
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.paths import MANIFEST, SNAPSHOT
 from kvoffload.backends.disk.root import ABANDONED_S
@@ -70,15 +70,15 @@ async def test_what_one_writes_the_other_comes_to_know(tmp_path):
 async def test_only_one_evicts_and_the_next_takes_over_when_it_goes(tmp_path):
     settings = {"capacity": ByteSize(10 * ON_DISK), "high_watermark": 0.9, "low_watermark": 0.5}
     one, two = open_disk(tmp_path, **settings), open_disk(tmp_path, "another", **settings)
-    assert [b._keeper.ownership.held for b in (one, two)] == [True, False]
-    # The second may use what is free, and the owner makes room for it among all namespaces.
+    assert [b._store.root.evictor.held for b in (one, two)] == [True, False]
+    # The second may use free space, and the evictor makes room in all namespaces.
     assert await write(one, keys_of(5, "one")) == [True] * 5
     assert await write(two, keys_of(5, "two")) == [True] * 5
     assert await until(lambda: allocated(tmp_path) <= 7 * ON_DISK)
     assert await write(two, keys_of(2, "more")) == [True] * 2
     await one.close()
-    assert await until(lambda: two._keeper.ownership.held)
-    assert await until(lambda: (two._keeper.ledger.refresh() or 0) > 0)
+    assert await until(lambda: two._store.root.evictor.held)
+    assert await until(lambda: (two._store.root.quota.refresh() or 0) > 0)
     for i in range(4):
         await write(two, keys_of(5, f"later{i}"))
         await asyncio.sleep(0.05)
@@ -94,10 +94,10 @@ async def test_the_owner_sees_what_others_use(tmp_path):
     for key in keys:
         await write(owner, [key])
     reader = open_disk(tmp_path, **settings)
-    assert await until(lambda: owner._keeper.others == 1)
+    assert await until(lambda: owner._store.root.other_writers == 1)
     await asyncio.sleep(0.05)
     assert await reader.read(keys[:3], slots(3, SIZE)) == [True] * 3
-    reader._keeper.record_use()
+    reader._store.record_use()
     assert await write(owner, keys_of(4, "new")) == [True] * 4
     assert [owner.holds(key) for key in keys] == [True] * 3 + [False] * 4 + [True]
     await reader.close()
@@ -108,13 +108,13 @@ async def test_the_owner_sees_what_others_use(tmp_path):
 async def test_a_figure_gone_astray_among_several_writers_is_counted_anew(
     tmp_path, monkeypatch, drift
 ):
-    monkeypatch.setattr(disk_house, "_RECOUNT_S", 0.5)
+    monkeypatch.setattr(disk_housekeeper, "_RECOUNT_S", 0.5)
     owner, other = open_disk(tmp_path), open_disk(tmp_path)
     await write(owner, keys_of(7))
-    assert await until(lambda: owner._keeper.others == 1)
-    other._keeper.ledger.give_back(-drift)  # as a process killed between a file and its figure
-    assert other._keeper.ledger.refresh() == 7 * ON_DISK + drift
-    assert await until(lambda: other._keeper.ledger.refresh() == 7 * ON_DISK)
+    assert await until(lambda: owner._store.root.other_writers == 1)
+    other._store.root.quota.release(-drift)  # as a process killed between a file and its figure
+    assert other._store.root.quota.refresh() == 7 * ON_DISK + drift
+    assert await until(lambda: other._store.root.quota.refresh() == 7 * ON_DISK)
     await owner.close()
     await other.close()
 
@@ -129,7 +129,7 @@ async def test_counting_anew_leaves_the_order_of_eviction_alone(tmp_path):
     for path in tmp_path.rglob("*"):  # access times tell of less than the order does
         if path.name in {keys[0].hex(), keys[1].hex()}:
             os.utime(path, (0, 0))
-    Scanner(owner._keeper).look(full=True)
+    Scanner(owner._store).scan(full=True)
     assert await write(owner, keys_of(2, "new")) == [True] * 2
     assert [owner.holds(key) for key in keys] == [True, True, False, False]
     await owner.close()
@@ -140,7 +140,7 @@ async def test_the_folder_of_an_idle_process_does_not_come_to_look_abandoned(tmp
     (folder,) = (path for path in tmp_path.iterdir() if not path.name.startswith("."))
     seen_s = time.time() - ABANDONED_S / 2
     os.utime(folder, (seen_s, seen_s))
-    backend._keeper.hold.keep()
+    backend._store.root.maintain()
     assert time.time() - folder.stat().st_mtime < 60
     await backend.close()
 
@@ -191,7 +191,7 @@ async def test_the_folder_of_an_idle_engine_that_lives_is_left_alone(tmp_path, c
     await idle.describe({"model": "m"})
     os.utime(folder, (0, 0))  # as after an hour without a chunk
     assert await until(lambda: time.time() - folder.stat().st_mtime < 60)
-    Scanner(owner._keeper).look(full=True)
+    Scanner(owner._store).scan(full=True)
     assert (folder / MANIFEST).exists()
     assert await write(idle, keys_of(2)) == [True] * 2
     assert "remade" not in idle.counters()
@@ -216,7 +216,7 @@ async def test_a_namespace_that_cannot_be_removed_keeps_its_manifest(tmp_path):
 
 SWARM = """
 import asyncio, json, os, random, sys
-from kvoffload.backends.disk import housekeeper as disk_house
+from kvoffload.backends.disk import housekeeper as disk_housekeeper
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of, payload_of, slots
@@ -280,7 +280,7 @@ def swarm(root, *, kills, pause_s):
 
 
 def allocated_at_one_moment(root, processes):
-    """What takes up room while nobody moves; a walk beside them would meet a chunk and its heir."""
+    """Return the allocated bytes while all processes are stopped, so that no file counts twice."""
     for process in processes:
         process.send_signal(signal.SIGSTOP)
     for process in processes:
@@ -307,7 +307,7 @@ def check_swarm(root, kills, pause_s):
     assert wrong == 0
     assert reads > 100
     assert writes > 100
-    # A chunk a process, and what the few small files beside the chunks take up.
+    # One chunk a process, and the few small files of the root.
     assert peak <= capacity + 4 * ON_DISK + (64 << 10)
     backend = open_disk(root, "rank0", capacity=ByteSize(capacity))
 

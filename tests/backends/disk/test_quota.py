@@ -1,4 +1,4 @@
-"""A ledger file made by somebody else: sealed as ours are, with counts that no root has."""
+"""A foreign quota file: with a valid seal, and with counts that no root has."""
 
 import fcntl
 import struct
@@ -28,25 +28,25 @@ ABSURD = {
 def test_a_sealed_ledger_with_absurd_counts_is_damaged_until_it_is_set_right(tmp_path, name):
     path = tmp_path / ".ledger"
     path.write_bytes(ABSURD[name])
-    ledger = Quota(Vfs(), str(path), fresh=False)
-    assert ledger.refresh() is None
-    assert not ledger.reserve(100, 1 << 40)
-    ledger.give_back(-100)
-    assert ledger.settle(0)
-    assert ledger.refresh() == 0
-    assert ledger.reserve(100, 1 << 40)
-    assert ledger.refresh() == 100
-    ledger.close()
+    quota = Quota(Vfs(), str(path), fresh=False)
+    assert quota.refresh() is None
+    assert not quota.reserve(100, 1 << 40)
+    quota.release(-100)
+    assert quota.correct(0)
+    assert quota.refresh() == 0
+    assert quota.reserve(100, 1 << 40)
+    assert quota.refresh() == 100
+    quota.close()
 
 
 def test_the_last_count_that_is_good_has_a_good_successor(tmp_path):
     path = tmp_path / ".ledger"
     path.write_bytes(sealed(7, 2**62 - 1))
-    ledger = Quota(Vfs(), str(path), fresh=False)
-    assert ledger.refresh() == 7
-    assert ledger.reserve(100, 1 << 40)
-    assert ledger.refresh() == 107
-    ledger.close()
+    quota = Quota(Vfs(), str(path), fresh=False)
+    assert quota.refresh() == 7
+    assert quota.reserve(100, 1 << 40)
+    assert quota.refresh() == 107
+    quota.close()
 
 
 def test_a_ledger_that_a_stopped_process_has_locked_is_an_error_for_those_who_only_look(tmp_path):
@@ -67,6 +67,6 @@ async def test_a_store_with_such_a_ledger_is_set_right_and_stores(tmp_path):
     with (tmp_path / "root" / ".ledger").open("r+b") as file:
         file.write(ABSURD["changes"])
     assert await write(backend, keys_of(1, "refused")) == [False]
-    assert await until(lambda: backend._keeper.ledger.refresh() is not None)
+    assert await until(lambda: backend._store.root.quota.refresh() is not None)
     assert await write(backend, keys_of(1, "again")) == [True]
     await backend.close()

@@ -1,0 +1,196 @@
+"""Room under a root: reserved before a write, made by eviction."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from kvoffload.backends.disk.index import Index, Name
+from kvoffload.backends.disk.root import RootHandle
+
+log = logging.getLogger(__name__)
+
+_FULL = ("io_ENOSPC", "io_EDQUOT", "io_EROFS")
+_FULL_PAUSE_S = 1.0
+_ROOM_TRIES = 4
+"""Another process may take the room that an eviction made."""
+_MAX_SPARED = 64
+_MAX_UNDELETABLE = 64
+"""One eviction gives up after so many failed removals."""
+
+
+class Space:
+    """The room of one root, on behalf of one process. Thread-safe; never raises OSError."""
+
+    def __init__(
+        self,
+        root: RootHandle,
+        index: Index,
+        count: Callable[[str], None],
+        path_of: Callable[[Name], str],
+        discard: Callable[[Name, str], bool],
+    ) -> None:
+        """Make room under ``root``; ``discard`` removes a chunk for a reason, False: it stays."""
+        self._root = root
+        self._index = index
+        self._count = count
+        self._path_of = path_of
+        self._discard = discard
+        self.in_flight_bytes = 0
+        """Of files being written or removed: folders and quota may differ by these."""
+        self.largest_bytes = 0
+        """The largest reservation of this process."""
+        self.oldest_use_ns = time.time_ns()
+        """When the last evicted chunk had been used."""
+        self.lacks_victims = threading.Event()
+        """Set when a store needs room and no known chunk can leave: a scan may find some."""
+        self.may_evict = False
+        """Whether the index is complete enough to choose victims from."""
+        self._lock = threading.Lock()
+        self._evicting = threading.Lock()
+        self._waiting = 0
+        """Stores that wait for an eviction."""
+        self._paused_until = 0.0
+
+    def reserve(self, allocated_bytes: int) -> bool:
+        """Make room for a write and count it; False: there is no room, do not try."""
+        if allocated_bytes > self._root.limits.capacity_bytes:
+            self._count("refused_size")
+            return False
+        if time.monotonic() < self._paused_until:
+            self._count("refused_full")
+            return False
+        if not self._has_free(allocated_bytes):
+            self._count("refused_min_free")
+            return False
+        self.largest_bytes = max(self.largest_bytes, allocated_bytes)
+        self.add_in_flight(allocated_bytes)
+        granted = False
+        try:
+            # Fairness: stores that wait for an eviction get the freed space first.
+            granted = not self._waiting and self._fits(allocated_bytes)
+            granted = granted or self._evict_for(allocated_bytes)
+        finally:
+            if not granted:
+                self.add_in_flight(-allocated_bytes)
+        if not granted:
+            self._count("refused_capacity")
+        return granted
+
+    def _fits(self, allocated_bytes: int) -> bool:
+        return self._root.quota.reserve(allocated_bytes, self._root.limits.capacity_bytes)
+
+    def _evict_for(self, allocated_bytes: int) -> bool:
+        """Evict until a reservation succeeds."""
+        if not self._is_evictor():
+            return self._fits(allocated_bytes)
+        with self._waiting_for_eviction():
+            for _ in range(_ROOM_TRIES):
+                self._evict_to(self._root.limits.capacity_bytes - allocated_bytes)
+                if self._fits(allocated_bytes):
+                    return True
+        return False
+
+    def cancel(self, allocated_bytes: int) -> None:
+        """Release a reservation whose write failed."""
+        self._root.quota.release(allocated_bytes)
+        self.add_in_flight(-allocated_bytes)
+
+    def commit(self, reserved: int, allocated: int, replaced: int) -> None:
+        """Turn a reservation into a file of ``allocated`` bytes that replaced ``replaced``."""
+        if surplus := reserved - allocated + replaced:
+            self._root.quota.release(surplus)
+        self.add_in_flight(-reserved)
+
+    def write_failed(self, reason: str) -> None:
+        """Count a failed write; pause writes for a while if the disk is full."""
+        self._count(f"write_{reason}")
+        if reason in _FULL:
+            self._paused_until = time.monotonic() + _FULL_PAUSE_S
+            log.warning("disk %s: writing paused, %s", self._root.path, reason)
+
+    def add_in_flight(self, allocated_bytes: int) -> None:
+        """Count bytes of files that a write or removal is moving."""
+        with self._lock:
+            self.in_flight_bytes += allocated_bytes
+
+    def _is_evictor(self) -> bool:
+        return self._root.evictor.held and self.may_evict
+
+    def _has_free(self, allocated_bytes: int) -> bool:
+        """Return whether the file system keeps its minimum free after a write; evict if need be."""
+        root = self._root
+        for _ in range(_ROOM_TRIES):
+            try:
+                space = root.vfs.statvfs(root.path)
+            except OSError:
+                return False
+            needed = root.limits.min_free_bytes + self.in_flight_bytes + allocated_bytes
+            short = needed - space.f_bavail * space.f_frsize
+            if short <= 0:
+                return True
+            if not self._is_evictor():
+                return False
+            with self._waiting_for_eviction():
+                self._evict_to(root.quota.resident_bytes - short)
+        return False
+
+    def evict_one(self) -> bool:
+        """Evict one chunk unless stores wait to evict themselves; return whether to continue."""
+        if self._waiting:
+            return False
+        with self._evicting:
+            return self._evict_to(self._root.quota.resident_bytes - 1, is_wanted=False)
+
+    @contextlib.contextmanager
+    def _waiting_for_eviction(self) -> Iterator[None]:
+        with self._lock:
+            self._waiting += 1
+        try:
+            with self._evicting:
+                yield
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
+    def _evict_to(self, goal_bytes: int, *, is_wanted: bool = True) -> bool:
+        """Evict down to so many allocated bytes; return False if too little could leave.
+
+        ``is_wanted``: a store waits, so a lack of victims justifies a scan.
+        """
+        undeletable = 0
+        while self._root.quota.resident_bytes > goal_bytes:
+            name = self._victim()
+            if name is None:
+                if is_wanted:
+                    self.lacks_victims.set()
+                return False
+            # An undeletable chunk stays out of the order until the next full scan.
+            undeletable += not self._discard(name, "evicted")
+            if undeletable == _MAX_UNDELETABLE:
+                return False
+        return True
+
+    def _victim(self) -> Name | None:
+        """Return the next chunk to evict; spare those that other processes used lately.
+
+        This process's order knows of no use by another process, but access times do. A chunk used
+        in the younger half of the stored past gets a second chance.
+        """
+        for spared in range(_MAX_SPARED + 1):
+            taken = self._index.victims(1)
+            if not taken:
+                return None
+            name = taken[0]
+            if not self._root.other_writers:
+                return name
+            try:
+                used_ns = self._root.vfs.lstat(self._path_of(name)).st_atime_ns
+            except OSError:
+                return name
+            if spared == _MAX_SPARED or used_ns <= (self.oldest_use_ns + time.time_ns()) // 2:
+                self.oldest_use_ns = max(self.oldest_use_ns, used_ns)
+                return name
+            self._index.put_back(name)
+        return None
