@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 GROUPS = tomllib.loads((ROOT / "tools/mutation/groups.toml").read_text())
 JUDGED = tomllib.loads((ROOT / "tools/mutation/judged.toml").read_text())["mutant"]
-PARTS = ["offload", "backends", "transfer", "connectors", "core"]
+PARTS = ["offload", "policies", "backends", "transfer", "connectors", "core"]
 NOT_MUTATED = {
     "kvoffload/backends/base.py",  # protocols
     "kvoffload/backends/memory.py",  # a part of the tests of all other parts
