@@ -33,7 +33,7 @@ from kvoffload.offload.base import (
 from kvoffload.offload.events import CPU, DROPPED, NOT_ADMITTED, NOT_WANTED, EventLog
 from kvoffload.offload.hints import NO_HINTS, HintReader, Hints
 from kvoffload.offload.host_cache import HostCache
-from kvoffload.offload.jobs import JobsInFlight, request_id
+from kvoffload.offload.in_flight import JobsInFlight, request_id
 from kvoffload.offload.lookup import Lookups
 from kvoffload.offload.passthrough import PassThrough
 from kvoffload.offload.retirement import Retirement

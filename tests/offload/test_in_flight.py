@@ -7,7 +7,7 @@ from opcodes import count_opcodes
 
 from kvoffload.offload.base import CPULoadStoreSpec, LoadJob, ReqContext, make_offload_key
 from kvoffload.offload.host_cache import HostCache
-from kvoffload.offload.jobs import JobsInFlight
+from kvoffload.offload.in_flight import JobsInFlight
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
 

@@ -1,0 +1,78 @@
+"""Answers of several ranks: the manager is answered once, after the last rank."""
+
+import pytest
+from manager_parts import Store, keys, new_manager, put
+
+from kvoffload.connectors.jobs import JobTable
+from kvoffload.messages import make_offload_key
+from kvoffload.offload.host_cache import HostCache
+from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.policies.lru import LRUPolicy
+
+KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(3)]
+ID = 77
+"""The id under which workers carry a job out need not be the manager's."""
+
+
+@pytest.fixture
+def manager():
+    return TieredOffloadingManager(HostCache(3, LRUPolicy(3)))
+
+
+def store(manager, ranks, keys=KEYS):
+    jobs = JobTable(manager, ranks)
+    jobs.begin(ID, manager.prepare_store(keys).job)
+    return jobs
+
+
+def test_a_chunk_is_good_only_if_it_is_good_on_every_rank(manager):
+    jobs = store(manager, 3)
+    assert jobs.answer(ID, (True, True, False)) is None
+    assert manager.lookup(KEYS[0]) is False
+    ended = jobs.answer(ID, (True, False, True), "deadline", ranks=2)
+    assert ended.ok == (True, False, False)
+    assert (ended.reason, ended.stale, len(jobs)) == ("deadline", False, 0)
+    assert [manager.lookup(key) for key in KEYS] == [True, False, False]
+    assert manager.busy_slots == 0
+
+
+def test_slots_of_failed_chunks_stay_out_of_use_until_all_ranks_are_settled(manager):
+    jobs = store(manager, 3)
+    for ok in ((True, False, False), (False, True, True)):
+        jobs.answer(ID, ok, unsettled=1)
+    jobs.settle(ID)  # one rank, before the last one answers
+    jobs.answer(ID, (False, False, True), unsettled=1)
+    assert manager.busy_slots == 3
+    jobs.settle(ID)
+    assert manager.busy_slots == 3
+    jobs.settle(ID)
+    assert manager.busy_slots == 0
+    assert manager.counters["unexpected_release"] == 0
+    manager.check()
+
+
+def test_all_slots_of_an_unsettled_write_through_stay_out_of_use():
+    manager = new_manager(slots=2, stores=[Store()], max_persisting_slots=2)
+    put(manager, keys("a", 2))
+    (transfer,) = manager.take_transfers()
+    jobs = JobTable(manager)
+    jobs.begin(transfer.id, transfer)
+    jobs.answer(transfer.id, (True, False), unsettled=1)
+    assert manager.busy_slots == 2
+    jobs.settle(transfer.id)
+    assert manager.busy_slots == 0
+
+
+def test_what_a_reset_overtook_ends_as_if_it_had_failed(manager):
+    jobs = store(manager, 1)
+    manager.reset_cache()
+    jobs.mark_stale()
+    ended = jobs.answer(ID, (True, True, True))
+    assert (ended.ok, ended.stale) == ((False,) * 3, True)
+    assert [manager.lookup(key) for key in KEYS] == [False] * 3
+    assert manager.busy_slots == 0
+
+
+def test_a_settled_job_that_is_unknown_is_harmless(manager):
+    JobTable(manager).settle(ID)
+    assert manager.counters["unexpected_release"] == 0
