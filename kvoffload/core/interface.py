@@ -1,7 +1,7 @@
-"""What the KV cache of a model is: the format of each layer, its groups, and where pages lie.
+"""The KV cache of a model: the format of each layer, its groups, and where pages lie.
 
-The formats themselves are in :mod:`kvoffload.core.formats`; take them from here. Nothing in this
-module imports torch.
+The formats are defined in :mod:`kvoffload.core.formats`; import them from here. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from kvoffload.core.formats import (
     MLAAttentionSpec,
     ModelLimits,
     SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
     cdiv,
-    spec_kind,
 )
+from kvoffload.core.uniform import UniformTypeKVCacheSpecs, spec_kind
 from kvoffload.errors import KVCacheSpecError
 
 __all__ = [

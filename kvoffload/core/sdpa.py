@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
+from kvoffload.core.attention_base import BuilderFactory, CommonAttentionMetadata
 from kvoffload.core.interface import KVCacheSpec
-
-if TYPE_CHECKING:
-    from kvoffload.core.attention import BuilderFactory, CommonAttentionMetadata
 
 
 class SdpaPagedBackend:
