@@ -1,7 +1,7 @@
 """The prefix-cached block manager: which blocks each request holds, in every KV cache group.
 
-An allocation is a *plan* (how many blocks, which are adopted) and a *commit*. The plan is what is
-counted and what is carried out, so the two cannot disagree. The public verbs are those of vLLM.
+An allocation is a *plan* (how many blocks, which are adopted) and a *commit*. The manager counts
+and carries out the same plan, so the two cannot disagree. The public verbs are those of vLLM.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from math import gcd, lcm
 
 from kvoffload.core.block_pool import NULL_BLOCK, BlockPool
-from kvoffload.core.cache_stats import BlockStored, KVCacheEvent, PrefixCacheStats
+from kvoffload.core.cache_stats import KVCacheEvent, PrefixCacheStats
 from kvoffload.core.groups import Group, make_group
 from kvoffload.core.hashing import HashChain
 from kvoffload.core.interface import KVCacheConfig
 from kvoffload.core.prefix import KVCacheBlocks, PrefixFinder, RequestLike
-from kvoffload.core.request_blocks import RequestBlocks
+from kvoffload.core.request_blocks import RequestBlocks, check_holders, stored_runs
 from kvoffload.errors import KVCacheSpecError, UsageError
 
 
@@ -66,7 +66,8 @@ class KVCacheManager:
         self._finder = PrefixFinder(self.pool, self.groups, self.hash_block_size, self.block_size)
         self._nothing = self._finder.nothing
         self._sequences: dict[str, RequestBlocks] = {}
-        self._deferred: list[tuple[list[int], ...]] = []
+        # By identity: what callers of pop_blocks_for_free() have yet to give back.
+        self._deferred: dict[int, tuple[list[int], ...]] = {}
         self._stats = PrefixCacheStats() if log_stats else None
 
     # -- figures -----------------------------------------------------------------------------
@@ -81,13 +82,13 @@ class KVCacheManager:
         """Whether tables hold every block from the start, so that a gap can be computed in place.
 
         Where windows or states leave blocks out, a request whose load brought less than promised
-        must be freed and admitted anew.
+        must be freed and admitted again.
         """
         return not self._dropping
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be given out, cached ones that nobody holds included."""
+        """Blocks that can be given out, cached ones without a reference included."""
         return self.pool.num_free
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
@@ -100,8 +101,6 @@ class KVCacheManager:
     def take_events(self) -> list[KVCacheEvent]:
         """Return the events since the last call, in order."""
         return self.pool.take_events()
-
-    # -- finding a prefix --------------------------------------------------------------------
 
     def get_computed_blocks(self, request: RequestLike) -> tuple[KVCacheBlocks, int]:
         """Find the longest prefix of a request that is cached in every group.
@@ -290,15 +289,17 @@ class KVCacheManager:
         loaded, grown = new.blocks[: len(self.groups)], new.blocks[len(self.groups) :]
         return KVCacheBlocks(tuple(a + b for a, b in zip(loaded, grown, strict=True)))
 
-    # -- registering -------------------------------------------------------------------------
-
     def cache_blocks(self, request: RequestLike, num_computed_tokens: int) -> None:
         """Register the full blocks among a request's first ``num_computed_tokens`` tokens.
 
         :meth:`allocate_slots` does it by itself unless told to delay.
         """
         if self.enable_caching:
-            sequence = self._held(request.request_id)
+            sequence = self._sequences.get(request.request_id)
+            if sequence is None:
+                raise UsageError(
+                    f"{request.request_id} holds no blocks: allocate_slots() comes first"
+                )
             done = min(num_computed_tokens, len(request.chain))
             self._register(sequence, request.chain, done)
 
@@ -319,34 +320,8 @@ class KVCacheManager:
             hashes = group.hashes(chain.hashes)
             known = self.pool.register(index, blocks, hashes[start:full])
             if self.pool.enable_events:
-                self._announce(group, chain, hashes, start, full, known)
-
-    def _announce(
-        self,
-        group: Group,
-        chain: HashChain,
-        hashes: Sequence[bytes],
-        start: int,
-        end: int,
-        known: Iterable[int],
-    ) -> None:
-        """Record blocks ``start`` to ``end`` as stored, in runs between those already known."""
-        size = group.block_size
-        for stop in (*(start + position for position in known), end):
-            if start < stop:
-                self.pool.add_event(
-                    BlockStored(
-                        block_hashes=list(hashes[start:stop]),
-                        parent_block_hash=hashes[start - 1] if start else None,
-                        token_ids=chain.token_ids[start * size : stop * size],
-                        block_size=size,
-                        lora_name=chain.extras.lora,
-                        group_idx=group.index,
-                    )
-                )
-            start = stop + 1
-
-    # -- giving back -------------------------------------------------------------------------
+                for event in stored_runs(group, chain, hashes, start, full, known):
+                    self.pool.add_event(event)
 
     def free(self, request: RequestLike) -> None:
         """Give back all blocks of a request, tails first. A request that holds none is no error."""
@@ -356,25 +331,21 @@ class KVCacheManager:
         """Forget a request but keep its blocks from reuse, because a transfer still reads them.
 
         Returns:
-            What to hand to :meth:`free_blocks` when nothing touches the blocks any more.
+            The argument of :meth:`free_blocks` once no transfer uses the blocks.
         """
         self._finder.forget(request.request_id)
         sequence = self._sequences.pop(request.request_id, None)
         if sequence is None:
             return ()
         held = sequence.tails_first()
-        self._deferred.append(held)
+        self._deferred[id(held)] = held
         return held
 
     def free_blocks(self, held: tuple[list[int], ...]) -> None:
         """Give back blocks that :meth:`pop_blocks_for_free` returned, once."""
         if not held:
             return
-        for position, other in enumerate(self._deferred):
-            if other is held:
-                del self._deferred[position]
-                break
-        else:
+        if self._deferred.pop(id(held), None) is None:
             raise UsageError("these blocks were given back before")
         for blocks in held:
             if blocks:
@@ -402,8 +373,6 @@ class KVCacheManager:
             self._stats = PrefixCacheStats(reset=True)
         return True
 
-    # -- looking -----------------------------------------------------------------------------
-
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """Return a request's block tables; copies."""
         return KVCacheBlocks(self.get_block_ids(request_id))
@@ -422,27 +391,7 @@ class KVCacheManager:
             UsageError: names the first one broken.
         """
         self.pool.check()
-        holders = [0] * self.pool.num_blocks
-        for sequence in self._sequences.values():
-            for table, live in zip(sequence.tables, sequence.live, strict=True):
-                if any(table[:live]):
-                    raise UsageError("a block behind the window is still in a table")
-                for block in table:
-                    holders[block] += block != NULL_BLOCK
-        for held in self._deferred:
-            for blocks in held:
-                for block in blocks:
-                    holders[block] += 1
-        for block in range(1, self.pool.num_blocks):
-            if holders[block] != self.pool.ref_count(block):
-                counted = self.pool.ref_count(block)
-                raise UsageError(f"block {block}: in {holders[block]} tables, {counted} holders")
-
-    def _held(self, request_id: str) -> RequestBlocks:
-        sequence = self._sequences.get(request_id)
-        if sequence is None:
-            raise UsageError(f"{request_id} holds no blocks: allocate_slots() comes first")
-        return sequence
+        check_holders(self.pool, self._sequences.values(), self._deferred.values())
 
     def _count_lookup(self, num_tokens: int, num_found: int) -> None:
         if self._stats is not None and self.enable_caching:

@@ -1,15 +1,18 @@
-"""The blocks one request holds."""
+"""The block tables of one request, and the events of its blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
-from kvoffload.core.block_pool import NULL_BLOCK
+from kvoffload.core.block_pool import NULL_BLOCK, BlockPool
+from kvoffload.core.cache_stats import BlockStored
 from kvoffload.core.groups import Group
+from kvoffload.core.hashing import HashChain
+from kvoffload.errors import UsageError
 
 
 class RequestBlocks:
-    """A request's block tables, one a group, and what is known of them.
+    """A request's block tables, one a group, and their progress.
 
     Attributes:
         tables: block ids in order of position, null blocks where none is needed.
@@ -56,3 +59,53 @@ class RequestBlocks:
             [block for block in reversed(table[live:]) if block]
             for table, live in zip(self.tables, self.live, strict=True)
         )
+
+
+def stored_runs(
+    group: Group,
+    chain: HashChain,
+    hashes: Sequence[bytes],
+    start: int,
+    end: int,
+    known: Iterable[int],
+) -> Iterator[BlockStored]:
+    """Make events for blocks ``start`` to ``end``, in runs between those already known."""
+    size = group.block_size
+    for stop in (*(start + position for position in known), end):
+        if start < stop:
+            yield BlockStored(
+                block_hashes=list(hashes[start:stop]),
+                parent_block_hash=hashes[start - 1] if start else None,
+                token_ids=chain.token_ids[start * size : stop * size],
+                block_size=size,
+                lora_name=chain.extras.lora,
+                group_idx=group.index,
+            )
+        start = stop + 1
+
+
+def check_holders(
+    pool: BlockPool,
+    requests: Iterable[RequestBlocks],
+    deferred: Iterable[tuple[list[int], ...]],
+) -> None:
+    """Compare the pool's reference counts with all tables, in O(blocks); for tests.
+
+    Raises:
+        UsageError: names the first block that is counted wrong.
+    """
+    holders = [0] * pool.num_blocks
+    for request in requests:
+        for table, live in zip(request.tables, request.live, strict=True):
+            if any(table[:live]):
+                raise UsageError("a block behind the window is still in a table")
+            for block in table:
+                holders[block] += block != NULL_BLOCK
+    for held in deferred:
+        for blocks in held:
+            for block in blocks:
+                holders[block] += 1
+    for block in range(1, pool.num_blocks):
+        counted = pool.ref_count(block)
+        if holders[block] != counted:
+            raise UsageError(f"block {block}: in {holders[block]} tables, {counted} holders")
