@@ -1,10 +1,10 @@
-"""Which block holds which contents: a hash table over arrays, for one block or for thousands.
+"""A hash table from contents to blocks over arrays, for one block or for thousands.
 
-A Python dict would keep an object for every hash and every block number, and visit them one after
-the other. Here the table is a row of block numbers, open addressing with linear probing, and the
-hashes lie side by side in one buffer, so that a prompt's blocks are looked up, added and removed
-by a few numpy calls. The hash is stored and compared whole; only its place in the table comes from
-its first eight bytes, scattered by a random factor: nobody can choose prompts that crowd it.
+A Python dict would keep an object for every hash and every block number, and visit them one by one.
+This table is a row of block numbers, open addressing with linear probing. The hashes lie side by
+side in one buffer, so that a few numpy calls look up, add and remove a prompt's blocks. The table
+stores and compares whole hashes. A hash's place comes from its first eight bytes, scattered by a
+random factor: no client can choose prompts that collide.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class BlockIndex:
         slots = self._homes_of(blocks)
         while len(blocks) > FEW:
             free = self._slots[slots] == _EMPTY
-            # Of several that want one slot the last written gets it; the others see that and go on.
+            # The last block written to a slot keeps it; the losers see that and probe on.
             self._slots[slots[free]] = blocks[free]
             here = self._slots[slots] == blocks
             self._ats[blocks[here]] = slots[here]
@@ -195,7 +195,7 @@ class BlockIndex:
         return left
 
     def _rebuild(self) -> None:
-        """Add everything anew, to be rid of deleted slots; once in num_blocks / 2 additions."""
+        """Add all blocks again to drop deleted slots; once in num_blocks / 2 additions."""
         listed = self._slots[self._slots > 0].copy()
         self.clear()
         self.add(listed)

@@ -28,19 +28,19 @@ _CACHED_ALREADY = "a block to register is cached already; forget it first"
 class BlockPool:
     """Blocks 1 to ``num_blocks - 1``: reference counts, reuse order, and contents by hash.
 
-    A block that nobody holds is *free*: it may be taken, in the order of
+    A block without a reference is *free*: it may be taken, in the order of
     :class:`~kvoffload.core.free_queue.FreeBlockQueue`. A free block that was registered can still
     be found and adopted until it is taken.
 
     Args:
         num_blocks: including the null block.
         num_groups: KV cache groups that use the blocks; a block belongs to one at a time.
-        enable_events: record what becomes findable and what ceases to be.
+        enable_events: record which blocks become findable and which no longer are.
 
     Attributes:
-        index: what can be found; read only for others.
+        index: the findable blocks; only the pool writes it.
         num_registrations: grows with each :meth:`register`: a lookup might find more than before.
-        num_losses: grows when a block someone watches is forgotten: a lookup might find less.
+        num_losses: grows when a watched block is forgotten: a lookup might find less.
         num_moves: grows whenever blocks are taken, adopted or released.
     """
 
@@ -98,22 +98,21 @@ class BlockPool:
         return blocks
 
     def num_idle(self, blocks: Ints) -> int:
-        """Count the blocks among these that nobody holds: adopting them uses up free blocks."""
+        """Count the blocks without a reference: adopting them uses up free blocks."""
         return len(blocks) - int(np.count_nonzero(self._refs[blocks]))
 
     def adopt(self, blocks: Ints) -> None:
-        """Hold blocks that were found, once more each. The null block must not be among them."""
+        """Add one reference to each block found. The null block must not be among them."""
         self.num_moves += 1
         held = self._refs[blocks]
         self._refs[blocks] = held + 1
         self.free_queue.remove(blocks[held == 0])
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Stop holding blocks, each once; give the tail of a prefix first, so that it goes first.
+        """Drop one reference to each block; give the tail of a prefix first: it is reused first.
 
-        Blocks that nobody holds any more become free: those without contents are reused first,
-        the last released before the others; then come those with contents, the longest unused
-        first.
+        Blocks without a further reference become free. Blocks without contents are reused first,
+        the last released one at the front; then blocks with contents, the longest unused first.
 
         Raises:
             UsageError: a block is not held (or is the null block); nothing is released.
@@ -200,7 +199,7 @@ class BlockPool:
         self._watched[blocks] = True
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Make blocks unfindable; whoever holds them goes on holding them."""
+        """Make blocks unfindable; their references stay."""
         ids = np.unique(np.array(blocks, dtype=np.int32))
         self._forget(ids[self._cacheds[ids]])
 

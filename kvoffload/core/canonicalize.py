@@ -1,4 +1,4 @@
-"""An engine's caches as rows of bytes, whatever their layout: what transfers read and write."""
+"""An engine's caches, in any layout, as rows of bytes that transfers read and write."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Names of older vLLM versions, for code written against them. New code needs nothing from here.
 
-Blocks are objects and block hashes are tuples in this module, as they were; the block manager
-itself (:mod:`kvoffload.core.manager`) works on numbers and bytes. Each name says what took its
-place.
+Blocks are objects and block hashes are tuples in this module, as they were. The block manager
+(:mod:`kvoffload.core.manager`) works on numbers and bytes. Each docstring names the replacement.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def hash_request_tokens(
 
 
 def need_extra_keys(request: RequestLike) -> bool:
-    """Whether anything beside tokens decides the request's KV."""
+    """Whether inputs besides tokens decide the request's KV."""
     extras = request.chain.extras
     return bool(extras.mm_items or extras.lora is not None or extras.cache_salt)
 
@@ -125,16 +124,16 @@ class KVCacheBlock:
     next_free_block: KVCacheBlock | None = field(default=None, repr=False, compare=False)
 
     def incr_ref(self) -> None:
-        """Hold the block once more."""
+        """Add a reference."""
         self.ref_cnt += 1
 
     def decr_ref(self) -> None:
-        """Hold the block once less."""
+        """Drop a reference."""
         self.ref_cnt -= 1
 
     @property
     def block_hash(self) -> BlockHashType | None:
-        """What the block is cached under; set once, until :meth:`reset_hash`."""
+        """The hash that the block is cached under; set once, until :meth:`reset_hash`."""
         return self._block_hash
 
     @block_hash.setter

@@ -14,12 +14,12 @@ _NOWHERE = -1
 
 
 class FreeBlockQueue:
-    """Free blocks in reuse order: a stack of blocks without contents, then a queue of the others.
+    """Free blocks in reuse order: a stack of blocks without contents, then a queue of the rest.
 
-    The queue is a long row of block numbers; ``place[block]`` says where in the row a block's
-    entry is. Taking a block out of the middle only clears its place: the entry left behind is
-    skipped later. When the row's end is reached, live entries move to its front, at most once in
-    ``num_blocks / 2`` appends. All operations are O(1) a block, amortised.
+    The queue is a long row of block numbers; ``place[block]`` is the index of a block's entry.
+    Taking a block out of the middle only clears its place: the stale entry is skipped later. When
+    the row's end is reached, live entries move to its front, at most once in ``num_blocks / 2``
+    appends. All operations are O(1) a block, amortised.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -33,7 +33,7 @@ _NOTHING: Ints = np.zeros(0, dtype=np.int32)
 
 
 class Group:
-    """Full attention, and the behaviour others depart from: every block is needed to the end.
+    """Full attention, and the base of the other kinds: every block is needed to the end.
 
     Args:
         index: of the group in the plan.

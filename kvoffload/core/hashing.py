@@ -43,13 +43,13 @@ class MultiModalItem:
 
 @dataclass(frozen=True)
 class Extras:
-    """What else, beside its tokens, decides the KV of a prompt.
+    """The inputs besides its tokens that decide the KV of a prompt.
 
     Attributes:
-        lora: name of the adapter it is computed with. Only the name is hashed, so it must change
-            with the adapter's weights.
+        lora: name of the prompt's adapter. Only the name is hashed, so it must change with the
+            adapter's weights.
         mm_items: multi-modal items, ordered by offset.
-        cache_salt: keeps it apart from prompts with other salts.
+        cache_salt: prompts with different salts share nothing.
     """
 
     lora: str | None = None
@@ -225,8 +225,8 @@ class HashChain:
         cache_salt: requests with different salts share nothing.
 
     Attributes:
-        extras: what else the hashes cover.
-        token_ids: all tokens; read only for others than the chain.
+        extras: the further inputs that the hashes cover.
+        token_ids: all tokens; only the chain writes them.
         hashes: one for each *full* block; read only.
     """
 

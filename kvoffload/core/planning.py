@@ -216,7 +216,7 @@ def get_kv_cache_config(
         limits: of the engine.
         kv_cache_spec: layer name → format, in layer order.
         available_memory_bytes: for all pages together, the null block's included.
-        num_blocks_override: so many blocks, whatever the memory given would hold.
+        num_blocks_override: this many blocks, not as many as the memory would hold.
         packed: lay all layers of a block side by side in one allocation, so that a block is one
             piece of memory.
 

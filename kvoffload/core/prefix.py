@@ -108,7 +108,7 @@ class PrefixFinder:
         self.hash_block_size = hash_block_size
         self.block_size = block_size
         self.nothing = KVCacheBlocks(tuple([] for _ in groups))
-        # Kinds whose hits can only be cut short come first: they bound the search of the others.
+        # Kinds whose hits can only be cut short come first: they bound the search of the rest.
         self._search_order = sorted(groups, key=lambda group: not group.prefix_closed)
         self._memo: OrderedDict[str, _Memo] = OrderedDict()
 

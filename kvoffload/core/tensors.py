@@ -129,7 +129,7 @@ def reshape_kv_cache(
 def _layers_with_whole_pages(
     config: KVCacheConfig, backends: Mapping[str, AttentionBackend]
 ) -> set[str]:
-    """Name the layers whose pages must lie in one piece, whatever their backend prefers."""
+    """Name the layers whose pages must lie in one piece, against their backend's preference."""
     specs = config.layer_specs
     whole: set[str] = set()
     for tensor in config.kv_cache_tensors:

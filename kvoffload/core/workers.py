@@ -41,7 +41,7 @@ def get_kv_cache_configs(
         kv_cache_specs: a worker's layers, each layer name → format, in layer order. Ranks of one
             stage have the same layers.
         available_memory_bytes: by worker, for all its pages together.
-        num_blocks_override: so many blocks, whatever the memory given would hold.
+        num_blocks_override: this many blocks, not as many as the memory would hold.
         packed: lay all layers of a block side by side in one allocation.
 
     Returns:

@@ -1,7 +1,7 @@
-"""How host memory is cut up when KV cache groups have chunks of several sizes.
+"""The division of host memory when KV cache groups have chunks of several sizes.
 
-Memory is rows of one size (see :mod:`kvoffload.transfer.slab`), of which any chunk takes a whole
-number. Some consecutive rows are an *extent*; each extent serves chunks of one size at a time.
+Memory consists of rows of one size (see :mod:`kvoffload.transfer.slab`). A chunk takes a whole
+number of rows. Consecutive rows form an *extent*, which serves chunks of one size at a time.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ class HostGeometry:
     row_bytes: int
     num_rows: int
     rows_of_group: tuple[int, ...]
-    """Rows that a chunk of each KV cache group takes."""
+    """Rows of a chunk of each KV cache group."""
     extent_rows: int
-    """Rows of an extent; 0 where all chunks are one row and there are no extents."""
+    """Rows of an extent; 0 if every chunk is one row and there are no extents."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -37,12 +37,12 @@ class HostGeometry:
     def plan(
         cls, total_bytes: int, chunk_bytes: Sequence[int], setting: str = "cpu_bytes"
     ) -> "HostGeometry":
-        """Cut memory up for chunks of these sizes, one for each group; 0 for a group never stored.
+        """Divide memory for chunks of these sizes, one for each group; 0 for a group never stored.
 
-        ``setting`` is what an error names.
+        Errors name ``setting``.
 
         Raises:
-            ConfigError: it cannot hold one chunk of each size at a time.
+            ConfigError: the memory cannot hold one chunk of each size at a time.
         """
         sizes = sorted({size for size in chunk_bytes if size})
         row_bytes = gcd(*sizes)
@@ -55,14 +55,14 @@ class HostGeometry:
                 f"must hold at least one chunk of each size, {human_bytes(sizes[-1])} the largest; "
                 "raise it or lower blocks_per_chunk",
             )
-        # A group that is never stored counts as the smallest size: it takes nothing anyway.
+        # A group that is never stored counts as the smallest size: it takes no slots.
         rows_of_group = tuple(max(size, sizes[0]) // row_bytes for size in chunk_bytes)
         extent_rows = 0 if len(rows) == 1 else _extent_rows(num_rows, rows)
         return cls(row_bytes, num_rows, rows_of_group, extent_rows)
 
 
 def _extent_rows(num_rows: int, rows: Sequence[int]) -> int:
-    """Choose an extent: small against the memory, yet with little left over for any size."""
+    """Choose an extent that is small against the memory and wastes little for any size."""
     largest = rows[-1]
     most = min(64 * largest, num_rows // (16 * len(rows)))
     best, least = largest, 1.0

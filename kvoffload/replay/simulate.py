@@ -1,7 +1,7 @@
 """Run requests through policies and count hits: the model of a store, without the store.
 
-A request looks up its blocks from the head; the *contiguous prefix* it finds is what an engine can
-use. Then all its blocks are used, tail first, and those missing are stored in place of victims.
+A request looks up its blocks from the head; an engine can use the *contiguous prefix* it finds.
+Then all its blocks are used, tail first, and missing blocks are stored in place of victims.
 """
 
 import heapq
@@ -15,7 +15,7 @@ from kvoffload.policies.base import Policy
 from kvoffload.replay.requests import Keys, Requests
 
 Progress = Callable[[int], None]
-"""Told now and then how many blocks were used since it was last told."""
+"""Called now and then with the number of blocks used since the last call."""
 Weights = Mapping[bytes, float]
 """How many uses each use of a block stands for, in a sample; empty if it is the whole trace."""
 WHOLE: Weights = {}
@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 @dataclass
 class Hits:
-    """What one replay found, in blocks; of a sample, an estimate for the whole trace."""
+    """The hits of one replay, in blocks; of a sample, an estimate for the whole trace."""
 
     accesses: float = 0
     prefix: float = 0
@@ -240,9 +240,9 @@ def _next_uses(requests: Requests) -> "array[int]":
 class _Farthest:
     """Finds the block whose next use is the farthest, among those that ``held`` has.
 
-    A heap of single numbers, which name both the next use and the block. A block's entry is stale
-    once ``held`` has another next use for it; stale entries are dropped before they are the
-    majority.
+    The heap holds single numbers, which name both the next use and the block. A block's entry is
+    stale once ``held`` has another next use for it. Stale entries are dropped before they outnumber
+    the live ones.
     """
 
     def __init__(self, held: Mapping[int, int], num_blocks: int) -> None:

@@ -17,7 +17,7 @@ from kvoffload.policies.handicap import HandicapPolicy
 from kvoffload.policies.lru import LRUPolicy
 
 ORDERS = [LRUPolicy, LRUPolicy, ARCPolicy, HandicapPolicy]
-"""One that carries slots, one that takes keys in bulk, one that does neither."""
+"""One without notes on pinned keys, one with ghosts, one that learns."""
 HINTS = [
     None,
     None,

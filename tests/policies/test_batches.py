@@ -1,4 +1,4 @@
-"""A batch decides as calls for each key do, whatever happened before."""
+"""A batch decides as calls for each key do, after any history."""
 
 import random
 from collections import OrderedDict
