@@ -6,7 +6,7 @@ not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -46,6 +46,12 @@ __all__ = [
 ]
 
 
+def _make_tuples(owner: object, *names: str) -> None:
+    """Turn fields of a frozen dataclass into tuples: callers may pass lists."""
+    for name in names:
+        object.__setattr__(owner, name, tuple(getattr(owner, name)))
+
+
 @dataclass(frozen=True)
 class KVCacheTensor:
     """Where the pages of some layers lie: page i at ``offset + i * block_stride``.
@@ -60,41 +66,29 @@ class KVCacheTensor:
     """
 
     size: int
-    shared_by: tuple[str, ...]
+    shared_by: Sequence[str] = ()
     offset: int = 0
     block_stride: int = 0
     allocation: int | None = None
 
-    def __init__(
-        self,
-        size: int,
-        shared_by: Iterable[str] = (),
-        offset: int = 0,
-        block_stride: int = 0,
-        allocation: int | None = None,
-    ) -> None:
-        if size < 0 or offset < 0 or block_stride < 0:
+    def __post_init__(self) -> None:
+        if self.size < 0 or self.offset < 0 or self.block_stride < 0:
             raise KVCacheSpecError(
-                f"KVCacheTensor(size={size}, offset={offset}, block_stride={block_stride}): "
-                "sizes must be 0 or more"
+                f"KVCacheTensor(size={self.size}, offset={self.offset}, "
+                f"block_stride={self.block_stride}): sizes must be 0 or more"
             )
-        object.__setattr__(self, "size", size)
-        object.__setattr__(self, "shared_by", tuple(shared_by))
-        object.__setattr__(self, "offset", offset)
-        object.__setattr__(self, "block_stride", block_stride)
-        object.__setattr__(self, "allocation", allocation)
+        _make_tuples(self, "shared_by")
 
 
 @dataclass(frozen=True)
 class KVCacheGroupSpec:
     """Layers that share one block table; the block manager sees them as one layer."""
 
-    layer_names: tuple[str, ...]
+    layer_names: Sequence[str]
     kv_cache_spec: KVCacheSpec
 
-    def __init__(self, layer_names: Iterable[str], kv_cache_spec: KVCacheSpec) -> None:
-        object.__setattr__(self, "layer_names", tuple(layer_names))
-        object.__setattr__(self, "kv_cache_spec", kv_cache_spec)
+    def __post_init__(self) -> None:
+        _make_tuples(self, "layer_names")
 
     def layer_spec(self, layer_name: str) -> KVCacheSpec:
         """Return the format of one layer of the group."""
@@ -115,18 +109,11 @@ class KVCacheConfig:
     """
 
     num_blocks: int
-    kv_cache_tensors: tuple[KVCacheTensor, ...]
-    kv_cache_groups: tuple[KVCacheGroupSpec, ...]
+    kv_cache_tensors: Sequence[KVCacheTensor]
+    kv_cache_groups: Sequence[KVCacheGroupSpec]
 
-    def __init__(
-        self,
-        num_blocks: int,
-        kv_cache_tensors: Iterable[KVCacheTensor],
-        kv_cache_groups: Iterable[KVCacheGroupSpec],
-    ) -> None:
-        object.__setattr__(self, "num_blocks", num_blocks)
-        object.__setattr__(self, "kv_cache_tensors", tuple(kv_cache_tensors))
-        object.__setattr__(self, "kv_cache_groups", tuple(kv_cache_groups))
+    def __post_init__(self) -> None:
+        _make_tuples(self, "kv_cache_tensors", "kv_cache_groups")
 
     @property
     def tensors(self) -> Mapping[str, KVCacheTensor]:

@@ -78,7 +78,7 @@ def get_kv_cache_groups(kv_cache_spec: Specs) -> list[KVCacheGroupSpec]:
         return create_kv_cache_group_specs(kept, [list(kept)])
     uniform = UniformTypeKVCacheSpecs.from_specs(kept)
     if uniform is not None:
-        return [KVCacheGroupSpec(kept, uniform)]
+        return [KVCacheGroupSpec(tuple(kept), uniform)]
     return _groups_of_equal_pages(unify_page_sizes(kept))
 
 
