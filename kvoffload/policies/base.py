@@ -61,7 +61,7 @@ class Policy(Protocol):
 
 def refusal(make: Callable[[int], Policy]) -> str:
     """Try a policy on a batch of two keys; return why it cannot be used, or ""."""
-    keys = (bytes(36), bytes(35) + b"\1")
+    keys = (b"first", b"second")
     try:
         policy = make(4)
         policy.add(keys)
