@@ -1,7 +1,7 @@
 """A wrapper that makes any backend misbehave on purpose, by a plan.
 
-Wrap the backend of a test to see what the layers above do with a store that raises, hangs, is slow,
-lies, or returns damaged bytes. The backend underneath stays whole.
+Wrap the backend of a test to see how the layers above treat a store that fails. A call raises,
+hangs, is slow, answers wrongly, or returns damaged bytes. The inner backend stays whole.
 """
 
 import asyncio
