@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvoffload.backends.base import ReadResult, Removal, Usage
-from kvoffload.backends.threaded import ThreadedBackend
+from kvoffload.backends.threaded import InlineBackend
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
 
@@ -26,7 +26,7 @@ class MemoryOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError("capacity", int(self.capacity), "must be more than 0 bytes")
 
 
-class MemoryBackend(ThreadedBackend):
+class MemoryBackend(InlineBackend):
     """Chunks in a dictionary, gone with the process. For tests, examples and ordinary memory.
 
     Copies run on the loop itself: one chunk takes less time than a hop to a thread.
@@ -35,7 +35,7 @@ class MemoryBackend(ThreadedBackend):
     Options = MemoryOptions
 
     def __init__(self, options: MemoryOptions, namespace: str) -> None:
-        super().__init__(threads=0)
+        super().__init__()
         self.namespace = namespace
         self._capacity = int(options.capacity)
         self._chunks: OrderedDict[bytes, bytes] = OrderedDict()  # the least recently used first

@@ -36,33 +36,19 @@ Kind = Literal["read", "write"]
 T = TypeVar("T")
 
 
-class ThreadedBackend(Observable, ABC):
-    """Runs blocking functions of one chunk on threads, and answers the batches of a backend.
+class InlineBackend(Observable, ABC):
+    """Runs functions of one chunk on the event loop, and answers the batches of a backend.
 
-    The functions may raise: the chunk is then a miss, counted as ``read_failed`` or
-    ``write_failed``. They may be called on several threads at once. A call that is cancelled
-    returns after the items in flight have ended, so the caller may reuse its memory. A thread that
-    hangs for ``stall_s`` does not delay a batch that another thread can serve; when all of them
-    hang, every chunk is a miss at once, counted as ``read_stalled`` or ``write_stalled``.
-
-    Args:
-        threads: chunks loaded at once. 0: all functions run on the event loop, one chunk a turn,
-            which suits functions that take less than 0.1 ms.
-        store_threads: chunks stored or deleted at once. 0: the threads above do this as well, so
-            with ``threads=1`` no two functions run at the same time.
-        stall_s: seconds after which a thread counts as hung.
+    Suits functions that take less than 0.1 ms; the loop gets its turn after each chunk. The
+    functions may raise: the chunk is then a miss, counted as ``read_failed`` or ``write_failed``.
     """
 
-    def __init__(self, *, threads: int = 4, store_threads: int = 2, stall_s: float = 5.0) -> None:
+    def __init__(self) -> None:
         self._name = type(self).__name__
-        self._stall_s = stall_s
         self._closed = False
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
         self._failures = Throttle(log)
-        loads = self._pool("load", threads, "read") if threads else None
-        stores = self._pool("store", store_threads, "write") if threads and store_threads else loads
-        self._pools = {"read": loads, "write": stores}
 
     # ---- what a subclass defines -----------------------------------------------------------
 
@@ -84,7 +70,7 @@ class ThreadedBackend(Observable, ABC):
     def release(self) -> None:
         """Release connections and files. Called once, after the last of the other calls."""
 
-    # ---- Backend and ReadsEach -------------------------------------------------------------
+    # ---- Backend ---------------------------------------------------------------------------
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return await self._each("read", len(keys), lambda i: self.has(keys[i]), False)
@@ -92,9 +78,9 @@ class ThreadedBackend(Observable, ABC):
     async def read(
         self, keys: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[bool | ReadResult]:
-        return await self.read_each(keys, into, lambda i: None)
+        return await self._read(keys, into, lambda i: None)
 
-    async def read_each(
+    async def _read(
         self,
         keys: Sequence[bytes],
         into: Sequence[memoryview],
@@ -124,10 +110,9 @@ class ThreadedBackend(Observable, ABC):
         await self._each("write", len(keys), discard, False)
 
     async def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        await run_once(self._shut_down)
+        if not self._closed:
+            self._closed = True
+            await self._shut_down()
 
     # ---- Observable ------------------------------------------------------------------------
 
@@ -145,7 +130,7 @@ class ThreadedBackend(Observable, ABC):
         with self._counting:
             return dict(self._counts)
 
-    # ---- the threads -----------------------------------------------------------------------
+    # ---- how the functions run -------------------------------------------------------------
 
     async def _each(self, kind: Kind, items: int, work: Callable[[int], T], failed: T) -> list[T]:
         """Do ``work(i)`` for each item; an item that raises, or is not begun, is ``failed``."""
@@ -161,14 +146,57 @@ class ThreadedBackend(Observable, ABC):
                 return failed
 
         answers = [failed] * items
-        pool = self._pools[kind]
-        if pool is not None:
-            await pool.fill(answers, attempt)
-            return answers
-        for i in range(items):
-            answers[i] = attempt(i)
-            await asyncio.sleep(0)
+        await self._fill(kind, answers, attempt)
         return answers
+
+    async def _fill(self, kind: Kind, answers: list[T], work: Callable[[int], T]) -> None:
+        for i in range(len(answers)):
+            answers[i] = work(i)
+            await asyncio.sleep(0)
+
+    async def _shut_down(self) -> None:
+        self.release()
+
+
+class ThreadedBackend(InlineBackend):
+    """Runs blocking functions of one chunk on threads, several at once.
+
+    A cancelled call returns after the items in flight have ended, so the caller may reuse its
+    memory. Other threads serve the items of a batch that a hung thread has not begun. Once all
+    threads hang for ``stall_s``, every chunk is a miss at once, counted as ``read_stalled`` or
+    ``write_stalled``.
+
+    Args:
+        threads: chunks loaded at once.
+        store_threads: chunks stored or deleted at once. 0: the threads above do this as well, so
+            with ``threads=1`` no two functions run at the same time.
+        stall_s: seconds after which a thread counts as hung.
+    """
+
+    def __init__(self, *, threads: int = 4, store_threads: int = 2, stall_s: float = 5.0) -> None:
+        super().__init__()
+        self._stall_s = stall_s
+        loads = self._pool("load", threads, "read")
+        stores = self._pool("store", store_threads, "write") if store_threads else loads
+        self._pools = {"read": loads, "write": stores}
+
+    async def read_each(
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[memoryview],
+        arrived: Callable[[int], None],
+    ) -> list[bool | ReadResult]:
+        return await self._read(keys, into, arrived)
+
+    async def _fill(self, kind: Kind, answers: list[T], work: Callable[[int], T]) -> None:
+        await self._pools[kind].fill(answers, work)
+
+    async def _shut_down(self) -> None:
+        ended = await run_once(lambda: [pool.close() for pool in set(self._pools.values())])
+        if all(ended):
+            await run_once(self.release)
+        else:  # a thread still uses what release() would take away
+            log.warning("%s: a thread hangs; the store is left open", self._name)
 
     def _pool(self, use: str, threads: int, kind: Kind) -> BlockingPool:
         on_stall = partial(self._gave_up, kind)
@@ -180,14 +208,6 @@ class ThreadedBackend(Observable, ABC):
         if first:
             text = "%s: every thread has hung in a %s for %g s; chunks are misses until one returns"
             log.warning(text, self._name, kind, self._stall_s)
-
-    def _shut_down(self) -> None:
-        pools = {pool for pool in self._pools.values() if pool is not None}
-        ended = [pool.close() for pool in pools]
-        if all(ended):
-            self.release()
-        else:  # a thread still uses what release() would take away
-            log.warning("%s: a thread hangs; the store is left open", self._name)
 
 
 def _same_length(keys: Sequence[bytes], memory: Sequence[memoryview]) -> None:

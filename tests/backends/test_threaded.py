@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvoffload.backends.base import ReadResult, reason_of
-from kvoffload.backends.threaded import ThreadedBackend
+from kvoffload.backends.threaded import InlineBackend, ThreadedBackend
 from kvoffload.testing import BackendSuite
 from kvoffload.testing.backends import filled, keys_of, slots, wrong_bytes
 
@@ -22,8 +22,8 @@ for block in BLOCKS:
 TestTheDocumentedBackend = documented["TestFolder"]
 
 
-class Dictionary(ThreadedBackend):
-    """The shortest one. A function waits while ``gate`` is closed."""
+class Functions:
+    """The shortest ones. They wait while ``gate`` is closed."""
 
     def __init__(self, **threads):
         super().__init__(**threads)
@@ -54,6 +54,14 @@ class Dictionary(ThreadedBackend):
         self.released += 1
 
 
+class Dictionary(Functions, ThreadedBackend):
+    """On threads."""
+
+
+class OnTheLoop(Functions, InlineBackend):
+    """On the event loop."""
+
+
 class Suite(BackendSuite):
     test_a_damaged_chunk_is_a_miss_and_can_come_back = None  # no medium that could damage it
 
@@ -70,18 +78,18 @@ class TestOneThread(Suite):
 
 class TestOnTheLoop(Suite):
     def open(self, namespace):
-        return Dictionary(threads=0)
+        return OnTheLoop()
 
 
-@pytest.mark.parametrize("threads", [0, 2])
-async def test_what_a_function_raises_is_a_miss_of_that_chunk_alone(threads, caplog):
-    class Raising(Dictionary):
+@pytest.mark.parametrize("base", [Dictionary, OnTheLoop])
+async def test_what_a_function_raises_is_a_miss_of_that_chunk_alone(base, caplog):
+    class Raising(base):
         def get(self, key, into):
             if key == keys[1]:
                 raise OSError("bad sector")
             return super().get(key, into)
 
-    backend, keys, into = Raising(threads=threads), keys_of(3), slots(3)
+    backend, keys, into = Raising(), keys_of(3), slots(3)
     assert await backend.write(keys, filled(keys)) == [True] * 3
     assert await backend.read(keys, into) == [True, False, True]
     assert wrong_bytes(keys, into, [True, False, True]) == []
