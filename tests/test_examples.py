@@ -12,7 +12,11 @@ import pytest
 from kvoffload.config import ByteSize, parse_config
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md")])
+DOCUMENTS = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "examples/*/*.md", "kvoffload/**/*.md")
+    for path in ROOT.glob(pattern)
+)
 FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -72,6 +76,21 @@ def test_every_relative_link_leads_somewhere():
                 assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
+def anchors(document):
+    """Return the anchors of a document's headings, as GitHub makes them."""
+    text = FENCE.sub("", document.read_text())
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
+
+
+def test_every_link_to_a_section_leads_to_a_heading():
+    for document in DOCUMENTS:
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", document.read_text()):
+            if "://" not in target:
+                page = document.parent / target if target else document
+                assert anchor in anchors(page), f"{document.name}: {target}#{anchor}"
+
+
 def test_the_quickstart_runs(tmp_path):
     out = run_python((ROOT / "examples/quickstart.py").read_text(), tmp_path)
     assert "restored bytes are identical: True" in out
@@ -82,7 +101,7 @@ def test_a_third_party_backend_passes_the_suite_it_inherits(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"],
         cwd=plugin,
-        env={**os.environ, "PYTHONPATH": str(plugin)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(plugin), str(ROOT)])},
         capture_output=True,
         text=True,
         timeout=100,

@@ -21,7 +21,7 @@ AVOID = re.compile(
     r"lets? go|letting go|limbo|sightings?|departures|residence|interpreter's lock)\b",
     re.IGNORECASE,
 )
-END = re.compile(r"(?<=[.!?:;])[\s\"')\]]+(?=[A-Z0-9`\"'(\[*]|$)|\n\s*\n|\n\s*[-*] |\n\s*\d+\. ")
+END = re.compile(r"(?<=[.!?:;])[\s\"')\]*]+(?=[A-Z0-9`\"'(\[*]|$)|\n\s*\n|\n\s*[-*] |\n\s*\d+\. ")
 ENTRY = re.compile(r"^(?=\s*(\*{0,2}\w+|``\w+``)( \([^)]*\))?:( |$))", re.MULTILINE)
 """Where an entry of ``Args:`` and the like begins, or such a section itself."""
 LITERAL = re.compile(r"(?<=::)\n\s*\n((?:[ \t]+.*\n|\s*\n)+)|^\s*\|.*$", re.MULTILINE)

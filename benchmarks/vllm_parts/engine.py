@@ -116,7 +116,7 @@ class Engine:
         for line in self.process.stdout:
             if line.startswith(MARK):
                 return json.loads(line[len(MARK) :])
-        raise RuntimeError("vLLM ended; is it installed? see docs/vllm.md")
+        raise RuntimeError("vLLM ended; is it installed? see docs/guides/vllm.md")
 
 
 def _python() -> str:

@@ -1,7 +1,8 @@
 """The header in front of every stored chunk, on disk and in Redis alike.
 
 A chunk carries its own identity: key, namespace, length, checksum. A reader that checks them needs
-to trust neither a file name nor an index nor another process. ``docs/format.md`` has the layout.
+to trust neither a file name nor an index nor another process. The layout
+is in ``docs/reference/format.md``.
 
 Writing: ``pack_header(key, digest, payload) + payload``. Reading: :func:`check_chunk` returns None,
 or the reason why the bytes are a miss.

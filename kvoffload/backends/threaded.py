@@ -14,7 +14,7 @@ Subclass :class:`ThreadedBackend`, and define ``get``, ``put`` and ``has`` of on
             data = (self._folder / key.hex()).read_bytes()
             ...
 
-``docs/backends.md`` has the whole class.
+``docs/guides/write-a-backend.md`` has the whole class.
 """
 
 import asyncio

@@ -84,7 +84,8 @@ def _chosen(target: str | None, kind: str | None) -> tuple[str, dict[str, Any]]:
         return "disk", {"root": target}
     if scheme.partition("+")[0] in _SCHEMES:
         return "redis", {"url": target}
-    raise ConfigError("target", target, "must be a redis:// URL (see docs/redis.md) or a folder")
+    remedy = "must be a redis:// URL (see docs/guides/redis.md) or a folder"
+    raise ConfigError("target", target, remedy)
 
 
 def _parsed(assignments: list[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from kvoffload.offload.base import OffloadKey, ReqContext
 class OffloadRequest(Protocol):
     """The attributes of an engine's request that the connector reads.
 
-    A request may also have ``kv_transfer_params``, with hints: see ``docs/manager.md``.
+    A request may also have ``kv_transfer_params``, with hints: see ``docs/guides/vllm.md``.
     """
 
     request_id: str

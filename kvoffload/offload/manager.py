@@ -135,7 +135,7 @@ class TieredOffloadingManager(OffloadingManager):
 
         Returns:
             ``CPU`` or the medium of a tier; ``storing``, ``fetching`` or ``pending`` if that is not
-            decided yet; else the reason of the miss, see ``docs/manager.md``.
+            decided yet; else the reason of the miss, see ``docs/reference/counters.md``.
         """
         tiers = self._tiers_for(self.hints(req_context).tiers)
         places = [self._lookups.place(key, tiers) for key in keys]
@@ -377,7 +377,7 @@ class TieredOffloadingManager(OffloadingManager):
     # ---- figures, self-check ----
 
     def stats(self) -> ManagerStats:
-        """Return all figures; see ``docs/manager.md``."""
+        """Return all figures; see ``docs/reference/counters.md``."""
         return collect(
             self._host, self.counters, self.tiers, self._write_through, self._events, self.figures
         )

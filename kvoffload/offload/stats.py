@@ -57,7 +57,7 @@ class LookupFigures(msgspec.Struct, frozen=True):
 
 
 class ManagerStats(msgspec.Struct, frozen=True):
-    """All figures of a manager; see ``docs/manager.md``."""
+    """All figures of a manager; see ``docs/reference/counters.md``."""
 
     host: HostFigures
     write_through: dict[str, LaneFigures]

@@ -13,7 +13,7 @@ from kvoffload.backends.threaded import InlineBackend, ThreadedBackend
 from kvoffload.testing import BackendSuite
 from kvoffload.testing.backends import filled, keys_of, slots, wrong_bytes
 
-PAGE = Path(__file__).parents[2] / "docs" / "backends.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "write-a-backend.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 documented: dict = {"__name__": __name__}
 for block in BLOCKS:

@@ -2,7 +2,7 @@
 
 The same random lives are driven through both. Compared after every step: hit lengths, block
 tables (by number), the whole order of reuse, and the events, replayed. Where we chose otherwise is
-in docs/core.md; the walk does not go there, or the comparison says so.
+in docs/explanation/block-manager.md; the walk does not go there, or the comparison says so.
 """
 
 import random

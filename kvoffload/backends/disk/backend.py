@@ -195,7 +195,7 @@ class DiskBackend(Admin):
         return Usage(root.quota.resident_bytes, root.limits.capacity_bytes, len(self._store.index))
 
     def counters(self) -> Mapping[str, int]:
-        """Return counts by reason; ``docs/disk.md`` explains each."""
+        """Return counts by reason; ``docs/reference/counters.md`` explains each."""
         return self._store.counters()
 
     async def describe(self, facts: Mapping[str, str]) -> None:

@@ -15,7 +15,7 @@ MAX_THREADS = 256
 
 
 class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of the disk backend; ``docs/disk.md`` says how to choose."""
+    """Settings of the disk backend; ``docs/guides/disk.md`` says how to choose."""
 
     root: str
     """Folder for all namespaces; made if missing, its parents too."""

@@ -2,8 +2,8 @@
 
 A value holds one chunk, and one command moves it over one of several connections, straight from or
 to the caller's memory. Every load verifies its value. A server that is down, slow or full costs
-misses and never time: see :mod:`~kvoffload.backends.redis.circuit_breaker`. ``docs/redis.md`` is
-for operators.
+misses and never time: see :mod:`~kvoffload.backends.redis.circuit_breaker`. Operators read
+``docs/guides/redis.md``.
 
 Modules from the wire up: ``resp`` is the wire format, ``channel`` and ``connection`` are sockets.
 ``handshake``, ``circuit_breaker`` and ``node`` are one server, ``discovery`` and ``topology`` are
@@ -179,7 +179,7 @@ class RedisBackend(Observable, Admin):
         return redis_admin.usage_of(infos, self._access.target.db)
 
     def counters(self) -> Mapping[str, int]:
-        """Return the counters that docs/redis.md explains."""
+        """Return the counters that docs/reference/counters.md explains."""
         counts = dict(self._counters)
         counts["connections"] = sum(node.num_connections for node in self._nodes())
         counts["breakers_open"] = sum(node.is_open for node in self._nodes())

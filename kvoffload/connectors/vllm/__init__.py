@@ -1,7 +1,7 @@
 """Attach to vLLM: ``"kv_connector": "KVOffloadConnector"``, loaded from this module's path.
 
-``docs/vllm.md`` has the command line and every option. Names are imported at their first use. So an
-unknown vLLM is refused with a sentence, not with a traceback.
+``docs/guides/vllm.md`` has the command line. Names are imported at their first use. So an unknown
+vLLM is refused with a sentence, not with a traceback.
 """
 
 import sys

@@ -12,7 +12,7 @@ import kvoffload.backends.disk.backend as package
 from kvoffload.backends.disk.chunk_file import reason_of, strangeness
 
 CODE = Path(package.__file__).parent
-PAGE = Path(__file__).parents[3] / "docs" / "disk.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "counters.md"
 COUNTING = {"count": 0, "_count": 0, "note_removed": 1, "discard": 1, "_discard": 1}
 """Methods that count, and the position of the reason."""
 
@@ -83,7 +83,7 @@ def possible():
 
 def explained():
     """Counters in the page's table; ``_x`` after ``corrupt_y`` is ``corrupt_x``, ``…`` any rest."""
-    table = PAGE.read_text().split("## Counters")[1].split("\n## ")[0]
+    table = PAGE.read_text().split("## Disk")[1].split("\n## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     for row in rows:
         names = re.findall(r"`([^`]+)`", row)

@@ -2,7 +2,7 @@
 
 Whatever happens to the server, no call raises, none hangs, no byte is wrong, connections stay few,
 and once the server is well again, so is the cache. Times are the backend's own business here: the
-figures are in docs/redis.md, measured by ``benchmarks/redis_faults.py``.
+figures are in docs/benchmarks/redis.md, measured by ``benchmarks/redis_faults.py``.
 """
 
 import asyncio

@@ -25,7 +25,7 @@ from kvoffload.config import convert
 from kvoffload.connectors.vllm.settings import read_settings
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "vllm"
-DOCS = (EXAMPLES.parents[1] / "docs" / "vllm.md").read_text()
+DOCS = (EXAMPLES.parents[1] / "docs" / "guides" / "vllm.md").read_text()
 REDIS = EXAMPLES.parent / "redis" / "compose.yaml"
 
 

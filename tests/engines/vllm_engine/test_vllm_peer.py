@@ -76,7 +76,7 @@ def test_our_disk_backend_serves_vllms_own_tiering(start, prompts, tmp_path):
 def test_the_same_damage_under_vllms_own_file_tier_for_the_table(
     start, prompts, tmp_path, record_property
 ):
-    """Nothing is asserted of vLLM; what it does is printed and goes into docs/vllm.md by hand."""
+    """Nothing is asserted of vLLM: its output goes into docs/benchmarks/vllm.md by hand."""
     outcomes = {}
     for fault in ("flipped", "swapped", "transfer failed"):
         root = tmp_path / fault.replace(" ", "-")

@@ -181,7 +181,7 @@ def test_weights_in_a_folder_are_told_apart(tmp_path):
 
 
 def test_json_of_the_documentation_is_accepted():
-    text = (Path(__file__).parents[3] / "docs/vllm.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/guides/vllm.md").read_text()
     examples = [part.split("```")[0] for part in text.split("```json")[1:]]
     assert examples
     extras = [json.loads(example).get("kv_connector_extra_config") for example in examples]

@@ -1,0 +1,66 @@
+"""The reference pages in the repository are what the script makes of the code."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvoffload.cli.main import COMMANDS
+from kvoffload.config import KNOWN_HINTS
+from kvoffload.connectors.vllm.settings import VllmConfigSettings
+
+pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
+
+ROOT = Path(__file__).parents[1]
+spec = importlib.util.spec_from_file_location("reference", ROOT / "tools" / "reference.py")
+reference = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(reference)
+COUNTED = re.compile(r"""count(?:er)?s?\[f?"(\w*)[^"]*"\]""")
+"""A counter's name where the code counts it, up to its first placeholder."""
+
+
+def page(name):
+    return (ROOT / "docs" / "reference" / name).read_text()
+
+
+def test_the_pages_in_the_repository_are_what_the_script_prints():
+    for path, text in reference.pages().items():
+        assert path.read_text() == text, f"{path.name}: run python tools/reference.py"
+
+
+def test_a_page_that_differs_is_found(monkeypatch, capsys):
+    wrong = {ROOT / "docs" / "reference" / "settings.md": "something else"}
+    monkeypatch.setattr(reference, "pages", lambda: wrong)
+    monkeypatch.setattr("sys.argv", ["reference.py", "--check"])
+    assert reference.main() == 1
+    assert "docs/reference/settings.md differs" in capsys.readouterr().out
+
+
+def test_each_setting_hint_and_command_has_a_text():
+    options = reference._backend_options()
+    assert {"disk", "memory", "redis"} <= set(options)
+    for struct in (VllmConfigSettings, *options.values()):
+        texts = reference.field_texts(struct) | reference.texts()["settings"]
+        for field in msgspec.structs.fields(struct):
+            assert texts.get(field.name), f"{struct.__name__}.{field.name} has no text"
+    assert set(reference.texts()["hints"]) == set(KNOWN_HINTS)
+    for command in COMMANDS:
+        assert f"## kvoffload {command}\n" in page("command-line.md")
+
+
+@pytest.mark.parametrize("part", ["offload", "backends/redis", "transfer", "connectors/vllm"])
+def test_each_counter_that_the_code_names_is_on_the_page(part):
+    """Names with a variable part need a row that begins alike."""
+    text = page("counters.md")
+    for path in (ROOT / "kvoffload" / part).glob("*.py"):
+        for name in COUNTED.findall(path.read_text()):
+            assert f"`{name}" in text, f"{path.name} counts {name!r}"
+
+
+def test_each_metric_that_the_connector_of_vllm_defines_is_on_the_page():
+    code = (ROOT / "kvoffload/connectors/vllm/engine_metrics.py").read_text()
+    names = re.findall(r'"(vllm:kvoffload_\w+)"', code)
+    assert len(names) >= 4
+    assert all(f"`{name}" in page("metrics.md") for name in names)

@@ -1,0 +1,431 @@
+"""Write the reference pages from the code: settings, metrics, counters, the command line.
+
+``python tools/reference.py`` writes the pages in ``docs/reference``. With ``--check`` it changes
+nothing, and exits with 1 if a page differs. Texts that the code lacks are in ``reference.toml``.
+"""
+
+import ast
+import inspect
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args
+
+import msgspec
+
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs" / "reference"
+GENERATED = "<!-- Written by tools/reference.py from the code: change the code, then run it. -->"
+TYPES = {
+    "ByteSize": "size",
+    "bool": "true or false",
+    "float": "number",
+    "int": "whole number",
+    "str": "text",
+    "tuple": "list",
+}
+
+
+def main() -> int:
+    """Write the pages, or compare them."""
+    check = "--check" in sys.argv[1:]
+    differing = [page for page, text in pages().items() if not _same(page, text, check)]
+    for page in differing:
+        print(f"{page.relative_to(ROOT)} differs from the code: run python tools/reference.py")
+    return min(len(differing), 1)
+
+
+def pages() -> dict[Path, str]:
+    """Return the text of each page."""
+    makers: dict[str, Callable[[], Iterator[str]]] = {
+        "settings.md": settings,
+        "metrics.md": metrics,
+        "counters.md": counters,
+        "command-line.md": command_line,
+    }
+    return {PAGES / name: tidy("\n".join(make())) for name, make in makers.items()}
+
+
+def _same(page: Path, text: str, check: bool) -> bool:
+    if not check:
+        page.write_text(text)
+        return True
+    return page.exists() and page.read_text() == text
+
+
+def tidy(text: str) -> str:
+    """Leave one empty line between blocks, and one line break at the end."""
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+@cache
+def texts() -> dict[str, Any]:
+    """Read the texts that the code lacks."""
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+
+
+# ---- settings ----
+
+
+def settings() -> Iterator[str]:
+    """Yield the lines of the page of settings."""
+    from kvoffload.config import OffloadConfig
+    from kvoffload.connectors.vllm.settings import VllmConfigSettings
+
+    yield from _begin(
+        "Settings",
+        """
+An engine reads these settings at its start. An unknown key or a wrong value ends the start with an
+error that names the field, the value and the remedy. A size is a number of bytes or a text such as
+`"8GiB"` or `"200 GB"`. Settings that end in `_s` are seconds.
+""",
+    )
+    yield from _section(
+        "Engine",
+        """
+Under vLLM these keys are in `kv_connector_extra_config`; `LocalConnector` takes them as a
+dictionary. `msgspec.json.schema(kvoffload.OffloadConfig)` is their JSON schema.
+""",
+    )
+    yield from struct_table(OffloadConfig)
+    yield from _section("vLLM only", "The same object takes these keys under vLLM.")
+    engine = set(OffloadConfig.__struct_fields__)
+    yield from struct_table(VllmConfigSettings, leave_out=engine)
+    for name, options in sorted(_backend_options().items()):
+        yield from _section(
+            f"Backend `{name}`",
+            f"""
+These keys are next to `"type": "{name}"` in an entry of `backends`.
+""",
+        )
+        yield from struct_table(options)
+    yield from _section(
+        "Hints of a request",
+        """
+A client sends hints in `kv_transfer_params`, under `kvoffload`. The setting `client_hints` names
+the hints that requests may use. An unknown hint, or a request with more than 16 hints, is ignored
+and counted. A second tier of one type has its place in its name: `disk1`.
+""",
+    )
+    yield from table(
+        ("hint", "default", "meaning"),
+        ((f"`{name}`", *row) for name, row in texts()["hints"].items()),
+    )
+
+
+def _backend_options() -> dict[str, Any]:
+    """Return the settings of the backends in this package; plug-ins have their own pages."""
+    found = {}
+    for point in entry_points(group="kvoffload.backends"):
+        if point.module.startswith("kvoffload."):
+            found[point.name] = point.load().Options
+    return found
+
+
+def struct_table(struct: Any, leave_out: Iterable[str] = ()) -> Iterator[str]:
+    """Yield a table of the fields of a struct, with the docstrings below them."""
+    described = field_texts(struct)
+    rows = []
+    for field in msgspec.structs.fields(struct):
+        if field.name in leave_out:
+            continue
+        text = described.get(field.name) or texts()["settings"].get(field.name, "")
+        rows.append((f"`{field.name}`", type_name(field.type), shown_default(field), text))
+    return table(("setting", "type", "default", "meaning"), rows)
+
+
+def field_texts(struct: Any) -> dict[str, str]:
+    """Return the docstring below each field of a struct, those of its bases included."""
+    found: dict[str, str] = {}
+    for kind in reversed(struct.__mro__):
+        if not kind.__module__.startswith("kvoffload."):
+            continue
+        body = ast.parse(inspect.getsource(kind)).body[0]
+        name = ""
+        for statement in body.body if isinstance(body, ast.ClassDef) else ():
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                name = statement.target.id
+                continue
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if name and isinstance(value, ast.Constant) and isinstance(value.value, str):
+                found[name] = markdown(value.value)
+            name = ""
+    return found
+
+
+def type_name(kind: Any) -> str:
+    """Return what a field takes, in words."""
+    parts = [each for each in get_args(kind) if each is not NoneType]
+    if NoneType in get_args(kind):
+        return type_name(parts[0]) + " or null"
+    while hasattr(kind, "__metadata__"):
+        kind = get_args(kind)[0]
+    name = getattr(getattr(kind, "__origin__", kind), "__name__", str(kind))
+    return TYPES.get(name, name)
+
+
+def shown_default(field: Any) -> str:
+    """Return the default of a setting as an operator writes it."""
+    from kvoffload.config import ByteSize, human_bytes
+
+    if field.required:
+        return "required"
+    made = field.default_factory is not msgspec.NODEFAULT
+    value = field.default_factory() if made else field.default
+    if isinstance(value, ByteSize):
+        return human_bytes(value).replace(".0 ", " ")
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ", ".join(f"`{each}`" for each in value) or "none"
+    if value is None or value == "":
+        return "–"
+    return f"`{value}`" if isinstance(value, str) else f"{value:g}"
+
+
+# ---- metrics ----
+
+
+def metrics() -> Iterator[str]:
+    """Yield the lines of the page of metrics."""
+    yield from _begin("Metrics", "What a Prometheus server scrapes, and what the labels mean.")
+    yield from _section(
+        "Under vLLM",
+        """
+vLLM's own `/metrics` has these. Counters have the ending `_total` there. Where vLLM has a metric of
+the same meaning, its name is used.
+""",
+    )
+    yield from table(("metric", "meaning"), VLLM)
+    yield from _section(
+        "With `LocalConnector`",
+        """
+`kvoffload.metrics.Exporter` is a Prometheus collector. It needs the extra `metrics`. The engine's
+thread passes the statistics now and then:
+""",
+    )
+    yield from (*EXPORTER.strip().splitlines(), "")
+    yield from table(("metric", "kind", "labels", "meaning"), _families())
+    yield from ("", "The labels:", "")
+    yield from table(("label", "values"), LABELS)
+
+
+VLLM = [
+    ("`vllm:prompt_tokens_cached_by_source{source}`", "prompt tokens loaded instead of computed; "
+     "`host`, `disk`, or `external_unspecified` for every other tier"),
+    ("`vllm:kv_offload_load_bytes`, `_time`, `_size`; `vllm:kv_offload_store_…`",
+     "transfers between the KV cache and host memory"),
+    ("`vllm:kv_offload_lookup_sync_delay_seconds`", "duration of one lookup in the scheduler"),
+    ("`vllm:kv_offload_cpu_cache_usage_perc`", "part of host memory that transfers use now"),
+    ("`vllm:kvoffload_host_chunks`", "chunks loadable from host memory"),
+    ("`vllm:kvoffload_host_chunks_busy`", "slots that a transfer uses now"),
+    ("`vllm:kvoffload_events{event}`", "counters of the manager: [counters](counters.md#manager)"),
+    ("`vllm:kvoffload_worker_events{event}`", "counters of [transfers](counters.md#transfers) and "
+     "tiers (`disk_evicted`, `redis_read_ok`)"),
+]  # fmt: skip
+LABELS = [
+    ("`tier`", "`cpu` for host memory, else the name of the tier"),
+    ("`result`", "`hit`: chunks found on the tier. `declined`: lookups that ended because the tier "
+     "is slower than computing. Without a tier: `miss`, lookups that ended before the prompt's "
+     "end; `pending`, lookups to be repeated."),
+    ("`reason` of `evictions`", "`evicted`, `failed`, `reset`; on tiers also `corrupt`, `expired`, "
+     "`vanished`"),
+    ("`reason` of `stores_dropped`", "host memory: `no_room`, `not_admitted`, `not_wanted`, "
+     "`failed`. Tiers: `back_pressure`, `failed`."),
+    ("`reason` of `tier_events`", "the tier's own counters: [disk](counters.md#disk), "
+     "[redis](counters.md#redis)"),
+]  # fmt: skip
+EXPORTER = """
+```python
+import prometheus_client
+from kvoffload.metrics import Exporter
+
+exporter = Exporter()
+prometheus_client.REGISTRY.register(exporter)
+# Every few steps, on the engine's thread: exporter.update(connector.stats())
+```
+"""
+
+
+def _families() -> Iterator[Sequence[str]]:
+    """Yield name, kind, labels and text of each metric family of the exporter."""
+    from kvoffload.metrics import Exporter
+
+    exporter = Exporter()
+    exporter.update(_statistics())
+    for family in exporter.collect():
+        labels = getattr(family, "_labelnames", ())
+        ending = "_total" if family.type == "counter" else ""
+        names = ", ".join(f"`{label}`" for label in labels)
+        yield f"`{family.name}{ending}`", family.type, names, family.documentation
+
+
+def _statistics() -> Mapping[str, Any]:
+    """Return the statistics of a connector with one tier that has seen no request."""
+    import torch
+
+    from kvoffload.connectors.local import LocalConnector
+    from kvoffload.core.attention import SdpaPagedBackend
+    from kvoffload.core.interface import FullAttentionSpec, ModelLimits
+    from kvoffload.core.planning import get_kv_cache_config
+    from kvoffload.core.tensors import (
+        allocate_kv_cache,
+        canonicalize_kv_caches,
+        reshape_kv_cache,
+    )
+
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    limits = ModelLimits(max_model_len=64, max_num_batched_tokens=64)
+    plan = get_kv_cache_config(limits, {"0": spec}, available_memory_bytes=1 << 20)
+    attention = {"0": SdpaPagedBackend()}
+    caches = reshape_kv_cache(plan, allocate_kv_cache(plan, torch.device("cpu")), attention)
+    connector = LocalConnector(
+        {"cpu_bytes": "1MiB", "backends": [{"type": "memory"}]},
+        canonicalize_kv_caches(plan, caches, attention),
+        block_size=16,
+        facts={"model": "reference"},
+    )
+    try:
+        return connector.stats()
+    finally:
+        connector.close()
+
+
+# ---- counters and reasons ----
+
+
+def counters() -> Iterator[str]:
+    """Yield the lines of the page of counters and reasons."""
+    yield from _begin(
+        "Counters and reasons",
+        """
+Every drop, every miss by error and every eviction is counted with a reason. `…` stands for any
+ending.
+""",
+    )
+    for part in texts()["counters"]:
+        yield from _section(part["title"], part["text"])
+        yield from table(("counter", "meaning", "what to do"), part["rows"])
+    yield from _section(
+        "Reasons of a miss",
+        """
+`LocalConnector.explain(request)` names, for each chunk of a request, the tier that has it or the
+reason of the miss. Under vLLM the hint `explain` asks for it. The last 32,768 evictions and drops
+are remembered; an older one is `never_stored`.
+""",
+    )
+    yield from table(
+        ("reason", "meaning", "what to do"),
+        ((f"`{name}`", *row) for name, row in texts()["reasons"].items()),
+    )
+
+
+# ---- the command line ----
+
+
+def command_line() -> Iterator[str]:
+    """Yield the lines of the page of commands."""
+    from kvoffload.cli.main import COMMANDS
+
+    yield from _begin(
+        "Command line",
+        """
+The commands need the extra `cli`. `kvoffload COMMAND --help` prints the same. Each command takes
+`--json` and then prints JSON alone.
+""",
+    )
+    yield from table(
+        ("command", "what it does"),
+        ((f"[{name}](#kvoffload-{name})", text) for name, text in COMMANDS.items()),
+    )
+    for name in COMMANDS:
+        yield from _command(f"kvoffload {name}", _click_command(name))
+
+
+def _click_command(name: str) -> Any:
+    import typer
+
+    module = import_module(f"kvoffload.cli.{name}")
+    if hasattr(module, "app"):
+        return typer.main.get_command(module.app)
+    app = typer.Typer(add_completion=False)
+    app.command(name)(module.command)
+    return typer.main.get_command(app)
+
+
+def _command(title: str, command: Any) -> Iterator[str]:
+    """Yield the section of a command, and those of its subcommands."""
+    yield from ("", f"## {title}", "")
+    paragraphs = re.split(r"\n\s*\n", inspect.cleandoc(command.help or ""))
+    for paragraph in paragraphs:
+        yield from (*wrapped(markdown(paragraph)), "")
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    words = [f"{{{a.name}}}" if a.required else f"[{a.name}]" for a in arguments]
+    yield from ("```text", " ".join([title, "[OPTIONS]", *words]), "```", "")
+    rows = []
+    for each in command.params:
+        names = each.name if each in arguments else ", ".join((*each.opts, *each.secondary_opts))
+        if "--help" not in each.opts:
+            rows.append((f"`{names}`", _default(each), markdown(each.help or "")))
+    yield from table(("argument or option", "default", "meaning"), rows)
+    for name, inner in sorted(getattr(command, "commands", {}).items()):
+        yield from _command(f"{title} {name}", inner)
+
+
+def _default(parameter: Any) -> str:
+    value = parameter.default
+    if parameter.required:
+        return "required"
+    if isinstance(value, Enum):
+        value = value.value
+    if value is None or value is False or value in ((), [], ""):
+        return "–"
+    return f"`{value}`"
+
+
+# ---- Markdown ----
+
+
+def _begin(title: str, text: str) -> Iterator[str]:
+    yield from (f"# {title}", "", GENERATED, "", *text.strip().splitlines(), "")
+
+
+def _section(title: str, text: str) -> Iterator[str]:
+    yield from ("", f"## {title}", "", *wrapped(text), "")
+
+
+def wrapped(text: str) -> list[str]:
+    """Wrap prose at 100 columns."""
+    lines = [""]
+    for word in text.split():
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > 100:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return lines
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield a table."""
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    for row in rows:
+        cells = (" ".join(cell.split()).replace("|", r"\|") for cell in row)
+        yield f"| {' | '.join(cells)} |".replace("|  |", "| |")
+
+
+def markdown(text: str) -> str:
+    """Turn the markup of a docstring into Markdown, on one line."""
+    text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text).replace("``", "`")
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())
