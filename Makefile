@@ -33,6 +33,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/prose.py kvoffload docs examples benchmarks tools README.md ARCHITECTURE.md CONTRIBUTING.md SECURITY.md
 
 bench: $(READY)
 	$(BIN)/kvoffload bench all

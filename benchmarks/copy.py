@@ -1,7 +1,7 @@
 """Slab ↔ KV cache tensors (on a CPU here), against one memcpy of the same bytes in the same run.
 
-``kvoffload bench copy``. Two cache shapes: pages of 64 KiB, as large models have per layer, and of
-4 KiB; blocks lie scattered, as they do after some hours of serving, or in one run, as at the start.
+``kvoffload bench copy``. There are two cache shapes: pages of 64 KiB, as large models have per
+layer, and of 4 KiB. Blocks lie scattered, as after hours of serving, or in one run, as at first.
 For scattered blocks there is also a Python loop with a memmove for each page.
 """
 

@@ -1,4 +1,4 @@
-"""Functions and files of this package that one block passes on its way, on all threads.
+"""Functions and files of this package that one block passes, on all threads.
 
 ``python -m benchmarks.hops`` stores one block and loads it back from disk, through
 :class:`LocalConnector` with a disk tier and copies on the CPU. It counts calls, distinct functions

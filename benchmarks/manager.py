@@ -6,8 +6,8 @@ run it with an environment that has both. At 100,000 the peers take turns. Each 
 several rounds, and every key is a new object, as it is when an engine computes it. Takes 2 minutes
 and 3 GB of memory.
 
-A cycle is what the connectors do for a request: its use is counted, its chunks are stored or
-loaded, the transfer is answered, the request ends. vLLM's managers get what its scheduler calls.
+A cycle is what the connectors do for a request. They count its use, store or load its chunks,
+answer the transfer, and end the request. vLLM's managers get the calls of its scheduler.
 """
 
 import gc
@@ -31,7 +31,7 @@ CAPACITY = 100_000
 BATCH = 2048
 ROUNDS = 6
 TURN = 4
-"""Batches a side has in a turn: with one, each would find the caches full of the others' data."""
+"""Batches a side has in a turn. With one, each would find the caches full of the other's data."""
 PINNED = 20_000
 LARGE = 2_000_000
 CYCLES = (

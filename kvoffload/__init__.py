@@ -1,28 +1,111 @@
 """Keep an LLM engine's KV cache alive beyond GPU memory: GPU, pinned host memory, disk, Redis.
 
-Importing this package loads neither torch nor any backend; both come with the first use.
+Importing this package loads neither torch nor any backend; both come with the first use. The names
+below are public. Modules have more names, which may change between versions.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvoffload.backends.base import Backend
-    from kvoffload.config import OffloadConfig
+    from kvoffload.backends.admin import Admin
+    from kvoffload.backends.base import (
+        Backend,
+        LocalIndex,
+        Observable,
+        ReadResult,
+        ReadsEach,
+        Removal,
+        Usage,
+    )
+    from kvoffload.backends.threaded import InlineBackend, ThreadedBackend
+    from kvoffload.config import BackendConfig, ByteSize, OffloadConfig, parse_config
+    from kvoffload.connectors.loads import LoadOutcome
+    from kvoffload.connectors.local import LocalConnector
+    from kvoffload.connectors.request_state import OffloadRequest
+    from kvoffload.core.tensors import canonicalize_kv_caches
+    from kvoffload.errors import ConfigError, KVOffloadError, UsageError
+    from kvoffload.messages import CanonicalKVCaches, OffloadKey, make_offload_key
+    from kvoffload.metrics import Exporter
+    from kvoffload.offload.base import (
+        ChunksRemoved,
+        ChunksStored,
+        OffloadingEvent,
+        OffloadingManager,
+        OffloadingSpec,
+    )
+    from kvoffload.offload.namespace import namespace
+    from kvoffload.policies.base import Policy
     from kvoffload.registry import open_backend
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Backend": "kvoffload.backends.base",
-    "OffloadConfig": "kvoffload.config",
-    "open_backend": "kvoffload.registry",
-}
+_MODULES = {
+    "backends.admin": ("Admin",),
+    "backends.base": (
+        "Backend", "LocalIndex", "Observable", "ReadResult", "ReadsEach", "Removal", "Usage",
+    ),
+    "backends.threaded": ("InlineBackend", "ThreadedBackend"),
+    "config": ("BackendConfig", "ByteSize", "OffloadConfig", "parse_config"),
+    "connectors.local": ("LocalConnector",),
+    "connectors.loads": ("LoadOutcome",),
+    "connectors.request_state": ("OffloadRequest",),
+    "core.tensors": ("canonicalize_kv_caches",),
+    "errors": ("ConfigError", "KVOffloadError", "UsageError"),
+    "messages": ("CanonicalKVCaches", "OffloadKey", "make_offload_key"),
+    "metrics": ("Exporter",),
+    "offload.base": (
+        "ChunksRemoved", "ChunksStored", "OffloadingEvent", "OffloadingManager", "OffloadingSpec",
+    ),
+    "offload.namespace": ("namespace",),
+    "policies.base": ("Policy",),
+    "registry": ("open_backend",),
+}  # fmt: skip
+_HOMES = {name: f"kvoffload.{module}" for module, names in _MODULES.items() for name in names}
 
-__all__ = ["Backend", "OffloadConfig", "__version__", "open_backend"]
+__all__ = [
+    "Admin",
+    "Backend",
+    "BackendConfig",
+    "ByteSize",
+    "CanonicalKVCaches",
+    "ChunksRemoved",
+    "ChunksStored",
+    "ConfigError",
+    "Exporter",
+    "InlineBackend",
+    "KVOffloadError",
+    "LoadOutcome",
+    "LocalConnector",
+    "LocalIndex",
+    "Observable",
+    "OffloadConfig",
+    "OffloadKey",
+    "OffloadRequest",
+    "OffloadingEvent",
+    "OffloadingManager",
+    "OffloadingSpec",
+    "Policy",
+    "ReadResult",
+    "ReadsEach",
+    "Removal",
+    "ThreadedBackend",
+    "Usage",
+    "UsageError",
+    "__version__",
+    "canonicalize_kv_caches",
+    "make_offload_key",
+    "namespace",
+    "open_backend",
+    "parse_config",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'kvoffload' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,8 +1,8 @@
 """Immutable messages between the parts: keys, transfer specs, and the rows of a KV cache.
 
 The module lies below every part, so that ``offload`` and ``transfer`` need not import each other.
-:mod:`kvoffload.offload.base` re-exports the names of seed 004. :mod:`kvoffload.core.tensors` makes
-the rows from an engine's tensors.
+The module :mod:`kvoffload.offload.base` re-exports the public names, and
+:mod:`kvoffload.core.tensors` makes the rows from an engine's tensors.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class TransferResult:
     transfer_bytes: int = 0
     transfer_time_s: float = 0.0
     """Seconds of the transfer's own work: reads or writes of a tier, and copies. Copies that run
-    beside the reads count once. Waits for the forward pass, for earlier transfers and for the I/O
+    during the reads count once. Waits for the forward pass, for earlier transfers and for the I/O
     thread do not count. 0 for a copy that failed."""
     reason: str = ""
     """Why, if not all is ok: ``deadline``, ``missing``, ``error``..."""

@@ -70,7 +70,7 @@ def open_backend(
         type: a name in the ``kvoffload.backends`` entry-point group: ``memory``, ``disk``...
         options: that backend's own settings; unknown keys are errors.
         namespace: the digest of everything that decides what the bytes mean
-            (:func:`kvoffload.offload.namespace.namespace`). Chunks of others are invisible.
+            (:func:`kvoffload.offload.namespace.namespace`). Other namespaces are invisible.
         where: prefix for field names in errors.
 
     Raises:

@@ -24,6 +24,7 @@ AVOID = re.compile(
 END = re.compile(r"(?<=[.!?:;])[\s\"')\]*]+(?=[A-Z0-9`\"'(\[*]|$)|\n\s*\n|\n\s*[-*] |\n\s*\d+\. ")
 ENTRY = re.compile(r"^(?=\s*(\*{0,2}\w+|``\w+``)( \([^)]*\))?:( |$))", re.MULTILINE)
 """Where an entry of ``Args:`` and the like begins, or such a section itself."""
+TABLE = re.compile(r"^ *=+ +=+$.*^ *=+ +=+$", re.MULTILINE | re.DOTALL)
 LITERAL = re.compile(r"(?<=::)\n\s*\n((?:[ \t]+.*\n|\s*\n)+)|^\s*\|.*$", re.MULTILINE)
 MARK = re.compile(r"#( (type:|noqa|fmt:|mypy:)|!)")
 CODE = re.compile(r"``[^`]+``|`[^`]+`|\[([^\]]*)\]\([^)]*\)|https?://\S+|:\w+:`[^`]+`")
@@ -44,7 +45,7 @@ def python_texts(source: str) -> Iterator[Text]:
             value = getattr(statement, "value", None)
             text = value.value if isinstance(value, ast.Constant) else None
             if isinstance(statement, ast.Expr) and isinstance(text, str):
-                yield Text(statement.lineno, LITERAL.sub(blank, text))
+                yield Text(statement.lineno, LITERAL.sub(blank, TABLE.sub(blank, text)))
     begun, lines, last = 0, [], -1
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT or re.match(
@@ -62,7 +63,7 @@ def python_texts(source: str) -> Iterator[Text]:
 
 
 def blank(found: re.Match[str]) -> str:
-    """Keep only the line breaks of a literal block."""
+    """Keep only the line breaks of a literal block or a table."""
     return "\n" * found.group(0).count("\n")
 
 

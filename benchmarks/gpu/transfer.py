@@ -1,7 +1,7 @@
 """GPU ↔ host memory, each row against the limit measured in the same run: ``make bench-gpu``.
 
-Prints each row when it is measured. Writes all of them, with machine, driver and date, to the file
-named as argument, also when a part fails: the other parts run, and the exit status is 1.
+Prints each row when it is measured. Writes all rows, with machine, driver and date, to the file
+named as argument. When a part fails, the rest of the parts run, and the exit status is 1.
 """
 
 import json

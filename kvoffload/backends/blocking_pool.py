@@ -1,7 +1,7 @@
 """Threads for blocking calls, which may hang, and never use a caller's memory after the answer.
 
-All threads are daemons: a system call on a dead device may never return, and the interpreter would
-wait at exit for the threads of ``concurrent.futures``.
+All threads are daemons, because a system call on a dead device may never return. At exit the
+interpreter would wait for the threads of ``concurrent.futures``.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ class BlockingPool:
             name: of the threads.
             threads: how many.
             stall_s: how long a stuck item may take.
-            on_stall: called on the loop when every thread is stuck, with the number of items given
-                up, and whether this is the first call of this stall.
+            on_stall: called on the loop when every thread is stuck. Its arguments are the number of
+                abandoned items, and True for the first call of this stall.
 
         Raises:
             RuntimeError: the system has no more threads to give.
@@ -68,7 +68,7 @@ class BlockingPool:
     async def fill(self, answers: list[T], work: Callable[[int], T]) -> None:
         """Do ``work(i)`` for every index of ``answers`` on the threads, and set ``answers[i]``.
 
-        Each thread takes the next item until none is left, and the last one reports: a batch
+        Each thread takes the next item until none is left, and the last one reports. So a batch
         crosses to the threads and back once, not once an item. Answers of items not begun stay as
         they are. After a cancellation no further item begins, and the call returns only when those
         begun have ended. ``work`` must not raise.

@@ -62,8 +62,8 @@ class LocalConnector:
         config: settings, or plain data to read them from.
         kv_caches: canonical views of the engine's KV cache; the engine owns the memory and keeps it
             until :meth:`close`.
-        block_size: tokens that one of a request's block hashes stands for: a GPU block, or with
-            several KV cache groups the greatest common divisor of their blocks.
+        block_size: tokens that one of a request's block hashes stands for. This is a GPU block;
+            with several KV cache groups, the greatest common divisor of their blocks.
         facts: the facts that decide the meaning of the bytes and that only the engine has: model,
             revision or weights' digest, dtype, attention backend... Never empty. The connector adds
             the layout and the formats of the groups.
@@ -205,8 +205,8 @@ class LocalConnector:
 
         Returns:
             The loads that ended since the last call. For each the engine marks the loaded prefix as
-            computed and computes the rest into the same blocks; or frees the blocks, if the request
-            had ended meanwhile.
+            computed, and computes the rest into the same blocks. If the request had ended
+            meanwhile, the engine frees the blocks.
         """
         outcomes, self._outcomes = self._outcomes, []
         return outcomes + self._transfers.poll()

@@ -151,8 +151,8 @@ def _check_padding(spec: AttentionSpec | MambaSpec, padded: int | None) -> None:
 class FullAttentionSpec(AttentionSpec):
     """Every token attends to all before it, so all blocks of a request are kept.
 
-    Layers that compute a sliding window or local chunks may be *kept* as full attention (see
-    :func:`kvoffload.core.planning.unify_hybrid_kv_cache_specs`); their window is recorded here for
+    Layers that compute a sliding window or local chunks may be *kept* as full attention: see
+    :func:`kvoffload.core.planning.unify_hybrid_kv_cache_specs`. Their window is recorded here for
     the model runner.
     """
 
@@ -318,7 +318,7 @@ class MambaSpec(KVCacheSpec):
         """Bytes of the running state and the speculative ones; the length hardly matters.
 
         If a request may be longer than a block, a step reads states in one block and writes them
-        in the next, so there are twice as many.
+        in the next. Then there are twice as many.
         """
         states = 1 if self.block_size >= limits.max_model_len else 2
         return states * (1 + self.num_speculative_blocks) * self.page_size_bytes

@@ -178,9 +178,9 @@ class ChunkedLocalGroup(Group):
 class MambaGroup(Group):
     """A recurrent layer: block i holds the state after its last token.
 
-    A step reads the state of the last computed token and writes that of its own last token, into
-    another block if a block boundary lies between. Only these are real blocks, and ``extra`` ones
-    after them for the states of speculative tokens; a state is registered only when it stands
+    A step reads the state of the last computed token and writes the state of its own last token. A
+    block boundary between them makes that another block. Only these are real blocks, and ``extra``
+    ones after them for the states of speculative tokens. A state is registered only when it is
     exactly at the end of a block.
     """
 

@@ -58,7 +58,7 @@ class KVCacheTensor:
 
     Attributes:
         size: bytes of all its pages, ``num_blocks * page``.
-        shared_by: layers that use the same pages, at most one of each group: a block belongs to one
+        shared_by: layers that use the same pages, at most one of each group. A block belongs to one
             group at a time, so they never meet.
         offset: byte of page 0 in the allocation.
         block_stride: bytes from a page to the next; 0 means that pages lie side by side.

@@ -65,8 +65,8 @@ def get_kv_cache_spec(
 ) -> dict[str, KVCacheSpec]:
     """Return the KV cache format of each layer of a model, in layer order.
 
-    A layer that reads the KV of another has no format of its own and is left out: bind the cache
-    and the metadata of its target to it. Encoder layers have a format that keeps nothing; planning
+    A layer that reads the KV of another layer has no format of its own and is left out. Bind the
+    cache and the metadata of its target to it. Encoder layers have an empty format; planning
     leaves them out.
 
     Args:

@@ -3,7 +3,7 @@
 A model's layers are sorted into *groups* that share a block table:
 
 * all layers need the same token slots (one kind, one window): one group, each layer its own tensor;
-* several kinds: groups of equal length, one page size, and the i-th layers of all groups share one
+* several kinds: groups of equal length and one page size. The i-th layers of all groups share one
   tensor, because a block belongs to one group at a time. A model of 10 full and 20 sliding-window
   layers becomes 3 groups of 10 layers on 10 tensors.
 """
@@ -85,7 +85,7 @@ def get_kv_cache_groups(kv_cache_spec: Specs) -> list[KVCacheGroupSpec]:
 def _groups_of_equal_pages(kv_cache_spec: Specs) -> list[KVCacheGroupSpec]:
     """Split each format's layers into groups of one length, so that tensors can be shared.
 
-    The length is the fewest layers any format has, unless longer groups waste less: with 20 full
+    The length is the fewest layers any format has, unless longer groups waste less. With 20 full
     and 21 window layers, one group each (1 page in 42 unused) beats 20-layer groups (19 in 60).
     """
     by_format: dict[str, list[str]] = {}

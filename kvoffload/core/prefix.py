@@ -156,8 +156,8 @@ class PrefixFinder:
     def _find(self, chain: HashChain, max_tokens: int) -> tuple[KVCacheBlocks, int]:
         """Shorten the prefix until every group can reuse all of it.
 
-        Each group answers with the longest prefix up to the limit it could reuse by itself; the
-        limit only falls, and where it stands still is the longest prefix for all.
+        Each group answers with the longest prefix up to the limit that it could reuse by itself.
+        The limit only falls; where it stays the same, it is the longest prefix for all groups.
         """
         if chain.block_size != self.hash_block_size:
             raise UsageError(

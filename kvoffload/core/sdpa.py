@@ -188,9 +188,9 @@ class CommonMetadataBuilder:
 class LatentPagedBackend(SdpaPagedBackend):
     """Multi-head latent attention: all heads read one latent vector a token, as key and as value.
 
-    Cache shape: ``(num_blocks, block_size, head_size)``. Queries are given in the latent space
-    (the key projection absorbed into them); the value is the first ``value_size`` elements of the
-    latent vector, and the caller projects the result back.
+    Cache shape: ``(num_blocks, block_size, head_size)``. Queries are in the latent space, with the
+    key projection absorbed into them. The value is the first ``value_size`` elements of the latent
+    vector, and the caller projects the result back.
 
     Args:
         value_size: leading elements that make up the value (the rest carries positions).

@@ -6,9 +6,8 @@ How the bytes of a layer lie follows from the plan and the backend:
 
 * a backend that puts ``num_blocks`` outermost has each page in one piece;
 * one that puts it second, as ``(2, num_blocks, ...)``, has each page in two pieces, keys and
-  values, unless pages must stay whole because they are padded, packed with other layers', or
-  shared with layers whose pages look different. Then the same logical shape is laid over whole
-  pages by strides.
+  values. Pages stay whole if they are padded, packed with other layers', or shared with layers of
+  another page format. Then strides lay the same logical shape over whole pages.
 """
 
 from __future__ import annotations

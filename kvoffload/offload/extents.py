@@ -1,9 +1,9 @@
 """Host memory for chunks of several sizes: extents go to the size that needs them.
 
 Each size has its own slots and its own eviction order. An empty extent belongs to no size. When
-none is left, a size evicts its own chunks, unless it has less than its share: then it takes an
-extent from the size that is furthest above its own. A size's share is its part of the bytes asked
-for lately, which is the part it would have if all chunks were in one order.
+none is left, a size evicts its own chunks. A size below its share takes an extent from the size
+that is furthest above its share. A size's share is its part of the bytes requested lately. With one
+order for all chunks, it would have the same part.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -2,9 +2,9 @@
 
 This cache has slots of one size; :mod:`kvoffload.offload.extents` adds several.
 
-A slot is in exactly one place: free; under a chunk that is *ready* (loadable), *incoming* (being
-stored) or *fetching* (being read from a tier); under an *orphan* (a chunk forgotten while transfers
-still use its slot); or *abandoned* (its transfer was given up, but may still access the memory).
+A slot is free, or under a chunk: *ready* (loadable), *incoming* (being stored) or *fetching* (being
+read from a tier). An *orphan* is a chunk that was forgotten while transfers still use its slot. The
+transfer of an *abandoned* slot was given up, but may still access the memory.
 The policy orders the *evictable* chunks: those that are ready and not pinned.
 """
 

@@ -1,7 +1,7 @@
 """The interface of eviction policies, and the check that a plug-in has it.
 
 A policy orders the *evictable* keys of a store. A store takes a key out of the order while the key
-is pinned or in flight, so a policy never skips a key and no operation is O(pinned).
+is pinned or in flight. So a policy never skips a key, and no operation is O(pinned).
 
 ``touch`` alone counts a use. ``add`` places a key and ``remove`` takes it out. Pinning a key for a
 load or a write-through is therefore no use, and a policy that counts uses counts requests.
@@ -29,8 +29,8 @@ class Policy(Protocol):
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count a use of each key.
 
-        A store touches the keys of a prompt once a request, before it makes room for them, the tail
-        of the prefix first and its head last. A pinned key counts as used, too. An unknown key
+        A store touches the keys of a prompt once a request, before it makes room for them. The tail
+        of the prefix comes first, its head last. A pinned key counts as used, too. An unknown key
         changes no order; a policy that remembers evicted keys may learn from it.
         """
         ...

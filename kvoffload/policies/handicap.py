@@ -80,8 +80,8 @@ class HandicapPolicy:
     """The key that counts as the oldest leaves first.
 
     A key's age is the number of uses, of any keys, since its own last one. A key that was seen only
-    once, twice or three times has a handicap added: much under scans and one-time prompts, none
-    where recency is all that matters. Four shadow caches, fed with the same small sample of keys,
+    once, twice or three times has a handicap added. It is large under scans and one-time prompts,
+    and 0 where only recency matters. Four shadow caches, fed with the same small sample of keys,
     try one row of handicaps each. The order takes over the row of the shadow that hit most of late.
     A filter remembers how often evicted keys had been seen.
 

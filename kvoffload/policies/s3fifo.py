@@ -1,4 +1,4 @@
-"""S3-FIFO (J. Yang and others: SOSP 2023)."""
+"""S3-FIFO (J. Yang et al.: SOSP 2023)."""
 
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -279,7 +279,7 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_optional_protocols_are_whole(self) -> None:
-        """A method of a protocol without the others would never be called."""
+        """A protocol that is incomplete would never be called."""
         backend = await self.opened()
         for protocol in (LocalIndex, Observable, Admin):
             names = [name for name in vars(protocol) if not name.startswith("_")]

@@ -27,7 +27,7 @@ class IOLoop:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        # For calls off the hot path (aiofiles). An executor of our own ends when the loop closes.
+        # For plug-ins' calls of run_in_executor. An executor of our own ends with the loop.
         self._executor = ThreadPoolExecutor(2, "kvoffload-io-file")
         self.loop.set_default_executor(self._executor)
         self._tasks: set[asyncio.Task[Any]] = set()

@@ -65,7 +65,7 @@ def portions(slots: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
     """Cut a load into read calls, as (start, end) of each.
 
     No call is longer than ``limit`` or repeats a slot. Where chunks take turns in the slots, a call
-    takes half of them: while it reads, the chunks of the call before are copied out of the rest.
+    takes half of them. While it reads, the chunks of the call before are copied out of the rest.
     """
     distinct = len(set(slots))
     if distinct < len(slots):

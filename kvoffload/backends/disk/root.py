@@ -141,8 +141,8 @@ class RootHandle:
         """Make root and namespace folder, and enter the root; return whether it was empty.
 
         Raises:
-            ConfigError: the root is a symbolic link, belongs to another user, or other users may
-                write it or (unless parents are trusted) a folder above it.
+            ConfigError: the root is a symbolic link or belongs to another user, or other users may
+                write it. Unless parents are trusted, the same holds for folders above it.
             OSError: the root cannot be made or written.
         """
         vfs, path = self.vfs, self.path

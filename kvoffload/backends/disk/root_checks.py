@@ -1,7 +1,7 @@
 """Checks of a root: which user may replace its folders, and whether it is a root at all.
 
-Checksums find accidents. Modes and owners keep other users' bytes out, as with sshd's StrictModes:
-those of the root, of the folders in it, and of every folder above it.
+Checksums find accidents. Modes and owners keep other users' bytes out, as with sshd's StrictModes.
+The checks cover the root, the folders in it, and every folder above it.
 """
 
 import errno

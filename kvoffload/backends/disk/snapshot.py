@@ -1,7 +1,7 @@
 """The saved index of one namespace: lets a restarted process answer before its first scan.
 
-A snapshot is a hint. A missing, damaged or old one costs time or a miss: a scan reads the folders
-in any case, and each load verifies what it reads.
+A snapshot is a hint. A missing, damaged or old one costs time or a miss. A scan reads the folders
+in any case, and each load verifies its chunk.
 
 Layout: magic (8), checksum of the rest (16), then MessagePack: an array of (key, allocated bytes),
 the least recently used first.

@@ -81,8 +81,8 @@ async def _resolve(address: Address) -> list[tuple[int, Any]]:
     try:
         version = ipaddress.ip_address(address.host).version
     except ValueError:
-        # On a thread of its own: a name lookup may hang, and neither checksums for another server
-        # nor the end of the process may wait for it.
+        # On a thread of its own, because a name lookup may hang. Checksums for another server and
+        # the end of the process must not wait for it.
         found = await run_once(
             partial(socket.getaddrinfo, address.host, address.port, type=socket.SOCK_STREAM)
         )

@@ -1,6 +1,6 @@
 """One connection to one server: requests go out in order, replies come back in order.
 
-A connection aborts at the first anomaly: an unexpected reply, a value of far too many bytes, a
+A connection aborts at the first anomaly. That is an unexpected reply, an oversized value, a
 not-ready error, or too little progress within the timeout. An abort closes the socket, drops every
 reference to callers' memory and fails every request in flight. A connection never sends a request
 twice. All code here runs on the I/O loop's thread.

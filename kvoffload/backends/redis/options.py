@@ -149,7 +149,7 @@ def parse_url(url: str) -> Target:
 def _parse(url: str) -> Target:
     """Parse a URL with errors that quote none of it.
 
-    ``urlsplit`` does not serve for the authority: it refuses a ``[`` in a password, accepts text
+    ``urlsplit`` does not serve for the authority. It refuses a ``[`` in a password, accepts text
     around an IPv6 address, and quotes ports and hosts in its errors.
     """
     name, mark, rest = url.partition("://")

@@ -1,7 +1,7 @@
 """The scheduler half: vLLM's own offloading scheduler, with our manager, and with failures.
 
-vLLM's scheduler decides which chunks of which KV cache groups a request could load, which blocks a
-step computes and may be stored, and which stores must be flushed before a block is reused. This
+vLLM's scheduler decides which chunks of which KV cache groups a request could load. It also decides
+which blocks a step stores, and which stores must be flushed before a block is reused. This
 half adds transfers that fail, write-through to lower tiers, several ranks that must agree, and late
 answers.
 """

@@ -1,9 +1,10 @@
 """Our backends as a secondary tier of vLLM's own ``TieringOffloadingSpec``.
 
 ``"secondary_tiers": [{"type": "KVOffloadTier", "module_path": "kvoffload.connectors.vllm",
-"backend": "disk", "root": "/nvme/kv", "capacity": "200GiB"}]``. Everything but ``backend`` and the
-timeouts are the backend's own options. vLLM drives it from the scheduler's process; nothing here
-blocks, and a store that fails is a miss.
+"backend": "disk", "root": "/nvme/kv", "capacity": "200GiB"}]``.
+
+All fields but ``backend`` and the timeouts are the backend's own options. vLLM drives the tier from
+the scheduler's process. Nothing here blocks, and a store that fails is a miss.
 """
 
 import asyncio
@@ -148,8 +149,8 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]
         async def run() -> None:
             started_s = time.monotonic()
             ok: Answers = [False] * len(keys)
-            # The call works on memory of its own: vLLM gives the rows to others as soon as it is
-            # answered, and a call that hangs lets go of what it was given only when it ends.
+            # vLLM reuses the rows as soon as it has the answer. A call that hangs may access its
+            # memory until it ends, so each call has memory of its own.
             copies = own_memory(len(rows), self._width)
             try:
                 if not job.is_promotion:

@@ -83,8 +83,8 @@ class CpuCopier:
         while (job := self._queue.get()) is not None:
             moves, to_host, after, fence = job
             try:
-                # The forward pass may still write these blocks (a store would read too early) or
-                # read them (a load would overwrite them): the copy begins after it.
+                # The copy begins after the forward pass. A store would read blocks that the pass
+                # still writes; a load would overwrite blocks that the pass still reads.
                 after.wait()
                 begun_s = time.perf_counter()
                 self._copy(moves, to_host)

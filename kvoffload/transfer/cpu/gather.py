@@ -164,8 +164,8 @@ def gathers(parts: Iterable[PagesOfTensor], per_chunk: int, slab_address: int) -
     Args:
         parts: the group's tensors in the order of a slot.
         per_chunk: blocks in a chunk.
-        slab_address: the slab's begin. numpy copies twice if its two arrays overlap, so the slab
-            must not be between tensors that are viewed as one array.
+        slab_address: the slab's first byte. The slab must not be between tensors that are viewed as
+            one array, because numpy copies twice if its two arrays overlap.
     """
 
     def go_together(some: Sequence[PagesOfTensor]) -> bool:

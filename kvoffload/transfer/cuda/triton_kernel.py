@@ -42,9 +42,9 @@ def _move(
 ):
     """Move one tile of one region's page of one block at a time.
 
-    ``table`` has three rows of ``size``: block id, chunk, place in the chunk. ``regions`` has
-    four of ``num_regions``: address, words from row to row, words of a page, and the region's place
-    in the staged part of a chunk.
+    ``table`` has three rows of ``size``: block id, chunk, place in the chunk. ``regions`` has four
+    rows of ``num_regions``: address, words from row to row, words of a page, and the place in the
+    staged part.
     """
     numbers = table.to(tl.pointer_type(tl.int64))
     places = regions.to(tl.pointer_type(tl.int64))
