@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,18 @@ def test_what_is_public_is_there_and_documented():
     assert set(dir(kvoffload)) >= PUBLIC
     with pytest.raises(AttributeError, match="nothing_like_it"):
         kvoffload.nothing_like_it
+
+
+SAME_NAME = {"base.py", "backend.py", "options.py", "doctor.py", "admin.py", "manager.py"}
+"""Names that several folders may have; those of the two managers are older than the rule."""
+
+
+def test_files_are_short_and_have_names_of_their_own():
+    modules = [path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+    long = [str(path) for path in modules if len(path.read_text().splitlines()) > 400]
+    assert long == []
+    names = Counter(path.name for path in modules if PACKAGE / "demo" not in path.parents)
+    assert {name for name, count in names.items() if count > 1} <= SAME_NAME
 
 
 def test_stored_bytes_are_never_code():
