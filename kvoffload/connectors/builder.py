@@ -141,8 +141,7 @@ class TieredOffloadingSpec(OffloadingSpec):
             presence = presence_on(self.io, backend, self.config.lookup_timeout_s)
             tiers.append(Tier(name, presence, backend if isinstance(backend, Observable) else None))
             if isinstance(backend, Observable):
-                describe, facts = backend.describe, readable(self._facts)
-                self.io.start(lambda describe=describe, facts=facts: describe(facts))  # type: ignore[misc]
+                self.io.start(partial(backend.describe, readable(self._facts)))
         return _Opened(backends, tuple(tiers))
 
     def _check_fit(self, i: int, backend: Observable, places: dict[str, int]) -> None:

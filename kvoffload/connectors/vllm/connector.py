@@ -30,7 +30,7 @@ from kvoffload.transfer.slab import check_host_memory
 log = logging.getLogger(__name__)
 
 
-class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]
+class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped base
     """vLLM's offloading connector with our two halves; made by vLLM, once a role and process.
 
     Raises:

@@ -41,7 +41,7 @@ class _Named:
     keys: dict[OffloadKey, None] = field(default_factory=dict)
 
 
-class ManagerAdapter(VllmManager):  # type: ignore[misc]
+class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     """vLLM's manager verbs over a :class:`TieredOffloadingManager`, which :meth:`attach` brings.
 
     vLLM's scheduler completes jobs without saying how they ended. So ``complete_*`` do nothing

@@ -42,7 +42,7 @@ MAX_FAILED_LOADS = 2
 """Failed loads of one request after which it is computed, whatever the tiers promise."""
 
 
-class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
+class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  # untyped base
     """Decides, in the process of vLLM's scheduler; see the module.
 
     Args:

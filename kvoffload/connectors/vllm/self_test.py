@@ -8,6 +8,7 @@ the handlers that carry all later transfers.
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -75,10 +76,8 @@ def check_tiers(
                     check.host(num_slots - 1)
         finally:
             check.restore()
-            for name, backend in spec.backends.items():
-                del name
-                key = check.key
-                spec.io.start(lambda backend=backend, key=key: backend.remove([key]))  # type: ignore[misc]
+            for backend in spec.backends.values():
+                spec.io.start(partial(backend.remove, [check.key]))
     return num_slots
 
 

@@ -27,7 +27,7 @@ from kvoffload.offload.manager import TieredOffloadingManager
 log = logging.getLogger(__name__)
 
 
-class HalvesSpec(OffloadingSpec):  # type: ignore[misc]
+class HalvesSpec(OffloadingSpec):  # type: ignore[misc]  # untyped base
     """What vLLM's scheduler half reads from a spec, for :class:`KVOffloadScheduler`."""
 
     def __init__(self, config: Any, settings: VllmConfigSettings) -> None:
@@ -113,7 +113,7 @@ class TrustingManager(ManagerAdapter):
         return super().take_events()
 
 
-class HostWorker(VllmWorker):  # type: ignore[misc]
+class HostWorker(VllmWorker):  # type: ignore[misc]  # untyped base
     """GPU ↔ host memory through our handlers, under vLLM's worker verbs."""
 
     def __init__(

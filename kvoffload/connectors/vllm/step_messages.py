@@ -20,7 +20,7 @@ from kvoffload.offload.namespace import Fact
 
 
 @dataclass
-class WorkerInfo(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+class WorkerInfo(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # untyped base
     """The one message of a worker to the scheduler after its KV cache is registered."""
 
     num_slots: int
@@ -32,7 +32,7 @@ class WorkerInfo(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class StepMetadata(OffloadingConnectorMetadata):  # type: ignore[misc]
+class StepMetadata(OffloadingConnectorMetadata):  # type: ignore[misc]  # untyped base
     """Scheduler → workers: loads, stores, and the orders that vLLM's own message lacks."""
 
     write_through: dict[int, Transfer] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class StepMetadata(OffloadingConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]
+class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped base
     """Workers → scheduler: how each job ended, chunk by chunk.
 
     vLLM adds up the reports of several ranks in one step; the scheduler adds up over steps.

@@ -46,7 +46,7 @@ class TierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     lookup_timeout_s: float = 0.25
 
 
-class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]
+class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
     """A secondary tier kept by any registered backend; rows hold all ranks' bytes of a chunk.
 
     Raises:

@@ -49,7 +49,7 @@ class _Load:
     """A reset came in between: whatever arrives is not to be used."""
 
 
-class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]
+class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyped base
     """Moves bytes, in the process of one rank; see the module.
 
     Args:
