@@ -1,0 +1,228 @@
+"""Blocking work on threads: batches, errors, closing, and stuck threads."""
+
+import asyncio
+import threading
+import weakref
+
+import pytest
+from disk_parts import until
+
+from kvoffload.backends.blocking_pool import BlockingPool, run_once
+
+
+@pytest.fixture
+def stalls():
+    """Calls of ``on_stall``: the number of items, and whether the call was a stall's first."""
+    return []
+
+
+@pytest.fixture
+def make(stalls):
+    pools = []
+
+    def made(threads=2, stall_s=60.0):
+        pools.append(BlockingPool("pool", threads, stall_s, lambda *call: stalls.append(call)))
+        return pools[-1]
+
+    yield made
+    for pool in pools:
+        pool.close()
+
+
+class Stuck:
+    """Work that returns only after ``go_on``; lists every item begun."""
+
+    def __init__(self):
+        self.begun, self.go_on = [], threading.Event()
+
+    def __call__(self, i):
+        self.begun.append(i)
+        self.go_on.wait()
+        return True
+
+
+async def test_every_item_of_a_batch_is_done_once_and_answered_in_its_place(make):
+    pool, done = make(3), []
+
+    def work(i):
+        done.append(i)
+        return i % 3 == 0
+
+    answers = [False] * 50
+    await pool.fill(answers, work)
+    assert sorted(done) == list(range(50))
+    assert answers == [i % 3 == 0 for i in range(50)]
+    await pool.fill([], work)
+    assert len(done) == 50
+
+
+async def test_items_are_begun_in_order_on_as_many_threads_as_there_are(make):
+    pool, stuck = make(2), Stuck()
+    answers = [False] * 5
+    filling = asyncio.ensure_future(pool.fill(answers, stuck))
+    assert await until(lambda: len(stuck.begun) == 2)
+    await asyncio.sleep(0.05)
+    assert sorted(stuck.begun) == [0, 1]
+    assert not filling.done()
+    stuck.go_on.set()
+    await filling
+    assert (answers, sorted(stuck.begun)) == ([True] * 5, [0, 1, 2, 3, 4])
+
+
+async def test_an_ended_batch_leaves_no_reference(make):
+    """The work of a batch refers to memory of the engine."""
+    pool = make(2)
+
+    class Work:
+        def __call__(self, i):
+            return True
+
+    work = Work()
+    kept = weakref.ref(work)
+    await pool.fill([False] * 4, work)
+    del work
+    assert await until(lambda: kept() is None)
+
+
+async def test_an_error_of_one_item_is_raised_when_the_others_have_ended(make):
+    pool, done = make(2), []
+
+    def work(i):
+        done.append(i)
+        if i == 1:
+            raise ValueError("item 1")
+        return True
+
+    answers = [False] * 6
+    with pytest.raises(ValueError, match="item 1"):
+        await pool.fill(answers, work)
+    assert sorted(done) == list(range(6))
+    assert answers == [True, False, True, True, True, True]
+    await pool.fill(answers, lambda i: True)  # the threads live on
+    assert answers == [True] * 6
+
+
+async def test_a_cancelled_batch_ends_the_items_begun_and_begins_no_more(make):
+    pool, stuck = make(2), Stuck()
+    answers = [False] * 5
+    filling = asyncio.ensure_future(pool.fill(answers, stuck))
+    assert await until(lambda: len(stuck.begun) == 2)
+    for _ in range(2):
+        filling.cancel()
+        await asyncio.sleep(0.02)
+    assert not filling.done()
+    stuck.go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await filling
+    assert (answers, len(stuck.begun)) == ([True, True, False, False, False], 2)
+
+
+async def test_a_closed_pool_does_nothing_and_reports_that_all_threads_ended(make):
+    pool, done = make(2), []
+    assert pool.close()
+    answers = [False] * 3
+    await pool.fill(answers, done.append)
+    assert (answers, done) == ([False] * 3, [])
+    assert pool.close()
+
+
+async def test_closing_gives_up_waiting_items_and_waits_for_items_begun(make):
+    pool, stuck = make(1), Stuck()
+    first = asyncio.ensure_future(pool.fill([False], stuck))
+    assert await until(lambda: stuck.begun == [0])
+    answers = [False] * 3
+    second = asyncio.ensure_future(pool.fill(answers, stuck))
+    await asyncio.sleep(0.02)
+    closing = asyncio.ensure_future(asyncio.to_thread(pool.close))
+    await asyncio.wait_for(second, 10)
+    assert (answers, stuck.begun) == ([False] * 3, [0])
+    assert not closing.done()
+    stuck.go_on.set()
+    assert await closing is True
+    await first
+
+
+async def test_once_every_thread_is_stuck_the_pool_begins_no_item_and_reports_it(make, stalls):
+    pool, stuck = make(2, stall_s=0.1), Stuck()
+    assert not pool.stalled()
+    one = asyncio.ensure_future(pool.fill([False], stuck))
+    assert await until(lambda: stuck.begun == [0])
+    await asyncio.sleep(0.2)
+    assert not pool.stalled()  # the other thread is free
+    answers = [False] * 2
+    await pool.fill(answers, lambda i: True)
+    assert answers == [True] * 2
+    two_answers = [False] * 4
+    two = asyncio.ensure_future(pool.fill(two_answers, stuck))
+    assert await until(pool.stalled)
+    assert await until(lambda: stalls == [(3, True)])
+    await asyncio.wait_for(pool.fill([False] * 7, stuck), 10)
+    assert stalls == [(3, True), (7, False)]
+    assert not pool.close()  # close() does not wait for stuck threads
+    stuck.go_on.set()
+    await asyncio.gather(one, two)
+    assert two_answers == [True, False, False, False]
+    assert len(stuck.begun) == 2
+    assert not pool.stalled()
+
+
+async def test_every_stall_has_one_first_report(make, stalls):
+    pool = make(1, stall_s=0.05)
+    for _ in range(2):
+        stuck = Stuck()
+        filling = asyncio.ensure_future(pool.fill([False], stuck))
+        assert await until(pool.stalled)
+        await pool.fill([False] * 2, stuck)
+        stuck.go_on.set()
+        await filling
+    assert stalls == [(2, True), (2, True)]
+
+
+def test_a_pool_of_which_a_thread_cannot_start_ends_the_others(monkeypatch):
+    real, started = threading.Thread.start, []
+
+    def start(thread):
+        if len(started) == 2:
+            raise RuntimeError("no more threads")
+        real(thread)
+        started.append(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="no more threads"):
+        BlockingPool("pool", 3, 60.0, lambda items, first: None)
+    for thread in started:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+# ---- single calls --------------------------------------------------------------------------------
+
+
+async def test_one_call_runs_on_a_daemon_thread_of_its_own():
+    thread, total = await run_once(lambda a, b: (threading.current_thread(), a + b), 2, 3)
+    assert (total, thread.daemon, thread is threading.current_thread()) == (5, True, False)
+    assert thread.name == "kvoffload-once"
+    with pytest.raises(KeyError, match="x"):
+        await run_once({}.__getitem__, "x")
+
+
+async def test_a_call_that_was_cancelled_before_it_began_is_not_made(monkeypatch):
+    waiting, called = [], []
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", lambda thread: waiting.append(thread))
+        task = asyncio.ensure_future(run_once(called.append, 1))
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    (thread,) = waiting
+    thread.start()
+    thread.join(10)
+    assert called == []
+
+
+async def test_calls_run_in_parallel():
+    go_on = threading.Event()
+    waiting = [asyncio.ensure_future(run_once(go_on.wait, 10)) for _ in range(5)]
+    await run_once(go_on.set)
+    assert await asyncio.wait_for(asyncio.gather(*waiting), 5) == [True] * 5

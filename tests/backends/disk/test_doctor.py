@@ -1,0 +1,271 @@
+"""Findings of ``doctor FOLDER`` on media, space, sharing and speeds, by stand-ins."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from disk_commands import SIZE, open_disk
+
+from kvoffload.backends.disk import chunk_file, doctor
+from kvoffload.backends.disk.backend import DiskBackend
+from kvoffload.backends.disk.doctor import diagnose
+from kvoffload.backends.disk.paths import LEDGER, SCRATCH
+from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.errors import ConfigError
+from kvoffload.testing.backends import filled, keys_of
+
+MIB = 1 << 20
+
+
+async def found(root, **settings):
+    return {finding.check: finding for finding in await diagnose(str(root), settings)}
+
+
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """Measure no throughput."""
+
+    async def nothing(examined):
+        return []
+
+    monkeypatch.setattr(doctor, "_measured", nothing)
+
+
+@pytest.fixture
+def mounts(tmp_path, monkeypatch):
+    """Return a file in place of the kernel's table of mounts."""
+    table = tmp_path / "mounts"
+    real = open
+
+    def read(path, *args, **kwargs):
+        return real(table if path == "/proc/self/mounts" else path, *args, **kwargs)
+
+    monkeypatch.setattr(doctor, "open", read, raising=False)
+    return table
+
+
+# ---- the medium ----------------------------------------------------------------------------------
+
+
+def file_system_of(path):
+    return doctor._medium(path).detail.split(":")[0]
+
+
+def test_the_file_system_of_a_path_is_that_of_the_longest_mount_it_is_in(mounts):
+    mounts.write_text(
+        "dev / ext4 rw 0 0\n"
+        "dev /data xfs rw 0 0\n"
+        "dev /data/deep btrfs rw 0 0\n"
+        "dev /data/deep zfs rw 0 0\n"  # mounted over the one before
+        "dev /da nfs rw 0 0\n"
+    )
+    for path, kind in (
+        ("/data", "xfs"),
+        ("/data/kv", "xfs"),
+        ("/data/deep/kv", "zfs"),
+        ("/data/deeper", "xfs"),
+        ("/database", "ext4"),
+        ("/", "ext4"),
+    ):
+        assert file_system_of(path) == kind, path
+    mounts.write_text("dev /data xfs rw 0 0\n")
+    assert file_system_of("/elsewhere") == "unknown"
+    mounts.unlink()
+    assert file_system_of("/data") == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict", "detail", "remedy"),
+    [
+        ("ext4", "ok", "ext4", ""),
+        ("nfs4", "warning", "locks and sizes may be unreliable", "Redis"),
+        ("fuse.sshfs", "warning", "fuse.sshfs", "Redis"),
+        ("fuseblk", "ok", "fuseblk", ""),
+        ("tmpfs", "warning", "gone with the next boot", "cpu_bytes"),
+        ("ramfs", "warning", "gone with the next boot", "cpu_bytes"),
+    ],
+)
+def test_media_that_are_shared_or_memory_are_warned_about(
+    tmp_path, mounts, kind, verdict, detail, remedy
+):
+    mounts.write_text(f"dev / {kind} rw 0 0\n")
+    finding = doctor._medium(str(tmp_path))
+    assert finding.check == "file system"
+    assert finding.verdict == verdict
+    assert detail in finding.detail
+    assert remedy in finding.remedy
+    assert bool(remedy) == bool(finding.remedy)
+
+
+@pytest.mark.parametrize(("files", "told"), [(3, "(a0, a1, a2)"), (4, "(a0, a1, a2, ...)")])
+async def test_three_foreign_files_are_named_and_more_are_hinted_at(tmp_path, files, told):
+    for name in ("lost+found", f"{SCRATCH}1-ab"):
+        (tmp_path / name).mkdir()
+    for i in range(files):
+        (tmp_path / f"a{i}").write_text("mine")
+    with pytest.raises(ConfigError) as caught:
+        await found(tmp_path)
+    assert told in caught.value.remedy
+
+
+# ---- space ---------------------------------------------------------------------------------------
+
+
+def with_free(monkeypatch, free_bytes):
+    space = SimpleNamespace(f_bavail=free_bytes // 4096, f_frsize=4096)
+    monkeypatch.setattr(Vfs, "statvfs", lambda self, path: space)
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize(
+    ("free", "verdict", "remedy"),
+    [
+        (100 * MIB, "failed", "make space"),
+        (100 * MIB + 4096, "warning", "lower capacity to 4.0 KiB"),
+        (164 * MIB - 4096, "warning", "lower capacity to 64.0 MiB"),
+        (164 * MIB, "ok", ""),
+    ],
+)
+async def test_space_is_what_is_free_above_the_minimum(
+    tmp_path, monkeypatch, free, verdict, remedy
+):
+    with_free(monkeypatch, free)
+    space = (await found(tmp_path, capacity=64 * MIB, min_free=100 * MIB))["space"]
+    assert space.verdict == verdict
+    assert space.remedy.startswith(remedy)
+    assert bool(remedy) == bool(space.remedy)
+    assert space.detail.endswith(" free, 0 B used, capacity 64.0 MiB")
+
+
+@pytest.mark.usefixtures("unmeasured")
+async def test_bytes_of_the_store_itself_count_as_space_and_an_excess_is_reported(
+    tmp_path, monkeypatch
+):
+    backend = open_disk(tmp_path, "llama")
+    await backend.write(keys_of(16), filled(keys_of(16), SIZE))  # 512 KiB with their headers
+    await backend.close()
+    with_free(monkeypatch, 200 * MIB)
+    room = {"min_free": 100 * MIB, "high_watermark": 1.0, "low_watermark": 0.5}
+    space = (await found(tmp_path, capacity=512 << 10, **room))["space"]
+    assert (space.verdict, space.remedy) == ("ok", "")
+    assert "200.0 MiB free, 512.0 KiB used" in space.detail
+    space = (await found(tmp_path, capacity=(512 << 10) - 1, **room))["space"]
+    assert space.verdict == "warning"
+    assert "evicts 256.0 KiB" in space.remedy
+    space = (await found(tmp_path, capacity=100 * MIB + (512 << 10), **room))["space"]
+    assert space.verdict == "ok"
+    (tmp_path / LEDGER).unlink()
+    findings = await found(tmp_path, capacity=64 * MIB, **room)
+    assert findings["ledger"].detail == "missing"
+    assert "512.0 KiB used" in findings["space"].detail
+
+
+@pytest.mark.parametrize(
+    ("free", "capacity", "throughput"),
+    [(64 * MIB, MIB, "measured"), (64 * MIB - 4096, MIB, "warning"), (0, MIB, "failed")],
+)
+async def test_doctor_measures_speed_if_there_is_room(
+    tmp_path, monkeypatch, free, capacity, throughput
+):
+    async def measured(examined):
+        return [doctor.Finding("throughput", "measured", "")]
+
+    monkeypatch.setattr(doctor, "_measured", measured)
+    with_free(monkeypatch, free)
+    finding = (await found(tmp_path, capacity=capacity, min_free=0))["throughput"]
+    assert finding.verdict == throughput
+    assert ("64.0 MiB above min_free" in finding.remedy) == (throughput != "measured")
+
+
+# ---- sharing and limits --------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unmeasured")
+async def test_processes_are_counted_and_one_of_them_must_evict(tmp_path, monkeypatch):
+    assert (await found(tmp_path))["sharing"].detail == "0 processes have it open"
+    monkeypatch.setattr(doctor, "_TAKEOVER_S", 0.3)
+    one, two = open_disk(tmp_path, "one"), open_disk(tmp_path, "two")
+    sharing = (await found(tmp_path))["sharing"]
+    assert (sharing.verdict, sharing.detail) == ("ok", "2 processes have it open")
+    await two.close()
+    monkeypatch.setattr(doctor.DiskInspector, "has_owner", lambda self: False)
+    began = time.monotonic()
+    sharing = (await found(tmp_path))["sharing"]
+    assert time.monotonic() - began >= 0.3
+    assert sharing.verdict == "warning"
+    assert sharing.detail == "1 process has it open, but none may evict"
+    assert ".owner" in sharing.remedy
+    await one.close()
+    sharing = (await found(tmp_path))["sharing"]
+    assert (sharing.verdict, sharing.detail) == ("ok", "0 processes have it open")
+
+
+@pytest.mark.usefixtures("unmeasured")
+async def test_limits_say_where_they_come_from(tmp_path):
+    limits = (await found(tmp_path))["limits"]
+    assert (limits.verdict, limits.detail) == (
+        "ok",
+        "capacity 10.0 GiB, min_free 1.0 GiB (the default)",
+    )
+    limits = (await found(tmp_path, capacity="4MiB"))["limits"]
+    assert limits.detail == "capacity 4.0 MiB, min_free 1.0 GiB (given)"
+    await open_disk(tmp_path, "llama").close()
+    recorded = "capacity 64.0 MiB, min_free 1.0 GiB"
+    for settings in ({}, {"capacity": "64MiB"}):
+        limits = (await found(tmp_path, **settings))["limits"]
+        assert limits.detail == f"{recorded} (recorded in the folder)"
+    limits = (await found(tmp_path, min_free="2GiB"))["limits"]
+    assert limits.detail == (
+        f"capacity 64.0 MiB, min_free 2.0 GiB asked about; recorded in the folder: {recorded}"
+    )
+    (tmp_path / ".bounds.json").write_text("[]")
+    findings = await found(tmp_path)
+    assert findings["limits"].verdict == "warning"
+    assert "capacity unknown" in findings["space"].detail
+    findings = await found(tmp_path, capacity="4MiB")
+    assert "capacity 4.0 MiB" in findings["space"].detail
+
+
+# ---- measuring -----------------------------------------------------------------------------------
+
+
+async def test_a_store_that_cannot_be_opened_for_measuring_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(chunk_file, "probe_direct", lambda vfs, path: "io_EINVAL")
+    findings = await found(tmp_path, io="direct")
+    assert findings["throughput"].verdict == "failed"
+    assert "does not work at this root (io_EINVAL)" in findings["throughput"].detail
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_medium_without_direct_io_is_reported_and_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(chunk_file, "probe_direct", lambda vfs, path: "io_EINVAL")
+    findings = await found(tmp_path)
+    assert findings["io"].verdict == "warning"
+    assert findings["io"].detail == "buffered: direct I/O does not work here (io_EINVAL)"
+    assert findings["throughput"].detail.startswith("stores ")
+    assert (await found(tmp_path, io="buffered"))["io"] == ("io", "ok", "buffered", "")
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(0.1, "ok"), (0.2, "warning")])
+async def test_speeds_below_that_of_computing_are_warned_about(
+    tmp_path, monkeypatch, seconds, verdict
+):
+    """Doctor moves 32 MiB; in a fifth of a second that is slower than 200 MB/s."""
+    clock = iter([0.0, 0.01, 0.0, seconds])
+    monkeypatch.setattr(doctor.time, "perf_counter", lambda: next(clock))
+    finding = (await found(tmp_path))["throughput"]
+    assert finding.verdict == verdict
+    assert bool(finding.remedy) == (verdict == "warning")
+    loaded = {0.1: "320.0 MiB/s", 0.2: "160.0 MiB/s"}[seconds]
+    assert finding.detail == f"stores 3.1 GiB/s, loads {loaded}, 2 MiB chunks"
+
+
+@pytest.mark.parametrize("call", ["write", "read"])
+async def test_a_chunk_refused_while_measuring_is_a_failure(tmp_path, monkeypatch, call):
+    async def refused(self, keys, memory):
+        return [True] * (len(keys) - 1) + [False]
+
+    monkeypatch.setattr(DiskBackend, call, refused)
+    finding = (await found(tmp_path))["throughput"]
+    assert (finding.verdict, finding.detail) == ("failed", "a chunk was refused or missed")
+    assert not list(tmp_path.glob(f"{SCRATCH}*"))

@@ -1,0 +1,388 @@
+"""The housekeeping thread: its pace, its snapshots, and its log after a failure."""
+
+import asyncio
+import errno
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+from disk_parts import ON_DISK, SIZE, open_disk, until, write
+
+from kvoffload.backends.disk import housekeeper as disk_housekeeper
+from kvoffload.backends.disk.paths import SNAPSHOT, WRITERS, shard_of
+from kvoffload.backends.disk.snapshot import load
+from kvoffload.backends.disk.space import Space
+from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.header import namespace_digest
+from kvoffload.config import ByteSize
+from kvoffload.errors import ConfigError
+from kvoffload.testing.backends import filled, keys_of, slots
+from tests.support.vfs import FailingVfs, HookedVfs, kind_of
+
+TICK_S = 0.02
+
+
+class CountingVfs(HookedVfs):
+    """Counts the housekeeper's rounds and the shard folders that it lists."""
+
+    rounds = listings = 0
+
+    def around(self, call, path, perform):
+        self.rounds += call == "listdir" and kind_of(path) == "writers"
+        self.listings += call == "listdir" and kind_of(path) == "shard"
+        return perform()
+
+    async def more_rounds(self, number):
+        goal = self.rounds + number
+        assert await until(lambda: self.rounds >= goal)
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """Run a round of the housekeeper fifty times a second."""
+    monkeypatch.setattr(disk_housekeeper, "_TICK_S", TICK_S)
+
+
+def snapshot_times(root):
+    return [path.stat().st_mtime_ns for path in root.glob(f"*/{SNAPSHOT}")]
+
+
+def messages(caplog, text):
+    return [record for record in caplog.records if text in record.getMessage()]
+
+
+# ---- pace ----------------------------------------------------------------------------------------
+
+
+async def test_a_store_wakes_the_housekeeper_once_and_it_sleeps_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_housekeeper, "_TICK_S", 3600.0)
+    before = {thread.ident for thread in threading.enumerate()}
+    backend = open_disk(tmp_path)
+    (thread,) = (
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "kvoffload-disk" and thread.ident not in before
+    )
+    clock = time.pthread_getcpuclockid(thread.ident)
+    assert await write(backend, keys_of(1)) == [True]
+    await asyncio.sleep(0.1)
+    began_s = time.clock_gettime(clock)
+    await asyncio.sleep(0.5)
+    assert time.clock_gettime(clock) - began_s < 0.05
+    await backend.close()
+
+
+async def test_a_store_above_the_high_watermark_is_followed_by_eviction_at_once(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(disk_housekeeper, "_TICK_S", 3600.0)
+    marks = {"high_watermark": 0.5, "low_watermark": 0.25}
+    backend = open_disk(tmp_path, capacity=ByteSize(8 * ON_DISK), **marks)
+    assert await write(backend, keys_of(4)) == [True] * 4
+    await asyncio.sleep(0.1)
+    assert backend.usage().chunks == 4  # at the watermark, not above it
+    assert await write(backend, keys_of(1, "more")) == [True]
+    assert await until(lambda: backend.usage().chunks == 2)
+    assert backend.counters() == {"evicted": 3}
+    await backend.close()
+
+
+@pytest.mark.usefixtures("fast")
+async def test_the_only_engine_scans_the_folders_once_a_minute(tmp_path):
+    vfs = CountingVfs()
+    backend = open_disk(tmp_path, vfs=vfs)
+    assert await write(backend, keys_of(4)) == [True] * 4
+    await vfs.more_rounds(5)
+    before = vfs.listings
+    await vfs.more_rounds(10)
+    assert vfs.listings == before
+    await backend.close()
+
+
+@pytest.mark.usefixtures("fast")
+async def test_folders_are_scanned_often_while_another_engine_stores(tmp_path):
+    vfs = CountingVfs()
+    backend, other = open_disk(tmp_path, vfs=vfs), open_disk(tmp_path)
+    for i in range(2):
+        assert await write(other, keys_of(1, f"{i}")) == [True]
+        assert await until(lambda i=i: backend.holds(keys_of(1, f"{i}")[0]))
+    for shard in tmp_path.glob("*/??"):
+        os.utime(shard, (0, 0))  # a change of long ago
+    await asyncio.sleep(0.3)
+    before = vfs.listings
+    await asyncio.sleep(0.3)
+    assert vfs.listings == before  # unchanged folders are not listed again
+    assert await write(other, keys_of(1, "last")) == [True]
+    assert await until(lambda: backend.holds(keys_of(1, "last")[0]))
+    await other.close()
+    await backend.close()
+
+
+class CoarseVfs(HookedVfs):
+    """A file system whose modification times have a resolution of a second."""
+
+    def lstat(self, path):
+        facts = super().lstat(path)
+        if kind_of(path) != "shard":
+            return facts
+        whole_ns = facts.st_mtime_ns // 10**9 * 10**9
+        return SimpleNamespace(st_mode=facts.st_mode, st_mtime_ns=whole_ns)
+
+
+@pytest.mark.usefixtures("fast")
+async def test_a_second_change_of_a_folder_within_one_step_of_its_clock_is_noticed(tmp_path):
+    by_shard = defaultdict(list)
+    for key in keys_of(600):
+        by_shard[shard_of(key)].append(key)
+    one, two = max(by_shard.values(), key=len)[:2]
+    backend, other = open_disk(tmp_path, vfs=CoarseVfs()), open_disk(tmp_path)
+    for key in (one, two):
+        assert await write(other, [key]) == [True]
+        assert await until(lambda key=key: backend.holds(key))
+    await other.close()
+    await backend.close()
+
+
+# ---- snapshots -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fast")
+async def test_a_running_engine_writes_no_snapshot_before_its_time(tmp_path):
+    vfs = CountingVfs()
+    backend = open_disk(tmp_path, vfs=vfs)
+    assert await write(backend, keys_of(2)) == [True] * 2
+    await vfs.more_rounds(5)
+    assert snapshot_times(tmp_path) == []
+    await backend.close()
+    assert len(snapshot_times(tmp_path)) == 1
+
+
+@pytest.mark.usefixtures("fast")
+async def test_a_running_engine_writes_a_snapshot_for_each_period_with_a_change(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(disk_housekeeper, "_SNAPSHOT_S", 0.2)
+    vfs = CountingVfs()
+    backend = open_disk(tmp_path, vfs=vfs)
+    await asyncio.sleep(0.3)
+    assert snapshot_times(tmp_path) == []  # nothing has changed
+    for turn in range(2):
+        before = snapshot_times(tmp_path)
+        assert await write(backend, keys_of(1, f"{turn}")) == [True]
+        assert await until(lambda before=before: snapshot_times(tmp_path) != before)
+    before = snapshot_times(tmp_path)
+    await asyncio.sleep(0.3)
+    await vfs.more_rounds(3)
+    assert snapshot_times(tmp_path) == before
+    await backend.close()
+
+
+@pytest.mark.usefixtures("fast")
+async def test_snapshots_of_an_engine_that_always_stores_are_a_period_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_housekeeper, "_SNAPSHOT_S", 0.5)
+    backend = open_disk(tmp_path)
+    seen, turn, end = set(), 0, time.monotonic() + 1.2
+    while time.monotonic() < end:
+        assert await write(backend, keys_of(1, f"{turn}")) == [True]
+        seen.update(snapshot_times(tmp_path))
+        turn += 1
+        await asyncio.sleep(0.01)
+    assert 1 <= len(seen) <= 2
+    await backend.close()
+
+
+async def test_a_snapshot_holds_the_chunks_of_its_own_namespace_alone(tmp_path):
+    owner, other = open_disk(tmp_path, "one"), open_disk(tmp_path, "two")
+    assert await write(owner, keys_of(2, "one")) == [True] * 2
+    assert await write(other, keys_of(3, "two")) == [True] * 3
+    assert await until(lambda: owner.usage().chunks == 5)
+    await owner.close()
+    path = f"{tmp_path}/{namespace_digest('one').hex()}/{SNAPSHOT}"
+    assert sorted(load(Vfs(), path)) == sorted((key, ON_DISK) for key in keys_of(2, "one"))
+    await other.close()
+
+
+async def test_a_snapshot_that_cannot_be_written_is_counted_and_leaves_no_file(tmp_path, caplog):
+    vfs = FailingVfs(
+        1, errno.ENOSPC, sticky=True, when=lambda c, p: c == "rename" and kind_of(p) == "snapshot"
+    )
+    backend = open_disk(tmp_path, vfs=vfs)
+    assert await write(backend, keys_of(1)) == [True]
+    await backend.close()
+    assert backend.counters() == {"snapshot_failed": 1}
+    (record,) = messages(caplog, "no snapshot")
+    assert str(tmp_path) in record.getMessage()
+    assert snapshot_times(tmp_path) == []
+    assert os.listdir(tmp_path / WRITERS) == []
+
+
+# ---- steps that fail -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "no device"), RuntimeError("a bug")])
+@pytest.mark.usefixtures("fast")
+async def test_a_step_that_fails_is_counted_logged_and_tried_again(
+    tmp_path, monkeypatch, caplog, error
+):
+    marks = {"high_watermark": 0.5, "low_watermark": 0.25}
+    backend = open_disk(tmp_path, capacity=ByteSize(8 * ON_DISK), **marks)
+    failures = [error, error]
+    real = Space.evict_one
+
+    def evict_one(space):
+        if failures:
+            raise failures.pop()
+        return real(space)
+
+    with caplog.at_level(logging.WARNING):
+        monkeypatch.setattr(Space, "evict_one", evict_one)
+        assert await write(backend, keys_of(5)) == [True] * 5
+        assert await until(lambda: backend.usage().chunks == 2)
+    assert backend.counters() == {"housekeeping_failed": 2, "evicted": 3}
+    records = messages(caplog, "housekeeping failed")
+    assert all(str(tmp_path) in record.getMessage() for record in records)
+    assert len(records) == 2
+    # An error of the device takes one line; an error of the program has its traceback.
+    assert [bool(record.exc_info) for record in records] == [isinstance(error, RuntimeError)] * 2
+    if isinstance(error, OSError):
+        assert "no device" in records[0].getMessage()
+    await backend.close()
+
+
+async def test_folders_that_cannot_be_listed_are_counted_and_their_chunks_stay_known(
+    tmp_path, caplog
+):
+    first = open_disk(tmp_path)
+    keys = keys_of(3)
+    assert await write(first, keys) == [True] * 3
+    await first.close()
+    vfs = FailingVfs(
+        1, errno.EIO, sticky=True, when=lambda c, p: c == "listdir" and kind_of(p) == "shard"
+    )
+    backend = open_disk(tmp_path, vfs=vfs)
+    assert backend.counters()["look_failed"] >= 1
+    assert messages(caplog, os.strerror(errno.EIO))
+    assert all(map(backend.holds, keys))
+    assert await backend.read(keys, slots(3, SIZE)) == [True] * 3
+    assert backend.usage().resident_bytes == 3 * ON_DISK
+    await backend.close()
+
+
+async def test_a_folder_put_in_order_is_logged_as_in_use_again(tmp_path, caplog):
+    backend = open_disk(tmp_path / "kv")
+    root = backend._store.root
+    (tmp_path / "kv").chmod(0o777)
+    before = backend.counters().get("remake_failed", 0)
+    assert [root.repair(), root.repair()] == [False, False]
+    assert backend.counters()["remake_failed"] >= before + 2
+    refused = messages(caplog, "nothing is loaded or stored")
+    assert [record.levelno for record in refused] == [logging.ERROR]  # logged once, counted always
+    assert "chmod" in refused[0].getMessage()
+    (tmp_path / "kv").chmod(0o700)
+    assert [root.repair(), root.repair()] == [False, False]
+    (allowed,) = messages(caplog, "in order again")
+    assert str(tmp_path / "kv") in allowed.getMessage()
+    assert root.repairs == 0
+    await backend.close()
+
+
+async def test_folders_that_cannot_be_made_again_are_counted_and_logged(tmp_path, caplog):
+    vfs = FailingVfs(
+        0, errno.ENOSPC, sticky=True, when=lambda c, p: c == "mkdir" and kind_of(p) == "namespace"
+    )
+    backend = open_disk(tmp_path / "store", vfs=vfs)
+    assert await write(backend, keys_of(1)) == [True]
+    vfs.nth = 1
+    shutil.rmtree(tmp_path / "store")
+    assert await until(lambda: backend.counters().get("remake_failed"))
+    assert "cannot be made again" in messages(caplog, "removed folders")[0].getMessage()
+    assert await write(backend, keys_of(1, "during")) == [False]
+    assert "remade" not in backend.counters()
+    vfs.heal()
+    assert await until(lambda: backend.counters().get("remade") == 1)
+    (record,) = messages(caplog, "were made again")
+    assert str(tmp_path / "store") in record.getMessage()
+    assert await write(backend, keys_of(1, "after")) == [True]
+    await backend.close()
+
+
+@pytest.mark.parametrize("facts", [{"model": "m"}, {}])
+async def test_a_manifest_that_was_removed_with_its_folder_has_the_facts_again(tmp_path, facts):
+    backend = open_disk(tmp_path / "store")
+    if facts:
+        await backend.describe(facts)
+    assert await write(backend, keys_of(1)) == [True]
+
+    def manifest():
+        (path,) = (tmp_path / "store").glob("*/manifest.json")
+        return json.loads(path.read_text())
+
+    first = manifest()
+    assert (first["namespace"], first["facts"]) == ("disk", facts)
+    shutil.rmtree(tmp_path / "store")
+    assert await until(lambda: backend.counters().get("remade"))
+    assert await write(backend, keys_of(1, "after")) == [True]
+    assert manifest() == first
+    await backend.close()
+
+
+# ---- stores that are refused ---------------------------------------------------------------------
+
+
+async def test_a_store_refused_for_want_of_room_is_counted(tmp_path):
+    vfs = FailingVfs(
+        1, errno.EACCES, sticky=True, when=lambda c, p: c == "unlink" and kind_of(p) == "chunk"
+    )
+    settings = {"capacity": ByteSize(2 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+    backend = open_disk(tmp_path, vfs=vfs, **settings)
+    assert await write(backend, keys_of(2)) == [True] * 2
+    assert await write(backend, keys_of(1, "more")) == [False]
+    counts = backend.counters()
+    assert (counts["refused_capacity"], counts["undeletable"]) == (1, 2)
+    assert backend.take_removals() == []
+    assert await backend.read(keys_of(2), slots(2, SIZE)) == [True] * 2
+    await backend.close()
+
+
+async def test_a_chunk_of_the_whole_capacity_is_stored_and_one_page_more_is_refused(tmp_path):
+    backend = open_disk(tmp_path, capacity=ByteSize(ON_DISK), high_watermark=1.0)
+    assert await write(backend, keys_of(1)) == [True]
+    (larger,) = keys_of(1, "larger")
+    assert await backend.write([larger], filled([larger], SIZE + 1)) == [False]
+    assert backend.counters() == {"refused_size": 1}
+    backend.check_fit(SIZE)
+    with pytest.raises(ConfigError, match=r"64\.0 KiB.*68\.0 KiB"):
+        backend.check_fit(SIZE + 1)
+    await backend.close()
+
+
+async def test_a_chunk_that_is_there_is_not_written_again(tmp_path):
+    backend = open_disk(tmp_path)
+    keys = keys_of(2)
+    assert await write(backend, keys) == [True] * 2
+    before = {path: path.stat().st_ino for path in tmp_path.glob("*/??/*")}
+    assert await write(backend, keys) == [True] * 2
+    assert {path: path.stat().st_ino for path in tmp_path.glob("*/??/*")} == before
+    await backend.close()
+
+
+async def test_only_removals_that_no_caller_asked_for_are_reported_and_each_once(tmp_path):
+    settings = {"capacity": ByteSize(3 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+    backend = open_disk(tmp_path, **settings)
+    keys = keys_of(5)
+    for key in keys[:3]:
+        assert await write(backend, [key]) == [True]
+    await backend.remove(keys[2:3])
+    assert backend.take_removals() == []
+    for key in keys[3:]:
+        assert await write(backend, [key]) == [True]
+    assert [(each.key, each.reason) for each in backend.take_removals()] == [(keys[0], "evicted")]
+    assert backend.take_removals() == []
+    assert backend.counters() == {"removed": 1, "evicted": 1}
+    await backend.close()
