@@ -1,6 +1,7 @@
 """Whatever system call fails, and however often: hit or miss, and the accounting stays right."""
 
 import asyncio
+import mmap
 import os
 import random
 import shutil
@@ -15,7 +16,7 @@ from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
-from tests.support.vfs import EVERY_ERROR, FailingVfs, StuckVfs, kind_of
+from tests.support.vfs import EVERY_ERROR, FailingVfs, HookedVfs, StuckVfs, kind_of
 
 SIZE = 8192
 KEYS = keys_of(7)
@@ -229,3 +230,35 @@ async def test_neither_memory_nor_descriptors_grow(ram_path, turns):
     await backend.close()
     assert figures[-1][0] <= figures[0][0]
     assert figures[-1][1] - figures[1][1] < 16 << 20
+
+
+class FlagsVfs(HookedVfs):
+    """Records whether files of chunks are opened for direct I/O."""
+
+    def __init__(self):
+        super().__init__()
+        self.direct = []
+
+    def open(self, path, flags):
+        if kind_of(path) == "chunk" or os.path.basename(path).isdigit():  # not of the manifest
+            self.direct.append(bool(flags & os.O_DIRECT))
+        return super().open(path, flags)
+
+
+@pytest.mark.parametrize(
+    ("size", "shift", "direct"), [(8192, 0, True), (8192, 512, False), (8000, 0, False)]
+)
+async def test_whole_pages_of_memory_bypass_the_page_cache_and_other_memory_does_not(
+    tmp_path, size, shift, direct
+):
+    if probe_direct(Vfs(), str(tmp_path / "probe")) is not None:
+        pytest.skip("no direct I/O here")
+    vfs = FlagsVfs()
+    backend = DiskBackend(options(tmp_path / "root", io="auto"), "flags", vfs=vfs)
+    assert backend.io_mode == "direct"
+    memory = memoryview(mmap.mmap(-1, 4 * 8192))[shift : shift + size]
+    vfs.direct.clear()
+    assert await backend.write(KEYS[:1], [memory]) == [True]
+    assert await backend.read(KEYS[:1], [memory]) == [True]
+    assert vfs.direct == [direct, direct]
+    await backend.close()
