@@ -41,10 +41,8 @@ async def test_the_living_are_counted_and_the_dead_are_not(tmp_path):
     assert clean_up(Vfs(), str(tmp_path), own) == (0, 0)
     assert clean_up(Vfs(), str(tmp_path), "") == (1, 0)
     freed = (folder / "7").stat().st_blocks * 512
-    assert clean_up(Vfs(), str(unseen), "") == (
-        0,
-        freed,
-    )  # no quota for 'small'
+    # The quota counts no small file.
+    assert clean_up(Vfs(), str(unseen), "") == (0, freed)
     assert os.listdir(unseen / WRITERS) == []
     await backend.close()
     assert count_alive(Vfs(), str(tmp_path)) == 0

@@ -4,7 +4,7 @@ import os
 import struct
 
 import pytest
-from disk_parts import open_disk, write
+from disk_parts import ON_DISK, open_disk, until, write
 
 from kvoffload.backends.disk.quota import Quota, recorded_bytes
 from kvoffload.backends.disk.vfs import Vfs
@@ -160,4 +160,14 @@ async def test_a_store_changes_the_shared_figure_once(tmp_path):
     before = quota.changes
     assert await write(backend, keys_of(3, "3")) == [True] * 3  # they are there
     assert quota.changes == before
+    await backend.close()
+
+
+async def test_a_quota_file_removed_under_an_engine_is_made_again_and_counts_the_chunks(tmp_path):
+    backend = open_disk(tmp_path)
+    assert await write(backend, keys_of(2)) == [True] * 2
+    (tmp_path / ".ledger").unlink()
+    assert await until(lambda: backend.counters().get("remade") == 1)
+    assert await until(lambda: recorded_bytes(Vfs(), str(tmp_path / ".ledger")) == 2 * ON_DISK)
+    assert backend._store.root.quota.refresh() == 2 * ON_DISK
     await backend.close()
