@@ -117,3 +117,26 @@ def test_probes_that_promise_too_much_become_rarer_until_something_succeeds(cloc
     while not breaker.failure("load", nbytes=1000):
         pass
     assert breaker.probe_in() == 1.0
+
+
+def test_a_late_success_changes_nothing_in_an_open_breaker(clock):
+    """The load was in flight when another request opened the breaker."""
+    breaker = CircuitBreaker(clock=clock)
+    for _ in range(3):
+        breaker.failure("load", nbytes=1000)
+    breaker.success("load", 1000)
+    breaker.probe_succeeded()
+    assert breaker.failure("load", nbytes=1000)
+
+
+def test_only_the_kind_of_request_that_opened_the_breaker_relapses(clock):
+    breaker = CircuitBreaker(clock=clock, jitter=lambda: 0.0)
+    for _ in range(3):
+        breaker.failure("load")
+    for pause in (1.0, 2.0):
+        breaker.probe_succeeded()
+        assert breaker.failure("load")
+        assert breaker.probe_in() == pause
+    breaker.probe_succeeded()
+    assert [breaker.failure("store") for _ in range(3)] == [False, False, True]
+    assert breaker.probe_in() == 1.0
