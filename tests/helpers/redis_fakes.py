@@ -19,6 +19,7 @@ class FakeRedis:
         self.answer = answer
         self.commands: list[list[bytes]] = []
         self.accepted = 0
+        self._writers: list[asyncio.StreamWriter] = []
 
     async def __aenter__(self) -> "FakeRedis":
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -27,6 +28,10 @@ class FakeRedis:
 
     async def __aexit__(self, *error: object) -> None:
         self._server.close()
+        for writer in self._writers:  # the client may still be connected
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
     @property
     def address(self) -> str:
@@ -34,6 +39,7 @@ class FakeRedis:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1
+        self._writers.append(writer)
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             while head := await reader.readline():
                 words = []

@@ -1,0 +1,264 @@
+"""Calls of the Redis tier to fake servers, and the parsers of servers' replies."""
+
+import asyncio
+import logging
+import time
+
+import pytest
+from redis_fakes import FakeRedis, masters_of, polite
+
+from kvoffload import open_backend
+from kvoffload.backends.redis import namespace_info
+from kvoffload.backends.redis.admin import count_of, usage_of
+from kvoffload.backends.redis.channel import Address
+from kvoffload.backends.redis.discovery import (
+    NUM_SLOTS,
+    REFRESH_EVERY_S,
+    SentinelResolver,
+    parse_address,
+    parse_masters,
+    parse_redirect,
+    parse_slots,
+    slot_of,
+)
+from kvoffload.backends.redis.options import Access, RedisOptions
+from kvoffload.backends.redis.resp import ServerError
+from kvoffload.testing.backends import filled, keys_of, slots
+from tests.support.redis_engine import RedisEngine, until
+from tests.support.redis_server import free_port
+
+
+def sent(server, command):
+    return sum(words[0].upper() == command for words in server.commands)
+
+
+async def test_a_wrong_number_of_buffers_is_an_error_before_any_connect():
+    backend = open_backend("redis", {"url": f"redis://127.0.0.1:{free_port()}"}, "n")
+    with pytest.raises(ValueError, match="2 keys, but 1 buffers"):
+        await backend.read(keys_of(2), slots(1))
+    with pytest.raises(ValueError, match="1 keys, but 2 buffers"):
+        await backend.write(keys_of(1), slots(2))
+    assert backend.counters() == {"connections": 0, "breakers_open": 0, "verdicts": 0}
+    await backend.close()
+
+
+async def test_stores_and_misses_are_counted_once_each():
+    def answer(words):
+        return b":1\r\n" if words[0] == b"PEXPIRE" and words[1].endswith(there) else polite(words)
+
+    keys = keys_of(5)
+    there = b"{%b}" % keys[0].hex().encode()
+    async with FakeRedis(answer) as server:
+        options = {"url": f"redis://{server.address}", "timeout_s": 10.0, "connect_timeout_s": 10.0}
+        backend = open_backend("redis", options, "n")
+        assert await backend.write(keys, filled(keys)) == [True] * 5
+        assert await backend.read(keys, slots(5)) == [False] * 5
+        counts = backend.counters()
+        shown = {name: counts.get(name) for name in ("write_present", "write_ok", "read_missing")}
+        assert shown == {"write_present": 1, "write_ok": 4, "read_missing": 5}
+        assert counts["verdicts"] == 5
+        assert sent(server, b"PSETEX") == 4
+        await backend.close()
+
+
+async def test_only_probes_connect_while_a_breaker_is_open():
+    async with RedisEngine(f"redis://127.0.0.1:{free_port()}", connections=1) as engine:
+        while not engine.open:
+            await engine.load()
+        tried, lost = engine.count("connect_failed"), engine.count("read_lost_breaker_open")
+        for _ in range(3):
+            assert await engine.load() == [False] * 8
+            assert await engine.store() == [False] * 8
+            await asyncio.sleep(0.05)
+        assert engine.count("connect_failed") == tried
+        assert engine.count("read_lost_breaker_open") == lost + 24
+        assert engine.count("write_lost_breaker_open") == 24
+
+
+async def test_a_redirect_without_a_cluster_url_is_logged_once(caplog):
+    def answer(words):
+        return b"-MOVED 7 127.0.0.1:1\r\n" if words[0] == b"GETEX" else polite(words)
+
+    async with FakeRedis(answer) as server:
+        async with RedisEngine(f"redis://{server.address}") as engine:
+            for _ in range(2):
+                assert await engine.load() == [False] * 8
+    (record,) = [r for r in caplog.records if "redis+cluster://" in r.getMessage()]
+    assert record.levelno == logging.ERROR
+    assert "MOVED" in record.getMessage()
+
+
+# ---- the description of a namespace --------------------------------------------------------------
+
+
+async def test_uses_write_the_description_at_a_limited_rate(monkeypatch):
+    monkeypatch.setattr(namespace_info, "_EVERY_S", 0.3)
+    async with FakeRedis(polite) as server:
+        async with RedisEngine(f"redis://{server.address}") as engine:
+            await engine.load()
+            await asyncio.sleep(0.1)
+            assert sent(server, b"PSETEX") == 0  # no description is set yet
+            await engine.backend.describe({"model": "m", "dtype": "bf16"})
+
+            async def written():
+                return sent(server, b"PSETEX") == 1
+
+            await until(written)
+            begun_s = time.monotonic()
+            while time.monotonic() < begun_s + 1.0:
+                await engine.load()
+                await asyncio.sleep(0.01)
+            assert 2 <= sent(server, b"PSETEX") <= 2 + (time.monotonic() - begun_s) / 0.3
+            (facts, *_) = [words for words in server.commands if words[0] == b"PSETEX"]
+            assert facts[1].endswith(b":facts")
+            assert facts[2:] == [b"86400000", b'{"dtype": "bf16", "model": "m"}']
+            await asyncio.sleep(0.4)
+            before = sent(server, b"PSETEX")
+            await asyncio.sleep(0.5)
+            assert sent(server, b"PSETEX") == before  # no chunk was used
+
+
+@pytest.mark.parametrize(
+    ("error", "again"), [(b"OOM full", False), (b"NOPERM no", False), (b"MISCONF disk", True)]
+)
+async def test_a_refused_description_waits_a_minute_and_a_failed_one_less(
+    monkeypatch, error, again
+):
+    monkeypatch.setattr(namespace_info, "_EVERY_S", 0.05)
+
+    def answer(words):
+        return b"-%b\r\n" % error if words[0] == b"PSETEX" else polite(words)
+
+    async with FakeRedis(answer) as server:
+        async with RedisEngine(f"redis://{server.address}") as engine:
+            await engine.backend.describe({"model": "m"})
+
+            async def refused():
+                return sent(server, b"PSETEX") > 0
+
+            await until(refused)
+            for _ in range(20):
+                await engine.load()
+                await asyncio.sleep(0.02)
+            assert (sent(server, b"PSETEX") > 1) is again
+
+
+# ---- Sentinels -----------------------------------------------------------------------------------
+
+
+async def test_the_next_sentinel_replaces_one_that_is_down_and_its_answer_is_remembered():
+    def answer(words):
+        return masters_of("m", "127.0.0.1", "7") if words[0] == b"SENTINEL" else polite(words)
+
+    async with FakeRedis(answer) as sentinel:
+        url = f"redis+sentinel://127.0.0.1:{free_port()},{sentinel.address}/m"
+        options = RedisOptions(url=url, connect_timeout_s=10.0)
+        resolve = SentinelResolver(Access(options))
+        for _ in range(3):
+            assert await resolve() == parse_address("127.0.0.1", "7")
+        assert sent(sentinel, b"SENTINEL") == 1
+        await asyncio.sleep(REFRESH_EVERY_S)
+        await resolve()
+        assert sent(sentinel, b"SENTINEL") == 2
+
+
+async def test_the_error_shows_each_sentinels_answer_and_the_first_failure_is_its_cause():
+    def answer(words):
+        return masters_of("n", "127.0.0.1", "7") if words[0] == b"SENTINEL" else polite(words)
+
+    down = [free_port(), free_port()]
+    async with FakeRedis(answer) as sentinel:
+        hosts = ",".join([f"127.0.0.1:{down[0]}", sentinel.address, f"127.0.0.1:{down[1]}"])
+        url = f"redis+sentinel://{hosts}/m"
+        options = RedisOptions(url=url, connect_timeout_s=10.0)
+        resolve = SentinelResolver(Access(options))
+        with pytest.raises(ConnectionError, match="no Sentinel names a master 'm'") as caught:
+            await resolve()
+    text = str(caught.value)
+    assert f"{sentinel.address} knows only ['n']" in text
+    assert all(f"127.0.0.1:{port}: " in text for port in down)
+    assert str(down[0]) in str(caught.value.__cause__)
+
+
+# ---- replies of servers --------------------------------------------------------------------------
+
+
+ASKED = Address("asked", 1, "")
+
+
+def test_rows_of_a_slot_table_reach_from_one_slot_to_the_last_one():
+    rows = [[5, 5, [b"a", 1]], [NUM_SLOTS - 1, NUM_SLOTS - 1, [None, 2]], [0, 4, [b"", 3, b"id"]]]
+    assert parse_slots(rows, ASKED) == [
+        (0, 4, parse_address("asked", "3")),
+        (5, 5, parse_address("a", "1")),
+        (NUM_SLOTS - 1, NUM_SLOTS - 1, parse_address("asked", "2")),
+    ]
+    assert parse_slots([[0, 1, [b"?", 1]]], ASKED) == []
+    for row in ([5, 4, [b"a", 1]], [-1, 4, [b"a", 1]], [0, NUM_SLOTS, [b"a", 1]], [0, 1], 7):
+        with pytest.raises(ValueError, match=r"row of a slot table|instead of an array"):
+            parse_slots([row], ASKED)
+    with pytest.raises(ValueError, match="in two rows"):
+        parse_slots([[0, 5, [b"a", 1]], [5, 6, [b"b", 1]]], ASKED)
+
+
+def test_a_slot_table_has_at_most_as_many_nodes_as_a_cluster():
+    rows = [[slot, slot, [b"a", slot + 1]] for slot in range(1025)]
+    assert len(parse_slots(rows[:1024], ASKED)) == 1024
+    with pytest.raises(ValueError, match="more than 1024 nodes"):
+        parse_slots(rows, ASKED)
+
+
+def test_the_slot_of_a_key_is_that_of_its_tag():
+    assert slot_of(b"123456789") == 0x31C3  # of the specification
+    assert slot_of(b"x{123456789}y") == 0x31C3
+    assert slot_of(b"{}123456789") != slot_of(b"{}")
+    assert slot_of(b"{123456789}{x}") == 0x31C3
+    assert slot_of(b"a{b") == slot_of(b"{a{b}")
+
+
+@pytest.mark.parametrize("port", ["1", "65535"])
+def test_an_address_has_a_host_and_a_port(port):
+    address = parse_address("host-1.x", port)
+    assert (address.host, address.port, address.path) == ("host-1.x", int(port), "")
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "", "-1", "1.0", "٣", "000001"])
+def test_a_wrong_port_is_refused(port):
+    with pytest.raises(ValueError, match="not a port"):
+        parse_address("host", port)
+
+
+def test_a_redirect_names_a_slot_and_a_server():
+    def of(text):
+        return parse_redirect(ServerError.parse(text))
+
+    assert of(b"MOVED 16383 [::1]:7000") == (16383, parse_address("::1", "7000"))
+    assert of(b"ASK 0 h:1") == (0, parse_address("h", "1"))
+    for text in (b"MOVED", b"MOVED 1", b"MOVED x h:1", b"MOVED 1 h:1 x", b"MOVED 100000 h:1"):
+        with pytest.raises(ValueError, match="not a redirect"):
+            of(text)
+    with pytest.raises(ValueError, match="a redirect of slot 16384"):
+        of(b"MOVED 16384 h:1")
+
+
+def test_a_master_that_is_down_has_no_address():
+    def row(flags):
+        return [b"name", b"m", b"ip", b"h", b"port", b"1", b"flags", flags]
+
+    assert parse_masters([row(b"master")]) == {"m": parse_address("h", "1")}
+    for flags in (b"master,s_down", b"master,o_down", b"slave", b""):
+        assert parse_masters([row(flags)]) == {"m": None}
+    with pytest.raises(ValueError, match="not a description of a master"):
+        parse_masters([[b"name", 7]])
+
+
+def test_usage_is_the_sum_of_the_servers_and_unlimited_if_one_has_no_limit():
+    one = {"used_memory": "10", "maxmemory": "100", "db0": "keys=3,expires=3", "db1": "keys=9"}
+    two = {"used_memory": "5", "maxmemory": "50"}
+    assert usage_of([one, two], 0) == (15, 150, 3)
+    assert usage_of([one], 1) == (10, 100, 9)
+    assert usage_of([one, two | {"maxmemory": "0"}], 0) == (15, None, 3)
+    assert usage_of([], 0) == (0, None, 0)
+    assert [count_of(text) for text in ("", "x", "-5", "9" * 18, "9" * 19)] == [
+        0, 0, 0, 10**18 - 1, 0,
+    ]  # fmt: skip
