@@ -109,9 +109,9 @@ async def test_uses_write_the_description_at_a_limited_rate(monkeypatch):
                 await engine.load()
                 await asyncio.sleep(0.01)
             assert 2 <= sent(server, b"PSETEX") <= 2 + (time.monotonic() - begun_s) / 0.3
-            (facts, *_) = [words for words in server.commands if words[0] == b"PSETEX"]
-            assert facts[1].endswith(b":facts")
-            assert facts[2:] == [b"86400000", b'{"dtype": "bf16", "model": "m"}']
+            (command, *_) = [words for words in server.commands if words[0] == b"PSETEX"]
+            assert command[1].endswith(b":facts")
+            assert command[2:] == [b"86400000", b'{"dtype": "bf16", "model": "m"}']
             await asyncio.sleep(0.4)
             before = sent(server, b"PSETEX")
             await asyncio.sleep(0.5)
