@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from kvoffload.connectors.block_tables import to_load
+from kvoffload.connectors.block_tables import gpu_end, to_load, to_store
 from kvoffload.connectors.chunking import NULL_BLOCK, ChunkGroups, Piece
 from kvoffload.core.interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from kvoffload.messages import get_offload_group_idx, make_offload_key
@@ -16,6 +17,34 @@ from kvoffload.messages import get_offload_group_idx, make_offload_key
 BLOCK = 4
 SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 4, "dtype": torch.int8}
 KINDS = [FullAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_window=7)]
+FULL, WINDOW = KINDS
+NARROW = SlidingWindowSpec(**SHAPE, sliding_window=4)
+STATE = MambaSpec(block_size=8, shapes=((4,),), dtypes=(torch.int8,))
+
+
+def groups_of(*kinds, per_chunk=1):
+    specs = [KVCacheGroupSpec([f"layer {i}"], kind) for i, kind in enumerate(kinds)]
+    return ChunkGroups(BLOCK, per_chunk, KVCacheConfig(64, [], specs))
+
+
+def keys_of(groups, tokens):
+    keys = [[] for _ in groups.all]
+    for group in groups.all:
+        group.extend_keys(keys[group.index], [bytes([i]) * 32 for i in range(tokens // BLOCK)])
+    return keys
+
+
+def longest(groups, keys, start, limit, there, room=None):
+    """Return how far a prompt can be loaded if only these chunks are there."""
+
+    def find_prefix(wanted):
+        hits = next((i for i, key in enumerate(wanted) if key not in there), len(wanted))
+        return hits, False
+
+    def has_room(wanted):
+        return room is None or len(wanted) <= room
+
+    return groups.longest(keys, start, limit, find_prefix, there.__contains__, has_room)
 
 
 def test_chunks_of_full_attention_are_asked_for_together_and_only_those_of_windows_one_by_one():
@@ -48,3 +77,197 @@ def test_only_where_there_is_a_null_block_is_block_0_left_out_of_loads(has_nulls
     groups = ChunkGroups(BLOCK, 2)
     table = [NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 7, 8, 9]
     assert to_load(groups, [table], 0, 24, has_nulls) == [*first, Piece(0, 2, 4, 6)]
+
+
+# ---- how far a load can go -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kinds", [(FULL, WINDOW), (WINDOW, FULL)])
+def test_what_full_attention_lacks_ends_a_prefix_wherever_the_group_stands(kinds):
+    groups = groups_of(*kinds)
+    keys = keys_of(groups, 40)
+    everything = {key for each in keys for key in each}
+    (full,) = (group.index for group in groups.all if group.reads_all)
+    assert longest(groups, keys, 0, 43, everything) == (40, False)
+    assert longest(groups, keys, 0, 40, everything - {keys[full][6]}) == (24, False)
+    assert longest(groups, keys, 24, 40, everything - {keys[full][6]}) == (24, False)
+    assert longest(groups, keys, 28, 40, everything - {keys[full][6]}) == (40, False)
+    # A window of 7 tokens reads the last two blocks only.
+    window = 1 - full
+    assert longest(groups, keys, 0, 40, everything - {keys[window][7]}) == (40, False)
+    assert longest(groups, keys, 0, 40, everything - {keys[window][8]}) == (32, False)
+    assert longest(groups, keys, 32, 40, everything - {keys[window][8]}) == (32, False)
+    assert longest(groups, keys, 36, 40, everything - {keys[window][8]}) == (40, False)
+
+
+def test_an_answer_that_may_come_soon_leaves_all_of_it_open():
+    groups = groups_of(FULL, WINDOW)
+    keys = keys_of(groups, 40)
+    calls = []
+
+    def ask(prefix, find):
+        return groups.longest(keys, 8, 40, lambda _: prefix, find, lambda _: True)
+
+    assert ask((3, True), calls.append) == (8, True)
+    assert calls == []
+    assert ask((8, False), lambda key: None) == (8, True)
+    assert ask((8, False), lambda key: True) == (40, False)
+    assert ask((3, False), lambda key: True) == (20, False)
+
+
+@pytest.mark.parametrize(
+    ("room", "end"), [(0, 0), (1, 0), (2, 4), (3, 4), (4, 8), (7, 20), (11, 36), (12, 40)]
+)
+def test_a_prefix_is_as_long_as_the_room_for_the_chunks_of_all_groups(room, end):
+    """The first 20 tokens need five chunks of full attention and two of the window."""
+    groups = groups_of(FULL, WINDOW)
+    keys = keys_of(groups, 40)
+    everything = {key for each in keys for key in each}
+    assert longest(groups, keys, 0, 40, everything, room) == (end, False)
+
+
+def test_a_prompt_without_a_full_chunk_is_not_asked_for_and_not_waited_for():
+    groups = groups_of(FULL, per_chunk=16)
+    assert keys_of(groups, 40) == [[]]
+    asked = []
+    assert groups.longest([[]], 0, 40, asked.append, asked.append, asked.append) == (0, False)
+    assert asked == []
+
+
+def test_a_group_alone_is_asked_for_no_room():
+    groups = groups_of(FULL)
+    keys = keys_of(groups, 40)
+    assert groups.keeps_prefixes
+    assert longest(groups, keys, 0, 40, set(keys[0]), room=0) == (40, False)
+    assert not groups_of(WINDOW).keeps_prefixes
+    assert not groups_of(FULL, FULL).keeps_prefixes
+
+
+# ---- what a load was good for --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("good", "end"),
+    [
+        (range(10), 40),
+        ([0, 2, 3, 4, 5, 6, 7, 8, 9], 4),
+        ([0, 1, 2, 4, 5, 6, 7, 9], 12),
+        ([1, 2, 3], 0),
+        ([], 0),
+    ],
+)
+def test_a_load_is_of_use_up_to_the_first_chunk_that_full_attention_lacks(good, end):
+    groups = groups_of(FULL)
+    assert groups.usable(0, 40, [(0, chunk) for chunk in good]) == end
+    both = groups_of(FULL, WINDOW)
+    windows = [(1, chunk) for chunk in range(10)]
+    assert both.usable(0, 40, [*windows, *((0, chunk) for chunk in good)]) == end
+
+
+def test_a_load_is_of_use_where_windows_have_all_that_they_read():
+    groups = groups_of(FULL, WINDOW)
+    whole = [(0, chunk) for chunk in range(10)]
+    assert groups.usable(0, 40, [*whole, (1, 8), (1, 9)]) == 40
+    assert groups.usable(0, 40, [*whole, (1, 7), (1, 8)]) == 36
+    assert groups.usable(0, 40, [*whole, (1, 9)]) == 0
+    assert groups.usable(36, 40, [*whole, (1, 9)]) == 40
+    assert groups.usable(36, 40, whole) == 36
+    assert groups.usable(16, 40, []) == 16
+
+
+@pytest.mark.parametrize("kinds", [(FULL, WINDOW), (WINDOW, FULL)])
+def test_the_group_that_reads_everything_tells_where_tokens_came_from(kinds):
+    groups = groups_of(*kinds, per_chunk=2)
+    (full,) = (group.index for group in groups.all if group.reads_all)
+    media = {(full, chunk): "DISK" if chunk < 2 else "CPU" for chunk in range(5)}
+    media |= {(1 - full, chunk): "REDIS" for chunk in range(5)}
+    assert groups.tokens_by_medium(0, 40, media) == {"DISK": 16, "CPU": 24}
+    assert groups.tokens_by_medium(12, 40, media) == {"DISK": 4, "CPU": 24}
+    assert dict(groups.tokens_by_medium(40, 40, media)) == {}
+
+
+def test_of_windows_alone_the_last_chunk_tells():
+    groups = groups_of(WINDOW)
+    media = {(0, 8): "DISK", (0, 9): "CPU"}
+    assert groups.tokens_by_medium(4, 40, media) == {"CPU": 36}
+    assert dict(groups.tokens_by_medium(40, 40, media)) == {}
+
+
+# ---- which blocks --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "per_chunk", "expected"),
+    [(9, 4, 2), (9, 3, 1), (6, 4, 2), (5, 4, 1), (64, 4, 4), (17, 6, 3)],
+)
+def test_chunks_of_a_window_are_as_large_as_can_be_whole_in_it(size, per_chunk, expected):
+    wide = SlidingWindowSpec(**SHAPE, sliding_window=size)
+    (group,) = groups_of(wide, per_chunk=per_chunk).all
+    assert (group.per_chunk, group.chunk_tokens) == (expected, expected * BLOCK)
+    assert groups_of(STATE, per_chunk=per_chunk).all[0].per_chunk == 1
+
+
+def test_keys_are_added_for_chunks_that_are_full():
+    (group,) = groups_of(FULL, per_chunk=3).all
+    hashes, keys = [bytes([i]) * 32 for i in range(8)], []
+    for number, chunks in ((2, 0), (3, 1), (5, 1), (6, 2), (8, 2)):
+        group.extend_keys(keys, hashes[:number])
+        assert keys == [make_offload_key(hashes[i], 0) for i in (2, 5)[:chunks]]
+    undescribed = ChunkGroups(BLOCK, 3)
+    assert keys_of(undescribed, 24) == [keys]
+
+
+def test_chunks_become_ready_to_store_from_head_to_tail_of_the_prompt():
+    groups = groups_of(FULL, NARROW, per_chunk=2)
+    assert [group.per_chunk for group in groups.all] == [2, 1]
+    tables = [list(range(1, 9)), list(range(11, 19))]
+    pieces = to_store(groups, tables, [0, 0], 18, True)
+    assert [(piece.group, piece.end_block) for piece in pieces] == [
+        (1, 1), (0, 2), (1, 2), (1, 3), (0, 4), (1, 4),
+    ]  # fmt: skip
+    pieces = to_store(groups, tables, [1, 3], 18, True)
+    assert pieces == [Piece(0, 1, 2, 4), Piece(1, 3, 3, 4)]
+    tables[1][3] = NULL_BLOCK
+    assert to_store(groups, tables, [1, 3], 18, True) == [Piece(0, 1, 2, 4)]
+    assert to_store(groups, tables, [1, 3], 18, False) == pieces
+    assert to_store(groups, tables, [2, 4], 18, True) == []
+
+
+@pytest.mark.parametrize(
+    ("computed", "first", "stored"),
+    [(8, 0, [0]), (24, 0, [2]), (24, 2, [2]), (24, 3, []), (25, 0, []), (7, 0, []), (23, 0, [])],
+)
+def test_of_states_the_one_at_the_last_token_alone_is_there(computed, first, stored):
+    groups = groups_of(STATE)
+    pieces = to_store(groups, [[1, 2, 3, 4]], [first], computed, True)
+    assert [piece.chunk for piece in pieces] == stored
+
+
+def test_blocks_of_a_transfer_are_named_group_after_group_with_their_first_ones():
+    groups = groups_of(FULL, WINDOW, FULL, per_chunk=2)
+    tables = [list(range(10, 20)), list(range(20, 30)), list(range(30, 40))]
+    pieces = [Piece(0, 1, 3, 4), Piece(0, 2, 4, 6), Piece(2, 0, 1, 2)]
+    spec = gpu_end(groups, pieces, tables)
+    assert spec.block_ids.tolist() == [13, 14, 15, 31]
+    assert list(spec.group_sizes) == [3, 0, 1]
+    assert list(spec.block_indices) == [3, 0, 1]
+
+
+# ---- orders --------------------------------------------------------------------------------------
+
+
+def test_keys_of_all_groups_stand_in_the_order_of_their_tokens():
+    groups = groups_of(FULL, NARROW, per_chunk=2)
+    keys = keys_of(groups, 16)
+    (a, b), (c, d, e, f) = keys
+    assert groups.from_head_to_tail(keys) == [c, a, d, e, b, f]
+    assert groups_of(FULL).from_head_to_tail([[b, a]]) == [b, a]
+
+
+def test_of_windows_a_request_uses_what_it_loads():
+    groups = groups_of(FULL, WINDOW)
+    keys = keys_of(groups, 16)
+    assert set(groups.used(keys, 0)) == set(keys[0])
+    assert set(groups.used(keys, 12)) == {*keys[0], *keys[1][1:3]}
+    alone = groups_of(FULL)
+    assert alone.used(keys_of(alone, 16), 0) == keys[0]

@@ -1,10 +1,13 @@
 """Presence by probing: batched, bounded in time, never stuck."""
 
 import asyncio
+import threading
 import time
 
 import pytest
 
+from kvoffload.backends import presence as presence_module
+from kvoffload.backends.presence import PresenceCache
 from kvoffload.transfer.io_loop import IOLoop, presence_on
 
 
@@ -94,3 +97,76 @@ async def test_the_log_names_a_timeout_which_has_no_words(caplog):
         await asyncio.sleep(0.01)
     io.close()
     assert caplog.messages == ["probing 1 keys failed: TimeoutError"]
+
+
+def test_an_answer_is_believed_for_two_seconds_and_asked_for_again_after_them(io, until):
+    now, store = [0.0], Store([b"here"])
+    prober = presence_on(io, store, timeout_s=5.0, clock=lambda: now[0])
+    for key, present in ((b"here", True), (b"gone", False)):
+        now[0] = 0.0
+        assert answer(prober, key, until) is present
+        now[0] = 1.99
+        assert prober.holds(key) is present
+        now[0] = 2.0
+        assert prober.holds(key) is None
+        assert answer(prober, key, until) is present
+    assert sum(map(len, store.batches)) == 4
+
+
+def test_answers_are_bounded_and_the_oldest_are_dropped_first(io, until, monkeypatch):
+    monkeypatch.setattr(presence_module, "MAX_ENTRIES", 10)
+    store = Store(b"%d" % i for i in range(30))
+    prober = presence_on(io, store, timeout_s=30.0, clock=lambda: 0.0)
+    for i in range(30):
+        assert answer(prober, b"%d" % i, until) is True
+    assert [prober.holds(b"%d" % i) for i in range(21, 30)] == [True] * 9
+    assert prober.holds(b"0") is None
+
+
+def test_an_answer_that_comes_after_a_chunk_was_forgotten_changes_nothing(io, until):
+    asked, go_on = threading.Event(), threading.Event()
+
+    class Slow(Store):
+        async def contains(self, keys):
+            asked.set()
+            await asyncio.to_thread(go_on.wait)
+            return await super().contains(keys)
+
+    prober = presence_on(io, Slow([b"a"]), timeout_s=30.0)
+    assert prober.holds(b"a") is None
+    assert asked.wait(10)
+    prober.forget([b"a"])
+    go_on.set()
+    assert prober.holds(b"b") is None
+    until(lambda: prober.holds(b"b") is not None)
+    assert prober.holds(b"a") is False
+
+
+class Indexed(Store):
+    """A store with an index of its own."""
+
+    def holds(self, key):
+        return True
+
+    def forget(self, keys):
+        pass
+
+
+def test_a_store_with_an_index_of_its_own_connects_and_answers_itself(io, until):
+    indexed = Indexed([])
+    assert presence_on(io, indexed, 5.0) is indexed
+    assert until(lambda: indexed.batches) == [[]]
+    assert isinstance(presence_on(io, Store([]), 5.0), PresenceCache)
+
+
+def test_a_store_that_cannot_connect_is_named_in_the_log_and_asked_later(io, until, caplog):
+    class Unreachable(Indexed):
+        async def contains(self, keys):
+            raise self.error
+
+    for error, told in ((OSError("no route"), "no route"), (TimeoutError(), "TimeoutError")):
+        store = Unreachable([])
+        store.error = error
+        caplog.clear()
+        assert presence_on(io, store, 5.0) is store
+        assert until(lambda: caplog.messages) == [f"the first call of a store failed: {told}"]

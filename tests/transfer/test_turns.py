@@ -18,6 +18,7 @@ from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.engine import TransferEngine
 from kvoffload.transfer.io_loop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.read_calls import portions
 from kvoffload.transfer.slab import Slab
 from tests.support.interleavings import NUM_BLOCKS, PER_CHUNK, small_caches
 from tests.support.late_device import LateDevice
@@ -57,3 +58,19 @@ def test_a_slot_is_read_into_again_only_when_the_device_has_copied_it(until, see
             at = region.offset + i % PER_CHUNK * region.page_bytes
             wanted = chunks[i // PER_CHUNK][at : at + region.page_bytes]
             assert torch.equal(pages[block], torch.from_numpy(wanted.copy()))
+
+
+@pytest.mark.parametrize(
+    ("slots", "limit", "ends"),
+    [
+        ([], 4, []),
+        (list(range(10)), 4, [4, 8, 10]),
+        (list(range(8)), 4, [4, 8]),
+        ([0, 1, 2, 3] * 2, 8, [2, 4, 6, 8]),
+        ([0, 1, 2, 3, 4] * 2, 8, [2, 4, 6, 8, 10]),
+        ([0, 1, 2, 3] * 2, 1, list(range(1, 9))),
+        ([0, 0, 0], 8, [1, 2, 3]),
+    ],
+)
+def test_where_chunks_take_turns_a_call_has_half_of_the_slots(slots, limit, ends):
+    assert [end for _, end in portions(slots, limit)] == ends
