@@ -1,0 +1,243 @@
+"""Limits of the manager: rates, hints, memories and tiers."""
+
+import logging
+from collections import Counter
+
+import pytest
+from manager_parts import Store, keys, new_manager, put
+
+from kvoffload.backends.base import Removal
+from kvoffload.config import KNOWN_HINTS
+from kvoffload.offload import hints as hints_module
+from kvoffload.offload.admission import AdmissionFilter
+from kvoffload.offload.base import Reason, ReqContext
+from kvoffload.offload.events import MissReasons
+from kvoffload.offload.hints import NO_HINTS, HintReader
+from kvoffload.offload.stats import MIN_SAMPLES, RETRY_AFTER_DECLINES, Moved, Rate, Stats
+from kvoffload.offload.tiers import Tier, first_holder
+
+# ---- rates ---------------------------------------------------------------------------------------
+
+
+def test_a_rate_is_known_after_four_samples_and_forgets_a_fifth_with_each():
+    rate = Rate()
+    for known in (False, False, False, True):
+        assert rate.tokens_per_s is None
+        rate.add(100, 1.0)
+        assert (rate.tokens_per_s is not None) is known
+    assert rate.tokens_per_s == pytest.approx(100)
+    rate.add(1000, 1.0)
+    weight = sum(0.8**i for i in range(1, 5))
+    assert rate.tokens_per_s == pytest.approx((100 * weight + 1000) / (weight + 1))
+
+
+def learn(rate_of, tokens):
+    for _ in range(MIN_SAMPLES):
+        rate_of(tokens)
+
+
+def test_a_tier_is_slow_below_the_speed_of_computing_and_tried_again_after_64_refusals():
+    stats = Stats()
+    learn(lambda tokens: stats.loaded("FAR", tokens, 1, 10, 1.0), 100)
+    assert not stats.slower_than_computing("FAR")
+    learn(lambda tokens: stats.prefilled(tokens, 1.0), 100)
+    assert not stats.slower_than_computing("FAR")  # equal is not slower
+    stats.prefilled(200, 1.0)
+    assert stats.slower_than_computing("FAR")
+    assert not stats.slower_than_computing("NEAR")
+    for _ in range(RETRY_AFTER_DECLINES):
+        assert stats.slower_than_computing("FAR")
+        stats.declined("FAR")
+    assert not stats.slower_than_computing("FAR")
+    stats.loaded("FAR", 1, 1, 10, 1.0)
+    assert stats.slower_than_computing("FAR")
+
+
+def test_a_load_without_tokens_or_time_is_no_sample_of_speed():
+    manager = new_manager()
+    stats = manager.figures
+    for _ in range(10):
+        stats.loaded("FAR", 100, 1, 10, 1.0, rated=False)
+        stats.loaded("FAR", 0, 1, 10, 1.0)
+        stats.loaded("FAR", 100, 1, 10, 0.0)
+        stats.prefilled(0, 1.0)
+        stats.prefilled(100, 0.0)
+    told = manager.stats()
+    assert told.tokens_per_s == {"prefill": None}
+    assert told.saved_prefill_tokens == 2000
+    assert told.loads == {"FAR": Moved(30, 300, 20.0)}
+    assert told.stores == {}
+
+
+# ---- hints ---------------------------------------------------------------------------------------
+
+
+class Reader:
+    """A reader of all hints, with a clock that the test sets."""
+
+    def __init__(self):
+        self.counters, self.now_s = Counter(), 0.0
+        self.reader = HintReader(self.counters, KNOWN_HINTS, lambda: self.now_s)
+
+    def read(self, hint, name="r", tiers=("disk", "redis")):
+        context = ReqContext(name, {"kvoffload": hint})
+        return self.reader.hints(context, frozenset(tiers))
+
+    @property
+    def ignored(self):
+        return self.counters["hints_ignored"]
+
+
+@pytest.fixture
+def reader():
+    return Reader()
+
+
+def test_as_many_names_and_items_as_make_sense_are_read_and_no_more(reader):
+    some = {f"unknown {i}": 1 for i in range(15)}
+    assert reader.read({**some, "priority": 3}, "a").priority == 3
+    assert reader.ignored == 15
+    assert reader.read({**some, "more": 1, "priority": 3}, "b") == NO_HINTS
+    assert reader.ignored == 16
+    assert reader.read({"tiers": ["disk"] * 16}, "c").tiers == ("disk",) * 16
+    assert reader.read({"tiers": ["disk"] * 17}, "d").tiers is None
+    assert reader.ignored == 17
+
+
+def test_tiers_that_do_not_exist_are_left_out_and_counted(reader):
+    assert reader.read({"tiers": ["disk", "tape"]}, "a").tiers == ("disk",)
+    assert reader.ignored == 1
+    assert reader.read({"tiers": ["tape"]}, "b").tiers == ()
+    assert reader.read({"tiers": []}, "c").tiers == ()
+    assert reader.ignored == 2
+
+
+def test_a_load_of_no_tokens_may_be_wished_for_and_of_less_may_not(reader):
+    assert reader.read({"max_load_tokens": 0}, "a").max_load_tokens == 0
+    assert reader.read({"max_load_tokens": -1, "priority": 1}, "b") == hints_module.Hints(
+        priority=1
+    )
+    assert reader.ignored == 1
+
+
+def test_one_line_a_minute_tells_what_is_ignored(reader, caplog):
+    for now_s, lines in ((0.0, 1), (59.9, 1), (60.0, 2), (119.9, 2), (120.0, 3)):
+        reader.now_s = now_s
+        reader.read({"x" * 41: 1}, f"r{now_s}")
+        assert len(caplog.records) == lines
+    assert f"hint '{'x' * 40}' of a request" in caplog.messages[0]
+    assert "(1 ignored, 0 not allowed so far)" in caplog.messages[0]
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_hints_of_the_last_1024_requests_are_remembered(reader):
+    for i in range(1025):
+        reader.read({"priority": 2}, f"r{i}")
+    assert len(reader.reader) == 1024
+    assert reader.reader.known("r0") == NO_HINTS
+    assert [reader.reader.known(f"r{i}").priority for i in (1, 1024)] == [2, 2]
+    reader.reader.forget("r1")
+    reader.reader.forget("never")
+    assert reader.reader.known("r1") == NO_HINTS
+
+
+# ---- memories ------------------------------------------------------------------------------------
+
+
+def test_admission_counts_requests_and_forgets_the_chunk_seen_longest_ago():
+    seen = AdmissionFilter(threshold=3, limit=2)
+    assert seen.admit([b"a"], "one") == ([], [b"a"])
+    assert seen.admit([b"a", b"a"], "two") == ([], [b"a", b"a"])
+    assert seen.admit([b"a"], "two") == ([], [b"a"])
+    assert seen.admit([b"a", b"b"], "three") == ([b"a"], [b"b"])
+    seen.see([b"a"], "four")
+    seen.see([b"c"], "four")  # now b is forgotten
+    assert len(seen) == 2
+    assert seen.admit([b"a"], "four") == ([b"a"], [])
+    seen.see([b"b", b"b"], "")
+    assert seen.admit([b"b"], "") == ([b"b"], [])
+    seen.clear()
+    assert len(seen) == 0
+    everything = AdmissionFilter(threshold=1, limit=2)
+    everything.see([b"a"], "one")
+    assert len(everything) == 0
+
+
+def test_the_latest_reasons_of_a_limited_number_of_chunks_are_remembered():
+    memory = MissReasons(3)
+    memory.note([b"a", b"b"], "evicted")
+    memory.note([], "failed")
+    memory.note([b"a"], "dropped")
+    assert [memory.reason(key) for key in (b"a", b"b", b"x")] == [
+        "dropped",
+        "evicted",
+        "never_stored",
+    ]
+    memory.note([b"c", b"d"], "evicted")
+    assert [memory.reason(key) for key in (b"a", b"b")] == ["dropped", "never_stored"]
+    memory.new_namespace()
+    memory.note([b"d"], "evicted")
+    assert [memory.reason(key) for key in (b"a", b"c", b"d")] == [
+        "other_namespace",
+        "other_namespace",
+        "evicted",
+    ]
+    memory.note([b"%d" % i for i in range(9)], "reset")
+    assert [memory.reason(b"%d" % i) for i in (5, 6, 8)] == ["never_stored", "reset", "reset"]
+
+
+# ---- tiers ---------------------------------------------------------------------------------------
+
+
+class Broken:
+    """A plug-in that raises at every call."""
+
+    def holds(self, key):
+        raise RuntimeError("no index")
+
+    def forget(self, gone):
+        raise RuntimeError("no memory")
+
+    def take_removals(self):
+        raise RuntimeError("no list")
+
+
+def test_an_exception_of_a_plug_in_is_a_miss_and_is_logged(caplog):
+    tier = Tier("mine", Broken(), Broken())
+    assert tier.holds(b"a") is False
+    tier.forget(b"a")
+    assert tier.take_removals() == []
+    assert [record.exc_info[1].args for record in caplog.records] == [
+        ("no index",),
+        ("no memory",),
+        ("no list",),
+    ]
+    assert all(message.startswith("mine: ") for message in caplog.messages)
+    assert Tier("mine", Store()).take_removals() == []
+
+
+def test_the_nearest_tier_that_has_a_chunk_is_read():
+    class Unsure(Store):
+        def holds(self, key):
+            return None
+
+    near, far, unsure = Tier("n", Store()), Tier("f", Store([b"a"])), Tier("u", Unsure())
+    assert first_holder(b"a", [near, far]) == (far, True)
+    assert first_holder(b"a", [unsure, far]) == (far, True)
+    assert first_holder(b"b", [near, unsure, far]) == (None, None)
+    assert first_holder(b"b", [near, far]) == (None, False)
+    assert first_holder(b"a", []) == (None, False)
+
+
+def test_chunks_that_a_tier_removed_are_reported_with_their_reason():
+    near = Store()
+    manager = new_manager(stores=[near])
+    a = keys("a", 2)
+    put(manager, a)
+    (transfer,) = manager.take_transfers()
+    manager.complete(transfer, [True, True])
+    manager.take_events()
+    near.removals = [Removal(a[0], "evicted"), Removal(a[1], "corrupt")]
+    told = {(event.keys, event.reason) for event in manager.take_events()}
+    assert told == {((a[0],), Reason.EVICTED), ((a[1],), Reason.FAILED)}
+    assert manager.stats().removed["TIER0"] == {"evicted": 1, "corrupt": 1}
