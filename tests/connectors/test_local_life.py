@@ -1,0 +1,243 @@
+"""The local connector's figures, its requests and its resets."""
+
+import logging
+
+import pytest
+
+import kvoffload
+from kvoffload import registry
+from kvoffload.backends.disk.backend import DiskBackend
+from kvoffload.connectors.local import LocalConnector
+from kvoffload.errors import ConfigError, UsageError
+from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.replay.trace import read_trace
+from kvoffload.testing import FaultyBackend, Plan
+from kvoffload.transfer.cpu.copier import CpuCopier
+
+BLOCK, PAYLOAD = 4, 2 * (256 + 256 + 64)
+"""Tokens of a block; bytes of a chunk of two blocks."""
+
+
+@pytest.fixture
+def connect(kv_caches):
+    made = []
+
+    def make(**settings):
+        config = {
+            "cpu_bytes": "64KiB",
+            "blocks_per_chunk": 2,
+            "backends": [{"type": "memory", "capacity": "1MiB"}],
+            **settings,
+        }
+        made.append(LocalConnector(config, kv_caches, block_size=BLOCK, facts={"model": "m"}))
+        return made[-1]
+
+    yield make
+    for connector in made:
+        connector.close()
+
+
+def table(request, first=5):
+    return [range(first, first + 1 + request.num_tokens // BLOCK)]
+
+
+def store(connector, request):
+    connector.after_forward(request, table(request), request.num_tokens)
+    assert connector.flush()
+    connector.poll()
+    connector.request_finished(request)
+
+
+def load(connector, request, until):
+    tokens = connector.get_num_new_matched_tokens(request, 0)
+    connector.update_state_after_alloc(request, table(request, 20), tokens)
+    (outcome,) = until(connector.poll)
+    return outcome
+
+
+def disk(root):
+    return {"type": "disk", "root": str(root), "capacity": "1MiB", "min_free": 0}
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+def test_what_was_moved_is_counted_by_medium_in_chunks_and_bytes(connect, new_request, until):
+    connector = connect()
+    store(connector, new_request("p", 41))
+    stats = connector.stats()
+    assert stats["stores"]["CPU"].keys() == {"chunks", "bytes", "seconds"}
+    assert (stats["stores"]["CPU"]["chunks"], stats["stores"]["CPU"]["bytes"]) == (5, 5 * PAYLOAD)
+    assert stats["stores"]["MEMORY"]["chunks"] == 5
+    assert stats["stores"]["MEMORY"]["bytes"] >= 5 * PAYLOAD
+    assert stats["stores"]["CPU"]["seconds"] > 0
+    assert stats["loads"] == {}
+    outcome = load(connector, new_request("p", 41), until)
+    assert outcome.tokens_by_medium == {"CPU": 40}
+    stats = connector.stats()
+    assert (stats["loads"]["CPU"]["chunks"], stats["loads"]["CPU"]["bytes"]) == (5, 5 * PAYLOAD)
+    assert (stats["saved_prefill_tokens"], stats["loaded_tokens"]) == (40, {"CPU": 40})
+    assert (stats["host"]["capacity_chunks"], stats["host"]["slot_bytes"]) == (16, 4096)
+
+
+def test_speeds_are_known_after_a_few_samples(connect, new_request, until):
+    connector = connect(backends=[])
+    store(connector, new_request("p", 41))
+    for samples in range(1, 6):
+        request = new_request("p", 41, request_id=f"r{samples}")
+        assert load(connector, request, until).ok
+        connector.request_finished(request)
+        connector.note_prefill(100, 0.5)
+        speeds = connector.stats()["tokens_per_s"]
+        assert (speeds["prefill"] is None) == (speeds["CPU"] is None) == (samples < 4)
+    assert connector.stats()["tokens_per_s"]["prefill"] == pytest.approx(200)
+
+
+def test_what_a_fault_kept_from_being_stored_is_not_counted_as_moved(
+    connect, new_request, monkeypatch
+):
+    real = kvoffload.open_backend
+    plans = [Plan("short", frozenset({"write"}))]
+
+    def open_faulty(*args, **kwargs):
+        store = FaultyBackend(real(*args, **kwargs))
+        store.plans = plans
+        return store
+
+    monkeypatch.setattr(registry, "open_backend", open_faulty)
+    connector = connect()
+    store(connector, new_request("p", 41))
+    moved = connector.stats()["stores"]["MEMORY"]
+    assert moved["chunks"] < 5
+    assert connector.stats()["not_stored"]["MEMORY"]["failed"] == 5 - moved["chunks"]
+
+
+def test_a_copy_that_fails_leaves_its_slots_free_and_its_chunks_to_the_next_store(
+    connect, new_request, until, monkeypatch
+):
+    connector = connect(backends=[])
+
+    def fails(self, moves, to_host):
+        raise RuntimeError("no such memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CpuCopier, "_copy", fails)
+        store(connector, new_request("p", 41))
+    connector.check()
+    stats = connector.stats()
+    assert (stats["host"]["busy_chunks"], stats["host"]["resident_chunks"]) == (0, 0)
+    assert stats["not_stored"]["CPU"]["failed"] == 5
+    assert stats["stores"]["CPU"]["chunks"] == 0
+    store(connector, new_request("p", 41))
+    assert load(connector, new_request("p", 41), until).num_loaded_tokens == 40
+
+
+# ---- requests ------------------------------------------------------------------------------------
+
+
+def test_a_load_counts_as_a_use_although_the_request_ends_before_it_computes(
+    connect, new_request, until, tmp_path
+):
+    file = tmp_path / "requests.jsonl"
+    connector = connect(record=str(file))
+    store(connector, new_request("a", 17))
+    assert [len(request) for request in read_trace(file).requests] == [2]
+    request = new_request("a", 17, request_id="again")
+    assert load(connector, request, until).num_loaded_tokens == 16
+    assert [len(request) for request in read_trace(file).requests] == [2, 2]
+    connector.request_finished(request)  # aborted
+    waiting = new_request("a", 17, request_id="never admitted")
+    assert connector.get_num_new_matched_tokens(waiting, 0) == 16
+    connector.request_finished(waiting)
+    assert len(read_trace(file).requests) == 2
+
+
+def test_an_explanation_leaves_no_state_of_its_request(connect, new_request):
+    connector = connect()
+    request = new_request("p", 41)
+    assert connector.explain(request) == [["never_stored"] * 5]
+    store(connector, request)
+    assert connector.explain(new_request("p", 41)) == [["CPU"] * 5]
+    running = new_request("p", 49, request_id="running")
+    assert connector.get_num_new_matched_tokens(running, 0) == 40
+    connector.explain(running)
+    connector.update_state_after_alloc(running, table(running), 40)  # it is still known
+    assert connector.flush()
+    assert connector.poll()[0].num_loaded_tokens == 40
+    connector.request_finished(running)
+    for name in ("p", "q"):
+        assert connector.request_finished(new_request(name, 41)) is False
+
+
+def test_events_name_resident_chunks_once(connect, new_request):
+    connector = connect()
+    store(connector, new_request("p", 41))
+    told = connector.take_events()
+    assert {event.medium for event in told} == {"CPU", "MEMORY"}
+    assert sum(len(event.keys) for event in told if event.medium == "CPU") == 5
+    assert connector.take_events() == []
+
+
+def test_a_contradiction_in_the_ledger_is_raised(connect, monkeypatch):
+    connector = connect()
+    connector.check()
+
+    def contradiction(self):
+        raise UsageError("two and two are five")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TieredOffloadingManager, "check", contradiction)
+        with pytest.raises(UsageError, match="five"):
+            connector.check()
+
+
+def test_host_memory_of_exactly_one_chunk_will_do_and_less_is_refused(connect, new_request, until):
+    connector = connect(cpu_bytes=4096)
+    store(connector, new_request("p", 8))
+    assert load(connector, new_request("p", 9), until).num_loaded_tokens == 8
+    with pytest.raises(ConfigError, match="at least one chunk"):
+        connect(cpu_bytes=4095)
+    connect(max_inflight_bytes=4096)
+    with pytest.raises(ConfigError, match="max_inflight_bytes"):
+        connect(max_inflight_bytes=4095)
+
+
+def test_caches_of_another_number_of_groups_are_refused(new_kv_caches):
+    caches = new_kv_caches()
+    two = type(caches)(caches.tensors, caches.group_data_refs * 2)
+    with pytest.raises(ValueError, match="has 2 KV cache groups, kv_cache_config has 1"):
+        LocalConnector({"cpu_bytes": "64KiB"}, two, block_size=BLOCK, facts={"model": "m"})
+
+
+# ---- resets --------------------------------------------------------------------------------------
+
+
+def test_an_old_generation_that_cannot_be_removed_is_logged(
+    connect, new_request, until, tmp_path, monkeypatch, caplog
+):
+    async def refuses(self, namespaces):
+        raise OSError("no device")
+
+    monkeypatch.setattr(DiskBackend, "purge", refuses)
+    connector = connect(backends=[disk(tmp_path)])
+    for _ in range(2):  # the first namespace belongs to replicas as well
+        store(connector, new_request("p", 41))
+        connector.reset_cache()
+    until(lambda: "no device" in caplog.text)
+    (record,) = [r for r in caplog.records if "no device" in r.getMessage()]
+    assert "stays until it is evicted" in record.getMessage()
+    assert record.levelno == logging.WARNING
+
+
+def test_tiers_that_cannot_remove_a_generation_are_not_asked_to(
+    connect, new_request, monkeypatch, caplog
+):
+    real = kvoffload.open_backend
+    monkeypatch.setattr(registry, "open_backend", lambda *a, **k: FaultyBackend(real(*a, **k)))
+    connector = connect()
+    for _ in range(3):
+        store(connector, new_request("p", 41))
+        connector.reset_cache()
+        assert connector.get_num_new_matched_tokens(new_request("p", 41), 0) == 0
+    connector.close()
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
