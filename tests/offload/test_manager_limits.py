@@ -69,6 +69,16 @@ def test_a_load_without_tokens_or_time_is_no_sample_of_speed():
     assert told.stores == {}
 
 
+def test_hits_are_told_by_medium_and_those_of_tiers_are_not_hits_of_host_memory():
+    manager = new_manager(stores=[Store(keys("a", 3)), Store(keys("a", 4))])
+    put(manager, keys("b", 2))
+    assert manager.lookup_prefix(keys("b", 2)) == (2, False)
+    assert manager.lookup_prefix(keys("a", 5)) == (4, False)
+    told = manager.stats().lookups
+    assert told.hits == {"CPU": 2, "TIER0": 3, "TIER1": 1}
+    assert (told.misses, told.pending) == (1, 0)
+
+
 # ---- hints ---------------------------------------------------------------------------------------
 
 
