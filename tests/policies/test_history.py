@@ -47,6 +47,17 @@ def test_a_filter_remembers_between_its_keys_and_twice_as_many():
     assert not any(seen.recall(i * 7919) for i in range(200))
 
 
+@pytest.mark.parametrize("keys", [0, 1, 2])
+def test_the_smallest_filters_remember_the_last_key(keys):
+    seen = RotatingBloomFilter(keys)
+    seen.note([7], 2)
+    assert seen.recall(7) == 2
+    for checksum in range(100, 104):
+        seen.note([checksum], 3)
+    assert seen.recall(103) == 3
+    assert seen.recall(7) == 0
+
+
 def test_the_oldest_keys_of_a_queue_leave_first_although_others_moved_to_its_end():
     queue = OrderedQueue(4)
     queue.put([b"a", b"b", b"c", b"d"])
