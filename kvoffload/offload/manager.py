@@ -300,7 +300,8 @@ class TieredOffloadingManager(OffloadingManager):
         self._retirement.landed(transfer.keys)
 
     def release_slots(self, host_slots: Iterable[int]) -> None:
-        for slot in host_slots:
+        # From tail to head, as all chunks return to the order.
+        for slot in reversed(list(host_slots)):
             if not self._host.release(slot):
                 self.counters["unexpected_release"] += 1
 

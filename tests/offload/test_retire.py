@@ -71,6 +71,22 @@ def test_writes_that_end_after_the_request_keep_the_tail_first(policy, order):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_slots_released_after_an_unsettled_write_keep_the_tail_first(policy):
+    manager = new_manager(policy, 4, [Store()], max_persisting_slots=4)
+    a = keys("a", 4)
+    manager.touch(a, A)
+    manager.prepare_store(a, A)
+    manager.complete_store(a, A)
+    (transfer,) = manager.take_transfers()
+    manager.retire(a, A)
+    ok = [False] * 4
+    manager.complete(transfer, ok, settled=False)
+    manager.release_slots(transfer.unsettled_slots(ok))
+    manager.check()
+    assert evicted_one_by_one(manager, 4) == a[::-1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_writes_that_begin_after_the_request_keep_the_tail_first(policy):
     manager = new_manager(policy, 6, [Store(), Store()], max_persisting_slots=2)
     a = stored_in_steps(manager)
