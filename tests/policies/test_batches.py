@@ -154,3 +154,11 @@ def test_a_policy_that_evicts_other_keys_is_refused():
 
     assert "evicted [b'other', b'other']" in refusal(Invents)
     assert refusal(LRUPolicy) == ""
+
+
+def test_a_policy_whose_victims_are_an_iterator_is_refused():
+    class Iterates(LRUPolicy):
+        def victims(self, count):
+            return iter(super().victims(count))
+
+    assert "list_iterator" in refusal(Iterates)
