@@ -103,6 +103,9 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
 
     def answer(self, jobs: JobTable) -> list[Ended]:
         """Add the report to the jobs in flight; return those that the last rank has answered."""
+        # First: a job whose last answer is in this report then ends settled.
+        for job_id, ranks in self.settled.items():
+            jobs.settle(job_id, ranks)
         ended = [
             jobs.answer(
                 job_id,
@@ -113,6 +116,4 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
             )
             for job_id, ranks in self.ended.items()
         ]
-        for job_id, ranks in self.settled.items():
-            jobs.settle(job_id, ranks)
         return [job for job in ended if job is not None]

@@ -15,7 +15,7 @@ from kvoffload.connectors.vllm.tier_index import TierIndex
 from kvoffload.messages import TransferResult, make_offload_key
 from kvoffload.offload.base import ReqContext as OurContext
 from kvoffload.offload.host_cache import HostCache
-from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
 
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(8)]
@@ -75,6 +75,26 @@ def test_slots_stay_out_of_use_until_every_rank_has_let_go(ledger):
     later.answer(jobs)
     assert ledger.busy_slots == 0
     ledger.check()
+
+
+def test_a_job_that_settles_with_its_last_answer_ends_settled():
+    tier = Tier("disk", TierIndex([], []))
+    tier.presence.holds = lambda key: False
+    ledger = TieredOffloadingManager(HostCache(4, LRUPolicy(4)), [tier], 4)
+    jobs = JobTable(ledger, num_ranks=2)
+    context = OurContext("r")
+    for job_id, keys in ((1, KEYS[:2]), (2, KEYS[2:4])):
+        ledger.complete(ledger.prepare_store(keys, context).job, (True, True))
+        jobs.begin(job_id, *ledger.take_transfers())
+    ledger.retire(KEYS[:4], context)
+    report(1, (True, True)).aggregate(report(1, (True, True))).answer(jobs)
+    report(2, (False, False), settled=False).answer(jobs)
+    last = report(2, (True, True))
+    last.settled[2] = 1
+    last.answer(jobs)
+    assert ledger.busy_slots == 0
+    # The chunks took their place in the order of the ended request: its tail leaves first.
+    assert ledger.prepare_store(KEYS[4:8]).evicted_keys == tuple(KEYS[3::-1])
 
 
 def test_what_a_reset_overtook_ends_as_if_it_had_failed(ledger):
