@@ -29,8 +29,11 @@ class Quarantine:
 
     def allocated_bytes(self) -> int:
         """Return the bytes of all files; raises OSError."""
-        paths = (f"{self._folder}/{name}" for name in self._vfs.listdir(self._folder))
-        return sum(self._vfs.lstat(path).st_blocks * 512 for path in paths)
+        total = 0
+        for name in self._vfs.listdir(self._folder):
+            with contextlib.suppress(FileNotFoundError):  # removed since the listing
+                total += self._vfs.lstat(f"{self._folder}/{name}").st_blocks * 512
+        return total
 
     def trim(self, remove: Callable[[str], None]) -> None:
         """Remove surplus files and those older than a week or ``ttl_s``.

@@ -264,6 +264,32 @@ async def test_the_first_chunk_stored_while_an_empty_folder_is_looked_at_is_coun
     await owner.close()
 
 
+class DepartingVfs(HookedVfs):
+    """A file in the quarantine is removed between the listing of the folder and its ``lstat``."""
+
+    departs = False
+
+    def around(self, call, path, perform):
+        if self.departs and call == "lstat" and "/.quarantine/" in path:
+            self.departs = False
+            os.unlink(path)
+        return perform()
+
+
+async def test_a_damaged_file_removed_during_a_scan_leaves_the_others_counted(tmp_path):
+    vfs = DepartingVfs()
+    owner = open_disk(tmp_path, vfs=vfs)
+    await write(owner, keys_of(1))
+    for number in range(3):
+        (tmp_path / ".quarantine" / f"{number}-00").write_bytes(bytes(4096))
+    vfs.departs = True
+    Scanner(owner._store).scan(full=True)
+    kept = sum(p.stat().st_blocks * 512 for p in (tmp_path / ".quarantine").iterdir())
+    assert owner._store.root.quota.refresh() == chunk_bytes(tmp_path) + kept
+    assert kept == 2 * 4096
+    await owner.close()
+
+
 def test_what_cannot_be_looked_at_does_not_end_inspect_and_is_no_success_for_verify(tmp_path):
     async def store():
         backend = open_disk(tmp_path)
