@@ -160,6 +160,8 @@ class Admin(Protocol):
         if wanted.namespace is None and wanted.unused_s is None:
             remedy = "name one, or give --older-than; chunks that are not used expire by themselves"
             raise ConfigError("namespace", None, remedy)
+        if wanted.unused_s is None and type(self).purge is Admin.purge:
+            raise ConfigError("namespace", wanted.namespace, "this store removes no namespaces")
         held = [] if wanted.namespace is None else await self.survey()
         meant = None
         if wanted.namespace is not None:
