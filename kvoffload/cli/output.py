@@ -1,4 +1,4 @@
-"""Text and numbers for a terminal: nothing is cut, and nothing from a store controls it."""
+"""Text and numbers for a terminal, uncut and without control characters from a store."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -9,11 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 _FRAME = 3
-"""Columns that a table's frame and padding take for each of its own."""
+"""Width of frame and padding for each column of a table."""
 
 
 def plain(text: object, style: str = "") -> Text:
-    """Text from a store or a server as it is: no markup, no control characters for the terminal."""
+    """Return text of a store without markup and control characters."""
     safe = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(text))
     return Text(safe, style)
 
@@ -30,12 +30,12 @@ def print_numbers(
     """Print rows of a name and numbers; in a narrow terminal, as several tables.
 
     Args:
-        to: where to.
+        to: the console.
         title: printed above.
         first: heading of the names.
         columns: headings of the numbers.
         rows: names, each with its numbers as text.
-        texts: how many of the first columns hold words, which begin at the left.
+        texts: how many of the first columns are words, aligned to the left.
     """
     to.print(title, soft_wrap=True, highlight=False, markup=False)
     names_width = max(cell_len(first), *(cell_len(name) for name, _ in rows))
@@ -55,7 +55,7 @@ def print_numbers(
 
 
 def _that_fit(room: int, widths: Sequence[int]) -> Iterator[range]:
-    """Yield the places of columns that fit into a table together, at least one at a time."""
+    """Yield ranges of columns that fit into a table together, at least one each."""
     begin, left = 0, room
     for at, width in enumerate(widths):
         left -= width + _FRAME

@@ -1,6 +1,6 @@
 """For authors of plug-ins: conformance suites to inherit, and wrappers that inject faults.
 
-Nothing here is imported before it is asked for, so that pytest is not needed to import the package.
+Names are imported on first use, so that importing the package needs no pytest.
 """
 
 import sys
@@ -23,7 +23,7 @@ _HOMES = {
 
 _SUITES = ("backends", "hazards", "harness", "policies")
 if "pytest" in sys.modules:
-    # A failed assertion of a suite shows its values, as one of the author's own tests does.
+    # A failed assertion of a suite then shows its values.
     sys.modules["pytest"].register_assert_rewrite(*(f"{__name__}.{name}" for name in _SUITES))
 
 __all__ = [

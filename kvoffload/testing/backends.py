@@ -1,4 +1,4 @@
-"""The conformance suite of backends: what every store below host memory must do.
+"""The conformance suite of backends, for every store below host memory.
 
 A backend's whole test class::
 
@@ -6,8 +6,8 @@ A backend's whole test class::
         def open(self, namespace):
             return open_backend("mine", {"root": str(self.folder)}, namespace)
 
-Payloads are a function of the key, so a wrong, old, torn or foreign byte is found without keeping
-what was written. Tests are plain functions that run their own event loop: no plug-in is needed.
+Payloads are a function of the key, so any wrong byte is found without a copy of what was written.
+Tests are plain functions that run their own event loop: no plug-in of pytest is needed.
 """
 
 import asyncio
@@ -42,16 +42,16 @@ __all__ = [
 
 
 class BackendSuite(HazardSuite):
-    """Inherit, define :meth:`open`, done.
+    """Tests to inherit; define :meth:`open`.
 
-    Two more methods let the suite prove more: :meth:`damage` and :meth:`open_small`. A test that
-    lacks its method is skipped, and names what is unproven. A store in ordinary memory has nothing
-    to verify: ``test_a_damaged_chunk_is_a_miss_and_can_come_back = None`` leaves that test out.
+    Two more methods extend the suite: :meth:`damage` and :meth:`open_small`. A test that lacks its
+    method is skipped, and names the unproven property. A store in ordinary memory has no damage:
+    ``test_a_damaged_chunk_is_a_miss_and_can_come_back = None`` leaves that test out.
     """
 
     @on_a_loop
     async def test_what_was_written_is_read_back(self) -> None:
-        """The one thing a store is for."""
+        """Stored chunks are found and read."""
         backend, keys = await self.opened(), keys_of(5)
         assert await backend.write(keys, filled(keys)) == [True] * 5
         assert await backend.contains(keys) == [True] * 5
@@ -60,8 +60,8 @@ class BackendSuite(HazardSuite):
         assert wrong_bytes(keys, into) == []
 
     @on_a_loop
-    async def test_a_chunk_told_of_is_there(self) -> None:
-        """Each that is read is told of once, when its bytes are whole; no other is."""
+    async def test_a_chunk_reported_is_there(self) -> None:
+        """Each chunk read is reported once, when its bytes are whole; no other is."""
         backend, keys, into = await self.opened(), keys_of(9), slots(9)
         if not isinstance(backend, ReadsEach):
             return
@@ -90,7 +90,7 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_an_empty_batch_is_no_error(self) -> None:
-        """Nothing asked, nothing answered."""
+        """No keys get no answers."""
         backend = await self.opened()
         assert await backend.contains([]) == []
         assert await backend.read([], []) == []
@@ -99,7 +99,7 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_lengths_that_differ_are_misuse(self) -> None:
-        """Two keys and one buffer is a bug of the caller, not a miss."""
+        """Two keys with one buffer are a bug of the caller, not a miss."""
         backend, keys = await self.opened(), keys_of(2)
         with pytest.raises(ValueError):  # noqa: PT011 - the text is the backend's own
             await backend.read(keys, slots(1))
@@ -108,7 +108,7 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_a_chunk_of_another_length_is_a_miss(self) -> None:
-        """A reader that expects other bytes than were stored gets none."""
+        """A read of another length than was stored is a miss."""
         backend, keys = await self.opened(), keys_of(1)
         await backend.write(keys, filled(keys))
         assert await backend.read(keys, slots(1, CHUNK_BYTES // 2)) == [False]
@@ -116,7 +116,7 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_odd_sizes_and_unaligned_memory_work(self) -> None:
-        """Chunks need not be pages, nor begin on one."""
+        """Chunks need not be whole pages, nor begin on one."""
         backend = await self.opened()
         for size in (1, 511, 4095, 4096, 4097, 70_001):
             keys = keys_of(1, f"odd{size}")
@@ -129,7 +129,7 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_read_only_memory_can_be_stored(self) -> None:
-        """A store only reads what it is given."""
+        """A store only reads the caller's memory."""
         backend, keys = await self.opened(), keys_of(1)
         chunk = memoryview(payload_of(keys[0], CHUNK_BYTES))
         assert await backend.write(keys, [chunk]) == [True]
@@ -159,7 +159,7 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_the_same_key_twice_in_one_batch(self) -> None:
-        """Neither a deadlock nor a half chunk."""
+        """Equal keys in one batch cause neither a deadlock nor a torn chunk."""
         backend, (key,) = await self.opened(), keys_of(1)
         assert await backend.write([key, key], filled([key, key])) == [True, True]
         into = slots(2)
@@ -168,7 +168,7 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_removed_keys_are_gone_and_can_come_back(self) -> None:
-        """Unknown keys are ignored on the way."""
+        """Unknown keys are ignored."""
         backend, keys = await self.opened(), keys_of(4)
         await backend.write(keys, filled(keys))
         await backend.remove([keys[0], *keys_of(1, "never stored"), keys[2]])
@@ -179,7 +179,7 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_keys_of_any_bytes(self) -> None:
-        """Short ones, zero bytes, slashes, dots: a key is data."""
+        """A key is data: short ones, zero bytes, slashes and dots work."""
         backend = await self.opened()
         keys = [b"\0", b"..", b"/etc/passwd", b"\xff" * 64, b"a" * 100, b"%s{0}\r\n", b"a"]
         assert await backend.write(keys, filled(keys)) == [True] * len(keys)
@@ -189,7 +189,7 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_many_batches_at_once(self) -> None:
-        """Reads, writes and removals overlap; whatever is read is right."""
+        """Reads, writes and removals overlap; every chunk read is right."""
         backend, keys = await self.opened(), keys_of(32)
 
         async def turn(i: int) -> None:
@@ -204,7 +204,7 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_a_cancelled_call_leaves_the_memory_alone(self) -> None:
-        """After the cancellation has arrived nothing may be written into the caller's slots."""
+        """No call writes into the caller's slots after its cancellation."""
         backend, keys = await self.opened(), keys_of(16)
         await backend.write(keys, filled(keys))
         for pause in (0, 0, 0.0005, 0.002):
@@ -238,7 +238,7 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_after_close_every_answer_is_false(self) -> None:
-        """Closing is idempotent, and what comes later is a miss."""
+        """Closing is idempotent, and every later call is a miss."""
         backend, keys = await self.opened(), keys_of(2)
         await backend.write(keys, filled(keys))
         await backend.close()
@@ -279,7 +279,7 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_optional_protocols_are_whole(self) -> None:
-        """A protocol that is incomplete would never be called."""
+        """An engine calls no method of a protocol that is incomplete."""
         backend = await self.opened()
         for protocol in (LocalIndex, Observable, Admin):
             names = [name for name in vars(protocol) if not name.startswith("_")]
@@ -289,7 +289,7 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_the_loop_is_not_blocked(self) -> None:
-        """While a large batch moves, other coroutines get their turns."""
+        """Other coroutines get their turns while a large batch moves."""
         backend, keys = await self.opened(), keys_of(48)
         turns = 0
 
@@ -307,7 +307,7 @@ class BackendSuite(HazardSuite):
         assert turns > 4
 
     def test_it_works_on_one_thread_with_a_suspicious_loop(self) -> None:
-        """A single executor thread and asyncio's debug mode find deadlocks and blocking calls."""
+        """One executor thread and asyncio's debug mode find deadlocks and blocking calls."""
 
         async def whole() -> None:
             asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
@@ -324,7 +324,7 @@ class PersistentBackendSuite(BackendSuite):
 
     @on_a_loop
     async def test_chunks_outlive_the_backend(self) -> None:
-        """Close, open, read."""
+        """Chunks are read after closing and opening again."""
         backend, keys = await self.opened(), keys_of(6)
         await backend.write(keys, filled(keys))
         await backend.close()
@@ -336,7 +336,7 @@ class PersistentBackendSuite(BackendSuite):
 
     @on_a_loop
     async def test_namespaces_do_not_see_each_other(self) -> None:
-        """The same key in another namespace is another chunk, or none."""
+        """The same key names different chunks in two namespaces."""
         one, two, (key,) = await self.opened("one"), await self.opened("two"), keys_of(1)
         await one.write([key], filled([key]))
         assert await two.contains([key]) == [False]
@@ -352,7 +352,7 @@ class PersistentBackendSuite(BackendSuite):
 
     @on_a_loop
     async def test_two_backends_share_one_storage(self) -> None:
-        """What one wrote, the other reads; what one removed, the other misses."""
+        """Two backends on one storage see each other's writes and removals."""
         one, two, keys = await self.opened(), await self.opened(), keys_of(4)
         await one.write(keys, filled(keys))
         into = slots(4)

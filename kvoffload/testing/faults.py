@@ -1,4 +1,4 @@
-"""A wrapper that makes any backend misbehave on purpose, by a plan.
+"""A wrapper that injects faults into any backend, by a plan.
 
 Wrap the backend of a test to see how the layers above treat a store that fails. A call raises,
 hangs, is slow, answers wrongly, or returns damaged bytes. The inner backend stays whole.
@@ -25,39 +25,38 @@ Fault = Literal["raise", "hang", "delay", "flip", "lie", "miss", "short"]
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """One fault, and when it strikes."""
+    """One fault, and the calls it affects."""
 
     fault: Fault
-    """What happens:
+    """The effect.
 
     ``raise``: RuntimeError instead of an answer. ``hang``: no answer until :meth:`release` or a
     cancellation. ``delay``: the answer comes ``seconds`` later. ``flip``: a read succeeds with one
-    bit turned. ``lie``: ``contains`` says True, a write says True without storing.
+    bit turned. ``lie``: ``contains`` answers True, a write answers True without storing.
     ``miss``: False for every key. ``short``: only the first half of a batch is done.
     """
     verbs: frozenset[Verb] = frozenset({"contains", "read", "write", "remove"})
-    """Which calls it strikes."""
+    """The calls it affects."""
     every: int = 1
-    """Strike each n-th of these calls; 1: all."""
+    """Affect each n-th of these calls; 1: all."""
     seconds: float = 0.0
     """For ``delay``."""
     keys: frozenset[bytes] | None = None
-    """Strike only calls that name one of these keys; None: any."""
+    """Affect only calls with one of these keys; None: all."""
 
 
 class FaultyBackend:
-    """A backend around another. Optional protocols of the inner one are passed through."""
+    """A backend around an inner one, whose optional protocols it passes through."""
 
     def __init__(self, inner: Backend, *plans: Plan) -> None:
         self.inner = inner
         self.plans = list(plans)
-        """May be changed at any time; ``[]`` heals the store."""
+        """May be changed at any time; ``[]`` ends all faults."""
         self.struck = 0
-        """How many calls a fault struck."""
+        """Number of calls with a fault."""
         self._calls: dict[tuple[int, str], int] = {}
         self._released = asyncio.Event()
-        # Optional protocols are the inner one's own. Set as attributes, because isinstance() of a
-        # protocol does not ask __getattr__ from Python 3.12 on.
+        # From Python 3.12 on, isinstance() of a protocol finds attributes but no __getattr__.
         protocols: tuple[Any, ...] = (LocalIndex, Observable)
         for protocol in protocols:
             if isinstance(inner, protocol):
@@ -68,11 +67,10 @@ class FaultyBackend:
             self.read_each = partial(self._read, inner.read_each)
 
     def release(self) -> None:
-        """Let hanging calls go on; they answer False."""
+        """End hanging calls; they answer False."""
         self._released.set()
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Ask the inner backend, or fail by plan."""
         plan = self._strike("contains", keys)
         if plan is None:
             return await self.inner.contains(keys)
@@ -81,7 +79,6 @@ class FaultyBackend:
         return await self._answered(plan, len(keys), lambda: self.inner.contains(keys))
 
     async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> Answers:
-        """Read from the inner backend, or fail by plan."""
         return await self._read(self.inner.read, keys, into)
 
     async def _read(
@@ -99,7 +96,7 @@ class FaultyBackend:
             done = await inner(keys[:half], into[:half], *arrived)
             return [*done, *[False] * (len(keys) - half)]
         if plan.fault == "flip":
-            # Told of only when it has been done: what arrived is copied at once.
+            # Reports no chunk before the fault is done, because a reported chunk is copied at once.
             answers = await self.inner.read(keys, into)
             for target, good in zip(into, answers, strict=True):
                 if good:
@@ -108,7 +105,6 @@ class FaultyBackend:
         return await self._answered(plan, len(keys), lambda: inner(keys, into, *arrived))
 
     async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
-        """Write to the inner backend, or fail by plan."""
         plan = self._strike("write", keys)
         if plan is None:
             return await self.inner.write(keys, chunks)
@@ -121,7 +117,6 @@ class FaultyBackend:
         return await self._answered(plan, len(keys), lambda: self.inner.write(keys, chunks))
 
     async def remove(self, keys: Sequence[bytes]) -> None:
-        """Remove from the inner backend, or fail by plan."""
         plan = self._strike("remove", keys)
         if plan is None:
             await self.inner.remove(keys)
@@ -131,7 +126,7 @@ class FaultyBackend:
                 await self.inner.remove(keys)
 
     async def close(self) -> None:
-        """Let hanging calls go and close the inner backend."""
+        """End hanging calls and close the inner backend."""
         self.release()
         await self.inner.close()
 

@@ -1,4 +1,4 @@
-"""What the conformance suites of backends are made of: payloads, memory, a loop for each test."""
+"""Parts of the conformance suites of backends: payloads, memory, an event loop for each test."""
 
 import asyncio
 import contextlib
@@ -20,24 +20,24 @@ S = TypeVar("S", bound="OpensBackends")
 
 
 def payload_of(key: bytes, size: int) -> bytes:
-    """The bytes every test stores under ``key``."""
+    """Return the bytes every test stores under ``key``."""
     seed = hashlib.sha256(key).digest()
     return (seed * (size // len(seed) + 1))[:size]
 
 
 def keys_of(count: int, salt: str = "") -> list[bytes]:
-    """Distinct keys of the length offload keys have: 32 bytes of hash, 4 of group."""
+    """Return distinct keys as long as offload keys: 32 bytes of hash, 4 of group."""
     return [hashlib.sha256(f"{salt}{i}".encode()).digest() + bytes(4) for i in range(count)]
 
 
 def slots(count: int, size: int = CHUNK_BYTES) -> list[memoryview]:
-    """Writable page-aligned memory, as a host slab hands it out."""
+    """Return writable page-aligned memory, as host slots are."""
     slab = memoryview(mmap.mmap(-1, max(1, count) * size))
     return [slab[i * size : (i + 1) * size] for i in range(count)]
 
 
 def filled(keys: Sequence[bytes], size: int = CHUNK_BYTES) -> list[memoryview]:
-    """Slots holding the payload of each key."""
+    """Return slots with the payload of each key."""
     memory = slots(len(keys), size)
     for key, slot in zip(keys, memory, strict=True):
         slot[:] = payload_of(key, size)
@@ -47,12 +47,12 @@ def filled(keys: Sequence[bytes], size: int = CHUNK_BYTES) -> list[memoryview]:
 def wrong_bytes(
     keys: Sequence[bytes], memory: Sequence[memoryview], good: Answers | None = None
 ) -> list[str]:
-    """Say of each slot that does not hold the payload of its key what its first wrong byte is.
+    """Return the first wrong byte of each slot without the payload of its key.
 
     Args:
         keys: of the slots.
         memory: the slots.
-        good: the answers of a read; a slot whose answer is False is not looked at.
+        good: the answers of a read; slots of misses are skipped.
     """
     found = []
     for i, (key, slot) in enumerate(zip(keys, memory, strict=True)):
@@ -64,7 +64,7 @@ def wrong_bytes(
 
 
 def on_a_loop(test: Callable[[S], Coroutine[Any, Any, None]]) -> Callable[[S], None]:
-    """Make a coroutine test an ordinary one, with a deadline, closing what the suite opened."""
+    """Make a coroutine test an ordinary one, with a deadline; close the opened backends."""
 
     @functools.wraps(test)
     def run(self: S) -> None:
@@ -81,10 +81,10 @@ def on_a_loop(test: Callable[[S], Coroutine[Any, Any, None]]) -> Callable[[S], N
 
 
 class OpensBackends:
-    """What a suite needs of its author, and what its tests need of the suite."""
+    """The methods that a suite needs of its author."""
 
     folder: Path
-    """An empty folder of this test's own."""
+    """An empty folder for this test."""
     _opened: list[Backend]
 
     @pytest.fixture(autouse=True)
@@ -101,14 +101,14 @@ class OpensBackends:
         pytest.skip("unproven: nothing shows a full store within its capacity; override open_small")
 
     def damage(self, backend: Backend, key: bytes) -> None:
-        """Change one byte of the stored chunk behind the backend's back, as a bad disk does."""
+        """Change one byte of the stored chunk without the backend, as a bad disk does."""
         pytest.skip("unproven: nothing shows that a read verifies its bytes; override damage")
 
     async def ready(self, backend: Backend) -> None:
-        """Wait until a backend just opened knows what is stored; override if it takes time."""
+        """Wait until a backend just opened knows its chunks; override if it takes time."""
 
     async def opened(self, namespace: str = "suite") -> Backend:
-        """A backend that answers, closed after the test."""
+        """Open a backend and wait until it answers; it is closed after the test."""
         return await self.closed_later(self.open(namespace))
 
     async def closed_later(self, backend: Backend) -> Backend:
@@ -119,6 +119,6 @@ class OpensBackends:
 
 
 async def settled(task: Awaitable[Any]) -> None:
-    """Wait for a task that was cancelled and may have finished first."""
+    """Wait for a cancelled task, which may have finished first."""
     with contextlib.suppress(asyncio.CancelledError):
         await task

@@ -1,4 +1,4 @@
-"""What harms an engine although answers look right: a blocked loop, a damaged or a full store."""
+"""Conformance tests of hazards: a blocked event loop, a damaged chunk, a full store."""
 
 import asyncio
 import time
@@ -17,11 +17,11 @@ from kvoffload.testing.harness import (
 )
 
 MOST_BLOCKED_S = 0.05
-"""A call that keeps the loop's thread this long keeps all requests of the engine waiting."""
+"""A call that blocks the event loop this long delays all requests of the engine."""
 _TRIES = 10
-"""A busy machine stops the loop now and then; a backend that blocks does so each time."""
+"""A busy machine may stop the loop in one try; a blocking backend stops it in each."""
 SETTLED_S = 5.0
-"""Removals are told of, and damaged chunks replaced, within this time."""
+"""Removals are reported, and damaged chunks replaced, within this time."""
 
 
 class HazardSuite(OpensBackends):
@@ -29,7 +29,7 @@ class HazardSuite(OpensBackends):
 
     @on_a_loop
     async def test_no_call_blocks_the_loop(self) -> None:
-        """Every call leaves the loop its turns: in the best of some tries none is long away."""
+        """In the best of some tries, every call leaves the event loop its turns."""
         backend = await self.opened()
         shortest: dict[str, float] = {}
         for turn in range(_TRIES):
@@ -44,7 +44,7 @@ class HazardSuite(OpensBackends):
 
     @on_a_loop
     async def test_a_damaged_chunk_is_a_miss_and_can_come_back(self) -> None:
-        """No byte is served that was not verified, by any way of reading."""
+        """No way of reading answers True for a damaged chunk."""
         backend = await self.opened()
         for read in _readers(backend):
             keys, into = keys_of(3, f"{read}"), slots(3)
@@ -64,7 +64,7 @@ class HazardSuite(OpensBackends):
 
     @on_a_loop
     async def test_a_full_store_keeps_its_capacity_and_says_what_left(self) -> None:
-        """Old chunks leave or new ones are refused; a chunk said to be stored can be read."""
+        """Old chunks leave or new ones are refused; a chunk answered with True can be read."""
         whole = await self.opened()
         if not isinstance(whole, Observable) or whole.usage().capacity_bytes is None:
             return  # its server sets the limit, and evicts
@@ -87,7 +87,7 @@ class HazardSuite(OpensBackends):
 
 
 async def _all_removals_are_told(backend: Any, stored: Sequence[bytes]) -> None:
-    """Each chunk that left is told of once, with a reason, and no other."""
+    """Each chunk that left is reported once, with a reason, and no other."""
     told: list[Removal] = []
 
     async def gone() -> set[bytes]:
@@ -96,7 +96,7 @@ async def _all_removals_are_told(backend: Any, stored: Sequence[bytes]) -> None:
 
     end_s = time.monotonic() + SETTLED_S
     while True:
-        # Chunks may leave at any time: what is gone is told of from now on, and stays away.
+        # Chunks may leave at any time: a missing one is reported from now on, and stays missing.
         before = await gone()
         told += backend.take_removals()
         names = [removal.key for removal in told]
@@ -113,7 +113,7 @@ async def _all_removals_are_told(backend: Any, stored: Sequence[bytes]) -> None:
 
 
 def _calls(backend: Backend, keys: Sequence[bytes]) -> dict[str, Callable[[], Awaitable[Any]]]:
-    """Every call of a backend, in an order in which each has something to do."""
+    """Return every call of a backend, in an order in which each has work."""
     memory, into = filled(keys), slots(len(keys))
     calls: dict[str, Callable[[], Awaitable[Any]]] = {
         "write": lambda: backend.write(keys, memory),
@@ -127,7 +127,7 @@ def _calls(backend: Backend, keys: Sequence[bytes]) -> dict[str, Callable[[], Aw
 
 
 def _readers(backend: Backend) -> list[Callable[..., Awaitable[Answers]]]:
-    """Both ways of reading, called alike."""
+    """Return both ways of reading, with one signature."""
     ways: list[Callable[..., Awaitable[Answers]]] = [
         lambda keys, into, arrived: backend.read(keys, into)
     ]
@@ -137,7 +137,7 @@ def _readers(backend: Backend) -> list[Callable[..., Awaitable[Answers]]]:
 
 
 async def _longest_stop_s(call: Callable[[], Awaitable[Any]]) -> float:
-    """Return the longest time for which the loop ran nothing else during a call."""
+    """Return the longest time for which a call blocked the event loop."""
     longest_s = 0.0
     # The task makes the call, because a plain function may block before it returns its coroutine.
     task = asyncio.ensure_future(_made(call))

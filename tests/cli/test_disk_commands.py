@@ -1,4 +1,4 @@
-"""``inspect``, ``verify`` and ``gc`` on folders as engines leave them, and beside one at work."""
+"""``inspect``, ``verify`` and ``gc`` on folders of engines that ended, and of one at work."""
 
 import asyncio
 import os

@@ -257,7 +257,7 @@ async def test_another_user_is_told_whose_the_folder_is(foreign):
         (foreign / "kv").chmod(mode)
         for command in ("inspect", "verify", "gc", "doctor"):
             assert "belongs to user 0, not to 65534; run as that user" in refused(command)
-    # Whoever may read verifies, without the access times left as they are; removing is refused.
+    # Another user may verify, which changes the access times; removing is refused.
     for path in [foreign / "kv", *(foreign / "kv").rglob("*")]:
         path.chmod(0o755 if path.is_dir() else 0o644)
     report = json.loads(as_user(65534, "verify", str(foreign / "kv"), "--json").stdout)
