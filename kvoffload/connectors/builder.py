@@ -216,7 +216,7 @@ class TieredOffloadingSpec(OffloadingSpec):
         try:
             self.renew_stores(generation)
         except Exception:
-            log.exception("the tiers could not be opened anew; going on with host memory alone")
+            log.exception("the tiers cannot be opened again; host memory goes on alone")
         else:
             manager.replace_tiers(self._opened.tiers)
 

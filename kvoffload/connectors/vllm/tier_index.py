@@ -108,7 +108,7 @@ class LookupStores:
         try:
             self.tiers = self._open()
         except Exception:
-            log.exception("the tiers could not be opened anew; going on with host memory alone")
+            log.exception("the tiers cannot be opened again; host memory goes on alone")
             self.tiers, self.presences = (), {}
         for store in old:
             self._loop().start(store.close)

@@ -136,8 +136,8 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
                 with unbound():
                     self._spec.renew_stores(orders.generation)
             except Exception:
-                # The old ones are closed: whatever is asked of them is a miss.
-                log.exception("the tiers could not be opened anew; going on with host memory alone")
+                # The old tiers are closed, so every question to them is a miss.
+                log.exception("the tiers cannot be opened again; host memory goes on alone")
             self._find_reporters(self._spec.backends)
 
     def start_kv_transfers(self, metadata: StepMetadata) -> None:
