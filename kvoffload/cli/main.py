@@ -44,19 +44,22 @@ def main() -> None:
             raise typer.Exit
 
     def options(
+        context: typer.Context,
         version: Annotated[
             bool,
             typer.Option(
                 "--version", help="Print the version.", callback=print_version, is_eager=True
             ),
         ] = False,
-    ) -> None: ...
+    ) -> None:
+        if context.invoked_subcommand is None:
+            print(context.get_help())
 
     app = typer.Typer(
         name="kvoffload",
         help="KV cache offloading: demo, benchmarks and tools for operators.",
         callback=options,
-        no_args_is_help=True,
+        invoke_without_command=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )

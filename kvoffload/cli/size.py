@@ -42,9 +42,15 @@ def command(
     policy: Annotated[str, typer.Option(help="The store's eviction policy.")] = "handicap",
     synthetic: Annotated[str, typer.Option(help=SYNTHETIC_HELP)] = "",
     sample: Annotated[float, typer.Option(help=SAMPLE_HELP)] = 1.0,
+    prefill_tokens_per_s: Annotated[
+        float | None,
+        typer.Option(help="Tokens that the engine computes a second: adds the seconds saved."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say how much memory a trace and a model need for what hit rate.
+    """Print how much memory a trace and a model need for what hit rate.
+
+    Without a trace: the KV cache bytes of a token, and the tokens in a GiB.
 
     Exit codes: 0 done; 2 wrong usage, or a trace or config.json that cannot be used.
     """
@@ -55,15 +61,22 @@ def command(
         raise ConfigError("targets", targets, "must be percentages, such as 50,90,99")
     if model is None:
         raise ConfigError("model", None, "give --model: a config.json, or a model's folder")
+    if prefill_tokens_per_s is not None and not prefill_tokens_per_s > 0:
+        raise ConfigError("prefill_tokens_per_s", prefill_tokens_per_s, "must be above 0")
     token_bytes = bytes_per_token(read_config(model), kv_dtype or None, tensor_parallel)
-    loaded = sampled(open_trace(trace, synthetic), sample)
+    if trace is None and not synthetic:
+        _print_token(token_bytes, tensor_parallel, as_json)
+        return
+    whole = open_trace(trace, synthetic)
+    loaded = sampled(whole, sample)
     tokens = _tokens(loaded, block_tokens)
     with progress_bar(len(curve_sizes(loaded)) * loaded.accesses) as step:
         points = curve(loaded, policy, step)
     answers = [answer(points, share) for share in wanted]
     block_bytes = token_bytes * tokens
+    asked_s = whole.accesses * tokens / prefill_tokens_per_s if prefill_tokens_per_s else None
     if as_json:
-        rows = [_plain(each, block_bytes, tensor_parallel) for each in answers]
+        rows = [_plain(each, block_bytes, tensor_parallel, asked_s) for each in answers]
         sizes = {"bytes_per_token": token_bytes, "block_bytes": block_bytes}
         print(
             json.dumps(
@@ -87,13 +100,25 @@ def command(
                 f"{each.blocks * tokens:,}",
                 human_bytes(each.blocks * block_bytes),
                 human_bytes(each.blocks * block_bytes / tensor_parallel),
+                *([] if asked_s is None else [f"{each.hit_rate * asked_s:,.0f} s"]),
             ],
         )
         for each in answers
     ]
-    columns = ("prefix hits", "blocks", "tokens", "memory", "cpu_bytes")
+    saved = () if asked_s is None else ("prefill saved",)
+    columns = ("prefix hits", "blocks", "tokens", "memory", "cpu_bytes", *saved)
     print_numbers(to, title, "of what can be hit", columns, lines)
     to.print(f"memory: on {ranks}; cpu_bytes: the setting, which is for each rank", soft_wrap=True)
+
+
+def _print_token(token_bytes: int, ranks: int, as_json: bool) -> None:
+    tokens_per_gib = (1 << 30) // token_bytes
+    if as_json:
+        print(json.dumps({"bytes_per_token": token_bytes, "tokens_per_gib": tokens_per_gib}))
+        return
+    where = "one rank" if ranks == 1 else f"all {ranks} ranks together"
+    text = f"{human_bytes(token_bytes)} of KV cache a token on {where}; {tokens_per_gib:,} tokens"
+    console().print(f"{text} in a GiB", soft_wrap=True, highlight=False)
 
 
 def _tokens(trace: Trace, asked: int | None) -> int:
@@ -118,8 +143,9 @@ def _percent(text: str) -> float:
     return percent / 100
 
 
-def _plain(each: Answer, block_bytes: int, ranks: int) -> dict[str, Any]:
-    return {
+def _plain(each: Answer, block_bytes: int, ranks: int, asked_s: float | None) -> dict[str, Any]:
+    saved = {} if asked_s is None else {"prefill_saved_s": round(each.hit_rate * asked_s, 3)}
+    return saved | {
         "share_of_infinite": each.share,
         "prefix_hit_rate": round(each.hit_rate, 6),
         "blocks": each.blocks,

@@ -36,6 +36,12 @@ def test_every_command_explains_itself_and_its_exit_codes():
         assert "xit code" in result.stdout, f"{name} --help does not say its exit codes"
 
 
+def test_the_command_alone_shows_the_help():
+    alone = kvoffload()
+    assert alone.returncode == 0
+    assert alone.stdout.split() == kvoffload("--help").stdout.split()
+
+
 def test_an_unknown_command_is_wrong_usage():
     result = kvoffload("nothing")
     assert result.returncode == 2

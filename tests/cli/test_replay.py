@@ -272,6 +272,30 @@ def test_a_trace_that_does_not_say_its_tokens_is_not_sized_by_guessing(kvoffload
     assert "--block-tokens 512" in done.stderr
 
 
+def test_size_says_the_bytes_of_a_token_without_a_trace(kvoffload, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    done = kvoffload("size", "--model", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    text = "128.0 KiB of KV cache a token on one rank; 8,192 tokens in a GiB"
+    assert done.stdout.strip() == text
+    done = kvoffload("size", "--model", str(tmp_path), "--json")
+    assert json.loads(done.stdout) == {"bytes_per_token": 131072, "tokens_per_gib": 8192}
+
+
+def test_size_says_the_seconds_of_prefill_that_a_size_saves(kvoffload, trace, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    words = ("size", str(trace), "--model", str(tmp_path), "--block-tokens", "16")
+    asked = ("--targets", "100", "--prefill-tokens-per-s", "8")
+    report = json.loads(kvoffload(*words, *asked, "--json").stdout)
+    (row,) = report["rows"]
+    accesses = report["trace"]["block_accesses"]
+    assert row["prefill_saved_s"] == pytest.approx(row["prefix_hit_rate"] * accesses * 2, rel=1e-3)
+    assert "prefill saved" in kvoffload(*words, *asked).stdout
+    done = kvoffload(*words, "--prefill-tokens-per-s", "0")
+    assert done.returncode == 2
+    assert "prefill_tokens_per_s = 0" in done.stderr
+
+
 def test_size_asks_for_the_model(kvoffload, trace):
     done = kvoffload("size", str(trace), "--block-tokens", "16")
     assert done.returncode == 2
