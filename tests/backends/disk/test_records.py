@@ -7,16 +7,20 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from disk_parts import open_disk
 
 from kvoffload.backends.disk import snapshot
 from kvoffload.backends.disk import vfs as disk_vfs
+from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.limits import Limits, read, save
 from kvoffload.backends.disk.paths import BOUNDS, QUARANTINE
 from kvoffload.backends.disk.quarantine import Quarantine
+from kvoffload.backends.disk.space import _MAX_SPARED as MAX_SPARED
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import checksum
+from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
-from kvoffload.testing.backends import keys_of
+from kvoffload.testing.backends import filled, keys_of
 from tests.support.vfs import FailingVfs
 
 
@@ -222,3 +226,32 @@ def test_a_snapshot_that_cannot_be_written_leaves_the_old_one(tmp_path, call):
         saved(tmp_path, [(b"new", 2)], failing)
     assert snapshot.load(Vfs(), f"{tmp_path}/snapshot") == sizes
     assert os.listdir(tmp_path) == ["snapshot"]
+
+
+class ReplacedAfterOpen(Vfs):
+    """A root that another user's folder replaced between its check and its opening."""
+
+    def fstat(self, fd):
+        found = list(super().fstat(fd))
+        found[4] = os.getuid() + 1  # st_uid
+        return os.stat_result(found)
+
+
+def test_a_root_that_is_replaced_while_it_is_opened_leaves_no_descriptor(tmp_path):
+    before = set(os.listdir("/proc/self/fd"))
+    options = DiskOptions(root=str(tmp_path / "kv"), capacity=ByteSize(1 << 20))
+    for _ in range(8):
+        with pytest.raises(ConfigError, match="root"):
+            DiskBackend(options, "n", vfs=ReplacedAfterOpen())
+    assert len(set(os.listdir("/proc/self/fd")) - before) < 8
+
+
+async def test_a_victim_is_found_although_other_processes_used_all_chunks_lately(tmp_path):
+    backend = open_disk(tmp_path, io="buffered")
+    keys = keys_of(2 * MAX_SPARED)
+    assert all(await backend.write(keys, filled(keys, 64)))
+    store = backend._store
+    store.root.other_writers = 1
+    store.space.oldest_use_ns = 0  # all uses are in the younger half
+    assert store.space._victim() is not None
+    await backend.close()

@@ -53,6 +53,7 @@ async def test_stores_and_misses_are_counted_once_each():
         backend = open_backend("redis", options, "n")
         assert await backend.write(keys, filled(keys)) == [True] * 5
         assert await backend.read(keys, slots(5)) == [False] * 5
+        assert [backend.holds(key) for key in keys] == [False] * 5  # without another question
         counts = backend.counters()
         shown = {name: counts.get(name) for name in ("write_present", "write_ok", "read_missing")}
         assert shown == {"write_present": 1, "write_ok": 4, "read_missing": 5}
