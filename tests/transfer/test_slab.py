@@ -12,6 +12,7 @@ import torch
 
 from kvoffload.errors import ConfigError
 from kvoffload.transfer import slab as slab_module
+from kvoffload.transfer.cuda import pinning as slab_pinning
 from kvoffload.transfer.cuda.device import Run
 from kvoffload.transfer.cuda.pinning import Pinning
 from kvoffload.transfer.slab import Slab, create_shared_memory
@@ -197,3 +198,20 @@ def test_nothing_of_a_shared_slab_is_left_when_all_its_processes_were_killed():
     assert os.fstat(borrowed).st_nlink == 0
     assert os.readlink(f"/proc/self/fd/{borrowed}") == "/memfd:kvoffload-slab (deleted)"
     os.close(borrowed)
+
+
+@pytest.mark.parametrize("node", [0, 5, 70])
+def test_the_kernel_is_asked_for_the_node_of_the_device(node, monkeypatch):
+    asked = []
+
+    class Libc:
+        def syscall(self, number, address, length, mode, mask, max_node, flags):
+            bits = "".join(f"{word:064b}"[::-1] for word in mask)
+            asked.append([i for i, bit in enumerate(bits) if bit == "1"])
+            assert max_node.value > node
+            return 0
+
+    monkeypatch.setattr(slab_pinning, "_MBIND", 237)
+    monkeypatch.setattr(slab_pinning.ctypes, "CDLL", lambda *_, **__: Libc())
+    slab_pinning.prefer_node(0, 4096, node)
+    assert asked == [[node]]
