@@ -211,3 +211,9 @@ class ReadsEach(Protocol):
         True. ``arrived`` returns at once and does not raise.
         """
         ...
+
+
+def check_lengths(keys: Sequence[bytes], memory: Sequence[memoryview]) -> None:
+    """Refuse a batch that has not one piece of memory for each key; raises ValueError."""
+    if len(keys) != len(memory):
+        raise ValueError(f"{len(keys)} keys, but {len(memory)} buffers")

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal, TypeVar
 
-from kvoffload.backends.base import Observable, ReadResult, Usage
+from kvoffload.backends.base import Observable, ReadResult, Usage, check_lengths
 from kvoffload.backends.blocking_pool import BlockingPool, run_once
 from kvoffload.backends.log_rate import Throttle
 
@@ -86,7 +86,7 @@ class InlineBackend(Observable, ABC):
         into: Sequence[memoryview],
         arrived: Callable[[int], None],
     ) -> list[bool | ReadResult]:
-        _same_length(keys, into)
+        check_lengths(keys, into)
 
         def load(i: int) -> bool | ReadResult:
             found = self.get(keys[i], into[i].cast("B"))
@@ -97,7 +97,7 @@ class InlineBackend(Observable, ABC):
         return await self._each("read", len(keys), load, ReadResult.UNAVAILABLE)
 
     async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
-        _same_length(keys, chunks)
+        check_lengths(keys, chunks)
         return await self._each(
             "write", len(keys), lambda i: self.put(keys[i], chunks[i].cast("B")), False
         )
@@ -208,8 +208,3 @@ class ThreadedBackend(InlineBackend):
         if first:
             text = "%s: every thread has hung in a %s for %g s; chunks are misses until one returns"
             log.warning(text, self._name, kind, self._stall_s)
-
-
-def _same_length(keys: Sequence[bytes], memory: Sequence[memoryview]) -> None:
-    if len(keys) != len(memory):
-        raise ValueError(f"{len(keys)} keys, but {len(memory)} buffers")

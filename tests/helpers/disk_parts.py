@@ -1,6 +1,8 @@
 """The disk backend with chunks of 60 KiB, and steps that its tests share."""
 
 import asyncio
+import contextlib
+import os
 
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.config import ByteSize
@@ -31,3 +33,13 @@ async def until(condition, timeout_s=10.0):
             return True
         await asyncio.sleep(0.02)
     return condition()
+
+
+def allocated(root):
+    """Return the bytes that the files of a root take up."""
+    total = 0
+    for folder, _, files in os.walk(root):
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(f"{folder}/{file}").st_blocks * 512
+    return total

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvoffload.backends.admin import Admin, Finding
-from kvoffload.backends.base import Answers, ReadResult, Removal, Usage
+from kvoffload.backends.base import Answers, ReadResult, Removal, Usage, check_lengths
 from kvoffload.backends.blocking_pool import BlockingPool, run_once
 from kvoffload.backends.disk.admin import DiskAdmin
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
@@ -104,7 +104,7 @@ class DiskBackend(Admin):
         arrived: Callable[[int], None],
     ) -> list[ReadResult]:
         """Fill slots from files, several at once, and report each verified chunk."""
-        _same_length(keys, into)
+        check_lengths(keys, into)
         if self._refuses("read", len(keys)):
             return [ReadResult.UNAVAILABLE] * len(keys)
 
@@ -123,7 +123,7 @@ class DiskBackend(Admin):
 
     async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
         """Write chunks, each whole or not at all; the first write names the namespace on disk."""
-        _same_length(keys, chunks)
+        check_lengths(keys, chunks)
         if self._refuses("write", len(keys)):
             return [False] * len(keys)
         for key in keys:
@@ -309,8 +309,3 @@ def _head_last(keys: Sequence[bytes], answers: Answers) -> list[Name]:
     """Return the successful names in reverse: the head of a prefix becomes the most recent."""
     names = [name_of(0, key) for key, good in zip(keys, answers, strict=True) if good]
     return names[::-1]
-
-
-def _same_length(keys: Sequence[bytes], memory: Sequence[memoryview]) -> None:
-    if len(keys) != len(memory):
-        raise ValueError(f"{len(keys)} keys but {len(memory)} buffers")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kvoffload.backends.admin import Admin, Aged, Finding, Holding, ServerTotal
-from kvoffload.backends.base import Observable, ReadResult, Usage
+from kvoffload.backends.base import Observable, ReadResult, Usage, check_lengths
 from kvoffload.backends.header import MAX_KEY_BYTES, namespace_digest
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.presence import PresenceCache
@@ -90,7 +90,7 @@ class RedisBackend(Observable, Admin):
         arrived: Callable[[int], None],
     ) -> list[ReadResult]:
         """Load chunks; remove a value that is still damaged when it is read a second time."""
-        _same_length(keys, into)
+        check_lengths(keys, into)
         io = await self._ready()
         ok = [ReadResult.UNAVAILABLE] * len(keys)
         if io is None:
@@ -119,7 +119,7 @@ class RedisBackend(Observable, Admin):
 
     async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
         """Store chunks; only prolong the life of those that the server has."""
-        _same_length(keys, chunks)
+        check_lengths(keys, chunks)
         for key in keys:
             if not 0 < len(key) <= MAX_KEY_BYTES:
                 raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
@@ -287,8 +287,3 @@ class RedisBackend(Observable, Admin):
 
 def _bytes(view: memoryview) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
-
-
-def _same_length(keys: Sequence[bytes], memory: Sequence[memoryview]) -> None:
-    if len(keys) != len(memory):
-        raise ValueError(f"{len(keys)} keys, but {len(memory)} buffers")

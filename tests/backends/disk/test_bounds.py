@@ -1,12 +1,12 @@
 """Capacity, free space, full and read-only disks, files that cannot be removed."""
 
 import asyncio
-import contextlib
 import errno
 import os
 import subprocess
 
 import pytest
+from disk_parts import allocated
 
 from kvoffload import open_backend
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
@@ -26,15 +26,6 @@ def open_disk(root, vfs=None, **settings):
     backend = DiskBackend(DiskOptions(root=str(root), **settings), "bounds", vfs=vfs)
     assert backend.wait_ready(10)
     return backend
-
-
-def allocated(root):
-    total = 0
-    for folder, _, files in os.walk(root):
-        for file in files:
-            with contextlib.suppress(FileNotFoundError):
-                total += os.lstat(f"{folder}/{file}").st_blocks * 512
-    return total
 
 
 def chunk_bytes(root):

@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+from disk_parts import allocated
 
 from kvoffload.backends.disk import housekeeper as disk_housekeeper
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
@@ -31,15 +32,6 @@ def open_disk(root, namespace="shared", **settings):
     backend = DiskBackend(DiskOptions(root=str(root), **settings), namespace)
     assert backend.wait_ready(20)
     return backend
-
-
-def allocated(root):
-    total = 0
-    for folder, _, files in os.walk(root):
-        for file in files:
-            with contextlib.suppress(FileNotFoundError):
-                total += os.lstat(f"{folder}/{file}").st_blocks * 512
-    return total
 
 
 async def until(condition, timeout_s=10.0):
