@@ -1,9 +1,10 @@
 """Hashing and the block manager, against vLLM's in the same process and against plain Python.
 
-``kvoffload bench core``, or ``python -m benchmarks.core [--json]``. The limit of a row is vLLM's
-time for the same work. Without vLLM, only the rows against plain Python are measured. The two sides
-take turns, and each row reports the best of its rounds, so that a busy machine disturbs both alike.
-``ratio`` is how many times faster we are (plain Python: how close).
+``kvoffload bench core``, or ``python -m benchmarks.core`` where the command line is not installed.
+The limit of a row is vLLM's time for the same work. Without vLLM, only the rows against plain
+Python are measured. The two sides take turns, and each row reports the best of its rounds, so that
+a busy machine disturbs both alike. ``ratio`` is how many times faster we are (plain Python: how
+close).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import platform
 import random
 import sys
 import time
@@ -20,27 +20,21 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.harness import Row, report
+from kvoffload.core import interface
 from kvoffload.core.block_pool import BlockPool
 from kvoffload.core.hashing import BlockHasher, HashChain
-from kvoffload.core.interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-)
 from kvoffload.core.manager import KVCacheManager
 from kvoffload.core.request import Request
 
 BLOCK = 16
 PROMPT = 32 * 1024
 BLOCKS = PROMPT // BLOCK
-Row = dict[str, Any]
 Round = Callable[[], float]
 """Prepares one round, does the work, and returns the seconds the work alone took."""
 
 
 def run() -> dict[str, Any]:
-    """Measure everything; returns ``{"bench", "machine", "rows"}``."""
     rows = [*_plain_rows(), *_scaling_rows()]
     try:
         vllm = _Vllm()
@@ -48,17 +42,7 @@ def run() -> dict[str, Any]:
         print(f"no comparison with vLLM: {error}", file=sys.stderr)
     else:
         rows += _vllm_rows(vllm)
-    return {"bench": "core", "machine": _machine(), "rows": rows}
-
-
-def _machine() -> str:
-    cpu = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo") as info:
-            cpu = next(line.split(":")[1].strip() for line in info if "model name" in line)
-    except (OSError, StopIteration):
-        pass
-    return f"{cpu}, one thread, Python {platform.python_version()}"
+    return report("core", rows)
 
 
 def _best(*sides: Round, turns: int = 6, rounds: int = 3) -> list[float]:
@@ -96,6 +80,20 @@ def _tokens(seed: int, count: int = PROMPT) -> list[int]:
     return random.Random(seed).choices(range(128_000), k=count)
 
 
+def _groups(interface: Any, windows: list[int | None]) -> list[Any]:
+    """Make a group of one layer for each window, with the formats of one of the two sides."""
+    import torch
+
+    shape = {"block_size": BLOCK, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
+    specs = [
+        interface.FullAttentionSpec(**shape)
+        if window is None
+        else interface.SlidingWindowSpec(**shape, sliding_window=window)
+        for window in windows
+    ]
+    return [interface.KVCacheGroupSpec([f"l{i}"], spec) for i, spec in enumerate(specs)]
+
+
 # -- ours ----------------------------------------------------------------------------------------
 
 
@@ -106,18 +104,12 @@ class _Ours:
         self.hasher = BlockHasher(BLOCK)
         self._count = 0
 
-    def spec(self, window: int | None) -> Any:
-        import torch
-
-        shape = {"block_size": BLOCK, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
-        if window is None:
-            return FullAttentionSpec(**shape)
-        return SlidingWindowSpec(**shape, sliding_window=window)
-
     def manager(self, blocks: int, windows: list[int | None], events: bool = False) -> Any:
-        groups = [KVCacheGroupSpec([f"l{i}"], self.spec(w)) for i, w in enumerate(windows)]
+        groups = _groups(interface, windows)
         return KVCacheManager(
-            KVCacheConfig(blocks, [], groups), max_model_len=10**6, enable_kv_cache_events=events
+            interface.KVCacheConfig(blocks, [], groups),
+            max_model_len=10**6,
+            enable_kv_cache_events=events,
         )
 
     def request(self, tokens: list[int]) -> Any:
@@ -146,18 +138,8 @@ class _Vllm:
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self._count = 0
 
-    def spec(self, window: int | None) -> Any:
-        import torch
-
-        shape = {"block_size": BLOCK, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
-        if window is None:
-            return self._interface.FullAttentionSpec(**shape)
-        return self._interface.SlidingWindowSpec(**shape, sliding_window=window)
-
     def manager(self, blocks: int, windows: list[int | None], events: bool = False) -> Any:
-        groups = [
-            self._interface.KVCacheGroupSpec([f"l{i}"], self.spec(w)) for i, w in enumerate(windows)
-        ]
+        groups = _groups(self._interface, windows)
         return self._manager(
             self._interface.KVCacheConfig(blocks, [], groups),
             max_model_len=10**6,
@@ -347,6 +329,8 @@ def _plain_rows() -> list[Row]:
     """Hashing and lookup against the bare calls they cannot do without."""
     tokens = _tokens(1)
     ours = _Ours()
+    hashes = ours.request(tokens).block_hashes
+    table = dict(zip(hashes, range(BLOCKS), strict=True))
 
     def bare_hashing() -> None:
         data = array("I", tokens).tobytes()
@@ -354,28 +338,17 @@ def _plain_rows() -> list[Row]:
         for i in range(0, len(data), 4 * BLOCK):
             parent = hashlib.sha256(parent + data[i : i + 4 * BLOCK]).digest()
 
-    mine, bare = _best(_hashing(ours), lambda: _timed(bare_hashing))
-    scale = 1e6 / BLOCKS
-    rows = [
-        _row(
-            "hash a 32k prompt", mine * scale, "µs/block", bare * scale, "bare hashlib", bare / mine
-        )
-    ]
-    hashes = ours.request(tokens).block_hashes
-    table = dict(zip(hashes, range(BLOCKS), strict=True))
-    mine, bare = _best(
-        _cached(ours, [None]), lambda: _timed(lambda: [table.get(h) for h in hashes])
-    )
-    rows.append(
-        _row(
-            "admit a cached 32k prompt",
-            mine * scale,
-            "µs/block",
-            bare * scale,
-            "bare dict.get",
-            bare / mine,
-        )
-    )
+    def bare_lookups() -> None:
+        for block_hash in hashes:
+            table.get(block_hash)
+
+    rows = []
+    for case, round_, bare, name in (
+        ("hash a 32k prompt", _hashing(ours), bare_hashing, "bare hashlib"),
+        ("admit a cached 32k prompt", _cached(ours, [None]), bare_lookups, "bare dict.get"),
+    ):
+        mine, least = (1e6 / BLOCKS * s for s in _best(round_, lambda bare=bare: _timed(bare)))
+        rows.append(_row(case, mine, "µs/block", least, name, least / mine))
     return rows
 
 
@@ -406,32 +379,10 @@ def _scaling_rows() -> list[Row]:
     del blocks
     size = tracemalloc.get_traced_memory()[0] / count
     tracemalloc.stop()
-    rows.append(
-        _row(
-            "bookkeeping, the 32 bytes of the hash included",
-            size,
-            "bytes/block",
-            100,
-            "the aim",
-            size / 100,
-        )
-    )
+    case = "bookkeeping, the 32 bytes of the hash included"
+    rows.append(_row(case, size, "bytes/block", 100, "the aim", size / 100))
     return rows
 
 
-def main() -> None:
-    """Print the table, or with ``--json`` one object."""
-    result = run()
-    if "--json" in sys.argv[1:]:
-        print(json.dumps(result))
-        return
-    print(result["machine"])
-    for row in result["rows"]:
-        print(
-            f"{row['case']:44} {row['value']:10.3f} {row['unit']:12}"
-            f"{row['limit']:10.3f}  {row['limit_name']:28} ×{row['ratio']:.2f}"
-        )
-
-
 if __name__ == "__main__":
-    main()
+    print(json.dumps(run(), indent=2))

@@ -203,7 +203,7 @@ vLLM's own `/metrics` has these. Counters have the ending `_total` there. Where 
 the same meaning, its name is used.
 """,
     )
-    yield from table(("metric", "meaning"), VLLM)
+    yield from table(("metric", "meaning"), texts()["metrics"]["vllm"])
     yield from _section(
         "With `LocalConnector`",
         """
@@ -211,47 +211,10 @@ the same meaning, its name is used.
 thread passes the statistics now and then:
 """,
     )
-    yield from (*EXPORTER.strip().splitlines(), "")
+    yield from (*texts()["metrics"]["exporter"].splitlines(), "")
     yield from table(("metric", "kind", "labels", "meaning"), _families())
     yield from ("", "The labels:", "")
-    yield from table(("label", "values"), LABELS)
-
-
-VLLM = [
-    ("`vllm:prompt_tokens_cached_by_source{source}`", "prompt tokens loaded instead of computed; "
-     "`host`, `disk`, or `external_unspecified` for every other tier"),
-    ("`vllm:kv_offload_load_bytes`, `_time`, `_size`; `vllm:kv_offload_store_…`",
-     "transfers between the KV cache and host memory"),
-    ("`vllm:kv_offload_lookup_sync_delay_seconds`", "duration of one lookup in the scheduler"),
-    ("`vllm:kv_offload_cpu_cache_usage_perc`", "part of host memory that transfers use now"),
-    ("`vllm:kvoffload_host_chunks`", "chunks loadable from host memory"),
-    ("`vllm:kvoffload_host_chunks_busy`", "slots that a transfer uses now"),
-    ("`vllm:kvoffload_events{event}`", "counters of the manager: [counters](counters.md#manager)"),
-    ("`vllm:kvoffload_worker_events{event}`", "counters of [transfers](counters.md#transfers) and "
-     "tiers (`disk_evicted`, `redis_read_ok`)"),
-]  # fmt: skip
-LABELS = [
-    ("`tier`", "`cpu` for host memory, else the name of the tier"),
-    ("`result`", "`hit`: chunks found on the tier. `declined`: lookups that ended because the tier "
-     "is slower than computing. Without a tier: `miss`, lookups that ended before the prompt's "
-     "end; `pending`, lookups to be repeated."),
-    ("`reason` of `evictions`", "`evicted`, `failed`, `reset`; on tiers also `corrupt`, `expired`, "
-     "`vanished`"),
-    ("`reason` of `stores_dropped`", "host memory: `no_room`, `not_admitted`, `not_wanted`, "
-     "`failed`. Tiers: `back_pressure`, `failed`."),
-    ("`reason` of `tier_events`", "the tier's own counters: [disk](counters.md#disk), "
-     "[redis](counters.md#redis)"),
-]  # fmt: skip
-EXPORTER = """
-```python
-import prometheus_client
-from kvoffload.metrics import Exporter
-
-exporter = Exporter()
-prometheus_client.REGISTRY.register(exporter)
-# Every few steps, on the engine's thread: exporter.update(connector.stats())
-```
-"""
+    yield from table(("label", "values"), texts()["metrics"]["labels"])
 
 
 def _families() -> Iterator[Sequence[str]]:
