@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Row, best_of, report, row
-from kvoffload.demo import demo
+from kvoffload.demo import showcase
 
 
 def run() -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="kvoffload-e2e-", dir=".") as folder:
-        figures = demo.run(demo.DemoOptions(Path(folder)))
+        figures = showcase.run(showcase.DemoOptions(Path(folder)))
         copy_rate, read_rate = memcpy_rate(), disk_read_rate(Path(folder))
     return report("e2e", rows(figures, copy_rate, read_rate))
 

@@ -19,8 +19,7 @@ PROMPT = "The tide tables of the western harbour, read aloud. " * 12
 def serve(url: str) -> None:
     """Be an engine: answer one prompt, and say what it cost."""
     sys.path.insert(0, str(EXAMPLES))
-    from kvoffload.demo.engine import Engine
-    from kvoffload.demo.sampling import SamplingParams
+    from kvoffload.demo import Engine, SamplingParams
 
     settings = {
         "model": {"num_layers": 4, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 2},

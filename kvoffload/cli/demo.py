@@ -47,17 +47,17 @@ def command(
     if threads is not None and threads < 1:
         raise ConfigError("threads", threads, "must be at least 1")
     _check_folder(out)
-    from kvoffload.demo import demo  # loads torch
+    from kvoffload.demo import showcase  # loads torch
 
     to = console(stderr=as_json)
-    options = demo.DemoOptions(out=out, checkpoint=checkpoint, quick=quick, device=device)
+    options = showcase.DemoOptions(out=out, checkpoint=checkpoint, quick=quick, device=device)
     if threads is not None:
-        options = demo.DemoOptions(out, checkpoint, quick, device, threads)
+        options = showcase.DemoOptions(out, checkpoint, quick, device, threads)
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=console(stderr=as_json)) as bar:
-            task = bar.add_task("starting", total=demo.num_requests(options))
-            report = demo.run(
+            task = bar.add_task("starting", total=showcase.num_requests(options))
+            report = showcase.run(
                 options, lambda what, done: bar.update(task, description=what, advance=done)
             )
     except ConfigError:
@@ -78,9 +78,9 @@ def command(
 
 def write(out: Path, report: Mapping[str, Any]) -> list[str]:
     """Write the report, and a picture where matplotlib is installed; return the files' names."""
-    from kvoffload.demo.demo_report import draw_plot, write_json  # loads torch
+    from kvoffload.demo.demo_report import draw_plot  # loads torch
 
-    write_json(out / "report.json", report)
+    (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     try:
         draw_plot(out / "ttft.png", report)
     except ImportError:

@@ -6,7 +6,7 @@ The interface of a backend is in :mod:`kvoffload.core.attention_base`; import it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from kvoffload.core.attention_base import (
 )
 from kvoffload.core.interface import KVCacheConfig
 from kvoffload.core.layers import AttentionLayer, AttentionType, get_kv_cache_spec
-from kvoffload.core.sdpa import CommonMetadataBuilder, LatentPagedBackend, SdpaPagedBackend
+from kvoffload.core.sdpa import CommonMetadataBuilder, SdpaPagedBackend
 
 __all__ = [
     "AttentionBackend",
@@ -30,9 +30,7 @@ __all__ = [
     "CommonAttentionMetadata",
     "CommonMetadataBuilder",
     "CpuGpuBuffer",
-    "LatentPagedBackend",
     "SdpaPagedBackend",
-    "SharesWorkspace",
     "build_attn_metadata",
     "get_kv_cache_spec",
     "init_attn_backend",
@@ -188,19 +186,6 @@ def prepare_attn_metadata(
     )
 
 
-@runtime_checkable
-class SharesWorkspace(Protocol):
-    """A metadata builder whose backend needs scratch memory that builders may share."""
-
-    def get_workspace(self) -> torch.Tensor:
-        """Return the scratch memory, allocating it at the first call."""
-        ...
-
-    def set_workspace(self, workspace: torch.Tensor) -> None:
-        """Use another builder's scratch memory."""
-        ...
-
-
 def init_attn_backend(
     kv_cache_config: KVCacheConfig,
     backends: Mapping[str, AttentionBackend],
@@ -209,24 +194,10 @@ def init_attn_backend(
     """Make one metadata builder a group, from the backend of the group's first layer.
 
     A group without layers, on a pipeline stage, gets a builder too: builders follow the groups.
-    Builders of one backend that need scratch memory (:class:`SharesWorkspace`) get the same: they
-    run one after the other.
     """
     builders: list[AttentionMetadataBuilder] = []
-    workspaces: dict[str, torch.Tensor] = {}
     for group in kv_cache_config.kv_cache_groups:
-        if not group.layer_names:  # its layers are on other pipeline stages
-            spec = group.kv_cache_spec
-            builders.append(CommonMetadataBuilder(spec, (), torch.device(device)))
-            continue
-        backend = backends[group.layer_names[0]]
-        builder = backend.get_builder_cls()(
-            group.kv_cache_spec, group.layer_names, torch.device(device)
-        )
-        if isinstance(builder, SharesWorkspace):
-            if backend.get_name() in workspaces:
-                builder.set_workspace(workspaces[backend.get_name()])
-            else:
-                workspaces[backend.get_name()] = builder.get_workspace()
-        builders.append(builder)
+        names = group.layer_names
+        make = backends[names[0]].get_builder_cls() if names else CommonMetadataBuilder
+        builders.append(make(group.kv_cache_spec, names, torch.device(device)))
     return builders

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch, for keys and values and for latent vectors."""
+"""Paged attention in plain torch."""
 
 from __future__ import annotations
 
@@ -183,49 +183,3 @@ class CommonMetadataBuilder:
     ) -> CommonAttentionMetadata:
         """Return the common metadata."""
         return common_attn_metadata
-
-
-class LatentPagedBackend(SdpaPagedBackend):
-    """Multi-head latent attention: all heads read one latent vector a token, as key and as value.
-
-    Cache shape: ``(num_blocks, block_size, head_size)``. Queries are in the latent space, with the
-    key projection absorbed into them. The value is the first ``value_size`` elements of the latent
-    vector, and the caller projects the result back.
-
-    Args:
-        value_size: leading elements that make up the value (the rest carries positions).
-        scale: of the scores; None: ``1 / sqrt(head_size)``.
-    """
-
-    def __init__(self, value_size: int, scale: float | None = None) -> None:
-        super().__init__(scale)
-        self.value_size = value_size
-
-    def get_name(self) -> str:
-        """Return ``SDPA_LATENT``."""
-        return "SDPA_LATENT"
-
-    def get_kv_cache_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
-    ) -> tuple[int, ...]:
-        """Return ``(num_blocks, block_size, head_size)``: there is one latent "head"."""
-        return (num_blocks, block_size, head_size)
-
-    def get_kv_cache_stride_order(self) -> tuple[int, ...]:
-        """Return the identity."""
-        return (0, 1, 2)
-
-    def write_latent(
-        self, kv_cache: torch.Tensor, latent: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> None:
-        """Store the latent vectors ``[T, head_size]`` of a step's tokens."""
-        block_size = kv_cache.shape[1]
-        blocks = slot_mapping // block_size
-        kv_cache[blocks, slot_mapping % block_size] = latent.to(kv_cache.dtype)
-
-    def attend(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: CommonAttentionMetadata
-    ) -> torch.Tensor:
-        """Attend in the latent space: ``[T, heads, head_size]`` to ``[T, heads, value_size]``."""
-        as_keys_and_values = kv_cache[None, :, :, None].expand(2, -1, -1, -1, -1)
-        return super().attend(query, as_keys_and_values, metadata)[..., : self.value_size]

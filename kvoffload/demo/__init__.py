@@ -1,8 +1,8 @@
-"""A small real LLM engine that keeps its KV cache with kvoffload. Start reading in engine.py."""
+"""A small real LLM engine that keeps its KV cache with kvoffload; mini_engine.py comes first."""
 
-from kvoffload.demo.config import EngineConfig, ModelConfig, parse_engine_config
-from kvoffload.demo.engine import Engine
-from kvoffload.demo.request import RequestResult
+from kvoffload.demo.engine_config import EngineConfig, ModelConfig, parse_engine_config
+from kvoffload.demo.engine_request import RequestResult
+from kvoffload.demo.mini_engine import Engine
 from kvoffload.demo.sampling import SamplingParams
 
 __all__ = [

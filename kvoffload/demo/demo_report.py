@@ -1,6 +1,5 @@
 """What the demo shows: a table, a plot, a JSON report."""
 
-import json
 import platform
 import statistics
 from collections import Counter
@@ -133,11 +132,6 @@ def draw_plot(path: Path, report: Mapping[str, Any]) -> None:
     axes.legend(frameon=False)
     axes.set_title(f"{report['model']} on {report['machine']['cpu']}", fontsize=10)
     figure.savefig(path, dpi=130)
-
-
-def write_json(path: Path, report: Mapping[str, Any]) -> None:
-    """Write the whole report."""
-    path.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def _seconds(value: float) -> str:

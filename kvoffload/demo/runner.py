@@ -6,24 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvoffload.core.attention import (
-    AttentionBackend,
-    CommonAttentionMetadata,
-    LatentPagedBackend,
-    SdpaPagedBackend,
-    get_kv_cache_spec,
-    init_attn_backend,
-    prepare_attn_metadata,
-)
-from kvoffload.core.interface import KVCacheConfig, KVCacheSpec, ModelLimits
+from kvoffload.core.attention import get_kv_cache_spec, init_attn_backend, prepare_attn_metadata
+from kvoffload.core.interface import KVCacheConfig, ModelLimits
 from kvoffload.core.planning import get_kv_cache_config
 from kvoffload.core.tensors import canonicalize_kv_caches, init_kv_cache
-from kvoffload.demo.attention import InvariantLatentBackend, InvariantPagedBackend
-from kvoffload.demo.config import EngineConfig, ModelConfig
-from kvoffload.demo.mixers import attention_layer, state_spec
-from kvoffload.demo.model import Model
-from kvoffload.demo.request import Work
-from kvoffload.demo.states import StateBackend
+from kvoffload.demo.decoder import Model
+from kvoffload.demo.engine_config import EngineConfig, ModelConfig
+from kvoffload.demo.engine_request import Work
 from kvoffload.errors import ConfigError, InsufficientMemoryError
 from kvoffload.messages import CanonicalKVCaches
 
@@ -38,11 +27,7 @@ def plan_kv_cache(config: EngineConfig, shape: ModelConfig, dtype: torch.dtype) 
         max_model_len=config.max_model_len, max_num_batched_tokens=config.max_num_batched_tokens
     )
     layers = {
-        f"model.layers.{i}.self_attn": (
-            state_spec(shape, config.block_size, dtype)
-            if shape.kind_of(i) == "state"
-            else attention_layer(shape, shape.kind_of(i))
-        )
+        f"model.layers.{i}.self_attn": shape.mixer(i).kept(shape, config.block_size, dtype)
         for i in range(shape.num_layers)
     }
     specs = get_kv_cache_spec(layers, dtype, config.block_size)
@@ -65,10 +50,14 @@ class Runner:
         self.model = model
         self._plan = kv_cache_config
         self._layer_names = [f"model.layers.{i}.self_attn" for i in range(model.config.num_layers)]
+        self._mixers = [model.config.mixer(i) for i in range(model.config.num_layers)]
+        # What invariance costs in padding is only repaid where it holds.
+        exact = model.device.type == "cpu" and model.dtype == torch.float32
+        invariant = config.attention == "invariant" or (config.attention == "auto" and exact)
         specs = kv_cache_config.layer_specs
         self._backends = {
-            name: _backend(config, model, model.config.kind_of(i), specs[name])
-            for i, name in enumerate(self._layer_names)
+            name: mixer.backend(model.config, specs[name], invariant)
+            for name, mixer in zip(self._layer_names, self._mixers, strict=True)
         }
         self._kv_caches = init_kv_cache(kv_cache_config, self._backends, model.device)
         self._builders = init_attn_backend(kv_cache_config, self._backends, model.device)
@@ -101,7 +90,9 @@ class Runner:
 
         def attend(index: int, *given: Any) -> Tensor:
             name = self._layer_names[index]
-            return _attend(self._backends[name], self._kv_caches[name], metadata[name], *given)
+            return self._mixers[index].attend(
+                self._backends[name], self._kv_caches[name], metadata[name], *given
+            )
 
         tokens = [t for item in work for t in item.request.token_ids[item.start : item.end]]
         positions = [p for item in work for p in range(item.start, item.end)]
@@ -114,38 +105,3 @@ class Runner:
             if item.samples:
                 last.append(row)
         return self.model.logits(hidden[last])
-
-
-def _attend(
-    backend: AttentionBackend, cache: Any, metadata: CommonAttentionMetadata, *given: Any
-) -> Tensor:
-    """Keep what a layer's mixer gives of this step, and answer what it asks."""
-    if isinstance(backend, StateBackend):
-        x, convolve, step = given
-        return backend.advance(x, convolve, step, cache, metadata)
-    if isinstance(backend, LatentPagedBackend):
-        query, latent = given
-        backend.write_latent(cache, latent, metadata.slot_mapping)
-        return backend.attend(query, cache, metadata)
-    if isinstance(backend, SdpaPagedBackend):
-        query, key, value = given
-        backend.write_kv(cache, key, value, metadata.slot_mapping)
-        return backend.attend(query, cache, metadata)
-    raise TypeError(backend)
-
-
-def _backend(config: EngineConfig, model: Model, kind: str, spec: KVCacheSpec) -> AttentionBackend:
-    # What invariance costs in padding is only repaid where it holds.
-    exact = model.device.type == "cpu" and model.dtype == torch.float32
-    invariant = config.attention == "invariant" or (config.attention == "auto" and exact)
-    shape = model.config
-    if kind == "state":
-        return StateBackend(spec.block_size)
-    if kind == "latent":
-        # Scores are of a head's own key and its rotated part, whatever the latent space's size.
-        scale = (2 * shape.head_size) ** -0.5
-        latent = InvariantLatentBackend if invariant else LatentPagedBackend
-        return latent(shape.latent_size, scale)
-    window = shape.sliding_window if kind == "window" else None
-    attention = InvariantPagedBackend if invariant else SdpaPagedBackend
-    return attention(sliding_window=window)

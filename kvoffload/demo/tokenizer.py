@@ -2,19 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kvoffload.errors import ConfigError
-
-
-class Tokenizer(Protocol):
-    """What the engine and the demo need of a tokenizer."""
-
-    vocab_size: int
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
 class ByteTokenizer:
@@ -53,6 +43,9 @@ class FileTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids)))
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def open_tokenizer(checkpoint: Path | None) -> Tokenizer:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvoffload.demo.config import ModelConfig, RopeScaling
-from kvoffload.demo.mixers import output_size, weight_shapes
+from kvoffload.demo.engine_config import ModelConfig, RopeScaling
 from kvoffload.errors import ConfigError
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
@@ -27,10 +26,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for i in range(config.num_layers):
         at = f"model.layers.{i}."
-        kind = config.kind_of(i)
-        for name, shape in weight_shapes(config, kind).items():
+        mixer = config.mixer(i)
+        for name, shape in mixer.weight_shapes(config).items():
             shapes[f"{at}self_attn.{name}"] = shape
-        shapes[f"{at}self_attn.o_proj.weight"] = (hidden, output_size(config, kind))
+        shapes[f"{at}self_attn.o_proj.weight"] = (hidden, mixer.output_size(config))
         if config.output_bias:
             shapes[f"{at}self_attn.o_proj.bias"] = (hidden,)
         shapes[f"{at}mlp.gate_proj.weight"] = (inner, hidden)

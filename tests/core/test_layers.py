@@ -114,10 +114,11 @@ def test_the_formats_of_a_mixed_model_can_be_planned():
 
 
 def test_the_mini_engine_takes_its_formats_from_its_layers():
-    from kvoffload.demo.config import EngineConfig, ModelConfig
+    from kvoffload.demo.engine_config import EngineConfig
     from kvoffload.demo.runner import plan_kv_cache
+    from tests.support.layer_kinds import HybridConfig
 
-    shape = ModelConfig(
+    shape = HybridConfig(
         layer_kinds=("full", "window", "latent", "state"), num_layers=4, sliding_window=48,
         num_kv_heads=2, num_heads=2, head_size=8, latent_size=16, state_channels=4, state_size=3,
     )  # fmt: skip

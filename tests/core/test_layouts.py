@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from kvoffload.core.attention import (
-    CommonMetadataBuilder,
-    LatentPagedBackend,
     SdpaPagedBackend,
     init_attn_backend,
     make_block_table,
@@ -31,6 +29,7 @@ from kvoffload.core.tensors import (
     reshape_kv_cache,
 )
 from kvoffload.errors import KVCacheSpecError
+from tests.support.layer_kinds import LatentPagedBackend
 
 SHAPE = (4, 2, 8, torch.float32)
 FULL = FullAttentionSpec(*SHAPE)
@@ -281,26 +280,6 @@ def test_each_group_has_its_own_tables_and_its_layers_share_metadata():
     assert metadata["w"].slot_mapping.tolist() == [8, 9]
     assert make_block_table([]).shape == (0, 1)
     assert make_slot_mapping([], [], [], 4).shape == (0,)
-
-
-def test_builders_of_one_backend_share_its_workspace():
-    class Builder(CommonMetadataBuilder):
-        workspace = None
-
-        def get_workspace(self):
-            self.workspace = torch.zeros(4)
-            return self.workspace
-
-        def set_workspace(self, workspace):
-            self.workspace = workspace
-
-    class Backend(SdpaPagedBackend):
-        def get_builder_cls(self):
-            return Builder
-
-    config = get_kv_cache_config(LIMITS, {"f": FULL, "w": WINDOW}, 0, 30)
-    one, two = init_attn_backend(config, dict.fromkeys("fw", Backend()))
-    assert one.workspace is two.workspace is not None
 
 
 def test_layers_are_bound_to_their_caches():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvoffload.demo.config import ModelConfig
+from kvoffload.demo.engine_config import ModelConfig
 
 TINY = {
     "hidden_size": 64,

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from kvoffload.cli import demo
 from kvoffload.cli.bench import benchmark
-from kvoffload.demo.demo import DemoOptions, num_requests
+from kvoffload.demo.conversations import conversations
 from kvoffload.demo.demo_report import problems
-from kvoffload.demo.demo_text import conversations
+from kvoffload.demo.showcase import DemoOptions, num_requests
 from kvoffload.demo.tokenizer import ByteTokenizer
 
 COMMAND = [sys.executable, "-c", "from kvoffload.cli.main import main; main()", "demo"]

@@ -8,15 +8,14 @@ preemptions and, at times, damaged stores. The reference has room for everything
 import random
 import time
 
+import msgspec
 import pytest
 import torch
 
 from kvoffload.demo import Engine, SamplingParams
-from kvoffload.demo.config import EngineConfig, parse_engine_config
-from kvoffload.demo.model import Model
 from kvoffload.demo.runner import plan_kv_cache
-from kvoffload.demo.weights import random_weights
 from kvoffload.errors import ConfigError
+from tests.support.layer_kinds import hybrid_engine
 
 KINDS = {
     "full and window": ["full", "window"],
@@ -52,22 +51,15 @@ def settings(tiny, kinds, block_size=4, **more):
 
 def smallest_cache(config):
     """Bytes that hold one request of the greatest length, and little more."""
-    parsed = parse_engine_config(config)
+    parsed = hybrid_engine(config)
     for size in range(1 << 14, 1 << 24, 1 << 12):
         try:
-            plan_kv_cache(
-                EngineConfig(**{**_fields(parsed), "kv_cache_bytes": size}),
-                parsed.model,
-                torch.float32,
-            )
+            replaced = msgspec.structs.replace(parsed, kv_cache_bytes=size)
+            plan_kv_cache(replaced, parsed.model, torch.float32)
         except ValueError:
             continue
         return size
     raise AssertionError("no size fits")
-
-
-def _fields(config):
-    return {name: getattr(config, name) for name in config.__struct_fields__}
 
 
 def conversations(seed):
@@ -93,7 +85,7 @@ def conversations(seed):
 def serve(config, requests, damage=None):
     """Serve the requests a few at a time; returns tokens of each, and what came from where."""
     results, media, preemptions = [], {}, 0
-    with Engine(config) as engine:
+    with Engine(hybrid_engine(config)) as engine:
         if config.get("offload"):
             engine.connector._spec.backends["disk"].wait_ready(10)
         for start in range(0, len(requests), 3):
@@ -174,7 +166,8 @@ def test_a_token_does_not_depend_on_how_its_prompt_was_cut(tiny, kinds):
     prompt = [random.Random(3).randrange(256) for _ in range(50)]
     answers = set()
     for tokens in (7, 16, 96):
-        with Engine(settings(tiny, KINDS[kinds], max_num_batched_tokens=tokens)) as engine:
+        config = settings(tiny, KINDS[kinds], max_num_batched_tokens=tokens)
+        with Engine(hybrid_engine(config)) as engine:
             result = engine.generate([prompt, prompt[:20]], SamplingParams(max_tokens=12))
             answers.add(tuple(r.token_ids for r in result))
     assert len(answers) == 1
@@ -184,14 +177,10 @@ def test_a_token_does_not_depend_on_how_its_prompt_was_cut(tiny, kinds):
 def test_a_layer_of_each_kind_sees_what_it_should(tiny, kinds):
     """A far token matters to all kinds but windows, which even stacked reach only so far."""
     config = settings(tiny, [kinds])
-    model = parse_engine_config(config).model
-    state = random_weights(model, 0)
-    cpu = torch.device("cpu")
-    Model(model, state, device=cpu, dtype=torch.float32, max_len=MAX_LEN)
     prompt = [random.Random(3).randrange(256) for _ in range(60)]
     other = [prompt[0] ^ 1, *prompt[1:]]
     scores = []
-    with Engine({**config, "enable_prefix_caching": False}) as engine:
+    with Engine(hybrid_engine({**config, "enable_prefix_caching": False})) as engine:
         forward = engine.runner.forward
 
         def spy(work):

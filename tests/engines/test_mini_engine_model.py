@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvoffload.demo.config import ModelConfig, RopeScaling, parse_engine_config
-from kvoffload.demo.model import Model, rope_tables
+from kvoffload.demo.decoder import Model, rope_tables
+from kvoffload.demo.engine_config import ModelConfig, RopeScaling, parse_engine_config
 from kvoffload.demo.sampling import SamplingParams, sample
 from kvoffload.demo.tokenizer import ByteTokenizer, open_tokenizer
 from kvoffload.demo.weights import (
@@ -228,17 +228,7 @@ def test_draws_follow_the_probabilities():
     torch.testing.assert_close(shares, torch.tensor([0.5, 0.3, 0.2]), atol=0.04, rtol=0)
 
 
-def test_top_k_and_top_p_cut_the_unlikely_tail():
-    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
-    by_k = SamplingParams(temperature=1.0, top_k=2)
-    by_p = SamplingParams(temperature=1.0, top_p=0.6)
-    assert {sample(logits, by_k, i) for i in range(100)} == {1, 3}
-    assert {sample(logits, by_p, i) for i in range(100)} == {1, 3}
-
-
-@pytest.mark.parametrize(
-    "bad", [{"max_tokens": 0}, {"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}]
-)
+@pytest.mark.parametrize("bad", [{"max_tokens": 0}, {"temperature": -1.0}])
 def test_sampling_settings_that_mean_nothing_are_refused(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
         SamplingParams(**bad)

@@ -6,15 +6,17 @@ from typing import Any
 import msgspec
 
 from kvoffload.config import ByteSize, convert
+from kvoffload.demo.self_attention import SelfAttention
 from kvoffload.errors import ConfigError
 
-LAYER_KINDS = ("full", "window", "latent", "state")
 
-
-def _positive(settings: msgspec.Struct, *names: str) -> None:
-    for name in names:
-        if getattr(settings, name) < 1:
-            raise ConfigError(name, getattr(settings, name), "must be at least 1")
+def _check_counts(settings: msgspec.Struct, *others: str) -> None:
+    """Refuse counts below 1; ``others`` are whole numbers that may be anything."""
+    for name in settings.__struct_fields__:
+        value = getattr(settings, name)
+        is_count = type(value) is int and name not in others
+        if is_count and value < 1:
+            raise ConfigError(name, value, "must be at least 1")
 
 
 class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -47,38 +49,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     output_bias: bool = False
     tie_embeddings: bool = False
     """Use the token embeddings as the output matrix too."""
-    layer_kinds: tuple[str, ...] = ()
-    """What mixes tokens in each layer: ``full``, ``window``, ``latent`` or ``state`` (see
-    kvoffload.demo.mixers); repeated over the layers. Empty: ``full`` everywhere."""
-    sliding_window: int = 256
-    """Tokens a ``window`` layer sees, itself included."""
-    latent_size: int = 128
-    """Elements of a ``latent`` layer's vector, without the ``head_size`` for positions."""
-    state_channels: int = 256
-    """Channels of a ``state`` layer."""
-    state_size: int = 8
-    """Elements of a channel's state."""
 
     def __post_init__(self) -> None:
         """Refuse shapes that no decoder can have."""
-        _positive(
-            self,
-            "hidden_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_size",
-            "intermediate_size",
-            "vocab_size",
-            "max_position",
-            "sliding_window",
-            "latent_size",
-            "state_channels",
-            "state_size",
-        )
-        for kind in self.layer_kinds:
-            if kind not in LAYER_KINDS:
-                raise ConfigError("layer_kinds", kind, f"use {', '.join(LAYER_KINDS)}")
+        _check_counts(self)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 "num_kv_heads",
@@ -88,9 +62,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if self.head_size % 2:
             raise ConfigError("head_size", self.head_size, "must be even: RoPE turns pairs")
 
-    def kind_of(self, layer: int) -> str:
-        """Return what mixes tokens in a layer."""
-        return self.layer_kinds[layer % len(self.layer_kinds)] if self.layer_kinds else "full"
+    def mixer(self, layer: int) -> type[SelfAttention]:
+        """Return what mixes tokens in a layer; a subclass may have layers of other kinds."""
+        return SelfAttention
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -104,7 +78,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     device: str = "cpu"
     dtype: str = "float32"
     attention: str = "auto"
-    """``auto``, ``invariant`` or ``sdpa``: see kvoffload.demo.attention."""
+    """``sdpa``, ``invariant`` (see kvoffload.demo.invariant_attention), or ``auto``: the latter
+    where it gives equal bits."""
     block_size: int = 16
     """Tokens of one KV cache block."""
     kv_cache_bytes: ByteSize = ByteSize(256 << 20)
@@ -121,7 +96,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         """Refuse what cannot work whatever the model."""
-        _positive(self, "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+        _check_counts(self, "seed")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError("dtype", self.dtype, "use float32, bfloat16 or float16")
         if self.attention not in ("auto", "invariant", "sdpa"):

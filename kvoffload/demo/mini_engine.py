@@ -15,13 +15,13 @@ import torch
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.core.hashing import BlockHasher, HashChain
 from kvoffload.core.manager import KVCacheManager
-from kvoffload.demo.config import EngineConfig, ModelConfig, parse_engine_config
-from kvoffload.demo.model import Model
+from kvoffload.demo.batch_scheduler import Scheduler
+from kvoffload.demo.decoder import Model
+from kvoffload.demo.engine_config import EngineConfig, ModelConfig, parse_engine_config
+from kvoffload.demo.engine_request import EngineRequest, RequestResult, Work
 from kvoffload.demo.offloading import Connector, NoOffloading
-from kvoffload.demo.request import EngineRequest, RequestResult, Work
 from kvoffload.demo.runner import Runner, plan_kv_cache
 from kvoffload.demo.sampling import SamplingParams, sample
-from kvoffload.demo.scheduler import Scheduler
 from kvoffload.demo.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from kvoffload.demo.weights import fingerprint, load_weights, random_weights, read_model_config
 from kvoffload.errors import ConfigError

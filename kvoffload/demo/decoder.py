@@ -1,8 +1,7 @@
 """A Llama-architecture decoder in plain PyTorch: RMSNorm, RoPE, grouped queries, SwiGLU.
 
-Layers may mix tokens in other ways too, see :mod:`kvoffload.demo.mixers`. The model hands keys and
-values to an ``attend`` function, layer by layer. The engine passes one that writes and reads KV
-cache blocks.
+The model hands keys and values to an ``attend`` function, layer by layer. The engine passes one
+that writes and reads KV cache blocks.
 """
 
 import math
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvoffload.demo.config import ModelConfig
-from kvoffload.demo.mixers import Mixer, make_mixer
+from kvoffload.demo.engine_config import ModelConfig
+from kvoffload.demo.self_attention import SelfAttention, Take
 
 ROW_TILE = 16
 """Rows of a batch are padded to a multiple of this.
@@ -32,7 +31,7 @@ Attend = Callable[..., Tensor]
 @dataclass(frozen=True)
 class _Layer:
     attention_norm: Tensor
-    mixer: Mixer
+    mixer: SelfAttention
     output: Tensor
     output_bias: Tensor | None
     mlp_norm: Tensor
@@ -70,10 +69,7 @@ class Model:
             return whole.to(device=device, dtype=dtype)
 
         self._embedding = take("model.embed_tokens.weight")
-        self._layers = [
-            _pack_layer(config, config.kind_of(i), f"model.layers.{i}.", take)
-            for i in range(config.num_layers)
-        ]
+        self._layers = [_pack_layer(config, i, take) for i in range(config.num_layers)]
         self._norm = take("model.norm.weight")
         self._head = self._embedding if config.tie_embeddings else take("lm_head.weight")
         self._cos, self._sin = rope_tables(config, max_len, device)
@@ -114,11 +110,12 @@ class Model:
         return F.linear(padded, self._head)[:count].float()
 
 
-def _pack_layer(config: ModelConfig, kind: str, prefix: str, take: Callable[..., Tensor]) -> _Layer:
+def _pack_layer(config: ModelConfig, index: int, take: Take) -> _Layer:
+    prefix = f"model.layers.{index}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     return _Layer(
         attention_norm=take(prefix + "input_layernorm.weight"),
-        mixer=make_mixer(config, kind, attention, take),
+        mixer=config.mixer(index)(config, attention, take),
         output=take(attention + "o_proj.weight"),
         output_bias=take(attention + "o_proj.bias") if config.output_bias else None,
         mlp_norm=take(prefix + "post_attention_layernorm.weight"),

@@ -10,8 +10,8 @@ from operator import attrgetter
 
 from kvoffload.core.groups import MambaGroup
 from kvoffload.core.manager import KVCacheManager
+from kvoffload.demo.engine_request import EngineRequest, State, Work
 from kvoffload.demo.offloading import Connector
-from kvoffload.demo.request import EngineRequest, State, Work
 
 GPU = "GPU"
 _by_arrival = attrgetter("arrival")

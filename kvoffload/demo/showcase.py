@@ -5,27 +5,25 @@ then goes on with them. The engine is killed while it stores; a new process on t
 on. An engine without offloading gets the same prompts. Run it with ``kvoffload demo``.
 """
 
-import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
-from kvoffload.demo.config import ModelConfig
+from kvoffload.demo.conversations import QUESTIONS, Conversation, conversations
 from kvoffload.demo.demo_report import machine, problems, summarize
-from kvoffload.demo.demo_text import QUESTIONS, Conversation, conversations
+from kvoffload.demo.engine_config import ModelConfig
+from kvoffload.demo.engine_process import EngineProcess
 from kvoffload.demo.tokenizer import open_tokenizer
 from kvoffload.demo.weights import expected_shapes, read_model_config
-from kvoffload.errors import ConfigError, KVOffloadError
+from kvoffload.errors import ConfigError
 
 CONVERSATIONS_ON_DEVICE = 2.5
 """How many conversations the KV cache of the engine holds; it serves several times as many."""
@@ -69,71 +67,6 @@ class DemoOptions:
                 intermediate_size=256,
             )  # fmt: skip
         return ModelConfig()
-
-
-class DemoError(KVOffloadError):
-    """An engine process ended that should not have."""
-
-
-class EngineProcess:
-    """An engine in a child process; see kvoffload.demo.demo_child."""
-
-    def __init__(self, settings: dict[str, Any], threads: int, log: IO[str]) -> None:
-        folders = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "kvoffload.demo.demo_child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
-        )
-        self._log_name = log.name
-        self._send({"engine": settings, "threads": threads})
-        self._receive()
-
-    def __enter__(self) -> "EngineProcess":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def serve(self, prompt: Sequence[int], params: dict[str, Any]) -> dict[str, Any]:
-        """Serve one prompt and return its result."""
-        self._send({"prompt": prompt, "params": params})
-        return self._receive()
-
-    def kill_while_storing(self, prompt: Sequence[int]) -> int:
-        """Kill the process while it stores the blocks of a prompt; returns chunks on their way."""
-        self._send({"prompt": prompt, "params": {"max_tokens": 1}, "announce": True})
-        storing = int(self._receive().get("storing", 0))
-        self._child.kill()
-        self._child.wait()
-        return storing
-
-    def close(self) -> None:
-        """Let the engine end in order."""
-        if self._child.stdin is not None:
-            self._child.stdin.close()
-        self._child.wait()
-        if self._child.stdout is not None:
-            self._child.stdout.close()
-
-    def _send(self, message: dict[str, Any]) -> None:
-        assert self._child.stdin is not None
-        self._child.stdin.write(json.dumps(message) + "\n")
-        self._child.stdin.flush()
-
-    def _receive(self) -> dict[str, Any]:
-        assert self._child.stdout is not None
-        line = self._child.stdout.readline()
-        if not line:
-            said = Path(self._log_name).read_text().splitlines()[-1:]
-            raise DemoError(f"an engine process ended: {' '.join(said)} (see {self._log_name})")
-        answer: dict[str, Any] = json.loads(line)
-        if "refused" in answer:
-            raise ConfigError(*answer["refused"])
-        return answer
 
 
 def run(options: DemoOptions, progress: Progress = lambda what, done: None) -> dict[str, Any]:

@@ -4,11 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvoffload.core.attention import (
-    CommonAttentionMetadata,
-    LatentPagedBackend,
-    SdpaPagedBackend,
-)
+from kvoffload.core.attention import CommonAttentionMetadata, SdpaPagedBackend
 
 KEY_SPAN = 512
 """Keys are padded to a multiple of this: PyTorch's CPU kernel adds them up in spans of so many."""
@@ -40,13 +36,6 @@ class InvariantPagedBackend(SdpaPagedBackend):
                 query[rows], kv_cache, table, length, self.sliding_window, self.scale
             )
         return out
-
-
-class InvariantLatentBackend(LatentPagedBackend, InvariantPagedBackend):
-    """Latent attention, request by request and in whole tiles."""
-
-    def get_name(self) -> str:
-        return "SDPA_LATENT_INVARIANT"
 
 
 def _attend_one(

@@ -1,0 +1,102 @@
+"""A layer's attention: its weights, what it keeps of a token, and how it mixes tokens.
+
+The rest of the engine uses only the methods below, so a subclass may mix tokens in another way.
+:meth:`ModelConfig.mixer` names the class of each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvoffload.core.attention import AttentionBackend, CommonAttentionMetadata, SdpaPagedBackend
+from kvoffload.core.interface import KVCacheSpec
+from kvoffload.core.layers import AttentionLayer
+from kvoffload.demo.invariant_attention import InvariantPagedBackend
+
+if TYPE_CHECKING:
+    from kvoffload.demo.engine_config import ModelConfig
+
+Take = Callable[..., Tensor]
+"""Returns the weights of these names, joined to one tensor."""
+Attend = Callable[..., Tensor]
+"""Takes this step's rows of what a layer keeps and asks; gives a row for each. No padding rows."""
+
+
+class SelfAttention:
+    """Grouped queries with rotary positions, as in Llama and Qwen2.
+
+    Args:
+        config: the model's shape.
+        prefix: of the layer's weights.
+        take: reads them.
+    """
+
+    def __init__(self, config: ModelConfig, prefix: str, take: Take) -> None:
+        names = [f"{prefix}{part}_proj" for part in "qkv"]
+        self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
+        self._size = config.head_size
+        self._qkv = take(*(name + ".weight" for name in names))
+        self._bias = take(*(name + ".bias" for name in names)) if config.qkv_bias else None
+
+    def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, count: int, attend: Attend) -> Tensor:
+        """Mix ``h[rows, hidden]``; rows after ``count`` are padding."""
+        heads, kv_heads, rows = self._heads, self._kv_heads, len(h)
+        qkv = F.linear(h, self._qkv, self._bias).view(rows, heads + 2 * kv_heads, self._size)
+        q, k, v = qkv.tensor_split([heads, heads + kv_heads], dim=1)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        mixed = h.new_zeros(rows, heads, self._size)
+        mixed[:count] = attend(q[:count], k[:count], v[:count])
+        return mixed.view(rows, -1)
+
+    @staticmethod
+    def output_size(config: ModelConfig) -> int:
+        """Columns of what a call returns."""
+        return config.num_heads * config.head_size
+
+    @staticmethod
+    def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Name the weights as Hugging Face does, those of the output projection not included."""
+        query, kv = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+        shapes: dict[str, tuple[int, ...]] = {}
+        for part, rows in (("q", query), ("k", kv), ("v", kv)):
+            shapes[f"{part}_proj.weight"] = (rows, config.hidden_size)
+            if config.qkv_bias:
+                shapes[f"{part}_proj.bias"] = (rows,)
+        return shapes
+
+    @staticmethod
+    def kept(
+        config: ModelConfig, block_size: int, dtype: torch.dtype
+    ) -> AttentionLayer | KVCacheSpec:
+        """Describe what the layer keeps in the KV cache, for planning."""
+        return AttentionLayer(config.num_kv_heads, config.head_size)
+
+    @staticmethod
+    def backend(config: ModelConfig, spec: KVCacheSpec, invariant: bool) -> AttentionBackend:
+        """Return what reads and writes the layer's KV cache of this format."""
+        return InvariantPagedBackend() if invariant else SdpaPagedBackend()
+
+    @staticmethod
+    def attend(backend: Any, cache: Any, metadata: CommonAttentionMetadata, *given: Any) -> Tensor:
+        """Keep what a call gives of this step, and answer what it asks."""
+        query, key, value = given
+        backend.write_kv(cache, key, value, metadata.slot_mapping)
+        mixed: Tensor = backend.attend(query, cache, metadata)
+        return mixed
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs ``(x[i], x[i + D/2])`` of each head by their position's angles.
+
+    Args:
+        x: ``[T, heads, D]``.
+        cos: ``[T, 1, D/2]`` float32.
+        sin: likewise.
+    """
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
