@@ -373,10 +373,6 @@ class KVCacheManager:
             self._stats = PrefixCacheStats(reset=True)
         return True
 
-    def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        """Return a request's block tables; copies."""
-        return KVCacheBlocks(self.get_block_ids(request_id))
-
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Return a request's block tables by group (empty if it holds none); copies."""
         sequence = self._sequences.get(request_id)

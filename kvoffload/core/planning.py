@@ -295,35 +295,26 @@ def unify_kv_cache_configs(configs: Sequence[KVCacheConfig]) -> list[KVCacheConf
                 "workers together with kvoffload.core.workers.get_kv_cache_configs()"
             )
     num_blocks = min(config.num_blocks for config in configs)
-    return [
-        KVCacheConfig(
-            num_blocks,
-            [
-                _with_size(tensor, tensor.size // config.num_blocks * num_blocks)
-                for tensor in config.kv_cache_tensors
-            ],
-            config.kv_cache_groups,
-        )
-        for config in configs
+    return [_with_blocks(config, num_blocks) for config in configs]
+
+
+def _with_blocks(config: KVCacheConfig, num_blocks: int) -> KVCacheConfig:
+    tensors = [
+        replace(tensor, size=tensor.size // config.num_blocks * num_blocks)
+        for tensor in config.kv_cache_tensors
     ]
+    return replace(config, num_blocks=num_blocks, kv_cache_tensors=tensors)
 
 
-def _with_size(tensor: KVCacheTensor, size: int) -> KVCacheTensor:
-    return KVCacheTensor(
-        size, tensor.shared_by, tensor.offset, tensor.block_stride, tensor.allocation
-    )
-
-
-def _group_forms(config: KVCacheConfig) -> list[tuple[object, ...]]:
-    forms: list[tuple[object, ...]] = []
+def _group_forms(config: KVCacheConfig) -> list[object]:
+    forms: list[object] = []
     for group in config.kv_cache_groups:
         spec = group.kv_cache_spec
         if isinstance(spec, UniformTypeKVCacheSpecs):
-            forms.append(
-                ("uniform", spec.block_size, type(next(iter(spec.kv_cache_specs.values()))))
-            )
+            kind = type(next(iter(spec.kv_cache_specs.values())))
+            forms.append(("uniform", spec.block_size, kind))
         else:
-            forms.append((spec,))
+            forms.append(spec)
     return forms
 
 

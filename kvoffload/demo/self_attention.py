@@ -1,6 +1,6 @@
 """A layer's attention: its weights, what it keeps of a token, and how it mixes tokens.
 
-The rest of the engine uses only the methods below, so a subclass may mix tokens in another way.
+A subclass may mix tokens in another way, because the engine uses only the methods below.
 :meth:`ModelConfig.mixer` names the class of each layer.
 """
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.core.hashing import BlockHasher, HashChain, MultiModalItem
-from kvoffload.core.vllm_hashing import VllmBlockHasher
 from kvoffload.errors import ConfigError
+from tests.support.vllm_hashing import VllmBlockHasher
 
 SECRET = b"sixteen bytes or more"
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)

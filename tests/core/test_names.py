@@ -21,7 +21,6 @@ NAMES = {
         "unify_kv_cache_configs",
     ],
     "hashing": ["BlockHasher", "HashChain", "MultiModalItem"],
-    "vllm_hashing": ["VllmBlockHasher"],
     "block_pool": ["BlockPool"],
     "manager": ["KVCacheManager", "KVCacheBlocks"],
     "cache_stats": [

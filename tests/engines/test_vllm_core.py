@@ -25,7 +25,7 @@ from kvoffload.core.interface import (
 )
 from kvoffload.core.manager import KVCacheManager
 from kvoffload.core.request import Request
-from kvoffload.core.vllm_hashing import VllmBlockHasher
+from tests.support.vllm_hashing import VllmBlockHasher
 
 try:
     with warnings.catch_warnings():
