@@ -126,7 +126,6 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """A file to which each request's chunks are appended, as a trace for ``kvoffload replay``."""
 
     def __post_init__(self) -> None:
-        """Refuse values no tier could work with."""
         if not self.cpu_bytes and not self.backends:
             raise ConfigError("cpu_bytes", 0, "keeps nothing in host memory: name a tier, or more")
         if self.blocks_per_chunk < 1:

@@ -98,7 +98,6 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
     @staticmethod
     def medium() -> str:
-        """Return ``GPU``."""
         return "GPU"
 
 
@@ -110,7 +109,6 @@ class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
     @staticmethod
     def medium() -> str:
-        """Return ``CPU``."""
         return "CPU"
 
     @property

@@ -68,7 +68,6 @@ class Recorder:
         self._file.write(msgspec.json.encode(line) + b"\n")
 
     def close(self) -> None:
-        """Finish the file."""
         self._file.close()
 
     def __enter__(self) -> "Recorder":

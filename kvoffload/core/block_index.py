@@ -59,7 +59,6 @@ class BlockIndex:
         self.clear()
 
     def clear(self) -> None:
-        """Unlist all blocks."""
         self._slot = array("i", bytes(4 << self._bits))
         self._slots: Ints = np.frombuffer(self._slot, dtype=np.int32)
         self._used = 0
@@ -84,11 +83,9 @@ class BlockIndex:
         return 0
 
     def hash_of(self, block: int) -> bytes:
-        """Return the hash stored for a block."""
         return bytes(self._buffer[block * self._width : (block + 1) * self._width])
 
     def group_of(self, block: int) -> int:
-        """Return the group stored for a block."""
         return self._group[block]
 
     def _home_of(self, block_hash: bytes, group: int) -> int:
@@ -175,7 +172,6 @@ class BlockIndex:
             self._used -= last
 
     def hashes_of(self, blocks: Ints) -> list[bytes]:
-        """Return the stored hashes of blocks."""
         width = self._width
         data = self._rows.take(blocks, axis=0).tobytes()
         return [data[i : i + width] for i in range(0, len(data), width)]

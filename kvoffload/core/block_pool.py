@@ -68,7 +68,6 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken."""
         return self.free_queue.num_free
 
     @property
@@ -254,7 +253,6 @@ class BlockPool:
 
     @property
     def enable_events(self) -> bool:
-        """Whether events are recorded."""
         return self._events is not None
 
     def add_event(self, event: BlockStored) -> None:
@@ -289,11 +287,9 @@ class BlockPool:
     # -- checking ----------------------------------------------------------------------------
 
     def ref_count(self, block: int) -> int:
-        """How often a block is held."""
         return self._ref[block]
 
     def is_cached(self, block: int) -> bool:
-        """Whether a block was registered and not forgotten."""
         return bool(self._cached[block])
 
     def check(self) -> None:

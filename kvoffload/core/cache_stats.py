@@ -78,7 +78,6 @@ class PrefixCachingMetrics:
             self._count(self._recent.popleft(), -1)
 
     def reset(self) -> None:
-        """Forget all reports."""
         self._recent.clear()
         self._requests = self._queries = self._hits = 0
 

@@ -124,11 +124,9 @@ class KVCacheBlock:
     next_free_block: KVCacheBlock | None = field(default=None, repr=False, compare=False)
 
     def incr_ref(self) -> None:
-        """Add a reference."""
         self.ref_cnt += 1
 
     def decr_ref(self) -> None:
-        """Drop a reference."""
         self.ref_cnt -= 1
 
     @property
@@ -170,7 +168,6 @@ class FreeKVCacheBlockQueue:
         return first
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Take a block out of the middle."""
         before, after = block.prev_free_block, block.next_free_block
         if before is None or after is None:
             raise UsageError(f"block {block.block_id} is not in the queue")
@@ -179,7 +176,6 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks -= 1
 
     def append(self, block: KVCacheBlock) -> None:
-        """Add a block at the end."""
         last = self._ends.prev_free_block or self._ends
         last.next_free_block = self._ends.prev_free_block = block
         block.prev_free_block, block.next_free_block = last, self._ends

@@ -129,13 +129,11 @@ class AttentionSpec(KVCacheSpec):
 
     @property
     def unpadded_page_size_bytes(self) -> int:
-        """Bytes of one block that hold data."""
         vectors = 1 if self.use_mla else 2
         return vectors * self.block_size * self.num_kv_heads * self.head_size * self.dtype.itemsize
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one block, padding included."""
         return self.page_size_padded or self.unpadded_page_size_bytes
 
 
@@ -311,7 +309,6 @@ class MambaSpec(KVCacheSpec):
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one state, padding included."""
         return self.page_size_padded or self.unpadded_page_size_bytes
 
     def max_memory_usage_bytes(self, limits: ModelLimits) -> int:
@@ -329,7 +326,6 @@ class EncoderOnlyAttentionSpec(AttentionSpec):
     """Attention within an encoder: nothing is kept between steps."""
 
     def max_memory_usage_bytes(self, limits: ModelLimits) -> int:
-        """Return 0."""
         return 0
 
 

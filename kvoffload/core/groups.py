@@ -242,7 +242,6 @@ class CrossAttentionGroup(Group):
         return sys.maxsize
 
     def encoder_blocks(self, num_encoder_tokens: int) -> int:
-        """Return the blocks the encoder states take."""
         return cdiv(num_encoder_tokens, self.block_size)
 
 

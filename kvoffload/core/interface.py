@@ -83,7 +83,6 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one block over all layers."""
         return sum(spec.page_size_bytes for spec in self.kv_cache_specs.values())
 
     def max_memory_usage_bytes(self, limits: ModelLimits) -> int:
@@ -167,7 +166,6 @@ class KVCacheGroupSpec:
         _make_tuples(self, "layer_names")
 
     def layer_spec(self, layer_name: str) -> KVCacheSpec:
-        """Return the format of one layer of the group."""
         spec = self.kv_cache_spec
         if isinstance(spec, UniformTypeKVCacheSpecs):
             return spec.kv_cache_specs[layer_name]

@@ -200,7 +200,6 @@ class KVCacheManager:
     def _grow(
         self, sequence: RequestBlocks, computed: int, num_tokens: int, lookahead: int
     ) -> KVCacheBlocks | None:
-        """Append blocks to a running request's tables."""
         for group in self._dropping:
             self.pool.release(sequence.drop(group, computed))
         plan = []

@@ -47,20 +47,17 @@ class KVCacheBlocks:
 
     @property
     def blocks(self) -> tuple[list[int], ...]:
-        """Block ids by group."""
         if self._blocks is None:
             self._blocks = tuple(array.tolist() for array in self._arrays or ())
         return self._blocks
 
     @property
     def arrays(self) -> tuple[Ints, ...]:
-        """Block ids by group, as arrays."""
         if self._arrays is None:
             self._arrays = tuple(np.array(ids, dtype=np.int32) for ids in self.blocks)
         return self._arrays
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        """Return block ids by group."""
         return self.blocks
 
     def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
@@ -113,7 +110,6 @@ class PrefixFinder:
         self._memo: OrderedDict[str, _Memo] = OrderedDict()
 
     def forget(self, request_id: str) -> None:
-        """Drop what is remembered for a request."""
         self._memo.pop(request_id, None)
 
     def find(self, request: RequestLike) -> tuple[KVCacheBlocks, int]:

@@ -41,7 +41,6 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Number of prompt and output tokens."""
         return len(self.chain.token_ids)
 
     @property
@@ -50,7 +49,6 @@ class Request:
         return self.chain.hashes
 
     def append_token_ids(self, token_ids: Iterable[int]) -> None:
-        """Add generated tokens."""
         self.chain.extend(token_ids)
 
     def __repr__(self) -> str:

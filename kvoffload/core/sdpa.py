@@ -26,21 +26,17 @@ class SdpaPagedBackend:
         self.sliding_window = sliding_window
 
     def get_name(self) -> str:
-        """Return ``SDPA_PAGED``."""
         return "SDPA_PAGED"
 
     def get_kv_cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
     ) -> tuple[int, ...]:
-        """Return ``(2, num_blocks, block_size, num_kv_heads, head_size)``."""
         return (2, num_blocks, block_size, num_kv_heads, head_size)
 
     def get_kv_cache_stride_order(self) -> tuple[int, ...]:
-        """Return the identity: memory lies as the shape says."""
         return (0, 1, 2, 3, 4)
 
     def get_builder_cls(self) -> BuilderFactory:
-        """Return a builder that passes the common metadata on."""
         return CommonMetadataBuilder
 
     def write_kv(
@@ -181,5 +177,4 @@ class CommonMetadataBuilder:
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata
     ) -> CommonAttentionMetadata:
-        """Return the common metadata."""
         return common_attn_metadata

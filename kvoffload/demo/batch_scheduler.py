@@ -49,7 +49,6 @@ class Scheduler:
         return request_id in self._loading
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a new request."""
         insort(self._waiting, request, key=_by_arrival)
 
     def schedule(self) -> list[Work]:

@@ -51,7 +51,6 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Use the token embeddings as the output matrix too."""
 
     def __post_init__(self) -> None:
-        """Refuse shapes that no decoder can have."""
         _check_counts(self)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
@@ -95,7 +94,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """kvoffload's settings (:class:`kvoffload.config.OffloadConfig`); None: no offloading."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work whatever the model."""
         _check_counts(self, "seed")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError("dtype", self.dtype, "use float32, bfloat16 or float16")

@@ -56,7 +56,6 @@ class EngineProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let the engine end in order."""
         self._child.communicate()
 
     def serve(self, prompt: Sequence[int], params: Message) -> Message:

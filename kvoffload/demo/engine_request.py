@@ -96,12 +96,10 @@ class RequestResult:
 
     @property
     def computed_prompt_tokens(self) -> int:
-        """Prompt tokens the model had to compute."""
         return self.prompt_tokens - sum(self.cached_tokens.values())
 
     @classmethod
     def of(cls, request: EngineRequest) -> "RequestResult":
-        """Sum up a request that has just finished."""
         first = request.first_token_at
         return cls(
             request_id=request.request_id,

@@ -21,7 +21,6 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse values that mean nothing."""
         if self.max_tokens < 1:
             raise ConfigError("max_tokens", self.max_tokens, "must be at least 1")
         if not self.temperature >= 0:

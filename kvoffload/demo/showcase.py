@@ -50,7 +50,6 @@ class DemoOptions:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of each conversation's first turn."""
         return 400 if self.quick else 2000
 
     @property

@@ -25,7 +25,6 @@ class Requests(Sequence[Keys]):
 
     @property
     def accesses(self) -> int:
-        """Blocks asked for, all requests together."""
         return len(self._numbers)
 
     def __len__(self) -> int:

@@ -28,7 +28,6 @@ class Row:
     """Of a replay of several tiers: the share of all blocks that came from each."""
 
     def plain(self) -> dict[str, Any]:
-        """Return the row as plain data."""
         plain: dict[str, Any] = {
             "policy": self.policy,
             "capacity_blocks": self.capacity,

@@ -28,7 +28,6 @@ class SyntheticOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many requests to make."""
 
     def __post_init__(self) -> None:
-        """Refuse an empty workload."""
         if self.requests < 1:
             raise ConfigError("requests", self.requests, "must be at least 1")
 

@@ -80,12 +80,10 @@ class Trace:
 
     @property
     def accesses(self) -> int:
-        """Blocks asked for, all requests together."""
         return self.requests.accesses
 
     @property
     def distinct(self) -> int:
-        """Different blocks asked for."""
         return len(self.requests.keys)
 
 

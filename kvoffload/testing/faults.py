@@ -126,7 +126,6 @@ class FaultyBackend:
                 await self.inner.remove(keys)
 
     async def close(self) -> None:
-        """End hanging calls and close the inner backend."""
         self.release()
         await self.inner.close()
 
