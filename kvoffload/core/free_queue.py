@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvoffload.core.block_index import FEW, Ints
-from kvoffload.errors import InsufficientMemoryError, UsageError
+from kvoffload.errors import InsufficientMemoryError
 
 _NOWHERE = -1
 
@@ -121,21 +121,3 @@ class FreeBlockQueue:
         self.num_free += count
         self._stacks[self._top : self._top + count] = blocks[::-1]
         self._top += count
-
-    def in_order(self) -> list[int]:
-        """List the free blocks, the next to be reused first."""
-        stacked: list[int] = self._stacks[: self._top][::-1].tolist()
-        queued: list[int] = self._live(self._head, self._tail).tolist()
-        return stacked + queued
-
-    def check(self) -> set[int]:
-        """Verify the invariants and return the free blocks; for tests.
-
-        Raises:
-            UsageError: a block is listed twice, or the count is wrong.
-        """
-        order = self.in_order()
-        free = set(order)
-        if len(free) != len(order) or len(order) != self.num_free:
-            raise UsageError(f"{self.num_free} blocks are free, but the order is {order}")
-        return free

@@ -15,7 +15,7 @@ from kvoffload.core.groups import Group, make_group
 from kvoffload.core.hashing import HashChain
 from kvoffload.core.interface import KVCacheConfig
 from kvoffload.core.prefix import KVCacheBlocks, PrefixFinder, RequestLike
-from kvoffload.core.request_blocks import RequestBlocks, check_holders, stored_runs
+from kvoffload.core.request_blocks import RequestBlocks, stored_runs
 from kvoffload.errors import KVCacheSpecError, UsageError
 
 
@@ -32,7 +32,6 @@ class KVCacheManager:
         enable_caching: find and keep prefixes.
         enable_kv_cache_events: record events for :meth:`take_events`.
         log_stats: count lookups for :meth:`make_prefix_cache_stats`.
-        max_num_batched_tokens: most tokens computed in one step, if known.
     """
 
     def __init__(
@@ -43,14 +42,12 @@ class KVCacheManager:
         enable_caching: bool = True,
         enable_kv_cache_events: bool = False,
         log_stats: bool = False,
-        max_num_batched_tokens: int | None = None,
     ) -> None:
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
         if not specs:
             raise KVCacheSpecError("kv_cache_groups is empty: nothing to manage")
         self.config = config
         self.max_model_len = max_model_len
-        self.max_num_batched_tokens = max_num_batched_tokens
         self.hash_block_size = gcd(*(spec.block_size for spec in specs))
         """Tokens in a block of the requests' hash chains."""
         self.block_size = lcm(*(spec.block_size for spec in specs))
@@ -378,15 +375,6 @@ class KVCacheManager:
         if sequence is None:
             return tuple([] for _ in self.groups)
         return tuple(table.copy() for table in sequence.tables)
-
-    def check(self) -> None:
-        """Verify all invariants, in O(blocks); for tests.
-
-        Raises:
-            UsageError: names the first one broken.
-        """
-        self.pool.check()
-        check_holders(self.pool, self._sequences.values(), self._deferred.values())
 
     def _count_lookup(self, num_tokens: int, num_found: int) -> None:
         if self._stats is not None and self.enable_caching:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvoffload.core.block_pool import NULL_BLOCK, BlockPool
+from kvoffload.core.block_pool import NULL_BLOCK
 from kvoffload.core.cache_stats import BlockStored
 from kvoffload.core.groups import Group
 from kvoffload.core.hashing import HashChain
-from kvoffload.errors import UsageError
 
 
 class RequestBlocks:
@@ -82,30 +81,3 @@ def stored_runs(
                 group_idx=group.index,
             )
         start = stop + 1
-
-
-def check_holders(
-    pool: BlockPool,
-    requests: Iterable[RequestBlocks],
-    deferred: Iterable[tuple[list[int], ...]],
-) -> None:
-    """Compare the pool's reference counts with all tables, in O(blocks); for tests.
-
-    Raises:
-        UsageError: names the first block that is counted wrong.
-    """
-    holders = [0] * pool.num_blocks
-    for request in requests:
-        for table, live in zip(request.tables, request.live, strict=True):
-            if any(table[:live]):
-                raise UsageError("a block behind the window is still in a table")
-            for block in table:
-                holders[block] += block != NULL_BLOCK
-    for held in deferred:
-        for blocks in held:
-            for block in blocks:
-                holders[block] += 1
-    for block in range(1, pool.num_blocks):
-        counted = pool.ref_count(block)
-        if holders[block] != counted:
-            raise UsageError(f"block {block}: in {holders[block]} tables, {counted} holders")

@@ -19,6 +19,7 @@ from kvoffload.core.interface import (
 from kvoffload.core.manager import KVCacheManager
 from kvoffload.core.request import Request
 from kvoffload.errors import KVCacheSpecError, UsageError
+from tests.support.block_checks import check_manager
 
 SHAPE = {"num_kv_heads": 1, "head_size": 4, "dtype": torch.float16}
 
@@ -58,7 +59,7 @@ def compute(manager, one, count, **options):
         one, count, num_new_computed_tokens=hit, new_computed_blocks=found, **options
     )
     one.num_computed_tokens += hit + count
-    manager.check()
+    check_manager(manager)
     return hit
 
 
@@ -193,7 +194,7 @@ def test_external_tokens_take_no_blocks_behind_a_window():
     assert manager.get_block_ids("r")[1] == [0] * 8 + [11, 12]
     manager.cache_blocks(one, 40)
     one.num_computed_tokens = 40
-    manager.check()
+    check_manager(manager)
     assert manager.get_computed_blocks(request(manager, 41, "again"))[1] == 40
     assert not manager.keeps_all_blocks
     assert cache(full(), MLAAttentionSpec(4, **SHAPE)).keeps_all_blocks
@@ -208,7 +209,7 @@ def test_hits_of_all_groups_are_held_before_anything_is_taken():
     found, hit = manager.get_computed_blocks(other)
     assert hit == 16
     assert manager.allocate_slots(other, 5, num_new_computed_tokens=hit, new_computed_blocks=found)
-    manager.check()
+    check_manager(manager)
     tables = manager.get_block_ids("again")
     assert [table[:4] for table in tables] == [found.blocks[0], [0, 0, *found.blocks[1][2:]]]
     assert len({block for table in tables for block in table if block}) == 10

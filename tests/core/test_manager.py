@@ -4,6 +4,7 @@ import pytest
 
 from kvoffload.core.cache_stats import AllBlocksCleared, BlockRemoved, BlockStored
 from kvoffload.errors import UsageError
+from tests.support.block_checks import check_manager, free_in_order
 
 
 def admit(manager, request, new_tokens=None):
@@ -14,7 +15,7 @@ def admit(manager, request, new_tokens=None):
         num_new_computed_tokens=tokens,
         new_computed_blocks=found,
     )
-    manager.check()
+    check_manager(manager)
     if new is not None:
         request.num_computed_tokens = request.num_tokens
     return tokens, new
@@ -42,16 +43,16 @@ def test_unhashed_blocks_are_reused_before_hashed_ones_and_tails_before_heads(
     manager.free(long)
     manager.free(short)
     # Block 5 holds the unfinished end of `short`; 6 to 10 were never used.
-    assert manager.pool.free_queue.in_order() == [5, 6, 7, 8, 9, 10, 3, 2, 1, 4]
+    assert free_in_order(manager.pool.free_queue) == [5, 6, 7, 8, 9, 10, 3, 2, 1, 4]
 
 
 def test_a_refused_allocation_takes_nothing(make_manager, make_request):
     manager = make_manager(5)
     first = make_request(list(range(12)))
     admit(manager, first)
-    before = manager.pool.free_queue.in_order()
+    before = free_in_order(manager.pool.free_queue)
     assert admit(manager, make_request(list(range(100, 112))))[1] is None
-    assert manager.pool.free_queue.in_order() == before
+    assert free_in_order(manager.pool.free_queue) == before
     # Its own prefix is free: adopting it leaves too few blocks for the rest.
     manager.free(first)
     longer = make_request(list(range(20)))
@@ -67,7 +68,7 @@ def test_decoding_takes_a_block_when_the_last_is_full(make_manager, make_request
         request.append_token_ids([token])
         assert manager.allocate_slots(request, 1) is not None
         request.num_computed_tokens += 1
-        manager.check()
+        check_manager(manager)
     assert manager.get_block_ids(request.request_id) == ([1, 2, 3],)
     assert manager.get_computed_blocks(make_request(list(range(1, 20))))[1] == 8
 
@@ -85,7 +86,7 @@ def test_external_tokens_get_slots_and_are_found_only_after_they_came(make_manag
     assert manager.get_computed_blocks(other)[1] == 8
     assert manager.allocate_slots(request, 5).get_block_ids() == ([4],)
     assert manager.get_computed_blocks(other)[1] == 12
-    manager.check()
+    check_manager(manager)
 
 
 def test_blocks_that_a_transfer_reads_are_not_reused_until_given_back(make_manager, make_request):
@@ -93,7 +94,7 @@ def test_blocks_that_a_transfer_reads_are_not_reused_until_given_back(make_manag
     request = make_request(list(range(16)))
     admit(manager, request)
     held = manager.pop_blocks_for_free(request)
-    manager.check()
+    check_manager(manager)
     assert manager.num_free_blocks == 0
     manager.free_blocks(held)
     assert manager.num_free_blocks == 4
@@ -106,7 +107,7 @@ def test_evicted_blocks_are_not_found_any_more(make_manager, make_request):
     request = make_request(list(range(16)))
     admit(manager, request)
     manager.evict_blocks({2})
-    manager.check()
+    check_manager(manager)
     assert manager.get_computed_blocks(make_request(list(range(16))))[1] == 4
 
 
@@ -117,7 +118,7 @@ def test_a_cache_is_reset_only_when_nobody_holds_blocks(make_manager, make_reque
     assert not manager.reset_prefix_cache()
     manager.free(request)
     assert manager.reset_prefix_cache()
-    manager.check()
+    check_manager(manager)
     assert manager.get_computed_blocks(make_request(list(range(16))))[1] == 0
     assert manager.make_prefix_cache_stats().reset
 
@@ -150,7 +151,7 @@ def test_a_second_copy_of_a_block_is_no_event_and_outlives_the_first(make_manage
     events = manager.take_events()
     assert [len(event.block_hashes) for event in events] == [2]
     manager.evict_blocks({2})  # the first copy of the second block
-    manager.check()
+    check_manager(manager)
     assert manager.take_events() == []
     assert manager.get_computed_blocks(make_request([*range(8), 1]))[0].get_block_ids() == ([1, 3],)
     manager.evict_blocks({3})

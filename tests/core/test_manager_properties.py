@@ -28,6 +28,7 @@ from kvoffload.core.interface import (
 from kvoffload.core.manager import KVCacheManager
 from kvoffload.core.request import Request
 from kvoffload.errors import UsageError
+from tests.support.block_checks import check_manager, free_in_order
 
 SHAPE = {"num_kv_heads": 1, "head_size": 2, "dtype": torch.float16}
 
@@ -170,7 +171,7 @@ class Life(RuleBasedStateMachine):
     def admit_planned(self, which, chunk, external):
         """Allocate long after the lookup: refused only if a block found lost the prefix."""
         request, found, hit = self.planned.pop(which % len(self.planned))
-        before = self.manager.num_free_blocks, self.manager.pool.free_queue.in_order()
+        before = self.manager.num_free_blocks, free_in_order(self.manager.pool.free_queue)
         refusal = ""
         try:
             self.allocate(request, found, hit, chunk, external, 0)
@@ -179,14 +180,14 @@ class Life(RuleBasedStateMachine):
         if refusal:
             assert "do not contain its prefix" in refusal
             assert not self.contain_prefix(request, found)
-            after = self.manager.num_free_blocks, self.manager.pool.free_queue.in_order()
+            after = self.manager.num_free_blocks, free_in_order(self.manager.pool.free_queue)
             assert after == before
 
     def contain_prefix(self, request, found):
         """Whether each block found is registered, for its group, and was written for the prefix."""
         pool = self.manager.pool
         return all(
-            pool.is_cached(block)
+            pool._cached[block]
             and pool.index.group_of(block) == group
             and self.memory[self.place(spec, table, end - 1)] == request.token_ids[:end]
             for group, (spec, table) in enumerate(zip(self.specs, found.blocks, strict=True))
@@ -278,7 +279,7 @@ class Life(RuleBasedStateMachine):
     def everything_is_consistent(self):
         if not hasattr(self, "manager"):
             return
-        self.manager.check()
+        check_manager(self.manager)
         for event in self.manager.take_events():
             if isinstance(event, AllBlocksCleared):
                 self.findable = [set() for _ in self.specs]

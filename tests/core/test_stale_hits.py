@@ -14,6 +14,7 @@ from kvoffload.core.manager import KVCacheManager
 from kvoffload.core.prefix import KVCacheBlocks
 from kvoffload.core.request import Request
 from kvoffload.errors import UsageError
+from tests.support.block_checks import check_manager, free_in_order
 
 HASHER = BlockHasher(4)
 SHAPE = {"block_size": 4, "num_kv_heads": 1, "head_size": 4, "dtype": torch.float16}
@@ -35,7 +36,7 @@ def allocate(manager, one, found, hit, **options):
     new = manager.allocate_slots(
         one, count, num_new_computed_tokens=hit, new_computed_blocks=found, **options
     )
-    manager.check()
+    check_manager(manager)
     return new
 
 
@@ -47,12 +48,12 @@ def serve(manager, one):
 
 def refused(manager, one, found, hit, **options):
     """Allocation with a stale hit raises, and takes nothing."""
-    free, order = manager.num_free_blocks, manager.pool.free_queue.in_order()
+    free, order = manager.num_free_blocks, free_in_order(manager.pool.free_queue)
     with pytest.raises(UsageError, match=rf"{one.request_id}.*get_computed_blocks\(\) again"):
         allocate(manager, one, found, hit, **options)
-    assert (manager.num_free_blocks, manager.pool.free_queue.in_order()) == (free, order)
+    assert (manager.num_free_blocks, free_in_order(manager.pool.free_queue)) == (free, order)
     assert not any(manager.get_block_ids(one.request_id))
-    manager.check()
+    check_manager(manager)
     allocate(manager, one, *manager.get_computed_blocks(one))  # the remedy that the message names
 
 
@@ -104,7 +105,7 @@ def test_blocks_that_lost_the_prefix_are_refused(loss):
     found, hit = manager.get_computed_blocks(one)
     assert hit == 8
     loss(manager)
-    manager.check()
+    check_manager(manager)
     refused(manager, one, found, hit)
 
 

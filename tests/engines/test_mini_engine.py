@@ -12,6 +12,7 @@ from kvoffload.core.request import Request
 from kvoffload.demo import Engine, ModelConfig, SamplingParams
 from kvoffload.demo.weights import random_weights, read_model_config
 from kvoffload.errors import ConfigError
+from tests.support.block_checks import check_manager
 
 
 def settings(tiny, **changes):
@@ -108,7 +109,7 @@ def test_batching_chunking_and_preemption_change_no_token(tiny, seed):
     ]
     with Engine(config) as engine:
         results = engine.generate(prompts, params)
-        engine.manager.check()
+        check_manager(engine.manager)
         assert engine.manager.usage == 0
     assert [r.token_ids for r in results] == one_by_one(config, prompts, params)
 

@@ -15,6 +15,7 @@ import torch
 from kvoffload.demo import Engine, SamplingParams
 from kvoffload.demo.runner import plan_kv_cache
 from kvoffload.errors import ConfigError
+from tests.support.block_checks import check_manager
 from tests.support.layer_kinds import hybrid_engine
 
 KINDS = {
@@ -101,7 +102,7 @@ def serve(config, requests, damage=None):
                 preemptions += done[name].preemptions
                 for medium, count in done[name].cached_tokens.items():
                     media[medium] = media.get(medium, 0) + count
-            engine.manager.check()
+            check_manager(engine.manager)
             engine.connector.flush()
             if damage is not None:
                 damage()

@@ -20,6 +20,7 @@ from kvoffload.demo.offloading import NoOffloading
 from kvoffload.errors import ConfigError
 from kvoffload.testing import FaultyBackend, Plan
 from kvoffload.transfer.cpu.copier import CpuCopier
+from tests.support.block_checks import check_manager
 
 MAX_LEN = 96
 RANDOM, DAMAGED, MISBEHAVING, WITHOUT_HOST = 120, 40, 20, 20
@@ -195,7 +196,7 @@ class Workload:
                     counts["preempted"] += result.preemptions
                     counts["undelivered"] += result.undelivered_tokens
                 step += 1
-            engine.manager.check()
+            check_manager(engine.manager)
             assert engine.manager.usage == 0
             engine.connector.flush()
             engine.connector.check()

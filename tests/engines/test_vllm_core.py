@@ -25,6 +25,7 @@ from kvoffload.core.interface import (
 )
 from kvoffload.core.manager import KVCacheManager
 from kvoffload.core.request import Request
+from tests.support.block_checks import check_manager, free_in_order
 from tests.support.vllm_hashing import VllmBlockHasher
 
 try:
@@ -172,9 +173,9 @@ class Pair:
         self.theirs.free(pair[1])
 
     def compare(self, running):
-        self.ours.check()
+        check_manager(self.ours)
         queue = self.theirs.block_pool.free_block_queue.get_all_free_blocks()
-        assert self.ours.pool.free_queue.in_order() == [block.block_id for block in queue]
+        assert free_in_order(self.ours.pool.free_queue) == [block.block_id for block in queue]
         assert self.ours.usage == pytest.approx(self.theirs.usage)
         for mine, _ in running:
             assert self.ours.get_block_ids(mine.request_id) == self.theirs.get_block_ids(
@@ -348,7 +349,7 @@ def test_recurrent_models_find_the_same_prefixes(model, seed):
         assert pair.ours.allocate_slots(request[0], end - done, **options)
         assert pair.theirs.allocate_slots(request[1], end - done, **their_options)
         pair.advance(request, end)
-    pair.ours.check()
+    check_manager(pair.ours)
     assert hits > 5
 
 
