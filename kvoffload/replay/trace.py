@@ -2,7 +2,9 @@
 
 * a JSONL file with one request a line (``hash_ids``, as the Mooncake traces have them);
 * a folder of JSON files, one conversation each, with ``hash_ids`` in their requests;
-* a JSONL file of the manager's events (:mod:`kvoffload.recording`).
+* a JSONL file of requests by the keys of their chunks, which :mod:`kvoffload.recording` writes, or
+  of a manager's events in the same form. The stored chunks of events are the misses alone, so that
+  a replay of them sees no hits that the recorded cache had.
 """
 
 import gzip
@@ -56,7 +58,7 @@ class RequestLine(msgspec.Struct):
 
 
 class EventLine(msgspec.Struct):
-    """One line of recorded events; see :mod:`kvoffload.recording`."""
+    """One recorded request, or an event; see :mod:`kvoffload.recording`."""
 
     keys: list[str]
     medium: str = ""

@@ -12,7 +12,7 @@ import pytest
 
 from kvoffload.cli.main import main
 from kvoffload.offload.base import make_offload_key
-from kvoffload.recording import Recorder
+from tests.support.recorder import Recorder
 
 LLAMA_8B = {
     "num_hidden_layers": 32,

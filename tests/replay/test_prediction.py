@@ -5,11 +5,11 @@ import pytest
 from kvoffload.offload.base import make_offload_key
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
-from kvoffload.recording import Recorder
 from kvoffload.registry import POLICIES, load
 from kvoffload.replay.simulate import replay
 from kvoffload.replay.synthetic import SyntheticOptions, generate
 from kvoffload.replay.trace import from_ids, read_trace
+from tests.support.recorder import Recorder
 
 SLOTS = 400
 

@@ -6,8 +6,9 @@ import os
 import pytest
 
 from kvoffload.offload.base import ChunksRemoved, ChunksStored, Reason, make_offload_key
-from kvoffload.recording import Recorder
+from kvoffload.recording import RequestLog
 from kvoffload.replay.trace import TraceError, read_trace
+from tests.support.recorder import Recorder
 
 
 def written(path, *lines):
@@ -198,7 +199,7 @@ def test_conversations_say_their_tokens_a_block(tmp_path):
 def test_a_recorded_trace_is_for_its_owner_alone(tmp_path):
     before = os.umask(0)
     try:
-        Recorder(tmp_path / "trace", 16).close()
+        RequestLog(str(tmp_path / "trace"), 16)
     finally:
         os.umask(before)
     assert (tmp_path / "trace").stat().st_mode & 0o777 == 0o600
