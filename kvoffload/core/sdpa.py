@@ -70,98 +70,41 @@ class SdpaPagedBackend:
         """
         out = torch.empty_like(query)
         starts = metadata.query_start_loc_cpu.tolist()
-        lens = metadata.seq_lens_cpu.tolist()
-        single = [r for r in range(metadata.num_reqs) if starts[r + 1] - starts[r] == 1]
-        if len(single) > 1:
-            rows = torch.tensor([starts[r] for r in single], device=query.device)
-            out[rows] = self._attend_decodes(query[rows], kv_cache, metadata, single, lens)
-        else:
-            single = []
-        batched = set(single)
-        for r in range(metadata.num_reqs):
-            if r not in batched and starts[r] < starts[r + 1]:
-                rows_of_r = slice(starts[r], starts[r + 1])
+        for r, length in enumerate(metadata.seq_lens_cpu.tolist()):
+            rows = slice(starts[r], starts[r + 1])
+            if starts[r] < starts[r + 1]:
                 table = metadata.block_table_tensor[r]
-                out[rows_of_r] = self._attend_one(query[rows_of_r], kv_cache, table, lens[r])
+                out[rows] = self._attend_one(query[rows], kv_cache, table, length)
         return out
 
     def _attend_one(
         self, query: torch.Tensor, kv_cache: torch.Tensor, table: torch.Tensor, seq_len: int
     ) -> torch.Tensor:
         """Attend for one request with any number of query tokens, the last of ``seq_len``."""
-        count = query.shape[0]
+        done = seq_len - query.shape[0]
         block_size = kv_cache.shape[2]
-        first = self._first_block(seq_len - count, block_size)
+        first = 0
+        if self.sliding_window is not None:
+            first = max(done - self.sliding_window + 1, 0) // block_size
         begin = first * block_size
         kv = kv_cache[:, table[first : -(-seq_len // block_size)]].flatten(1, 2)
-        key, value = kv[:, : seq_len - begin].transpose(1, 2)
-        mask = None
-        causal = count == seq_len and self.sliding_window is None
-        if not causal and (count > 1 or self.sliding_window is not None):
-            mask = self._mask(
-                torch.arange(seq_len - count, seq_len, device=query.device),
-                torch.arange(begin, seq_len, device=query.device),
-            )
-        result = self._sdpa(
-            query.transpose(0, 1)[None], key[None], value[None], mask, causal and count > 1
-        )
-        return result[0].transpose(0, 1)
-
-    def _attend_decodes(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: CommonAttentionMetadata,
-        requests: Sequence[int],
-        lens: Sequence[int],
-    ) -> torch.Tensor:
-        """Attend for requests with one query token each, padded to the longest."""
-        device = query.device
-        block_size = kv_cache.shape[2]
-        longest = max(lens[r] for r in requests)
-        first = self._first_block(min(lens[r] for r in requests) - 1, block_size)
-        begin = first * block_size
-        tables = metadata.block_table_tensor[
-            torch.tensor(requests, device=device), first : -(-longest // block_size)
-        ]
-        kv = kv_cache[:, tables].flatten(2, 3)
-        key, value = kv[:, :, : longest - begin].transpose(2, 3)
-        mask = self._mask(
-            torch.tensor([[lens[r] - 1] for r in requests], device=device),
-            torch.arange(begin, longest, device=device),
-        )
-        return self._sdpa(query[:, :, None], key, value, mask[:, None], False)[:, :, 0]
-
-    def _first_block(self, first_position: int, block_size: int) -> int:
-        """Return the first block that any query position from this one on can see."""
-        if self.sliding_window is None:
-            return 0
-        return max(first_position - self.sliding_window + 1, 0) // block_size
-
-    def _mask(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
-        distance = query_positions[..., None] - key_positions
+        key, value = kv[:, : seq_len - begin].transpose(1, 2).to(query.dtype)
+        positions = torch.arange(begin, seq_len, device=query.device)
+        distance = positions[done - begin :, None] - positions
         visible = distance >= 0
         if self.sliding_window is not None:
             visible &= distance < self.sliding_window
-        return visible
-
-    def _sdpa(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        causal: bool,
-    ) -> torch.Tensor:
-        return F.scaled_dot_product_attention(
-            query,
-            key.to(query.dtype),
-            value.to(query.dtype),
-            attn_mask=mask,
+        causal = not done and self.sliding_window is None  # a faster kernel needs no mask
+        result = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            key[None],
+            value[None],
+            attn_mask=None if causal else visible,
             is_causal=causal,
             scale=self.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=query.shape[1] != key.shape[0],
         )
+        return result[0].transpose(0, 1)
 
 
 class CommonMetadataBuilder:

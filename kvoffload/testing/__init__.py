@@ -12,14 +12,12 @@ if TYPE_CHECKING:
     from kvoffload.testing.faults import FaultyBackend, Plan
     from kvoffload.testing.policies import PolicySuite
 
-_HOMES = {
-    "BackendSuite": "kvoffload.testing.backends",
-    "PersistentBackendSuite": "kvoffload.testing.backends",
-    "payload_of": "kvoffload.testing.backends",
-    "FaultyBackend": "kvoffload.testing.faults",
-    "Plan": "kvoffload.testing.faults",
-    "PolicySuite": "kvoffload.testing.policies",
+_MODULES = {
+    "backends": ("BackendSuite", "PersistentBackendSuite", "payload_of"),
+    "faults": ("FaultyBackend", "Plan"),
+    "policies": ("PolicySuite",),
 }
+_HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 
 _SUITES = ("backends", "hazards", "harness", "policies")
 if "pytest" in sys.modules:
@@ -27,13 +25,8 @@ if "pytest" in sys.modules:
     sys.modules["pytest"].register_assert_rewrite(*(f"{__name__}.{name}" for name in _SUITES))
 
 __all__ = [
-    "BackendSuite",
-    "FaultyBackend",
-    "PersistentBackendSuite",
-    "Plan",
-    "PolicySuite",
-    "payload_of",
-]
+    "BackendSuite", "FaultyBackend", "PersistentBackendSuite", "Plan", "PolicySuite", "payload_of",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
