@@ -16,7 +16,6 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvoffload.errors import ConfigError
 
@@ -55,23 +54,6 @@ class Extras:
     lora: str | None = None
     mm_items: tuple[MultiModalItem, ...] = ()
     cache_salt: str | None = None
-
-
-class Hasher(Protocol):
-    """What a chain needs of a hasher: where to start, and how to go on."""
-
-    @property
-    def block_size(self) -> int: ...
-
-    def start(self, extras: Extras) -> bytes:
-        """Return the parent of a chain's first block."""
-        ...
-
-    def extend(
-        self, parent: bytes, token_ids: Sequence[int], first_block: int, extras: Extras
-    ) -> list[bytes]:
-        """Hash consecutive whole blocks."""
-        ...
 
 
 def _sha256(data: bytes) -> bytes:
@@ -217,7 +199,7 @@ class HashChain:
     """The tokens of one request and the hashes of its full blocks, kept up as tokens are appended.
 
     Args:
-        hasher: of the engine.
+        hasher: of the engine; another class with ``block_size``, ``start`` and ``extend`` will do.
         token_ids: the prompt.
         lora: name of the adapter the KV cache is computed with; other weights need another name,
             for instance ``poet@2``.
@@ -236,7 +218,7 @@ class HashChain:
 
     def __init__(
         self,
-        hasher: Hasher,
+        hasher: BlockHasher,
         token_ids: Iterable[int] = (),
         *,
         lora: str | None = None,

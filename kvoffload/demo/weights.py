@@ -4,7 +4,6 @@ Both give the same thing: tensors under their Hugging Face names, ``model.layers
 """
 
 import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,9 +14,10 @@ from torch import Tensor
 
 from kvoffload.demo.engine_config import ModelConfig, RopeScaling
 from kvoffload.errors import ConfigError
+from kvoffload.replay.model import read_config
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-"""``model_type`` of the checkpoints this engine computes correctly → their class."""
+ARCHITECTURES = ("llama", "qwen2")
+"""``model_type`` of the checkpoints this engine computes correctly."""
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -51,13 +51,8 @@ def random_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
     """
     generator = torch.Generator().manual_seed(seed)
     residual = 1 / math.sqrt(2 * config.num_layers)
-    gains = {
-        "q_proj": 1.7,
-        "k_proj": 1.7,
-        "o_proj": residual,
-        "down_proj": residual,
-        "lm_head": 3.0,
-    }
+    gains = {"q_proj": 1.7, "k_proj": 1.7, "o_proj": residual, "down_proj": residual}
+    gains["lm_head"] = 3.0
     state = {}
     for name, shape in expected_shapes(config).items():
         values = torch.randn(shape, generator=generator)
@@ -93,16 +88,16 @@ def read_model_config(folder: Path) -> tuple[ModelConfig, frozenset[int]]:
     Raises:
         ConfigError: no such file, or a model this engine would compute wrongly.
     """
-    raw = _read_json(folder / "config.json")
+    raw = read_config(folder / "config.json", "checkpoint")
     kind = raw.get("model_type")
     if kind not in ARCHITECTURES:
-        raise ConfigError(
-            "checkpoint",
-            str(folder),
-            f"its config.json says model_type = {kind!r}; this engine computes "
-            f"{' and '.join(ARCHITECTURES)}",
-        )
-    _refuse_unsupported(raw, folder)
+        known = " and ".join(ARCHITECTURES)
+        raise _wrong(folder, f"config.json: model_type is {kind!r}; this engine computes {known}")
+    for name in ("quantization_config", "use_sliding_window", "mlp_bias"):
+        if raw.get(name):
+            raise _wrong(folder, f"config.json sets {name}, which is not supported")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise _wrong(folder, "config.json: hidden_act must be silu")
     rope = raw.get("rope_parameters") or {}
     try:
         heads = raw["num_attention_heads"]
@@ -123,7 +118,7 @@ def read_model_config(folder: Path) -> tuple[ModelConfig, frozenset[int]]:
             tie_embeddings=bool(raw.get("tie_word_embeddings")),
         )
     except KeyError as error:
-        raise ConfigError("checkpoint", str(folder), f"its config.json has no {error}") from error
+        raise _wrong(folder, f"its config.json has no {error}") from error
     ends = raw.get("eos_token_id")
     return config, frozenset([ends] if isinstance(ends, int) else ends or [])
 
@@ -135,46 +130,26 @@ def load_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
         ConfigError: a file or a weight is missing, or a weight has another shape than
             ``config.json`` says.
     """
+    files = {"model.safetensors"}
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = set(read_config(index, "checkpoint").get("weight_map", {}).values())
     wanted = expected_shapes(config)
-    state: dict[str, Tensor] = {}
-    for path in _shards(folder):
-        for name, tensor in _read_safetensors(path):
-            if name in wanted:
-                state[name] = tensor
+    state = {
+        name: tensor
+        for file in sorted(files)
+        for name, tensor in _tensors(folder / file)
+        if name in wanted
+    }
     for name, shape in wanted.items():
         found = tuple(state[name].shape) if name in state else "nothing"
         if found != shape:
-            raise ConfigError(
-                "checkpoint", str(folder), f"{name} should be {shape}, the folder has {found}"
-            )
+            raise _wrong(folder, f"{name} should be {shape}, the folder has {found}")
     return state
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(
-            "checkpoint", str(path.parent), f"cannot read {path.name}: {error.strerror}"
-        ) from error
-    except ValueError as error:
-        raise ConfigError("checkpoint", str(path.parent), f"{path.name}: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError("checkpoint", str(path.parent), f"{path.name} is not a JSON object")
-    return raw
-
-
-def _refuse_unsupported(raw: Mapping[str, Any], folder: Path) -> None:
-    refused = {
-        "quantization_config": "quantized weights are not supported",
-        "use_sliding_window": "sliding-window attention is not supported",
-        "mlp_bias": "biases in the MLP are not supported",
-    }
-    for name, why in refused.items():
-        if raw.get(name):
-            raise ConfigError("checkpoint", str(folder), f"config.json sets {name}: {why}")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError("checkpoint", str(folder), "config.json: hidden_act must be silu")
+def _wrong(path: Path, why: str) -> ConfigError:
+    return ConfigError("checkpoint", str(path), why)
 
 
 def _rope_scaling(raw: Mapping[str, Any], folder: Path) -> RopeScaling | None:
@@ -191,31 +166,18 @@ def _rope_scaling(raw: Mapping[str, Any], folder: Path) -> RopeScaling | None:
             high_freq_factor=raw["high_freq_factor"],
             original_max_position=raw["original_max_position_embeddings"],
         )
-    raise ConfigError(
-        "checkpoint", str(folder), f"its RoPE scaling {kind!r} is none of default, linear, llama3"
-    )
+    raise _wrong(folder, f"its RoPE scaling {kind!r} is none of default, linear, llama3")
 
 
-def _shards(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = _read_json(index).get("weight_map", {})
-        return [folder / name for name in sorted(set(weight_map.values()))]
-    return [folder / "model.safetensors"]
-
-
-def _read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise ConfigError(
-            "checkpoint",
-            str(path),
-            "reading it needs an extra: pip install 'kvoffload[checkpoints]'",
-        ) from error
+        remedy = "reading it needs an extra: pip install 'kvoffload[checkpoints]'"
+        raise _wrong(path, remedy) from error
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 yield name, file.get_tensor(name)
     except (OSError, SafetensorError) as error:
-        raise ConfigError("checkpoint", str(path), f"cannot be read: {error}") from error
+        raise _wrong(path, f"cannot be read: {error}") from error
