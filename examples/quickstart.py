@@ -10,12 +10,12 @@ import time
 import torch
 
 from kvoffload.connectors.local import LocalConnector
-from kvoffload.core.attention import SdpaPagedBackend
 from kvoffload.core.hashing import BlockHasher, HashChain
 from kvoffload.core.interface import FullAttentionSpec, ModelLimits
 from kvoffload.core.manager import KVCacheManager
 from kvoffload.core.planning import get_kv_cache_config
 from kvoffload.core.request import Request
+from kvoffload.core.sdpa import SdpaPagedBackend
 from kvoffload.core.tensors import allocate_kv_cache, canonicalize_kv_caches, reshape_kv_cache
 
 # 1. Plan and allocate the cache of a small model.

@@ -46,11 +46,6 @@ def load(group: str, name: str, field: str = "type") -> Any:
 def read_options(type: str, options: dict[str, Any], where: str = "") -> Any:
     """Read a backend's options into its own settings struct, without opening the store.
 
-    Args:
-        type: see :func:`open_backend`.
-        options: see :func:`open_backend`.
-        where: prefix for field names in errors.
-
     Raises:
         ConfigError: unknown type, unknown or bad option.
     """

@@ -235,9 +235,9 @@ def _statistics() -> Mapping[str, Any]:
     import torch
 
     from kvoffload.connectors.local import LocalConnector
-    from kvoffload.core.attention import SdpaPagedBackend
     from kvoffload.core.interface import FullAttentionSpec, ModelLimits
     from kvoffload.core.planning import get_kv_cache_config
+    from kvoffload.core.sdpa import SdpaPagedBackend
     from kvoffload.core.tensors import (
         allocate_kv_cache,
         canonicalize_kv_caches,

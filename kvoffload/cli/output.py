@@ -29,13 +29,7 @@ def print_numbers(
 ) -> None:
     """Print rows of a name and numbers; in a narrow terminal, as several tables.
 
-    Args:
-        to: the console.
-        title: printed above.
-        first: heading of the names.
-        columns: headings of the numbers.
-        rows: names, each with its numbers as text.
-        texts: how many of the first columns are words, aligned to the left.
+    The first ``texts`` columns are words, aligned to the left.
     """
     to.print(title, soft_wrap=True, highlight=False, markup=False)
     names_width = max(cell_len(first), *(cell_len(name) for name, _ in rows))

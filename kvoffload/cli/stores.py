@@ -38,13 +38,6 @@ def run_on(
 ) -> _T:
     """Open a store for operators, do something with it, and close it.
 
-    Args:
-        command: its name, which the backend must offer.
-        target: a URL or a folder, or None.
-        kind: the type of a backend, if there is no target.
-        settings: ``name=value`` texts, as given with ``-o``.
-        work: what to do.
-
     Raises:
         ConfigError: the target or a setting is wrong; nothing was opened.
         typer.Exit: with code 1 when the store cannot be reached; the reason is printed.

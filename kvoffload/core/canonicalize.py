@@ -82,11 +82,6 @@ def canonicalize_kv_caches(
     Layers of different groups that share pages share a view. Pages of one group that lie side by
     side in a block become one row. Padding is not part of any reference.
 
-    Args:
-        config: the plan.
-        kv_caches: layer name → cache, as :func:`reshape_kv_cache` makes them, or an engine.
-        backends: layer name → backend of attention layers.
-
     Raises:
         KVCacheSpecError: a page is scattered in a way that rows cannot describe.
     """

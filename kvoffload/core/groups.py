@@ -33,13 +33,7 @@ _NOTHING: Ints = np.zeros(0, dtype=np.int32)
 
 
 class Group:
-    """Full attention, and the base of the other kinds: every block is needed to the end.
-
-    Args:
-        index: of the group in the plan.
-        spec: its format.
-        hash_block_size: tokens a hash of the request's chain stands for.
-    """
+    """Full attention, and the base of the other kinds: every block is needed to the end."""
 
     prefix_closed = True
     """Whether every part of a reusable prefix, from its start, is reusable."""

@@ -142,12 +142,6 @@ class BlockHasher:
     ) -> list[bytes]:
         """Hash consecutive whole blocks.
 
-        Args:
-            parent: hash of the block before them.
-            token_ids: their tokens, a multiple of ``block_size``.
-            first_block: index of the first of them in its chain.
-            extras: of the chain.
-
         Raises:
             ValueError: a token id does not fit in 32 bits.
         """

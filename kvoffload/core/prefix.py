@@ -89,12 +89,6 @@ class PrefixFinder:
 
     A request that cannot be admitted asks again at every step. Its answer is remembered together
     with what could change it: blocks found being forgotten, and blocks being registered.
-
-    Args:
-        pool: of the cache.
-        groups: of the model.
-        hash_block_size: tokens a hash of a request's chain stands for.
-        block_size: hits are multiples of so many tokens.
     """
 
     def __init__(
@@ -193,12 +187,6 @@ class PrefixFinder:
         """Return the blocks of a lookup that a request adopts, if they still contain its prefix.
 
         The cost is O(groups) while the pool lost no block of any lookup; else hashes are compared.
-
-        Args:
-            found: by the lookup.
-            skips: by group, how many leading blocks no later token reads.
-            request: to admit.
-            num_tokens: tokens the request takes from the lookup.
 
         Raises:
             UsageError: a block does not contain the prefix (any more).

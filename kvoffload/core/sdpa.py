@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 
-from kvoffload.core.attention_base import BuilderFactory, CommonAttentionMetadata
-from kvoffload.core.interface import KVCacheSpec
+from kvoffload.core.attention import (
+    BuilderFactory,
+    CommonAttentionMetadata,
+    CommonMetadataBuilder,
+)
 
 
 class SdpaPagedBackend:
@@ -60,11 +61,6 @@ class SdpaPagedBackend:
 
         The step's own keys and values must have been written.
 
-        Args:
-            query: ``[T, heads, head_size]``, requests one after the other.
-            kv_cache: of the layer.
-            metadata: of the layer.
-
         Returns:
             ``[T, heads, head_size]``.
         """
@@ -105,19 +101,3 @@ class SdpaPagedBackend:
             enable_gqa=query.shape[1] != key.shape[0],
         )
         return result[0].transpose(0, 1)
-
-
-class CommonMetadataBuilder:
-    """For backends that want the common metadata as it is."""
-
-    def __init__(
-        self, kv_cache_spec: KVCacheSpec, layer_names: Sequence[str], device: torch.device
-    ) -> None:
-        self.kv_cache_spec = kv_cache_spec
-        self.layer_names = tuple(layer_names)
-        self.device = device
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata
-    ) -> CommonAttentionMetadata:
-        return common_attn_metadata

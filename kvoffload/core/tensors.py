@@ -93,11 +93,6 @@ def reshape_kv_cache(
 ) -> dict[str, LayerCache]:
     """Give each layer its cache in the shape its backend wants; nothing is copied.
 
-    Args:
-        config: the plan.
-        raw: from :func:`allocate_kv_cache`.
-        backends: layer name → backend; recurrent layers need none.
-
     Returns:
         Layer name → tensor; for a recurrent layer a tuple, one tensor ``(num_blocks, *shape)`` a
         state.

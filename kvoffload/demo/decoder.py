@@ -40,15 +40,7 @@ class _Layer:
 
 
 class Model:
-    """The decoder's weights, packed for few large matrix products, and its forward pass.
-
-    Args:
-        config: the shape.
-        state: weights under their Hugging Face names; copied to ``device`` and ``dtype``.
-        device: where to compute.
-        dtype: what to compute in.
-        max_len: positions that will be asked for.
-    """
+    """The decoder's weights, packed for few large matrix products, and its forward pass."""
 
     def __init__(
         self,

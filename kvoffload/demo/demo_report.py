@@ -28,13 +28,7 @@ def machine() -> dict[str, Any]:
 def summarize(
     name: str, results: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Sum up one pass against the same prompts without offloading.
-
-    Args:
-        name: a key of PASSES.
-        results: of the engine's requests, one a conversation.
-        baseline: of the engine without offloading, in the same order.
-    """
+    """Sum up one pass against the same prompts without offloading."""
     tokens: Counter[str] = Counter()
     for result in results:
         tokens.update(result["cached_tokens"])

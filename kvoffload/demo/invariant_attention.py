@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvoffload.core.attention import CommonAttentionMetadata, SdpaPagedBackend
+from kvoffload.core.attention import CommonAttentionMetadata
+from kvoffload.core.sdpa import SdpaPagedBackend
 
 KEY_SPAN = 512
 """Keys are padded to a multiple of this: PyTorch's CPU kernel adds them up in spans of so many."""

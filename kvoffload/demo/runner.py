@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvoffload.core.attention import get_kv_cache_spec, init_attn_backend, prepare_attn_metadata
+from kvoffload.core.attention import init_attn_backend, prepare_attn_metadata
 from kvoffload.core.interface import KVCacheConfig, ModelLimits
+from kvoffload.core.layers import get_kv_cache_spec
 from kvoffload.core.planning import get_kv_cache_config
 from kvoffload.core.tensors import canonicalize_kv_caches, init_kv_cache
 from kvoffload.demo.decoder import Model
@@ -38,13 +39,7 @@ def plan_kv_cache(config: EngineConfig, shape: ModelConfig, dtype: torch.dtype) 
 
 
 class Runner:
-    """Owns the KV cache's memory; computes, and knows nothing of requests waiting or tiers.
-
-    Args:
-        config: settings.
-        model: on the device where the cache will be.
-        kv_cache_config: the plan.
-    """
+    """Owns the KV cache's memory; computes, and knows nothing of requests waiting or tiers."""
 
     def __init__(self, config: EngineConfig, model: Model, kv_cache_config: KVCacheConfig) -> None:
         self.model = model

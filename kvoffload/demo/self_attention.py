@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvoffload.core.attention import AttentionBackend, CommonAttentionMetadata, SdpaPagedBackend
+from kvoffload.core.attention import AttentionBackend, CommonAttentionMetadata
 from kvoffload.core.interface import KVCacheSpec
 from kvoffload.core.layers import AttentionLayer
+from kvoffload.core.sdpa import SdpaPagedBackend
 from kvoffload.demo.invariant_attention import InvariantPagedBackend
 
 if TYPE_CHECKING:
@@ -28,13 +29,7 @@ Attend = Callable[..., Tensor]
 
 
 class SelfAttention:
-    """Grouped queries with rotary positions, as in Llama and Qwen2.
-
-    Args:
-        config: the model's shape.
-        prefix: of the layer's weights.
-        take: reads them.
-    """
+    """Grouped queries with rotary positions, as in Llama and Qwen2."""
 
     def __init__(self, config: ModelConfig, prefix: str, take: Take) -> None:
         names = [f"{prefix}{part}_proj" for part in "qkv"]
@@ -91,12 +86,6 @@ class SelfAttention:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs ``(x[i], x[i + D/2])`` of each head by their position's angles.
-
-    Args:
-        x: ``[T, heads, D]``.
-        cos: ``[T, 1, D/2]`` float32.
-        sin: likewise.
-    """
+    """Turn the pairs ``(x[i], x[i + D/2])`` of ``x[T, heads, D]`` by their position's angles."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

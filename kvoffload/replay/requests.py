@@ -79,10 +79,6 @@ class Scope:
     """Numbers the blocks that names mean where they are used.
 
     Keys are digests: uniform, as the hashes are that name blocks in an engine.
-
-    Args:
-        keys: of the blocks numbered so far; grows.
-        prefix: what tells this scope's names from those of other scopes.
     """
 
     def __init__(self, keys: list[bytes], prefix: str = "") -> None:

@@ -37,14 +37,7 @@ class Hits:
     def count(
         self, request: Keys, prefix: int, hits_backwards: Sequence[bool], weights: Weights
     ) -> None:
-        """Add one request.
-
-        Args:
-            request: its blocks.
-            prefix: how many of the first ones were found.
-            hits_backwards: for each block, the last one first, whether it was found.
-            weights: of all blocks, or none.
-        """
+        """Add one request."""
         if weights:
             each = [weights[key] for key in request]
             self.accesses += sum(each)

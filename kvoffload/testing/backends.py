@@ -51,7 +51,6 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_what_was_written_is_read_back(self) -> None:
-        """Stored chunks are found and read."""
         backend, keys = await self.opened(), keys_of(5)
         assert await backend.write(keys, filled(keys)) == [True] * 5
         assert await backend.contains(keys) == [True] * 5
@@ -90,7 +89,6 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_an_empty_batch_is_no_error(self) -> None:
-        """No keys get no answers."""
         backend = await self.opened()
         assert await backend.contains([]) == []
         assert await backend.read([], []) == []
@@ -108,7 +106,6 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_a_chunk_of_another_length_is_a_miss(self) -> None:
-        """A read of another length than was stored is a miss."""
         backend, keys = await self.opened(), keys_of(1)
         await backend.write(keys, filled(keys))
         assert await backend.read(keys, slots(1, CHUNK_BYTES // 2)) == [False]
@@ -116,7 +113,6 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_odd_sizes_and_unaligned_memory_work(self) -> None:
-        """Chunks need not be whole pages, nor begin on one."""
         backend = await self.opened()
         for size in (1, 511, 4095, 4096, 4097, 70_001):
             keys = keys_of(1, f"odd{size}")
@@ -129,7 +125,6 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_read_only_memory_can_be_stored(self) -> None:
-        """A store only reads the caller's memory."""
         backend, keys = await self.opened(), keys_of(1)
         chunk = memoryview(payload_of(keys[0], CHUNK_BYTES))
         assert await backend.write(keys, [chunk]) == [True]
@@ -139,7 +134,6 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_the_callers_memory_is_free_again_after_a_write(self) -> None:
-        """Overwriting a slot after its store must not change what is stored."""
         backend, keys = await self.opened(), keys_of(3)
         memory = filled(keys)
         await backend.write(keys, memory)
@@ -159,7 +153,6 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_the_same_key_twice_in_one_batch(self) -> None:
-        """Equal keys in one batch cause neither a deadlock nor a torn chunk."""
         backend, (key,) = await self.opened(), keys_of(1)
         assert await backend.write([key, key], filled([key, key])) == [True, True]
         into = slots(2)
@@ -189,7 +182,6 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_many_batches_at_once(self) -> None:
-        """Reads, writes and removals overlap; every chunk read is right."""
         backend, keys = await self.opened(), keys_of(32)
 
         async def turn(i: int) -> None:
@@ -238,7 +230,6 @@ class BackendSuite(HazardSuite):
 
     @on_a_loop
     async def test_after_close_every_answer_is_false(self) -> None:
-        """Closing is idempotent, and every later call is a miss."""
         backend, keys = await self.opened(), keys_of(2)
         await backend.write(keys, filled(keys))
         await backend.close()
@@ -324,7 +315,6 @@ class PersistentBackendSuite(BackendSuite):
 
     @on_a_loop
     async def test_chunks_outlive_the_backend(self) -> None:
-        """Chunks are read after closing and opening again."""
         backend, keys = await self.opened(), keys_of(6)
         await backend.write(keys, filled(keys))
         await backend.close()
@@ -336,7 +326,6 @@ class PersistentBackendSuite(BackendSuite):
 
     @on_a_loop
     async def test_namespaces_do_not_see_each_other(self) -> None:
-        """The same key names different chunks in two namespaces."""
         one, two, (key,) = await self.opened("one"), await self.opened("two"), keys_of(1)
         await one.write([key], filled([key]))
         assert await two.contains([key]) == [False]
@@ -352,7 +341,6 @@ class PersistentBackendSuite(BackendSuite):
 
     @on_a_loop
     async def test_two_backends_share_one_storage(self) -> None:
-        """Two backends on one storage see each other's writes and removals."""
         one, two, keys = await self.opened(), await self.opened(), keys_of(4)
         await one.write(keys, filled(keys))
         into = slots(4)

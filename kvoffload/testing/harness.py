@@ -47,13 +47,7 @@ def filled(keys: Sequence[bytes], size: int = CHUNK_BYTES) -> list[memoryview]:
 def wrong_bytes(
     keys: Sequence[bytes], memory: Sequence[memoryview], good: Answers | None = None
 ) -> list[str]:
-    """Return the first wrong byte of each slot without the payload of its key.
-
-    Args:
-        keys: of the slots.
-        memory: the slots.
-        good: the answers of a read; slots of misses are skipped.
-    """
+    """Return the first wrong byte of each slot without the payload of its key."""
     found = []
     for i, (key, slot) in enumerate(zip(keys, memory, strict=True)):
         held, meant = bytes(slot), payload_of(key, slot.nbytes)

@@ -140,7 +140,6 @@ class PolicySuite(ABC):
             assert len(policy) == 0
 
     def test_victims_stop_at_what_there_is(self) -> None:
-        """Asking for more than the order holds returns all of it."""
         policy = self.make(4)
         assert list(policy.victims(3)) == []
         policy.add([_key(1)])
@@ -216,7 +215,6 @@ class PolicySuite(ABC):
         assert list(policies[0].victims(60)) == list(policies[1].victims(60))
 
     def test_work_does_not_grow_with_the_number_of_residents(self) -> None:
-        """Sixteen times the residents: a use and an eviction cost about the same."""
         costs = []
         for capacity in (256, 4096):
             policy = _filled(self.make(capacity), capacity, random.Random(3))
@@ -230,7 +228,6 @@ class PolicySuite(ABC):
         assert costs[1] < 2.5 * costs[0] + 2000, f"work grew from {costs[0]} to {costs[1]}"
 
     def test_pinned_keys_cost_nothing(self) -> None:
-        """Evicting one key is as cheap with most keys pinned as with none."""
         capacity, costs = 2000, []
         for pinned in (0, 1800):
             policy = self.make(capacity)

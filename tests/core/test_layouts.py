@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kvoffload.core.attention import (
-    SdpaPagedBackend,
     init_attn_backend,
     make_block_table,
     make_slot_mapping,
@@ -21,6 +20,7 @@ from kvoffload.core.interface import (
     SlidingWindowSpec,
 )
 from kvoffload.core.planning import get_kv_cache_config
+from kvoffload.core.sdpa import SdpaPagedBackend
 from kvoffload.core.tensors import (
     allocate_kv_cache,
     bind_kv_cache,

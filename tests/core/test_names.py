@@ -29,8 +29,8 @@ NAMES = {
     ],
     "attention": [
         "AttentionBackend", "CommonAttentionMetadata", "build_attn_metadata", "init_attn_backend",
-        "SdpaPagedBackend",
     ],
+    "sdpa": ["SdpaPagedBackend"],
     "tensors": [
         "allocate_kv_cache", "reshape_kv_cache", "init_kv_cache", "bind_kv_cache",
         "canonicalize_kv_caches",

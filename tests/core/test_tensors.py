@@ -2,7 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvoffload.core.attention import SdpaPagedBackend, init_attn_backend, prepare_attn_metadata
+from kvoffload.core.attention import init_attn_backend, prepare_attn_metadata
+from kvoffload.core.sdpa import SdpaPagedBackend
 from kvoffload.core.tensors import allocate_kv_cache, canonicalize_kv_caches, reshape_kv_cache
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvoffload.core.attention import SdpaPagedBackend, init_attn_backend, prepare_attn_metadata
+from kvoffload.core.attention import init_attn_backend, prepare_attn_metadata
 from kvoffload.core.hashing import BlockHasher, HashChain
 from kvoffload.core.interface import (
     FullAttentionSpec,
@@ -15,6 +15,7 @@ from kvoffload.core.interface import (
 from kvoffload.core.manager import KVCacheManager
 from kvoffload.core.planning import get_kv_cache_config, unify_kv_cache_configs
 from kvoffload.core.request import Request
+from kvoffload.core.sdpa import SdpaPagedBackend
 from kvoffload.core.tensors import canonicalize_kv_caches, init_kv_cache
 from kvoffload.core.workers import get_kv_cache_configs
 from kvoffload.errors import InsufficientMemoryError, KVCacheSpecError

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from kvoffload.core.attention import SdpaPagedBackend, init_attn_backend, prepare_attn_metadata
+from kvoffload.core.attention import init_attn_backend, prepare_attn_metadata
 from kvoffload.core.interface import FullAttentionSpec, MambaSpec, ModelLimits, SlidingWindowSpec
 from kvoffload.core.planning import get_kv_cache_config
+from kvoffload.core.sdpa import SdpaPagedBackend
 from kvoffload.core.tensors import canonicalize_kv_caches, init_kv_cache
 
 pytestmark = [
