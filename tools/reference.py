@@ -316,8 +316,6 @@ def _click_command(name: str) -> Any:
     import typer
 
     module = import_module(f"kvoffload.cli.{name}")
-    if hasattr(module, "app"):
-        return typer.main.get_command(module.app)
     app = typer.Typer(add_completion=False)
     app.command(name)(module.command)
     return typer.main.get_command(app)

@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 
 import kvoffload
-from kvoffload.cli.console import console
+from kvoffload.cli.output import console
 from kvoffload.errors import ConfigError
 
 FOLDER = Path(kvoffload.__file__).parents[1] / "benchmarks"

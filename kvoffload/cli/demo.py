@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from kvoffload.cli.console import console
+from kvoffload.cli.output import console
 from kvoffload.errors import ConfigError, KVOffloadError
 
 

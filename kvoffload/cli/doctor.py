@@ -6,8 +6,7 @@ import typer
 from rich.table import Table
 
 from kvoffload.backends.admin import Finding
-from kvoffload.cli.console import console
-from kvoffload.cli.output import plain
+from kvoffload.cli.output import console, plain
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}

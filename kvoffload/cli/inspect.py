@@ -7,8 +7,7 @@ import typer
 
 from kvoffload.backends.admin import Admin, Holding, Overview
 from kvoffload.cli import namespaces
-from kvoffload.cli.console import console
-from kvoffload.cli.output import plain
+from kvoffload.cli.output import console, plain
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
 
 

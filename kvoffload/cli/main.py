@@ -22,7 +22,7 @@ COMMANDS: dict[str, str] = {
     "gc": "Remove chunks and leftovers from a folder, or a namespace from a Redis.",
     "size": "Say how much memory a trace and a model need for what hit rate.",
 }
-"""Command → one-line help. The module ``kvoffload.cli.<command>`` has ``app`` or ``command``."""
+"""Command → one-line help. The module ``kvoffload.cli.<command>`` has ``command``."""
 
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
@@ -68,11 +68,7 @@ def main() -> None:
         if asked is None or asked not in COMMANDS:
             app.command(name, help=summary)(lambda: None)  # listed in --help without its imports
         elif asked == name:
-            module = import_module(f"kvoffload.cli.{name}")
-            if hasattr(module, "app"):
-                app.add_typer(module.app, name=name)
-            else:
-                app.command(name)(module.command)
+            app.command(name)(import_module(f"kvoffload.cli.{name}").command)
     _never_fail_to_print()
     try:
         try:

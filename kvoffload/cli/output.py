@@ -1,5 +1,10 @@
-"""Text and numbers for a terminal, uncut and without control characters from a store."""
+"""The console of all commands, and text and numbers for it.
 
+There are no automatic colours. Lines are whole where no terminal gives a width, and nothing of a
+store reaches a terminal as a control character.
+"""
+
+import os
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -8,8 +13,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+_UNLIMITED = 100_000
+"""Columns where no terminal gives a width."""
 _FRAME = 3
 """Width of frame and padding for each column of a table."""
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console as wide as the terminal, or unlimited without one."""
+    found = Console(highlight=False, stderr=stderr)
+    if not found.is_terminal and not os.environ.get("COLUMNS"):
+        found.width = _UNLIMITED
+    return found
 
 
 def plain(text: object, style: str = "") -> Text:

@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from kvoffload.cli.console import console
-from kvoffload.cli.output import plain, print_numbers
+from kvoffload.cli.output import console, plain, print_numbers
 from kvoffload.errors import ConfigError
 from kvoffload.replay import synthetic
 from kvoffload.replay.sample import sampled

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvoffload.cli.console import console
-from kvoffload.cli.output import print_numbers
+from kvoffload.cli.output import console, print_numbers
 from kvoffload.cli.replay import (
     SAMPLE_HELP,
     SYNTHETIC_HELP,

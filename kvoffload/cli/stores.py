@@ -8,8 +8,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from kvoffload.backends.admin import Admin, offers
-from kvoffload.cli.console import console
-from kvoffload.cli.output import plain
+from kvoffload.cli.output import console, plain
 from kvoffload.errors import ConfigError
 from kvoffload.registry import BACKENDS, load, open_admin
 

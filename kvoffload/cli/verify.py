@@ -15,9 +15,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from kvoffload.cli.console import console
 from kvoffload.cli.gc import size_with_unit
-from kvoffload.cli.output import plain
+from kvoffload.cli.output import console, plain
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError

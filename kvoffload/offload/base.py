@@ -26,7 +26,6 @@ from kvoffload.messages import (
     StagedLoadStoreSpec,
     TransferResult,
     TransferSpec,
-    get_offload_block_hash,
     get_offload_group_idx,
     make_offload_key,
 )
@@ -37,7 +36,7 @@ __all__ = [
     "ChunksStored", "Fetch", "GPULoadStoreSpec", "Job", "LoadJob", "LoadStoreSpec",
     "OffloadKey", "OffloadingEvent", "OffloadingHandler", "OffloadingManager",
     "OffloadingSpec", "PrepareStoreOutput", "Reason", "ReqContext", "StagedLoadStoreSpec",
-    "StoreJob", "Transfer", "TransferResult", "TransferSpec", "get_offload_block_hash",
+    "StoreJob", "Transfer", "TransferResult", "TransferSpec",
     "get_offload_group_idx", "make_offload_key",
 ]  # fmt: skip
 
