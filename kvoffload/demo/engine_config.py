@@ -100,23 +100,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         if self.attention not in ("auto", "invariant", "sdpa"):
             raise ConfigError("attention", self.attention, "use auto, invariant or sdpa")
         if self.max_model_len % self.block_size:
-            raise ConfigError(
-                "block_size",
-                self.block_size,
-                f"must divide max_model_len = {self.max_model_len}: a sequence is whole blocks",
-            )
+            remedy = f"must divide max_model_len = {self.max_model_len}: a sequence is whole blocks"
+            raise ConfigError("block_size", self.block_size, remedy)
         if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                "max_num_batched_tokens",
-                self.max_num_batched_tokens,
-                f"must be at least max_num_seqs = {self.max_num_seqs}: one token each per step",
-            )
+            remedy = f"must be at least max_num_seqs = {self.max_num_seqs}: one token each per step"
+            raise ConfigError("max_num_batched_tokens", self.max_num_batched_tokens, remedy)
         if self.offload is not None and not self.enable_prefix_caching:
-            raise ConfigError(
-                "enable_prefix_caching",
-                False,
-                "offloading finds blocks by prefix: leave it on, or set offload to null",
-            )
+            remedy = "offloading finds blocks by prefix: leave it on, or set offload to null"
+            raise ConfigError("enable_prefix_caching", False, remedy)
 
 
 def parse_engine_config(raw: Mapping[str, Any]) -> EngineConfig:

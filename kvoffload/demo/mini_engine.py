@@ -222,22 +222,15 @@ def _device(config: EngineConfig) -> torch.device:
     except RuntimeError as error:
         raise ConfigError("device", config.device, "use cpu, cuda or cuda:N") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            "device", config.device, f"this machine has {torch.cuda.device_count()} CUDA devices"
-        )
+        remedy = f"this machine has {torch.cuda.device_count()} CUDA devices"
+        raise ConfigError("device", config.device, remedy)
     return device
 
 
 def _check_shape(config: EngineConfig, shape: ModelConfig, tokenizer: Tokenizer) -> None:
     if config.max_model_len > shape.max_position:
-        raise ConfigError(
-            "max_model_len",
-            config.max_model_len,
-            f"the model knows positions up to max_position = {shape.max_position}",
-        )
+        remedy = f"the model knows positions up to max_position = {shape.max_position}"
+        raise ConfigError("max_model_len", config.max_model_len, remedy)
     if tokenizer.vocab_size > shape.vocab_size:
-        raise ConfigError(
-            "vocab_size",
-            shape.vocab_size,
-            f"must be at least {tokenizer.vocab_size}, the tokenizer's number of tokens",
-        )
+        remedy = f"must be at least {tokenizer.vocab_size}, the tokenizer's number of tokens"
+        raise ConfigError("vocab_size", shape.vocab_size, remedy)

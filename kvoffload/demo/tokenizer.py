@@ -27,11 +27,8 @@ class FileTokenizer:
         try:
             from tokenizers import Tokenizer as Loaded
         except ImportError as error:
-            raise ConfigError(
-                "checkpoint",
-                str(path),
-                "reading tokenizer.json needs a library: pip install tokenizers",
-            ) from error
+            remedy = "reading tokenizer.json needs a library: pip install tokenizers"
+            raise ConfigError("checkpoint", str(path), remedy) from error
         try:
             self._tokenizer: Any = Loaded.from_file(str(path))
         except Exception as error:  # the library raises plain Exception for a bad file
