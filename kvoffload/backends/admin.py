@@ -105,12 +105,15 @@ class Verified(NamedTuple):
     """Whether nothing was wrong."""
 
 
+Verdict = Literal["ok", "warning", "failed"]
+
+
 class Finding(NamedTuple):
     """The result of one check of ``doctor``."""
 
     check: str
     """``reachable``, ``policy``, ``rights``..."""
-    verdict: Literal["ok", "warning", "failed"]
+    verdict: Verdict
     detail: str
     """What was found, with figures."""
     remedy: str = ""

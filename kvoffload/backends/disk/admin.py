@@ -5,8 +5,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from kvoffload.backends.admin import (
     Admin,
@@ -23,12 +22,13 @@ from kvoffload.backends.admin import (
 )
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.disk.doctor import diagnose
-from kvoffload.backends.disk.inspector import ChunkFile, DiskInspector
+from kvoffload.backends.disk.inspector import ChunkFile, DiskInspector, Waste
 from kvoffload.backends.disk.options import DiskOptions
 from kvoffload.config import convert, human_bytes
 
 AGES = (("1 min", 60), ("1 hour", 3600), ("1 day", 86400), ("1 week", 7 * 86400))
 _PIECE_BYTES = 4 << 20
+T = TypeVar("T")
 
 
 class DiskAdmin(Admin):
@@ -43,13 +43,14 @@ class DiskAdmin(Admin):
         self._root: str = convert(dict(options), DiskOptions).root
         self._given = {name: value for name, value in options.items() if name != "root"}
 
+    async def _inspect(self, work: Callable[[DiskInspector], T]) -> T:
+        return await run_once(lambda: work(DiskInspector(self._root)))
+
     async def survey(self) -> list[Holding]:
-        return [
-            _holding(each) for each in await run_once(lambda: namespaces(DiskInspector(self._root)))
-        ]
+        return await self._inspect(holdings)
 
     async def overview(self, held: Sequence[Holding]) -> Overview:
-        report = await run_once(lambda: overview(DiskInspector(self._root)))
+        report = await self._inspect(overview)
         report["allocated_bytes"] = sum(each.stored_bytes for each in held)
         booked, capacity = report["ledger_bytes"], report["capacity_bytes"]
         owner = "one of them evicts" if report["owner"] else "nobody evicts"
@@ -63,23 +64,7 @@ class DiskAdmin(Admin):
         return Overview(report, lines, "last used")
 
     async def collect(self, wanted: Garbage) -> Collected:
-        report = await run_once(lambda: collect(DiskInspector(self._root), wanted))
-        summary = (
-            f"{counted(report['removed'], 'chunk')}, "
-            f"{report['quarantined']} damaged files set aside, "
-            f"{report['leftovers']} leftovers of dead processes: "
-            f"{human_bytes(report['freed_bytes'])}; {report['kept']} chunks stay, "
-            f"{human_bytes(report['kept_bytes'])}"
-        )
-        return Collected(
-            summary,
-            report,
-            [
-                f"{each['kind']} {human_bytes(each['bytes'])} {each['path']}"
-                for each in report["going"]
-            ],
-            [f"{each['path']} ({each['why']})" for each in report["not_removed"]],
-        )
+        return await self._inspect(lambda found: collect(found, wanted))
 
     async def verify(
         self,
@@ -89,15 +74,12 @@ class DiskAdmin(Admin):
         bytes_per_s: int | None,
         progress: Callable[[int, int], None],
     ) -> Verified:
-        def run() -> dict[str, Any]:
-            found = DiskInspector(self._root)
-            if repair:
-                found.require_write()
+        def check(found: DiskInspector) -> dict[str, Any]:
             return verify(
                 found, repair=repair, share=share, bytes_per_s=bytes_per_s, progress=progress
             )
 
-        report = await run_once(run)
+        report = await self._inspect(check)
         faults = report["damaged"] or report["ledger_fault"] or report["limits_fault"]
         return Verified(_lines(report), report, not faults)
 
@@ -105,76 +87,70 @@ class DiskAdmin(Admin):
         return await diagnose(self._root, self._given)
 
 
-def namespaces(found: DiskInspector) -> list[dict[str, Any]]:
-    """Return the figures of each namespace."""
-    return [_namespace(found, name, time.time()) for name in found.namespaces()]
+# ---- inspect -------------------------------------------------------------------------------------
 
 
 def overview(found: DiskInspector) -> dict[str, Any]:
     """Return the figures of the root alone."""
+    booked_bytes, ledger_fault = found.ledger()
+    limits, _ = found.limits()
     return {
         "root": found.root,
         "processes": found.processes(),
         "owner": found.has_owner(),
-        "ledger_bytes": found.booked_bytes(),
-        "ledger_fault": found.ledger_fault(),
-        "capacity_bytes": found.capacity_bytes(),
-        "quarantined": found.quarantined(),
+        "ledger_bytes": booked_bytes,
+        "ledger_fault": ledger_fault,
+        "capacity_bytes": limits and limits.capacity_bytes,
+        "quarantined": [each.path for each in found.quarantined()],
     }
 
 
-def _namespace(found: DiskInspector, name: str, now: float) -> dict[str, Any]:
-    manifest = found.manifest(name)
-    count = allocated = 0
-    oldest = newest = last_used = None
-    used = dict.fromkeys([label for label, _ in AGES], 0)
-    for chunk in found.chunks(name):
-        count += 1
-        allocated += chunk.allocated_bytes
-        stored_s, used_s = now - chunk.stored_ns / 1e9, now - chunk.used_ns / 1e9
-        oldest = stored_s if oldest is None else max(oldest, stored_s)
-        newest = stored_s if newest is None else min(newest, stored_s)
-        last_used = used_s if last_used is None else min(last_used, used_s)
-        for label, seconds in AGES:
-            used[label] += used_s <= seconds
-    return {
-        "folder": name,
-        "namespace": manifest.get("namespace"),
-        "facts": manifest.get("facts", {}),
-        "chunks": count,
-        "allocated_bytes": allocated,
-        "oldest_s": oldest,
-        "newest_s": newest,
-        "last_used_s": last_used,
-        "used_within": used,
+def holdings(found: DiskInspector) -> list[Holding]:
+    """Return the chunks of each namespace, with their ages."""
+    return [_holding(found, folder, time.time()) for folder in found.namespaces()]
+
+
+def _holding(found: DiskInspector, folder: str, now: float) -> Holding:
+    manifest, chunks = found.manifest(folder), list(found.chunks(folder))
+    name, facts = manifest.get("namespace"), manifest.get("facts", {})
+    stored_s = [now - chunk.stored_ns / 1e9 for chunk in chunks]
+    used_s = [now - chunk.used_ns / 1e9 for chunk in chunks]
+    within = {label: sum(each <= age_s for each in used_s) for label, age_s in AGES}
+    figures = {
+        "folder": folder,
+        "namespace": name,
+        "facts": facts,
+        "chunks": len(chunks),
+        "allocated_bytes": sum(chunk.allocated_bytes for chunk in chunks),
+        "oldest_s": max(stored_s, default=None),
+        "newest_s": min(stored_s, default=None),
+        "last_used_s": min(used_s, default=None),
+        "used_within": within,
     }
-
-
-def _holding(each: dict[str, Any]) -> Holding:
-    name = each["namespace"]
+    ages = ["0 chunks"]
+    if chunks:
+        ages = [
+            f"stored {duration(max(stored_s))} to {duration(min(stored_s))} ago",
+            f"used within {', '.join(f'{label}: {count}' for label, count in within.items())}",
+        ]
     # A digest of facts is shown by its folder, which damaged facts and older versions leave alone.
     is_name = isinstance(name, str) and name != "" and not is_digest(name)
     return Holding(
-        name if is_name else each["folder"],
+        str(name) if is_name else folder,
         # A namespace that was opened by its name has no facts behind it.
-        each["facts"] or ({"namespace": name} if name else {}),
-        each["chunks"],
-        each["allocated_bytes"],
-        used_s=each["last_used_s"],
-        figures=each,
-        details=[f"folder {each['folder']}", *_ages(each)],
+        facts or ({"namespace": name} if name else {}),
+        len(chunks),
+        figures["allocated_bytes"],
+        used_s=figures["last_used_s"],
+        figures=figures,
+        details=[f"folder {folder}", *ages],
     )
 
 
-def _ages(each: dict[str, Any]) -> list[str]:
-    if not each["chunks"]:
-        return ["0 chunks"]
-    within = ", ".join(f"{label}: {count}" for label, count in each["used_within"].items())
-    oldest, newest = (duration(each[field]) for field in ("oldest_s", "newest_s"))
-    return [f"stored {oldest} to {newest} ago", f"used within {within}"]
+# ---- gc ------------------------------------------------------------------------------------------
 
 
-def collect(found: DiskInspector, wanted: Garbage) -> dict[str, Any]:
+def collect(found: DiskInspector, wanted: Garbage) -> Collected:
     """Remove the chunks that the limits name, damaged files, and leftovers of dead processes."""
     namespace, age_s, limit, dry_run = wanted
     folder = None if namespace is None else _folder(found, namespace)
@@ -182,54 +158,45 @@ def collect(found: DiskInspector, wanted: Garbage) -> dict[str, Any]:
         found.require_write()
     chunks = sorted(found.chunks(folder), key=lambda chunk: chunk.used_ns)
     everything = folder is not None and limit is None and age_s is None
-    removal = _Removal(dry_run)
-    for chunk in _going(chunks, limit=limit, age_s=age_s, everything=everything):
-        removal.take("chunk", chunk.path, chunk.allocated_bytes, partial(found.remove, chunk))
-    for path in found.quarantined():
-        size = found.allocated_bytes(path)
-        removal.take("damaged", path, size, partial(found.remove_quarantined, path))
-    for each in found.leftovers():
-        size = each.allocated_bytes
-        removal.take("leftover", each.path, size, partial(found.remove_leftover, each))
+    old = _going(chunks, limit=limit, age_s=age_s, everything=everything)
+    garbage: list[tuple[str, ChunkFile | Waste, Callable[[Any], int]]] = [
+        *(("chunk", chunk, found.remove) for chunk in old),
+        *(("damaged", file, found.remove_quarantined) for file in found.quarantined()),
+        *(("leftover", inner, found.remove_leftover) for inner in found.leftovers()),
+    ]
+    going, failed, freed = [], [], Counter[str]()
+    for kind, each, remove in garbage:
+        try:
+            freed[kind] += each.allocated_bytes if dry_run else remove(each)
+            going.append({"kind": kind, "path": each.path, "bytes": each.allocated_bytes})
+        except OSError as error:
+            failed.append({"path": each.path, "why": error.strerror or str(error)})
     if everything and folder is not None and not dry_run:
         found.remove_namespace_folder(folder)
-    removed = removal.counts["chunk"]
-    left = sum(chunk.allocated_bytes for chunk in chunks) - removal.bytes["chunk"]
-    return {
+    number = Counter(str(each["kind"]) for each in going)
+    kept = len(chunks) - number["chunk"]
+    kept_bytes = sum(chunk.allocated_bytes for chunk in chunks) - freed["chunk"]
+    figures = {
         "root": found.root,
         "dry_run": dry_run,
-        "removed": removed,
-        "quarantined": removal.counts["damaged"],
-        "leftovers": removal.counts["leftover"],
-        "freed_bytes": removal.bytes.total(),
-        "kept": len(chunks) - removed,
-        "kept_bytes": left,
-        "going": removal.going if dry_run else [],
-        "undeletable": len(removal.undeletable),
-        "not_removed": removal.undeletable,
+        "removed": number["chunk"],
+        "quarantined": number["damaged"],
+        "leftovers": number["leftover"],
+        "freed_bytes": freed.total(),
+        "kept": kept,
+        "kept_bytes": kept_bytes,
+        "going": going if dry_run else [],
+        "undeletable": len(failed),
+        "not_removed": failed,
     }
-
-
-class _Removal:
-    """The things removed, counted alike in a dry run."""
-
-    def __init__(self, dry_run: bool) -> None:
-        self._dry_run = dry_run
-        self.counts: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
-        self.going: list[dict[str, Any]] = []
-        self.undeletable: list[dict[str, str]] = []
-
-    def take(self, kind: str, path: str, allocated_bytes: int, remove: Callable[[], int]) -> None:
-        """Remove a thing, or record it; ``remove`` returns the bytes freed or raises OSError."""
-        try:
-            freed = allocated_bytes if self._dry_run else remove()
-        except OSError as error:
-            self.undeletable.append({"path": path, "why": error.strerror or str(error)})
-            return
-        self.counts[kind] += 1
-        self.bytes[kind] += freed
-        self.going.append({"kind": kind, "path": path, "bytes": allocated_bytes})
+    summary = (
+        f"{counted(number['chunk'], 'chunk')}, {number['damaged']} damaged files set aside, "
+        f"{number['leftover']} leftovers of dead processes: {human_bytes(freed.total())}; "
+        f"{kept} chunks stay, {human_bytes(kept_bytes)}"
+    )
+    shown = [f"{kind} {human_bytes(each.allocated_bytes)} {each.path}" for kind, each, _ in garbage]
+    failures = [f"{each['path']} ({each['why']})" for each in failed]
+    return Collected(summary, figures, shown if dry_run else [], failures)
 
 
 def _folder(found: DiskInspector, wanted: str) -> str:
@@ -253,6 +220,9 @@ def _going(
             yield chunk
 
 
+# ---- verify --------------------------------------------------------------------------------------
+
+
 def verify(
     found: DiskInspector,
     *,
@@ -262,8 +232,9 @@ def verify(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Check every chunk, or a part; with ``repair`` remove the damaged ones."""
-    everything = list(found.chunks())
-    chunks = everything
+    if repair:
+        found.require_write()
+    chunks = everything = list(found.chunks())
     if share is not None and everything:
         chunks = random.sample(everything, max(1, round(len(everything) * share)))
     buffer = memoryview(mmap.mmap(-1, _PIECE_BYTES))
@@ -296,9 +267,9 @@ def verify(
         "bytes_per_second": read_bytes / seconds if seconds else 0.0,
         "reasons": dict(Counter(each["reason"] for each in damaged)),
         "damaged": damaged,
-        "ledger_fault": found.ledger_fault(),
-        "limits_fault": found.limits_fault(),
-        "strays": found.strays(),
+        "ledger_fault": found.ledger()[1],
+        "limits_fault": found.limits()[1],
+        "strays": list(found.strays()),
         "leftovers": [each._asdict() for each in found.leftovers()],
     }
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvoffload.backends.admin import Finding
+from kvoffload.backends.admin import Finding, Verdict
 from kvoffload.backends.base import Backend
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.disk import limits as disk_limits
@@ -41,13 +41,8 @@ _SLOW_BYTES_PER_S = 200e6
 _TAKEOVER_S = 3.0
 """Longer than a process takes to notice that the evicting process has ended."""
 ENGINE_SETTINGS = (
-    "io",
-    "durability",
-    "read_threads",
-    "write_threads",
-    "stall_s",
-    "trust_parent_folders",
-)
+    "io", "durability", "read_threads", "write_threads", "stall_s", "trust_parent_folders",
+)  # fmt: skip
 """Settings of an engine that the measured store uses as well."""
 _SHARED = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "fuse")
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -85,8 +80,6 @@ async def diagnose(root: str, settings: Mapping[str, Any]) -> list[Finding]:
 
 
 def _open(root: str, settings: Mapping[str, Any]) -> _Examined:
-    if "root" in settings:
-        raise ConfigError("root", settings["root"], "the folder is given already")
     options = convert({**settings, "root": root}, DiskOptions)
     vfs, root = Vfs(), os.path.abspath(os.path.expanduser(options.root))
     used = check_fresh_or_root(vfs, root)
@@ -171,7 +164,7 @@ def _shown(limits: Limits) -> str:
 def _ledger(examined: _Examined) -> Finding:
     if examined.inspector is None:
         return Finding("ledger", "ok", "none yet")
-    fault = examined.inspector.ledger_fault()
+    _, fault = examined.inspector.ledger()
     if fault is None:
         return Finding("ledger", "ok", "in order")
     remedy = "an engine counts all files and corrects it; until then it stores nothing"
@@ -181,7 +174,7 @@ def _ledger(examined: _Examined) -> Finding:
 def _used_bytes(inspector: DiskInspector | None) -> int:
     if inspector is None:
         return 0
-    booked = inspector.booked_bytes()
+    booked, _ = inspector.ledger()
     return sum(c.allocated_bytes for c in inspector.chunks()) if booked is None else booked
 
 
@@ -194,34 +187,32 @@ def _space(examined: _Examined, limits: Limits | None) -> tuple[Finding, int]:
         return Finding("space", "ok", detail + "unknown"), free
     detail += human_bytes(limits.capacity_bytes)
     room, spare = free + used - limits.min_free_bytes, free - limits.min_free_bytes
+    verdict: Verdict = "ok"
+    remedy = ""
     if room <= 0:
-        remedy = "make space: other files have taken all but min_free"
-        return Finding("space", "failed", detail, remedy), spare
-    if used > limits.capacity_bytes:
+        verdict, remedy = "failed", "make space: other files have taken all but min_free"
+    elif used > limits.capacity_bytes:
         leaving = human_bytes(limits.evicted_bytes(used))
+        verdict = "warning"
         remedy = f"raise capacity: an engine opened with this one evicts {leaving}"
-        return Finding("space", "warning", detail, remedy), spare
-    if room < limits.capacity_bytes:
-        remedy = f"lower capacity to {human_bytes(room)}, or make space"
-        return Finding("space", "warning", detail, remedy), spare
-    return Finding("space", "ok", detail), spare
+    elif room < limits.capacity_bytes:
+        verdict, remedy = "warning", f"lower capacity to {human_bytes(room)}, or make space"
+    return Finding("space", verdict, detail, remedy), spare
 
 
 def _sharing(examined: _Examined) -> Finding:
     inspector = examined.inspector
     count = 0 if inspector is None else inspector.processes()
     detail = "1 process has it open" if count == 1 else f"{count} processes have it open"
-    if inspector is None or not count:
+    if inspector is None:
         return Finding("sharing", "ok", detail)
     until = time.monotonic() + _TAKEOVER_S
-    while (
-        not (owned := inspector.has_owner()) and inspector.processes() and time.monotonic() < until
-    ):
+    while not inspector.has_owner() and inspector.processes():
+        if time.monotonic() > until:
+            remedy = "see whether a stopped process still holds .owner"
+            return Finding("sharing", "warning", f"{detail}, but none may evict", remedy)
         time.sleep(0.1)  # the evicting process may just have ended
-    if owned or not inspector.processes():
-        return Finding("sharing", "ok", detail)
-    remedy = "see whether a stopped process still holds .owner"
-    return Finding("sharing", "warning", f"{detail}, but none may evict", remedy)
+    return Finding("sharing", "ok", detail)
 
 
 async def _measured(examined: _Examined) -> list[Finding]:

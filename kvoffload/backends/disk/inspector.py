@@ -4,36 +4,33 @@ Any number of engines may run meanwhile. The inspector checks each file again ri
 touches it, and releases the bytes of removed files from the shared quota.
 """
 
-import contextlib
 import fcntl
 import json
 import os
+import shutil
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import xxhash
 
 from kvoffload.backends.disk import limits as disk_limits
-from kvoffload.backends.disk import strays
+from kvoffload.backends.disk import paths
 from kvoffload.backends.disk.chunk_file import PAGE, reason_of, strangeness
-from kvoffload.backends.disk.locks import count_alive, open_locked
-from kvoffload.backends.disk.paths import (
-    LEDGER,
-    MANIFEST,
-    OWNER,
-    QUARANTINE,
-    is_namespace,
-    key_of,
-    shard_of,
-)
+from kvoffload.backends.disk.limits import Limits
+from kvoffload.backends.disk.locks import clean_folder, count_alive, is_dead, open_locked
+from kvoffload.backends.disk.paths import LEDGER, QUARANTINE, SCRATCH, WRITERS, key_of, shard_of
 from kvoffload.backends.disk.quota import Quota, recorded_bytes
 from kvoffload.backends.disk.root_checks import check_root, denied
-from kvoffload.backends.disk.strays import Leftover
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.backends.disk.walker import names_in, remove_namespace, walk
+from kvoffload.backends.disk.walker import ignore, names_in, remove_namespace, walk
 from kvoffload.backends.header import Header, parse_header
 
 _MANIFEST_BYTES = 1 << 20
+_IN_ROOT = {paths.BOUNDS, LEDGER, paths.OWNER, QUARANTINE, WRITERS, "lost+found"}
+_IN_NAMESPACE = {paths.MANIFEST, paths.SNAPSHOT, *paths.SHARDS}
+_SCRATCH_S = 600
+"""Longer than any run of ``kvoffload doctor``: the process of an older folder died."""
 
 
 class ChunkFile(NamedTuple):
@@ -47,6 +44,13 @@ class ChunkFile(NamedTuple):
     stored_ns: int
     used_ns: int
     inode: int
+
+
+class Waste(NamedTuple):
+    """A damaged file, or the folder of a dead process."""
+
+    path: str
+    allocated_bytes: int
 
 
 class DiskInspector:
@@ -65,14 +69,16 @@ class DiskInspector:
         """Folders that :meth:`chunks` could not list, and why."""
         check_root(self.vfs, self.root)
 
+    # ---- what is there ---------------------------------------------------------------------
+
     def namespaces(self) -> list[str]:
         """Return the folder names of all namespaces."""
-        return sorted(filter(is_namespace, self.vfs.listdir(self.root)))
+        return sorted(filter(paths.is_namespace, self.vfs.listdir(self.root)))
 
     def manifest(self, namespace: str) -> dict[str, Any]:
         """Return the facts behind a namespace; empty if none were written."""
         try:
-            path = f"{self.root}/{namespace}/{MANIFEST}"
+            path = f"{self.root}/{namespace}/{paths.MANIFEST}"
             found = json.loads(self.vfs.read_file(path, _MANIFEST_BYTES))
         except (OSError, ValueError, RecursionError):
             return {}
@@ -98,10 +104,50 @@ class DiskInspector:
         self._refuse_foreign(path, error)
         self.unreadable.append((path, reason_of(error)))
 
-    def quarantined(self) -> list[str]:
-        """Return the paths of damaged files in the quarantine."""
+    def quarantined(self) -> list[Waste]:
+        """Return the damaged files in the quarantine."""
         folder = f"{self.root}/{QUARANTINE}"
-        return [f"{folder}/{name}" for name in names_in(self.vfs, folder)]
+        files = (f"{folder}/{name}" for name in names_in(self.vfs, folder))
+        return [Waste(file, self._allocated(file)) for file in files]
+
+    def leftovers(self) -> list[Waste]:
+        """Return the folders of dead writers, and of killed runs of ``kvoffload doctor``."""
+        writers = f"{self.root}/{WRITERS}"
+        folders = [f"{writers}/{name}" for name in names_in(self.vfs, writers)]
+        left = [folder for folder in folders if is_dead(self.vfs, folder)]
+        inner = (f"{self.root}/{n}" for n in names_in(self.vfs, self.root) if n.startswith(SCRATCH))
+        left += filter(self._is_old, inner)
+        return [Waste(folder, self._allocated_below(folder)) for folder in left]
+
+    def _is_old(self, path: str) -> bool:
+        try:
+            return time.time() - self.vfs.lstat(path).st_mtime > _SCRATCH_S
+        except OSError:
+            return False
+
+    def _allocated_below(self, folder: str) -> int:
+        files = (f"{where}/{file}" for where, _, names in os.walk(folder) for file in names)
+        return sum(map(self._allocated, files))
+
+    def _allocated(self, path: str) -> int:
+        try:
+            return self.vfs.lstat(path).st_blocks * 512
+        except OSError:
+            return 0
+
+    def strays(self) -> Iterator[str]:
+        """Yield the paths of foreign files under the root; skips folders that cannot be listed."""
+        for name in names_in(self.vfs, self.root):
+            path = f"{self.root}/{name}"
+            if paths.is_namespace(name):
+                inner = names_in(self.vfs, path)
+                yield from (f"{path}/{each}" for each in inner if each not in _IN_NAMESPACE)
+                for shard, files in walk(self.vfs, path, ignore):
+                    yield from sorted(f"{shard}/{n}" for n, _ in files if key_of(n) is None)
+            elif name not in _IN_ROOT and not name.startswith(SCRATCH):
+                yield path
+
+    # ---- who uses it, and how much ---------------------------------------------------------
 
     def processes(self) -> int:
         """Return how many backends have this root open."""
@@ -110,47 +156,30 @@ class DiskInspector:
     def has_owner(self) -> bool:
         """Return whether one of them evicts."""
         try:
-            fd = open_locked(self.vfs, f"{self.root}/{OWNER}", os.O_RDONLY, fcntl.LOCK_SH)
+            fd = open_locked(self.vfs, f"{self.root}/{paths.OWNER}", os.O_RDONLY, fcntl.LOCK_SH)
         except OSError as error:
             return isinstance(error, BlockingIOError)
         self.vfs.close_quietly(fd)
         return False
 
-    def booked_bytes(self) -> int | None:
-        """Return the allocated bytes by the shared quota; None: see :meth:`ledger_fault`."""
-        with contextlib.suppress(OSError):
-            return recorded_bytes(self.vfs, f"{self.root}/{LEDGER}")
-        return None
-
-    def ledger_fault(self) -> str | None:
-        """Return what is wrong with the quota's file; None if it is in order."""
+    def ledger(self) -> tuple[int | None, str | None]:
+        """Return the allocated bytes by the shared quota, or what is wrong with its file."""
         try:
             figure = recorded_bytes(self.vfs, f"{self.root}/{LEDGER}")
         except FileNotFoundError:
-            return "missing"
+            return None, "missing"
         except OSError as error:
-            return f"unreadable ({error.strerror})"
-        return "damaged" if figure is None else None
+            return None, f"unreadable ({error.strerror})"
+        return figure, "damaged" if figure is None else None
 
-    def capacity_bytes(self) -> int | None:
-        """Return the recorded capacity; None if there is none, or see :meth:`limits_fault`."""
-        with contextlib.suppress(ValueError):
-            limits = disk_limits.read(self.vfs, self.root)
-            return None if limits is None else limits.capacity_bytes
-        return None
-
-    def limits_fault(self) -> str | None:
-        """Return why the recorded limits cannot be used; None if they can, or there are none."""
+    def limits(self) -> tuple[Limits | None, str | None]:
+        """Return the recorded limits if there are any, or why they cannot be used."""
         try:
-            disk_limits.read(self.vfs, self.root)
+            return disk_limits.read(self.vfs, self.root), None
         except ValueError as error:
-            return str(error)
-        return None
+            return None, str(error)
 
-    def _refuse_foreign(self, path: str, error: OSError) -> None:
-        """Raise ConfigError if the error means: run this as another user."""
-        if isinstance(error, PermissionError) and (refusal := denied(self.vfs, path)) is not None:
-            raise refusal from error
+    # ---- one chunk -------------------------------------------------------------------------
 
     def verify(self, chunk: ChunkFile, buffer: memoryview) -> tuple[str | None, int]:
         """Read a chunk in pieces of ``buffer``; return what is wrong with it, and bytes read."""
@@ -167,12 +196,11 @@ class DiskInspector:
             self.vfs.close_quietly(fd)
 
     def _open(self, path: str) -> int:
-        flags = os.O_RDONLY | os.O_NONBLOCK
         try:
-            return self.vfs.open(path, flags | getattr(os, "O_NOATIME", 0))
+            return self.vfs.open(path, os.O_RDONLY | getattr(os, "O_NOATIME", 0))
         except PermissionError:
             # Only the owner may read without a change of the access time.
-            return self.vfs.open(path, flags)
+            return self.vfs.open(path, os.O_RDONLY)
 
     def _verify(self, fd: int, chunk: ChunkFile, buffer: memoryview) -> tuple[str | None, int]:
         facts = self.vfs.fstat(fd)
@@ -197,6 +225,8 @@ class DiskInspector:
             return "corrupt_short", read
         return (None if digest.digest() == header.checksum else "corrupt_payload"), read
 
+    # ---- removal: each method returns the bytes freed, and raises OSError ------------------
+
     def require_write(self) -> None:
         """Refuse before anything is removed if nothing can be.
 
@@ -206,50 +236,42 @@ class DiskInspector:
         if not os.access(self.root, os.W_OK, effective_ids=True):
             self._refuse_foreign(self.root, PermissionError())
 
+    def _refuse_foreign(self, path: str, error: OSError) -> None:
+        """Raise ConfigError if the error means: run this as another user."""
+        if isinstance(error, PermissionError) and (refusal := denied(self.vfs, path)) is not None:
+            raise refusal from error
+
     def remove(self, chunk: ChunkFile) -> int:
-        """Remove a chunk unless it was replaced; return the bytes freed; raises OSError."""
+        """Remove a chunk unless it was replaced."""
         try:
-            if self.vfs.lstat(chunk.path).st_ino != chunk.inode:
-                return 0
-            self.vfs.unlink(chunk.path)
+            is_same = self.vfs.lstat(chunk.path).st_ino == chunk.inode
         except FileNotFoundError:
             return 0
-        self._release(chunk.allocated_bytes)
-        return chunk.allocated_bytes
+        return self._unlink(chunk.path, chunk.allocated_bytes) if is_same else 0
 
-    def leftovers(self) -> list[Leftover]:
-        """Return the folders that dead processes left."""
-        return strays.leftovers(self.vfs, self.root)
+    def remove_quarantined(self, damaged: Waste) -> int:
+        """Remove a damaged file."""
+        return self._unlink(*damaged)
 
-    def remove_leftover(self, leftover: Leftover) -> int:
-        """Remove a leftover; return the bytes freed; raises OSError."""
-        self._release(strays.remove_leftover(self.vfs, leftover.path))
-        return leftover.allocated_bytes
-
-    def strays(self) -> list[str]:
-        """Return the paths of foreign files under the root."""
-        return list(strays.strays(self.vfs, self.root))
-
-    def remove_quarantined(self, path: str) -> int:
-        """Remove a damaged file; return the bytes freed; raises OSError, also for a folder."""
-        allocated = self.allocated_bytes(path)
-        with contextlib.suppress(FileNotFoundError):
-            self.vfs.unlink(path)
-            self._release(allocated)
-        return allocated
-
-    def allocated_bytes(self, path: str) -> int:
-        """Return the bytes that one file takes up; 0 if it is gone."""
+    def _unlink(self, path: str, allocated_bytes: int) -> int:
         try:
-            return self.vfs.lstat(path).st_blocks * 512
-        except OSError:
+            self.vfs.unlink(path)
+        except FileNotFoundError:
             return 0
+        self._release(allocated_bytes)
+        return allocated_bytes
+
+    def remove_leftover(self, leftover: Waste) -> int:
+        """Remove a folder of a dead process."""
+        if os.path.basename(leftover.path).startswith(SCRATCH):
+            shutil.rmtree(leftover.path)
+        else:
+            self._release(clean_folder(self.vfs, leftover.path))
+        return leftover.allocated_bytes
 
     def remove_namespace_folder(self, namespace: str) -> bool:
         """Remove a namespace folder without chunks, unless a process has the root open."""
-        if self.processes():
-            return False
-        return remove_namespace(self.vfs, f"{self.root}/{namespace}")
+        return not self.processes() and remove_namespace(self.vfs, f"{self.root}/{namespace}")
 
     def _release(self, allocated_bytes: int) -> None:
         """Release the bytes of removed files; a root without a quota file gets none."""

@@ -11,7 +11,7 @@ import pytest
 from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, until, write
 
 from kvoffload.backends.disk import housekeeper as disk_housekeeper
-from kvoffload.backends.disk.admin import namespaces, overview, verify
+from kvoffload.backends.disk.admin import holdings, overview, verify
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.disk.scanner import Scanner
@@ -311,4 +311,4 @@ def test_what_cannot_be_looked_at_does_not_end_inspect_and_is_no_success_for_ver
     )
     found = DiskInspector(str(tmp_path), read_only)
     assert overview(found)["ledger_bytes"] is None
-    assert namespaces(found)[0]["chunks"] == 3
+    assert holdings(found)[0].chunks == 3

@@ -38,7 +38,7 @@ def test_a_chunk_that_was_replaced_since_it_was_listed_is_not_removed(tmp_path):
     shutil.copy(two.path, tmp_path / "copy")
     os.replace(tmp_path / "copy", two.path)
     assert [inspector.remove(chunk) for chunk in (one, two, three)] == [0, 0, ON_DISK]
-    assert inspector.booked_bytes() == 2 * ON_DISK
+    assert inspector.ledger() == (2 * ON_DISK, None)
     assert [chunk.key for chunk in inspector.chunks()] == [two.key]
 
 
@@ -72,25 +72,28 @@ def test_a_namespace_is_not_removed_from_outside_while_an_engine_has_the_root_op
 
 def test_the_inspector_reads_the_limits_of_a_root(tmp_path):
     inspector = inspected(tmp_path)
-    assert (inspector.capacity_bytes(), inspector.limits_fault()) == (64 << 20, None)
+    limits, fault = inspector.limits()
+    assert (limits.capacity_bytes, fault) == (64 << 20, None)
     path = tmp_path / ".bounds.json"
     path.write_text("[]")
-    assert inspector.capacity_bytes() is None
-    assert inspector.limits_fault()
+    limits, fault = inspector.limits()
+    assert limits is None
+    assert fault
     path.unlink()
-    assert (inspector.capacity_bytes(), inspector.limits_fault()) == (None, None)
+    assert inspector.limits() == (None, None)
 
 
 def test_the_inspector_reads_the_quota_file_of_a_root(tmp_path):
     inspector = inspected(tmp_path)
-    assert (inspector.booked_bytes(), inspector.ledger_fault()) == (3 * ON_DISK, None)
+    assert inspector.ledger() == (3 * ON_DISK, None)
     (tmp_path / LEDGER).write_bytes(b"damage" * 10)
-    assert (inspector.booked_bytes(), inspector.ledger_fault()) == (None, "damaged")
+    assert inspector.ledger() == (None, "damaged")
     (tmp_path / LEDGER).unlink()
-    assert (inspector.booked_bytes(), inspector.ledger_fault()) == (None, "missing")
+    assert inspector.ledger() == (None, "missing")
     (tmp_path / LEDGER).symlink_to("/etc/passwd")
-    assert inspector.booked_bytes() is None
-    assert inspector.ledger_fault().startswith("unreadable (")
+    figure, fault = inspector.ledger()
+    assert figure is None
+    assert fault.startswith("unreadable (")
 
 
 def test_an_empty_folder_is_no_root(tmp_path):
