@@ -19,7 +19,7 @@ class Throttle:
         self._silent_until = 0.0
         self._left_out = 0
 
-    def warning(self, text: str, *values: object) -> None:
+    def warning(self, text: str, *values: object, traceback: bool = False) -> None:
         """Log this line, or count it for the next one."""
         with self._lock:
             now = time.monotonic()
@@ -30,4 +30,4 @@ class Throttle:
             left_out, self._left_out = self._left_out, 0
         if left_out:
             text, values = text + " (%d more like it before)", (*values, left_out)
-        self._log.warning(text, *values)
+        self._log.warning(text, *values, exc_info=traceback)

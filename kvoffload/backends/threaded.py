@@ -18,6 +18,7 @@ Subclass :class:`ThreadedBackend`, and define ``get``, ``put`` and ``has`` of on
 """
 
 import asyncio
+import contextlib
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -41,10 +42,13 @@ class InlineBackend(Observable, ABC):
 
     Suits functions that take less than 0.1 ms; the loop gets its turn after each chunk. The
     functions may raise: the chunk is then a miss, counted as ``read_failed`` or ``write_failed``.
+
+    Args:
+        name: of the store, for the log; by default that of the class.
     """
 
-    def __init__(self) -> None:
-        self._name = type(self).__name__
+    def __init__(self, *, name: str = "") -> None:
+        self._name = name or type(self).__name__
         self._closed = False
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
@@ -142,7 +146,8 @@ class InlineBackend(Observable, ABC):
                 return work(i)
             except Exception as error:
                 self.count(f"{kind}_failed")
-                self._failures.warning("%s: a %s failed: %r", self._name, kind, error)
+                text = "%s: a %s failed: %r"
+                self._failures.warning(text, self._name, kind, error, traceback=True)
                 return failed
 
         answers = [failed] * items
@@ -171,14 +176,22 @@ class ThreadedBackend(InlineBackend):
         store_threads: chunks stored or deleted at once. 0: the threads above do this as well, so
             with ``threads=1`` no two functions run at the same time.
         stall_s: seconds after which a thread counts as hung.
+        name: of the store, for the log; by default that of the class.
     """
 
-    def __init__(self, *, threads: int = 4, store_threads: int = 2, stall_s: float = 5.0) -> None:
-        super().__init__()
+    def __init__(
+        self, *, threads: int = 4, store_threads: int = 2, stall_s: float = 5.0, name: str = ""
+    ) -> None:
+        super().__init__(name=name)
         self._stall_s = stall_s
-        loads = self._pool("load", threads, "read")
-        stores = self._pool("store", store_threads, "write") if store_threads else loads
-        self._pools = {"read": loads, "write": stores}
+        self._pools: dict[Kind, BlockingPool] = {}
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._close_pools)
+            loads = self._pools["read"] = self._pool("load", threads, "read")
+            self._pools["write"] = (
+                self._pool("store", store_threads, "write") if store_threads else loads
+            )
+            undo.pop_all()
 
     async def read_each(
         self,
@@ -192,15 +205,19 @@ class ThreadedBackend(InlineBackend):
         await self._pools[kind].fill(answers, work)
 
     async def _shut_down(self) -> None:
-        ended = await run_once(lambda: [pool.close() for pool in set(self._pools.values())])
-        if all(ended):
+        if await run_once(self._close_pools):
             await run_once(self.release)
         else:  # a thread still uses what release() would take away
             log.warning("%s: a thread hangs; the store is left open", self._name)
 
+    def _close_pools(self) -> bool:
+        """Close the pools; return whether all threads ended."""
+        ended = [pool.close() for pool in set(self._pools.values())]
+        return all(ended)
+
     def _pool(self, use: str, threads: int, kind: Kind) -> BlockingPool:
-        on_stall = partial(self._gave_up, kind)
-        return BlockingPool(f"kvoffload-{self._name}-{use}", threads, self._stall_s, on_stall)
+        on_stall, name = partial(self._gave_up, kind), f"kvoffload-{type(self).__name__}-{use}"
+        return BlockingPool(name, threads, self._stall_s, on_stall)
 
     def _gave_up(self, kind: Kind, items: int, first: bool) -> None:
         """Count the items refused because every thread hangs; log the first of a stall."""

@@ -13,23 +13,23 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from kvoffload.backends.admin import Admin, Finding
-from kvoffload.backends.base import Answers, ReadResult, Removal, Usage, check_lengths
-from kvoffload.backends.blocking_pool import BlockingPool, run_once
+from kvoffload.backends.base import ReadResult, Removal, Usage
+from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.disk.admin import DiskAdmin
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
 from kvoffload.backends.disk.doctor import ENGINE_SETTINGS, diagnose
 from kvoffload.backends.disk.housekeeper import Housekeeper
-from kvoffload.backends.disk.index import Name, name_of
+from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.options import DiskOptions
 from kvoffload.backends.disk.paths import MANIFEST
 from kvoffload.backends.disk.scanner import purge
 from kvoffload.backends.disk.store import DiskStore, is_key
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import MAX_KEY_BYTES, namespace_digest
+from kvoffload.backends.threaded import ThreadedBackend
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
 
@@ -42,7 +42,7 @@ _READERS = 4
 _MANIFEST_BYTES = 1 << 20
 
 
-class DiskBackend(Admin):
+class DiskBackend(ThreadedBackend, Admin):
     """Chunks as files under a root that several processes may share."""
 
     Options = DiskOptions
@@ -61,10 +61,13 @@ class DiskBackend(Admin):
             self._store = DiskStore(vfs, options, namespace)
             undo.callback(self._store.root.close)
             self.io_mode, self.io_reason = self._store.io_mode, self._store.io_reason
-            self._readers = self._pool("load", self._read_threads(), "read")
-            undo.callback(self._readers.close)
-            self._writers = self._pool("store", options.write_threads, "write")
-            undo.callback(self._writers.close)
+            super().__init__(
+                threads=self._read_threads(),
+                store_threads=options.write_threads,
+                stall_s=options.stall_s,
+                name=f"disk {self._store.path}",
+            )
+            undo.callback(self._close_pools)
             self._housekeeper = Housekeeper(self._store)
             undo.pop_all()
         self._closed = False
@@ -79,61 +82,73 @@ class DiskBackend(Admin):
         """Answer only misses in a forked child: it has neither the threads nor the locks."""
         self._closed = True
 
-    # ---- Backend ---------------------------------------------------------------------------
+    # ---- one chunk, on a worker thread -----------------------------------------------------
+
+    def has(self, key: bytes) -> bool:
+        return self._store.exists(key)
+
+    def get(self, key: bytes, into: memoryview) -> ReadResult:
+        return self._store.load(key, into)
+
+    def put(self, key: bytes, chunk: memoryview) -> bool:
+        return self._store.store(key, chunk)
+
+    def delete(self, key: bytes) -> None:
+        if is_key(key):
+            self._store.discard(name_of(0, key), "removed")
+
+    def release(self) -> None:
+        """Save a snapshot and close the root."""
+        if self._housekeeper.close(self.options.stall_s):
+            self._store.root.close()
+        else:
+            # Any further call could be stuck as well; the locks end with the process.
+            log.warning("disk: %s is stuck, left as it is", self._store.path)
+
+    # ---- batches ---------------------------------------------------------------------------
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Answer from the index, and from the folder for keys it does not know."""
         if self._refuses("read", len(keys)):
             return [False] * len(keys)
         answers = [self.holds(key) for key in keys]
-        unknown = [i for i, known in enumerate(answers) if not known]
-        if unknown:
-            there = [False] * len(unknown)
-            await self._readers.fill(there, lambda i: self._store.exists(keys[unknown[i]]))
+        if unknown := [i for i, known in enumerate(answers) if not known]:
+            there = await super().contains([keys[i] for i in unknown])
             for i, exists in zip(unknown, there, strict=True):
                 answers[i] = exists
         return answers
 
-    async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[ReadResult]:
-        return await self.read_each(keys, into, lambda i: None)
-
-    async def read_each(
+    async def _read(
         self,
         keys: Sequence[bytes],
         into: Sequence[memoryview],
         arrived: Callable[[int], None],
-    ) -> list[ReadResult]:
-        """Fill slots from files, several at once, and report each verified chunk."""
-        check_lengths(keys, into)
+    ) -> list[bool | ReadResult]:
         if self._refuses("read", len(keys)):
             return [ReadResult.UNAVAILABLE] * len(keys)
+        loaded = []
 
-        def load(i: int) -> ReadResult:
-            good = self._store.load(keys[i], into[i])
-            if good:
-                arrived(i)
-            return good
+        def note(i: int) -> None:
+            loaded.append(i)
+            arrived(i)
 
-        answers = [ReadResult.UNAVAILABLE] * len(keys)
         try:
-            await self._readers.fill(answers, load)
+            return await super()._read(keys, into, note)
         finally:  # also for a load that its deadline cut off
-            self._store.used(_head_last(keys, answers))
-        return answers
+            # The head of a prefix becomes the most recent.
+            self._store.used([name_of(0, keys[i]) for i in sorted(loaded, reverse=True)])
 
     async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
         """Write chunks, each whole or not at all; the first write names the namespace on disk."""
-        check_lengths(keys, chunks)
         if self._refuses("write", len(keys)):
             return [False] * len(keys)
         for key in keys:
             if not is_key(key):
                 raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
-        answers = [False] * len(keys)
         try:
-            await self._writers.fill(answers, lambda i: self._store.store(keys[i], chunks[i]))
+            answers = await super().write(keys, chunks)
         finally:
-            self._store.index.reorder(_head_last(keys, answers))
+            self._store.index.reorder([name_of(0, key) for key in reversed(keys)])
             self._housekeeper.wake()
         if self._facts is None:
             # Opened without facts: the manifest tells the name alone. A dead disk delays no store.
@@ -145,23 +160,14 @@ class DiskBackend(Admin):
         return answers
 
     async def remove(self, keys: Sequence[bytes]) -> None:
-        if self._refuses("write", len(keys)):
-            return
+        if not self._refuses("write", len(keys)):
+            await super().remove(keys)
 
-        def discard(i: int) -> bool:
-            return is_key(keys[i]) and self._store.discard(name_of(0, keys[i]), "removed")
-
-        await self._writers.fill([False] * len(keys), discard)
-
-    async def close(self) -> None:
-        """Wait for running calls, save a snapshot, close the root."""
-        if self._closed:
-            return
-        self._closed = True
+    async def _shut_down(self) -> None:
         self._stopping.set()
         if self._unfinished:
             await asyncio.wait(self._unfinished, timeout=self.options.stall_s)
-        await run_once(self._shut_down)
+        await super()._shut_down()
 
     # ---- optional protocols ----------------------------------------------------------------
 
@@ -193,6 +199,9 @@ class DiskBackend(Admin):
         """Return the bytes allocated under the root and the chunks known."""
         root = self._store.root
         return Usage(root.quota.resident_bytes, root.limits.capacity_bytes, len(self._store.index))
+
+    def count(self, reason: str, number: int = 1) -> None:
+        self._store.count(reason, number)
 
     def counters(self) -> Mapping[str, int]:
         """Return counts by reason; ``docs/reference/counters.md`` explains each."""
@@ -270,42 +279,12 @@ class DiskBackend(Admin):
     def _refuses(self, kind: str, items: int) -> bool:
         """Return whether to answer False to all: closed, or other users may change the root."""
         if not self._closed and self._store.root.refusal is not None:
-            self._store.count(f"{kind}_unsafe", items)
+            self.count(f"{kind}_unsafe", items)
             return True
         return self._closed
-
-    def _gave_up(self, kind: str, items: int, first: bool) -> None:
-        """Count items that a pool refused because all its threads are stuck."""
-        self._store.count(f"{kind}_stalled", items)
-        if first:
-            log.warning(
-                "disk %s: every thread has waited longer than %s s for a %s; "
-                "all of them are refused until one comes back",
-                self._store.path,
-                self.options.stall_s,
-                kind,
-            )
-
-    def _pool(self, name: str, threads: int, kind: str) -> BlockingPool:
-        gave_up = partial(self._gave_up, kind)
-        return BlockingPool(f"kvoffload-disk-{name}", threads, self.options.stall_s, gave_up)
 
     def _read_threads(self) -> int:
         if self.options.read_threads is None and self.io_mode == "buffered":
             # A load from the page cache is a copy: threads beyond the cores only contend.
             return min(_READERS, os.cpu_count() or 1)
         return self.options.read_threads or _READERS
-
-    def _shut_down(self) -> None:
-        ended = [pool.close() for pool in (self._readers, self._writers)]
-        if all(ended) and self._housekeeper.close(self.options.stall_s):
-            self._store.root.close()
-        else:
-            # Any further call could be stuck as well; the locks end with the process.
-            log.warning("disk: %s is stuck, left as it is", self._store.path)
-
-
-def _head_last(keys: Sequence[bytes], answers: Answers) -> list[Name]:
-    """Return the successful names in reverse: the head of a prefix becomes the most recent."""
-    names = [name_of(0, key) for key, good in zip(keys, answers, strict=True) if good]
-    return names[::-1]

@@ -151,19 +151,14 @@ class DiskStore:
     # ---- one chunk: load and store ---------------------------------------------------------
 
     def load(self, key: bytes, target: memoryview) -> ReadResult:
-        """Fill a slot, verified; never raises."""
+        """Fill a slot, verified."""
         if not is_key(key):
             return ReadResult.MISSING
         name = name_of(0, key)
-        try:
-            if self.uses.expires and not self.is_fresh(name):
-                return self._missed(name, "missing", None)
-            reason, facts = self.files.read(self.path_of(name), key, self._digest, target)
-            return ReadResult.HIT if reason is None else self._missed(name, reason, facts)
-        except Exception:
-            self.count("read_failed")
-            log.exception("disk: cannot read %s", self.path_of(name))
-            return ReadResult.UNAVAILABLE
+        if self.uses.expires and not self.is_fresh(name):
+            return self._missed(name, "missing", None)
+        reason, facts = self.files.read(self.path_of(name), key, self._digest, target)
+        return ReadResult.HIT if reason is None else self._missed(name, reason, facts)
 
     def _missed(self, name: Name, reason: str, facts: os.stat_result | None) -> ReadResult:
         """Count a failed load; drop or quarantine the chunk."""
@@ -179,15 +174,7 @@ class DiskStore:
         return ReadResult.of(reason)
 
     def store(self, key: bytes, chunk: memoryview) -> bool:
-        """Store a chunk, whole or not at all; never raises."""
-        try:
-            return self._store(key, chunk)
-        except Exception:
-            self.count("write_failed")
-            log.exception("disk: cannot store %s", self.path_of(name_of(0, key)))
-            return False
-
-    def _store(self, key: bytes, chunk: memoryview) -> bool:
+        """Store a chunk, whole or not at all."""
         name, repairs = name_of(0, key), self.root.repairs
         if name in self.index and self.exists(key):
             if self.uses.expires:
@@ -212,7 +199,7 @@ class DiskStore:
         self._cancel(reserved, temporary)
         self.space.write_failed(reason)
         if reason == "missing" and (self.root.repair() or self.root.repairs != repairs):
-            return self._store(key, chunk)  # its folder was removed, and exists again
+            return self.store(key, chunk)  # its folder was removed, and exists again
         return False
 
     def _cancel(self, reserved: int, temporary: str | None) -> None:

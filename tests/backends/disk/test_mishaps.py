@@ -56,7 +56,7 @@ async def test_what_a_dead_device_refuses_is_counted_and_said_once(
         stuck.append(True)
         first = asyncio.ensure_future(work())
         try:
-            pool = backend._readers if call == "preadv" else backend._writers
+            pool = backend._pools["read" if call == "preadv" else "write"]
             assert await until(pool.stalled)
             for _ in range(2):
                 assert await asyncio.wait_for(work(), 10) == [False] * 6
@@ -188,7 +188,7 @@ def open_files():
 
 
 @pytest.mark.parametrize(
-    "part", ["kvoffload-disk-load_1", "kvoffload-disk-store_0", "kvoffload-disk"]
+    "part", ["kvoffload-DiskBackend-load_1", "kvoffload-DiskBackend-store_0", "kvoffload-disk"]
 )
 def test_an_open_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, part):
     real = threading.Thread.start

@@ -318,7 +318,7 @@ def check_swarm(root, kills, pause_s):
         counted, there = counted_and_there()
     assert counted == there
     assert not backend.counters().get("corrupt")
-    backend._shut_down()
+    asyncio.run(backend.close())
 
 
 def test_four_processes_and_random_kills(ram_path):
