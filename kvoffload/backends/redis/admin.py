@@ -7,7 +7,7 @@ dead server for about a minute.
 import contextlib
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from kvoffload.backends.admin import Aged, Holding, ServerTotal
+from kvoffload.backends.admin import Admin, Aged, Holding, ServerTotal
 from kvoffload.backends.base import Usage
 from kvoffload.backends.redis.channel import Address
 from kvoffload.backends.redis.discovery import masters
@@ -73,42 +73,108 @@ async def client_of(address: Address, access: Access) -> AsyncIterator[Redis]:
         await client.aclose()
 
 
-async def survey(access: Access) -> list[Holding]:
-    """Count chunks and bytes by namespace; see :class:`~kvoffload.backends.admin.Admin`."""
-    chunks: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-    facts: dict[str, dict[str, str]] = {}
-    latest_ms: dict[str, float] = {}
-    for address in await masters(access):
-        async with client_of(address, access) as client:
-            async for found in _scan(client, f"{PREFIX}:*"):
-                names = [name for name in found if is_ours(name)]
-                pipe = client.pipeline(transaction=False)
-                for name in names:
-                    (pipe.get if is_info(name) else pipe.strlen)(name)
-                values = await pipe.execute(raise_on_error=False)
-                for name, value in zip(names, values, strict=True):
-                    if _is_foreign(value):
-                        continue
-                    if isinstance(value, RedisError):
-                        raise value
-                    namespace = namespace_of(name)
-                    if is_info(name):
-                        facts[namespace] = _read_facts(value)
-                    else:
-                        chunks[namespace] += 1
-                        sizes[namespace] += value
-                chunk_names = [name for name in names if not is_info(name)]
-                left_ms = await _expiries(client, chunk_names)
-                for name, each_ms in zip(chunk_names, left_ms, strict=True):
-                    namespace = namespace_of(name)
-                    latest_ms[namespace] = max(latest_ms.get(namespace, 0), each_ms)
-    holdings = []
-    for each in sorted(chunks.keys() | facts.keys()):
-        last_ms = latest_ms.get(each, math.inf)
-        expires_s = None if last_ms == math.inf else last_ms / 1000
-        holdings.append(Holding(each, facts.get(each, {}), chunks[each], sizes[each], expires_s))
-    return holdings
+class RedisAdmin(Admin):
+    """What operators do with all servers of a URL."""
+
+    _access: Access
+
+    async def survey(self) -> list[Holding]:
+        chunks: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
+        facts: dict[str, dict[str, str]] = {}
+        latest_ms: dict[str, float] = {}
+
+        async def add(client: Redis, names: list[bytes]) -> None:
+            described = [name for name in names if is_info(name)]
+            for name, text in zip(described, await _of_each(client, "GET", described), strict=True):
+                if text is not None:
+                    facts[namespace_of(name)] = _read_facts(text)
+            stored = [name for name in names if not is_info(name)]
+            for name, size, left_ms in zip(
+                stored,
+                await _of_each(client, "STRLEN", stored),
+                await _expiries(client, stored),
+                strict=True,
+            ):
+                namespace = namespace_of(name)
+                latest_ms[namespace] = max(latest_ms.get(namespace, 0), left_ms)
+                if size is not None:
+                    chunks[namespace] += 1
+                    sizes[namespace] += size
+
+        await self._scan(f"{PREFIX}:*", add)
+        holdings = []
+        for each in sorted(chunks.keys() | facts.keys()):
+            last_ms = latest_ms.get(each, math.inf)
+            expires_s = None if last_ms == math.inf else last_ms / 1000
+            holdings.append(
+                Holding(each, facts.get(each, {}), chunks[each], sizes[each], expires_s)
+            )
+        return holdings
+
+    async def totals(self) -> list[ServerTotal]:
+        found = []
+        for address in await masters(self._access):
+            async with client_of(address, self._access) as client:
+                with contextlib.suppress(ResponseError):  # the user has no right to INFO
+                    info: dict[str, Any] = await client.info("memory")
+                    used_bytes, limit_bytes = (
+                        count_of(str(info.get(name, ""))) for name in ("used_memory", "maxmemory")
+                    )
+                    found.append(ServerTotal(str(address), used_bytes, limit_bytes or None))
+        return found
+
+    async def purge(self, namespaces: Sequence[str]) -> int:
+        removed = Counter[str]()
+
+        async def remove(client: Redis, names: list[bytes]) -> None:
+            removed["values"] += sum(await _of_each(client, "UNLINK", names))
+
+        for namespace in namespaces:
+            await self._scan(f"{namespace_prefix(namespace)}*", remove, only_ours=False)
+        return removed["values"]
+
+    async def purge_unused(self, age_s: float, namespace: str | None, *, dry_run: bool) -> Aged:
+        """Remove chunks by age: each use sets their time to live to ``ttl_s``."""
+        ttl_s = self._access.options.ttl_s
+        if age_s >= ttl_s:
+            remedy = f"a chunk expires after ttl_s, {ttl_s:g} s, without use; if the engines"
+            raise ConfigError("older-than", f"{age_s:g} s", f"{remedy} have another: -o ttl_s=...")
+        total = Counter[str]()
+
+        async def remove_old(client: Redis, names: list[bytes]) -> None:
+            stored = [name for name in names if not is_info(name)]
+            left_ms = dict(zip(stored, await _of_each(client, "PTTL", stored), strict=True))
+            total["undated"] += sum(
+                each == _NO_EXPIRY or each > ttl_s * 1000 for each in left_ms.values()
+            )
+            old = [name for name in stored if 0 <= left_ms[name] <= (ttl_s - age_s) * 1000]
+            sizes = await _of_each(client, "STRLEN", old)
+            removed = sizes if dry_run else await _of_each(client, "UNLINK", old)
+            gone = [size or 0 for size, each in zip(sizes, removed, strict=True) if each]
+            total["chunks"] += len(gone)
+            total["bytes"] += sum(gone)
+
+        front = f"{PREFIX}:" if namespace is None else namespace_prefix(namespace)
+        await self._scan(f"{front}*", remove_old)
+        return Aged(total["chunks"], total["bytes"], total["undated"])
+
+    async def _scan(
+        self,
+        pattern: str,
+        work: Callable[[Redis, list[bytes]], Awaitable[None]],
+        *,
+        only_ours: bool = True,
+    ) -> None:
+        """Call ``work`` with the names on every server that fit a pattern, some at a time."""
+        for address in await masters(self._access):
+            async with client_of(address, self._access) as client:
+                cursor = None
+                while cursor != 0:
+                    cursor, found = await client.scan(cursor or 0, match=pattern, count=_STEP)
+                    names = dict.fromkeys(name for name in found if isinstance(name, bytes))
+                    if wanted := [name for name in names if is_ours(name) or not only_ours]:
+                        await work(client, wanted)
 
 
 async def _expiries(client: Redis, names: Sequence[bytes]) -> list[float]:
@@ -120,71 +186,8 @@ async def _expiries(client: Redis, names: Sequence[bytes]) -> list[float]:
     return [math.inf if each == _NO_EXPIRY else each for each in left_ms]
 
 
-async def totals(access: Access) -> list[ServerTotal]:
-    """Return how full the servers are; see :class:`~kvoffload.backends.admin.Admin`."""
-    found = []
-    for address in await masters(access):
-        async with client_of(address, access) as client:
-            with contextlib.suppress(ResponseError):  # the user has no right to INFO
-                info: dict[str, Any] = await client.info("memory")
-                used_bytes, limit_bytes = (
-                    count_of(str(info.get(name, ""))) for name in ("used_memory", "maxmemory")
-                )
-                found.append(ServerTotal(str(address), used_bytes, limit_bytes or None))
-    return found
-
-
-async def purge(access: Access, namespaces: Sequence[str]) -> int:
-    """Remove every value of these namespaces; return their number."""
-    removed = 0
-    for address in await masters(access):
-        async with client_of(address, access) as client:
-            for namespace in namespaces:
-                async for names in _scan(client, f"{namespace_prefix(namespace)}*"):
-                    pipe = client.pipeline(transaction=False)
-                    for name in names:
-                        pipe.unlink(name)
-                    removed += sum(await pipe.execute())
-    return removed
-
-
-async def purge_unused(
-    access: Access, age_s: float, namespace: str | None, *, dry_run: bool
-) -> Aged:
-    """Remove chunks by age; see :class:`~kvoffload.backends.admin.Admin`.
-
-    Each store and load sets a chunk's time to live to ``ttl_s``; the elapsed part is its age.
-    """
-    ttl_s = access.options.ttl_s
-    if age_s >= ttl_s:
-        remedy = f"a chunk expires after ttl_s, {ttl_s:g} s, without use; if the engines"
-        raise ConfigError("older-than", f"{age_s:g} s", f"{remedy} have another: -o ttl_s=...")
-    total = Counter[str]()
-    front = f"{PREFIX}:" if namespace is None else namespace_prefix(namespace)
-    for address in await masters(access):
-        async with client_of(address, access) as client:
-            async for found in _scan(client, f"{front}*"):
-                names = [name for name in found if is_ours(name) and not is_info(name)]
-                left_ms = await _of_each(client, "PTTL", names)
-                total["undated"] += sum(
-                    each == _NO_EXPIRY or each > ttl_s * 1000 for each in left_ms
-                )
-                oldest_ms = (ttl_s - age_s) * 1000
-                old = [
-                    name
-                    for name, each in zip(names, left_ms, strict=True)
-                    if 0 <= each <= oldest_ms
-                ]
-                sizes = await _of_each(client, "STRLEN", old)
-                removed = sizes if dry_run else await _of_each(client, "UNLINK", old)
-                gone = [size for size, each in zip(sizes, removed, strict=True) if each]
-                total["chunks"] += len(gone)
-                total["bytes"] += sum(gone)
-    return Aged(total["chunks"], total["bytes"], total["undated"])
-
-
-async def _of_each(client: Redis, command: str, names: Sequence[bytes]) -> list[int]:
-    """Send the same command for each name; 0 for a name that holds no string."""
+async def _of_each(client: Redis, command: str, names: Sequence[bytes]) -> list[Any]:
+    """Send the same command for each name; None for a name that holds no string."""
     pipe = client.pipeline(transaction=False)
     for name in names:
         pipe.execute_command(command, name)
@@ -192,17 +195,7 @@ async def _of_each(client: Redis, command: str, names: Sequence[bytes]) -> list[
     for answer in answers:
         if isinstance(answer, RedisError) and not _is_foreign(answer):
             raise answer
-    return [0 if _is_foreign(answer) else int(answer) for answer in answers]
-
-
-async def _scan(client: Redis, pattern: str) -> AsyncIterator[list[bytes]]:
-    cursor = 0
-    while True:
-        cursor, found = await client.scan(cursor, match=pattern, count=_STEP)
-        if names := list(dict.fromkeys(name for name in found if isinstance(name, bytes))):
-            yield names
-        if not cursor:
-            return
+    return [None if _is_foreign(answer) else answer for answer in answers]
 
 
 def _is_foreign(value: object) -> bool:

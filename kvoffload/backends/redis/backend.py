@@ -18,15 +18,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from kvoffload.backends.admin import Admin, Aged, Finding, Holding, ServerTotal
+from kvoffload.backends.admin import Finding
 from kvoffload.backends.base import Observable, ReadResult, Usage, check_lengths
 from kvoffload.backends.header import MAX_KEY_BYTES, namespace_digest
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.presence import PresenceCache
-from kvoffload.backends.redis import admin as redis_admin
-from kvoffload.backends.redis import doctor as redis_doctor
+from kvoffload.backends.redis.admin import RedisAdmin, usage_of
 from kvoffload.backends.redis.chunk_io import ChunkIO, Sealer, TransferBatch
 from kvoffload.backends.redis.connection import RedisRequest
+from kvoffload.backends.redis.doctor import diagnose
 from kvoffload.backends.redis.namespace_info import NamespaceInfo, namespace_prefix
 from kvoffload.backends.redis.node import Node
 from kvoffload.backends.redis.options import Access, RedisOptions, redacted, value_key
@@ -38,7 +38,7 @@ _MAX_SUSPECTS = 4
 """Damaged values checked again at the same time, each in memory of its own."""
 
 
-class RedisBackend(Observable, Admin):
+class RedisBackend(RedisAdmin, Observable):
     """The backend. One instance belongs to one event loop.
 
     Args:
@@ -176,7 +176,7 @@ class RedisBackend(Observable, Admin):
     def usage(self) -> Usage:
         """Return the servers' totals from the last handshake, for all their data."""
         infos = [node.server for node in self._nodes()]
-        return redis_admin.usage_of(infos, self._access.target.db)
+        return usage_of(infos, self._access.target.db)
 
     def counters(self) -> Mapping[str, int]:
         """Return the counters that docs/reference/counters.md explains."""
@@ -194,20 +194,8 @@ class RedisBackend(Observable, Admin):
 
     # For operators.
 
-    async def survey(self) -> list[Holding]:
-        return await redis_admin.survey(self._access)
-
-    async def totals(self) -> list[ServerTotal]:
-        return await redis_admin.totals(self._access)
-
-    async def purge(self, namespaces: Sequence[str]) -> int:
-        return await redis_admin.purge(self._access, namespaces)
-
-    async def purge_unused(self, age_s: float, namespace: str | None, *, dry_run: bool) -> Aged:
-        return await redis_admin.purge_unused(self._access, age_s, namespace, dry_run=dry_run)
-
     async def diagnose(self) -> list[Finding]:
-        return await redis_doctor.diagnose(self._access, self)
+        return await diagnose(self._access, self)
 
     # On the loop's thread.
 
