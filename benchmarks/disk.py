@@ -26,7 +26,13 @@ from kvoffload.backends.disk import chunk_file as disk_io
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.paths import SHARDS, SNAPSHOT
-from kvoffload.backends.header import check_chunk, check_header, namespace_digest, pack_header
+from kvoffload.backends.header import (
+    check_chunk,
+    mismatch,
+    namespace_digest,
+    pack_header,
+    parse_header,
+)
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import keys_of
 
@@ -192,7 +198,7 @@ class _Transfers:
 def _check_header_alone(
     header: memoryview, target: memoryview, key: bytes, namespace: bytes
 ) -> str | None:
-    return check_header(header, key, namespace, target.nbytes)
+    return mismatch(parse_header(header), key, namespace, target.nbytes)
 
 
 def _lmcache(case: _Transfers) -> Callable[[], None] | None:

@@ -33,7 +33,7 @@ _SEAL = struct.Struct("<Q")
 
 
 class Header(NamedTuple):
-    """A valid header; :func:`check_header` compares it with the one wanted."""
+    """A valid header; :func:`mismatch` compares it with the one wanted."""
 
     header_bytes: int
     checksum_kind: int
@@ -73,16 +73,9 @@ def pack_header(
     if not 0 < len(key) <= MAX_KEY_BYTES:
         raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
     size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+    digest = checksum(payload)
     fields = _FIELDS.pack(
-        MAGIC,
-        VERSION,
-        header_bytes,
-        XXH3_128,
-        len(key),
-        size,
-        checksum(payload),
-        namespace,
-        key,
+        MAGIC, VERSION, header_bytes, XXH3_128, len(key), size, digest, namespace, key
     )
     body = fields.ljust(header_bytes - _SEAL.size, b"\0")
     return body + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
@@ -113,29 +106,25 @@ def parse_header(buffer: Buffer) -> Header | str:
     return Header(size, kind, key[:key_bytes], payload_bytes, digest, namespace)
 
 
-def check_header(buffer: Buffer, key: bytes, namespace: bytes, payload_bytes: int) -> str | None:
-    """Return why this header is not that of the chunk wanted, or None.
-
-    Reasons: those of :func:`parse_header`, ``namespace``, ``key``, ``length``, ``kind`` (a checksum
-    this version does not know).
-    """
-    return _mismatch(parse_header(buffer), key, namespace, payload_bytes)
-
-
 def check_chunk(header: Buffer, payload: Buffer, key: bytes, namespace: bytes) -> str | None:
     """Return why header and payload are not exactly the chunk wanted, or None.
 
-    Reasons: those of :func:`check_header`, and ``payload`` (its checksum is wrong).
+    Reasons: those of :func:`mismatch`, and ``payload`` (its checksum is wrong).
     """
     size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
     found = parse_header(header)
-    reason = _mismatch(found, key, namespace, size)
+    reason = mismatch(found, key, namespace, size)
     if reason is None and isinstance(found, Header) and checksum(payload) != found.checksum:
         return "payload"
     return reason
 
 
-def _mismatch(found: Header | str, key: bytes, namespace: bytes, payload_bytes: int) -> str | None:
+def mismatch(found: Header | str, key: bytes, namespace: bytes, payload_bytes: int) -> str | None:
+    """Return why a parsed header is not that of the chunk wanted, or None.
+
+    Reasons: those of :func:`parse_header`, ``namespace``, ``key``, ``length``, ``kind`` (a checksum
+    this version does not know).
+    """
     if isinstance(found, str):
         return found
     if found.checksum_kind != XXH3_128:

@@ -16,12 +16,16 @@ NAMESPACE = fmt.namespace_digest("v1-test")
 PAYLOAD = payload_of(KEY, 8192)
 
 
+def mismatch(header, key, namespace, payload_bytes):
+    return fmt.mismatch(fmt.parse_header(header), key, namespace, payload_bytes)
+
+
 @pytest.mark.parametrize("size", [fmt.COMPACT_BYTES, fmt.ALIGNED_BYTES])
 def test_what_was_packed_is_accepted(size):
     header = fmt.pack_header(KEY, NAMESPACE, PAYLOAD, header_bytes=size)
     assert len(header) == size
     assert fmt.check_chunk(header, PAYLOAD, KEY, NAMESPACE) is None
-    assert fmt.check_header(header, KEY, NAMESPACE, len(PAYLOAD)) is None
+    assert mismatch(header, KEY, NAMESPACE, len(PAYLOAD)) is None
     found = fmt.parse_header(header)
     assert isinstance(found, fmt.Header)
     assert (found.key, found.payload_bytes, found.namespace) == (KEY, 8192, NAMESPACE)
@@ -32,9 +36,9 @@ def test_every_flipped_bit_of_the_header_is_noticed(size):
     header = bytearray(fmt.pack_header(KEY, NAMESPACE, PAYLOAD, header_bytes=size))
     for bit in range(size * 8):
         header[bit // 8] ^= 1 << bit % 8
-        assert fmt.check_header(header, KEY, NAMESPACE, len(PAYLOAD)) is not None, bit
+        assert mismatch(header, KEY, NAMESPACE, len(PAYLOAD)) is not None, bit
         header[bit // 8] ^= 1 << bit % 8
-    assert fmt.check_header(header, KEY, NAMESPACE, len(PAYLOAD)) is None
+    assert mismatch(header, KEY, NAMESPACE, len(PAYLOAD)) is None
 
 
 def test_a_hundred_thousand_changed_payloads_are_noticed():
@@ -60,13 +64,13 @@ def test_a_hundred_thousand_changed_payloads_are_noticed():
 def test_reasons_name_what_differs():
     header = fmt.pack_header(KEY, NAMESPACE, PAYLOAD)
     other = fmt.namespace_digest("v1-other")
-    assert fmt.check_header(header, KEY[::-1], NAMESPACE, 8192) == "key"
-    assert fmt.check_header(header, KEY, other, 8192) == "namespace"
-    assert fmt.check_header(header, KEY, NAMESPACE, 8191) == "length"
-    assert fmt.check_header(header[:100], KEY, NAMESPACE, 8192) == "short"
-    assert fmt.check_header(b"", KEY, NAMESPACE, 8192) == "short"
-    assert fmt.check_header(bytes(256), KEY, NAMESPACE, 8192) == "magic"
-    assert fmt.check_header(b"\x80\x04" + bytes(300), KEY, NAMESPACE, 8192) == "magic"
+    assert mismatch(header, KEY[::-1], NAMESPACE, 8192) == "key"
+    assert mismatch(header, KEY, other, 8192) == "namespace"
+    assert mismatch(header, KEY, NAMESPACE, 8191) == "length"
+    assert mismatch(header[:100], KEY, NAMESPACE, 8192) == "short"
+    assert mismatch(b"", KEY, NAMESPACE, 8192) == "short"
+    assert mismatch(bytes(256), KEY, NAMESPACE, 8192) == "magic"
+    assert mismatch(b"\x80\x04" + bytes(300), KEY, NAMESPACE, 8192) == "magic"
 
 
 def test_headers_of_other_versions_and_kinds_are_refused_even_if_sealed():
@@ -74,14 +78,14 @@ def test_headers_of_other_versions_and_kinds_are_refused_even_if_sealed():
         body = bytearray(fmt.pack_header(KEY, NAMESPACE, PAYLOAD)[:-8])
         struct.pack_into("<H", body, offset, value)
         sealed = bytes(body) + struct.pack("<Q", fmt.xxhash.xxh3_64_intdigest(bytes(body)))
-        assert fmt.check_header(sealed, KEY, NAMESPACE, 8192) == reason
+        assert mismatch(sealed, KEY, NAMESPACE, 8192) == reason
 
 
 def test_an_absurd_declared_length_is_a_mismatch_and_nothing_is_allocated():
     body = bytearray(fmt.pack_header(KEY, NAMESPACE, PAYLOAD)[:-8])
     struct.pack_into("<Q", body, 16, 2**63)
     sealed = bytes(body) + struct.pack("<Q", fmt.xxhash.xxh3_64_intdigest(bytes(body)))
-    assert fmt.check_header(sealed, KEY, NAMESPACE, 8192) == "length"
+    assert mismatch(sealed, KEY, NAMESPACE, 8192) == "length"
 
 
 @pytest.mark.parametrize("key", [b"", bytes(fmt.MAX_KEY_BYTES + 1)])
