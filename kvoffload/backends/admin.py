@@ -7,12 +7,21 @@ A store that can be examined without opening it, as a folder can, says so by a c
 ``admin``: a callable that takes the options as they were given, and returns an :class:`Admin`.
 """
 
+import mmap
+import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+from kvoffload.backends.base import Backend
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
 
+MEASURED_BYTES = 2 << 20
+"""Size of a chunk with which ``doctor`` measures."""
+SLOW_BYTES_PER_S = 200e6
+"""Recomputation may be faster than a slower store."""
+MEASURED_CHUNKS = 16
 LEAST_DIGITS = 8
 """Least length of the beginning of a namespace's name that ``gc`` accepts."""
 _DIGEST_DIGITS = 32
@@ -47,15 +56,6 @@ class Overview(NamedTuple):
     """For people: a title and its text, one pair a line."""
     times: Literal["expires in", "last used"] = "expires in"
     """Which time of a :class:`Holding` the table shows."""
-
-
-class ServerTotal(NamedTuple):
-    """How full one server is, with all its data."""
-
-    server: str
-    used_bytes: int
-    limit_bytes: int | None
-    """None: it has no limit of its own."""
 
 
 class Aged(NamedTuple):
@@ -133,19 +133,9 @@ class Admin(Protocol):
         """Return the chunks of every namespace; for ``inspect``."""
         raise _missing(self, "inspect")
 
-    async def totals(self) -> list[ServerTotal]:
-        """Return how full each server is; a server that does not tell is left out."""
-        return []
-
     async def overview(self, held: Sequence[Holding]) -> Overview:
-        """Return the state of the store, which holds ``held``; by default :meth:`totals`."""
-        totals = await self.totals()
-        lines = []
-        for each in totals:
-            limit = "no limit" if each.limit_bytes is None else human_bytes(each.limit_bytes)
-            used = human_bytes(each.used_bytes)
-            lines.append((each.server, f"{used} used by all data, limit: {limit}"))
-        return Overview({"servers": [each._asdict() for each in totals]}, lines)
+        """Return the state of the store, which holds ``held``; for ``inspect``."""
+        return Overview({"servers": []})
 
     async def purge(self, namespaces: Sequence[str]) -> int:
         """Remove all chunks and facts of these namespaces; return how many values were removed."""
@@ -272,6 +262,29 @@ def named(wanted: str, names: Iterable[str]) -> str:
     else:
         problem = "there is no such namespace here; inspect lists them"
     raise ConfigError("namespace", wanted, problem)
+
+
+async def measure(backend: Backend) -> list[tuple[int, float]]:
+    """Measure stores and loads of some chunks, and remove them.
+
+    Returns:
+        For the stores and for the loads: how many failed, and the bytes a second.
+    """
+    keys = [secrets.token_bytes(36) for _ in range(MEASURED_CHUNKS)]
+    # Each chunk in pages of its own, as direct I/O needs it.
+    slots = [memoryview(mmap.mmap(-1, MEASURED_BYTES)) for _ in keys]
+    slots[0][:] = secrets.token_bytes(MEASURED_BYTES)
+    measured = []
+    try:
+        await backend.contains(keys)  # connects
+        for call in (backend.write, backend.read):
+            began = time.perf_counter()
+            good = sum(map(bool, await call(keys, slots)))
+            seconds = time.perf_counter() - began
+            measured.append((len(keys) - good, good * MEASURED_BYTES / seconds))
+        return measured
+    finally:
+        await backend.remove(keys)
 
 
 def _missing(store: object, command: str) -> ConfigError:

@@ -7,7 +7,9 @@ import pytest
 from disk_commands import SIZE, answered, kvoffload, open_disk
 
 from kvoffload import open_backend
+from kvoffload.backends.disk.admin import DiskAdmin
 from kvoffload.backends.disk.paths import BOUNDS, LEDGER, SCRATCH
+from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import filled, keys_of
 
 
@@ -168,17 +170,18 @@ def test_the_rights_of_a_root_and_of_the_folders_above_it_are_looked_at(root):
     assert f"chmod g-w {namespace}" in found["rights"]["detail"]
 
 
-async def test_an_engine_examines_its_own_folder_without_evicting(tmp_path):
+async def test_a_folder_of_an_engine_is_examined_without_evicting(tmp_path):
     backend = open_disk(tmp_path / "kv", "llama")
     await backend.write(keys_of(4), filled(keys_of(4), SIZE))
-    found = {finding.check: finding for finding in await backend.diagnose()}
+    admin = DiskAdmin({"root": str(tmp_path / "kv")})
+    found = {finding.check: finding for finding in await admin.diagnose()}
     assert found["limits"].detail.startswith("capacity 64.0 MiB")
     assert found["throughput"].verdict != "failed"
     assert backend.usage().chunks == 4
     assert not [name for name in os.listdir(tmp_path / "kv") if name.startswith(SCRATCH)]
     shutil.rmtree(tmp_path / "kv")
-    (finding,) = await backend.diagnose()
-    assert finding.verdict == "failed"
+    with pytest.raises(ConfigError, match="does not exist"):
+        await admin.diagnose()
     await backend.close()
 
 

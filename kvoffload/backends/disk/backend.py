@@ -15,12 +15,11 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from kvoffload.backends.admin import Admin, Finding
+from kvoffload.backends.admin import Admin
 from kvoffload.backends.base import ReadResult, Removal, Usage
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.disk.admin import DiskAdmin
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
-from kvoffload.backends.disk.doctor import ENGINE_SETTINGS, diagnose
 from kvoffload.backends.disk.housekeeper import Housekeeper
 from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.options import DiskOptions
@@ -204,7 +203,6 @@ class DiskBackend(ThreadedBackend, Admin):
         self._store.count(reason, number)
 
     def counters(self) -> Mapping[str, int]:
-        """Return counts by reason; ``docs/reference/counters.md`` explains each."""
         return self._store.counters()
 
     async def describe(self, facts: Mapping[str, str]) -> None:
@@ -223,19 +221,10 @@ class DiskBackend(ThreadedBackend, Admin):
         folders = [namespace_digest(namespace).hex() for namespace in namespaces]
         return await self._finish(run_once(purge, self._store, folders, self._stopping))
 
-    async def diagnose(self) -> list[Finding]:
-        settings = {name: getattr(self.options, name) for name in ENGINE_SETTINGS}
-        try:
-            return await diagnose(self.place, settings)
-        except ConfigError as error:
-            remedy = "see what changed the folder under this engine"
-            return [Finding("root", "failed", str(error), remedy)]
-
     # ---- for tests and tools ---------------------------------------------------------------
 
     @property
     def writer_folder(self) -> str:
-        """Folder of this backend's temporary files."""
         return self._store.root.writer.folder
 
     def wait_ready(self, timeout_s: float) -> bool:
@@ -249,7 +238,6 @@ class DiskBackend(ThreadedBackend, Admin):
         return await asyncio.shield(self._begin(work))
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":
-        """Begin work that close() waits for."""
         task = asyncio.ensure_future(work)
         self._unfinished.add(task)
         task.add_done_callback(self._unfinished.discard)

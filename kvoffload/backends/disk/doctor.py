@@ -5,7 +5,6 @@ in a sub-folder that it removes afterwards.
 """
 
 import contextlib
-import mmap
 import os
 import secrets
 import shutil
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvoffload.backends.admin import Finding, Verdict
+from kvoffload.backends.admin import SLOW_BYTES_PER_S, Finding, Verdict, measure
 from kvoffload.backends.base import Backend
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.disk import limits as disk_limits
@@ -34,13 +33,11 @@ from kvoffload.config import convert, human_bytes
 from kvoffload.errors import ConfigError
 from kvoffload.registry import open_backend
 
-_CHUNKS, _CHUNK_BYTES = 16, 2 << 20
 _SCRATCH_BYTES = 64 << 20
 """Twice the stored bytes, so that the measurement evicts nothing."""
-_SLOW_BYTES_PER_S = 200e6
 _TAKEOVER_S = 3.0
 """Longer than a process takes to notice that the evicting process has ended."""
-ENGINE_SETTINGS = (
+_ENGINE_SETTINGS = (
     "io", "durability", "read_threads", "write_threads", "stall_s", "trust_parent_folders",
 )  # fmt: skip
 """Settings of an engine that the measured store uses as well."""
@@ -61,11 +58,7 @@ class _Examined(NamedTuple):
 
 
 async def diagnose(root: str, settings: Mapping[str, Any]) -> list[Finding]:
-    """Examine a folder, for an engine with these settings.
-
-    Raises:
-        ConfigError: a setting is wrong, or no engine would use the folder.
-    """
+    """Examine a folder for an engine with these settings; ConfigError: none would use it."""
     examined = await run_once(_open, root, settings)
     finding, limits = _limits(examined)
     findings = [_medium(examined.root), await run_once(_rights, examined), finding]
@@ -218,7 +211,7 @@ def _sharing(examined: _Examined) -> Finding:
 async def _measured(examined: _Examined) -> list[Finding]:
     """Measure I/O mode and speed of a store in a sub-folder."""
     scratch = f"{examined.root}/{SCRATCH}{os.getpid()}-{secrets.token_hex(4)}"
-    settings = {name: examined.given[name] for name in ENGINE_SETTINGS if name in examined.given}
+    settings = {name: examined.given[name] for name in _ENGINE_SETTINGS if name in examined.given}
     settings |= {"root": scratch, "capacity": _SCRATCH_BYTES, "min_free": 0}
     try:
         backend = await run_once(open_backend, "disk", settings, "kvoffload-doctor")
@@ -239,20 +232,11 @@ async def _measured(examined: _Examined) -> list[Finding]:
 
 
 async def _throughput(backend: Backend) -> Finding:
-    """Measure stores and loads of some chunks."""
-    keys = [secrets.token_bytes(36) for _ in range(_CHUNKS)]
-    memory = memoryview(mmap.mmap(-1, _CHUNK_BYTES * _CHUNKS))
-    memory[:_CHUNK_BYTES] = secrets.token_bytes(_CHUNK_BYTES)
-    slots = [memory[i * _CHUNK_BYTES : (i + 1) * _CHUNK_BYTES] for i in range(_CHUNKS)]
-    rates = []
-    for call in (backend.write, backend.read):
-        began = time.perf_counter()
-        if not all(await call(keys, slots)):
-            remedy = "see the log for the reason"
-            return Finding("throughput", "failed", "a chunk was refused or missed", remedy)
-        rates.append(_CHUNKS * _CHUNK_BYTES / (time.perf_counter() - began))
-    stored, loaded = (f"{human_bytes(rate)}/s" for rate in rates)
-    slow = min(rates) < _SLOW_BYTES_PER_S
+    (refused, stored_per_s), (missed, loaded_per_s) = await measure(backend)
+    if refused or missed:
+        remedy = "see the log for the reason"
+        return Finding("throughput", "failed", "a chunk was refused or missed", remedy)
+    slow = min(stored_per_s, loaded_per_s) < SLOW_BYTES_PER_S
     remedy = "recomputation may be faster than this device" if slow else ""
-    detail = f"stores {stored}, loads {loaded}, 2 MiB chunks"
-    return Finding("throughput", "warning" if slow else "ok", detail, remedy)
+    rates = f"stores {human_bytes(stored_per_s)}/s, loads {human_bytes(loaded_per_s)}/s"
+    return Finding("throughput", "warning" if slow else "ok", f"{rates}, 2 MiB chunks", remedy)

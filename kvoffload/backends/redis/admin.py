@@ -16,7 +16,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from kvoffload.backends.admin import Admin, Aged, Holding, ServerTotal
+from kvoffload.backends.admin import Admin, Aged, Holding, Overview
 from kvoffload.backends.base import Usage
 from kvoffload.backends.redis.channel import Address
 from kvoffload.backends.redis.discovery import masters
@@ -28,6 +28,7 @@ from kvoffload.backends.redis.namespace_info import (
     namespace_prefix,
 )
 from kvoffload.backends.redis.options import Access
+from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
 
 _STEP = 500
@@ -112,17 +113,19 @@ class RedisAdmin(Admin):
             )
         return holdings
 
-    async def totals(self) -> list[ServerTotal]:
-        found = []
+    async def overview(self, held: Sequence[Holding]) -> Overview:
+        """Return how full each server is; leave out one whose INFO the user may not read."""
+        servers, lines = [], []
         for address in await masters(self._access):
             async with client_of(address, self._access) as client:
-                with contextlib.suppress(ResponseError):  # the user has no right to INFO
+                with contextlib.suppress(ResponseError):
                     info: dict[str, Any] = await client.info("memory")
-                    used_bytes, limit_bytes = (
-                        count_of(str(info.get(name, ""))) for name in ("used_memory", "maxmemory")
-                    )
-                    found.append(ServerTotal(str(address), used_bytes, limit_bytes or None))
-        return found
+                    name, used = str(address), count_of(str(info.get("used_memory", "")))
+                    limit = count_of(str(info.get("maxmemory", ""))) or None
+                    servers.append({"server": name, "used_bytes": used, "limit_bytes": limit})
+                    most = "no limit" if limit is None else human_bytes(limit)
+                    lines.append((name, f"{human_bytes(used)} used by all data, limit: {most}"))
+        return Overview({"servers": servers}, lines)
 
     async def purge(self, namespaces: Sequence[str]) -> int:
         removed = Counter[str]()

@@ -19,7 +19,14 @@ from redis.exceptions import (
     RedisError,
 )
 
-from kvoffload.backends.admin import Finding
+from kvoffload.backends.admin import (
+    MEASURED_BYTES,
+    MEASURED_CHUNKS,
+    SLOW_BYTES_PER_S,
+    Finding,
+    Verdict,
+    measure,
+)
 from kvoffload.backends.base import Backend
 from kvoffload.backends.redis.admin import client_of
 from kvoffload.backends.redis.channel import Address
@@ -35,8 +42,6 @@ OLDEST = (6, 2)
 _RIGHTS = "~kvoffload:* +getex +psetex +exists +pexpire +unlink +ping +info"
 """The rights of an engine's user."""
 _PINGS = 50
-_CHUNKS, _CHUNK_BYTES = 16, 2 << 20
-_SLOW_BYTES_PER_S = 200e6
 _DETAIL_CHARS = 1000
 _HIDE_CHARS = 4
 """Shorter passwords stay in texts: hiding them would hide half the message."""
@@ -209,28 +214,19 @@ def _check_info(info: Mapping[str, Any]) -> list[Finding]:
 
 
 async def _throughput(backend: Backend) -> list[Finding]:
-    keys = [os.urandom(36) for _ in range(_CHUNKS)]
-    memory = [memoryview(bytearray(_CHUNK_BYTES)) for _ in keys]
     findings = []
-    try:
-        await backend.contains(keys)  # connects
-        for what, work in (("store", backend.write), ("load", backend.read)):
-            began = time.perf_counter()
-            ok = await work(keys, memory)
-            per_s = ok.count(True) * _CHUNK_BYTES / (time.perf_counter() - began)
-            detail = f"{what}: {human_bytes(per_s)}/s with chunks of {human_bytes(_CHUNK_BYTES)}"
-            if not all(ok):
-                missed = f"{ok.count(False)} of {len(ok)} chunks failed; {detail}"
-                remedy = "full, or slower than timeout_s and min_bandwidth allow"
-                findings.append(Finding("throughput", "failed", missed, remedy))
-            elif per_s < _SLOW_BYTES_PER_S:
-                remedy = "recomputing may be faster; look at the network and the server's load"
-                findings.append(Finding("throughput", "warning", detail, remedy))
-            else:
-                findings.append(Finding("throughput", "ok", detail))
-        return findings
-    finally:
-        await backend.remove(keys)
+    for what, (failed, per_s) in zip(("store", "load"), await measure(backend), strict=True):
+        detail = f"{what}: {human_bytes(per_s)}/s with chunks of {human_bytes(MEASURED_BYTES)}"
+        verdict: Verdict = "ok"
+        remedy = ""
+        if failed:
+            verdict, detail = "failed", f"{failed} of {MEASURED_CHUNKS} chunks failed; {detail}"
+            remedy = "full, or slower than timeout_s and min_bandwidth allow"
+        elif per_s < SLOW_BYTES_PER_S:
+            verdict = "warning"
+            remedy = "recomputing may be faster; look at the network and the server's load"
+        findings.append(Finding("throughput", verdict, detail, remedy))
+    return findings
 
 
 def _is_local(address: Address) -> bool:
@@ -250,7 +246,6 @@ _CODES = {AuthenticationError: "NOAUTH", NoPermissionError: "NOPERM", BusyLoadin
 
 
 def _explain(error: BaseException, access: Access) -> Finding:
-    """Explain by the causes of an error why a server cannot be examined."""
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:
         causes.append(cause)
@@ -302,7 +297,7 @@ def _by_connection(causes: Sequence[BaseException], access: Access) -> tuple[str
     hint = f"; {_TLS_REMEDY}" if tls else ""  # a plain port waits for more bytes of a TLS hello
     general = "check host, port, firewall and that the server runs"
     closed = caused_by(ConnectionResetError) or any("closed" in str(each) for each in causes)
-    for applies, remedy in (
+    rows = (
         (caused_by(socket.gaierror),
          "no such host name is known here: check the spelling, and the resolver"),
         (path and caused_by(FileNotFoundError),
@@ -318,10 +313,9 @@ def _by_connection(causes: Sequence[BaseException], access: Access) -> tuple[str
         (tls, _TLS_REMEDY),
         (closed, "it closes connections: a TLS port, which needs rediss://, or not Redis"),
         (True, general),
-    ):  # fmt: skip
-        if applies:
-            return "encryption" if remedy == _TLS_REMEDY else "reachable", remedy
-    return "reachable", general
+    )  # fmt: skip
+    remedy = next(remedy for applies, remedy in rows if applies)
+    return "encryption" if remedy == _TLS_REMEDY else "reachable", remedy
 
 
 def _password_remedy(text: str, access: Access) -> str:

@@ -5,6 +5,7 @@ from typing import ClassVar
 import pytest
 
 from kvoffload import open_backend
+from kvoffload.backends.disk.admin import DiskAdmin
 from kvoffload.testing import PersistentBackendSuite
 from kvoffload.testing.backends import filled, keys_of, slots
 
@@ -58,8 +59,9 @@ async def test_keys_that_cannot_have_been_stored_are_absent_and_harm_nothing(tmp
 
 
 async def test_an_examination_names_medium_io_space_sharing_and_speed(tmp_path):
-    backend = open_backend("disk", {"root": str(tmp_path / "kv"), "capacity": "1TiB"}, "ns")
-    findings = {finding.check: finding for finding in await backend.diagnose()}
+    options = {"root": str(tmp_path / "kv"), "capacity": "1TiB"}
+    backend = open_backend("disk", options, "ns")
+    findings = {finding.check: finding for finding in await DiskAdmin(options).diagnose()}
     told = ["file system", "rights", "limits", "ledger", "space", "sharing", "io", "throughput"]
     assert list(findings) == told
     assert findings["space"].verdict in ("ok", "warning")
@@ -70,8 +72,9 @@ async def test_an_examination_names_medium_io_space_sharing_and_speed(tmp_path):
 
 
 async def test_an_examination_finds_a_disk_too_full_to_be_of_use(tmp_path):
-    backend = open_backend("disk", {"root": str(tmp_path / "kv"), "min_free": "1000TiB"}, "ns")
-    findings = {finding.check: finding for finding in await backend.diagnose()}
+    options = {"root": str(tmp_path / "kv"), "min_free": "1000TiB"}
+    backend = open_backend("disk", options, "ns")
+    findings = {finding.check: finding for finding in await DiskAdmin(options).diagnose()}
     assert findings["space"].verdict == "failed"
     assert findings["space"].remedy
     assert findings["throughput"].verdict == "failed"

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvoffload import open_backend
+from kvoffload.backends import admin
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.backends.redis import doctor as redis_doctor
 from kvoffload.cli.main import main
@@ -192,7 +193,7 @@ class SlowToConnect(MemoryBackend):
 async def test_a_doctor_measures_transfers_without_the_time_to_connect(monkeypatch):
     backend = SlowToConnect()
     clock = SimpleNamespace(perf_counter=lambda: backend.now_s)
-    monkeypatch.setattr(redis_doctor, "time", clock)
+    monkeypatch.setattr(admin, "time", clock)
     findings = await redis_doctor._throughput(backend)
     assert [finding.detail.split(" with")[0] for finding in findings] == [
         "store: 320.0 MiB/s",
