@@ -179,7 +179,6 @@ class RedisBackend(RedisAdmin, Observable):
         return usage_of(infos, self._access.target.db)
 
     def counters(self) -> Mapping[str, int]:
-        """Return the counters that docs/reference/counters.md explains."""
         counts = dict(self._counters)
         counts["connections"] = sum(node.num_connections for node in self._nodes())
         counts["breakers_open"] = sum(node.is_open for node in self._nodes())
@@ -199,22 +198,18 @@ class RedisBackend(RedisAdmin, Observable):
 
     # On the loop's thread.
 
-    def _start(self) -> None:
-        if self._topology is None and not self._closed:
+    async def _ready(self) -> ChunkIO | None:
+        """Connect at the first call; return None once closed."""
+        if self._closed:
+            return None
+        if self._topology is None:
+            self._loop = asyncio.get_running_loop()
             self._topology = open_topology(self._access, self._counters, self._presence.clear)
             # A secret changes the names: an engine without it must not see damaged values.
             prefix = f"{namespace_prefix(self._namespace)}{self._sealer.scheme}:".encode()
             self._io = ChunkIO(self._topology, self._sealer, prefix, self._ttl_ms)
             self._spawn(self._look_up())  # keys asked for before the loop ran
-
-    async def _ready(self) -> ChunkIO | None:
-        if self._closed:
-            return None
-        if self._topology is None:
-            self._loop = asyncio.get_running_loop()
-            self._start()
-        if self._topology is not None:
-            await self._topology.ready()
+        await self._topology.ready()
         return None if self._closed else self._io
 
     @property
@@ -248,7 +243,7 @@ class RedisBackend(RedisAdmin, Observable):
 
     async def _look_up(self) -> None:
         if self._topology is None:
-            return  # _start() will look up
+            return  # the first call will look up
         keys = self._presence.take_questions()
         if keys:
             self._presence.answer(keys, await self.contains(keys))

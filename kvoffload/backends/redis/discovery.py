@@ -6,7 +6,6 @@ parsers check it; they raise ValueError for a reply out of bounds.
 """
 
 import asyncio
-import binascii
 import re
 from itertools import pairwise
 from typing import Any
@@ -27,16 +26,6 @@ _SHOWN_SERVICES = 5
 
 Slots = list[tuple[int, int, Address]]
 """Rows of a slot table: first slot, last slot, master."""
-
-
-def slot_of(key: bytes) -> int:
-    """Return the cluster slot of a key, by its hash tag if it has one."""
-    start = key.find(b"{")
-    if start >= 0:
-        stop = key.find(b"}", start + 1)
-        if stop > start + 1:
-            key = key[start + 1 : stop]
-    return binascii.crc_hqx(key, 0) % NUM_SLOTS
 
 
 def parse_address(host: str, port: str) -> Address:
@@ -106,11 +95,7 @@ def _rows(reply: Any) -> list[Any]:
 async def ask(
     address: Address, access: Access, timeout_s: float, user: tuple[str, str], *command: bytes
 ) -> Reply:
-    """Connect to a server as ``user`` (name and password), send one command, return its reply.
-
-    Raises:
-        OSError: No reply, or (as :class:`CommandRefused`) an error reply.
-    """
+    """Send one command to a server as ``user``, a name and a password; raises OSError."""
     async with asyncio.timeout(timeout_s):
         sock = await open_socket(address, access.tls)
         connection = Connection(
@@ -127,12 +112,7 @@ async def ask(
 
 
 async def fetch_slots(address: Address, access: Access) -> Slots:
-    """Ask one server for the slot table.
-
-    Raises:
-        OSError: The server does not answer or refuses.
-        ValueError: A secret is missing, or the reply is no slot table.
-    """
+    """Ask one server for the slot table; raises OSError, or ValueError for a malformed reply."""
     timeout_s = 2 * access.options.connect_timeout_s
     user = access.username, access.password()
     return parse_slots(await ask(address, access, timeout_s, user, b"CLUSTER", b"SLOTS"), address)
@@ -146,11 +126,7 @@ class SentinelResolver:
         self._known: tuple[Address, float] | None = None
 
     async def __call__(self) -> Address:
-        """Return the master's address.
-
-        Raises:
-            OSError: No Sentinel names a master; its cause is the first failure.
-        """
+        """Return the master's address; OSError: no Sentinel names it, with the first failure."""
         now = asyncio.get_running_loop().time()
         if self._known and now < self._known[1]:
             return self._known[0]
@@ -183,11 +159,7 @@ class SentinelResolver:
 
 
 async def masters(access: Access) -> list[Address]:
-    """Return every server that holds a part of the data.
-
-    Raises:
-        OSError: No server names them.
-    """
+    """Return every server that holds a part of the data; OSError: no server names them."""
     target = access.target
     if target.kind == "sentinel":
         return [await SentinelResolver(access)()]

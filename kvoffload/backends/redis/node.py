@@ -95,7 +95,6 @@ class Node:
         return len(self._data.connections) + len(self._lookup.connections)
 
     def submit(self, requests: Iterable[RedisRequest]) -> None:
-        """Queue requests by their kind."""
         if self._closed or self.is_open:
             for request in requests:
                 request.end(Lost("shutdown" if self._closed else "breaker_open"))
@@ -203,17 +202,17 @@ class Node:
 
     async def _grow(self, pool: _Pool) -> None:
         began = self._loop.time()
+        failure: Exception | None = None
         try:
             connection = await self._open()
         except Exception as error:  # no error ends the node: the next request connects again
+            failure = error
+        finally:
             pool.connecting -= 1
-            self._unreachable(error, self._loop.time() - began)
-            return
-        except asyncio.CancelledError:
-            pool.connecting -= 1
-            raise
-        pool.connecting -= 1
-        self._join(pool, connection)
+        if failure is None:
+            self._join(pool, connection)
+        else:
+            self._unreachable(failure, self._loop.time() - began)
 
     def _join(self, pool: _Pool, connection: Connection) -> None:
         if self._closed or self.is_open:
@@ -239,12 +238,7 @@ class Node:
         self._on_trouble()
 
     async def _open(self) -> Connection:
-        """Connect and do the handshake.
-
-        Raises:
-            OSError: The server is unreachable or does not serve.
-            ValueError: The host name is malformed, or a secret is missing.
-        """
+        """Connect and do the handshake; OSError, or ValueError for a bad host name or secret."""
         options = self._options
         async with asyncio.timeout(options.connect_timeout_s):
             address = await self._resolve()

@@ -10,6 +10,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from redis.crc import key_slot
+
 from kvoffload.backends.redis.channel import Address
 from kvoffload.backends.redis.discovery import (
     NUM_SLOTS,
@@ -18,7 +20,6 @@ from kvoffload.backends.redis.discovery import (
     Slots,
     fetch_slots,
     parse_redirect,
-    slot_of,
 )
 from kvoffload.backends.redis.node import Node, Resolve
 from kvoffload.backends.redis.options import Access
@@ -48,7 +49,6 @@ class SingleServer:
         return self._node
 
     def nodes(self) -> Iterable[Node]:
-        """Return every known server."""
         return (self._node,)
 
     def redirect(self, error: ServerError) -> tuple[Node, bool] | None:
@@ -63,7 +63,6 @@ class SingleServer:
         return self._node.is_open
 
     def close(self) -> list[asyncio.Task[None]]:
-        """Close every node; return the tasks that still have to end."""
         return self._node.close()
 
 
@@ -96,7 +95,7 @@ class Cluster:
                 await asyncio.wait_for(self._known.wait(), timeout_s)
 
     def node(self, key: bytes) -> Node | None:
-        node = self._slots[slot_of(key)]
+        node = self._slots[key_slot(key)]
         if node is None:
             self._stale.set()
         return node
@@ -127,7 +126,7 @@ class Cluster:
         return node, error.code == "ASK"
 
     def is_open(self, key: bytes) -> bool:
-        node = self._slots[slot_of(key)]
+        node = self._slots[key_slot(key)]
         return node.is_open if node is not None else self._failing
 
     def close(self) -> list[asyncio.Task[None]]:

@@ -5,6 +5,7 @@ import logging
 import time
 
 import pytest
+from redis.crc import key_slot
 from redis_fakes import FakeRedis, masters_of, polite
 
 from kvoffload import open_backend
@@ -19,7 +20,6 @@ from kvoffload.backends.redis.discovery import (
     parse_masters,
     parse_redirect,
     parse_slots,
-    slot_of,
 )
 from kvoffload.backends.redis.options import Access, RedisOptions
 from kvoffload.backends.redis.resp import ServerError
@@ -210,11 +210,11 @@ def test_a_slot_table_has_at_most_as_many_nodes_as_a_cluster():
 
 
 def test_the_slot_of_a_key_is_that_of_its_tag():
-    assert slot_of(b"123456789") == 0x31C3  # of the specification
-    assert slot_of(b"x{123456789}y") == 0x31C3
-    assert slot_of(b"{}123456789") != slot_of(b"{}")
-    assert slot_of(b"{123456789}{x}") == 0x31C3
-    assert slot_of(b"a{b") == slot_of(b"{a{b}")
+    assert key_slot(b"123456789") == 0x31C3  # of the specification
+    assert key_slot(b"x{123456789}y") == 0x31C3
+    assert key_slot(b"{}123456789") != key_slot(b"{}")
+    assert key_slot(b"{123456789}{x}") == 0x31C3
+    assert key_slot(b"a{b") == key_slot(b"{a{b}")
 
 
 @pytest.mark.parametrize("port", ["1", "65535"])
