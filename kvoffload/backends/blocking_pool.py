@@ -160,28 +160,21 @@ class _Batch:
     def put_back(self) -> None:
         with self._lock:
             self._busy -= 1
-            last = self._is_over()
-        if last:
-            self._report()
+            self._report_end()
 
     def give_up(self) -> int:
         """Begin no more items; return how many were left."""
         with self._lock:
             left = len(self.answers) - self._next
             self._next = len(self.answers)
-            last = self._is_over()
-        if last:
-            self._report()
+            self._report_end()
         return left
 
-    def _is_over(self) -> bool:
-        """Return whether no item is left and none is running; True only once."""
+    def _report_end(self) -> None:
+        """Wake the loop, once, when no item is left and none is running."""
         if self._busy or self._reported or self._next < len(self.answers):
-            return False
+            return
         self._reported = True
-        return True
-
-    def _report(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             self._loop.call_soon_threadsafe(self._end)
 
@@ -197,21 +190,17 @@ async def run_once(work: Callable[..., T], *args: Any) -> T:
     future: Future[T] = Future()
 
     def perform() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            result = work(*args)
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work(*args))
+            except BaseException as error:
+                future.set_exception(error)
 
     threading.Thread(target=perform, name="kvoffload-once", daemon=True).start()
     return await asyncio.wrap_future(future)
 
 
 async def _undisturbed(future: "asyncio.Future[None]") -> None:
-    """Wait for a future and ignore cancellations."""
     while not future.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([future])

@@ -35,11 +35,7 @@ class DiskAdmin(Admin):
     """A root, examined by an operator. Only ``collect`` and a repair change what is stored."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """Touch nothing yet; ``options`` are those of the backend, as they were given.
-
-        Raises:
-            ConfigError: an option is wrong.
-        """
+        """Touch nothing yet; ConfigError: an option of the backend is wrong."""
         self._root: str = convert(dict(options), DiskOptions).root
         self._given = {name: value for name, value in options.items() if name != "root"}
 
@@ -288,7 +284,6 @@ def _repaired(found: DiskInspector, chunk: ChunkFile, repair: bool) -> dict[str,
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
-    """Return the report for people, each path on a line of its own."""
     lines = [
         f"{counted(report['chunks'], 'chunk')}, {human_bytes(report['bytes'])} read in "
         f"{report['seconds']:.1f} s ({human_bytes(report['bytes_per_second'])}/s), "

@@ -81,7 +81,7 @@ class ChunkFiles:
         """
         vfs = self.vfs
         try:
-            fd = vfs.open(path, self._flags(os.O_RDONLY | os.O_NONBLOCK, target))
+            fd = vfs.open(path, self._flags(os.O_RDONLY, target))
         except OSError as error:
             return _failed(error, lambda: vfs.lstat(path))
         try:
@@ -168,11 +168,7 @@ def probe_direct(vfs: Vfs, path: str) -> str | None:
 
 
 def choose_io(vfs: Vfs, root: str, scratch: str, wanted: str) -> tuple[str, str | None]:
-    """Return ``direct`` or ``buffered``, and why direct I/O was not chosen although wanted.
-
-    Raises:
-        ConfigError: the settings demand direct I/O, and it does not work.
-    """
+    """Return ``direct`` or ``buffered``, and why not direct; ConfigError if that was demanded."""
     if wanted == "buffered":
         return "buffered", None
     reason = probe_direct(vfs, scratch)
@@ -188,20 +184,19 @@ def _continue(
     call: Callable[[int, Buffers, int], int], fd: int, buffers: list[memoryview], done: int
 ) -> int:
     """Continue a short read or write until it is complete; return the bytes moved."""
+    moved = done
     rest = [buffer.cast("B") for buffer in buffers]
-    skip = done
-    while rest:
-        while rest and skip >= len(rest[0]):
-            skip -= len(rest.pop(0))
+    while True:
+        while rest and moved >= len(rest[0]):
+            moved -= len(rest.pop(0))
         if not rest:
-            break
-        rest[0] = rest[0][skip:]
+            return done
+        rest[0] = rest[0][moved:]
         if done % PAGE:
             # The rest no longer begins on a page: continue through the page cache.
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
             fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
-        skip = call(fd, rest, done)
-        if skip <= 0:
-            break
-        done += skip
-    return done
+        moved = call(fd, rest, done)
+        if moved <= 0:
+            return done
+        done += moved

@@ -57,11 +57,7 @@ class DiskInspector:
     """One root, inspected from outside."""
 
     def __init__(self, root: str, vfs: Vfs | None = None) -> None:
-        """Open a root for inspection.
-
-        Raises:
-            ConfigError: it is no root of the disk backend, or belongs to another user.
-        """
+        """Open a root; ConfigError: the folder is none, or belongs to another user."""
         self.root = os.path.realpath(os.path.expanduser(root))
         self.vfs = vfs or Vfs()
         self._quota: Quota | None = None
@@ -72,7 +68,6 @@ class DiskInspector:
     # ---- what is there ---------------------------------------------------------------------
 
     def namespaces(self) -> list[str]:
-        """Return the folder names of all namespaces."""
         return sorted(filter(paths.is_namespace, self.vfs.listdir(self.root)))
 
     def manifest(self, namespace: str) -> dict[str, Any]:
@@ -105,7 +100,6 @@ class DiskInspector:
         self.unreadable.append((path, reason_of(error)))
 
     def quarantined(self) -> list[Waste]:
-        """Return the damaged files in the quarantine."""
         folder = f"{self.root}/{QUARANTINE}"
         files = (f"{folder}/{name}" for name in names_in(self.vfs, folder))
         return [Waste(file, self._allocated(file)) for file in files]
@@ -228,11 +222,7 @@ class DiskInspector:
     # ---- removal: each method returns the bytes freed, and raises OSError ------------------
 
     def require_write(self) -> None:
-        """Refuse before anything is removed if nothing can be.
-
-        Raises:
-            ConfigError: the root belongs to another user, who has to do it.
-        """
+        """Refuse a root of another user, before anything is removed."""
         if not os.access(self.root, os.W_OK, effective_ids=True):
             self._refuse_foreign(self.root, PermissionError())
 
@@ -250,7 +240,6 @@ class DiskInspector:
         return self._unlink(chunk.path, chunk.allocated_bytes) if is_same else 0
 
     def remove_quarantined(self, damaged: Waste) -> int:
-        """Remove a damaged file."""
         return self._unlink(*damaged)
 
     def _unlink(self, path: str, allocated_bytes: int) -> int:
@@ -262,7 +251,6 @@ class DiskInspector:
         return allocated_bytes
 
     def remove_leftover(self, leftover: Waste) -> int:
-        """Remove a folder of a dead process."""
         if os.path.basename(leftover.path).startswith(SCRATCH):
             shutil.rmtree(leftover.path)
         else:

@@ -34,7 +34,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from its last use until a chunk expires."""
 
     def __post_init__(self) -> None:
-        """Refuse impossible values, by the name of the setting."""
         if self.version != VERSION:
             raise ConfigError("version", self.version, f"this one is {VERSION}")
         if ByteSize.parse(self.capacity_bytes, "capacity") == 0:
@@ -78,11 +77,7 @@ SETTINGS = (
 
 
 def read(vfs: Vfs, root: str) -> Limits | None:
-    """Return the limits recorded in a root; None if there are none, as older versions leave it.
-
-    Raises:
-        ValueError: the record cannot be used; the text says why.
-    """
+    """Return the limits recorded in a root, if any; ValueError: the record cannot be used."""
     try:
         return msgspec.json.decode(vfs.read_file(f"{root}/{BOUNDS}", _MAX_FILE_BYTES), type=Limits)
     except FileNotFoundError:
@@ -98,14 +93,19 @@ def save(vfs: Vfs, root: str, temporary: str, limits: Limits) -> None:
     vfs.replace_file(f"{root}/{BOUNDS}", temporary, msgspec.json.encode(limits) + b"\n")
 
 
+def _differences(text: str, first: Limits, second: Limits) -> list[str]:
+    """Write a text for each setting that differs, with its name and both values."""
+    return [
+        text.format(setting, shown(getattr(first, field)), shown(getattr(second, field)))
+        for setting, field, shown in SETTINGS
+        if getattr(first, field) != getattr(second, field)
+    ]
+
+
 def warn_of_difference(root: str, wanted: Limits, agreed: Limits) -> None:
     """Warn that settings have no effect, because running engines agreed on different ones."""
-    differing = [
-        f"{setting} = {shown(getattr(wanted, field))} is not used, "
-        f"the engines that have this folder open use {shown(getattr(agreed, field))}"
-        for setting, field, shown in SETTINGS
-        if getattr(wanted, field) != getattr(agreed, field)
-    ]
+    text = "{} = {} is not used, the engines that have this folder open use {}"
+    differing = _differences(text, wanted, agreed)
     if differing:
         remedy = "give all engines the same; to change it, stop all of them and start one"
         log.warning("disk %s: %s; %s", root, "; ".join(differing), remedy)
@@ -113,12 +113,7 @@ def warn_of_difference(root: str, wanted: Limits, agreed: Limits) -> None:
 
 def log_change(root: str, recorded: Limits | None, wanted: Limits, resident_bytes: int) -> None:
     """Log which limits of a root change with the settings of its only engine, and the eviction."""
-    changes = [
-        f"{setting} changes from {shown(getattr(recorded, field))} "
-        f"to {shown(getattr(wanted, field))}"
-        for setting, field, shown in SETTINGS
-        if recorded is not None and getattr(recorded, field) != getattr(wanted, field)
-    ]
+    changes = _differences("{} changes from {} to {}", recorded or wanted, wanted)
     leaving = wanted.evicted_bytes(resident_bytes)
     if leaving:
         stored = f"{human_bytes(resident_bytes)} are stored"

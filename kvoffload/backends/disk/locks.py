@@ -77,7 +77,6 @@ class WriterLock:
             undo.pop_all()
 
     def is_gone(self) -> bool:
-        """Return whether the folder was removed."""
         return not is_at(self._vfs, self._fd, f"{self.folder}/{_LOCK}")
 
     def temporary(self, *, counted: bool = True) -> str:
@@ -99,7 +98,6 @@ class EvictorLock:
 
     @property
     def held(self) -> bool:
-        """Whether this process evicts."""
         return self._fd is not None
 
     def take(self) -> bool:
@@ -111,7 +109,6 @@ class EvictorLock:
         return self._fd is not None
 
     def is_gone(self) -> bool:
-        """Return whether the locked file was removed."""
         return self._fd is not None and not is_at(self._vfs, self._fd, self._path)
 
     def close(self) -> None:
@@ -136,12 +133,7 @@ def clean_up(vfs: Vfs, root: str, own: str) -> tuple[int, int]:
 
 
 def clean_folder(vfs: Vfs, folder: str) -> int:
-    """Remove the folder of a dead writer; return the bytes freed that the quota counts.
-
-    Raises:
-        BlockingIOError: the writer is alive.
-        OSError: the folder cannot be removed.
-    """
+    """Remove a dead writer's folder; return the counted bytes freed; BlockingIOError: it lives."""
     if _is_new(folder):
         # A process is making it, or left it half made or half removed: only its age tells.
         return _remove_quietly(vfs, folder) if _is_old(vfs, folder) else 0

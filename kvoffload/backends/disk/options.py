@@ -47,7 +47,6 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Use a root below folders that other users may write, as in a pod without other programs."""
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
         _refuse_invalid_name(self.root)
         self.limits()  # refuses its own
         for field, choices in (("io", IO_MODES), ("durability", DURABILITY)):

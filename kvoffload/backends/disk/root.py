@@ -240,11 +240,7 @@ class RootHandle:
             self.vfs.utime(self._folder, now_ns, now_ns)
 
     def _is_damaged(self) -> bool:
-        """Return whether folders or files are gone, or another folder has the root's name.
-
-        Raises:
-            ConfigError: other users may write a folder, or own it, or it is a link.
-        """
+        """Return whether a part is gone or another folder; ConfigError: a folder is not safe."""
         vfs = self.vfs
         if not is_at(vfs, vfs.root_fd, self.path):
             return True

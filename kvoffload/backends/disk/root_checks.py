@@ -58,7 +58,6 @@ def refuse_exposed(vfs: Vfs, root: str) -> None:
 
 
 def _is_open(facts: os.stat_result) -> bool:
-    """Return whether other users may write a folder."""
     if facts.st_mode & stat.S_IWOTH:
         return True
     return bool(facts.st_mode & stat.S_IWGRP) and not is_private_group(facts.st_gid)
@@ -125,11 +124,7 @@ def _sub_folder(path: str, facts: os.stat_result) -> str:
 
 
 def check_root(vfs: Vfs, root: str) -> None:
-    """Refuse a folder that is no root of the disk backend, or belongs to another user.
-
-    Raises:
-        ConfigError: says which of them, and what to do.
-    """
+    """Refuse a folder that is no root of the disk backend, or belongs to another user."""
     names = _listed(vfs, root)
     if WRITERS in names:
         try:
@@ -147,11 +142,7 @@ def check_root(vfs: Vfs, root: str) -> None:
 
 
 def check_fresh_or_root(vfs: Vfs, root: str) -> bool:
-    """Return whether a folder is a root already; refuse a folder with other content.
-
-    Raises:
-        ConfigError: it is not empty and no root, or cannot be used at all.
-    """
+    """Return whether a folder is a root already; refuse a folder with other content."""
     names = _listed(vfs, root)
     if WRITERS in names:
         check_root(vfs, root)

@@ -82,7 +82,6 @@ class Space:
         return self._root.quota.reserve(allocated_bytes, self._root.limits.capacity_bytes)
 
     def _evict_for(self, allocated_bytes: int) -> bool:
-        """Evict until a reservation succeeds."""
         if not self._is_evictor():
             return self._fits(allocated_bytes)
         with self._waiting_for_eviction():
@@ -93,7 +92,6 @@ class Space:
         return False
 
     def cancel(self, allocated_bytes: int) -> None:
-        """Release a reservation whose write failed."""
         self._root.quota.release(allocated_bytes)
         self.add_in_flight(-allocated_bytes)
 

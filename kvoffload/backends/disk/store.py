@@ -46,11 +46,7 @@ class DiskStore:
     """One root, open for one namespace. Thread-safe."""
 
     def __init__(self, vfs: Vfs, options: DiskOptions, namespace: str) -> None:
-        """Open the root, made if missing.
-
-        Raises:
-            ConfigError: a setting is wrong, or the root cannot be used safely.
-        """
+        """Open the root, made if missing; ConfigError: a bad setting, or an unsafe root."""
         self.vfs = vfs
         self.path = os.path.abspath(os.path.expanduser(options.root))
         self._digest = namespace_digest(namespace)
@@ -87,14 +83,12 @@ class DiskStore:
             self.set_ready()
 
     def set_ready(self) -> None:
-        """Declare the index complete: evictions may begin."""
         self.space.may_evict = True
         self.ready.set()
 
     # ---- names -----------------------------------------------------------------------------
 
     def folder(self, number: int) -> str:
-        """Return the folder of a namespace."""
         return f"{self.path}/{self.namespaces[number]}"
 
     def follow(self, namespaces: Iterable[str]) -> None:
@@ -132,7 +126,6 @@ class DiskStore:
     # ---- figures ---------------------------------------------------------------------------
 
     def count(self, reason: str, times: int = 1) -> None:
-        """Increment a counter."""
         with self._lock:
             self._counts[reason] += times
 
@@ -151,7 +144,6 @@ class DiskStore:
     # ---- one chunk: load and store ---------------------------------------------------------
 
     def load(self, key: bytes, target: memoryview) -> ReadResult:
-        """Fill a slot, verified."""
         if not is_key(key):
             return ReadResult.MISSING
         name = name_of(0, key)
@@ -174,7 +166,6 @@ class DiskStore:
         return ReadResult.of(reason)
 
     def store(self, key: bytes, chunk: memoryview) -> bool:
-        """Store a chunk, whole or not at all."""
         name, repairs = name_of(0, key), self.root.repairs
         if name in self.index and self.exists(key):
             if self.uses.expires:
@@ -352,7 +343,6 @@ class DiskStore:
             self.index.hide([name])
 
     def trim_quarantine(self) -> None:
-        """Remove surplus and old files from the quarantine."""
         self.quarantine.trim(self._unlink)
 
     def _allocated(self, path: str) -> int:

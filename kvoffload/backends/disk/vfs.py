@@ -53,7 +53,6 @@ class Vfs:
             self.close_quietly(fd)
 
     def leave(self) -> None:
-        """Close the root's descriptor; every later path below the root fails."""
         fd, self.root_fd = self.root_fd, -1
         if fd >= 0:
             self.close_quietly(fd)
@@ -140,7 +139,6 @@ class Vfs:
             self.close_quietly(fd)
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a file, replacing the target."""
         name, at = self._at(source)
         new_name, new_at = self._at(target)
         os.rename(name, new_name, src_dir_fd=at, dst_dir_fd=new_at)

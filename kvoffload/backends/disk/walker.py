@@ -17,11 +17,8 @@ def walk(
 ) -> Iterator[tuple[str, list[tuple[str, os.stat_result]]]]:
     """Yield the path of each shard of a namespace folder with its files; a missing one has none.
 
-    Args:
-        vfs: the file system.
-        folder: the namespace's.
-        failed: called with the path and error of each shard that cannot be listed.
-        is_wanted: called with each shard's path; False skips it. May raise OSError.
+    ``failed`` learns of each shard that cannot be listed. ``is_wanted`` may skip shards by their
+    path; it may raise OSError.
     """
     for shard in SHARDS:
         path = f"{folder}/{shard}"

@@ -24,11 +24,7 @@ class Address(NamedTuple):
 
 
 async def open_socket(address: Address, context: ssl.SSLContext | None) -> socket.socket:
-    """Connect to a server, under TLS if ``context`` is given. The caller sets the deadline.
-
-    Raises:
-        OSError: The connect failed, or (as ssl.SSLError) the certificate is not valid.
-    """
+    """Connect, under TLS if ``context`` is given; raises OSError. The caller sets the deadline."""
     loop = asyncio.get_running_loop()
     failure: OSError = OSError(f"no address for {address}")
     for family, target in await _resolve(address):

@@ -107,7 +107,6 @@ class TransferBatch:
         self._unsent: dict[Node, list[RedisRequest]] = {}
 
     def start(self, transfer: Transfer, finish: Callable[[str], None]) -> None:
-        """Begin a transfer; ``finish`` receives its result."""
         self._left += 1
         self._resume(transfer, finish, None)
 
@@ -188,7 +187,6 @@ class ChunkIO:
         return b"%b{%b}" % (self._prefix, tag), tag
 
     def load(self, key: bytes, chunk: memoryview) -> Transfer:
-        """Read one chunk into the caller's memory and verify it there."""
         name, tag = self._name(key)
         node = self._topology.node(tag)
         if node is None:
@@ -224,7 +222,6 @@ class ChunkIO:
         return f"corrupt_{broken}" if broken else ""
 
     def store(self, key: bytes, chunk: memoryview) -> Transfer:
-        """Send one chunk straight from the caller's memory."""
         name, tag = self._name(key)
         node = self._topology.node(tag)
         if node is None:
@@ -284,7 +281,6 @@ class ChunkIO:
         indices: Sequence[int],
         answers: list[int | None],
     ) -> Transfer:
-        """Send a pipeline of equal commands to one node."""
         request = RedisRequest("lookup", lambda: [commands], Integers(len(indices)))
         outcome = yield node, request
         if not isinstance(outcome, list):

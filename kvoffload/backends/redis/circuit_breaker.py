@@ -51,13 +51,7 @@ class CircuitBreaker:
     _probe_at: float = field(default=0.0, init=False)
 
     def failure(self, kind: str, lasted_s: float = 0.0, nbytes: int = 0) -> bool:
-        """Count a failure. Return True if it opened the breaker.
-
-        Args:
-            kind: The kind of request.
-            lasted_s: Seconds until the failure showed.
-            nbytes: The size of the request.
-        """
+        """Count a failure that showed after ``lasted_s``; return True if it opened the breaker."""
         if self.is_open:
             return False
         now = self.clock()
@@ -73,7 +67,6 @@ class CircuitBreaker:
         return True
 
     def success(self, kind: str, nbytes: int = 0) -> None:
-        """Count a success of ``nbytes``."""
         if not self._failures or self.is_open:
             return
         row = self._failures.get(kind)
@@ -83,11 +76,9 @@ class CircuitBreaker:
                 self._relapses = 0
 
     def probe_in(self) -> float:
-        """Return the seconds until the next probe may start."""
         return max(0.0, self._probe_at - self.clock())
 
     def probe_failed(self) -> None:
-        """Schedule the next probe."""
         self._schedule(self.clock())
 
     def probe_succeeded(self) -> None:

@@ -76,7 +76,6 @@ class RedisRequest:
     ended: bool = False
 
     def end(self, outcome: Outcome) -> None:
-        """Deliver the outcome, once."""
         if not self.ended:
             self.ended = True
             self.done(outcome)
@@ -163,11 +162,7 @@ class Connection:
             self._writable()
 
     async def ask(self, command: bytes, expect: Expect) -> Reply:
-        """Send one command and return its reply.
-
-        Raises:
-            ConnectionError: The connection was lost first.
-        """
+        """Send one command and return its reply; ConnectionError: the connection was lost first."""
         answer: asyncio.Future[Outcome] = self._loop.create_future()
 
         def done(outcome: Outcome) -> None:

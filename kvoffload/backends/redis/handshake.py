@@ -29,11 +29,7 @@ class CommandRefused(ConnectionError):
 
 
 async def authenticate(connection: Connection, username: str, password: str) -> None:
-    """Send AUTH if there is a password.
-
-    Raises:
-        OSError: The server refuses the password, or the connection was lost.
-    """
+    """Send AUTH if there is a password; raises OSError if the server refuses it."""
     if password:
         user = [username.encode()] if username else []
         await _expect(connection, b"OK", b"AUTH", *user, password.encode())
@@ -48,11 +44,7 @@ async def _expect(connection: Connection, answer: bytes, *command: bytes) -> Non
 
 
 async def handshake(connection: Connection, access: Access) -> ServerInfo:
-    """Authenticate, select the database, and check that the server serves.
-
-    Raises:
-        OSError: The server does not serve, or a PING takes longer than a lookup may.
-    """
+    """Authenticate, select the database, check that the server serves; raises OSError."""
     await authenticate(connection, access.username, access.password())
     if access.target.db:
         await _expect(connection, b"OK", b"SELECT", b"%d" % access.target.db)
@@ -94,11 +86,7 @@ class HealthProbe(NamedTuple):
         return cls(b"", min(request.nbytes, _PROBE_BYTES))
 
     async def run(self, connection: Connection) -> None:
-        """Repeat the request under the connection's watchdog.
-
-        Raises:
-            OSError: The request fails again.
-        """
+        """Repeat the request under the connection's watchdog; OSError: it fails again."""
         command = self.command or encode(b"PING", _noise(self.nbytes))
         reply = await connection.ask(command, Fill(sink(self.nbytes)))
         if isinstance(reply, ServerError) and reply.code not in IN_STEP:

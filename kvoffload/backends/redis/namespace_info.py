@@ -59,7 +59,6 @@ class NamespaceInfo:
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, facts: Mapping[str, str]) -> None:
-        """Set the description; the next use writes it."""
         value = json.dumps(dict(facts), sort_keys=True).encode()
         self._command = encode(b"PSETEX", self._name, self._ttl_ms, value)
 
@@ -70,7 +69,6 @@ class NamespaceInfo:
             self._timer = loop.call_later(max(0.0, self._due - loop.time()), self._write)
 
     def close(self) -> None:
-        """Stop writing."""
         self._command = b""
         if self._timer is not None:
             self._timer.cancel()

@@ -134,11 +134,7 @@ def redacted(url: str) -> str:
 
 
 def parse_url(url: str) -> Target:
-    """Parse a URL.
-
-    Raises:
-        ConfigError: The URL is malformed. The message shows its scheme and no more.
-    """
+    """Parse a URL; the ConfigError for a malformed one shows its scheme and no more."""
     try:
         return _parse(url)
     except ValueError as error:
@@ -223,19 +219,13 @@ class Access:
         self.sentinel_password()
 
     def password(self) -> str:
-        """Read the password again, because an operator may have changed it.
-
-        Raises:
-            ConfigError: The file or the variable is missing or empty.
-        """
+        """Read the password again, because an operator may have changed it; raises ConfigError."""
         return _read_password("password", self.options) or self.target.password
 
     def sentinel_password(self) -> str:
-        """Read the Sentinels' password; empty by default."""
         return _read_password("sentinel_password", self.options)
 
     def weaknesses(self) -> list[Weakness]:
-        """Return the flaws of passwords and of files with secrets."""
         found = []
         if self.target.password:
             problem = "the URL has a password: ps and logs of the command line show it"
@@ -278,11 +268,7 @@ def _read_file(field: str, path: str) -> bytes:
 
 
 def _read_password(name: str, options: RedisOptions) -> str:
-    """Read a password from its environment variable, else from its file; empty if neither is set.
-
-    Raises:
-        ConfigError: The variable or the file is missing, empty or not text.
-    """
+    """Read a password from its environment variable, else from its file; raises ConfigError."""
     variable, file = getattr(options, f"{name}_env"), getattr(options, f"{name}_file")
     if variable:
         if password := os.environ.get(variable):
@@ -303,11 +289,7 @@ def _read_password(name: str, options: RedisOptions) -> str:
 
 
 def value_key(file: str) -> bytes | None:
-    """Derive the key that authenticates values from ``secret_file``; None without a file.
-
-    Raises:
-        ConfigError: The file is missing, too short or guessable, or ``blake3`` is not installed.
-    """
+    """Derive the key that authenticates values from ``secret_file``; None without a file."""
     if not file:
         return None
     secret = _read_file("secret_file", file).strip()

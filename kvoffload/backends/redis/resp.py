@@ -71,7 +71,6 @@ class ServerError(NamedTuple):
 
     @classmethod
     def parse(cls, text: bytes) -> "ServerError":
-        """Parse an error reply without its ``-``."""
         line = text.decode("utf-8", "replace")
         code = line.partition(" ")[0]
         return cls(code if code in KNOWN_CODES else OTHER, printable(line))
@@ -172,7 +171,6 @@ class ReplyReader:
         self._failure: ProtocolError | None = None
 
     def expect(self, expect: Expect) -> None:
-        """Declare the reply of the next request."""
         self._expected.append(expect)
 
     def get_buffer(self) -> memoryview:
@@ -192,11 +190,7 @@ class ReplyReader:
         return self._view[self._end :]
 
     def received(self, nbytes: int) -> list[Reply]:
-        """Parse ``nbytes`` received into the buffer; return the replies they completed.
-
-        Raises:
-            ProtocolError: The bytes fit no expected reply.
-        """
+        """Parse ``nbytes`` received; return the replies completed; ProtocolError: they fit none."""
         if self._missing:
             self._advance(nbytes)
             if self._missing:
@@ -238,7 +232,6 @@ class ReplyReader:
             self._replies.append(reply)
 
     def _line(self) -> Steps[bytes]:
-        """Take the next line, without its end."""
         while True:
             limit = min(self._end, self._start + MAX_LINE_BYTES)
             stop = self._scratch.find(_CRLF, self._start, limit)
