@@ -218,7 +218,7 @@ class ExtentLedger(HostCache):
     def _vacate(self, keys: Sequence[OffloadKey]) -> None:
         """Free the slots of evicted chunks."""
         for key in keys:
-            slot = self.resident.pop(key)
+            slot = self.evictable.pop(key)
             self._unready(key, slot)
             self._put(slot)
         self._forget_priorities(keys)
@@ -292,7 +292,7 @@ class ExtentLedger(HostCache):
                 if not victims:
                     return False
                 spared.extend(victims)
-                extent = self.resident[victims[0]] // self._extent_rows
+                extent = self.evictable[victims[0]] // self._extent_rows
                 inside = self._evictable_in(size, extent, kept)
                 if inside is None:
                     continue
@@ -323,11 +323,12 @@ class ExtentLedger(HostCache):
 
     # ---- chunks ----
 
-    def _become_ready(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+    def _make_evictable(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         for key, slot in zip(keys, slots, strict=True):
-            self._key_in[slot] = key
-            self._size_of(key).num_ready += 1
-        super()._become_ready(keys, slots)
+            if slot not in self._key_in:  # ready from now on, not just unpinned
+                self._key_in[slot] = key
+                self._size_of(key).num_ready += 1
+        super()._make_evictable(keys, slots)
 
     def prioritise(self, keys: Sequence[OffloadKey], priority: int) -> None:
         if not priority:
@@ -349,11 +350,12 @@ class ExtentLedger(HostCache):
         return {key for size in self._sizes for key in size.policy.marked}
 
     def forget(self, key: OffloadKey) -> None:
-        self._unready(key, self.resident[key])
+        place = self.pinned if key in self.pinned else self.evictable
+        self._unready(key, place[key])
         super().forget(key)
 
     def _free_evictable(self) -> None:
-        for key, slot in self.resident.items():
+        for key, slot in self.evictable.items():
             self._unready(key, slot)
             self._put(slot)
 

@@ -8,7 +8,7 @@ transfer of an *abandoned* slot was given up, but may still access the memory.
 The policy orders the *evictable* chunks: those that are ready and not pinned.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, repeat
@@ -18,6 +18,7 @@ from kvoffload.errors import UsageError
 from kvoffload.messages import OffloadKey
 from kvoffload.offload.priority import SHARE_ABOVE, PriorityPolicy
 from kvoffload.policies.base import Policy
+from kvoffload.policies.lru import LRUOfTable, LRUPolicy
 
 
 @dataclass
@@ -39,11 +40,12 @@ class HostCache:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.policy = policy
-        self._order = PriorityPolicy(policy)
-        self.resident: dict[OffloadKey, int] = {}
-        """The slot of each ready chunk, pinned or not."""
+        self.evictable: dict[OffloadKey, int] = {}
+        """The slot of each ready chunk that no transfer uses."""
         self.pinned: dict[OffloadKey, int] = {}
-        """The reference count of each ready chunk that transfers use."""
+        """The slot of each ready chunk that transfers use."""
+        # How many transfers beyond the first use a pinned chunk.
+        self._more_uses: dict[OffloadKey, int] = {}
         self.incoming: dict[OffloadKey, int] = {}
         self.fetching: dict[OffloadKey, int] = {}
         self._free = list(range(num_slots - 1, -1, -1))
@@ -52,59 +54,52 @@ class HostCache:
         self._abandoned: dict[int, list[OffloadKey | None]] = {}
         # Slots that chunks of a load use one after the other: how many chunks have not ended.
         self._turns: Counter[int] = Counter()
+        if type(policy) is LRUPolicy:
+            policy = LRUOfTable(num_slots, cast(dict[bytes, int], self.evictable))
+        self._order = PriorityPolicy(policy)
 
     # ---- lookup ----
 
     def absent(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the chunks, once each, that are neither ready nor in flight."""
         wanted = dict.fromkeys(keys)
-        places = (self.resident, self.incoming, self.fetching, self._orphans)
+        places = (self.evictable, self.pinned, self.incoming, self.fetching, self._orphans)
         if all(not place or place.keys().isdisjoint(wanted) for place in places):
             return list(wanted)
         return [key for key in wanted if not self.is_ready(key) and not self.moving(key)]
 
     def is_ready(self, key: OffloadKey) -> bool:
         """Whether a chunk can be loaded from host memory."""
-        return key in self.resident
+        return key in self.evictable or key in self.pinned
 
     @property
     def num_ready(self) -> int:
         """Chunks that can be loaded from host memory."""
-        return len(self.resident)
+        return len(self.evictable) + len(self.pinned)
 
     def ready(self) -> Iterable[tuple[OffloadKey, int]]:
         """List the ready chunks with their slots; O(slots)."""
-        return self.resident.items()
+        return chain(self.evictable.items(), self.pinned.items())
 
     def moving(self, key: OffloadKey) -> bool:
         """Whether a chunk's slot is written, or still used though the chunk was forgotten."""
         return key in self.incoming or key in self.fetching or key in self._orphans
 
-    def orphaned(self, key: OffloadKey) -> bool:
-        """Whether a chunk was forgotten while transfers still use its slot."""
-        return key in self._orphans
-
-    @property
-    def _num_evictable(self) -> int:
-        return len(self.resident) - len(self.pinned)
-
     def room_for(self, key: OffloadKey) -> int:
         """Slots that could be reserved now for chunks of the key's size."""
-        return len(self._free) + self._num_evictable
+        return len(self._free) + len(self.evictable)
 
     def has_room(self, keys: Sequence[OffloadKey]) -> bool:
         """Whether all chunks could be in host memory at once."""
-        ready = sum(map(self.resident.__contains__, keys))
-        if ready == len(keys):
-            return True
+        evictable = sum(map(self.evictable.__contains__, keys))
+        absent = len(keys) - evictable - sum(map(self.pinned.__contains__, keys))
         # Evictable chunks of the batch make no room for the rest of it.
-        evictable = ready - sum(map(self.pinned.__contains__, keys))
-        return len(keys) - ready <= len(self._free) + self._num_evictable - evictable
+        return not absent or absent <= len(self._free) + len(self.evictable) - evictable
 
     @property
     def busy_slots(self) -> int:
         """Slots that are neither free nor evictable: transfers use them."""
-        return self.num_slots - len(self._free) - self._num_evictable
+        return self.num_slots - len(self._free) - len(self.evictable)
 
     # ---- figures ----
 
@@ -148,19 +143,18 @@ class HostCache:
     def _evict(self, count: int, protected: Collection[OffloadKey]) -> list[OffloadKey]:
         kept = frozenset(protected)
         gone: list[OffloadKey] = []
-        spared: list[OffloadKey] = []
+        spared: dict[OffloadKey, int] = {}
         while len(gone) < count:
             victims = cast(Sequence[OffloadKey], self._order.victims(count - len(gone)))
             if not victims:
                 break
-            if not kept or kept.isdisjoint(victims):
-                gone += victims
-            else:
-                spared += [key for key in victims if key in kept]
-                gone += [key for key in victims if key not in kept]
-        self._free += map(self.resident.pop, gone)
+            if kept and not kept.isdisjoint(victims):
+                spared.update((key, self.evictable.pop(key)) for key in victims if key in kept)
+                victims = [key for key in victims if key not in kept]
+            self._free += map(self.evictable.pop, victims)
+            gone += victims
         if spared:
-            self._order.add(spared)
+            self._make_evictable(list(spared), list(spared.values()))
         self._forget_priorities(gone)
         return gone
 
@@ -230,16 +224,16 @@ class HostCache:
             pairs = zip(keys, slots, strict=True)
             self.incoming.update((key, slot) for key, slot in pairs if slot >= 0)
             return False
-        self._become_ready(keys, slots)
+        self._make_evictable(keys, slots)
         return True
 
     def become_ready(self, key: OffloadKey, slot: int) -> None:
         """Make a chunk that is wholly in its slot loadable and evictable."""
-        self._become_ready((key,), (slot,))
+        self._make_evictable((key,), (slot,))
 
-    def _become_ready(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
-        self.resident.update(zip(keys, slots, strict=True))
+    def _make_evictable(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         self._order.add(keys)
+        self.evictable.update(zip(keys, slots, strict=True))
 
     def pin_all(self, keys: Sequence[OffloadKey]) -> list[int] | None:
         """Pin evictable chunks and return their slots.
@@ -247,14 +241,18 @@ class HostCache:
         None, without a change, if a chunk is not evictable or named twice.
         """
         try:
-            slots = list(map(self.resident.__getitem__, keys))
+            slots = list(map(self.evictable.__getitem__, keys))
         except KeyError:
             return None
-        pins = dict.fromkeys(keys, 1)
-        if len(pins) < len(keys) or not self.pinned.keys().isdisjoint(keys):
+        pins = dict(zip(keys, slots, strict=True))
+        if len(pins) < len(keys):
             return None
         self._order.remove(keys)
-        self.pinned.update(pins)
+        deque(map(self.evictable.pop, keys), maxlen=0)
+        if self.pinned:
+            self.pinned.update(pins)
+        else:
+            self.pinned = pins
         return slots
 
     def unpin_all(self, keys: Sequence[OffloadKey]) -> bool:
@@ -262,22 +260,24 @@ class HostCache:
 
         False, without a change, if a chunk has further uses.
         """
-        counts = list(map(self.pinned.pop, keys, repeat(0)))
-        if counts.count(1) == len(keys):
-            self._order.add(keys)
-            return True
-        pairs = zip(keys, counts, strict=True)
-        self.pinned.update((key, users) for key, users in pairs if users)
-        return False
+        if self._more_uses and not self._more_uses.keys().isdisjoint(keys):
+            return False
+        slots = list(map(self.pinned.pop, keys, repeat(-1)))
+        if -1 in slots:
+            pairs = zip(keys, slots, strict=True)
+            self.pinned.update((key, slot) for key, slot in pairs if slot >= 0)
+            return False
+        self._make_evictable(keys, slots)
+        return True
 
     def pin(self, key: OffloadKey) -> int:
         """Begin a use of a ready chunk and return its slot."""
-        slot = self.resident[key]
-        users = self.pinned.get(key, 0)
-        if not users:
+        if key in self.pinned:
+            self._more_uses[key] = self._more_uses.get(key, 0) + 1
+        else:
             self._order.remove((key,))
-        self.pinned[key] = users + 1
-        return slot
+            self.pinned[key] = self.evictable.pop(key)
+        return self.pinned[key]
 
     def end_use(self, key: OffloadKey, settled: bool = True) -> None:
         """End one use of a pinned or orphaned chunk.
@@ -286,18 +286,18 @@ class HostCache:
         """
         orphan = self._orphans.get(key)
         if not settled:
-            slot = orphan.slot if orphan else self.resident[key]
+            slot = orphan.slot if orphan else self.pinned[key]
             self._abandoned.setdefault(slot, []).append(key)
         elif orphan:
             orphan.users -= 1
             if not orphan.users:
                 del self._orphans[key]
                 self._end_turn(orphan.slot)
-        elif self.pinned[key] > 1:
-            self.pinned[key] -= 1
+        elif more := self._more_uses.pop(key, 0):
+            if more > 1:
+                self._more_uses[key] = more - 1
         else:
-            del self.pinned[key]
-            self._order.add((key,))
+            self._make_evictable((key,), (self.pinned.pop(key),))
 
     # ---- order ----
 
@@ -307,20 +307,23 @@ class HostCache:
 
     def put_in_order(self, keys: Iterable[OffloadKey]) -> None:
         """Move evictable chunks to the recent end, in the order given, without counting a use."""
-        here = list(filter(self.resident.__contains__, dict.fromkeys(keys)))
-        if not self.pinned.keys().isdisjoint(here):
-            here = [key for key in here if key not in self.pinned]
+        here = list(filter(self.evictable.__contains__, dict.fromkeys(keys)))
         self._order.remove(here)
-        self._order.add(here)
+        self._make_evictable(here, list(map(self.evictable.pop, here)))
 
     def prioritise(self, keys: Sequence[OffloadKey], priority: int) -> None:
         """Give chunks about to be stored a priority; see :class:`PriorityPolicy`.
 
         Chunks above :data:`SHARE_ABOVE` of the slots stay normal.
         """
+        if not priority:
+            return
         if priority > 0:
             left = int(self.num_slots * SHARE_ABOVE) - self._order.num_above
             keys = keys[: max(0, left)]
+        if isinstance(self._order.normal, LRUOfTable):  # the table will have other chunks as well
+            self._order.normal = LRUPolicy(self.num_slots)
+            self._order.normal.add(tuple(self.evictable))
         self._order.mark(keys, priority)
 
     def _forget_priorities(self, keys: Sequence[OffloadKey]) -> None:
@@ -334,22 +337,21 @@ class HostCache:
 
     def forget(self, key: OffloadKey) -> None:
         """Make a ready chunk invisible at once; its slot is freed after its last use."""
-        slot = self.resident.pop(key)
-        users = self.pinned.pop(key, 0)
-        if users:
-            self._orphans[key] = _Orphan(slot, users)
+        if key in self.pinned:
+            users = 1 + self._more_uses.pop(key, 0)
+            self._orphans[key] = _Orphan(self.pinned.pop(key), users)
         else:
             self._order.remove((key,))
-            self._put(slot)
+            self._put(self.evictable.pop(key))
         self._forget_priorities((key,))
 
     def forget_all(self) -> tuple[OffloadKey, ...]:
         """Make every chunk invisible; return those that were ready."""
-        gone = tuple(self.resident)
+        gone = tuple(key for key, _ in self.ready())
         for key in tuple(self.pinned):
             self.forget(key)
         self._free_evictable()
-        self.resident.clear()
+        self.evictable.clear()
         self._order.clear()
         for moving in (self.incoming, self.fetching):
             for key, slot in moving.items():
@@ -358,23 +360,21 @@ class HostCache:
         return gone
 
     def _free_evictable(self) -> None:
-        self._free.extend(self.resident.values())
+        self._free.extend(self.evictable.values())
 
     # ---- self-check ----
 
     def check(self) -> None:
         """Raise UsageError if the cache contradicts itself; for tests, O(slots)."""
-        evictable = self.resident.keys() - self.pinned.keys()
+        idle = self.evictable
+        here = {*idle, *self.pinned, *self.incoming}
         for broken, what in (
             (not self._adds_up(), "every slot is in exactly one place"),
-            (len(self._order) != len(evictable), "the policy orders exactly the evictable chunks"),
-            (any(key not in self._order for key in evictable), "evictable chunks are in the order"),
-            (any(key in self._order for key in self.pinned), "a pinned chunk is not evictable"),
-            (not self.pinned.keys() <= self.resident.keys(), "chunks in use are ready"),
-            (
-                any(k not in self.incoming and k not in self.resident for k in self._marked()),
-                "only chunks in host memory have a priority",
-            ),
+            (len(self._order) != len(idle), "the policy orders exactly the evictable chunks"),
+            (any(key not in self._order for key in idle), "evictable chunks are in the order"),
+            (not idle.keys().isdisjoint(self.pinned), "a pinned chunk is not evictable"),
+            (not self._more_uses.keys() <= self.pinned.keys(), "chunks in use are pinned"),
+            (not here.issuperset(self._marked()), "only chunks in host memory have a priority"),
             (not self._turns_add_up(), "only chunks that take turns share a slot"),
         ):
             if broken:
@@ -387,7 +387,8 @@ class HostCache:
     def _uses(self) -> list[int]:
         """List the slots of all chunks, from all places they may be in."""
         places: list[Iterable[int]] = [
-            self.resident.values(),
+            self.evictable.values(),
+            self.pinned.values(),
             self.incoming.values(),
             self.fetching.values(),
             (orphan.slot for orphan in self._orphans.values()),

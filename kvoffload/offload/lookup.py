@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from itertools import chain
+from operator import indexOf
 
 from kvoffload.messages import OffloadKey
 from kvoffload.offload.events import CPU
@@ -109,7 +110,12 @@ class Lookups:
         return first_holder(key, self._worth_reading(tiers))[0] is not None
 
     def _ready_prefix(self, keys: Sequence[OffloadKey]) -> int:
-        return sum(takewhile(bool, map(self._host.resident.__contains__, keys)))
+        host = self._host
+        ready = map(host.evictable.__contains__, keys)
+        hits = indexOf(chain(ready, (False,)), False)
+        while host.pinned and hits < len(keys) and host.is_ready(keys[hits]):
+            hits += 1
+        return hits
 
     def _find_below(
         self, keys: Sequence[OffloadKey], start: int, tiers: tuple[Tier, ...]
@@ -117,16 +123,16 @@ class Lookups:
         """Go on where the first chunk is not in host memory; return hits and the last answer."""
         host = self._host
         # Idle chunks of the prompt itself are not evicted for the rest of the prompt.
-        ready, pinned = host.resident, host.pinned
+        idle, pinned = host.evictable, host.pinned
         idle_hits = start - sum(map(pinned.__contains__, keys[:start])) if pinned else start
         from_below = 0
         found: Counter[str] = Counter()
         answer: bool | None = False
         hits = start
         for key in keys[start:]:
-            if key in ready:
-                idle_hits += key not in pinned
-            else:
+            if key in idle:
+                idle_hits += 1
+            elif key not in pinned:
                 if key in host.fetching:
                     answer = None
                     break

@@ -149,13 +149,13 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> LoadJob:
         names = self.hints(req_context).tiers
         slots = self._host.pin_all(keys)
-        if slots is None:
-            spec = self._staging.plan(keys, self._tiers_for(names))
-            self.counters["load_refused"] += len(keys) - len(spec.host_slots)
+        if slots is not None:
+            spec, covered = CPULoadStoreSpec(slots), tuple(keys)
         else:
-            spec = CPULoadStoreSpec(slots)
+            spec = self._staging.plan(keys, self._tiers_for(names))
+            covered = tuple(keys[: len(spec.host_slots)])
+            self.counters["load_refused"] += len(keys) - len(covered)
         spec.job_id = next(self._jobs.ids)
-        covered = tuple(keys[: len(spec.host_slots)])
         job = LoadJob(spec.job_id, covered, spec, req_context, len(keys), names)
         if covered:
             self._jobs.add(job)

@@ -24,7 +24,7 @@ class PriorityPolicy:
     """
 
     def __init__(self, normal: Policy) -> None:
-        self._normal = normal
+        self.normal = normal
         # Of chunks in the order, or pinned, or being stored; 0 is not noted.
         self._priority: dict[bytes, int] = {}
         self._orders: dict[int, OrderedDict[bytes, None]] = {}
@@ -65,13 +65,13 @@ class PriorityPolicy:
     def add(self, keys: Sequence[bytes]) -> None:
         normal, special = self._split(keys)
         if normal:
-            self._normal.add(normal)
+            self.normal.add(normal)
         for key, priority in special:
             self._orders.setdefault(priority, OrderedDict())[key] = None
 
     def touch(self, keys: Sequence[bytes]) -> None:
         if not self._orders:
-            self._normal.touch(keys)
+            self.normal.touch(keys)
             return
         absent: OrderedDict[bytes, None] = OrderedDict()
         normal: list[bytes] = []
@@ -82,24 +82,24 @@ class PriorityPolicy:
             else:
                 normal.append(key)
         if normal:
-            self._normal.touch(normal)
+            self.normal.touch(normal)
 
     def remove(self, keys: Sequence[bytes]) -> None:
         normal, special = self._split(keys)
         if normal:
-            self._normal.remove(normal)
+            self.normal.remove(normal)
         for key, priority in special:
             del self._orders[priority][key]
 
     def victims(self, count: int) -> Sequence[bytes]:
         if not self._orders:
-            return self._normal.victims(count)
+            return self.normal.victims(count)
         taken: list[bytes] = []
         priorities = sorted(self._orders)
         for priority in priorities:
             if priority < 0:
                 self._take(priority, count, taken)
-        taken.extend(self._normal.victims(count - len(taken)))
+        taken.extend(self.normal.victims(count - len(taken)))
         for priority in priorities:
             if priority > 0:
                 self._take(priority, count, taken)
@@ -113,13 +113,13 @@ class PriorityPolicy:
             del self._orders[priority]
 
     def __len__(self) -> int:
-        return len(self._normal) + sum(map(len, self._orders.values()))
+        return len(self.normal) + sum(map(len, self._orders.values()))
 
     def __contains__(self, key: object) -> bool:
-        return key in self._normal or any(key in order for order in self._orders.values())
+        return key in self.normal or any(key in order for order in self._orders.values())
 
     def clear(self) -> None:
-        self._normal.clear()
+        self.normal.clear()
         self._orders.clear()
         self._priority.clear()
         self.num_above = 0

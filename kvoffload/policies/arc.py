@@ -97,11 +97,11 @@ class ARCPolicy:
     def remove(self, keys: Sequence[bytes]) -> None:
         """Take keys out of the order and remember whether they were seen again."""
         were_again = list(map(self._again.keys.__contains__, keys))
-        if True in were_again:
+        if False not in were_again:
+            self._again.discard(keys)
+        else:
             self._again.discard(compress(keys, were_again))
             self._once.discard(compress(keys, map(not_, were_again)))
-        else:
-            self._once.discard(keys)
         self._pinned.keep(keys, were_again)
 
     def victims(self, count: int) -> Sequence[bytes]:

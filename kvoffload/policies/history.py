@@ -32,7 +32,7 @@ class PinnedState(dict[bytes, Note]):
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Delete the notes on keys."""
-        deque(map(self.__delitem__, keys), maxlen=0)
+        deque(map(self.pop, keys), maxlen=0)
 
 
 _MOST = 3

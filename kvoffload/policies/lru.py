@@ -1,8 +1,9 @@
 """Least recently used."""
 
 from collections.abc import Sequence
+from itertools import islice
 
-from kvoffload.policies.ordered_queue import OrderedQueue
+from kvoffload.policies.ordered_queue import AT_LEAST, PART, OrderedQueue
 
 
 class LRUPolicy:
@@ -42,3 +43,64 @@ class LRUPolicy:
 
     def __contains__(self, key: object) -> bool:
         return key in self._queue.keys
+
+
+class LRUOfTable:
+    """LRU as the order of a table that the store keeps anyway: half the memory and half the work.
+
+    The table has exactly the keys of the order. The store puts keys in after ``add``. It deletes
+    keys after ``remove``, and those that ``victims`` returned at once.
+
+    Args:
+        capacity: of the store in entries.
+        table: the store's entries by key.
+    """
+
+    def __init__(self, capacity: int, table: dict[bytes, int]) -> None:
+        self._table = table
+        self._ahead = max(AT_LEAST, capacity // PART)
+        self.clear()
+
+    def clear(self) -> None:
+        # The keys of the last look-ahead, the oldest at the end; and those not moved since.
+        self._oldest: list[bytes] = []
+        self._unmoved: set[bytes] = set()
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Leave it to the store to put the keys at the end of its table."""
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Move keys of the table to its end."""
+        table = self._table
+        if not table.keys().isdisjoint(keys):
+            here = list(filter(table.__contains__, keys))
+            table.update(zip(here, map(table.pop, here), strict=True))
+            self._unmoved.difference_update(here)
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Note keys that the store is about to delete, and may put in again."""
+        self._unmoved.difference_update(keys)
+
+    def victims(self, count: int) -> Sequence[bytes]:
+        """Name the least recently used keys."""
+        count = min(count, len(self._table))
+        taken: list[bytes] = []
+        while len(taken) < count:
+            if not self._oldest:
+                self._oldest = list(islice(self._table, len(taken), len(taken) + self._ahead))
+                self._unmoved = set(self._oldest)
+                self._oldest.reverse()
+            first = max(0, len(self._oldest) - count + len(taken))
+            candidates = self._oldest[first:]
+            del self._oldest[first:]
+            candidates.reverse()
+            if not self._unmoved.issuperset(candidates):
+                candidates = [key for key in candidates if key in self._unmoved]
+            taken += candidates
+        return taken
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._table

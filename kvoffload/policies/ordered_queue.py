@@ -4,9 +4,10 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import islice, repeat
 
-_PART = 32
+PART = 32
 """A look-ahead reads this part of the capacity."""
-_AT_LEAST = 16
+AT_LEAST = 16
+"""Keys a look-ahead reads in small stores."""
 
 
 class OrderedQueue:
@@ -24,7 +25,7 @@ class OrderedQueue:
     def __init__(self, capacity: int) -> None:
         self.keys: dict[bytes, int] = {}
         self.stamp = 0
-        self._ahead = max(_AT_LEAST, capacity // _PART)
+        self._ahead = max(AT_LEAST, capacity // PART)
         # The keys of the last look-ahead that are not evicted yet, the oldest at the end.
         self._oldest: list[bytes] = []
 
@@ -34,7 +35,7 @@ class OrderedQueue:
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Take out keys that are in the queue."""
-        deque(map(self.keys.__delitem__, keys), maxlen=0)
+        deque(map(self.keys.pop, keys), maxlen=0)
 
     def pop(self, count: int) -> list[bytes]:
         """Take out the oldest keys, at most as many as there are."""

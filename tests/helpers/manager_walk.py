@@ -194,7 +194,14 @@ class Walk:
     def ledger(self):
         """All that the manager knows of host memory."""
         host = self.manager._host
-        places = host.resident, host.pinned, host.incoming, host.fetching, host._orphans
+        places = (
+            host.evictable,
+            host.pinned,
+            host._more_uses,
+            host.incoming,
+            host.fetching,
+            host._orphans,
+        )
         return [*map(dict, places), dict(host._abandoned), host.busy_slots]
 
     def store(self, prompt, count, hint=None):
@@ -383,7 +390,7 @@ class Walk:
         if key in self.fetching:
             return None
         # Forgotten while somebody still used its slot: it cannot come back before that ends.
-        if key in self.incoming or self.manager._host.orphaned(key):
+        if key in self.incoming or key in self.manager._host._orphans:
             return False
         answers = [store.holds(key) for store in tiers]
         return True if True in answers else None if None in answers else False
