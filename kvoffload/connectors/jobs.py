@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvoffload.offload.base import Job, OffloadingManager
+from kvoffload.offload.base import Job
+from kvoffload.offload.manager import TieredOffloadingManager
 
 
 @dataclass
@@ -39,7 +40,7 @@ class JobTable:
         num_ranks: workers that answer each job.
     """
 
-    def __init__(self, manager: OffloadingManager, num_ranks: int = 1) -> None:
+    def __init__(self, manager: TieredOffloadingManager, num_ranks: int = 1) -> None:
         self._manager = manager
         self._num_ranks = num_ranks
         self._jobs: dict[int, _InFlight] = {}
@@ -78,13 +79,21 @@ class JobTable:
             reason: why chunks failed.
             ranks: how many ranks answer.
             unsettled: ranks on which a late transfer may still touch the job's host slots.
+
+        An answer that fits no job is counted. One of the wrong length fails all chunks of its job.
         """
-        entry = self._jobs[job_id]
+        entry = self._jobs.get(job_id)
+        if entry is None:
+            self._manager.unexpected(f"job {job_id}")
+            return None
+        if len(ok) != len(entry.job.keys):
+            self._manager.unexpected(f"{len(ok)} chunks of job {job_id}")
+            ok = (False,) * len(entry.job.keys)
         entry.ok = well_on_both(entry.ok, ok)
         entry.reason = reason or entry.reason
         entry.ranks_unsettled += unsettled
         entry.ranks_left -= ranks
-        if entry.ranks_left:
+        if entry.ranks_left > 0:
             return None
         del self._jobs[job_id]
         job, ok = entry.job, entry.ok
@@ -108,7 +117,9 @@ class JobTable:
 
 
 def well_on_both(first: Sequence[bool] | None, second: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Join two ranks' answers on the chunks of a job."""
+    """Join two ranks' answers on the chunks of a job; those of different lengths fit no job."""
     if first is None:
         return second
+    if len(first) != len(second):
+        return ()
     return tuple(a and b for a, b in zip(first, second, strict=True))

@@ -226,6 +226,9 @@ class OffloadingManager(ABC):
                 :class:`Transfer`: of all its chunks). The slots stay out of use until
                 :meth:`release_slots`.
             reason: why chunks failed: :attr:`TransferResult.reason`.
+
+        Raises:
+            UsageError: ``ok`` has another length than ``job.keys``; nothing has changed.
         """
 
     def prepare_load(

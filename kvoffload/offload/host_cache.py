@@ -201,19 +201,26 @@ class HostCache:
             # A late read could still write to the slot: reused now, it would corrupt another chunk.
             self._abandoned.setdefault(slot, []).append(None)
 
-    def release(self, slot: int) -> bool:
-        """End one use of an abandoned slot; False if the slot is not abandoned."""
+    def release(self, slot: int) -> tuple[OffloadKey, ...] | None:
+        """End one use of an abandoned slot, and of a chunk in it, which is returned.
+
+        None if the slot is not abandoned.
+        """
         uses = self._abandoned.get(slot)
         if not uses:
-            return False
+            return None
         key = uses.pop()
         if not uses:
             del self._abandoned[slot]
         if key is None:
             self._end_turn(slot)
-        else:
-            self.end_use(key)
-        return True
+            return ()
+        self.end_use(key)
+        return (key,)
+
+    def in_abandoned_slots(self) -> set[OffloadKey]:
+        """Return the chunks that are in abandoned slots; mostly there are none."""
+        return {key for uses in self._abandoned.values() for key in uses if key is not None}
 
     # ---- ready chunks, pins ----
 

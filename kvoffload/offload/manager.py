@@ -11,10 +11,11 @@ Nothing here does I/O. Each transfer is one job, which the caller answers once w
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from itertools import takewhile
+from itertools import count, takewhile
 from operator import is_not
 
 from kvoffload.config import HARMLESS_HINTS
+from kvoffload.errors import UsageError
 from kvoffload.offload.admission import AdmissionFilter
 from kvoffload.offload.base import (
     CPULoadStoreSpec,
@@ -90,10 +91,13 @@ class TieredOffloadingManager(OffloadingManager):
         self._lookups = Lookups(host, self.figures, self.counters, caching)
         self._events = EventLog(REMEMBERED_MISSES, self.counters)
         self._jobs = JobsInFlight(self.counters)
+        self._job_ids = count(1)
+        self.unexpected = self._jobs.unexpected
+        """Counts and logs an answer that fits no job; takes the words for the answer."""
         self._staging = Staging(host, self._reserve, caching)
         limit_bytes = max_persisting_slots * max(1, host.slot_bytes)
         self._write_through = WriteThrough(
-            host, limit_bytes, self.counters, self._jobs.ids, self._dropped
+            host, limit_bytes, self.counters, self._job_ids, self._dropped
         )
         self._write_through.use(self.tiers)
         self._passthrough = PassThrough(host, self._write_through, promote)
@@ -155,10 +159,10 @@ class TieredOffloadingManager(OffloadingManager):
             spec = self._staging.plan(keys, self._tiers_for(names))
             covered = tuple(keys[: len(spec.host_slots)])
             self.counters["load_refused"] += len(keys) - len(covered)
-        spec.job_id = next(self._jobs.ids)
+        spec.job_id = next(self._job_ids)
         job = LoadJob(spec.job_id, covered, spec, req_context, len(keys), names)
         if covered:
-            self._jobs.add(job)
+            self._jobs[job.id] = job
         return job
 
     def _reserve(
@@ -217,9 +221,9 @@ class TieredOffloadingManager(OffloadingManager):
         spec = CPULoadStoreSpec(slots)
         if not slots:
             return PrepareStoreOutput((), spec, tuple(evicted), refused) if refused else None
-        spec.job_id = next(self._jobs.ids)
+        spec.job_id = next(self._job_ids)
         job = StoreJob(spec.job_id, tuple(new[: len(slots)]), spec, req_context, hints.tiers)
-        self._jobs.add(job)
+        self._jobs[job.id] = job
         self._host.incoming.update(zip(job.keys, slots, strict=True))
         self._host.prioritise(job.keys, hints.priority)
         return PrepareStoreOutput(job.keys, spec, tuple(evicted), refused, job)
@@ -276,19 +280,23 @@ class TieredOffloadingManager(OffloadingManager):
     def complete(
         self, job: Job, ok: Sequence[bool], settled: bool = True, reason: str = ""
     ) -> None:
+        if len(ok) != len(job.keys):
+            raise UsageError(f"{len(ok)} answers for a job of {len(job.keys)} chunks")
         if isinstance(job, Transfer):
             self._transfer_ended(job, ok, settled)
-        elif not self._jobs.take(job):
-            self._jobs.unexpected(job.keys[:1])
-        elif isinstance(job, LoadJob):
-            self._load_ended(job, ok, settled, reason)
-        elif isinstance(job, StoreJob):
-            self._store_ended(job, ok, settled)
+        elif self._jobs.get(job.id) is not job:
+            self.unexpected(f"job {job.id}")
+        else:
+            del self._jobs[job.id]
+            if isinstance(job, LoadJob):
+                self._load_ended(job, ok, settled, reason)
+            elif isinstance(job, StoreJob):
+                self._store_ended(job, ok, settled)
 
     def _transfer_ended(self, transfer: Transfer, ok: Sequence[bool], settled: bool) -> None:
         tier = self._write_through.ended(transfer)
         if tier is None:
-            self._jobs.unexpected(transfer.keys[:1])
+            self.unexpected(f"job {transfer.id}")
             return
         for key in reversed(transfer.keys):
             self._host.end_use(key, settled)
@@ -301,9 +309,14 @@ class TieredOffloadingManager(OffloadingManager):
 
     def release_slots(self, host_slots: Iterable[int]) -> None:
         # From tail to head, as all chunks return to the order.
+        released: list[OffloadKey] = []
         for slot in reversed(list(host_slots)):
-            if not self._host.release(slot):
+            chunks = self._host.release(slot)
+            if chunks is None:
                 self.counters["unexpected_release"] += 1
+            else:
+                released += chunks
+        self._retirement.landed(released)
 
     # ---- the same by keys ----
 

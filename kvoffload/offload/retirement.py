@@ -1,7 +1,7 @@
 """The order of an ended request's chunks: tails leave before heads, as a tail needs its head."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from kvoffload.errors import UsageError
@@ -26,9 +26,10 @@ class _Ended:
 class Retirement:
     """Puts chunks in order when their request ends, and again after its last transfer in flight.
 
-    A chunk that is being stored, or written to a tier, is out of the eviction order. It returns at
-    the recent end: behind its head, if the request has ended meanwhile. All prompts with a chunk
-    have the same chunks before it, so one entry a chunk is enough.
+    A chunk that is being stored, or written to a tier, is out of the eviction order. After an
+    unsettled write it stays out until its slot is released. It returns at the recent end: behind
+    its head, if the request has ended meanwhile. All prompts with a chunk have the same chunks
+    before it, so one entry a chunk is enough.
 
     Args:
         host: its idle chunks are put in order.
@@ -43,8 +44,8 @@ class Retirement:
 
     def retire(self, keys: Sequence[OffloadKey]) -> None:
         """Put an ended request's chunks in order, and again when those in flight have landed."""
-        self._put_in_order(keys)
-        places = [place for place in self._places() if not place.keys().isdisjoint(keys)]
+        self._host.put_in_order(reversed(keys))
+        places = [place for place in self._places() if not place.isdisjoint(keys)]
         if not places:
             return
         late = {key: i for i, key in enumerate(keys) if any(key in place for place in places)}
@@ -58,10 +59,9 @@ class Retirement:
 
     def landed(self, keys: Iterable[OffloadKey]) -> None:
         """Note chunks whose transfers have ended, or will not begin."""
-        if not self._in_flight:
-            return
-        gone = [key for key in keys if key in self._in_flight and not self._is_in_flight(key)]
-        self._landed(map(self._in_flight.pop, dict.fromkeys(gone)))
+        if self._in_flight:
+            waiting = filter(self._in_flight.__contains__, dict.fromkeys(keys))
+            self._landed(map(self._in_flight.pop, self._not_in_flight(waiting)))
 
     def _landed(self, requests: Iterable[_Ended], in_order: Sequence[OffloadKey] = ()) -> None:
         """Count one landed chunk of each request; put complete requests in order.
@@ -75,7 +75,7 @@ class Retirement:
         for ended in sorted(done, key=lambda it: -len(it.chunks)):
             if not covered.issuperset(ended.chunks):
                 covered.update(ended.chunks)
-                self._put_in_order(ended.chunks)
+                self._host.put_in_order(reversed(ended.chunks))
 
     def _count_landed(self, ended: _Ended) -> bool:
         """Wait for one chunk less of a request; return whether it was the last."""
@@ -85,15 +85,14 @@ class Retirement:
         self._num_listed -= len(ended.chunks)
         return True
 
-    def _places(self) -> Iterator[Mapping[OffloadKey, object]]:
-        yield self._host.incoming
-        yield from self._write_through.chunks()
+    def _places(self) -> list[Set[OffloadKey]]:
+        """Return the sets of chunks that are in flight."""
+        chunks = self._write_through.chunks()
+        return [self._host.incoming.keys(), self._host.in_abandoned_slots(), *chunks]
 
-    def _is_in_flight(self, key: OffloadKey) -> bool:
-        return any(key in place for place in self._places())
-
-    def _put_in_order(self, keys: Sequence[OffloadKey]) -> None:
-        self._host.put_in_order(reversed(keys))
+    def _not_in_flight(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        places = self._places()
+        return [key for key in keys if not any(key in place for place in places)]
 
     def clear(self) -> None:
         """Forget all ended requests."""
@@ -102,7 +101,7 @@ class Retirement:
 
     def check(self) -> None:
         """Raise UsageError if a chunk is waited for that is not in flight; for tests."""
-        if not all(map(self._is_in_flight, self._in_flight)):
+        if self._not_in_flight(self._in_flight):
             raise UsageError("the manager waits for a transfer that has ended")
         lists = {id(ended): len(ended.chunks) for ended in self._in_flight.values()}
         if sum(lists.values()) != self._num_listed:

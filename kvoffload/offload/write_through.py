@@ -1,7 +1,7 @@
 """Write-through: writes stored chunks to the tiers, bounded by back-pressure."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 
 from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKey
 from kvoffload.offload.base import Transfer
@@ -145,11 +145,11 @@ class WriteThrough:
         for lane in self._lanes.values():
             lane.waiting.clear()
 
-    def chunks(self) -> Iterator[dict[OffloadKey, None]]:
+    def chunks(self) -> Iterator[Set[OffloadKey]]:
         """Yield for each tier the chunks that wait for it, and the chunks being written to it."""
         for lane in self._lanes.values():
-            yield lane.waiting
-            yield lane.writing
+            yield lane.waiting.keys()
+            yield lane.writing.keys()
 
     def in_flight(self, name: str) -> tuple[int, int]:
         """Return the bytes in flight to a tier, and the chunks that wait."""

@@ -76,3 +76,26 @@ def test_what_a_reset_overtook_ends_as_if_it_had_failed(manager):
 def test_a_settled_job_that_is_unknown_is_harmless(manager):
     JobTable(manager).settle(ID)
     assert manager.counters["unexpected_release"] == 0
+
+
+def test_an_answer_to_an_unknown_job_is_counted_and_changes_nothing(manager, caplog):
+    jobs = store(manager, 1)
+    assert jobs.answer(ID + 1, (True, True, True)) is None
+    assert "77" not in caplog.text
+    assert "78" in caplog.text
+    assert manager.counters["unexpected_completion"] == 1
+    jobs.answer(ID, (True, True, True))
+    assert jobs.answer(ID, (False, False, False)) is None  # the second time
+    assert manager.counters["unexpected_completion"] == 2
+    assert [manager.lookup(key) for key in KEYS] == [True] * 3
+    manager.check()
+
+
+def test_an_answer_of_the_wrong_length_fails_all_chunks(manager):
+    jobs = store(manager, 2)
+    jobs.answer(ID, (True, True))
+    ended = jobs.answer(ID, (True, True, True))
+    assert ended.ok == (False, False, False)
+    assert manager.counters["unexpected_completion"] == 1
+    assert [manager.lookup(key) for key in KEYS] == [False] * 3
+    assert manager.busy_slots == 0

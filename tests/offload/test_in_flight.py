@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 from opcodes import count_opcodes
 
+from kvoffload.errors import UsageError
 from kvoffload.offload.base import CPULoadStoreSpec, LoadJob, ReqContext, make_offload_key
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.in_flight import JobsInFlight
@@ -109,7 +110,8 @@ def test_nothing_is_kept_of_what_was_answered():
         return [part.keys for part in jobs.take_parts(LoadJob, keys, context)]
 
     for context in (A, B, None):
-        jobs.add(LoadJob(next(jobs.ids), tuple(KEYS), CPULoadStoreSpec(()), context, 3, None))
+        number = len(jobs)
+        jobs[number] = LoadJob(number, tuple(KEYS), CPULoadStoreSpec(()), context, 3, None)
     assert end((), A) == []
     assert end(KEYS, A) == [tuple(KEYS)]
     assert end(KEYS[::-1], B) == [tuple(KEYS[::-1])]
@@ -133,3 +135,15 @@ def test_a_job_is_answered_once_with_a_verdict_for_each_chunk():
     assert [manager.lookup(key) for key in KEYS] == [True, False, False]
     assert manager.busy_slots == 0
     assert manager.counters["unexpected_completion"] == 2
+
+
+@pytest.mark.parametrize("ok", [(), (True,), (True, True, True, False)])
+def test_an_answer_of_the_wrong_length_is_refused_and_changes_nothing(ok):
+    manager = new_manager(3)
+    job = manager.prepare_store(KEYS, A).job
+    with pytest.raises(UsageError, match="3 chunks"):
+        manager.complete(job, ok)
+    assert [manager.lookup(key) for key in KEYS] == [False] * 3
+    manager.complete(job, [True] * 3)
+    assert [manager.lookup(key) for key in KEYS] == [True] * 3
+    assert manager.counters["unexpected_completion"] == 0

@@ -87,6 +87,36 @@ def test_slots_released_after_an_unsettled_write_keep_the_tail_first(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("unsettled", [0, 1, 2])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_a_slot_released_after_all_other_writes_keeps_the_tail_first(policy, order, unsettled):
+    manager = new_manager(policy, 6, [Store()], max_persisting_slots=6)
+    a = stored_in_steps(manager)
+    transfers = manager.take_transfers()
+    manager.retire(a, A)
+    for i in order:
+        manager.complete(transfers[i], [i != unsettled] * 2, settled=i != unsettled)
+        manager.check()
+    manager.release_slots(transfers[unsettled].unsettled_slots([False] * 2))
+    manager.check()
+    assert evicted_one_by_one(manager, 6) == a[::-1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_request_that_ends_before_a_slot_is_released_keeps_the_tail_first(policy):
+    manager = new_manager(policy, 6, [Store()], max_persisting_slots=6)
+    a = stored_in_steps(manager)
+    *others, last = manager.take_transfers()
+    written(manager, others)
+    manager.complete(last, [False] * 2, settled=False)
+    manager.retire(a, A)
+    manager.check()
+    manager.release_slots(last.unsettled_slots([False] * 2))
+    manager.check()
+    assert evicted_one_by_one(manager, 6) == a[::-1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_writes_that_begin_after_the_request_keep_the_tail_first(policy):
     manager = new_manager(policy, 6, [Store(), Store()], max_persisting_slots=2)
     a = stored_in_steps(manager)
