@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     )
     from kvoffload.backends.threaded import InlineBackend, ThreadedBackend
     from kvoffload.config import BackendConfig, ByteSize, OffloadConfig, parse_config
-    from kvoffload.connectors.loads import LoadOutcome
     from kvoffload.connectors.local import LocalConnector
-    from kvoffload.connectors.request_state import OffloadRequest
+    from kvoffload.connectors.requests import OffloadRequest
+    from kvoffload.connectors.transfers import LoadOutcome
     from kvoffload.core.tensors import canonicalize_kv_caches
     from kvoffload.errors import ConfigError, KVOffloadError, UsageError
     from kvoffload.messages import CanonicalKVCaches, OffloadKey, make_offload_key
@@ -48,8 +48,8 @@ _MODULES = {
     "backends.threaded": ("InlineBackend", "ThreadedBackend"),
     "config": ("BackendConfig", "ByteSize", "OffloadConfig", "parse_config"),
     "connectors.local": ("LocalConnector",),
-    "connectors.loads": ("LoadOutcome",),
-    "connectors.request_state": ("OffloadRequest",),
+    "connectors.transfers": ("LoadOutcome",),
+    "connectors.requests": ("OffloadRequest",),
     "core.tensors": ("canonicalize_kv_caches",),
     "errors": ("ConfigError", "KVOffloadError", "UsageError"),
     "messages": ("CanonicalKVCaches", "OffloadKey", "make_offload_key"),

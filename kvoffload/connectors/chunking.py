@@ -1,21 +1,20 @@
-"""Which chunks of which KV cache groups make up a prefix.
+"""Chunks of KV cache groups: their keys, which a prefix needs, and the GPU blocks they are in.
 
-A prefix can be loaded up to a token if every group has the chunks that it reads there. Full
-attention reads all chunks from the start. A sliding window reads the chunks that cover the last
-window. A recurrent layer reads the state at that token. A chunk that one group lacks shortens the
-prefix for all groups, and groups with windows then read other chunks. So the search goes on until
-all groups agree.
+Full attention reads all chunks from the start. A sliding window reads the chunks that cover the
+last window. A recurrent layer reads the state at a token.
 """
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 
+from kvoffload.config import OffloadConfig
 from kvoffload.core.groups import Group, MambaGroup, make_group
 from kvoffload.core.interface import KVCacheConfig
-from kvoffload.messages import OffloadKey, make_offload_key
+from kvoffload.messages import GPULoadStoreSpec, OffloadKey, make_offload_key
+from kvoffload.offload.namespace import Fact
+from kvoffload.transfer.layout import ChunkLayout
 
 NULL_BLOCK = 0
 """Stands in block tables where a group needs no block; never stored or loaded."""
@@ -110,12 +109,8 @@ class ChunkGroup:
 
 Keys = Sequence[Sequence[OffloadKey]]
 """For each group, the keys of a request's full chunks from the first on."""
-Prefix = Callable[[Sequence[OffloadKey]], tuple[int, bool]]
-"""Looks up consecutive chunks: how many there are, and whether the next may come soon."""
-Find = Callable[[OffloadKey], bool | None]
-"""Looks up one chunk; None: it may come soon."""
-HasRoom = Callable[[Sequence[OffloadKey]], bool]
-"""Whether chunks can be loaded all at once."""
+BlockTables = Sequence[Sequence[int]]
+"""GPU block ids of a request from its first token on, for each group."""
 
 
 class ChunkGroups:
@@ -139,7 +134,7 @@ class ChunkGroups:
         self.all = [ChunkGroup(i, kind, per_chunk) for i, kind in enumerate(kinds)]
         self.offloaded = [group for group in self.all if group.offloaded]
         # Full attention first: what it lacks, nothing else can make up for.
-        self._by_reach = sorted(self.offloaded, key=lambda group: not group.reads_all)
+        self.by_reach = sorted(self.offloaded, key=lambda group: not group.reads_all)
         self.keeps_prefixes = len(self.offloaded) == 1 and self.offloaded[0].reads_all
         """Whether any part of a load from the start on is of use."""
         self.alignment = lcm(*(group.block_size for group in self.all))
@@ -147,103 +142,6 @@ class ChunkGroups:
     def aligned(self, tokens: int) -> int:
         """Return the last token at or before this one at which all groups' blocks end."""
         return tokens - tokens % self.alignment
-
-    # ---- what can be loaded ----
-
-    def longest(
-        self,
-        keys: Keys,
-        start: int,
-        limit: int,
-        find_prefix: Prefix,
-        find: Find,
-        has_room: HasRoom,
-    ) -> tuple[int, bool]:
-        """Find how far a prompt can be loaded.
-
-        Args:
-            keys: of the prompt's chunks.
-            start: tokens that GPU memory has.
-            limit: tokens to load up to at most.
-            find_prefix: looks up consecutive chunks.
-            find: looks up one chunk.
-            has_room: asked about the chunks of all groups together; ``find_prefix`` asks for its.
-
-        Returns:
-            ``(end, pending)``: tokens up to which all is there, ``start`` for nothing; and whether
-            it may become more soon.
-        """
-        end = self.aligned(limit)
-        answers: dict[OffloadKey, bool | None] = {}
-
-        def has(key: OffloadKey) -> bool | None:
-            if key not in answers:
-                answers[key] = find(key)
-            return answers[key]
-
-        for group in self._by_reach:
-            if group.reads_all and end > start:
-                reach, pending = _reach(group, keys[group.index], start, end, find_prefix)
-                if pending:
-                    return start, True
-                end = self.aligned(min(end, reach))
-        agreed = False
-        while end > start and not agreed:
-            agreed = True
-            before = end
-            for group in self._by_reach:
-                if group.reads_all:
-                    continue
-                shorter = self._window_end(group, keys[group.index], start, end, has)
-                if shorter is None:
-                    return start, True
-                agreed = agreed and shorter == end
-                end = shorter
-            if agreed and not self.keeps_prefixes:
-                end = self._last_with_room(keys, start, end, has_room)
-                agreed = end == before
-        return max(end, start), False
-
-    def _last_with_room(self, keys: Keys, start: int, end: int, has_room: HasRoom) -> int:
-        """Return the last end up to which all groups' chunks have room; ``start`` for none.
-
-        A longer prefix is taken to need more room than a shorter one.
-        """
-        if end <= start or has_room(self._to_load(keys, start, end)):
-            return end
-        ends = range(start, end, self.alignment)
-        too_long = bisect_left(
-            ends, True, lo=1, key=lambda e: not has_room(self._to_load(keys, start, e))
-        )
-        return ends[too_long - 1]
-
-    def _to_load(self, keys: Keys, start: int, end: int) -> list[OffloadKey]:
-        """List the chunks of all groups that a load reads."""
-        chunks = [(group.index, group.chunks(group.needed(start, end))) for group in self.offloaded]
-        return [key for index, span in chunks for key in keys[index][span.start : span.stop]]
-
-    def _window_end(
-        self,
-        group: ChunkGroup,
-        keys: Sequence[OffloadKey],
-        start: int,
-        end: int,
-        has: Find,
-    ) -> int | None:
-        """Return the last end at which a group has what it reads; None if that is not known yet."""
-        while end > start:
-            missing = None
-            for chunk in group.chunks(group.needed(start, end)):
-                # All are asked, so that questions to slow tiers travel together.
-                answer = has(keys[chunk]) if chunk < len(keys) else False
-                if answer is None:
-                    return None
-                if not answer:
-                    missing = chunk
-            if missing is None:
-                return end
-            end = self.aligned(min(end - 1, missing * group.chunk_tokens))
-        return start
 
     # ---- what was loaded ----
 
@@ -275,7 +173,7 @@ class ChunkGroups:
         tokens: Counter[str] = Counter()
         if end <= start:
             return tokens
-        group = self._by_reach[0]
+        group = self.by_reach[0]
         pieces = group.pieces(group.needed(start, end))
         if not group.reads_all:
             tokens[media[group.index, pieces[-1].chunk] if pieces else "CPU"] = end - start
@@ -310,15 +208,82 @@ class ChunkGroups:
         return [key for key in self.from_head_to_tail(keys) if key not in masked]
 
 
-def _reach(
-    group: ChunkGroup, keys: Sequence[OffloadKey], start: int, end: int, find_prefix: Prefix
-) -> tuple[int, bool]:
-    """Return up to which token a group that reads everything is there."""
-    chunks = group.chunks(group.needed(start, end))
-    wanted = keys[chunks.start : chunks.stop]
-    if not wanted:
-        return start, False
-    hits, pending = find_prefix(wanted)
-    if hits == len(chunks):
-        return end, False
-    return (chunks.start + hits) * group.chunk_tokens, pending
+def to_load(
+    groups: ChunkGroups, tables: BlockTables, start: int, end: int, has_nulls: bool
+) -> list[Piece]:
+    """List the parts of chunks to load for the tokens from ``start`` to ``end``, by group.
+
+    The engine needs nothing in the null blocks at the start of a table.
+    """
+    pieces: list[Piece] = []
+    for group in groups.offloaded:
+        blocks = group.needed(start, end)
+        table = tables[group.index]
+        while has_nulls and blocks and table[blocks[0]] == NULL_BLOCK:
+            blocks = blocks[1:]
+        pieces.extend(group.pieces(blocks))
+    return pieces
+
+
+def to_store(
+    groups: ChunkGroups,
+    tables: BlockTables,
+    next_chunks: Sequence[int],
+    num_computed_tokens: int,
+    has_nulls: bool,
+) -> list[Piece]:
+    """List the chunks that have become full and are wholly in GPU memory, from head to tail."""
+    pieces: list[Piece] = []
+    for group in groups.offloaded:
+        end = num_computed_tokens // group.chunk_tokens
+        first = next_chunks[group.index]
+        if group.is_state:
+            # Only the state at the last computed token is there; it is kept at block ends.
+            first = max(first, end - 1 if num_computed_tokens % group.block_size == 0 else end)
+        for chunk in range(first, end):
+            first_block = chunk * group.per_chunk
+            piece = Piece(group.index, chunk, first_block, first_block + group.per_chunk)
+            blocks = tables[group.index][piece.first_block : piece.end_block]
+            if not has_nulls or NULL_BLOCK not in blocks:
+                pieces.append(piece)
+    if len(groups.offloaded) > 1:
+        pieces.sort(key=lambda piece: piece.end_block * groups.all[piece.group].block_size)
+    return pieces
+
+
+def gpu_end(groups: ChunkGroups, pieces: Sequence[Piece], tables: BlockTables) -> GPULoadStoreSpec:
+    """Name the GPU blocks of parts of chunks, which are listed group after group."""
+    count = len(groups.all)
+    blocks: list[int] = []
+    sizes, firsts = [0] * count, [0] * count
+    for piece in pieces:
+        if not sizes[piece.group]:
+            firsts[piece.group] = piece.first_block
+        sizes[piece.group] += piece.end_block - piece.first_block
+        blocks.extend(tables[piece.group][piece.first_block : piece.end_block])
+    return GPULoadStoreSpec(blocks, sizes, firsts)
+
+
+def layout_facts(
+    config: OffloadConfig,
+    block_size: int,
+    groups: ChunkGroups,
+    layout: ChunkLayout,
+    kv_cache_config: KVCacheConfig | None,
+) -> dict[str, Fact]:
+    """Return the facts of the namespace that the layout decides, so that no engine names them."""
+    pages = [[region.page_bytes for region in regions] for regions in layout.regions]
+    facts: dict[str, Fact] = {
+        "block_size": block_size,
+        "blocks_per_chunk": config.blocks_per_chunk,
+        "chunk_layout": f"tensor-major-1 {pages}",
+    }
+    if len(pages) > 1:
+        facts["chunk_tokens"] = f"{[group.chunk_tokens for group in groups.all]}"
+    if kv_cache_config is not None:
+        # A window or a state decides what its bytes were computed from.
+        facts["kv_cache_groups"] = "\n".join(
+            f"{group.layer_names} {group.kv_cache_spec}"
+            for group in kv_cache_config.kv_cache_groups
+        )
+    return facts

@@ -28,15 +28,24 @@ import msgspec
 
 from kvoffload.backends.base import Observable
 from kvoffload.config import OffloadConfig, parse_config
-from kvoffload.connectors.block_tables import BlockTables, gpu_end, to_load, to_store
 from kvoffload.connectors.builder import TieredOffloadingSpec
-from kvoffload.connectors.chunking import ChunkGroups
-from kvoffload.connectors.layout_facts import layout_facts
-from kvoffload.connectors.load_backoff import LoadBackoff
-from kvoffload.connectors.loads import Load, LoadOutcome, LoadResults
-from kvoffload.connectors.request_state import OffloadRequest, RequestState, new_state
-from kvoffload.connectors.transfers import Transfers
-from kvoffload.connectors.use_counter import UseCounter
+from kvoffload.connectors.chunking import (
+    BlockTables,
+    ChunkGroups,
+    gpu_end,
+    layout_facts,
+    to_load,
+    to_store,
+)
+from kvoffload.connectors.prefix_search import longest
+from kvoffload.connectors.requests import (
+    LoadBackoff,
+    OffloadRequest,
+    RequestState,
+    UseCounter,
+    new_state,
+)
+from kvoffload.connectors.transfers import Load, LoadOutcome, Transfers
 from kvoffload.core.interface import KVCacheConfig
 from kvoffload.errors import ConfigError
 from kvoffload.offload.base import (
@@ -111,8 +120,9 @@ class LocalConnector:
         self._requests: dict[str, RequestState] = {}
         # An engine that can use any part of a prefix goes on after one short load.
         self._short_loads = LoadBackoff(tolerated=int(self._groups.keeps_prefixes))
-        self._results = LoadResults(self._groups, self._requests, self._short_loads, self._manager)
-        self._transfers = Transfers(self._manager, self._worker, self._results)
+        self._transfers = Transfers(
+            self._manager, self._worker, self._groups, self._requests, self._short_loads
+        )
         self._outcomes: list[LoadOutcome] = []
 
     # ---- a waiting request ----
@@ -142,32 +152,33 @@ class LocalConnector:
             limit = min(limit, start + most)
         if groups.aligned(limit) <= start:
             return 0
-        keys = self._chunk_keys(request, state)
-        manager = self._manager
-        end, pending = groups.longest(
-            keys,
-            start,
-            limit,
-            lambda wanted: manager.lookup_prefix(wanted, context),
-            lambda key: manager.lookup(key, context),
-            manager.has_room,
-        )
+        self._chunk_keys(request, state)
+        end, pending = self._search(state, limit, waits=True)
         if pending:
             now_s = time.monotonic()
             if state.pending_since_s is None:
                 state.pending_since_s = now_s
             if now_s - state.pending_since_s < self.config.lookup_timeout_s:
                 return None
-            end, _ = groups.longest(
-                keys,
-                start,
-                limit,
-                lambda wanted: (manager.lookup_prefix(wanted, context)[0], False),
-                lambda key: manager.lookup(key, context) is True,
-                manager.has_room,
-            )
+            end, _ = self._search(state, limit, waits=False)
         state.pending_since_s = None
         return end - start
+
+    def _search(self, state: RequestState, limit: int, waits: bool) -> tuple[int, bool]:
+        """Find how far a prompt can be loaded; without ``waits``, what is not known is a miss."""
+        manager, context = self._manager, state.context
+
+        def find_prefix(keys: Sequence[OffloadKey]) -> tuple[int, bool]:
+            hits, pending = manager.lookup_prefix(keys, context)
+            return hits, pending and waits
+
+        def find(key: OffloadKey) -> bool | None:
+            answer = manager.lookup(key, context)
+            return answer if waits else answer is True
+
+        return longest(
+            self._groups, state.keys, state.start, limit, find_prefix, find, manager.has_room
+        )
 
     def update_state_after_alloc(
         self, request: OffloadRequest, block_ids: BlockTables, num_external_tokens: int
@@ -186,16 +197,12 @@ class LocalConnector:
         keys = [state.keys[piece.group][piece.chunk] for piece in pieces]
         job = self._manager.begin_load(keys, state.context)
         if not job.keys:
-            self._outcomes.append(self._results.refused(request.request_id))
+            self._outcomes.append(self._transfers.refused(request.request_id))
             return
         pieces = pieces[: len(job.keys)]
         target = gpu_end(self._groups, pieces, block_ids)
-        blocks = target.block_ids.tolist()
-        # A store of the blocks' last owner that still reads them would store what is loaded.
-        self.before_forward(blocks)
         load = Load(request.request_id, state.start, end, num_external_tokens, tuple(pieces))
-        self._results.expect(job.id, load)
-        self._transfers.begin(job, (job.spec, target), blocks)
+        self._transfers.begin_load(job, (job.spec, target), target.block_ids.tolist(), load)
         state.loading = job.id
 
     # ---- every step ----
@@ -331,7 +338,7 @@ class LocalConnector:
                 "slot_bytes": self._spec.slot_bytes,
             },
             "tiers": tiers,
-            "loaded_tokens": dict(self._results.loaded_tokens),
+            "loaded_tokens": dict(self._transfers.loaded_tokens),
             "manager": manager.pop("counters"),
             "transfers": dict(self._worker.counters),
             "copies": self._spec.copies,

@@ -1,34 +1,102 @@
-"""Transfers of the local connector: submits jobs to the worker and takes in their results."""
+"""Transfers of the local connector: submits jobs, takes in results, says how loads ended."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from kvoffload.connectors.block_tables import BusyBlocks
+from kvoffload.connectors.chunking import ChunkGroups, Piece
 from kvoffload.connectors.jobs import JobTable
-from kvoffload.connectors.loads import LoadOutcome, LoadResults
+from kvoffload.connectors.requests import LoadBackoff, RequestState
 from kvoffload.messages import TransferResult, TransferSpec
 from kvoffload.offload.base import Job, LoadJob, Transfer
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.transfer.engine import TransferEngine
 
 
+@dataclass(frozen=True)
+class LoadOutcome:
+    """How a load ended."""
+
+    request_id: str
+    num_loaded_tokens: int
+    """The good prefix: tokens after those in GPU memory that need not be computed.
+
+    With windows or recurrent states a load is mostly all or nothing: a shorter prefix would need
+    blocks that the engine did not allocate. The engine then frees the request and admits it again.
+    """
+    ok: bool
+    """Whether all tokens asked for were loaded."""
+    tokens_by_medium: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a request expects of a load job."""
+
+    request_id: str
+    start: int
+    end: int
+    wanted_tokens: int
+    pieces: tuple[Piece, ...]
+    """The parts of chunks that the job's keys stand for."""
+
+
+class BusyBlocks:
+    """GPU blocks that jobs in flight read (stores) or write (loads)."""
+
+    def __init__(self) -> None:
+        self._jobs_of: dict[int, list[int]] = {}
+        self._blocks_of: dict[int, Sequence[int]] = {}
+
+    def begin(self, job_id: int, blocks: Sequence[int]) -> None:
+        """Note the blocks of a job."""
+        self._blocks_of[job_id] = blocks
+        for block in blocks:
+            self._jobs_of.setdefault(block, []).append(job_id)
+
+    def end(self, job_id: int) -> None:
+        """Forget the blocks of a job, if it has any."""
+        for block in self._blocks_of.pop(job_id, ()):
+            jobs = self._jobs_of[block]
+            jobs.remove(job_id)
+            if not jobs:
+                del self._jobs_of[block]
+
+    def jobs(self, blocks: Iterable[int]) -> set[int]:
+        """Return the jobs in flight that use one of these blocks."""
+        busy = self._jobs_of
+        return {job for block in blocks for job in busy.get(block, ())} if busy else set()
+
+
 class Transfers:
     """Carries out the manager's jobs, for one connector, on the engine's thread.
 
     Args:
-        manager: gets the answers.
+        manager: gets the answers, the totals and the rates.
         worker: moves the bytes.
-        results: turns answers of loads into outcomes.
+        groups: of the chunks.
+        requests: the connector's requests by id; their loads are marked as ended here.
+        short_loads: counts the loads that brought less than promised.
     """
 
     def __init__(
-        self, manager: TieredOffloadingManager, worker: TransferEngine, results: LoadResults
+        self,
+        manager: TieredOffloadingManager,
+        worker: TransferEngine,
+        groups: ChunkGroups,
+        requests: Mapping[str, RequestState],
+        short_loads: LoadBackoff,
     ) -> None:
         self.jobs = JobTable(manager)
+        self.loaded_tokens: Counter[str] = Counter()
+        """Tokens loaded so far, by medium."""
         self._manager = manager
         self._worker = worker
-        self._results = results
+        self._groups = groups
+        self._requests = requests
+        self._short_loads = short_loads
         self._busy = BusyBlocks()
+        self._loads: dict[int, Load] = {}
         # Stores whose chunks are transferred in another order than the job's: that order.
         self._orders: dict[int, list[int]] = {}
 
@@ -46,6 +114,15 @@ class Transfers:
             self._orders[job.id] = order
         self._worker.submit(job.id, ends, len(job.keys))
 
+    def begin_load(
+        self, job: LoadJob, ends: TransferSpec, gpu_blocks: Sequence[int], load: Load
+    ) -> None:
+        """Submit a load into blocks that an earlier store may still read."""
+        # A store of the blocks' last owner that still reads them would store what is loaded.
+        self.wait_for_blocks(gpu_blocks)
+        self._loads[job.id] = load
+        self.begin(job, ends, gpu_blocks)
+
     def wait_for_blocks(self, block_ids: Iterable[int]) -> None:
         """Block until no transfer uses these GPU blocks."""
         if jobs := self._busy.jobs(block_ids):
@@ -53,18 +130,16 @@ class Transfers:
 
     def poll(self) -> list[LoadOutcome]:
         """Answer the jobs that have ended, begin write-through; return the ended loads."""
-        outcomes: list[LoadOutcome] = []
         # Read first: a job that settles while its result is taken in is settled at the next poll.
         settled = self._worker.get_settled()
-        for result in self._worker.get_finished():
-            outcomes.extend(self._take_in(result))
+        ended = [self._take_in(result) for result in self._worker.get_finished()]
         for job_id in settled:
             self.jobs.settle(job_id)
         for transfer in self._manager.take_transfers():
             self.begin(transfer, (transfer.spec, transfer.dst))
-        return outcomes
+        return [outcome for outcome in ended if outcome is not None]
 
-    def _take_in(self, result: TransferResult) -> list[LoadOutcome]:
+    def _take_in(self, result: TransferResult) -> LoadOutcome | None:
         self._busy.end(result.job_id)
         if order := self._orders.pop(result.job_id, None):
             moved = dict(zip(order, result.ok, strict=True))
@@ -74,14 +149,68 @@ class Transfers:
             result.job_id, result.ok, result.reason, unsettled=int(not result.settled)
         )
         if ended is None:
-            return []
+            return None
         job = ended.job
         if isinstance(job, LoadJob):
-            return [self._results.ended(job, result, ended.stale)]
+            return self._load_ended(job, result, ended.stale)
         good = result.ok.count(True)
         if isinstance(job, Transfer):
             medium, num_bytes = job.tier.upper(), result.transfer_bytes if result.success else 0
         else:
             medium, num_bytes = "CPU", result.transfer_bytes * good // len(job.keys)
         self._manager.figures.stored(medium, good, num_bytes, result.transfer_time_s)
-        return []
+        return None
+
+    # ---- loads ----
+
+    def refused(self, request_id: str) -> LoadOutcome:
+        """Return the outcome of a load that found no room in host memory."""
+        self._note_short_load(request_id)
+        return LoadOutcome(request_id, 0, ok=False)
+
+    def _load_ended(self, job: LoadJob, result: TransferResult, stale: bool) -> LoadOutcome:
+        """Return the outcome of an answered job; a stale job brings nothing."""
+        load = self._loads.pop(job.id)
+        state = self._requests.get(load.request_id)
+        waits = state is not None and state.loading == job.id
+        if state is not None and waits:
+            state.loading = None
+        if stale:
+            return LoadOutcome(load.request_id, 0, ok=False)
+        outcome = self._outcome(load, job, result)
+        if waits and not outcome.ok:
+            self._note_short_load(load.request_id)
+        return outcome
+
+    def _note_short_load(self, request_id: str) -> None:
+        if self._short_loads.note(request_id):
+            self._manager.counters["declined_after_short_load"] += 1
+
+    def _outcome(self, load: Load, job: LoadJob, result: TransferResult) -> LoadOutcome:
+        arrived: dict[tuple[int, int], str] = {}
+        chunks: Counter[str] = Counter()
+        for piece, medium, ok in zip(load.pieces, job.media(), result.ok, strict=True):
+            if ok:
+                arrived[piece.group, piece.chunk] = medium
+                chunks[medium] += 1
+        end = self._groups.usable(load.start, load.end, arrived)
+        tokens = self._groups.tokens_by_medium(load.start, end, arrived)
+        self.loaded_tokens.update(tokens)
+        self._measure(chunks, tokens, len(job.keys), result)
+        loaded = end - load.start
+        return LoadOutcome(load.request_id, loaded, loaded == load.wanted_tokens, dict(tokens))
+
+    def _measure(
+        self,
+        chunks: Mapping[str, int],
+        tokens: Mapping[str, int],
+        num_chunks: int,
+        result: TransferResult,
+    ) -> None:
+        for medium, count in chunks.items():
+            num_bytes = result.transfer_bytes * count // num_chunks
+            # Chunks from host memory waited for the tiers' chunks of the same load.
+            rated = medium != "CPU" or len(chunks) == 1
+            self._manager.figures.loaded(
+                medium, tokens.get(medium, 0), count, num_bytes, result.transfer_time_s, rated
+            )

@@ -3,8 +3,15 @@
 import pytest
 import torch
 
-from kvoffload.connectors.block_tables import gpu_end, to_load, to_store
-from kvoffload.connectors.chunking import NULL_BLOCK, ChunkGroups, Piece
+from kvoffload.connectors.chunking import (
+    NULL_BLOCK,
+    ChunkGroups,
+    Piece,
+    gpu_end,
+    to_load,
+    to_store,
+)
+from kvoffload.connectors.prefix_search import longest as sought
 from kvoffload.core.interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -44,7 +51,7 @@ def longest(groups, keys, start, limit, there, room=None):
     def has_room(wanted):
         return room is None or len(wanted) <= room
 
-    return groups.longest(keys, start, limit, find_prefix, there.__contains__, has_room)
+    return sought(groups, keys, start, limit, find_prefix, there.__contains__, has_room)
 
 
 def test_chunks_of_full_attention_are_asked_for_together_and_only_those_of_windows_one_by_one():
@@ -63,7 +70,10 @@ def test_chunks_of_full_attention_are_asked_for_together_and_only_those_of_windo
         alone.append(key)
         return True
 
-    assert groups.longest(keys, 0, 40, find_prefix, find, lambda _: True) == (40, False)
+    assert sought(groups, keys, 0, 40, find_prefix, find, lambda _: True) == (
+        40,
+        False,
+    )
     assert together == [keys[0]]
     assert alone == keys[1][-2:]
     assert {get_offload_group_idx(key) for key in alone} == {1}
@@ -106,7 +116,7 @@ def test_an_answer_that_may_come_soon_leaves_all_of_it_open():
     calls = []
 
     def ask(prefix, find):
-        return groups.longest(keys, 8, 40, lambda _: prefix, find, lambda _: True)
+        return sought(groups, keys, 8, 40, lambda _: prefix, find, lambda _: True)
 
     assert ask((3, True), calls.append) == (8, True)
     assert calls == []
@@ -130,7 +140,10 @@ def test_a_prompt_without_a_full_chunk_is_not_asked_for_and_not_waited_for():
     groups = groups_of(FULL, per_chunk=16)
     assert keys_of(groups, 40) == [[]]
     asked = []
-    assert groups.longest([[]], 0, 40, asked.append, asked.append, asked.append) == (0, False)
+    assert sought(groups, [[]], 0, 40, asked.append, asked.append, asked.append) == (
+        0,
+        False,
+    )
     assert asked == []
 
 

@@ -13,8 +13,8 @@ import torch
 
 from kvoffload import registry
 from kvoffload.connectors.chunking import ChunkGroups
-from kvoffload.connectors.load_backoff import LoadBackoff
 from kvoffload.connectors.local import LocalConnector
+from kvoffload.connectors.requests import LoadBackoff
 from kvoffload.core.hashing import BlockHasher, HashChain
 from kvoffload.core.interface import (
     ChunkedLocalAttentionSpec,

@@ -1,0 +1,130 @@
+"""Finds how far a prompt can be loaded.
+
+A prefix can be loaded up to a token if every group has the chunks that it reads there. A chunk that
+one group lacks shortens the prefix for all groups, and groups with windows then read other chunks.
+So the search goes on until all groups agree.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from kvoffload.connectors.chunking import ChunkGroup, ChunkGroups, Keys
+from kvoffload.messages import OffloadKey
+
+Prefix = Callable[[Sequence[OffloadKey]], tuple[int, bool]]
+"""Looks up consecutive chunks: how many there are, and whether the next may come soon."""
+Find = Callable[[OffloadKey], bool | None]
+"""Looks up one chunk; None: it may come soon."""
+HasRoom = Callable[[Sequence[OffloadKey]], bool]
+"""Whether chunks can be loaded all at once."""
+
+
+def longest(
+    groups: ChunkGroups,
+    keys: Keys,
+    start: int,
+    limit: int,
+    find_prefix: Prefix,
+    find: Find,
+    has_room: HasRoom,
+) -> tuple[int, bool]:
+    """Find how far a prompt can be loaded.
+
+    Args:
+        groups: of the cache.
+        keys: of the prompt's chunks.
+        start: tokens that GPU memory has.
+        limit: tokens to load up to at most.
+        find_prefix: looks up consecutive chunks.
+        find: looks up one chunk.
+        has_room: asked about the chunks of all groups together; ``find_prefix`` asks for its.
+
+    Returns:
+        ``(end, pending)``: tokens up to which all is there, ``start`` for nothing; and whether
+        it may become more soon.
+    """
+    end = groups.aligned(limit)
+    has = cache(find)
+    for group in groups.by_reach:
+        if group.reads_all and end > start:
+            reach, pending = _reach(group, keys[group.index], start, end, find_prefix)
+            if pending:
+                return start, True
+            end = groups.aligned(min(end, reach))
+    agreed = False
+    while end > start and not agreed:
+        agreed = True
+        before = end
+        for group in groups.by_reach:
+            if group.reads_all:
+                continue
+            shorter = _window_end(groups.aligned, group, keys[group.index], start, end, has)
+            if shorter is None:
+                return start, True
+            agreed = agreed and shorter == end
+            end = shorter
+        if agreed and not groups.keeps_prefixes:
+            end = _last_with_room(groups, keys, start, end, has_room)
+            agreed = end == before
+    return max(end, start), False
+
+
+def _last_with_room(
+    groups: ChunkGroups, keys: Keys, start: int, end: int, has_room: HasRoom
+) -> int:
+    """Return the last end up to which all groups' chunks have room; ``start`` for none.
+
+    A longer prefix is taken to need more room than a shorter one.
+    """
+    if end <= start or has_room(_to_load(groups, keys, start, end)):
+        return end
+    ends = range(start, end, groups.alignment)
+    too_long = bisect_left(
+        ends, True, lo=1, key=lambda e: not has_room(_to_load(groups, keys, start, e))
+    )
+    return ends[too_long - 1]
+
+
+def _to_load(groups: ChunkGroups, keys: Keys, start: int, end: int) -> list[OffloadKey]:
+    """List the chunks of all groups that a load reads."""
+    chunks = [(group.index, group.chunks(group.needed(start, end))) for group in groups.offloaded]
+    return [key for index, span in chunks for key in keys[index][span.start : span.stop]]
+
+
+def _window_end(
+    aligned: Callable[[int], int],
+    group: ChunkGroup,
+    keys: Sequence[OffloadKey],
+    start: int,
+    end: int,
+    has: Find,
+) -> int | None:
+    """Return the last end at which a group has what it reads; None if that is not known yet."""
+    while end > start:
+        missing = None
+        for chunk in group.chunks(group.needed(start, end)):
+            # All are asked, so that questions to slow tiers travel together.
+            answer = has(keys[chunk]) if chunk < len(keys) else False
+            if answer is None:
+                return None
+            if not answer:
+                missing = chunk
+        if missing is None:
+            return end
+        end = aligned(min(end - 1, missing * group.chunk_tokens))
+    return start
+
+
+def _reach(
+    group: ChunkGroup, keys: Sequence[OffloadKey], start: int, end: int, find_prefix: Prefix
+) -> tuple[int, bool]:
+    """Return up to which token a group that reads everything is there."""
+    chunks = group.chunks(group.needed(start, end))
+    wanted = keys[chunks.start : chunks.stop]
+    if not wanted:
+        return start, False
+    hits, pending = find_prefix(wanted)
+    if hits == len(chunks):
+        return end, False
+    return (chunks.start + hits) * group.chunk_tokens, pending

@@ -1,0 +1,148 @@
+"""What connectors remember of requests: their state, their uses of chunks, their short loads."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvoffload.offload.base import OffloadingManager, OffloadKey, ReqContext
+
+MAX_REMEMBERED = 1024
+"""Requests; more only if an engine never admits those again whose loads were short."""
+
+
+class OffloadRequest(Protocol):
+    """The attributes of an engine's request that the connector reads.
+
+    A request may also have ``kv_transfer_params``, with hints: see ``docs/guides/vllm.md``.
+    """
+
+    request_id: str
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and those generated so far."""
+        ...
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Chained hashes of the full blocks."""
+        ...
+
+
+@dataclass
+class RequestState:
+    """The connector's state of a request."""
+
+    context: ReqContext
+    keys: list[list[OffloadKey]]
+    """Keys of the full chunks, for each KV cache group."""
+    next_store: list[int]
+    """First chunk not offered for storing yet, for each group."""
+    start: int = 0
+    """Tokens in GPU memory, where a load would begin."""
+    pending_since_s: float | None = None
+    loading: int | None = None
+    """The job in flight that loads for the request."""
+    barred: bool = False
+    """Its blocks were computed before a reset: they must not be stored any more."""
+    refused: tuple[OffloadKey, ...] = ()
+    """Chunks that found no room when they were last offered for storing."""
+
+
+def new_state(request: OffloadRequest, num_groups: int) -> RequestState:
+    """Make the state of a request that has no chunks yet."""
+    context = ReqContext(request.request_id, getattr(request, "kv_transfer_params", None))
+    return RequestState(context, [[] for _ in range(num_groups)], [0] * num_groups)
+
+
+class UseCounter:
+    """Counts each request once as a use of its chunks, and retires the chunks when it ends.
+
+    A request counts before room is made for it: when its load begins, or when its first chunks are
+    offered for storing. Chunks of full attention count wherever they are, also in GPU memory alone.
+    Chunks of windows and states count if the request loads them.
+
+    Args:
+        manager: gets the uses and ends.
+    """
+
+    def __init__(self, manager: OffloadingManager) -> None:
+        self._manager = manager
+        self._counted: set[str] = set()
+
+    def count(self, context: ReqContext, used: Callable[[], Sequence[OffloadKey]]) -> bool:
+        """Count a request, unless it was counted before; return whether this call counted it.
+
+        Args:
+            context: of the request.
+            used: lists the chunks that it uses, head to tail; called only if the request counts.
+        """
+        if context.req_id in self._counted:
+            return False
+        self._counted.add(context.req_id)
+        self._manager.touch(used(), context)
+        return True
+
+    def pause(self, context: ReqContext, chunks: Callable[[], Sequence[OffloadKey]]) -> None:
+        """Do as :meth:`end` for a request that will be admitted again and must not count again."""
+        counted = context.req_id in self._counted
+        self._manager.retire(chunks() if counted else (), context)
+
+    def end(self, context: ReqContext, chunks: Callable[[], Sequence[OffloadKey]]) -> None:
+        """Retire the chunks of an ended request: its tail leaves before its head.
+
+        A request that was never admitted did not count. It leaves the order as it is.
+
+        Args:
+            context: of the request.
+            chunks: lists its chunks, head to tail; called only if the request counted.
+        """
+        self.pause(context, chunks)
+        self._counted.discard(context.req_id)
+
+
+class LoadBackoff:
+    """Counts the short loads of each request since it last computed something.
+
+    An engine that cannot use a part of a load admits the request again. With the same promise and
+    the same short load each time, the engine would never begin to compute. So a request is promised
+    nothing more after some short loads.
+
+    Args:
+        tolerated: short loads in a row after which the next is still promised.
+    """
+
+    def __init__(self, tolerated: int) -> None:
+        self._tolerated = tolerated
+        self._counts: dict[str, int] = {}
+        # Requests that have not been admitted again since.
+        self._just_ended: set[str] = set()
+
+    def note(self, request_id: str) -> bool:
+        """A load was short; return whether the request is declined from now on."""
+        count = self._counts.pop(request_id, 0) + 1
+        self._counts[request_id] = count
+        self._just_ended.add(request_id)
+        if len(self._counts) > MAX_REMEMBERED:
+            self._forget(next(iter(self._counts)))
+        return count > self._tolerated
+
+    def declined(self, request_id: str) -> bool:
+        """Whether a request is to be promised nothing."""
+        return self._counts.get(request_id, 0) > self._tolerated
+
+    def computed(self, request_id: str) -> None:
+        """A request has got on: its loads may be tried again."""
+        if self._counts:
+            self._forget(request_id)
+
+    def gave_up(self, request_id: str) -> None:
+        """Note that a request gave up its blocks; it is admitted again if its load just ended."""
+        if request_id in self._just_ended:
+            self._just_ended.remove(request_id)
+        else:
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._counts.pop(request_id, None)
+        self._just_ended.discard(request_id)
