@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvoffload.backends.admin import Admin
     from kvoffload.backends.base import (
         Backend,
+        ListedIndex,
         LocalIndex,
         Observable,
         ReadResult,
@@ -43,7 +44,8 @@ __version__ = "0.1.0"
 _MODULES = {
     "backends.admin": ("Admin",),
     "backends.base": (
-        "Backend", "LocalIndex", "Observable", "ReadResult", "ReadsEach", "Removal", "Usage",
+        "Backend", "ListedIndex", "LocalIndex", "Observable", "ReadResult", "ReadsEach", "Removal",
+        "Usage",
     ),
     "backends.threaded": ("InlineBackend", "ThreadedBackend"),
     "config": ("BackendConfig", "ByteSize", "OffloadConfig", "parse_config"),
@@ -65,7 +67,7 @@ _HOMES = {name: f"kvoffload.{module}" for module, names in _MODULES.items() for 
 
 __all__ = [
     "Admin", "Backend", "BackendConfig", "ByteSize", "CanonicalKVCaches", "ChunksRemoved",
-    "ChunksStored", "ConfigError", "Exporter", "InlineBackend", "KVOffloadError", "LoadOutcome",
+    "ChunksStored", "ConfigError", "Exporter", "InlineBackend", "KVOffloadError", "ListedIndex", "LoadOutcome",
     "LocalConnector", "LocalIndex", "Observable", "OffloadConfig", "OffloadKey", "OffloadRequest",
     "OffloadingEvent", "OffloadingManager", "OffloadingSpec", "Policy", "ReadResult", "ReadsEach",
     "Removal", "ThreadedBackend", "Usage", "UsageError", "__version__", "canonicalize_kv_caches",

@@ -7,6 +7,7 @@ blocking functions: see :class:`kvoffload.backends.threaded.ThreadedBackend`.
 
 Four protocols are optional: :class:`LocalIndex`, :class:`Observable`, :class:`ReadsEach` and
 :class:`kvoffload.backends.admin.Admin`. Inherit one and define what differs from its defaults.
+:class:`ListedIndex` is a :class:`LocalIndex` that other processes can follow.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -137,6 +138,27 @@ class LocalIndex(Protocol):
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Answer False for these keys, whose load just failed, until they are written again."""
+        ...
+
+
+@runtime_checkable
+class ListedIndex(LocalIndex, Protocol):
+    """Optional: a local index that knows all its chunks, and lists them for one reader.
+
+    The reader keeps a copy, in another process for example. Its calls do no I/O.
+    """
+
+    def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
+        """Return keys whose presence changed since they were last returned, with the presence.
+
+        At most ``limit`` of them, each key once. The first calls list every chunk that is present.
+        A key may be returned although nothing changed.
+        """
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every chunk that earlier processes stored has been returned; stays True."""
         ...
 
 

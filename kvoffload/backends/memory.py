@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvoffload.backends.base import ReadResult, Removal, Usage
+from kvoffload.backends.changes import ChangedKeys
 from kvoffload.backends.threaded import InlineBackend
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
@@ -41,6 +42,8 @@ class MemoryBackend(InlineBackend):
         self._chunks: OrderedDict[bytes, bytes] = OrderedDict()  # the least recently used first
         self._resident_bytes = 0
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
+        self._changes = ChangedKeys()
+        self._is_complete = False
         # holds() and forget() come from the engine's thread while the loop's thread writes.
         self._lock = threading.Lock()
 
@@ -80,6 +83,7 @@ class MemoryBackend(InlineBackend):
                 self.count("evicted")
             self._chunks[key] = copy
             self._resident_bytes += len(copy)
+            self._changes.note(key)
         return True
 
     def delete(self, key: bytes) -> None:
@@ -87,8 +91,8 @@ class MemoryBackend(InlineBackend):
 
     def release(self) -> None:
         with self._lock:
-            self._chunks.clear()
-            self._resident_bytes = 0
+            for key in list(self._chunks):
+                self._drop(key)
 
     # ---- optional protocols ----------------------------------------------------------------
 
@@ -101,6 +105,18 @@ class MemoryBackend(InlineBackend):
             for key in keys:
                 self._drop(key)
 
+    def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
+        if not self._changes.is_read:
+            with self._lock:
+                self._changes.begin(self._chunks)
+        keys = self._changes.take(limit)
+        self._is_complete = self._is_complete or not self._changes
+        return [(key, key in self._chunks) for key in keys]
+
+    @property
+    def is_complete(self) -> bool:
+        return self._is_complete
+
     def take_removals(self) -> list[Removal]:
         return [self._removals.popleft() for _ in range(len(self._removals))]
 
@@ -111,3 +127,4 @@ class MemoryBackend(InlineBackend):
         chunk = self._chunks.pop(key, None)
         if chunk is not None:
             self._resident_bytes -= len(chunk)
+            self._changes.note(key)

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvoffload.backends.admin import Admin
-from kvoffload.backends.base import LocalIndex, Observable, ReadsEach
+from kvoffload.backends.base import ListedIndex, LocalIndex, Observable, ReadsEach
 from kvoffload.testing.harness import (
     CHUNK_BYTES,
     LONG_S,
@@ -29,6 +29,7 @@ from kvoffload.testing.harness import (
     wrong_bytes,
 )
 from kvoffload.testing.hazards import HazardSuite
+from kvoffload.testing.indexes import IndexSuite
 
 __all__ = [
     "CHUNK_BYTES",
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 
-class BackendSuite(HazardSuite):
+class BackendSuite(IndexSuite, HazardSuite):
     """Tests to inherit; define :meth:`open`.
 
     Two more methods extend the suite: :meth:`damage` and :meth:`open_small`. A test that lacks its
@@ -240,21 +241,6 @@ class BackendSuite(HazardSuite):
         await backend.remove(keys)
 
     @on_a_loop
-    async def test_presence_agrees_and_forgets(self) -> None:
-        """Where ``holds`` exists, a forgotten key is absent until it is written again."""
-        backend, keys = await self.opened(), keys_of(3)
-        if not isinstance(backend, LocalIndex):
-            pytest.skip("no synchronous index")
-        await backend.write(keys, filled(keys))
-        assert [backend.holds(key) for key in keys] == [True] * 3
-        assert backend.holds(keys_of(1, "never stored")[0]) is not True
-        backend.forget(keys[:1])
-        assert backend.holds(keys[0]) is False
-        await backend.write(keys[:1], filled(keys[:1]))
-        assert backend.holds(keys[0]) is True
-        assert await backend.read(keys[:1], slots(1)) == [True]
-
-    @on_a_loop
     async def test_usage_stays_within_the_capacity(self) -> None:
         """Where usage is reported, it is never above the capacity and never negative."""
         backend = await self.opened()
@@ -272,7 +258,7 @@ class BackendSuite(HazardSuite):
     async def test_optional_protocols_are_whole(self) -> None:
         """An engine calls no method of a protocol that is incomplete."""
         backend = await self.opened()
-        for protocol in (LocalIndex, Observable, Admin):
+        for protocol in (LocalIndex, ListedIndex, Observable, Admin):
             names = [name for name in vars(protocol) if not name.startswith("_")]
             own = [name for name in names if name != "close" and hasattr(backend, name)]
             remedy = f"{protocol.__name__} is incomplete beside {own}: inherit it"
@@ -323,6 +309,27 @@ class PersistentBackendSuite(BackendSuite):
         into = slots(6)
         assert await again.read(keys, into) == [True] * 6
         assert wrong_bytes(keys, into) == []
+
+    @on_a_loop
+    async def test_a_new_reader_gets_the_chunks_of_earlier_processes(self) -> None:
+        """Where changes are listed, all stored chunks are listed before ``is_complete``."""
+        one, two, keys = await self.opened(), self.open("two"), keys_of(6)
+        if not isinstance(one, ListedIndex):
+            pytest.skip("lists no changes")
+        await self.closed_later(two)
+        await one.write(keys, filled(keys))
+        await two.write(keys_of(3, "two"), filled(keys_of(3, "two")))
+        await one.close()
+        again = self.open("suite")
+        self._opened.append(again)
+        assert isinstance(again, ListedIndex)
+        copy: set[bytes] = set()
+        while not again.is_complete:
+            await asyncio.sleep(0)
+            took = again.take_changes(4)
+            assert len(took) <= 4
+            copy |= {key for key, present in took if present}
+        assert copy == set(keys)
 
     @on_a_loop
     async def test_namespaces_do_not_see_each_other(self) -> None:

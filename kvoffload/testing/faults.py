@@ -14,6 +14,7 @@ import msgspec
 from kvoffload.backends.base import (
     Answers,
     Backend,
+    ListedIndex,
     LocalIndex,
     Observable,
     ReadsEach,
@@ -57,11 +58,11 @@ class FaultyBackend:
         self._calls: dict[tuple[int, str], int] = {}
         self._released = asyncio.Event()
         # From Python 3.12 on, isinstance() of a protocol finds attributes but no __getattr__.
-        protocols: tuple[Any, ...] = (LocalIndex, Observable)
+        protocols: tuple[Any, ...] = (LocalIndex, ListedIndex, Observable)
         for protocol in protocols:
             if isinstance(inner, protocol):
                 for name in vars(protocol):
-                    if not name.startswith("_"):
+                    if not name.startswith("_") and name not in vars(FaultyBackend):
                         setattr(self, name, getattr(inner, name))
         if isinstance(inner, ReadsEach):
             self.read_each = partial(self._read, inner.read_each)
@@ -69,6 +70,11 @@ class FaultyBackend:
     def release(self) -> None:
         """End hanging calls; they answer False."""
         self._released.set()
+
+    @property
+    def is_complete(self) -> bool:
+        """Of the inner backend, which must be a :class:`ListedIndex`; changes while it is open."""
+        return bool(self.inner.is_complete)  # type: ignore[attr-defined]
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
         plan = self._strike("contains", keys)

@@ -70,6 +70,9 @@ class DiskBackend(ThreadedBackend, Admin):
             self._housekeeper = Housekeeper(self._store)
             undo.pop_all()
         self._closed = False
+        self._was_serving = True
+        """Whether chunks could be loaded at the last :meth:`take_changes`."""
+        self._is_complete = False
         self._stopping = threading.Event()
         self._unfinished: set[asyncio.Future[Any]] = set()
         self._facts: dict[str, str] | None = None
@@ -172,10 +175,29 @@ class DiskBackend(ThreadedBackend, Admin):
 
     def holds(self, key: bytes) -> bool:
         """Return whether the index knows a chunk."""
-        store = self._store
-        unsafe = self._closed or store.root.refusal is not None
-        name = name_of(0, key)
-        return not unsafe and name in store.index and store.uses.is_fresh(name)
+        store, name = self._store, name_of(0, key)
+        return self._is_serving and name in store.index and store.uses.is_fresh(name)
+
+    def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
+        """Return what appeared or left, whichever process did it; see :class:`ListedIndex`.
+
+        A chunk that expires is reported up to a minute later, at the next search for such chunks.
+        """
+        store, is_ready, is_serving = self._store, self._store.ready.is_set(), self._is_serving
+        if is_serving != self._was_serving:
+            self._was_serving = is_serving
+            store.index.list_again()
+        keys = [name[2:] for name in store.index.take_changes(limit)]
+        self._is_complete = self._is_complete or (is_ready and not store.index.num_changes)
+        return [(key, self.holds(key)) for key in keys]
+
+    @property
+    def is_complete(self) -> bool:
+        return self._is_complete
+
+    @property
+    def _is_serving(self) -> bool:
+        return not self._closed and self._store.root.refusal is None
 
     @property
     def place(self) -> str:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvoffload.backends.disk.index import Name
 
@@ -16,9 +16,17 @@ class UseTimes:
     errs on one side only.
     """
 
-    def __init__(self, ttl_s: float | None) -> None:
-        """Chunks expire ``ttl_s`` after their last use; None: never, and nothing is remembered."""
+    def __init__(
+        self,
+        ttl_s: float | None,
+        became_fresh: Callable[[Iterable[Name]], None] = lambda names: None,
+    ) -> None:
+        """Chunks expire ``ttl_s`` after their last use; None: never, and nothing is remembered.
+
+        ``became_fresh`` learns of chunks that had expired, or were unknown, and are fresh now.
+        """
         self._ttl_ns = None if ttl_s is None else int(ttl_s * 1e9)
+        self._became_fresh = became_fresh
         self._lock = threading.Lock()
         self._unwritten: dict[Name, int] = {}
         self._due_ns: dict[Name, int] = {}
@@ -49,9 +57,15 @@ class UseTimes:
         """Note uses at these times."""
         if self._ttl_ns is None:
             return
+        now, fresh = now_ns(), []
         with self._lock:
             for name, used_ns in uses:
-                self._due_ns[name] = max(self._due_ns.get(name, 0), used_ns + self._ttl_ns)
+                before_ns = self._due_ns.get(name, 0)
+                due_ns = self._due_ns[name] = max(before_ns, used_ns + self._ttl_ns)
+                if before_ns <= now < due_ns:
+                    fresh.append(name)
+        if fresh:
+            self._became_fresh(fresh)
 
     def is_fresh(self, name: Name) -> bool:
         """Return whether a chunk has surely not expired."""

@@ -180,7 +180,9 @@ class Housekeeper:
     def expire(self) -> None:
         """Remove expired chunks if this process evicts; forget the times of removed ones."""
         store = self._store
-        for name in store.uses.overdue():
+        overdue = store.uses.overdue()
+        store.index.note(overdue)
+        for name in overdue:
             if self._stop.is_set():
                 return
             if name not in store.index and not store.index.is_hidden(name):

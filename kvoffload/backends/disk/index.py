@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
+from kvoffload.backends.changes import ChangedKeys
 from kvoffload.policies.base import Policy
 
 Name = bytes
@@ -27,6 +28,10 @@ def name_of(number: int, key: bytes) -> Name:
 def split_name(name: Name) -> tuple[int, bytes]:
     """Return the namespace number and the key of a name."""
     return int.from_bytes(name[:2], "big"), name[2:]
+
+
+_OWN = name_of(0, b"")
+"""How the names of this process's own namespace begin."""
 
 
 class Index:
@@ -52,6 +57,8 @@ class Index:
         self._dropped: set[Name] | None = None
         """Names dropped during the current scan, which may have seen their files before."""
         self._order: Policy | None = None
+        self._changes = ChangedKeys()
+        """Names of the own namespace that appeared or left."""
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -93,12 +100,16 @@ class Index:
             if self._dropped is not None:
                 self._dropped.discard(name)
             self._put(name, allocated_bytes)
+            self._note(name)
 
     def found(self, sizes: Iterable[tuple[Name, int]]) -> None:
         """Add files that a scan found, the least recently used first."""
         for name, allocated_bytes in self._under_lock(sizes):
             if self._dropped is None or name not in self._dropped:
+                is_new = name not in self._sizes
                 self._put(name, allocated_bytes)
+                if is_new:
+                    self._note(name)
 
     def measured(self, sizes: Iterable[tuple[Name, int]]) -> None:
         """Correct the sizes of known files, and make undeletable ones evictable again."""
@@ -151,12 +162,17 @@ class Index:
                         self._order.remove((name,))
                 except Exception as error:
                     self._policy_failed(error)
+            if known:
+                self._note(name)
             return known
 
     def hide(self, names: Iterable[Name]) -> None:
         """Treat these as absent until they are published again; they still take up space."""
         with self._lock:
-            self._hidden.update(name for name in names if name in self._sizes)
+            for name in names:
+                if name in self._sizes:
+                    self._hidden.add(name)
+                    self._note(name)
 
     def victims(self, count: int) -> Sequence[Name]:
         """Take the next names to evict out of the order; they stay known until dropped."""
@@ -173,6 +189,35 @@ class Index:
         """Return a copy of all names and sizes, the least recently used first."""
         with self._lock:
             return list(self._sizes.items())
+
+    # ---- for the reader of changes ----
+
+    @property
+    def num_changes(self) -> int:
+        """Names that changed and were not taken."""
+        return len(self._changes)
+
+    def take_changes(self, limit: int) -> list[Name]:
+        """Take names of the own namespace that appeared or left; the first calls list them all."""
+        if not self._changes.is_read:
+            self.list_again()
+        return self._changes.take(limit)
+
+    def list_again(self) -> None:
+        """Note all names of the own namespace as changed."""
+        with self._lock:
+            self._changes.begin(name for name in self._sizes if name.startswith(_OWN))
+
+    def note(self, names: Iterable[Name]) -> None:
+        """Note that chunks became fresh, or expired."""
+        if self._changes.is_read:
+            for name in names:
+                if name in self._sizes:
+                    self._note(name)
+
+    def _note(self, name: Name) -> None:
+        if name.startswith(_OWN):
+            self._changes.note(name)
 
     def _put_back(self, name: Name) -> None:
         if self._order is not None and name not in self._order:
@@ -193,4 +238,5 @@ class Index:
             self._order.add((name,))
         except BaseException:
             self._sizes.pop(name, None)
+            self._note(name)
             raise

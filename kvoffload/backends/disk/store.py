@@ -73,8 +73,8 @@ class DiskStore:
             self.root.close()
             raise
         self.files = ChunkFiles(vfs, direct=self.io_mode == "direct", durable=self._durable)
-        self.uses = UseTimes(self.root.limits.ttl_s)
         self.index = Index(make_policy, self.root.limits.capacity_bytes, self._policy_failed)
+        self.uses = UseTimes(self.root.limits.ttl_s, self.index.note)
         self.space = Space(self.root, self.index, self.count, self.path_of, self.discard)
         self.quarantine = Quarantine(self.root)
         self.ready = threading.Event()

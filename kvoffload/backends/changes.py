@@ -1,0 +1,40 @@
+"""The keys whose presence changed since the reader of an index asked last."""
+
+from collections.abc import Iterable
+
+
+class ChangedKeys:
+    """Keys that changed and that the one reader has not taken, each once. Thread-safe.
+
+    An index without a reader costs nothing: keys are noted from :meth:`begin` on. The owner notes a
+    key after its presence changed. The reader takes a key before it looks up the presence. A change
+    after that is noted again, so the last answer to a key is right.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[bytes, None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._keys or ())
+
+    @property
+    def is_read(self) -> bool:
+        """Whether there is a reader."""
+        return self._keys is not None
+
+    def begin(self, present: Iterable[bytes]) -> None:
+        """Note all keys that are present; the caller holds the lock under which keys change."""
+        self._keys = dict.fromkeys(present)
+
+    def note(self, key: bytes) -> None:
+        """Note that the presence of a key changed, or may have."""
+        if self._keys is not None:
+            self._keys[key] = None
+
+    def take(self, limit: int) -> list[bytes]:
+        """Take at most so many keys, the latest first."""
+        keys = self._keys
+        if not keys:
+            return []
+        # One reader: no other thread takes keys, so as many are there.
+        return [keys.popitem()[0] for _ in range(min(limit, len(keys)))]

@@ -1,0 +1,115 @@
+"""A copy made of the listed changes holds what the backend holds, whatever changed it."""
+
+import time
+
+import pytest
+from disk_parts import open_disk, until, write
+
+from kvoffload.backends.disk import expiry as disk_expiry
+from kvoffload.testing.backends import keys_of
+from kvoffload.testing.indexes import followed
+
+HOUR_S = 3600.0
+
+
+class Copy(set):
+    """The chunks that a backend has, by its changes alone."""
+
+    def __init__(self, backend):
+        super().__init__()
+        self._backend = backend
+
+    def has(self, keys):
+        followed(self._backend, self)
+        return self == set(keys)
+
+
+async def test_an_index_without_a_reader_keeps_no_changes(tmp_path):
+    backend = open_disk(tmp_path / "kv")
+    await write(backend, keys_of(3))
+    assert backend._store.index.num_changes == 0
+    assert Copy(backend).has(keys_of(3))
+    await backend.close()
+
+
+async def test_what_another_process_stores_and_removes_is_listed(tmp_path):
+    one, two, keys = open_disk(tmp_path / "kv"), open_disk(tmp_path / "kv"), keys_of(4)
+    copy = Copy(two)
+    assert copy.has([])
+    await write(one, keys)
+    assert await until(lambda: copy.has(keys))
+    await one.remove(keys[:2])
+    assert await until(lambda: copy.has(keys[2:]))
+    await one.close()
+    await two.close()
+
+
+async def test_chunks_of_other_namespaces_are_not_listed(tmp_path):
+    own, other = open_disk(tmp_path / "kv"), open_disk(tmp_path / "kv", "other")
+    copy = Copy(own)
+    assert copy.has([])
+    await write(other, keys_of(4))
+    own._housekeeper._scanner.scan(full=True)  # it evicts for both
+    assert len(own._store.index) == 4
+    assert own.take_changes(100) == []
+    await own.close()
+    await other.close()
+
+
+async def test_a_root_that_is_refused_has_no_chunks_until_it_is_in_order(tmp_path):
+    backend, keys = open_disk(tmp_path / "kv"), keys_of(3)
+    await write(backend, keys)
+    copy, root = Copy(backend), backend._store.root
+    assert copy.has(keys)
+    root._refuse("changed by another user")
+    assert copy.has([])
+    root._allow()
+    assert copy.has(keys)
+    await backend.close()
+    assert copy.has([])
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds by which the clock of uses is ahead, in a list."""
+    ahead_s = [0.0]
+    monkeypatch.setattr(disk_expiry, "now_ns", lambda: time.time_ns() + int(ahead_s[0] * 1e9))
+    return ahead_s
+
+
+async def test_expired_chunks_leave_and_come_back_when_another_process_used_them(tmp_path, clock):
+    owner = open_disk(tmp_path / "kv", ttl_s=HOUR_S)
+    other, keys = open_disk(tmp_path / "kv"), keys_of(2)
+    await write(owner, keys)
+    copy = Copy(other)
+    assert await until(lambda: copy.has(keys))
+    clock[0] = HOUR_S + 60
+    owner._housekeeper._evict = owner._housekeeper.expire = lambda: None
+    other._housekeeper.expire()
+    assert copy.has([])
+    # Another process loaded one; a scan finds the access time.
+    owner._store.uses.used([name for name, _ in owner._store.index.sizes()][:1])
+    owner._store.record_use()
+    other._housekeeper._scanner.scan(full=True)
+    assert len([key for key in keys if other.holds(key)]) == 1
+    assert copy.has([key for key in keys if other.holds(key)])
+    await owner.close()
+    await other.close()
+
+
+async def test_a_chunk_that_the_policy_refuses_is_listed_as_gone(tmp_path, monkeypatch):
+    backend, keys = open_disk(tmp_path / "kv"), keys_of(2)
+    await write(backend, keys)
+    copy = Copy(backend)
+    assert copy.has(keys)
+    index = backend._store.index
+
+    def broken(names):
+        raise RuntimeError("a policy's bug")
+
+    monkeypatch.setattr(index._order, "add", broken)
+    with pytest.raises(RuntimeError):
+        index.add(index.sizes()[0][0], 4096)
+    assert len(index) == 1
+    assert copy.has([key for key in keys if backend.holds(key)])
+    await backend.close()
