@@ -89,6 +89,10 @@ class HostCache:
         """Slots that could be reserved now for chunks of the key's size."""
         return len(self._free) + len(self.evictable)
 
+    def least_room(self, keys: Sequence[OffloadKey]) -> int:
+        """The least room for any of these chunks, of which there is one at least."""
+        return self.room_for(keys[0])
+
     def has_room(self, keys: Sequence[OffloadKey]) -> bool:
         """Whether all chunks could be in host memory at once."""
         evictable = sum(map(self.evictable.__contains__, keys))

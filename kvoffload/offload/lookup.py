@@ -129,7 +129,10 @@ class Lookups:
         found: Counter[str] = Counter()
         answer: bool | None = False
         hits = start
-        for key in keys[start:]:
+        if tiers and (from_below := self._run_on(tiers[0], keys[start:], idle_hits)):
+            found[tiers[0].medium] = from_below
+            hits += from_below
+        for key in keys[hits:]:
             if key in idle:
                 idle_hits += 1
             elif key not in pinned:
@@ -154,6 +157,16 @@ class Lookups:
             self._counters[f"lookup_hits_{medium}"] += count
         self._counters["lookup_hits"] += hits - start
         return hits, answer
+
+    def _run_on(self, tier: Tier, keys: Sequence[OffloadKey], idle_hits: int) -> int:
+        """Count leading chunks on the nearest tier that need no further look, one by one.
+
+        Host memory has none of them, and room for all.
+        """
+        run = keys[: tier.num_leading(keys)]
+        if self._caching and run:
+            run = run[: max(0, self._host.least_room(run) - idle_hits)]
+        return len(run) if len(self._host.absent(run)) == len(run) else 0
 
     def has_room(self, keys: Sequence[OffloadKey]) -> bool:
         """Return whether host memory can take all these chunks at once, as one load needs it."""

@@ -1,9 +1,9 @@
 """A store below host memory, as the manager uses it."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvoffload.backends.base import LocalIndex, Removal
 from kvoffload.messages import OffloadKey
@@ -15,6 +15,15 @@ class RemovalSource(Protocol):
     """What reports the chunks that left a tier."""
 
     def take_removals(self) -> list[Removal]: ...
+
+
+@runtime_checkable
+class PrefixCount(Protocol):
+    """Optional for a presence: looks up a prompt in one call."""
+
+    def num_leading(self, keys: Sequence[bytes]) -> int:
+        """Count the leading keys for which ``holds`` answers True."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,16 @@ class Tier:
         except Exception:
             log.exception("%s: looking up a chunk failed; taken as a miss", self.name)
             return False
+
+    def num_leading(self, keys: Sequence[OffloadKey]) -> int:
+        """Count leading chunks that the store has; 0 if they must be asked for one by one."""
+        if not isinstance(self.presence, PrefixCount):
+            return 0
+        try:
+            return self.presence.num_leading(keys)
+        except Exception:
+            log.exception("%s: looking up chunks failed; taken as a miss", self.name)
+            return 0
 
     def forget(self, key: OffloadKey) -> None:
         """Let the store's presence answer False for a chunk that could not be loaded."""

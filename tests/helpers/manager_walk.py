@@ -59,6 +59,13 @@ class FakeTier:
         self.removals.append(Removal(key, "evicted"))
 
 
+class IndexedTier(FakeTier):
+    """A store that looks up a prompt in one call."""
+
+    def num_leading(self, keys):
+        return next((i for i, key in enumerate(keys) if not self.holds(key)), len(keys))
+
+
 class Walk:
     """The manager under test, a worker half played by hand, and what must be true."""
 
@@ -102,7 +109,7 @@ class Walk:
         self.replayed = {medium: set() for medium in ("CPU", *map(str.upper, self.stores))}
 
     def new_stores(self):
-        return {f"t{i}": FakeTier() for i in range(self.num_tiers)}
+        return {f"t{i}": (FakeTier if i else IndexedTier)() for i in range(self.num_tiers)}
 
     def tiers(self):
         return [Tier(name, store, store) for name, store in self.stores.items()]

@@ -207,3 +207,39 @@ def test_what_was_in_flight_at_a_reset_ends_as_removed(success):
     assert [manager.lookup(key) for key in (*a, *b)] == [False, False]
     assert manager.busy_slots == 0
     manager.check()
+
+
+class Counting(Store):
+    """A store that looks up a prompt in one call."""
+
+    def num_leading(self, wanted):
+        return next((i for i, key in enumerate(wanted) if key not in self.held), len(wanted))
+
+    def holds(self, key):
+        self.asked = getattr(self, "asked", 0) + 1
+        return super().holds(key)
+
+
+@pytest.mark.parametrize(("slots", "found"), [(600, 500), (40, 40)])
+def test_a_prompt_on_a_tier_with_a_whole_index_is_not_asked_for_chunk_by_chunk(slots, found):
+    prompt = keys("a", 600)
+    one_by_one, counting = Store(prompt[:500]), Counting(prompt[:500])
+    for store in (one_by_one, counting):
+        manager = TieredOffloadingManager(HostCache(slots, LRUPolicy(slots)), [Tier("disk", store)])
+        assert manager.lookup_prefix(prompt) == (found, False)
+        told = {name: n for name, n in manager.counters.items() if name.startswith("lookup")}
+        if store is one_by_one:
+            expected = told
+    assert told == expected
+    assert counting.asked <= 1
+
+
+def test_a_tier_whose_count_fails_is_asked_for_each_chunk(caplog):
+    class Broken(Counting):
+        def num_leading(self, wanted):
+            raise RuntimeError("a plug-in's bug")
+
+    prompt = keys("a", 5)
+    manager = TieredOffloadingManager(HostCache(9, LRUPolicy(9)), [Tier("disk", Broken(prompt))])
+    assert manager.lookup_prefix(prompt) == (5, False)
+    assert "looking up chunks failed" in caplog.text
