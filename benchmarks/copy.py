@@ -23,7 +23,7 @@ from kvoffload.messages import (
 from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.engine import TransferEngine
 from kvoffload.transfer.io_loop import IOLoop
-from kvoffload.transfer.layout import ChunkLayout, ChunkMove
+from kvoffload.transfer.layout import ChunkLayout, Moves
 from kvoffload.transfer.slab import Slab
 
 TOTAL_BYTES = 256 << 20
@@ -132,7 +132,7 @@ def _case(total_bytes: int, page_bytes: int, num_tensors: int, scattered: bool) 
 
 
 def _places(
-    layout: ChunkLayout, moves: list[ChunkMove], tensors: list[torch.Tensor], slab: Slab
+    layout: ChunkLayout, moves: Moves, tensors: list[torch.Tensor], slab: Slab
 ) -> list[tuple[int, int]]:
     """Address of each page in the slab and in its tensor, in the slab's order."""
     return [

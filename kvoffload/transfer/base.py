@@ -4,10 +4,9 @@ A *fence* is a point in a stream of work. It is done when all work before it is 
 """
 
 import threading
-from collections.abc import Sequence
 from typing import Protocol
 
-from kvoffload.transfer.layout import ChunkMove
+from kvoffload.transfer.layout import Moves
 
 
 class Fence(Protocol):
@@ -72,7 +71,7 @@ class Copier(Protocol):
         """Mark the engine's stream of work as it is now; called on the engine's thread."""
         ...
 
-    def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> CopyFence:
+    def launch(self, moves: Moves, to_host: bool, after: Fence) -> CopyFence:
         """Begin copies from GPU blocks to host slots, or the reverse, once ``after`` is done.
 
         The moves have passed :func:`kvoffload.transfer.layout.check_moves`. Callable from the

@@ -27,7 +27,7 @@ from kvoffload.messages import (
 )
 from kvoffload.transfer.base import Copier, CopyFence
 from kvoffload.transfer.io_loop import IOLoop, same_length
-from kvoffload.transfer.layout import ChunkLayout, ChunkMove, check_moves
+from kvoffload.transfer.layout import ChunkLayout, Moves, check_moves
 from kvoffload.transfer.read_calls import ArrivalBatches, ReadCall, read_calls
 from kvoffload.transfer.slab import Slab
 
@@ -194,7 +194,7 @@ class TransferEngine(OffloadingHandler):
         after = self._copier.record_fence()
 
         def copy(positions: list[int]) -> CopyFence:
-            return self._copier.launch([moves[i] for i in positions], to_host=False, after=after)
+            return self._copier.launch(moves.take(positions), to_host=False, after=after)
 
         if here := [i for i, is_here in enumerate(ok) if is_here]:
             job.fences.append((copy(here), here))
@@ -221,12 +221,10 @@ class TransferEngine(OffloadingHandler):
         self._start(job, self._store_timeout_s, [write])
         self._jobs[job_id] = job
 
-    def _moves(
-        self, gpu: GPULoadStoreSpec, host: CPULoadStoreSpec, to_host: bool
-    ) -> list[ChunkMove]:
+    def _moves(self, gpu: GPULoadStoreSpec, host: CPULoadStoreSpec, to_host: bool) -> Moves:
         """Cut the blocks into chunks and check all of them before anything is copied or read."""
-        moves = self._layout.moves(gpu, host.host_slots.tolist())
-        check_moves(moves, gpu.block_ids.tolist(), to_host, self._layout, self._slab)
+        moves = self._layout.moves(gpu, host.host_slots)
+        check_moves(moves, to_host, self._layout, self._slab)
         return moves
 
     # ---- on the I/O loop ----

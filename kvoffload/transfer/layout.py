@@ -5,11 +5,12 @@ In a slot, a chunk is its tensors one after the other, and within a tensor its b
     | tensor 0: block 0, block 1, ... | tensor 1: block 0, block 1, ... | ... | padding to 4096 |
 """
 
-from collections import Counter
-from collections.abc import Sequence
-from itertools import chain, repeat
+from collections.abc import Iterator, Sequence
 from operator import mul
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvoffload.messages import (
     BlockIds,
@@ -20,6 +21,7 @@ from kvoffload.messages import (
 )
 from kvoffload.transfer.slab import Slab
 
+Numbers = npt.NDArray[np.int64]
 PAGE = 4096
 """Slots and chunk payloads are multiples of this, so that any of them can be read with O_DIRECT."""
 
@@ -39,6 +41,44 @@ class ChunkMove(NamedTuple):
     group_idx: int
     first: int
     block_ids: BlockIds
+
+
+class Moves:
+    """The chunks of a transfer as arrays, so that thousands of them cost no Python object each.
+
+    Args:
+        chunks: five rows, a column for each chunk. The rows are: host slot, group, number of the
+            first block in the chunk, place of that block in ``block_ids``, number of blocks.
+        block_ids: the blocks of all chunks.
+    """
+
+    __slots__ = ("block_ids", "chunks")
+
+    def __init__(self, chunks: Numbers, block_ids: BlockIds) -> None:
+        self.chunks = chunks
+        self.block_ids = block_ids
+
+    def __len__(self) -> int:
+        return int(self.chunks.shape[1])
+
+    def __iter__(self) -> Iterator[ChunkMove]:
+        """Yield chunk after chunk, for copiers that copy them one by one."""
+        for slot, group_idx, first, start, count in self.chunks.T.tolist():
+            yield ChunkMove(slot, group_idx, first, self.block_ids[start : start + count])
+
+    @property
+    def host_slots(self) -> Numbers:
+        """The slot of each chunk."""
+        slots: Numbers = self.chunks[0]
+        return slots
+
+    def take(self, which: Sequence[int] | slice | npt.NDArray[np.integer | np.bool_]) -> "Moves":
+        """Return some of the chunks, by number; the blocks are shared."""
+        return Moves(self.chunks[:, which], self.block_ids)
+
+    def of_group(self, group_idx: int) -> "Moves":
+        """Return the chunks of one group."""
+        return self.take(self.chunks[1] == group_idx)
 
 
 class ChunkLayout:
@@ -75,34 +115,41 @@ class ChunkLayout:
         """Bytes of a slot for a chunk of any group."""
         return max(self.payload_bytes)
 
-    def moves(self, gpu: GPULoadStoreSpec, host_slots: Sequence[int]) -> list[ChunkMove]:
+    def moves(self, gpu: GPULoadStoreSpec, host_slots: Sequence[int] | BlockIds) -> Moves:
         """Cut the GPU end of a transfer into chunks, in the order of ``host_slots``.
 
         Raises:
             ValueError: the blocks do not make up exactly that many chunks.
         """
-        # Every submission runs this: one call for all chunks of a group is fastest.
-        moves: list[ChunkMove] = []
-        start = count = 0
-        for group_idx, size in enumerate(gpu.group_sizes):
-            if not size:
-                continue
-            per_chunk = self.per_chunk[group_idx]
-            first = gpu.block_indices[group_idx] % per_chunk
-            pieces = _cut(gpu.block_ids[start : start + size], first, per_chunk)
-            firsts = chain((first,), repeat(0))
-            slots = host_slots[count:]
-            fields = zip(slots, repeat(group_idx), firsts, pieces, strict=False)
-            moves.extend(map(tuple.__new__, repeat(ChunkMove), fields))  # four times as fast
-            start += size
-            count += len(pieces)
-        if count != len(host_slots):
+        cuts = [
+            (group_idx, size, index % per_chunk, per_chunk)
+            for group_idx, (size, index, per_chunk) in enumerate(
+                zip(gpu.group_sizes, gpu.block_indices, self.per_chunk, strict=False)
+            )
+            if size
+        ]
+        counts = [-(-(first + size) // per_chunk) for _, size, first, per_chunk in cuts]
+        if sum(counts) != len(host_slots):
             raise ValueError(
                 f"{len(gpu.block_ids)} blocks in groups of {gpu.group_sizes} from index "
                 f"{gpu.block_indices} are not {len(host_slots)} chunks of "
                 f"{' or '.join(map(str, dict.fromkeys(self.per_chunk)))} blocks"
             )
-        return moves
+        chunks = np.empty((5, len(host_slots)), np.int64)
+        chunks[0] = host_slots
+        start = at = 0
+        for (group_idx, size, first, per_chunk), count in zip(cuts, counts, strict=True):
+            mine = chunks[1:, at : at + count]
+            mine[0], mine[1], mine[3] = group_idx, 0, per_chunk
+            mine[2] = np.arange(start - first, start - first + count * per_chunk, per_chunk)
+            # The first chunk may begin within, and the last one end within.
+            mine[1, 0] = first
+            mine[2, 0] = start
+            mine[3, 0] -= first
+            mine[3, -1] -= count * per_chunk - first - size
+            start += size
+            at += count
+        return Moves(chunks, gpu.block_ids)
 
     def views(
         self, slab: Slab, keys: Sequence[OffloadKey], slots: Sequence[int]
@@ -118,59 +165,49 @@ class ChunkLayout:
         return sum(map(mul, gpu.group_sizes, self._block_bytes))
 
 
-def _cut(ids: BlockIds, first: int, per_chunk: int) -> list[BlockIds]:
-    """Cut blocks where chunks begin; the first one is block ``first`` of its chunk."""
-    head = min(per_chunk - first, len(ids)) if first else 0
-    tail = head + (len(ids) - head) // per_chunk * per_chunk
-    pieces = [ids[:head]] if head else []
-    pieces.extend(ids[head:tail].reshape(-1, per_chunk))
-    if tail < len(ids):
-        pieces.append(ids[tail:])
-    return pieces
-
-
-def check_moves(
-    moves: Sequence[ChunkMove],
-    blocks: Sequence[int],
-    to_host: bool,
-    layout: ChunkLayout,
-    slab: Slab,
-) -> None:
-    """Refuse moves of these blocks that are out of range or write one place twice.
+def check_moves(moves: Moves, to_host: bool, layout: ChunkLayout, slab: Slab) -> None:
+    """Refuse moves that are out of range or write one place twice.
 
     Raises:
         ValueError: naming the indices.
     """
-    # Plain Python is faster than numpy here: most submissions have few moves.
-    num_blocks = layout.num_blocks
+    slots, groups, firsts, _, counts = moves.chunks
+    per_chunk = np.array(layout.per_chunk)[groups]
+    if (too_long := firsts + counts > per_chunk).any():
+        i = int(too_long.argmax())
+        raise ValueError(
+            f"host slot {slots[i]}: blocks {firsts[i]}..{firsts[i] + counts[i] - 1} "
+            f"of a chunk of {per_chunk[i]}"
+        )
+    # A chunk larger than a row also uses the rows after it.
     num_rows = [-(-size // slab.slot_bytes) for size in layout.payload_bytes]
-    last = [slab.num_slots - rows for rows in num_rows]
-    per_chunk = layout.per_chunk
-    outside = []
-    for slot, group_idx, first, ids in moves:
-        if not 0 <= slot <= last[group_idx]:
-            outside.append(slot)
-        if first + len(ids) > per_chunk[group_idx]:
-            raise ValueError(
-                f"host slot {slot}: blocks {first}..{first + len(ids) - 1} "
-                f"of a chunk of {per_chunk[group_idx]}"
-            )
-    if outside:
-        raise ValueError(f"host slots {outside}: out of range, there are {slab.num_slots}")
-    if blocks and (min(blocks) < 0 or max(blocks) >= num_blocks):
-        strange = [block for block in blocks if not 0 <= block < num_blocks]
-        raise ValueError(f"block ids {strange}: out of range, there are {num_blocks}")
+    if max(num_rows) > 1:
+        rows = np.array(num_rows)[groups]
+        _refuse_outside("host slots", slots, slots + rows - 1, slab.num_slots)
+        within = np.arange(rows.sum()) - np.repeat(rows.cumsum() - rows, rows)
+        slots = np.repeat(slots, rows) + within
+    else:
+        _refuse_outside("host slots", slots, slots, slab.num_slots)
+    _refuse_outside("block ids", moves.block_ids, moves.block_ids, layout.num_blocks)
     if to_host:
-        # A chunk larger than a row also uses the rows after it.
-        slots = [move.host_slot for move in moves]
-        if max(num_rows) > 1:
-            slots = [slot + i for slot, group, _, _ in moves for i in range(num_rows[group])]
         _refuse_repeated("host slots", slots)
     else:
-        _refuse_repeated("block ids", blocks)
+        _refuse_repeated("block ids", moves.block_ids)
 
 
-def _refuse_repeated(what: str, numbers: Sequence[int]) -> None:
-    if len(set(numbers)) < len(numbers):
-        again = sorted(number for number, count in Counter(numbers).items() if count > 1)
-        raise ValueError(f"{what} {again}: written twice")
+Integers = npt.NDArray[np.integer]
+
+
+def _refuse_outside(what: str, numbers: Integers, lasts: Integers, limit: int) -> None:
+    """Refuse ranges from ``numbers`` to ``lasts`` that are not within 0 and the limit."""
+    if len(numbers) and (numbers.min() < 0 or lasts.max() >= limit):
+        strange = numbers[(numbers < 0) | (lasts >= limit)].tolist()
+        raise ValueError(f"{what} {strange}: out of range, there are {limit}")
+
+
+def _refuse_repeated(what: str, numbers: Integers) -> None:
+    in_order = np.sort(numbers)
+    again = in_order[1:] == in_order[:-1]
+    if again.any():
+        repeated = np.unique(in_order[1:][again]).tolist()
+        raise ValueError(f"{what} {repeated}: written twice")

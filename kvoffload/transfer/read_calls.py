@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from kvoffload.backends.base import Backend, ReadsEach
 from kvoffload.messages import Fetch, OffloadKey
 from kvoffload.transfer.base import Fence
-from kvoffload.transfer.layout import ChunkMove
+from kvoffload.transfer.layout import Moves
 
 KEYS_PER_CALL = 8
 """Chunks in one read call of a store that does not report each chunk as it arrives."""
@@ -44,14 +44,14 @@ class ReadCall:
 
 
 def read_calls(
-    fetches: Sequence[Fetch], moves: Sequence[ChunkMove], backends: Mapping[str, Backend]
+    fetches: Sequence[Fetch], moves: Moves, backends: Mapping[str, Backend]
 ) -> Iterator[ReadCall]:
     """Cut a load into read calls; each names the earlier calls that use its slots."""
     last: dict[int, ReadCall] = {}
     for fetch in fetches:
         backend = backends[fetch.tier]
         limit = len(fetch.keys) if isinstance(backend, ReadsEach) else KEYS_PER_CALL
-        slots = [moves[i].host_slot for i in fetch.positions]
+        slots = moves.take(fetch.positions).host_slots.tolist()
         for start, end in portions(slots, limit):
             mine = slots[start:end]
             before = dict.fromkeys(last[slot] for slot in mine if slot in last)

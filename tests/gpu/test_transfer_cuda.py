@@ -3,7 +3,6 @@
 import random
 import threading
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +15,7 @@ from kvoffload.messages import (
 from kvoffload.transfer.cuda.pinning import PORTION_BYTES
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.factory import make_copier
-from kvoffload.transfer.layout import ChunkLayout, ChunkMove, check_moves
+from kvoffload.transfer.layout import ChunkLayout, check_moves
 from kvoffload.transfer.slab import Slab
 from tests.support.interleavings import (
     NUM_SLOTS,
@@ -25,6 +24,7 @@ from tests.support.interleavings import (
     small_caches,
     words,
 )
+from tests.support.moves import move, moves_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,10 +95,10 @@ def test_a_round_trip_restores_every_byte(seed, triton, batches):
         stored = copier.launch(moves, True, copier.record_fence())
         assert stored.wait(60)
         assert stored.error is None
-        for move in moves:
-            for region in layout.regions[move.group_idx]:
+        for chunk in moves:
+            for region in layout.regions[chunk.group_idx]:
                 caches.tensors[region.tensor_idx].tensor[
-                    torch.from_numpy(move.block_ids).long()
+                    torch.from_numpy(chunk.block_ids).long()
                 ] = 0
         loaded = copier.launch(moves, False, copier.record_fence())
         assert loaded.wait(60)
@@ -198,7 +198,7 @@ def test_memory_and_threads_do_not_grow_over_many_transfers():
     layout = ChunkLayout(caches, PER_CHUNK)
     slab = Slab(NUM_SLOTS, layout.slot_bytes)
     copier = new_copier(caches, slab, layout)
-    moves = [ChunkMove(0, 0, 0, np.array([3, 5], np.int32))]
+    moves = moves_of(move(0, [3, 5]))
 
     def many(count):
         for _ in range(count // AT_ONCE):
@@ -234,10 +234,9 @@ def test_bad_moves_are_refused(moves, to_host, named):
     caches = small_caches("cuda")
     layout = ChunkLayout(caches, PER_CHUNK)
     slab = Slab(NUM_SLOTS, layout.slot_bytes)
-    blocks = [block for _, ids in moves for block in ids]
-    moves = [ChunkMove(slot, 0, 0, np.array(ids, np.int32)) for slot, ids in moves]
+    moves = moves_of(*(move(slot, ids) for slot, ids in moves))
     with pytest.raises(ValueError, match=named):
-        check_moves(moves, blocks, to_host, layout, slab)
+        check_moves(moves, to_host, layout, slab)
 
 
 def test_tensors_on_two_devices_are_refused():

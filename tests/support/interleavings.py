@@ -18,8 +18,9 @@ from kvoffload.messages import (
     CanonicalKVCacheTensor,
 )
 from kvoffload.transfer.base import Copier, CopyFence
-from kvoffload.transfer.layout import ChunkLayout, ChunkMove
+from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
+from tests.support.moves import move, moves_of
 
 NUM_BLOCKS, NUM_SLOTS, PER_CHUNK = 24, 8, 2
 PAGES = ((256, 0), (64, 0), (1024, 64))
@@ -184,7 +185,7 @@ class Interleaving:
     def _launch(
         self, slot: int, blocks: tuple[int, ...], versions: tuple[int, ...], to_host: bool
     ) -> None:
-        moves = [ChunkMove(slot, 0, 0, np.array(blocks, np.int32))]
+        moves = moves_of(move(slot, list(blocks)))
         fence = self.copier.launch(moves, to_host, self.copier.record_fence())
         self._copies.append(_Copy(slot, blocks, versions, to_host, fence))
 

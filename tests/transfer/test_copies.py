@@ -18,8 +18,9 @@ from kvoffload.messages import (
 )
 from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.cpu.gather import PagesOfTensor, gathers, scatters
-from kvoffload.transfer.layout import ChunkLayout, ChunkMove, check_moves
+from kvoffload.transfer.layout import ChunkLayout, check_moves
 from kvoffload.transfer.slab import Slab
+from tests.support.moves import move, moves_of
 
 NUM_BLOCKS = 24
 
@@ -62,7 +63,7 @@ def test_a_round_trip_restores_every_byte(pages, padding, per_chunk, data):
         moves = layout.moves(spec, slots)
         before = [tensor.tensor.clone() for tensor in caches.tensors]
         copier.launch(moves, to_host=True, after=copier.record_fence()).wait()
-        touched = {int(i) for move in moves for i in move.block_ids}
+        touched = {int(i) for chunk in moves for i in chunk.block_ids}
         for tensor in caches.tensors:
             tensor.tensor[sorted(touched)] = 0
         fence = copier.launch(moves, to_host=False, after=copier.record_fence())
@@ -70,10 +71,10 @@ def test_a_round_trip_restores_every_byte(pages, padding, per_chunk, data):
         assert fence.error is None
     finally:
         copier.close()
-    for move in moves:
-        for region in layout.regions[move.group_idx]:
-            ours = caches.tensors[region.tensor_idx].tensor[move.block_ids]
-            assert torch.equal(ours, before[region.tensor_idx][move.block_ids])
+    for chunk in moves:
+        for region in layout.regions[chunk.group_idx]:
+            ours = caches.tensors[region.tensor_idx].tensor[chunk.block_ids]
+            assert torch.equal(ours, before[region.tensor_idx][chunk.block_ids])
 
 
 @pytest.fixture
@@ -86,13 +87,8 @@ def parts():
     copier.close()
 
 
-def move(slot, ids, first=0):
-    return ChunkMove(slot, 0, first, np.array(ids, np.int32))
-
-
 def check(moves, to_host, layout, slab):
-    blocks = [block for move in moves for block in move.block_ids.tolist()]
-    check_moves(moves, blocks, to_host, layout, slab)
+    check_moves(moves_of(*moves), to_host, layout, slab)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +134,7 @@ def test_a_copy_waits_for_the_fence_it_is_given(parts):
             caches.tensors[0].tensor[3] = 42  # the forward pass finishes only now
             return True
 
-    copier.launch([move(1, [3])], to_host=True, after=Compute()).wait()
+    copier.launch(moves_of(move(1, [3])), to_host=True, after=Compute()).wait()
     assert (slab.rows[1][:64] == 42).all()
 
 

@@ -2,15 +2,15 @@
 
 import threading
 
-import numpy as np
 import pytest
 
 from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
-from kvoffload.transfer.layout import ChunkLayout, ChunkMove
+from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 from tests.support.interleavings import NUM_SLOTS, PER_CHUNK, small_caches, words
 from tests.support.late_device import LateDevice, LateStream
+from tests.support.moves import move, moves_of
 
 
 class Refusal(RuntimeError):
@@ -71,7 +71,7 @@ class Parts:
         self.copier = StreamCopier(self.caches, self.slab, self.layout, self.device, **how)
 
     def launch(self, slot, blocks, to_host=True, after=None):
-        moves = [ChunkMove(slot, 0, 0, np.array(blocks, np.int32))]
+        moves = moves_of(move(slot, blocks))
         return self.copier.launch(moves, to_host, after or self.copier.record_fence())
 
     def store(self, slot, blocks):
@@ -248,4 +248,4 @@ def test_a_transfer_after_the_copier_was_closed_is_refused(on):
     copier.close()
     parts.copier.close()
     with pytest.raises(RuntimeError, match="closed"):
-        copier.launch([ChunkMove(0, 0, 0, np.array([1, 2], np.int32))], True, fence)
+        copier.launch(moves_of(move(0, [1, 2])), True, fence)

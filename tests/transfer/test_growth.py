@@ -6,13 +6,12 @@ import random
 import threading
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 
 from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
-from kvoffload.transfer.layout import ChunkLayout, ChunkMove
+from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 from tests.support.interleavings import (
     NUM_BLOCKS,
@@ -21,6 +20,7 @@ from tests.support.interleavings import (
     small_caches,
 )
 from tests.support.late_device import LateDevice
+from tests.support.moves import move, moves_of
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +60,10 @@ def test_many_transfers_leave_nothing_behind(on, count):
     def transfer(count):
         for _ in range(count // NUM_SLOTS):
             to_host = draw.random() < 0.5
-            blocks = np.array(draw.sample(range(NUM_BLOCKS), 2 * NUM_SLOTS), np.int32)
+            blocks = draw.sample(range(NUM_BLOCKS), 2 * NUM_SLOTS)
             fences = []
             for slot in range(NUM_SLOTS):
-                moves = [ChunkMove(slot, 0, 0, blocks[2 * slot :][:2])]
+                moves = moves_of(move(slot, blocks[2 * slot :][:2]))
                 fences.append(copier.launch(moves, to_host, copier.record_fence()))
             assert all(fence.wait(60) and fence.error is None for fence in fences)
             device.run_all()

@@ -3,13 +3,12 @@
 import random
 import threading
 
-import numpy as np
 import pytest
 import torch
 
 from kvoffload.transfer.cuda import stream_copier
 from kvoffload.transfer.cuda.stream_copier import Direction, StreamCopier
-from kvoffload.transfer.layout import ChunkLayout, ChunkMove
+from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 from tests.support.interleavings import (
     NUM_SLOTS,
@@ -19,6 +18,7 @@ from tests.support.interleavings import (
     words,
 )
 from tests.support.late_device import LateDevice
+from tests.support.moves import move, moves_of
 
 RUNS = 1000
 
@@ -85,7 +85,7 @@ def parts():
 
 
 def launch(copier, slot, blocks, to_host=True):
-    moves = [ChunkMove(slot, 0, 0, np.array(blocks, np.int32))]
+    moves = moves_of(move(slot, blocks))
     return copier.launch(moves, to_host, copier.record_fence())
 
 

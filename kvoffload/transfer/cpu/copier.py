@@ -3,14 +3,14 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
 from kvoffload.messages import CanonicalKVCaches
 from kvoffload.transfer.base import CopyFence, Fence
 from kvoffload.transfer.cpu.gather import Indices, PageCopy, PagesOfTensor, gathers, scatters
-from kvoffload.transfer.layout import ChunkLayout, ChunkMove
+from kvoffload.transfer.layout import ChunkLayout, Moves
 from kvoffload.transfer.slab import HostBytes, Slab
 
 CLOSE_TIMEOUT_S = 5.0
@@ -50,9 +50,9 @@ class CpuCopier:
         self._copies = {True: copies(gathers), False: copies(scatters)}
         self._slab = slab
         self._layout = layout
-        self._queue: queue.SimpleQueue[
-            tuple[Sequence[ChunkMove], bool, Fence, CopyFence] | None
-        ] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Moves, bool, Fence, CopyFence] | None] = (
+            queue.SimpleQueue()
+        )
         self._is_closed = False
         self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="kvoffload-copy", daemon=True)
@@ -61,7 +61,7 @@ class CpuCopier:
     def record_fence(self) -> Fence:
         return DoneFence()
 
-    def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> CopyFence:
+    def launch(self, moves: Moves, to_host: bool, after: Fence) -> CopyFence:
         fence = CopyFence()
         with self._closing:
             if self._is_closed:
@@ -93,7 +93,7 @@ class CpuCopier:
             else:
                 fence.reach(copy_time_s=time.perf_counter() - begun_s)
 
-    def _copy(self, moves: Sequence[ChunkMove], to_host: bool) -> None:
+    def _copy(self, moves: Moves, to_host: bool) -> None:
         ends: list[list[tuple[Indices, int, HostBytes]]] = [[] for _ in self._layout.regions]
         for move in moves:
             ids = move.block_ids.astype(np.intp)

@@ -14,7 +14,6 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,7 +24,7 @@ from kvoffload.transfer.base import CopyFence, Fence
 from kvoffload.transfer.cuda.copy_plan import CopyPlan
 from kvoffload.transfer.cuda.device import BlockList, Device, Event, Span, Stream
 from kvoffload.transfer.cuda.fences import EngineFence, StreamFence
-from kvoffload.transfer.layout import ChunkLayout, ChunkMove
+from kvoffload.transfer.layout import ChunkLayout, ChunkMove, Moves
 from kvoffload.transfer.slab import Slab
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class Lane:
 class StreamJob:
     """A transfer in flight in one direction."""
 
-    moves: Sequence[ChunkMove]
+    moves: Moves
     after: Fence
     fence: StreamFence
     lanes: list[Lane] = field(default_factory=list)
@@ -331,7 +330,7 @@ class StreamCopier:
     def record_fence(self) -> Fence:
         return EngineFence(self._device.engine_event())
 
-    def launch(self, moves: Sequence[ChunkMove], to_host: bool, after: Fence) -> CopyFence:
+    def launch(self, moves: Moves, to_host: bool, after: Fence) -> CopyFence:
         fence = StreamFence()
         self._directions[to_host].submit(StreamJob(moves, after, fence))
         return fence
