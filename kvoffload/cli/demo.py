@@ -19,10 +19,6 @@ def command(
     out: Annotated[
         Path, typer.Option(help="Folder for report.json, ttft.png and engine.log.")
     ] = Path("demo-output"),
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(help="A Hugging Face Llama or Qwen2 folder; default: random weights."),
-    ] = None,
     device: Annotated[str, typer.Option(help="Where the model computes: cpu, cuda.")] = "cpu",
     threads: Annotated[
         int | None, typer.Option(help="Compute threads; default: all cores but one.")
@@ -50,9 +46,9 @@ def command(
     from kvoffload.demo import showcase  # loads torch
 
     to = console(stderr=as_json)
-    options = showcase.DemoOptions(out=out, checkpoint=checkpoint, quick=quick, device=device)
+    options = showcase.DemoOptions(out, quick, device)
     if threads is not None:
-        options = showcase.DemoOptions(out, checkpoint, quick, device, threads)
+        options = showcase.DemoOptions(out, quick, device, threads)
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=console(stderr=as_json)) as bar:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import kvoffload
-from kvoffload.demo.tokenizer import Tokenizer
+from kvoffload.demo.tokenizer import encode
 
 SYSTEM = (
     "You are a careful reader. Answer questions about the text below, quote it where you can, and "
@@ -38,17 +38,17 @@ class Conversation:
         return tokens
 
 
-def conversations(tokenizer: Tokenizer, count: int, prompt_tokens: int) -> list[Conversation]:
+def conversations(count: int, prompt_tokens: int) -> list[Conversation]:
     """Make conversations whose first prompts have about ``prompt_tokens`` tokens.
 
     Their texts are the project's own: its pages in a checkout, and the source files of the package.
     """
-    questions = tuple(tuple(tokenizer.encode(question)) for question in QUESTIONS)
-    system = tokenizer.encode(SYSTEM)
+    questions = tuple(tuple(encode(question)) for question in QUESTIONS)
+    system = encode(SYSTEM)
     wanted = prompt_tokens - len(system) - len(questions[0])
     found: list[Conversation] = []
     for path in _texts():
-        tokens = tokenizer.encode(path.read_text(encoding="utf-8"))[:wanted]
+        tokens = encode(path.read_text(encoding="utf-8"))[:wanted]
         if len(tokens) == wanted:
             found.append(Conversation(path.name, (*system, *tokens), questions))
         if len(found) == count:

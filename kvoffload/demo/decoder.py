@@ -4,7 +4,6 @@ The model hands keys and values to an ``attend`` function, layer by layer. The e
 that writes and reads KV cache blocks.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +32,6 @@ class _Layer:
     attention_norm: Tensor
     mixer: SelfAttention
     output: Tensor
-    output_bias: Tensor | None
     mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
@@ -63,7 +61,7 @@ class Model:
         self._embedding = take("model.embed_tokens.weight")
         self._layers = [_pack_layer(config, i, take) for i in range(config.num_layers)]
         self._norm = take("model.norm.weight")
-        self._head = self._embedding if config.tie_embeddings else take("lm_head.weight")
+        self._head = take("lm_head.weight")
         self._cos, self._sin = rope_tables(config, max_len, device)
 
     @torch.inference_mode()
@@ -87,7 +85,7 @@ class Model:
         for index, layer in enumerate(self._layers):
             h = rms_norm(x, layer.attention_norm, cfg.rms_norm_eps)
             mixed = layer.mixer(h, cos, sin, count, partial(attend, index))
-            x = x + F.linear(mixed, layer.output, layer.output_bias)
+            x = x + F.linear(mixed, layer.output)
 
             h = rms_norm(x, layer.mlp_norm, cfg.rms_norm_eps)
             gate, up = F.linear(h, layer.gate_up).chunk(2, dim=-1)
@@ -109,7 +107,6 @@ def _pack_layer(config: ModelConfig, index: int, take: Take) -> _Layer:
         attention_norm=take(prefix + "input_layernorm.weight"),
         mixer=config.mixer(index)(config, attention, take),
         output=take(attention + "o_proj.weight"),
-        output_bias=take(attention + "o_proj.bias") if config.output_bias else None,
         mlp_norm=take(prefix + "post_attention_layernorm.weight"),
         gate_up=take(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
         down=take(mlp + "down_proj.weight"),
@@ -127,14 +124,5 @@ def rope_tables(config: ModelConfig, max_len: int, device: torch.device) -> tupl
     """Cosines and sines of every position and frequency: float32 ``[max_len, D/2]`` each."""
     half = config.head_size // 2
     frequencies = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    scaling = config.rope_scaling
-    if scaling is not None and scaling.kind == "linear":
-        frequencies = frequencies / scaling.factor
-    elif scaling is not None:
-        # Llama 3: slow waves are stretched, fast ones kept, those between are blended.
-        turns = scaling.original_max_position * frequencies / (2 * math.pi)
-        span = scaling.high_freq_factor - scaling.low_freq_factor
-        keep = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
-        frequencies = frequencies * (keep + (1 - keep) / scaling.factor)
     angles = torch.outer(torch.arange(max_len, dtype=torch.float64), frequencies)
     return angles.cos().float().to(device), angles.sin().float().to(device)

@@ -19,17 +19,6 @@ def _check_counts(settings: msgspec.Struct, *others: str) -> None:
             raise ConfigError(name, value, "must be at least 1")
 
 
-class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How rotary frequencies are stretched beyond the length a model was trained on."""
-
-    kind: str
-    """``linear`` or ``llama3``."""
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-
-
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The shape of a Llama-architecture decoder; the default is about 24 million weights."""
 
@@ -43,12 +32,6 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     max_position: int = 8192
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    qkv_bias: bool = False
-    """Qwen2 has it, Llama has not."""
-    output_bias: bool = False
-    tie_embeddings: bool = False
-    """Use the token embeddings as the output matrix too."""
 
     def __post_init__(self) -> None:
         _check_counts(self)
@@ -69,8 +52,6 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the engine is started with. Read one from plain data with parse_engine_config()."""
 
-    checkpoint: str | None = None
-    """A Hugging Face Llama or Qwen2 folder; None: seeded random weights of shape ``model``."""
     model: ModelConfig = ModelConfig()
     seed: int = 0
     """Of the random weights."""

@@ -6,7 +6,6 @@ storing. Everything runs on the caller's thread, except transfers.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,8 +21,8 @@ from kvoffload.demo.engine_request import EngineRequest, RequestResult, Work
 from kvoffload.demo.offloading import Connector, NoOffloading
 from kvoffload.demo.runner import Runner, plan_kv_cache
 from kvoffload.demo.sampling import SamplingParams, sample
-from kvoffload.demo.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
-from kvoffload.demo.weights import fingerprint, load_weights, random_weights, read_model_config
+from kvoffload.demo.tokenizer import EOS, NUM_TOKENS, encode
+from kvoffload.demo.weights import fingerprint, random_weights
 from kvoffload.errors import ConfigError
 
 IDLE_WAIT_S = 0.0002
@@ -51,17 +50,10 @@ class Engine:
             config = parse_engine_config(config)
         self.config = config
         device, dtype = _device(config), getattr(torch, config.dtype)
-        folder = None if config.checkpoint is None else Path(config.checkpoint)
-        if folder is None:
-            shape, self._end_ids = config.model, frozenset({ByteTokenizer.EOS})
-        else:
-            shape, self._end_ids = read_model_config(folder)
-        self.tokenizer: Tokenizer = open_tokenizer(folder)
-        _check_shape(config, shape, self.tokenizer)
+        shape = config.model
+        _check_shape(config, shape)
         kv_cache_config = plan_kv_cache(config, shape, dtype)
-        state = (
-            random_weights(shape, config.seed) if folder is None else load_weights(folder, shape)
-        )
+        state = random_weights(shape, config.seed)
         model = Model(shape, state, device=device, dtype=dtype, max_len=config.max_model_len)
         self.runner = Runner(config, model, kv_cache_config)
         self.manager = KVCacheManager(
@@ -128,7 +120,7 @@ class Engine:
             ConfigError: the prompt is empty or too long, has unknown tokens, or the id is in use.
         """
         params = params or SamplingParams()
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        tokens = encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_prompt(tokens, params)
         name = f"request-{self._arrivals}" if request_id is None else request_id
         if name in self._requests or self._scheduler.is_loading(name):
@@ -190,7 +182,7 @@ class Engine:
 
     def _end_reason(self, request: EngineRequest, token: int) -> str:
         params = request.params
-        if token in params.stop_token_ids or (token in self._end_ids and not params.ignore_eos):
+        if token in params.stop_token_ids or (token == EOS and not params.ignore_eos):
             return "stop"
         at_limit = request.num_tokens >= self.config.max_model_len
         return "length" if at_limit or request.num_output_tokens >= params.max_tokens else ""
@@ -227,10 +219,10 @@ def _device(config: EngineConfig) -> torch.device:
     return device
 
 
-def _check_shape(config: EngineConfig, shape: ModelConfig, tokenizer: Tokenizer) -> None:
+def _check_shape(config: EngineConfig, shape: ModelConfig) -> None:
     if config.max_model_len > shape.max_position:
         remedy = f"the model knows positions up to max_position = {shape.max_position}"
         raise ConfigError("max_model_len", config.max_model_len, remedy)
-    if tokenizer.vocab_size > shape.vocab_size:
-        remedy = f"must be at least {tokenizer.vocab_size}, the tokenizer's number of tokens"
+    if shape.vocab_size < NUM_TOKENS:
+        remedy = f"must be at least {NUM_TOKENS}, the tokenizer's number of tokens"
         raise ConfigError("vocab_size", shape.vocab_size, remedy)

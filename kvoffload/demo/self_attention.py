@@ -29,19 +29,17 @@ Attend = Callable[..., Tensor]
 
 
 class SelfAttention:
-    """Grouped queries with rotary positions, as in Llama and Qwen2."""
+    """Grouped queries with rotary positions, as in Llama."""
 
     def __init__(self, config: ModelConfig, prefix: str, take: Take) -> None:
-        names = [f"{prefix}{part}_proj" for part in "qkv"]
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._size = config.head_size
-        self._qkv = take(*(name + ".weight" for name in names))
-        self._bias = take(*(name + ".bias" for name in names)) if config.qkv_bias else None
+        self._qkv = take(*(f"{prefix}{part}_proj.weight" for part in "qkv"))
 
     def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, count: int, attend: Attend) -> Tensor:
         """Mix ``h[rows, hidden]``; rows after ``count`` are padding."""
         heads, kv_heads, rows = self._heads, self._kv_heads, len(h)
-        qkv = F.linear(h, self._qkv, self._bias).view(rows, heads + 2 * kv_heads, self._size)
+        qkv = F.linear(h, self._qkv).view(rows, heads + 2 * kv_heads, self._size)
         q, k, v = qkv.tensor_split([heads, heads + kv_heads], dim=1)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         mixed = h.new_zeros(rows, heads, self._size)
@@ -57,12 +55,8 @@ class SelfAttention:
     def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Name the weights as Hugging Face does, those of the output projection not included."""
         query, kv = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-        shapes: dict[str, tuple[int, ...]] = {}
-        for part, rows in (("q", query), ("k", kv), ("v", kv)):
-            shapes[f"{part}_proj.weight"] = (rows, config.hidden_size)
-            if config.qkv_bias:
-                shapes[f"{part}_proj.bias"] = (rows,)
-        return shapes
+        parts = (("q", query), ("k", kv), ("v", kv))
+        return {f"{part}_proj.weight": (rows, config.hidden_size) for part, rows in parts}
 
     @staticmethod
     def kept(

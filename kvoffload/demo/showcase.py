@@ -21,9 +21,7 @@ from kvoffload.demo.conversations import QUESTIONS, Conversation, conversations
 from kvoffload.demo.demo_report import machine, problems, summarize
 from kvoffload.demo.engine_config import ModelConfig
 from kvoffload.demo.engine_process import EngineProcess
-from kvoffload.demo.tokenizer import open_tokenizer
-from kvoffload.demo.weights import expected_shapes, read_model_config
-from kvoffload.errors import ConfigError
+from kvoffload.demo.weights import expected_shapes
 
 CONVERSATIONS_ON_DEVICE = 2.5
 """How many conversations the KV cache of the engine holds; it serves several times as many."""
@@ -38,7 +36,6 @@ class DemoOptions:
     """What the demo runs."""
 
     out: Path
-    checkpoint: Path | None = None
     quick: bool = False
     device: str = "cpu"
     threads: int = field(default_factory=lambda: max(1, (os.cpu_count() or 2) - 1))
@@ -58,8 +55,6 @@ class DemoOptions:
 
     def model(self) -> ModelConfig:
         """Return the shape of the model that will be served."""
-        if self.checkpoint is not None:
-            return read_model_config(self.checkpoint)[0]
         if self.quick:
             return ModelConfig(
                 hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_size=32,
@@ -72,23 +67,13 @@ def run(options: DemoOptions, progress: Progress = lambda what, done: None) -> d
     """Run everything and return the report; writes only below ``options.out``.
 
     Raises:
-        ConfigError: a checkpoint or a folder that cannot be used.
+        ConfigError: a device or a folder that cannot be used.
         DemoError: an engine process died unasked.
     """
     began = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
     shape = options.model()
-    talks = conversations(
-        open_tokenizer(options.checkpoint), options.num_conversations + 1, options.prompt_tokens
-    )
-    if len(talks) <= options.num_conversations:
-        raise ConfigError(
-            "prompt_tokens",
-            options.prompt_tokens,
-            f"only {len(talks)} of the project's texts are so long with this tokenizer; "
-            f"{options.num_conversations + 1} are needed",
-        )
-    talks, victim = talks[:-1], talks[-1]
+    *talks, victim = conversations(options.num_conversations + 1, options.prompt_tokens)
     folder = tempfile.mkdtemp(prefix="kv-cache-", dir=options.out)
     settings = _engine_settings(options, shape, talks)
     offload = _offload_settings(settings, len(talks), folder)
@@ -120,7 +105,7 @@ def run(options: DemoOptions, progress: Progress = lambda what, done: None) -> d
         "machine": machine(),
         "threads": options.threads,
         "device": options.device,
-        "model": _model_name(options, shape),
+        "model": _model_name(shape),
         "kv_bytes_per_token": _kv_bytes_per_token(shape),
         "engine": {k: v for k, v in settings.items() if k != "model"},
         "texts": [talk.title for talk in talks],
@@ -185,16 +170,14 @@ def _engine_settings(
     longest = max(len(talk.opening) + sum(map(len, talk.questions)) for talk in talks)
     longest += len(QUESTIONS) * options.answer_tokens
     max_model_len = -(-longest // block_size) * block_size
-    settings: dict[str, Any] = {
+    return {
+        "model": msgspec.to_builtins(shape),
         "device": options.device,
         "block_size": block_size,
         "max_model_len": max_model_len,
         "max_num_batched_tokens": 512,
         "kv_cache_bytes": int(CONVERSATIONS_ON_DEVICE * max_model_len) * _kv_bytes_per_token(shape),
     }
-    if options.checkpoint is not None:
-        return {**settings, "checkpoint": str(options.checkpoint)}
-    return {**settings, "model": msgspec.to_builtins(shape)}
 
 
 def _kv_bytes_per_token(shape: ModelConfig) -> int:
@@ -219,8 +202,6 @@ def _offload_settings(
     }
 
 
-def _model_name(options: DemoOptions, shape: ModelConfig) -> str:
-    if options.checkpoint is not None:
-        return options.checkpoint.resolve().name
+def _model_name(shape: ModelConfig) -> str:
     count = sum(math.prod(dimensions) for dimensions in expected_shapes(shape).values())
     return f"Llama architecture, {count / 1e6:.1f} M random weights, float32"

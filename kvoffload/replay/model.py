@@ -15,23 +15,23 @@ _WITHOUT_KV = ("linear_attention", "mamba", "recurrent", "conv")
 """Layer types whose state does not grow with the prompt."""
 
 
-def read_config(path: Path, field: str = "model") -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """Read a ``config.json``, or the one in a model's folder.
 
     Raises:
-        ConfigError: no such file, or not a JSON object; names ``field``.
+        ConfigError: no such file, or not a JSON object.
     """
     path = path / "config.json" if path.is_dir() else path
     try:
         config = msgspec.json.decode(path.read_bytes())
     except OSError as error:
-        raise ConfigError(field, str(path), f"cannot be read: {error.strerror}") from error
+        raise ConfigError("model", str(path), f"cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(field, str(path), f"is not JSON: {error}") from error
+        raise ConfigError("model", str(path), f"is not JSON: {error}") from error
     except RecursionError as error:
-        raise ConfigError(field, str(path), "is nested too deeply") from error
+        raise ConfigError("model", str(path), "is nested too deeply") from error
     if not isinstance(config, dict):
-        raise ConfigError(field, str(path), "must be a JSON object")
+        raise ConfigError("model", str(path), "must be a JSON object")
     inner = config.get("text_config")  # the language half of a multimodal model
     return config | inner if isinstance(inner, dict) else config
 

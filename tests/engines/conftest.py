@@ -73,8 +73,7 @@ def _dense_logits(config: ModelConfig, state, tokens):
         p = f"model.layers.{i}."
 
         def linear(v, name, p=p):
-            y = v @ state[f"{p}{name}.weight"].T
-            return y + state[f"{p}{name}.bias"] if f"{p}{name}.bias" in state else y
+            return v @ state[f"{p}{name}.weight"].T
 
         def heads(v, name, linear=linear):
             y = linear(v, f"self_attn.{name}_proj")
@@ -89,5 +88,4 @@ def _dense_logits(config: ModelConfig, state, tokens):
         h = norm(x, p + "post_attention_layernorm.weight")
         gate = linear(h, "mlp.gate_proj")
         x = x + linear(gate * torch.sigmoid(gate) * linear(h, "mlp.up_proj"), "mlp.down_proj")
-    head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
-    return norm(x, "model.norm.weight") @ state[head].T
+    return norm(x, "model.norm.weight") @ state["lm_head.weight"].T

@@ -12,7 +12,6 @@ from kvoffload.cli.bench import benchmark
 from kvoffload.demo.conversations import conversations
 from kvoffload.demo.demo_report import problems
 from kvoffload.demo.showcase import DemoOptions, num_requests
-from kvoffload.demo.tokenizer import ByteTokenizer
 
 COMMAND = [sys.executable, "-c", "from kvoffload.cli.main import main; main()", "demo"]
 
@@ -116,19 +115,6 @@ def test_what_the_demo_cannot_use_is_named_before_it_runs(words, message):
     assert "Traceback" not in done.stderr
 
 
-def test_a_folder_without_a_checkpoint_is_wrong_usage(tmp_path):
-    done = subprocess.run(
-        [*COMMAND, "--checkpoint", str(tmp_path), "--out", str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "checkpoint" in done.stderr
-    assert "config.json" in done.stderr
-
-
 def test_a_device_that_is_not_there_is_wrong_usage(tmp_path):
     done = subprocess.run(
         [*COMMAND, "--quick", "--device", "cuda:99", "--out", str(tmp_path / "out")],
@@ -156,7 +142,7 @@ def test_other_outputs_and_idle_tiers_are_problems():
 
 
 def test_each_turn_begins_with_the_turn_before_and_its_answer():
-    talks = conversations(ByteTokenizer(), 3, 500)
+    talks = conversations(3, 500)
     for talk in talks:
         first, second = talk.prompt([]), talk.prompt([[1, 2, 3]])
         assert len(first) == 500

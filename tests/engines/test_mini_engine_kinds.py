@@ -200,7 +200,6 @@ def test_a_layer_of_each_kind_sees_what_it_should(tiny, kinds):
     [
         ("full", {"rope_theta": 500000.0}),
         ("full", {"rms_norm_eps": 0.1}),
-        ("full", {"rope_scaling": {"kind": "linear", "factor": 4.0}}),
         ("window", {"sliding_window": 9}),
     ],
 )
