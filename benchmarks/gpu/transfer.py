@@ -25,7 +25,8 @@ from kvoffload.messages import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,
 )
-from kvoffload.transfer.cuda.pinning import within_registrations
+from kvoffload.transfer.cuda.copies import Copies
+from kvoffload.transfer.cuda.pinning import PORTION_BYTES
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.cuda.torch_device import CudaDevice
 from kvoffload.transfer.engine import TransferEngine
@@ -106,7 +107,7 @@ class Bench:
         slab, stream = torch.from_numpy(self.slab.flat), self.streams[to_host]
         pairs = [
             (slab[at : at + size], self.plain[at - first : at - first + size])
-            for at, size in within_registrations(first, length)
+            for at, size in registered(first, length)
         ]
 
         def copy() -> None:
@@ -118,6 +119,15 @@ class Bench:
                         device.copy_(host, non_blocking=True)
 
         return copy
+
+
+def registered(
+    at: int, num_bytes: int, portion_bytes: int = PORTION_BYTES
+) -> Iterator[tuple[int, int]]:
+    """Cut bytes of a slab where a registration ends, as (place, length) of each piece."""
+    whole = Copies(*(np.array([number]) for number in (at, at, num_bytes)))
+    _, places, sizes = whole.within_registrations(portion_bytes)
+    return zip(places.tolist(), sizes.tolist(), strict=True)
 
 
 def seconds(*begin: Callable[[], Any]) -> float:
@@ -179,9 +189,8 @@ def against_pages(bench: Bench) -> Iterator[Row]:
     ways = {
         "page by page, batched": {"direct_page_bytes": 1},
         "page by page, one by one": {"direct_page_bytes": 1, "batches": False},
-        "staged by Triton": {},
-        "staged by index_select": {"triton": False},
-        "staged by Triton, copied one by one": {"batches": False},
+        "staged": {"direct_page_bytes": 1 << 30},
+        "staged, copied one by one": {"direct_page_bytes": 1 << 30, "batches": False},
     }
     gigabytes = SOME_CHUNKS * bench.chunk_bytes / 1e9
     for to_host in (True, False):

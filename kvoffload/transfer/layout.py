@@ -22,6 +22,7 @@ from kvoffload.messages import (
 from kvoffload.transfer.slab import Slab
 
 Numbers = npt.NDArray[np.int64]
+Integers = npt.NDArray[np.integer]
 PAGE = 4096
 """Slots and chunk payloads are multiples of this, so that any of them can be read with O_DIRECT."""
 
@@ -165,6 +166,12 @@ class ChunkLayout:
         return sum(map(mul, gpu.group_sizes, self._block_bytes))
 
 
+def numbered(counts: Numbers) -> tuple[Numbers, Numbers]:
+    """List the members of groups of these sizes: the group of each, and its number in the group."""
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(len(which)) - (counts.cumsum() - counts)[which]
+
+
 def check_moves(moves: Moves, to_host: bool, layout: ChunkLayout, slab: Slab) -> None:
     """Refuse moves that are out of range or write one place twice.
 
@@ -184,8 +191,8 @@ def check_moves(moves: Moves, to_host: bool, layout: ChunkLayout, slab: Slab) ->
     if max(num_rows) > 1:
         rows = np.array(num_rows)[groups]
         _refuse_outside("host slots", slots, slots + rows - 1, slab.num_slots)
-        within = np.arange(rows.sum()) - np.repeat(rows.cumsum() - rows, rows)
-        slots = np.repeat(slots, rows) + within
+        which, nth = numbered(rows)
+        slots = slots[which] + nth
     else:
         _refuse_outside("host slots", slots, slots, slab.num_slots)
     _refuse_outside("block ids", moves.block_ids, moves.block_ids, layout.num_blocks)
@@ -193,9 +200,6 @@ def check_moves(moves: Moves, to_host: bool, layout: ChunkLayout, slab: Slab) ->
         _refuse_repeated("host slots", slots)
     else:
         _refuse_repeated("block ids", moves.block_ids)
-
-
-Integers = npt.NDArray[np.integer]
 
 
 def _refuse_outside(what: str, numbers: Integers, lasts: Integers, limit: int) -> None:

@@ -6,6 +6,7 @@ sizes, a slot is several consecutive rows.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -19,8 +20,8 @@ from kvoffload.errors import ConfigError
 
 HostBytes = npt.NDArray[np.int8]
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-_ADVICE = {"MADV_POPULATE_WRITE": 23}
-"""Advice that Python's mmap does not name; Linux has it since 5.14."""
+_MADV_POPULATE_WRITE = 23
+"""Python's mmap does not name it; Linux has it since 5.14."""
 
 
 class Slab:
@@ -89,15 +90,20 @@ class Slab:
         self._advise("MADV_DONTFORK")
 
     def populate(self, start: int, length: int) -> None:
-        """Allocate the pages of this range now and keep their bytes, if the kernel can."""
-        self._advise("MADV_POPULATE_WRITE", start, length)
+        """Allocate the pages of this range now and keep their bytes, if the kernel can.
 
-    def _advise(self, name: str, start: int = 0, length: int | None = None) -> None:
+        The kernel writes hundreds of MiB for it. ctypes releases the GIL meanwhile, which the
+        mapping's own ``madvise`` holds.
+        """
+        at = ctypes.c_void_p(self.address + start)
+        ctypes.CDLL(None).madvise(at, ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
+
+    def _advise(self, name: str) -> None:
         """Advise the kernel; an older kernel may ignore it, and is only slower."""
-        advice = getattr(mmap, name, _ADVICE.get(name))
+        advice = getattr(mmap, name, None)
         with contextlib.suppress(OSError):
             if advice is not None:
-                self._map.madvise(advice, start, self.num_bytes if length is None else length)
+                self._map.madvise(advice, 0, self.num_bytes)
 
 
 def page_rounded(num_bytes: int) -> int:

@@ -6,6 +6,7 @@ not seen here (``test_streams.py`` sees it), nor that a GPU does the same (``tes
 
 import contextlib
 import ctypes
+import threading
 import time
 import types
 import weakref
@@ -14,6 +15,7 @@ import torch
 
 from kvoffload.transfer.cuda import pinning
 from kvoffload.transfer.cuda import torch_device as cuda_device
+from tests.support.index_kernels import IndexKernels
 
 
 class FakeCuda:
@@ -24,6 +26,14 @@ class FakeCuda:
         self.refuse_after = 1 << 60
         self.allocated_bytes = 0
         """Of device memory that still lives."""
+        self.why_no_batches = ""
+        self.batch_error = None
+        self.batches = []
+        """The sizes of the copies in each batch."""
+        self.streams, self.streams_made = set(), 0
+        """Handles of the streams that were not destroyed, and the number of all."""
+        self.entered = set()
+        """Names of the threads that have the device's context."""
 
     class Event:
         def __init__(self, blocking=False, enable_timing=False):
@@ -45,16 +55,16 @@ class FakeCuda:
             return (end.passed_at_s - self.passed_at_s) * 1e3
 
     class Stream:
-        cuda_stream = 4711
-
-        def __init__(self, device=None, priority=0):
-            pass
+        def __init__(self, cuda_stream=0, device=None):
+            self.cuda_stream, self.device = cuda_stream, device
 
         def wait_event(self, event):
             assert isinstance(event, FakeCuda.Event)
 
         def synchronize(self):
             pass
+
+    ExternalStream = Stream
 
     def cudart(self):
         return self
@@ -109,6 +119,8 @@ def install(put, portion_bytes):
     """
     fake = FakeCuda()
     put(cuda_device, "_cuda", fake)
+    put(cuda_device, "Driver", lambda index: FakeDriver(fake))
+    put(cuda_device.CudaDevice, "_compile", lambda device, parts: IndexKernels(device._kv_caches))
     put(torch.cuda, "set_device", lambda device: None)
     put(torch.cuda, "synchronize", lambda device=None: None)
     put(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -123,28 +135,44 @@ def install(put, portion_bytes):
     return fake
 
 
-def fake_bindings(cuda, version):
-    """``cuda.bindings.runtime`` as of a CUDA version, with the signature all of them have."""
-    runtime = types.ModuleType("cuda.bindings.runtime")
-    runtime.cudaDriverGetVersion = lambda: (0, version)
-    runtime.cudaDeviceAttr = types.SimpleNamespace(cudaDevAttrCanUseHostPointerForRegisteredMem=91)
-    runtime.cudaDeviceGetAttribute = lambda attribute, device: (0, 1)
-    runtime.cudaMemcpyAttributes = types.SimpleNamespace
-    runtime.cudaMemcpySrcAccessOrder = types.SimpleNamespace(cudaMemcpySrcAccessOrderStream=1)
-    runtime.calls = 0
+class FakeDriver:
+    """Stands in for the driver library: copies at once, and refuses what CUDA refuses."""
 
-    def batch(dsts, srcs, sizes, count, attrs, indices, num_attrs, stream):
-        assert stream == FakeCuda.Stream.cuda_stream
-        assert (len(dsts), len(srcs), len(sizes)) == (count, count, count)
-        assert (attrs[0].srcAccessOrder, indices, num_attrs) == (1, [0], 1)
-        runtime.calls += 1
-        for target, source, size in zip(dsts, srcs, sizes, strict=True):
-            cuda.check_within_one(target if cuda.is_registered(target) else source, size)
-            ctypes.memmove(target, source, size)
-        return (0,) if version >= 13000 else (0, None)
+    def __init__(self, cuda):
+        self._cuda = cuda
 
-    runtime.cudaMemcpyBatchAsync = batch
-    return runtime
+    def why_no_batches(self):
+        return self._cuda.why_no_batches
+
+    def enter_thread(self):
+        self._cuda.entered.add(threading.current_thread().name)
+
+    def new_stream(self):
+        handle = 4711 + self._cuda.streams_made
+        self._cuda.streams_made += 1
+        self._cuda.streams.add(handle)
+        return handle
+
+    def destroy_stream(self, handle):
+        self._cuda.streams.remove(handle)
+
+    def batch(self, stream, device, host, sizes, to_host):
+        assert threading.current_thread().name in self._cuda.entered
+        self._cuda.batches.append(sizes.tolist())
+        if self._cuda.batch_error is not None:
+            raise self._cuda.batch_error
+        for ends in zip(device.tolist(), host.tolist(), sizes.tolist(), strict=True):
+            assert self._cuda.is_registered(ends[1]), "only pinned memory is copied in batches"
+            self.copy(stream, *ends, to_host)
+
+    def copy(self, stream, device, host, num_bytes, to_host):
+        assert stream in self._cuda.streams
+        assert threading.current_thread().name in self._cuda.entered
+        assert num_bytes > 0
+        if self._cuda.is_registered(host):
+            self._cuda.check_within_one(host, num_bytes)
+        target, source = (host, device) if to_host else (device, host)
+        ctypes.memmove(target, source, num_bytes)
 
 
 class OnCpu(torch.overrides.TorchFunctionMode):

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from kvoffload.messages import CanonicalKVCaches
-from kvoffload.transfer.cuda.device import BlockList, Part, Run, Span
-from kvoffload.transfer.cuda.kernels import IndexKernels
+from kvoffload.transfer.cuda.copies import Copies
+from kvoffload.transfer.cuda.device import BlockTable, Part
 from kvoffload.transfer.slab import Slab
+from tests.support.index_kernels import IndexKernels
 
 
 class LateEvent:
@@ -57,6 +58,8 @@ class LateStream:
         self._device = device
         self.work: deque[LateEvent | Callable[[], object]] = deque()
         self.pace = 1.0
+        self.clock_s = 0.0
+        """The time on a device whose streams run in parallel."""
 
     def enqueue(self, work: Callable[[], object]) -> None:
         """Run ``work`` after the queued work, some time."""
@@ -73,7 +76,7 @@ class LateStream:
         event = LateEvent(self._device)
 
         def arrive() -> None:
-            event.passed_at_s = time.perf_counter()
+            event.passed_at_s = self.clock_s
 
         self.enqueue(arrive)
         return event
@@ -84,15 +87,18 @@ class LateStream:
 
     def step(self) -> bool:
         """Do the next piece of work; False if there is none, or it has to wait."""
-        while self.work and isinstance(self.work[0], LateEvent):
-            if not self.work[0].passed:
+        while self.work and isinstance(event := self.work[0], LateEvent):
+            if event.passed_at_s is None:
                 return False
+            self.clock_s = max(self.clock_s, event.passed_at_s)
             self.work.popleft()
         if not self.work:
             return False
         work = self.work.popleft()
         assert not isinstance(work, LateEvent)
+        begun_s = time.perf_counter()
         work()
+        self.clock_s += time.perf_counter() - begun_s
         return True
 
 
@@ -168,8 +174,9 @@ class LateDevice:
 
     # ---- the calls of a copier ----
 
-    def prepare(self, parts: Sequence[Part]) -> None:
-        """Do nothing: torch's own operations need no preparation."""
+    def prepare(self, parts: Sequence[Part]) -> bool:
+        """Answer that pages can be staged: torch's own operations need no preparation."""
+        return True
 
     def enter_thread(self) -> None:
         """Do nothing: there is one device."""
@@ -192,34 +199,44 @@ class LateDevice:
         self._stages.append(stage)
         return stage
 
-    def new_table(self, num_blocks: int, stream: LateStream) -> BlockList:
-        """Return a table whose device half names block 0 everywhere."""
-        host = np.zeros(3 * max(64, num_blocks), np.int64)
-        return BlockList(host, torch.from_numpy(host), torch.zeros(len(host), dtype=torch.int64))
+    def new_tables(self, count: int, num_blocks: int) -> list[BlockTable]:
+        """Return tables whose device halves name block 0 everywhere."""
+        length = 3 * num_blocks
+        return [
+            BlockTable(np.zeros(length, np.int64), torch.zeros(length, dtype=torch.int64))
+            for _ in range(count)
+        ]
 
-    def upload(self, stream: LateStream, table: BlockList) -> None:
+    def upload(self, stream: LateStream, table: BlockTable) -> None:
         """See :class:`kvoffload.transfer.cuda.device.Device`."""
         length = 3 * table.count
-        stream.enqueue(lambda: table.device[:length].copy_(table.pinned[:length]))
+        source = torch.from_numpy(table.host)
+        stream.enqueue(lambda: table.device[:length].copy_(source[:length]))
 
-    def gather(self, stream: LateStream, part: Part, span: Span, stage: torch.Tensor) -> None:
+    def move(
+        self,
+        stream: LateStream,
+        part: Part,
+        table: BlockTable,
+        stage: torch.Tensor,
+        to_stage: bool,
+    ) -> None:
         """See :class:`kvoffload.transfer.cuda.device.Device`."""
-        frozen = _frozen(span)
-        stream.enqueue(lambda: self._kernels.gather(part, frozen, stage))
+        frozen = _frozen(table)
+        stream.enqueue(lambda: self._kernels.move(part, frozen, stage, to_stage))
 
-    def scatter(self, stream: LateStream, part: Part, span: Span, stage: torch.Tensor) -> None:
-        """See :class:`kvoffload.transfer.cuda.device.Device`."""
-        frozen = _frozen(span)
-        stream.enqueue(lambda: self._kernels.scatter(part, frozen, stage))
-
-    def copy(self, stream: LateStream, runs: Sequence[Run], to_host: bool) -> None:
-        """Copy the runs in any order."""
-        for run in self.draw.sample(runs, len(runs)):
+    def copy(self, stream: LateStream, copies: Copies, to_host: bool) -> None:
+        """Copy in any order."""
+        columns = list(zip(*(row.tolist() for row in copies), strict=True))
+        for device, host, num_bytes in self.draw.sample(columns, len(columns)):
             if self.failures:
                 raise self.failures.popleft()
-            ends = (self._slab.address + run.host_at, run.buffer.data_ptr() + run.at)
+            ends = (self._slab.address + host, device)
             target, source = ends if to_host else ends[::-1]
-            stream.enqueue(lambda t=target, s=source, n=run.num_bytes: ctypes.memmove(t, s, n))  # type: ignore[misc]
+            stream.enqueue(lambda t=target, s=source, n=num_bytes: ctypes.memmove(t, s, n))  # type: ignore[misc]
+
+    def stop_pinning(self) -> None:
+        """Do nothing: no memory is pinned."""
 
     def stats(self) -> dict[str, str | int]:
         """Name itself."""
@@ -230,8 +247,8 @@ class LateDevice:
         self.is_closed = True
 
 
-def _frozen(span: Span) -> Span:
-    """Keep the numbers that a launch takes by value; the table's memory is shared."""
-    table = BlockList(span.table.host, span.table.pinned, span.table.device)
-    table.count = span.table.count
-    return span._replace(table=table)
+def _frozen(table: BlockTable) -> BlockTable:
+    """Keep the number that a launch takes by value; the table's memory is shared."""
+    frozen = BlockTable(table.host, table.device)
+    frozen.count = table.count
+    return frozen

@@ -1,13 +1,12 @@
 """Every call of the CUDA device, on a stand-in for ``torch.cuda``."""
 
-import sys
 import threading
 import types
 
 import numpy as np
 import pytest
 import torch
-from cuda_stand_in import FakeCuda, OnCpu, fake_bindings, install
+from cuda_stand_in import install
 
 from kvoffload.messages import (
     CanonicalKVCacheRef,
@@ -15,9 +14,10 @@ from kvoffload.messages import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
 )
-from kvoffload.transfer.cuda.device import Run
-from kvoffload.transfer.cuda.stream_copier import StreamCopier
-from kvoffload.transfer.cuda.torch_device import CudaDevice, CudaStream
+from kvoffload.transfer.cuda import torch_device
+from kvoffload.transfer.cuda.copies import Copies
+from kvoffload.transfer.cuda.stream_copier import LANES, StreamCopier
+from kvoffload.transfer.cuda.torch_device import CudaDevice
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 
@@ -39,130 +39,127 @@ def make_caches(pages):
     return CanonicalKVCaches(tuple(tensors), (tuple(refs),))
 
 
-@pytest.mark.parametrize("driver", [None, 12040, 12080, 13000])
+def store_and_load(copier, caches, moves, blocks):
+    """Copy blocks out and back; both transfers succeed and every byte is as it was."""
+    before = [entry.tensor.clone() for entry in caches.tensors]
+    for to_host in (True, False):
+        fence = copier.launch(moves, to_host, copier.record_fence())
+        assert fence.wait(10)
+        assert fence.error is None
+        with torch.inference_mode():
+            for entry in caches.tensors if to_host else ():
+                entry.tensor[blocks] = 0
+    assert all(torch.equal(e.tensor, b) for e, b in zip(caches.tensors, before, strict=True))
+
+
+@pytest.mark.parametrize("why", ["", "the driver is of CUDA 12.4"])
 @pytest.mark.parametrize("direct_page_bytes", [1, 1 << 20])
-def test_chunks_go_and_come_back_every_way(cuda, monkeypatch, driver, direct_page_bytes, until):
-    if driver is None:
-        monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    else:
-        package = types.ModuleType("cuda.bindings")
-        package.runtime = fake_bindings(cuda, driver)
-        monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
-        monkeypatch.setitem(sys.modules, "cuda.bindings", package)
+def test_chunks_go_and_come_back_every_way(cuda, why, direct_page_bytes, until):
+    cuda.why_no_batches = why
     caches = make_caches([(512, 0), (24, 40), (4096, 0)])
     layout = ChunkLayout(caches, 3)
     slab = Slab(12, layout.slot_bytes)
-    device = CudaDevice(caches, slab, triton=False)
-    copier = StreamCopier(
-        caches,
-        slab,
-        layout,
-        device,
-        stage_bytes=20000,
-        direct_page_bytes=direct_page_bytes,
-    )
+    sizes = {"stage_bytes": 20000, "direct_page_bytes": direct_page_bytes}
+    copier = StreamCopier(caches, slab, layout, CudaDevice(caches, slab), **sizes)
     try:
-        before = [entry.tensor.clone() for entry in caches.tensors]
         blocks = np.random.default_rng(0).permutation(NUM_BLOCKS)[:25]
         moves = layout.moves(GPULoadStoreSpec(blocks, [25], [2]), list(range(9)))
-        fence = copier.launch(moves, True, copier.record_fence())
-        assert fence.wait(10)
-        assert fence.error is None
-        for entry in caches.tensors:
-            entry.tensor[blocks] = 0
-        fence = copier.launch(moves, False, copier.record_fence())
-        assert fence.wait(10)
-        assert fence.error is None
-        assert all(torch.equal(e.tensor, b) for e, b in zip(caches.tensors, before, strict=True))
+        store_and_load(copier, caches, moves, blocks)
         until(lambda: copier.stats()["pinned_bytes"] == slab.num_bytes)
         stats = copier.stats()
-        assert stats["copies"] == ("batched" if driver in (12080, 13000) else "one by one")
+        assert stats["copies"] == ("one by one" if why else "batched")
         assert stats["groups"] == ("direct" if direct_page_bytes == 1 else "staged")
+        assert stats.get("why_not_copies", "") == why
+        assert bool(cuda.batches) is not bool(why)
         assert sum(cuda.registered.values()) == slab.num_bytes
-        if driver == 12040:
-            assert stats["why_not_copies"] == "the driver is of CUDA 12.4"
+        assert len(cuda.streams) == 2 * LANES
     finally:
         copier.close()
     assert not cuda.registered
+    assert not cuda.streams
 
 
+def test_without_triton_every_page_is_copied_directly(cuda):
+    caches = make_caches([(512, 0), (24, 40)])
+    layout = ChunkLayout(caches, 2)
+    slab = Slab(8, layout.slot_bytes)
+    copier = StreamCopier(caches, slab, layout, CudaDevice(caches, slab, triton=False))
+    try:
+        stats = copier.stats()
+        assert (stats["groups"], stats["kernels"], stats["stage_bytes"]) == ("direct", "none", 0)
+        moves = layout.moves(GPULoadStoreSpec([5, 9, 2, 1]), [0, 4])
+        store_and_load(copier, caches, moves, [5, 9, 2, 1])
+    finally:
+        copier.close()
+
+
+def test_kernels_that_do_not_compile_are_not_used_and_told(cuda, monkeypatch):
+    def refuse(device, parts):
+        raise SyntaxError("no such instruction")
+
+    monkeypatch.setattr(CudaDevice, "_compile", refuse)
+    caches = make_caches([(512, 0)])
+    layout = ChunkLayout(caches, 1)
+    slab = Slab(8, layout.slot_bytes)
+    copier = StreamCopier(caches, slab, layout, CudaDevice(caches, slab))
+    try:
+        assert copier.stats()["groups"] == "direct"
+        assert copier.stats()["why_not_kernels"] == "SyntaxError: no such instruction"
+        store_and_load(copier, caches, layout.moves(GPULoadStoreSpec([5, 9]), [0, 4]), [5, 9])
+    finally:
+        copier.close()
+
+
+@pytest.mark.parametrize("why", ["", "not asked for"])
 @pytest.mark.parametrize("to_host", [True, False])
-def test_a_copy_one_by_one_does_not_cross_two_registrations_either(cuda, monkeypatch, to_host):
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+def test_no_copy_crosses_two_registrations(cuda, to_host, why):
+    cuda.why_no_batches = why
     slab = Slab(8, 4096)
-    device = CudaDevice(make_caches([(512, 0)]), slab, triton=False)
+    device = CudaDevice(make_caches([(512, 0)]), slab)
+    device.enter_thread()
     here = torch.randint(-128, 127, (2 * PORTION,), dtype=torch.int8)
-    run = Run(here, 7, PORTION - 100, PORTION + 200)
-    there = torch.from_numpy(slab.flat)[run.host_at :][: run.num_bytes]
+    ends = ((here.data_ptr() + 7, PORTION - 100, PORTION + 200), (here.data_ptr(), 50, 3))
+    copies = Copies(*(np.array(row) for row in zip(*ends, strict=True)))
+    there = torch.from_numpy(slab.flat)[PORTION - 100 :][: PORTION + 200]
     there.fill_(1)
     try:
-        with OnCpu(cuda):
-            device.copy(CudaStream(FakeCuda.Stream()), [run], to_host)
-        assert torch.equal(here[7:][: run.num_bytes], there)
+        device.copy(device.new_stream(), copies, to_host)
+        assert torch.equal(here[7:][: len(there)], there)
         assert to_host is bool((there != 1).any())
+        assert cuda.batches == ([] if why else [[100, PORTION, 100, 3]])
     finally:
         device.close()
 
 
-def test_batches_that_are_refused_are_copied_one_by_one(cuda, monkeypatch):
-    package = types.ModuleType("cuda.bindings")
-    package.runtime = fake_bindings(cuda, 13000)
-    package.runtime.cudaMemcpyBatchAsync = lambda *a: (801,)
-    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
-    monkeypatch.setitem(sys.modules, "cuda.bindings", package)
+def test_a_long_copy_is_cut_so_that_the_engines_own_need_not_wait(cuda, monkeypatch):
+    monkeypatch.setattr(torch_device, "COPY_BYTES", 4096)
+    caches = make_caches([(20_000, 0)])
+    layout = ChunkLayout(caches, 1)
+    slab = Slab(8, layout.slot_bytes)
+    copier = StreamCopier(caches, slab, layout, CudaDevice(caches, slab), direct_page_bytes=1)
+    try:
+        store_and_load(copier, caches, layout.moves(GPULoadStoreSpec([5, 9]), [0, 3]), [5, 9])
+        assert max(max(batch) for batch in cuda.batches) == 4096
+    finally:
+        copier.close()
+
+
+def test_batches_that_are_refused_are_copied_one_by_one(cuda):
+    cuda.batch_error = RuntimeError("cuMemcpyBatchAsync: CUDA_ERROR_NOT_SUPPORTED (801)")
     caches = make_caches([(512, 0)])
     layout = ChunkLayout(caches, 1)
     slab = Slab(8, layout.slot_bytes)
     copier = StreamCopier(caches, slab, layout, CudaDevice(caches, slab, triton=False))
     try:
-        moves = layout.moves(GPULoadStoreSpec([5, 9, 2]), [0, 4, 6])
-        assert copier.launch(moves, True, copier.record_fence()).wait(10)
-        assert np.array_equal(slab.rows[4][:512], caches.tensors[0].tensor[9].numpy())
+        store_and_load(copier, caches, layout.moves(GPULoadStoreSpec([5, 9, 2]), [0, 4, 6]), [5])
         assert copier.stats()["copies"] == "one by one"
         assert "801" in copier.stats()["why_not_copies"]
+        assert len(cuda.batches) == 1
     finally:
         copier.close()
 
 
-def use_bindings(monkeypatch, cuda, version=13000):
-    """Put a stand-in for cuda-bindings in place; returns its ``runtime``."""
-    package = types.ModuleType("cuda.bindings")
-    package.runtime = fake_bindings(cuda, version)
-    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
-    monkeypatch.setitem(sys.modules, "cuda.bindings", package)
-    return package.runtime
-
-
-def test_batches_that_the_other_direction_gave_up_meanwhile_are_told_with_their_reason(
-    cuda, monkeypatch
-):
-    """Both directions fail at once: one reads the attribute that the other has just set to None."""
-    use_bindings(monkeypatch, cuda)
-    caches = make_caches([(512, 0)])
-    slab = Slab(8, 4096)
-    device = CudaDevice(caches, slab, triton=False)
-    reads = [device._batches]
-    device._batches = None
-    device._why_not["copies"] = "the reason"
-
-    class Racing(CudaDevice):
-        @property
-        def _batches(self):
-            return reads.pop() if reads else None
-
-    device.__class__ = Racing
-    here = torch.ones(512, dtype=torch.int8)
-    try:
-        runs = [Run(here, 0, 0, 256), Run(here, 256, 4096, 256)]
-        device.copy(CudaStream(FakeCuda.Stream()), runs, True)
-        assert device.stats()["why_not_copies"] == "the reason"
-        assert slab.rows[1][:256].all()
-    finally:
-        device.close()
-
-
-def test_memory_that_is_not_pinned_does_not_end_batches_of_what_is(cuda, monkeypatch, until):
-    runtime = use_bindings(monkeypatch, cuda)
+def test_memory_that_is_not_pinned_does_not_end_batches_of_what_is(cuda, until):
     cuda.refuse_after = PORTION
     caches = make_caches([(512, 0)])
     layout = ChunkLayout(caches, 1)
@@ -172,21 +169,42 @@ def test_memory_that_is_not_pinned_does_not_end_batches_of_what_is(cuda, monkeyp
         until(lambda: "why_not_pinned" in copier.stats())
         for slots in ([0, 2, 7, 5], [2, 0, 4, 6]):
             moves = layout.moves(GPULoadStoreSpec([5, 9, 2, 1]), slots)
-            fence = copier.launch(moves, True, copier.record_fence())
-            assert fence.wait(10)
-            assert fence.error is None
-            for slot, block in zip(slots, [5, 9, 2, 1], strict=True):
-                expected = caches.tensors[0].tensor[block].numpy()
-                assert np.array_equal(slab.rows[slot][:512], expected)
+            store_and_load(copier, caches, moves, [5, 9, 2, 1])
         assert copier.stats()["copies"] == "batched"
-        assert runtime.calls == 2
+        assert cuda.batches == [[512, 512]] * 4
     finally:
         copier.close()
 
 
+def test_a_copy_that_waits_for_pinning_goes_on_without_when_the_copier_is_closed(cuda, monkeypatch):
+    """Left alone instead, the slab would stay registered for ever."""
+    registers, goes_on = threading.Event(), threading.Event()
+    register = cuda.cudaHostRegister
+
+    def slowly(address, *given):
+        registers.set()
+        assert goes_on.wait(10)
+        return register(address, *given)
+
+    monkeypatch.setattr(cuda, "cudaHostRegister", slowly)
+    caches = make_caches([(512, 0)])
+    layout = ChunkLayout(caches, 1)
+    slab = Slab(8, layout.slot_bytes)
+    copier = StreamCopier(caches, slab, layout, CudaDevice(caches, slab))
+    moves = layout.moves(GPULoadStoreSpec([5]), [7])
+    fence = copier.launch(moves, True, copier.record_fence())
+    assert registers.wait(10)
+    assert not fence.wait(0.05)
+    copier._device.stop_pinning()
+    assert fence.wait(10)
+    assert np.array_equal(slab.rows[7][:512], caches.tensors[0].tensor[5].numpy())
+    goes_on.set()
+    copier.close()
+    assert not cuda.registered
+
+
 def test_memory_is_unpinned_on_the_thread_that_pinned_it(cuda, monkeypatch, caplog):
     """CUDA keeps each thread's last error: torch's next kernel on the engine's would raise it."""
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     threads = []
     monkeypatch.setattr(
         cuda, "cudaHostUnregister", lambda address: threads.append(threading.current_thread()) or 1
@@ -202,7 +220,6 @@ def test_memory_is_unpinned_on_the_thread_that_pinned_it(cuda, monkeypatch, capl
 
 @pytest.mark.parametrize("missing", ["pci_domain_id", "pci_bus_id", "pci_device_id"])
 def test_a_torch_that_does_not_tell_where_the_gpu_is_will_do(cuda, monkeypatch, missing):
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     known = {"pci_domain_id": 0, "pci_bus_id": 0x3B, "pci_device_id": 0}
     del known[missing]
     properties = types.SimpleNamespace(**known)
@@ -211,7 +228,6 @@ def test_a_torch_that_does_not_tell_where_the_gpu_is_will_do(cuda, monkeypatch, 
 
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_told(cuda, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     cuda.refuse_after = 5 * 4096
     caches = make_caches([(512, 0)])
     layout = ChunkLayout(caches, 1)
@@ -230,7 +246,6 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_told(cuda, monkeypatc
 
 def test_a_copier_that_cannot_be_made_leaves_no_memory_pinned(cuda, monkeypatch):
     """Memory that is freed while it is registered makes the next registration there fail."""
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
 
     def refuse(device, num_bytes):
         raise torch.OutOfMemoryError
@@ -251,25 +266,15 @@ def test_caches_made_under_inference_mode_are_loaded(
     cuda, monkeypatch, direct_page_bytes, made_under_inference
 ):
     """Torch refuses to write to such a tensor outside that mode, which is one of a thread."""
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with torch.inference_mode():
         caches = make_caches([(512, 0), (4096, 0)])
     layout = ChunkLayout(caches, 1)
     slab = Slab(8, layout.slot_bytes)
     with torch.inference_mode(made_under_inference):
-        device = CudaDevice(caches, slab, triton=False)
+        device = CudaDevice(caches, slab)
         copier = StreamCopier(caches, slab, layout, device, direct_page_bytes=direct_page_bytes)
     try:
-        before = [entry.tensor.clone() for entry in caches.tensors]
         moves = layout.moves(GPULoadStoreSpec([5, 9, 2]), [0, 4, 6])
-        for to_host in (True, False):
-            fence = copier.launch(moves, to_host, copier.record_fence())
-            assert fence.wait(10)
-            assert fence.error is None
-            with torch.inference_mode():
-                for entry in caches.tensors if to_host else ():
-                    entry.tensor.zero_()
-        for entry, expected in zip(caches.tensors, before, strict=True):
-            assert torch.equal(entry.tensor[[5, 9, 2]], expected[[5, 9, 2]])
+        store_and_load(copier, caches, moves, [5, 9, 2])
     finally:
         copier.close()

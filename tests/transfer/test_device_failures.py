@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from kvoffload.transfer.cpu.copier import CpuCopier
-from kvoffload.transfer.cuda.stream_copier import StreamCopier
+from kvoffload.transfer.cuda.stream_copier import LANES, TABLES, StreamCopier
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 from tests.support.interleavings import NUM_SLOTS, PER_CHUNK, small_caches, words
@@ -27,7 +27,7 @@ class RefusingStream(LateStream):
 
 
 class RefusingDevice(LateDevice):
-    """A device that records every call to ``prepare`` and ``new_table``, and refuses events."""
+    """A device that records every call to ``prepare`` and ``new_tables``, and refuses events."""
 
     def __init__(self, *given):
         self.refuses_events = False
@@ -42,20 +42,21 @@ class RefusingDevice(LateDevice):
 
     def prepare(self, parts):
         self.prepared += parts
+        return super().prepare(parts)
 
-    def new_table(self, num_blocks, stream):
-        self.tables.append(super().new_table(num_blocks, stream))
-        return self.tables[-1]
+    def new_tables(self, count, num_blocks):
+        made = super().new_tables(count, num_blocks)
+        self.tables += made
+        return made
 
 
 class UnenteredDevice(RefusingDevice):
     """A device that some threads cannot make their current one, at first."""
 
-    refused_threads = ("kvoffload-d2h",)
     refusals = 1000
 
     def enter_thread(self):
-        if threading.current_thread().name in self.refused_threads and self.refusals:
+        if threading.current_thread().name == "kvoffload-launch" and self.refusals:
             self.refusals -= 1
             raise Refusal("no context")
 
@@ -114,26 +115,30 @@ def test_a_transfer_whose_end_cannot_be_marked_fails_when_its_copies_have_ended(
     assert parts.store(1, [3, 4]) is None
 
 
-def test_a_table_of_a_transfer_whose_end_is_unknown_is_not_used_again(parts):
-    device = parts.device
-    assert parts.store(0, [1, 2]) is None
-    assert parts.store(0, [1, 2]) is None
-    assert len(device.tables) == 1
+def test_a_table_of_a_portion_whose_end_is_unknown_is_not_used_again(parts, monkeypatch):
+    device, tables = parts.device, parts.copier._launcher._tables
+    assert len(device.tables) == len(tables) == TABLES
     copy = device.copy
-
-    def break_down():
-        raise Refusal("fell off the bus")
 
     def last_copy(stream, *given, **named):
         copy(stream, *given, **named)
         device.refuses_events = True
-        stream.enqueue(break_down)
 
     device.copy = last_copy
-    assert str(parts.store(0, [1, 2])) == "no event"
-    device.refuses_events, device.copy, device.broken = False, copy, None
+    for left in range(TABLES - 1, -1, -1):
+        assert str(parts.store(0, [1, 2])) == "no event"
+        assert len(tables) == left
+        device.refuses_events = False
+    device.copy = copy
     assert parts.store(1, [3, 4]) is None
-    assert len(device.tables) == 2
+    assert len(device.tables) == TABLES + 1
+    assert tables[0][0] is device.tables[-1]
+
+
+def test_no_table_is_made_while_transfers_run(parts):
+    fences = [parts.launch(i % NUM_SLOTS, [i % 20, 21], i % 2 == 0) for i in range(3 * TABLES)]
+    assert all(fence.wait(10) and fence.error is None for fence in fences)
+    assert len(parts.device.tables) == TABLES
 
 
 def test_the_kernels_of_every_part_are_prepared_when_a_copier_is_made(parts):
@@ -159,31 +164,13 @@ def test_a_wait_for_the_engines_work_ends_when_its_time_is_over(parts):
 def test_a_thread_that_cannot_enter_the_device_fails_its_transfers_and_nothing_waits_for_ever():
     parts = Parts(UnenteredDevice)
     try:
-        for slot in range(2):
-            assert str(parts.store(slot, [1, 2])) == "no context"
-        loaded = parts.launch(0, [1, 2], to_host=False)
-        assert loaded.wait(10)
-        assert loaded.error is None
+        for to_host in (True, False):
+            fence = parts.launch(0, [1, 2], to_host)
+            assert fence.wait(10)
+            assert str(fence.error) == "no context"
         # The device is asked again for each transfer: what kept the thread out may pass.
         parts.device.refusals = 0
         assert parts.store(1, [3, 4]) is None
-    finally:
-        parts.copier.close()
-    assert parts.device.is_closed
-
-
-def test_a_waiting_thread_that_cannot_enter_the_device_still_waits_for_the_copies():
-    class Unentered(UnenteredDevice):
-        refused_threads = ("kvoffload-d2h-wait",)
-
-    parts = Parts(Unentered)
-    try:
-        for page in words(parts.caches, 1):
-            page.fill_(7)
-        assert parts.store(0, [1, 2]) is None
-        parts.slab.rows[0] = 5
-        parts.device.run_all()
-        assert (parts.slab.rows[0] == 5).all()
     finally:
         parts.copier.close()
     assert parts.device.is_closed
@@ -204,7 +191,7 @@ def ours():
     return {thread.name for thread in threading.enumerate() if "kvoffload" in thread.name}
 
 
-@pytest.mark.parametrize("stages", range(4))
+@pytest.mark.parametrize("stages", range(0, 2 * LANES, 3))
 def test_a_copier_that_cannot_be_made_closes_its_device_and_ends_its_threads(monkeypatch, stages):
     made = []
 
@@ -222,11 +209,11 @@ def test_a_copier_that_cannot_be_made_closes_its_device_and_ends_its_threads(mon
     assert ours() == before
 
 
-def test_a_copier_without_its_last_thread_is_not_made_and_the_others_end(monkeypatch, until):
+def test_a_copier_without_its_thread_is_not_made_and_its_device_is_closed(monkeypatch, until):
     start = threading.Thread.start
 
     def refuse(thread):
-        if thread.name == "kvoffload-h2d-wait":
+        if thread.name == "kvoffload-launch":
             raise RuntimeError("can't start new thread")
         start(thread)
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvoffload.transfer.base import CopyFence
 from kvoffload.transfer.cpu.copier import DoneFence
-from kvoffload.transfer.cuda.fences import EngineFence, StreamFence
+from kvoffload.transfer.cuda.fences import EngineFence, StreamFence, Timing
 
 
 class Event:
@@ -86,9 +86,8 @@ def test_a_thread_reaches_a_fence_with_the_time_of_its_copies():
 
 def test_a_transfer_is_done_when_all_its_streams_have_passed_its_end(fence):
     one, two = Event(), Event(passed=True)
-    assert (fence.done(), tuple(fence.events)) == (False, ())
-    fence.all_enqueued(Event(), [one, two], None)
-    assert tuple(fence.events) == (one, two)
+    assert not fence.done()
+    fence.all_enqueued(Timing(), [one, two], None)
     assert (fence.done(), fence.wait(0.0), fence.wait(0.02)) == (False, False, False)
     one.passed = True
     assert fence.done()
@@ -96,9 +95,31 @@ def test_a_transfer_is_done_when_all_its_streams_have_passed_its_end(fence):
     assert fence.error is None
 
 
+def test_a_wait_without_a_limit_sleeps_on_every_stream_and_polls_none(fence):
+    one, two = Event(), Event()
+    timer = threading.Timer(0.05, fence.all_enqueued, [Timing(), [one, two], None])
+    timer.start()
+    assert fence.wait()
+    assert (one.synchronized, two.synchronized) == (True, True)
+    assert fence.done()
+    timer.join()
+
+
+def test_a_wait_on_a_device_that_is_gone_ends_with_its_error(fence):
+    error = RuntimeError("the device is gone")
+
+    class Gone(Event):
+        def synchronize(self):
+            raise error
+
+    fence.all_enqueued(Timing(), [Event(), Gone()], None)
+    assert fence.wait()
+    assert (fence.done(), fence.error) == (True, error)
+
+
 def test_a_device_that_cannot_tell_ends_the_transfer_with_its_error(fence):
     error = RuntimeError("the device is gone")
-    fence.all_enqueued(Event(), [Event(error=error)], None)
+    fence.all_enqueued(Timing(), [Event(error=error)], None)
     assert fence.done()
     assert fence.error is error
     fence.reach(RuntimeError("a second one"))
@@ -107,7 +128,7 @@ def test_a_device_that_cannot_tell_ends_the_transfer_with_its_error(fence):
 
 def test_the_first_error_of_a_transfer_is_the_one_told(fence):
     first = ValueError("first")
-    fence.all_enqueued(None, [], first)
+    fence.all_enqueued(Timing(), [], first)
     fence.reach(ValueError("second"))
     assert (fence.done(), fence.error) == (True, first)
 
@@ -119,30 +140,37 @@ def test_a_wait_for_a_transfer_ends_when_it_is_reached(fence):
     timer.join()
 
 
-def test_the_time_of_a_copy_is_that_of_its_slowest_stream(fence):
+def test_the_time_of_a_copy_is_that_of_its_slowest_stream_without_the_wait_for_the_engine(fence):
     assert fence.copy_time_s == 0.0
-    fence.all_enqueued(Event(at_ms=5.0), [Event(True, 30.0), Event(True, 255.0)], None)
+    timing = Timing(Event(at_ms=5.0), Event(at_ms=25.0), Event(at_ms=125.0))
+    fence.all_enqueued(timing, [Event(True, 130.0), Event(True, 355.0)], None)
     assert fence.copy_time_s == 0.0  # not over yet
     fence.reach()
     assert fence.copy_time_s == pytest.approx(0.25)
 
 
+def timed():
+    return Timing(Event(), Event(), Event())
+
+
 @pytest.mark.parametrize(
-    ("begun", "events", "error"),
+    ("timing", "events", "error"),
     [
-        (None, [Event(True, 9.0)], None),
-        (Event(), [], None),
-        (Event(), [Event(True, 9.0)], ValueError("failed")),
+        (Timing(), [Event(True, 9.0)], None),
+        (Timing(Event()), [Event(True, 9.0)], None),
+        (timed(), [], None),
+        (timed(), [Event(True, 9.0)], ValueError("failed")),
     ],
 )
-def test_a_copy_without_beginning_or_end_or_success_took_no_time(fence, begun, events, error):
-    fence.all_enqueued(begun, events, error)
+def test_a_copy_without_beginning_or_end_or_success_took_no_time(fence, timing, events, error):
+    fence.all_enqueued(timing, events, error)
     fence.reach()
     assert fence.copy_time_s == 0.0
 
 
 def test_a_time_that_the_device_does_not_tell_is_none_and_said(fence, caplog):
-    fence.all_enqueued(Event(error=RuntimeError("no timing")), [Event(True)], None)
+    gone = Event(error=RuntimeError("no timing"))
+    fence.all_enqueued(Timing(gone, gone, gone), [Event(True)], None)
     fence.reach()
     with caplog.at_level(logging.WARNING):
         assert fence.copy_time_s == 0.0

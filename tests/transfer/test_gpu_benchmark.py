@@ -11,15 +11,14 @@ from cuda_stand_in import FakeCuda, OnCpu, install
 from benchmarks.gpu import transfer
 
 PORTION = 3 * 4096
-PARTS_OF_A_SHAPE = 3 * 2 + 5 * 2 + 1 + 2
-"""Rows: three a number of chunks, five ways in two directions, one product, two submissions."""
+PARTS_OF_A_SHAPE = 3 * 2 + 4 * 2 + 1 + 2
+"""Rows: three a number of chunks, four ways in two directions, one product, two submissions."""
 
 
 @pytest.fixture
 def cuda(monkeypatch):
     """A stand-in, and a benchmark small enough for it: slabs of several registrations."""
     fake = install(monkeypatch.setattr, PORTION)
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     monkeypatch.setattr(torch.cuda, "Event", functools.partial(FakeCuda.Event, blocking=True))
     monkeypatch.setattr(torch.cuda, "Stream", FakeCuda.Stream)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -29,7 +28,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(transfer, "SOME_CHUNKS", 4)
     monkeypatch.setattr(transfer, "ROUNDS", 1)
     monkeypatch.setattr(transfer, "PRODUCT", 8)
-    monkeypatch.setattr(transfer.within_registrations, "__defaults__", (PORTION,))
+    monkeypatch.setattr(transfer.registered, "__defaults__", (PORTION,))
     with OnCpu(fake):
         yield fake
 

@@ -5,15 +5,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from kvoffload.errors import ConfigError
 from kvoffload.transfer import slab as slab_module
 from kvoffload.transfer.cuda import pinning as slab_pinning
-from kvoffload.transfer.cuda.device import Run
 from kvoffload.transfer.cuda.pinning import Pinning
 from kvoffload.transfer.slab import Slab, create_shared_memory
 
@@ -70,13 +69,58 @@ def test_copies_do_not_wait_for_memory_whose_pages_cannot_be_taken(monkeypatch):
 
     monkeypatch.setattr(slab, "populate", refuse)
     pinning = Pinning(slab, lambda address, length: None, lambda address: None)
-    run = Run(torch.zeros(SLOT, dtype=torch.int8), 0, 0, SLOT)
-    ready = threading.Thread(target=lambda: pinning.ready([run]), daemon=True)
-    ready.start()
-    ready.join(10)
-    assert not ready.is_alive()
+    ready = []
+    waits = threading.Thread(target=lambda: ready.append(pinning.wait_for(SLOT)), daemon=True)
+    waits.start()
+    waits.join(10)
+    assert ready == [False]
     assert "out of bounds" in str(pinning.error)
     pinning.close()
+
+
+def test_memory_is_taken_without_the_gil():
+    """A portion takes tens of milliseconds, in which no other Python thread would run."""
+    slab = Slab(1, 16 << 20)
+    steps = []
+
+    def populate_until_the_other_has_moved():
+        for _ in range(10_000):  # the other thread takes part as soon as a core is free
+            slab.populate(0, slab.num_bytes)
+            if len(steps) >= 5:
+                break
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(100)  # no thread is asked for the GIL: the call must release it
+    try:
+        thread = threading.Thread(target=populate_until_the_other_has_moved)
+        thread.start()
+        while thread.is_alive():
+            steps.append(1)
+            time.sleep(0)
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(steps) >= 5
+    assert resident_bytes(slab.address)[0] >= slab.num_bytes
+
+
+def test_a_copy_waits_until_its_portion_is_pinned_and_not_for_later_ones():
+    slab, pinned, goes_on = Slab(4, SLOT), [], [threading.Event() for _ in range(4)]
+
+    def register(address, length):
+        assert goes_on[len(pinned)].wait(10)
+        pinned.append((address - slab.address, length))
+
+    pinning = Pinning(slab, register, lambda address: None, portion_bytes=SLOT)
+    goes_on[0].set()
+    assert pinning.wait_for(SLOT)
+    assert (pinned, pinning.pinned_bytes) == ([(0, SLOT)], SLOT)
+    stopped = threading.Timer(0.05, pinning.stop)
+    stopped.start()
+    assert not pinning.wait_for(2 * SLOT)
+    goes_on[1].set()
+    pinning.close()
+    stopped.join()
+    assert len(pinned) <= 2
 
 
 def test_a_child_process_does_not_share_pages_that_a_gpu_writes():

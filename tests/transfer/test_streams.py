@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-from kvoffload.transfer.cuda import stream_copier
-from kvoffload.transfer.cuda.stream_copier import Direction, StreamCopier
+from kvoffload.transfer.cuda import fences, stream_copier
+from kvoffload.transfer.cuda.stream_copier import Launcher, StreamCopier
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 from tests.support.interleavings import (
@@ -43,7 +43,7 @@ class LateEngine:
         self.device.run_all()
 
 
-def run(seed, direction=Direction, **rules):
+def run(seed, launcher=Launcher, **rules):
     """One interleaving on a new device; returns how much was compared."""
     draw = random.Random(seed)
     caches = small_caches()
@@ -51,7 +51,7 @@ def run(seed, direction=Direction, **rules):
     slab = Slab(NUM_SLOTS, layout.slot_bytes)
     device = LateDevice(caches, slab, seed)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(stream_copier, "Direction", direction)
+        patched.setattr(stream_copier, "Launcher", launcher)
         copier = StreamCopier(
             caches,
             slab,
@@ -124,12 +124,12 @@ def test_copies_that_do_not_end_are_left_alone_when_the_copier_is_closed(monkeyp
     monkeypatch.setattr(stream_copier, "CLOSE_TIMEOUT_S", 0.2)
     ended = threading.Event()
 
-    class Hanging(Direction):
-        def fence_host(self, job):
+    class Hanging(Launcher):
+        def fence_close(self):
             assert ended.wait(60)
-            super().fence_host(job)
+            super().fence_close()
 
-    monkeypatch.setattr(stream_copier, "Direction", Hanging)
+    monkeypatch.setattr(stream_copier, "Launcher", Hanging)
     caches = small_caches()
     layout = ChunkLayout(caches, PER_CHUNK)
     slab = Slab(NUM_SLOTS, layout.slot_bytes)
@@ -152,7 +152,9 @@ def test_copies_that_do_not_end_are_left_alone_when_the_copier_is_closed(monkeyp
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _one_thread(monkeypatch):
+    """Nor does a wait sleep between two polls: the device runs nothing meanwhile."""
+    monkeypatch.setattr(fences, "POLL_S", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -164,57 +166,57 @@ def test_whatever_the_order_every_block_and_slot_holds_what_it_must(first):
     assert sum(run(seed) for seed in range(first, first + 200)) > 200 * 40
 
 
-class WithoutEngineFence(Direction):
+class WithoutEngineFence(Launcher):
     """Copies begin while compute still writes the blocks, or reads them."""
 
     def fence_engine(self, job, lane):
         pass
 
 
-class WithoutUploadFence(Direction):
-    """Kernels on the second lane do not wait for the table."""
+class WithoutEngineFenceOfLoads(Launcher):
+    """Loads write blocks that compute still reads."""
 
-    def fence_upload(self, uploaded, lane):
-        pass
+    def fence_engine(self, job, lane):
+        if job.to_host:
+            super().fence_engine(job, lane)
 
 
-class WithoutEndFence(Direction):
+class EngineFenceOnOneLaneOnly(Launcher):
+    """The other lanes of a transfer do not wait for compute."""
+
+    def fence_engine(self, job, lane):
+        if len(job.fenced) == 1:
+            super().fence_engine(job, lane)
+
+
+class WithoutEndFence(Launcher):
     """A transfer counts as done when it is enqueued."""
 
     def fence_end(self, job):
         return []
 
 
-class EndOfOneLaneOnly(Direction):
+class EndOfOneLaneOnly(Launcher):
     """A transfer counts as done when one of its lanes is."""
 
     def fence_end(self, job):
         return super().fence_end(job)[:1]
 
 
-class WithoutHostFence(Direction):
-    """The host does not wait: the table is used again, and the transfer answered, at once."""
+class WithoutTableFence(Launcher):
+    """A table is written while kernels read it."""
 
-    def fence_host(self, job):
+    def fence_table(self, used):
         pass
 
 
-class TableUsedAgain(Direction):
-    """Only the table is used again too early."""
+class OneStagingMemory(Launcher):
+    """All lanes use one staging memory: only the order within a stream protects it."""
 
-    def _launch(self, job):
-        super()._launch(job)
-        self._tables.append(job.table)
-        job.table = None
-
-
-class OneStagingMemory(Direction):
-    """Both lanes use one staging memory: only the order within a stream protects it."""
-
-    def __init__(self, device, plan, to_host):
+    def __init__(self, device, plan):
         new_stage, shared = device.new_stage, device.new_stage(plan.stage_bytes)
         device.new_stage = lambda num_bytes: shared
-        super().__init__(device, plan, to_host)
+        super().__init__(device, plan)
         device.new_stage = new_stage
 
 
@@ -222,16 +224,17 @@ class OneStagingMemory(Direction):
     "broken",
     [
         WithoutEngineFence,
-        WithoutUploadFence,
+        WithoutEngineFenceOfLoads,
+        EngineFenceOnOneLaneOnly,
         WithoutEndFence,
         EndOfOneLaneOnly,
-        WithoutHostFence,
-        TableUsedAgain,
+        WithoutTableFence,
         OneStagingMemory,
     ],
 )
-def test_without_a_fence_other_bytes_are_found(broken):
-    assert _caught(direction=broken)
+def test_without_a_fence_other_bytes_are_found(broken, monkeypatch):
+    monkeypatch.setattr(stream_copier, "TABLES", 2)
+    assert _caught(launcher=broken)
 
 
 @pytest.mark.parametrize("rule", ["flushes", "keeps_slots", "keeps_blocks"])

@@ -9,10 +9,10 @@ import pytest
 CHILD = """
 import numpy as np, torch
 from kvoffload.messages import *
-from kvoffload.transfer.cuda.kernels import IndexKernels
 from kvoffload.transfer.cuda.triton_kernel import TritonKernels
-from kvoffload.transfer.cuda.device import Part, Span, BlockList
+from kvoffload.transfer.cuda.device import BlockTable, Part
 from kvoffload.transfer.layout import ChunkLayout
+from tests.support.index_kernels import IndexKernels
 
 for pages, padding, per_chunk in [((24, 64), 0, 2), ((7, 300), 3, 3), ((40000, 12), 8, 1)]:
     entries = tuple(
@@ -24,21 +24,20 @@ for pages, padding, per_chunk in [((24, 64), 0, 2), ((7, 300), 3, 3), ((40000, 1
     refs = tuple(CanonicalKVCacheRef(i, page) for i, page in enumerate(pages))
     caches = CanonicalKVCaches(entries, (refs,))
     regions = ChunkLayout(caches, per_chunk).regions[0]
-    part = Part(0, regions, 0, per_chunk, sum(pages) * per_chunk)
+    part = Part(regions, 0, per_chunk, sum(pages) * per_chunk)
     ids = np.random.default_rng(0).permutation(20)[: 5 * per_chunk].astype(np.int64)[1:]
     at = np.arange(5 * per_chunk)[1:]
     host = np.zeros(300, np.int64)
-    table = BlockList(host, torch.from_numpy(host), torch.from_numpy(host))
-    table.fill((ids, at // per_chunk + 3, at % per_chunk))
-    span, stages = Span(table, 0, len(ids), 3), []
-    for kernels in (TritonKernels(caches), IndexKernels(caches)):
+    table, stages = BlockTable(host, torch.from_numpy(host)), []
+    table.fill((ids, at // per_chunk, at % per_chunk))
+    for kernels in (TritonKernels(caches, [part]), IndexKernels(caches)):
         stage = torch.zeros(-(-part.num_bytes * 5 // 8) * 8, dtype=torch.int8)
-        kernels.gather(part, span, stage)
+        kernels.move(part, table, stage, True)
         stages.append(stage)
         before = [entry.tensor.clone() for entry in entries]
         for entry in entries:
             entry.tensor[ids] = 0
-        kernels.scatter(part, span, stage)
+        kernels.move(part, table, stage, False)
         assert all(torch.equal(e.tensor, b) for e, b in zip(entries, before))
     assert stages[0].any() and torch.equal(*stages)
 print("same")

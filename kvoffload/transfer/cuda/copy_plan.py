@@ -1,19 +1,24 @@
-"""The arithmetic of copies: which pages are staged, and which bytes are contiguous.
+"""The arithmetic of copies: which pages are staged, and which bytes go where.
 
 Pages of a block are small and scattered; a slot has a chunk in one piece. Small pages are gathered
-into staging memory on the device first, so that the bus carries few large copies. Large pages are
+into staging memory on the device first, so that the bus carries few large copies. Larger pages are
 copied to their place in the slot directly.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from kvoffload.messages import CanonicalKVCaches
-from kvoffload.transfer.cuda.device import Part, Run
-from kvoffload.transfer.layout import ChunkLayout, ChunkMove, Region
+from kvoffload.transfer.cuda.copies import Copies
+from kvoffload.transfer.cuda.device import Part
+from kvoffload.transfer.layout import ChunkLayout, Moves, Numbers, Region, numbered
 
-if TYPE_CHECKING:
-    import torch
+MOST_BLOCKS = 4096
+"""In a staged portion, whose table lists them."""
+MOST_COPIES = 4096
+MOST_BYTES = 64 << 20
+"""In one batch of direct copies."""
 
 
 class CopyPlan:
@@ -35,33 +40,35 @@ class CopyPlan:
     ) -> None:
         self._layout = layout
         self._slot_bytes = slot_bytes
-        self._rows = [entry.tensor.stride(0) for entry in kv_caches.tensors]
-        self._buffers = [as_one_row(entry.tensor) for entry in kv_caches.tensors]
-        self.is_staged = [
-            bool(regions) and sum(r.page_bytes for r in regions) < direct_page_bytes * len(regions)
-            for regions in layout.regions
+        self._tensors = [entry.tensor for entry in kv_caches.tensors]
+        # One row for each of a group's regions: address, bytes from block to block, place, page.
+        self._regions = [self._describe(regions) for regions in layout.regions]
+        staged = [
+            (regions, count)
+            if sum(region.page_bytes for region in regions) < direct_page_bytes * len(regions)
+            else ()
+            for regions, count in zip(layout.regions, layout.per_chunk, strict=True)
         ]
-        """For each group, whether its pages go through staging memory."""
         widest = max(
-            (
-                region.page_bytes * count
-                for regions, count, staged in self._groups()
-                if staged
-                for region in regions
-            ),
-            default=0,
+            (r.page_bytes * group[1] for group in staged if group for r in group[0]), default=0
         )
         self.stage_bytes = max(stage_bytes, widest) if widest else 0
-        self.parts = [
-            tuple(self._cut(group_idx, regions, count)) if staged else ()
-            for group_idx, (regions, count, staged) in enumerate(self._groups())
-        ]
-        """For each staged group, the regions that are staged together."""
+        self.parts = [tuple(self._cut(*group)) if group else () for group in staged]
+        """For each group, the regions that are staged together; none if its pages are direct."""
+        self.table_blocks = max(
+            (self._chunks_at_once(part) * part.per_chunk for parts in self.parts for part in parts),
+            default=0,
+        )
+        """Blocks of the largest portion."""
 
-    def _groups(self) -> Iterable[tuple[tuple[Region, ...], int, bool]]:
-        return zip(self._layout.regions, self._layout.per_chunk, self.is_staged, strict=True)
+    def _describe(self, regions: Sequence[Region]) -> Numbers:
+        rows = []
+        for tensor_idx, offset, page_bytes in regions:
+            tensor = self._tensors[tensor_idx]
+            rows.append((tensor.data_ptr(), tensor.stride(0), offset, page_bytes))
+        return np.array(rows, np.int64).reshape(-1, 4, 1)
 
-    def _cut(self, group_idx: int, regions: Sequence[Region], count: int) -> Iterator[Part]:
+    def _cut(self, regions: Sequence[Region], count: int) -> Iterator[Part]:
         """Cut where staging memory is full, and between regions that are not contiguous."""
         begin = 0
         for i in range(1, len(regions) + 1):
@@ -74,63 +81,67 @@ class CopyPlan:
             ):
                 mine = tuple(regions[begin:i])
                 num_bytes = sum(region.page_bytes for region in mine) * count
-                yield Part(group_idx, mine, mine[0].offset, count, num_bytes)
+                yield Part(mine, mine[0].offset, count, num_bytes)
                 begin = i
 
-    def stage_runs(
-        self, part: Part, moves: Sequence[ChunkMove], stage: "torch.Tensor"
-    ) -> list[Run]:
-        """Return the copies between slots and staging memory, which has ``moves`` in order."""
-        runs: list[Run] = []
-        for i, move in enumerate(moves):
-            at, host_at = i * part.num_bytes, move.host_slot * self._slot_bytes
-            count = len(move.block_ids)
-            if count == part.per_chunk:
-                append(runs, Run(stage, at, host_at + part.start, part.num_bytes))
-                continue
-            # The rest of the chunk must stay as it is, at both ends.
-            for region in part.regions:
-                skip = move.first * region.page_bytes
-                append(
-                    runs,
-                    Run(
-                        stage,
-                        at + region.offset - part.start + skip,
-                        host_at + region.offset + skip,
-                        count * region.page_bytes,
-                    ),
-                )
-        return runs
+    def _chunks_at_once(self, part: Part) -> int:
+        by_table = MOST_BLOCKS // part.per_chunk
+        return max(1, min(self.stage_bytes // part.num_bytes, by_table))
 
-    def page_runs(self, moves: Sequence[ChunkMove]) -> list[Run]:
-        """Return the copies between slots and blocks of groups that are not staged."""
-        runs: list[Run] = []
-        for move in moves:
-            host_at = move.host_slot * self._slot_bytes
-            for region in self._layout.regions[move.group_idx]:
-                buffer, row = self._buffers[region.tensor_idx], self._rows[region.tensor_idx]
-                size = region.page_bytes
-                for i, block in enumerate(move.block_ids.tolist(), start=move.first):
-                    at = host_at + region.offset + i * size
-                    append(runs, Run(buffer, block * row, at, size))
-        return runs
+    # ---- staged ----
 
+    def portions(self, part: Part, moves: Moves) -> Iterator[Moves]:
+        """Divide a group's chunks into portions that fit staging memory and a table."""
+        at_once = self._chunks_at_once(part)
+        for begin in range(0, len(moves), at_once):
+            yield moves.take(slice(begin, begin + at_once))
 
-def append(runs: list[Run], run: Run) -> None:
-    """Add a run; join it with the last one if both are contiguous at both ends."""
-    if runs:
-        last = runs[-1]
-        if (
-            last.buffer is run.buffer
-            and last.at + last.num_bytes == run.at
-            and last.host_at + last.num_bytes == run.host_at
-        ):
-            runs[-1] = last._replace(num_bytes=last.num_bytes + run.num_bytes)
+    def stage_copies(self, part: Part, moves: Moves, stage: int) -> Copies:
+        """Return the copies between slots and staging memory at this address."""
+        slots, _, firsts, _, counts = moves.chunks
+        device = np.arange(len(moves)) * part.num_bytes + stage
+        host = slots * self._slot_bytes
+        whole = counts == part.per_chunk
+        copies = Copies(
+            device[whole], host[whole] + part.start, np.full(whole.sum(), part.num_bytes)
+        )
+        if len(copies.sizes) < len(moves):
+            # The rest of these chunks must stay as it is, at both ends.
+            rest = ~whole
+            _, _, offsets, pages = self._describe(part.regions).transpose(1, 0, 2)
+            within = offsets + firsts[rest] * pages
+            some = Copies(
+                (device[rest] + within - part.start).ravel(),
+                (host[rest] + within).ravel(),
+                (counts[rest] * pages).ravel(),
+            )
+            copies = Copies(*map(np.concatenate, zip(copies, some, strict=True)))
+        return copies.joined()
+
+    # ---- direct ----
+
+    def page_copies(self, group_idx: int, moves: Moves) -> Iterator[Copies]:
+        """Return the copies between slots and a group's blocks, in batches."""
+        addresses, rows, offsets, pages = self._regions[group_idx].transpose(1, 0, 2)
+        num_regions, block_bytes = len(pages), int(pages.sum())
+        if not num_regions:
             return
-    runs.append(run)
+        ids, chunks, within = blocks_of(moves)
+        host = moves.host_slots[chunks] * self._slot_bytes
+        at_once = max(1, min(MOST_COPIES // num_regions, MOST_BYTES // block_bytes))
+        for begin in range(0, len(ids), at_once):
+            some = slice(begin, begin + at_once)
+            device = addresses + ids[some] * rows
+            yield Copies(
+                device.ravel(),
+                (host[some] + offsets + within[some] * pages).ravel(),
+                np.broadcast_to(pages, device.shape).ravel(),
+            ).joined()
 
 
-def as_one_row(tensor: "torch.Tensor") -> "torch.Tensor":
-    """View rows of bytes, and the gaps between them, as one row."""
-    length = (tensor.shape[0] - 1) * tensor.stride(0) + tensor.shape[1]
-    return tensor.as_strided((length,), (1,))
+def blocks_of(moves: Moves) -> tuple[Numbers, Numbers, Numbers]:
+    """List all blocks: id, number of the chunk, place in the chunk."""
+    _, _, firsts, starts, counts = moves.chunks
+    chunks, nth = numbered(counts)
+    ids = moves.block_ids[starts[chunks] + nth].astype(np.int64)
+    return ids, chunks, firsts[chunks] + nth

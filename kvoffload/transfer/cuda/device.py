@@ -6,21 +6,20 @@ allow.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from kvoffload.transfer.layout import Region
+from kvoffload.transfer.cuda.copies import Copies
+from kvoffload.transfer.layout import Numbers, Region
 
 if TYPE_CHECKING:
     import torch
 
-Numbers = npt.NDArray[np.int64]
-
 
 class Event(Protocol):
-    """A point in a stream: passed when everything enqueued before it has run."""
+    """A point in a stream: passed when everything enqueued before it has run. For any thread."""
 
     def query(self) -> bool:
         """Whether it is passed; never blocks. Raises the device's error."""
@@ -51,10 +50,10 @@ class Stream(Protocol):
         ...
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Part:
     """Consecutive regions of a group's chunks that are staged together."""
 
-    group_idx: int
     regions: tuple[Region, ...]
     start: int
     """Where the first region begins in a chunk."""
@@ -63,28 +62,15 @@ class Part(NamedTuple):
     """Bytes of a whole chunk's regions; they lie in staging memory as they lie in a slot."""
 
 
-class Run(NamedTuple):
-    """Bytes that are contiguous at both ends of a copy between device and host."""
-
-    buffer: "torch.Tensor"
-    """Device memory as one row of bytes."""
-    at: int
-    host_at: int
-    """Their place in the slab."""
-    num_bytes: int
-
-
-class BlockList:
-    """The blocks of a transfer and their places, in pinned memory and again on the device.
+class BlockTable:
+    """The blocks of one portion and their places, in pinned memory and again on the device.
 
     Three rows of ``count``: block id, number of its chunk, place in the chunk. ``count`` belongs to
-    the transfer; the arrays are longer.
+    the portion; the arrays are longer.
     """
 
-    def __init__(self, host: Numbers, pinned: "torch.Tensor", device: "torch.Tensor") -> None:
+    def __init__(self, host: Numbers, device: "torch.Tensor") -> None:
         self.host = host
-        """The same memory as ``pinned``."""
-        self.pinned = pinned
         self.device = device
         self.count = 0
 
@@ -94,24 +80,14 @@ class BlockList:
         np.concatenate(rows, out=self.host[: 3 * self.count])
 
 
-class Span(NamedTuple):
-    """Blocks of a list that one call moves: ``start`` to ``start + length``."""
-
-    table: BlockList
-    start: int
-    length: int
-    first_chunk: int
-    """The chunk that lies at the beginning of the staging memory."""
-
-
 class Device(Protocol):
     """Enqueues work on the streams given, and allocates streams, events and memory.
 
     These are freed with their last reference. Errors of the device's library pass through.
     """
 
-    def prepare(self, parts: Sequence[Part]) -> None:
-        """Compile the kernels for these parts, so that none is compiled later."""
+    def prepare(self, parts: Sequence[Part]) -> bool:
+        """Compile the kernels for these parts; False if the device has no kernels."""
         ...
 
     def enter_thread(self) -> None:
@@ -123,31 +99,37 @@ class Device(Protocol):
         ...
 
     def new_stream(self) -> Stream:
-        """Make a stream of the lowest priority."""
+        """Make a stream of the highest priority, which no one else uses."""
         ...
 
     def new_stage(self, num_bytes: int) -> "torch.Tensor":
         """Allocate device memory, as one row of bytes, that no earlier work uses."""
         ...
 
-    def new_table(self, num_blocks: int, stream: Stream) -> BlockList:
-        """Allocate a list for up to ``num_blocks``, first used on ``stream``."""
+    def new_tables(self, count: int, num_blocks: int) -> Sequence[BlockTable]:
+        """Allocate tables for up to ``num_blocks`` each, that no earlier work uses."""
         ...
 
-    def upload(self, stream: Stream, table: BlockList) -> None:
-        """Copy the list to the device."""
+    def upload(self, stream: Stream, table: BlockTable) -> None:
+        """Copy the table to the device."""
         ...
 
-    def gather(self, stream: Stream, part: Part, span: Span, stage: "torch.Tensor") -> None:
-        """Copy pages of blocks into staging memory, chunk after chunk."""
+    def move(
+        self, stream: Stream, part: Part, table: BlockTable, stage: "torch.Tensor", to_stage: bool
+    ) -> None:
+        """Gather pages into staging memory, chunk after chunk; or scatter them to their blocks."""
         ...
 
-    def scatter(self, stream: Stream, part: Part, span: Span, stage: "torch.Tensor") -> None:
-        """Copy pages from staging memory to their blocks."""
+    def copy(self, stream: Stream, copies: Copies, to_host: bool) -> None:
+        """Copy between device memory and the slab, in any order among the copies.
+
+        Waits for slots that are not pinned yet. The bytes of the slab do not change meanwhile, so
+        they may be read earlier than the stream's order says.
+        """
         ...
 
-    def copy(self, stream: Stream, runs: Sequence[Run], to_host: bool) -> None:
-        """Copy between device memory and the slab, in any order among the runs."""
+    def stop_pinning(self) -> None:
+        """Pin no more host memory; copies no longer wait for it."""
         ...
 
     def stats(self) -> dict[str, str | int]:
@@ -155,5 +137,5 @@ class Device(Protocol):
         ...
 
     def close(self) -> None:
-        """Unpin host memory; no copy may run any more."""
+        """Unpin host memory and free the streams; no copy may run any more."""
         ...

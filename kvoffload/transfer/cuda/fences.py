@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kvoffload.transfer.base import CopyFence
 from kvoffload.transfer.cuda.device import Event
@@ -28,24 +29,40 @@ class EngineFence:
         if timeout_s is None:
             self.event.synchronize()
             return True
-        end_s = time.monotonic() + timeout_s
-        while not self.event.query():
-            if time.monotonic() >= end_s:
-                return False
-            time.sleep(POLL_S)
-        return True
+        return poll(self.event.query, timeout_s)
+
+
+class Timing(NamedTuple):
+    """Timed events of a transfer's first lane, each None before it is recorded."""
+
+    begun: Event | None = None
+    """The lane has reached the transfer."""
+    paused: Event | None = None
+    """The lane begins to wait for the engine's work."""
+    resumed: Event | None = None
+    """That wait has ended."""
+
+    def seconds_to(self, ends: Sequence[Event]) -> float:
+        """Seconds from the begin to the last end, without the wait for the engine's work."""
+        begun, paused, resumed = self
+        if begun is None or paused is None or resumed is None or not ends:
+            return 0.0
+        whole_ms = max(begun.elapsed_time(end) for end in ends)
+        return max(0.0, whole_ms - paused.elapsed_time(resumed)) / 1e3
 
 
 class StreamFence(CopyFence):
-    """The end of one transfer on all streams that it used."""
+    """The end of one transfer on all streams that it used.
+
+    No thread of ours reaches it: a thread that polls it or waits for it asks the device.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._begun: Event | None = None
+        self._timing = Timing()
         self._events: Sequence[Event] | None = None
 
     def done(self) -> bool:
-        # Asks the device, so that an engine that polls does not wait for a thread of ours.
         if not self._is_reached and self._events is not None:
             try:
                 if all(event.query() for event in self._events):
@@ -54,28 +71,46 @@ class StreamFence(CopyFence):
                 self.reach(error)
         return self._is_reached
 
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if timeout_s is not None:
+            return poll(self.done, timeout_s)
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_reached or self._events is not None)
+        try:
+            for event in self._events or ():
+                event.synchronize()
+        except Exception as error:
+            self.reach(error)
+        else:
+            self.reach()
+        return True
+
     @property
     def copy_time_s(self) -> float:
-        begun, events = self._begun, self._events
-        if not self._is_reached or self.error is not None or begun is None or not events:
+        if not self._is_reached or self.error is not None or self._events is None:
             return 0.0
         try:
-            return max(begun.elapsed_time(event) for event in events) / 1e3
+            return self._timing.seconds_to(self._events)
         except Exception as error:
             log.warning("the time of a copy is not known: %s", error)
             return 0.0
 
-    @property
-    def events(self) -> Sequence[Event]:
-        """The transfer's end on each stream it used; empty before all copies are enqueued."""
-        return self._events or ()
-
     def all_enqueued(
-        self, begun: Event | None, events: Sequence[Event], error: BaseException | None
+        self, timing: Timing, events: Sequence[Event], error: BaseException | None
     ) -> None:
         """Set the events at which the transfer ends; it has failed if there is an ``error``."""
         with self._changed:
-            self._begun = begun
+            self._timing = timing
             self.error = self.error or error
             self._events = events
             self._changed.notify_all()
+
+
+def poll(is_done: Callable[[], bool], timeout_s: float) -> bool:
+    """Ask until it is done; False if the time has passed first."""
+    end_s = time.monotonic() + timeout_s
+    while not is_done():
+        if time.monotonic() >= end_s:
+            return False
+        time.sleep(POLL_S)
+    return True

@@ -15,11 +15,10 @@ import platform
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from kvoffload.config import human_bytes
-from kvoffload.transfer.cuda.device import Run
 from kvoffload.transfer.slab import Slab
 
 log = logging.getLogger(__name__)
@@ -56,9 +55,9 @@ class Pinning:
         self._slab = slab
         self._register = register
         self._unregister = unregister
-        self._portion_bytes = portion_bytes
+        self.portion_bytes = portion_bytes
         self._tried_bytes = 0
-        self._is_closing = False
+        self._is_stopping = self._is_closing = False
         self._progress = threading.Condition()
         slab.keep_from_forks()
         if numa_node is not None:
@@ -75,8 +74,8 @@ class Pinning:
     def _pin_all(self) -> None:
         total, begun_s = self._slab.num_bytes, time.monotonic()
         logged_s = begun_s
-        for start in range(0, total, self._portion_bytes):
-            length = min(self._portion_bytes, total - start)
+        for start in range(0, total, self.portion_bytes):
+            length = min(self.portion_bytes, total - start)
             try:
                 self._slab.populate(start, length)
                 self._register(self._slab.address + start, length)
@@ -87,7 +86,7 @@ class Pinning:
                 self.pinned_bytes += length
                 self._tried_bytes = start + length
                 self._progress.notify_all()
-                if self._is_closing:
+                if self._is_stopping:
                     return
             if time.monotonic() - logged_s > PROGRESS_S:
                 logged_s = time.monotonic()
@@ -119,54 +118,31 @@ class Pinning:
         On the engine's thread, the next kernel that torch launches would raise that error.
         """
         first = self._slab.address
-        for start in range(0, self.pinned_bytes, self._portion_bytes):
+        for start in range(0, self.pinned_bytes, self.portion_bytes):
             try:
                 self._unregister(first + start)
             except Exception as error:
                 log.warning("host memory at %d could not be unpinned: %s", first + start, error)
         self.pinned_bytes = 0
 
-    def ready(self, runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
-        """Wait until these bytes are pinned, and cut runs where a registration ends.
-
-        CUDA refuses a copy that is not within one registered range.
-
-        Returns:
-            The runs of pinned memory, and those of memory that could not be pinned.
-        """
-        end = max((run.host_at + run.num_bytes for run in runs), default=0)
+    def wait_for(self, end: int) -> bool:
+        """Wait until the slab's bytes up to ``end`` are pinned; False if they will not be."""
         with self._progress:
-            self._progress.wait_for(lambda: self._tried_bytes >= end)
-        pieces = [piece for run in runs for piece in self._cut(run)]
-        if end <= self.pinned_bytes:
-            return pieces, []
-        split: tuple[list[Run], list[Run]] = [], []
-        for piece in pieces:
-            split[piece.host_at >= self.pinned_bytes].append(piece)
-        return split
+            self._progress.wait_for(lambda: self._tried_bytes >= end or self._is_stopping)
+            return end <= self.pinned_bytes
 
-    def _cut(self, run: Run) -> Iterator[Run]:
-        pieces = within_registrations(run.host_at, run.num_bytes, self._portion_bytes)
-        for host_at, length in pieces:
-            yield Run(run.buffer, run.at + host_at - run.host_at, host_at, length)
+    def stop(self) -> None:
+        """Pin no more; nothing waits for it from now on."""
+        with self._progress:
+            self._is_stopping = True
+            self._progress.notify_all()
 
     def close(self) -> None:
         """Unpin all; no copy may run any more."""
         with self._progress:
-            self._is_closing = True
+            self._is_stopping = self._is_closing = True
             self._progress.notify_all()
         self._thread.join()
-
-
-def within_registrations(
-    at: int, num_bytes: int, portion_bytes: int = PORTION_BYTES
-) -> Iterator[tuple[int, int]]:
-    """Cut bytes of a slab where registrations end, as (place in the slab, length) of each piece."""
-    end = at + num_bytes
-    while at < end:
-        length = min(end - at, portion_bytes - at % portion_bytes)
-        yield at, length
-        at += length
 
 
 def prefer_node(address: int, length: int, node: int) -> None:

@@ -1,6 +1,5 @@
-"""A CUDA device through torch, and through Triton and cuda-bindings if they are installed."""
+"""A CUDA device through torch and the driver, and through Triton if it is installed."""
 
-import ctypes
 import logging
 from collections.abc import Sequence
 from typing import Any, cast
@@ -8,8 +7,9 @@ from typing import Any, cast
 import torch
 
 from kvoffload.messages import CanonicalKVCaches
-from kvoffload.transfer.cuda.device import BlockList, Event, Part, Run, Span, Stream
-from kvoffload.transfer.cuda.kernels import IndexKernels, Kernels
+from kvoffload.transfer.cuda.copies import Copies
+from kvoffload.transfer.cuda.device import BlockTable, Event, Part, Stream
+from kvoffload.transfer.cuda.driver import Driver
 from kvoffload.transfer.cuda.pinning import Pinning, numa_node_of
 from kvoffload.transfer.slab import Slab
 
@@ -18,78 +18,48 @@ log = logging.getLogger(__name__)
 _cuda: Any = torch.cuda
 """Typed as Any, because most of it has no annotations."""
 
-LOWEST_PRIORITY = 0
-"""CUDA has none lower. Engine streams with a negative number go first."""
-_under_inference_mode = torch.inference_mode()
-"""Torch writes tensors made under inference mode only on threads in that mode."""
+COPY_BYTES = 2 << 20
+"""The most bytes of one copy: the engine's own small copies wait for it on the same copy engine."""
 _PORTABLE = 1
 """``cudaHostRegisterPortable``."""
-_CAPTURE_MODE_RELAXED = 2
-"""``CU_STREAM_CAPTURE_MODE_RELAXED``."""
-_TABLE_BLOCKS = 4096
-"""The least length of a table, so that nearly every transfer can use any table."""
-_DRIVER_WITH_BATCHES = 12080
 
 
-class BatchedCopies:
-    """``cudaMemcpyBatchAsync`` of cuda-bindings: many copies in one call.
+class CudaEvent:
+    """A torch event for threads of any current device.
 
-    Raises:
-        RuntimeError: it cannot work here; gives the reason.
+    torch asks for an event with the thread's own current device. On a thread without one that is
+    the first GPU, where the question would take memory for a context.
     """
 
-    def __init__(self, device_index: int) -> None:
-        try:
-            from cuda.bindings import runtime
-        except ImportError as error:
-            raise RuntimeError(f"no cuda-bindings: {error}") from error
-        if not hasattr(runtime, "cudaMemcpyBatchAsync"):
-            raise RuntimeError("cuda-bindings older than 12.8")
-        self._runtime = runtime
-        driver = self._checked(runtime.cudaDriverGetVersion())
-        if driver < _DRIVER_WITH_BATCHES:
-            raise RuntimeError(f"the driver is of CUDA {driver // 1000}.{driver % 1000 // 10}")
-        # Elsewhere (WSL) registered memory has another address on the GPU.
-        same_pointer = runtime.cudaDeviceAttr.cudaDevAttrCanUseHostPointerForRegisteredMem
-        if not self._checked(runtime.cudaDeviceGetAttribute(same_pointer, device_index)):
-            raise RuntimeError("the GPU does not use the host's addresses")
-        attributes = runtime.cudaMemcpyAttributes()
-        attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
-        self._attributes = [attributes]
+    def __init__(self, stream: Any, *, timed: bool) -> None:
+        self._device = stream.device
+        self.torch = _cuda.Event(enable_timing=timed, blocking=True)
+        self.torch.record(stream)
 
-    def copy(self, stream: int, runs: Sequence[Run], slab_address: int, to_host: bool) -> None:
-        """Enqueue the runs, in any order."""
-        device = [run.buffer.data_ptr() + run.at for run in runs]
-        host = [slab_address + run.host_at for run in runs]
-        sizes = [run.num_bytes for run in runs]
-        targets, sources = (host, device) if to_host else (device, host)
-        # CUDA 12 also returns which copy failed; only the error, always first, is used.
-        self._checked(
-            self._runtime.cudaMemcpyBatchAsync(
-                targets, sources, sizes, len(sizes), self._attributes, [0], 1, stream
-            )
-        )
+    def query(self) -> bool:
+        with torch.cuda.device(self._device):
+            return bool(self.torch.query())
 
-    def _checked(self, returned: Any) -> Any:
-        error, *values = returned
-        if int(error) != 0:
-            raise RuntimeError(f"{error!s} ({int(error)})")
-        return values[0] if values else None
+    def synchronize(self) -> None:
+        with torch.cuda.device(self._device):
+            self.torch.synchronize()
+
+    def elapsed_time(self, end_event: Event) -> float:
+        with torch.cuda.device(self._device):
+            return float(self.torch.elapsed_time(cast(CudaEvent, end_event).torch))
 
 
 class CudaStream:
     """A torch stream whose events let waiting threads sleep."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: Any) -> None:
         self.torch = stream
 
-    def wait_event(self, event: Any) -> None:
-        self.torch.wait_event(event)
+    def wait_event(self, event: Event) -> None:
+        self.torch.wait_event(cast(CudaEvent, event).torch)
 
     def record_event(self, *, timed: bool = False) -> Event:
-        event = _cuda.Event(enable_timing=timed, blocking=True)
-        event.record(self.torch)
-        return cast(Event, event)
+        return CudaEvent(self.torch, timed=timed)
 
     def synchronize(self) -> None:
         self.torch.synchronize()
@@ -114,39 +84,37 @@ class CudaDevice:
         batches: bool = True,
     ) -> None:
         self._device = kv_caches.tensors[0].tensor.device
-        self._kv_caches = kv_caches
+        self._kv_caches = kv_caches  # keeps the tensors' memory
         self._slab = slab
-        self._host = torch.from_numpy(slab.flat)
-        self._kernels: Kernels = IndexKernels(kv_caches)
-        self._triton = triton
-        self._batches: BatchedCopies | None = None
+        self._driver = Driver(self._device.index)
+        self._streams: list[int] = []
+        self._kernels: Any = None
         self._why_not: dict[str, str] = {}
         """For each choice, why the better way is not taken."""
-        if batches:
-            try:
-                with torch.cuda.device(self._device):
-                    self._batches = BatchedCopies(torch.cuda.current_device())
-            except Exception as error:
-                self._why_not["copies"] = str(error)
+        if not triton:
+            self._why_not["kernels"] = "not asked for"
+        why = self._driver.why_no_batches() if batches else "not asked for"
+        if why:
+            self._why_not["copies"] = why
         self._pinning = Pinning(slab, self._pin, self._unpin, self._numa_node())
 
-    def prepare(self, parts: Sequence[Part]) -> None:
-        """Compile and upload the kernels' data for these parts; synchronises the device."""
-        if not self._triton or not parts:
-            return
+    def prepare(self, parts: Sequence[Part]) -> bool:
+        """Compile the kernels, and upload what they need of these parts; wait for the device."""
+        if not parts or "kernels" in self._why_not:
+            return False
         try:
-            from kvoffload.transfer.cuda.triton_kernel import TritonKernels
-
-            kernels = TritonKernels(self._kv_caches)
             with torch.cuda.device(self._device):
-                table = self.new_table(0, CudaStream(torch.cuda.current_stream()))
-                for part in parts:
-                    kernels.prepare(part, table)
+                self._kernels = self._compile(parts)
                 torch.cuda.synchronize()
         except Exception as error:  # any error of a compiler
             self._why_not["kernels"] = f"{type(error).__name__}: {error}"
-        else:
-            self._kernels = kernels
+            return False
+        return True
+
+    def _compile(self, parts: Sequence[Part]) -> Any:
+        from kvoffload.transfer.cuda.triton_kernel import TritonKernels
+
+        return TritonKernels(self._kv_caches, parts)
 
     # ---- host memory ----
 
@@ -176,13 +144,16 @@ class CudaDevice:
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
-        _allow_captures()
+        self._driver.enter_thread()
 
     def engine_event(self) -> Event:
-        return CudaStream(torch.cuda.current_stream(self._device)).record_event()
+        return CudaEvent(torch.cuda.current_stream(self._device), timed=False)
 
     def new_stream(self) -> Stream:
-        return CudaStream(_cuda.Stream(self._device, priority=LOWEST_PRIORITY))
+        # A stream of torch's pool may be in use elsewhere, even to capture a CUDA graph.
+        stream = self._driver.new_stream()
+        self._streams.append(stream)
+        return CudaStream(_cuda.ExternalStream(stream, device=self._device))
 
     def new_stage(self, num_bytes: int) -> torch.Tensor:
         stage = torch.empty(-(-num_bytes // 8) * 8, dtype=torch.int8, device=self._device)
@@ -191,56 +162,56 @@ class CudaDevice:
         torch.cuda.synchronize(self._device)
         return stage
 
-    def new_table(self, num_blocks: int, stream: Stream) -> BlockList:
-        length = 3 * max(_TABLE_BLOCKS, num_blocks)
-        pinned = torch.empty(length, dtype=torch.int64, pin_memory=True)
-        # Allocated on the stream that uploads it: there the allocator orders memory behind its
-        # last use, and other streams wait for the upload.
-        with torch.cuda.stream(_torch(stream)):
-            device = torch.empty(length, dtype=torch.int64, device=self._device)
-        return BlockList(pinned.numpy(), pinned, device)
+    def new_tables(self, count: int, num_blocks: int) -> list[BlockTable]:
+        shape = (count, 3 * num_blocks)
+        pinned = torch.empty(shape, dtype=torch.int64, pin_memory=True)
+        device = torch.empty(shape, dtype=torch.int64, device=self._device)
+        torch.cuda.synchronize(self._device)  # as for a stage
+        return [BlockTable(*rows) for rows in zip(pinned.numpy(), device, strict=True)]
 
     # ---- work ----
 
-    @_under_inference_mode
-    def upload(self, stream: Stream, table: BlockList) -> None:
-        length = 3 * table.count
-        with torch.cuda.stream(_torch(stream)):
-            table.device[:length].copy_(table.pinned[:length], non_blocking=True)
+    def upload(self, stream: Stream, table: BlockTable) -> None:
+        ends = (table.device.data_ptr(), int(table.host.ctypes.data))
+        self._driver.copy(_handle(stream), *ends, table.count * 3 * table.host.itemsize, False)
 
-    @_under_inference_mode
-    def gather(self, stream: Stream, part: Part, span: Span, stage: torch.Tensor) -> None:
-        with torch.cuda.stream(_torch(stream)):
-            self._kernels.gather(part, span, stage)
+    def move(
+        self, stream: Stream, part: Part, table: BlockTable, stage: torch.Tensor, to_stage: bool
+    ) -> None:
+        with torch.cuda.stream(cast(CudaStream, stream).torch):
+            self._kernels.move(part, table, stage, to_stage)
 
-    @_under_inference_mode
-    def scatter(self, stream: Stream, part: Part, span: Span, stage: torch.Tensor) -> None:
-        with torch.cuda.stream(_torch(stream)):
-            self._kernels.scatter(part, span, stage)
+    def copy(self, stream: Stream, copies: Copies, to_host: bool) -> None:
+        ends = copies.host + copies.sizes
+        is_pinned = self._pinning.wait_for(int(ends.max(initial=0)))
+        copies = copies.within_registrations(self._pinning.portion_bytes).of_at_most(COPY_BYTES)
+        if is_pinned:
+            self._enqueue(_handle(stream), copies, to_host)
+            return
+        pinned = copies.host < self._pinning.pinned_bytes
+        self._enqueue(_handle(stream), copies.take(pinned), to_host)
+        self._one_by_one(_handle(stream), copies.take(~pinned), to_host)
 
-    @_under_inference_mode
-    def copy(self, stream: Stream, runs: Sequence[Run], to_host: bool) -> None:
-        pinned, others = self._pinning.ready(runs)
-        # The other direction's thread may drop the batches meanwhile.
-        batches = self._batches
-        if batches is not None and len(pinned) > 1:
+    def _enqueue(self, stream: int, copies: Copies, to_host: bool) -> None:
+        if "copies" not in self._why_not and len(copies.sizes) > 1:
+            device, host, sizes = copies
             try:
-                batches.copy(_torch(stream).cuda_stream, pinned, self._slab.address, to_host)
+                self._driver.batch(stream, device, host + self._slab.address, sizes, to_host)
             except Exception as error:
                 # Copies of the batch that were enqueued are repeated below: the same bytes.
                 self._why_not["copies"] = str(error)
-                self._batches = None
                 log.warning("batched copies do not work here (%s); copying one by one", error)
             else:
-                pinned = []
-        with torch.cuda.stream(_torch(stream)):
-            for run in (*pinned, *others):
-                device = run.buffer[run.at : run.at + run.num_bytes]
-                host = self._host[run.host_at : run.host_at + run.num_bytes]
-                if to_host:
-                    host.copy_(device, non_blocking=True)
-                else:
-                    device.copy_(host, non_blocking=True)
+                return
+        self._one_by_one(stream, copies, to_host)
+
+    def _one_by_one(self, stream: int, copies: Copies, to_host: bool) -> None:
+        first = self._slab.address
+        for device, host, num_bytes in zip(*(row.tolist() for row in copies), strict=True):
+            self._driver.copy(stream, device, first + host, num_bytes, to_host)
+
+    def stop_pinning(self) -> None:
+        self._pinning.stop()
 
     def stats(self) -> dict[str, str | int]:
         why_not = dict(self._why_not)
@@ -249,28 +220,17 @@ class CudaDevice:
         return {
             "copier": "cuda",
             "device": torch.cuda.get_device_name(self._device),
-            "kernels": self._kernels.name,
-            "copies": "batched" if self._batches is not None else "one by one",
+            "kernels": "triton" if self._kernels is not None else "none",
+            "copies": "one by one" if "copies" in self._why_not else "batched",
             "pinned_bytes": self._pinning.pinned_bytes,
             **{f"why_not_{choice}": why for choice, why in why_not.items()},
         }
 
     def close(self) -> None:
         self._pinning.close()
+        while self._streams:
+            self._driver.destroy_stream(self._streams.pop())
 
 
-def _torch(stream: Stream) -> torch.cuda.Stream:
-    return cast(CudaStream, stream).torch
-
-
-def _allow_captures() -> None:
-    """Keep this thread's calls from breaking a CUDA graph that the engine captures meanwhile.
-
-    A capture forbids some calls to all threads, such as registering memory, unless a thread
-    declares that its calls are no part of any graph.
-    """
-    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
-    try:
-        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-    except (OSError, AttributeError) as error:
-        log.info("a CUDA graph captured while memory is pinned may fail: %s", error)
+def _handle(stream: Stream) -> int:
+    return int(cast(CudaStream, stream).torch.cuda_stream)

@@ -4,32 +4,35 @@ Addresses and numbers are integers that Triton does not specialise on. The kerne
 compiled when a copier is made, and not again while an engine serves.
 """
 
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from kvoffload.messages import CanonicalKVCaches
-from kvoffload.transfer.cuda.device import BlockList, Part, Span
-from kvoffload.transfer.cuda.kernels import word_bytes
+from kvoffload.transfer.cuda.device import BlockTable, Part
 
-TILE = 2048
-"""Words that a program moves at once."""
+MOST_WORDS = 2048
+"""Words that a program moves at once, if pages have as many."""
+LEAST_WORDS = 128
 PROGRAMS = 64
-"""The most programs: several times as fast as the bus, and few compared to the engine's kernels."""
+"""The most programs, while each moves ``MOST_WORDS`` at once: several times as fast as the bus, and
+few compared to the engine's kernels. Programs of small pages are as many more as they are smaller.
+"""
 _TRITON_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
 @triton.jit(
     do_not_specialize=[
-        "table", "size", "start", "first_chunk", "items", "stage", "regions", "num_regions",
-        "tiles", "chunk_words",
+        "table", "size", "items", "stage", "regions", "num_regions", "tiles", "chunk_words",
     ]
 )  # fmt: skip
 def _move(
     table,
     size,
-    start,
-    first_chunk,
     items,
     stage,
     regions,
@@ -53,9 +56,9 @@ def _move(
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         tile = item % tiles
         region = (item // tiles) % num_regions
-        block = start + item // tiles // num_regions
+        block = item // tiles // num_regions
         block_id = tl.load(numbers + block)
-        chunk = tl.load(numbers + size + block) - first_chunk
+        chunk = tl.load(numbers + size + block)
         within = tl.load(numbers + 2 * size + block)
         address = tl.load(places + region)
         row_words = tl.load(places + num_regions + region)
@@ -71,34 +74,38 @@ def _move(
             tl.store(page, tl.load(place, mask=inside), mask=inside)
 
 
+class _Shape(NamedTuple):
+    """How a part is moved."""
+
+    width: int
+    """Bytes of a word."""
+    regions: torch.Tensor
+    """Their places, on the device."""
+    tile: int
+    """Words that a program moves at once."""
+    tiles: int
+    """Tiles of the widest page."""
+
+
 class TritonKernels:
-    """One launch for each portion."""
+    """One launch for each portion. Compiles for all parts at once and moves no page then."""
 
-    name = "triton"
+    def __init__(self, kv_caches: CanonicalKVCaches, parts: Sequence[Part]) -> None:
+        tensors = [entry.tensor for entry in kv_caches.tensors]
+        self._shapes = {part: shape_of(part, tensors) for part in parts}
+        nothing = torch.zeros(1, dtype=torch.int64, device=tensors[0].device)
+        empty = BlockTable(nothing.cpu().numpy(), nothing)
+        for part in parts:
+            for to_stage in (True, False):
+                self.move(part, empty, nothing, to_stage)
 
-    def __init__(self, kv_caches: CanonicalKVCaches) -> None:
-        self._tensors = [entry.tensor for entry in kv_caches.tensors]
-        self._regions: dict[Part, tuple[int, torch.Tensor, int]] = {}
-
-    def prepare(self, part: Part, table: BlockList) -> None:
-        """Compile both directions and upload the places of the part's regions; moves no page."""
-        for to_stage in (True, False):
-            self._launch(part, Span(table, 0, 0, 0), table.device, to_stage)
-
-    def gather(self, part: Part, span: Span, stage: torch.Tensor) -> None:
-        self._launch(part, span, stage, True)
-
-    def scatter(self, part: Part, span: Span, stage: torch.Tensor) -> None:
-        self._launch(part, span, stage, False)
-
-    def _launch(self, part: Part, span: Span, stage: torch.Tensor, to_stage: bool) -> None:
-        width, regions, tiles = self._places(part)
-        items = span.length * len(part.regions) * tiles
-        _move[(max(1, min(PROGRAMS, items)),)](
-            span.table.device.data_ptr(),
-            span.table.count,
-            span.start,
-            span.first_chunk,
+    def move(self, part: Part, table: BlockTable, stage: torch.Tensor, to_stage: bool) -> None:
+        width, regions, tile, tiles = self._shapes[part]
+        items = table.count * len(part.regions) * tiles
+        programs = PROGRAMS * (MOST_WORDS // tile)
+        _move[(max(1, min(programs, items)),)](
+            table.device.data_ptr(),
+            table.count,
             items,
             stage.data_ptr(),
             regions.data_ptr(),
@@ -106,26 +113,30 @@ class TritonKernels:
             tiles,
             part.num_bytes // width,
             WORD=_TRITON_WORDS[width],
-            TILE=TILE,
+            TILE=tile,
             TO_STAGE=to_stage,
-            num_warps=8,
+            num_warps=max(1, tile // 256),
         )
 
-    def _places(self, part: Part) -> tuple[int, torch.Tensor, int]:
-        known = self._regions.get(part)
-        if known is None:
-            width = word_bytes(part, self._tensors)
-            rows = [
-                (
-                    self._tensors[region.tensor_idx].data_ptr(),
-                    self._tensors[region.tensor_idx].stride(0) // width,
-                    region.page_bytes // width,
-                    (region.offset - part.start) // width,
-                )
-                for region in part.regions
-            ]
-            device = self._tensors[0].device
-            regions = torch.tensor(rows, dtype=torch.int64).t().contiguous().to(device)
-            widest = max(region.page_bytes for region in part.regions) // width
-            known = self._regions[part] = (width, regions, -(-widest // TILE))
-        return known
+
+def shape_of(part: Part, tensors: Sequence[torch.Tensor]) -> _Shape:
+    """Choose words and tiles for a part, and upload the places of its regions."""
+    width = word_bytes(part, tensors)
+    rows = []
+    for tensor_idx, offset, page_bytes in part.regions:
+        tensor = tensors[tensor_idx]
+        sizes = (tensor.stride(0), page_bytes, offset - part.start)
+        rows.append((tensor.data_ptr(), *(size // width for size in sizes)))
+    regions = torch.tensor(rows, dtype=torch.int64).t().contiguous().to(tensors[0].device)
+    widest = max(region.page_bytes for region in part.regions) // width
+    tile = min(MOST_WORDS, max(LEAST_WORDS, triton.next_power_of_2(widest)))
+    return _Shape(width, regions, tile, -(-widest // tile))
+
+
+def word_bytes(part: Part, tensors: Sequence[torch.Tensor]) -> int:
+    """Return the widest word that divides all sizes and places of a part."""
+    numbers = [8, part.num_bytes]
+    for tensor_idx, offset, page_bytes in part.regions:
+        tensor = tensors[tensor_idx]
+        numbers += [page_bytes, offset - part.start, int(tensor.stride(0)), tensor.data_ptr()]
+    return math.gcd(*numbers)
