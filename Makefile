@@ -80,15 +80,14 @@ $(VLLM)/.ready: pyproject.toml
 
 # On a machine with an NVIDIA GPU, with the Python that holds its torch, and without a network:
 # torch, numpy, msgspec and, for the tests, pytest. Elsewhere they say what is missing.
-# SANITIZER="compute-sanitizer --error-exitcode 9" runs the tests under it.
-GPU_ENV = PYTHONPATH=.:$$PYTHONPATH
-GPU     = $(GPU_ENV) $(PYTHON)
+# Each takes at most ten minutes, and writes $(BENCH_OUT) and a log next to it after each part.
+BENCH_OUT ?= first_run.json
+FIRST_RUN  = PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m benchmarks.gpu.first_run --out $(BENCH_OUT)
 test-gpu:
-	@if $(GPU) benchmarks/gpu/need.py; then \
-	  $(GPU_ENV) $(SANITIZER) $(PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir . tests/gpu $(TEST_ARGS); fi
+	$(FIRST_RUN) environment smoke round_trips suite orders sanitizer
 
 bench-gpu:
-	@if $(GPU) benchmarks/gpu/need.py; then $(GPU) -m benchmarks.gpu.transfer $(BENCH_OUT); fi
+	$(FIRST_RUN)
 
 clean:
 	rm -rf $(VENV) demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,147 @@
+"""What is not a rate: the machine, bytes that come back, captures meanwhile, growth."""
+
+import importlib
+import mmap
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu import device, sizes
+from benchmarks.gpu.ours import Ours, Transfers, caches_of, check, until_pinned
+from benchmarks.harness import Row, row
+from kvoffload.messages import GPULoadStoreSpec
+from kvoffload.transfer.factory import make_copier
+from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.slab import Slab
+
+MODULES = ("torch", "numpy", "triton", "cuda.bindings", "msgspec", "pytest")
+FACTS = {
+    "GPU, driver, PCIe generation and width": "nvidia-smi --format=csv,noheader --query-gpu="
+    "name,driver_version,pcie.link.gen.current,pcie.link.width.current,memory.total",
+    "kernel, cores, limit of locked memory": "uname -r; nproc; ulimit -l",
+    "memory": "grep -m3 Mem /proc/meminfo",
+    "huge pages": "cat /sys/kernel/mm/transparent_hugepage/enabled",
+    "sanitizer": "command -v compute-sanitizer || echo not installed",
+}
+"""Commands of a shell that tell about the machine."""
+DELAY_CYCLES = 20_000_000
+"""About 10 ms: the engine's work before a fence is not done when a transfer is launched."""
+
+
+def environment() -> Iterator[Row]:
+    """Machine, driver and versions; what is missing is a row too."""
+    for name, command in FACTS.items():
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+        yield row(name, " | ".join((done.stdout + done.stderr).splitlines()), "")
+    for name in MODULES:
+        try:
+            version = getattr(importlib.import_module(name), "__version__", "installed")
+        except Exception as error:
+            version = f"{type(error).__name__}: {error}"
+        yield row(name, version, "")
+
+
+def smoke() -> Iterator[Row]:
+    """Round trips on an engine's own stream that is still busy; slots of two registrations."""
+    for name, (page_bytes, num_blocks) in sizes.SMOKE.items():
+        for mode in (nullcontext, torch.inference_mode):
+            with mode():
+                tensors = [device.pages(num_blocks, one) for one in page_bytes]
+                same, stats = _round_trip(tensors)
+            made = "usual" if mode is nullcontext else "made under inference_mode"
+            yield row(f"{name}, {made}", "the same bytes" if same else "OTHER BYTES", "")
+            print(stats, flush=True)
+            if not same:
+                raise RuntimeError(f"{name}, {made}: other bytes came back")
+
+
+def _round_trip(tensors: list[Any]) -> tuple[bool, Any]:
+    caches = caches_of(tensors)
+    layout = ChunkLayout(caches, 2)
+    slab = Slab(sizes.SMOKE_SLOTS, layout.slot_bytes)
+    edge = sizes.REGISTRATION_BYTES // layout.slot_bytes
+    num_blocks = len(tensors[0])
+    draw = np.random.default_rng(0)
+    blocks = draw.permutation(np.r_[0:32, num_blocks - 32 : num_blocks]).astype(np.int32)
+    moves = layout.moves(GPULoadStoreSpec(blocks), list(range(edge - 16, edge + 16)))
+    places = torch.from_numpy(blocks).long().to(tensors[0].device)
+    expected = [tensor[places].clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor[places] = 0
+    device.wait_for_all()
+    copier = make_copier(caches, slab, layout)
+    try:
+        until_pinned(copier, slab)
+        with device.using(device.new_stream()):
+            # The bytes are written, and erased, behind a delay that only the fences wait for.
+            for to_host in (True, False):
+                device.occupy(DELAY_CYCLES)
+                for tensor, content in zip(tensors, expected, strict=True):
+                    tensor[places] = content if to_host else torch.zeros_like(content)
+                check(copier.launch(moves, to_host, copier.record_fence()))
+            device.wait_for_stream()
+        pairs = zip(tensors, expected, strict=True)
+        same = all(torch.equal(tensor[places], content) for tensor, content in pairs)
+        return same, copier.stats()
+    finally:
+        copier.close()
+
+
+def captures() -> Iterator[Row]:
+    """CUDA graphs captured while transfers run and a second slab is pinned."""
+    numbers = device.matrix(64, 64).float().zero_()
+
+    def add() -> None:
+        for _ in range(50):
+            numbers.add_(1)
+
+    with Ours(8, 18 * sizes.KIB, 8 * sizes.MIB) as ours, Transfers(ours) as transfers:
+        slab = Slab(sizes.PINNED_BYTES // sizes.MIB, sizes.MIB)
+        caches = caches_of([device.pages(8, sizes.MIB)])
+        copier = make_copier(caches, slab, ChunkLayout(caches, 1))
+        try:
+            for _ in range(sizes.CAPTURES):
+                device.capture(add).replay()
+            device.wait_for_stream()
+            until_pinned(copier, slab)
+        finally:
+            copier.close()
+        moved = transfers.num_bytes
+    right = bool((numbers == 50 * sizes.CAPTURES).all())
+    yield row("graphs captured and replayed", sizes.CAPTURES, "", None)
+    yield row("their results", "right" if right else "WRONG", "")
+    yield row("transferred meanwhile", moved / sizes.MIB, "MiB")
+    if not right:
+        raise RuntimeError("graphs captured beside transfers computed something else")
+
+
+def growth() -> Iterator[Row]:
+    """Memory and threads over many small transfers, some in flight together."""
+    with Ours(2, 4 * sizes.KIB, 64 * sizes.KIB) as ours:
+        _transfer(ours, sizes.WARM_UP)
+        before = _held()
+        _transfer(ours, sizes.TRANSFERS)
+        for name, value in _held().items():
+            case = f"{name} after {sizes.TRANSFERS} transfers"
+            yield row(case, value, "", before[name], "before")
+
+
+def _transfer(ours: Ours, count: int) -> None:
+    for _ in range(count // sizes.AT_ONCE):
+        for fence in [ours.begin(i % 2 == 0) for i in range(sizes.AT_ONCE)]:
+            check(fence)
+
+
+def _held() -> dict[str, float]:
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    held = {"host memory": resident}
+    held["device memory of tensors"], held["device memory in use"] = device.memory_bytes()
+    return {f"MiB of {name}": value / sizes.MIB for name, value in held.items()} | {
+        "threads": threading.active_count()
+    }

@@ -1,0 +1,172 @@
+"""Rates with no model running: the link, pieces by the driver, ours; submissions and pinning."""
+
+import itertools
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu import device, sizes
+from benchmarks.gpu.ours import (
+    WAYS,
+    Delays,
+    Ours,
+    caches_of,
+    median_s,
+    quantile,
+    times,
+    until_pinned,
+)
+from benchmarks.harness import Row, row
+from kvoffload.config import human_bytes
+from kvoffload.messages import CPULoadStoreSpec, GPULoadStoreSpec
+from kvoffload.transfer.engine import TransferEngine
+from kvoffload.transfer.factory import make_copier
+from kvoffload.transfer.io_loop import IOLoop
+from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.slab import Slab
+
+LARGE_PIECE = 32 * sizes.KIB
+"""Batched copies of pieces below this size are slow on Hopper."""
+
+
+def rate(way: str, num_bytes: int, moved: int, seconds: float) -> Row:
+    """GB/s of ``moved`` bytes; the summary compares it with a large copy of ``num_bytes``."""
+    value = moved * len(WAYS[way]) / seconds / 1e9
+    case = f"{way}, {human_bytes(num_bytes)}"
+    return row(case, value, "GB/s") | {"way": way, "bytes": num_bytes}
+
+
+def link() -> Iterator[Row]:
+    """One large pinned copy each way, and one each way at once: the limit of the rest."""
+    most = max(sizes.LINK_BYTES)
+    host = [device.pinned(most) for _ in range(2)]
+    gpu = [device.pages(1, most)[0] for _ in range(2)]
+    streams = [device.new_stream() for _ in range(2)]
+
+    def copy(which: tuple[bool, ...], num_bytes: int) -> None:
+        for to_host in which:
+            ends = host[to_host][:num_bytes], gpu[to_host][:num_bytes]
+            target, source = ends if to_host else ends[::-1]
+            with device.using(streams[to_host]):
+                target.copy_(source, non_blocking=True)
+        device.wait_for_all()
+
+    for num_bytes, (way, which) in itertools.product(sizes.LINK_BYTES, WAYS.items()):
+        yield rate(way, num_bytes, num_bytes, median_s(partial(copy, which, num_bytes)))
+
+
+def sweep() -> Iterator[Row]:
+    """Scattered pieces in one call of the driver: what direct copies can reach, by their size."""
+    batch, streams = device.BatchCopy(), [device.new_stream() for _ in range(2)]
+    most = max(sizes.LINK_BYTES)
+    host = [device.pinned(2 * most) for _ in range(2)]
+    gpu = [device.pages(1, 2 * most)[0] for _ in range(2)]
+    draw = np.random.default_rng(0)
+
+    def scattered(tensor: Any, piece: int, count: int) -> Any:
+        places = draw.permutation(2 * most // piece)[:count] * piece
+        return (tensor.data_ptr() + places).astype(np.uint64)
+
+    def enqueue(to_host: bool, ends: Any, lengths: Any) -> None:
+        target, source = ends[to_host] if to_host else ends[to_host][::-1]
+        order = device.STREAM_ORDER if to_host else device.ANY_ORDER
+        batch(target, source, lengths, streams[to_host], order)
+
+    def copy(which: tuple[bool, ...], ends: Any, lengths: Any) -> None:
+        for to_host in which:
+            enqueue(to_host, ends, lengths)
+        device.wait_for_all()
+
+    for piece in sizes.PIECES:
+        count = min(sizes.MOST_PIECES, most // piece)
+        lengths = np.full(count, piece, np.uint64)
+        ends = [[scattered(one[i], piece, count) for one in (host, gpu)] for i in range(2)]
+        pieces = f"{count} pieces of {human_bytes(piece)}"
+        for way, which in WAYS.items():
+            took_s = median_s(partial(copy, which, ends, lengths))
+            yield rate(way, most, count * piece, took_s) | {"case": f"{way}, {pieces}"}
+        called_s = times(partial(enqueue, True, ends, lengths), sizes.ROUNDS)
+        device.wait_for_all()
+        yield row(f"call with {pieces}", min(called_s) * 1e6 / count, "µs each")
+
+
+def rates() -> Iterator[Row]:
+    """Our transfers, from their launch to their end, by shape of cache and size."""
+    for (name, shape), num_bytes in itertools.product(sizes.SHAPES.items(), sizes.LINK_BYTES):
+        with Ours(*shape, num_bytes) as ours:
+            for way, which in WAYS.items():
+                one = rate(way, num_bytes, ours.num_bytes, median_s(partial(ours.run, which)))
+                goal = "one way" if len(which) == 1 else "both ways"
+                if shape[1] < LARGE_PIECE:
+                    goal = "small pieces"
+                yield one | {"case": f"{name}, {one['case']}", "goal": goal}
+            print(name, ours.copier.stats(), flush=True)
+
+
+def submit() -> Iterator[Row]:
+    """A submission on the engine's thread, and a second thread's wait for the GIL meanwhile."""
+    blocks = max(sizes.SUBMIT_BLOCKS)
+    with Ours(1, sizes.SUBMIT_PAGE, blocks * sizes.SUBMIT_PAGE) as ours:
+        io, waits = IOLoop(), (sizes.WAIT_S, sizes.WAIT_S)
+        engine = TransferEngine(io, {}, ours.slab, ours.layout, ours.copier, *waits)
+        try:
+            with Delays() as alone:
+                time.sleep(sizes.LISTEN_S)
+            for to_host, count in itertools.product((True, False), sizes.SUBMIT_BLOCKS):
+                with Delays() as delays:
+                    took = [_submit(engine, ours, to_host, count) for _ in range(sizes.SUBMITS)]
+                case = f"{'store' if to_host else 'load'} of {count} blocks"
+                limit = 20 + 0.1 * count, "20 µs and 0.1 µs a page"
+                value = quantile(took, 0.5) * 1e6
+                yield row(f"submit {case}", value, "µs", *limit) | {"goal": "submit"}
+                yield from delayed(case, delays, alone)
+        finally:
+            io.close()
+
+
+def _submit(engine: TransferEngine, ours: Ours, to_host: bool, count: int) -> float:
+    """Seconds of the submission alone; its transfer has ended on return."""
+    gpu = GPULoadStoreSpec(ours.blocks[to_host][:count])
+    host = CPULoadStoreSpec(ours.slots[to_host][:count])
+    spec = (gpu, host) if to_host else (host, gpu)
+    (took_s,) = times(lambda: engine.submit(1, spec, count), 1)
+    engine.wait([1])
+    (result,) = engine.get_finished()
+    if not result.success:
+        raise RuntimeError(f"a transfer failed: {result.reason}")
+    return took_s
+
+
+def delayed(case: str, delays: Delays, alone: Delays) -> Iterator[Row]:
+    """Rows of a second thread's delays, against those alone."""
+    for name, share in (("p50", 0.5), ("p99", 0.99), ("longest", 1.0)):
+        value, limit = (quantile(heard.late_s, share) * 1e3 for heard in (delays, alone))
+        yield row(f"second thread late {name}, {case}", value, "ms", limit, "alone")
+
+
+def pinning() -> Iterator[Row]:
+    """The slab pinned behind a start, and a second thread's wait for the GIL meanwhile."""
+    gib = sizes.PINNED_BYTES / sizes.GIB
+    (cuda_s,) = times(lambda: device.pinned(sizes.PINNED_BYTES), 1)
+    caches = caches_of([device.pages(8, sizes.MIB)])
+    layout = ChunkLayout(caches, 1)
+    slab = Slab(sizes.PINNED_BYTES // layout.slot_bytes, layout.slot_bytes)
+    device.wait_for_all()
+    with Delays() as alone:
+        time.sleep(sizes.LISTEN_S)
+    with Delays() as delays:
+        begun_s = time.perf_counter()
+        copier = make_copier(caches, slab, layout)
+        made_s = time.perf_counter() - begun_s
+        try:
+            until_pinned(copier, slab)
+            pinned_s = time.perf_counter() - begun_s
+        finally:
+            (close_s,) = times(copier.close, 1)
+    yield row("copier made, while pinning goes on", made_s * 1e3, "ms")
+    yield row("pinned", pinned_s / gib, "s/GiB", cuda_s / gib, "cudaHostAlloc")
+    yield row("closed and unpinned", close_s / gib, "s/GiB")
+    yield from delayed("pinning", delays, alone)

@@ -1,0 +1,200 @@
+"""What the parts of the first run share: our copier on a cache, endless transfers, delays."""
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from benchmarks.gpu import device, sizes
+from kvoffload.messages import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+)
+from kvoffload.transfer.factory import make_copier
+from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.slab import Slab
+
+WAYS = {"store": (True,), "load": (False,), "both ways": (True, False)}
+"""Directions, as the ``to_host`` of transfers."""
+IN_FLIGHT = 3
+"""Endless transfers in flight in a direction."""
+POLL_S = 0.0005
+
+
+def caches_of(tensors: Sequence[Any]) -> CanonicalKVCaches:
+    """Take rows of bytes as the one group of a KV cache."""
+    return CanonicalKVCaches(
+        tuple(CanonicalKVCacheTensor(tensor, tensor.shape[1]) for tensor in tensors),
+        (tuple(CanonicalKVCacheRef(i, tensor.shape[1]) for i, tensor in enumerate(tensors)),),
+    )
+
+
+def until_pinned(copier: Any, slab: Slab) -> None:
+    """Wait until all of a slab is pinned.
+
+    Raises:
+        RuntimeError: it is not; gives the copier's ``stats()``, which say why.
+    """
+    end_s = time.monotonic() + sizes.WAIT_S
+    while (stats := copier.stats())["pinned_bytes"] != slab.num_bytes:
+        if "why_not_pinned" in stats or time.monotonic() > end_s:
+            raise RuntimeError(f"not all of {slab.num_bytes} bytes is pinned: {stats}")
+        time.sleep(POLL_S)
+
+
+def check(fence: Any) -> None:
+    """Wait for a transfer.
+
+    Raises:
+        RuntimeError: it failed, or did not end.
+    """
+    if not fence.wait(sizes.WAIT_S):
+        raise RuntimeError(f"a transfer did not end in {sizes.WAIT_S:.0f} s")
+    if fence.error is not None:
+        raise RuntimeError(f"a transfer failed: {fence.error}") from fence.error
+
+
+class Ours:
+    """A cache and our copier, with half of its blocks and slots to store, half to load.
+
+    Args:
+        num_tensors: of the cache.
+        page_bytes: of each tensor's rows; a chunk is one block.
+        num_bytes: of a transfer, rounded down to whole chunks.
+    """
+
+    def __init__(self, num_tensors: int, page_bytes: int, num_bytes: int) -> None:
+        count = max(1, num_bytes // (num_tensors * page_bytes))
+        self.num_bytes = count * num_tensors * page_bytes
+        caches = caches_of([device.pages(2 * count, page_bytes) for _ in range(num_tensors)])
+        self.layout = ChunkLayout(caches, 1)
+        self.slab = Slab(2 * count, self.layout.slot_bytes)
+        # Scattered at both ends: otherwise pieces would join to larger ones.
+        draw = np.random.default_rng(0)
+        numbers = np.arange(2 * count, dtype=np.int32)
+        self.blocks, self.slots = (list(draw.permutation(numbers).reshape(2, -1)) for _ in "12")
+        self._moves = [
+            self.layout.moves(GPULoadStoreSpec(blocks), slots.tolist())
+            for blocks, slots in zip(self.blocks, self.slots, strict=True)
+        ]
+        self._idle = device.new_stream()
+        device.wait_for_all()
+        self.copier = make_copier(caches, self.slab, self.layout)
+        try:
+            until_pinned(self.copier, self.slab)
+        except BaseException:
+            self.copier.close()
+            raise
+
+    def begin(self, to_host: bool) -> Any:
+        """Launch a transfer that waits for no step of a model: its fence is of an idle stream."""
+        with device.using(self._idle):
+            fence = self.copier.record_fence()
+        return self.copier.launch(self._moves[to_host], to_host, fence)
+
+    def run(self, which: Sequence[bool]) -> None:
+        """Transfer in these directions at once, and wait."""
+        for fence in [self.begin(to_host) for to_host in which]:
+            check(fence)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.copier.close()
+
+
+class Background:
+    """A thread that calls ``step`` again and again as long as the ``with`` lasts."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def step(self) -> None:
+        raise NotImplementedError
+
+    def _run(self) -> None:
+        try:
+            device.allow_captures()
+            while not self._stop.is_set():
+                self.step()
+        except Exception as error:
+            self._error = error
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+class Transfers(Background):
+    """Transfers in both directions without end."""
+
+    def __init__(self, ours: Ours) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        """Of finished transfers."""
+        self._ours = ours
+        self._flying = {to_host: deque[Any]() for to_host in (True, False)}
+
+    def step(self) -> None:
+        for to_host, fences in self._flying.items():
+            while len(fences) < IN_FLIGHT:
+                fences.append(self._ours.begin(to_host))
+            while fences and fences[0].done():
+                check(fences.popleft())
+                self.num_bytes += self._ours.num_bytes
+        time.sleep(POLL_S)
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for fence in (*self._flying[True], *self._flying[False]):
+            check(fence)
+
+
+class Delays(Background):
+    """How late a second thread of Python wakes: its wait for the GIL."""
+
+    SLEEP_S = 0.0002
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late_s = [0.0]
+
+    def step(self) -> None:
+        (took_s,) = times(lambda: time.sleep(self.SLEEP_S), 1)
+        self.late_s.append(took_s - self.SLEEP_S)
+
+
+def times(work: Callable[[], object], rounds: int) -> list[float]:
+    """Seconds of each round."""
+    took = []
+    for _ in range(rounds):
+        begun_s = time.perf_counter()
+        work()
+        took.append(time.perf_counter() - begun_s)
+    return took
+
+
+def median_s(work: Callable[[], object]) -> float:
+    """Median seconds, after a round that is not counted."""
+    work()
+    return statistics.median(times(work, sizes.ROUNDS))
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the least value that a share of all do not exceed."""
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]

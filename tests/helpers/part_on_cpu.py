@@ -1,0 +1,73 @@
+"""Runs a part of the first run on the stand-in for ``torch.cuda``, with small numbers.
+
+``python -m part_on_cpu NAME ROWS SECONDS``, as ``benchmarks.gpu.part``.
+"""
+
+import ctypes
+import functools
+import sys
+import types
+
+from benchmarks.gpu import part, sizes
+
+SMALL = {
+    "LINK_BYTES": (1 << 16, 1 << 18),
+    "PIECES": (1024, 32768),
+    "MOST_PIECES": 8,
+    "SHAPES": {"3 x 4 KiB": (3, 4096), "1 x 32 KiB": (1, 32768)},
+    "WITH_STEPS": ("3 x 4 KiB",),
+    "ROUNDS": 1,
+    "SUBMIT_BLOCKS": (1, 20),
+    "SUBMITS": 2,
+    "PRODUCT": 8,
+    "WEIGHTS": 2,
+    "STEPS": dict.fromkeys(sizes.STEPS, 3),
+    "LISTEN_S": 0.02,
+    "PINNED_BYTES": 4 << 20,
+    "CAPTURES": 3,
+    "WARM_UP": 20,
+    "TRANSFERS": 40,
+    "AT_ONCE": 10,
+    "SMOKE_SLOTS": 64,
+    "REGISTRATION_BYTES": 1 << 20,
+    "SMOKE": {"two pages": ((16384, 24), 80)},
+}
+SELECTED = {"round_trips": "round_trip and 13", "suite": "refused", "orders": "whatever and 900"}
+
+
+class Batch:
+    """Copies of addresses, carried out at once."""
+
+    def __call__(self, targets, sources, lengths, stream, order):
+        for ends in zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True):
+            ctypes.memmove(*ends)
+
+
+def install():
+    """Put the stand-ins in the place of CUDA, and the small numbers in that of large ones."""
+    import gpu_on_cpu
+    import torch
+    from cuda_stand_in import FakeCuda
+
+    from benchmarks.gpu import device
+
+    assert SMALL["REGISTRATION_BYTES"] == gpu_on_cpu.PORTION_BYTES
+    gpu_on_cpu.pytest_configure(None)
+    torch.cuda.Event = functools.partial(FakeCuda.Event, blocking=True)
+    torch.cuda.Stream = FakeCuda.Stream
+    device.capture = lambda work: types.SimpleNamespace(replay=work)
+    device.BatchCopy = Batch
+    device.allow_captures = lambda: None
+    for name, value in SMALL.items():
+        assert hasattr(sizes, name)
+        setattr(sizes, name, value)
+
+
+if __name__ == "__main__":
+    if (name := sys.argv[1]) in part.TESTS:
+        part.PYTEST += ["-p", "gpu_on_cpu"]
+        if name in SELECTED:
+            part.TESTS[name] = functools.partial(part.run_tests, SELECTED[name])
+    else:
+        install()
+    sys.exit(part.main(*sys.argv[1:]))
