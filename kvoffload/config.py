@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, TypeVar, overload
+from typing import Annotated, Any, Literal, TypeVar, overload
 
 import msgspec
 
@@ -122,6 +122,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     client_hints: tuple[str, ...] = HARMLESS_HINTS
     """Hints that requests may use. ``priority``, ``tiers`` and ``explain`` affect other requests or
     tell of them: allow these where all clients trust each other."""
+    io: Literal["thread", "process"] = "thread"
+    """Where the tiers' code runs: in a thread, or in a process of its own, which does not hold up
+    the engine."""
     record: str = ""
     """A file to which each request's chunks are appended, as a trace for ``kvoffload replay``."""
 

@@ -180,10 +180,13 @@ class Usage(NamedTuple):
 
 @runtime_checkable
 class Observable(Protocol):
-    """Optional: figures, removals and limits of a store. No method but ``describe`` does I/O."""
+    """Optional: figures, removals and limits of a store. No method but ``describe`` does I/O.
+
+    All methods are called on the I/O loop.
+    """
 
     def usage(self) -> Usage:
-        """Return the current usage; called on the engine's thread."""
+        """Return the current usage."""
         ...
 
     def counters(self) -> Mapping[str, int]:
@@ -191,7 +194,7 @@ class Observable(Protocol):
         ...
 
     def take_removals(self) -> list[Removal]:
-        """Return the chunks evicted since the last call; called on the engine's thread."""
+        """Return the chunks evicted since the last call."""
         return []
 
     async def describe(self, facts: Mapping[str, str]) -> None:

@@ -1,15 +1,16 @@
 """Builds both halves from settings: the manager, and the handlers with what they run on."""
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 
 from kvoffload import registry
-from kvoffload.backends.admin import Admin
-from kvoffload.backends.base import Backend, Observable
 from kvoffload.config import BackendConfig, OffloadConfig, human_bytes
 from kvoffload.errors import ConfigError
+from kvoffload.io.client import IOClient
+from kvoffload.io.forms import Form, ServerProcess, ServerThread
+from kvoffload.io.protocol import VERSION, Open, TierSettings
+from kvoffload.io.tier import RemoteTier
 from kvoffload.offload.base import (
     CanonicalKVCaches,
     LoadStoreSpec,
@@ -24,9 +25,8 @@ from kvoffload.offload.namespace import Fact, namespace, readable
 from kvoffload.transfer.base import Copier
 from kvoffload.transfer.engine import ROUTES, TransferEngine
 from kvoffload.transfer.factory import make_copier
-from kvoffload.transfer.io_loop import IOLoop, presence_on
 from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.slab import Slab
+from kvoffload.transfer.slab import Slab, create_shared_memory
 
 log = logging.getLogger(__name__)
 
@@ -53,14 +53,6 @@ def make_manager(
         promote=config.promote,
         client_hints=config.client_hints,
     )
-
-
-@dataclass
-class _Opened:
-    """The stores of one namespace; replaced as a whole when the cache's meaning changes."""
-
-    backends: dict[str, Backend]
-    tiers: tuple[Tier, ...]
 
 
 class TieredOffloadingSpec(OffloadingSpec):
@@ -109,52 +101,44 @@ class TieredOffloadingSpec(OffloadingSpec):
             )
         self._policy = registry.load(registry.POLICIES, config.policy, "policy")
         self._facts = dict(facts)
-        self._slab = Slab(self.num_slots, slot_bytes, setting=setting)
-        self.io = IOLoop()
         self._copier: Copier | None = None
+        self._io: IOClient | None = None
+        self._slab_fd: int | None = None
+        if not config.backends:
+            self._slab = Slab(self.num_slots, slot_bytes, setting=setting)
+        elif config.io == "process":
+            self._share_slab(setting)
+        else:
+            self._slab = slab = Slab(self.num_slots, slot_bytes, setting=setting)
+            self._start_io(lambda: ServerThread(slab.slot(0, slab.num_bytes)))
+
+    def _share_slab(self, setting: str) -> None:
+        """Take memory that an I/O process maps as well, and start the process."""
+        num_bytes = self.num_slots * self.slot_bytes
+        self._slab_fd = fd = create_shared_memory(num_bytes, setting)
         try:
-            self._opened = self._open()
+            self._slab = Slab(self.num_slots, self.slot_bytes, fd)
+            self._start_io(lambda: ServerProcess(fd))
         except BaseException:
-            self.io.close()
+            os.close(fd)
             raise
 
-    def _open(self) -> _Opened:
-        backends: dict[str, Backend] = {}
-        try:
-            return self._open_into(backends)
-        except BaseException:
-            # What opened before the one that cannot holds threads, descriptors and locks.
-            self._close_all(backends)
-            raise
-
-    def _open_into(self, backends: dict[str, Backend]) -> _Opened:
-        digest = namespace(**self._facts)
-        tiers: list[Tier] = []
-        places: dict[str, int] = {}
-        for i, (name, wanted) in enumerate(tier_names(self.config)):
-            backend = registry.open_backend(
-                wanted.type, wanted.options, digest, where=f"backends[{i}]."
-            )
-            backends[name] = backend
-            if isinstance(backend, Observable):
-                self._check_fit(i, backend, places)
-            presence = presence_on(self.io, backend, self.config.lookup_timeout_s)
-            tiers.append(Tier(name, presence, backend if isinstance(backend, Observable) else None))
-            if isinstance(backend, Observable):
-                self.io.start(partial(backend.describe, readable(self._facts)))
-        return _Opened(backends, tuple(tiers))
-
-    def _check_fit(self, i: int, backend: Observable, places: dict[str, int]) -> None:
-        """Refuse a tier that could never hold a chunk, or that is another one over again."""
-        chunk_bytes = max(self._layout.payload_bytes) if self._layout else self.slot_bytes
-        try:
-            backend.check_fit(chunk_bytes)
-        except ConfigError as error:
-            raise ConfigError(f"backends[{i}].{error.field}", error.value, error.remedy) from error
-        first = places.setdefault(backend.place, i) if backend.place else i
-        if first != i:
-            remedy = f"is where backends[{first}] keeps its chunks; one tier is enough there"
-            raise ConfigError(f"backends[{i}]", backend.place, remedy)
+    def _start_io(self, start: Form) -> None:
+        config = self.config
+        tiers = [
+            TierSettings(name, wanted.type, wanted.options, f"backends[{i}].")
+            for i, (name, wanted) in enumerate(tier_names(config))
+        ]
+        opening = Open(
+            VERSION,
+            tiers,
+            self.namespace,
+            readable(self._facts),
+            max(self._layout.payload_bytes) if self._layout else self.slot_bytes,
+            self.slot_bytes,
+            config.lookup_timeout_s,
+        )
+        self._io = IOClient(start, opening, config.load_timeout_s, config.store_timeout_s)
 
     @property
     def namespace(self) -> str:
@@ -162,9 +146,14 @@ class TieredOffloadingSpec(OffloadingSpec):
         return namespace(**self._facts)
 
     @property
-    def backends(self) -> Mapping[str, Backend]:
-        """The open stores by tier name."""
-        return self._opened.backends
+    def tiers(self) -> Mapping[str, RemoteTier]:
+        """What is known of each tier, by its name."""
+        return self._io.tiers if self._io else {}
+
+    @property
+    def io(self) -> IOClient | None:
+        """The client of the I/O server; None if there are no tiers."""
+        return self._io
 
     @property
     def copies(self) -> dict[str, str | int]:
@@ -177,7 +166,7 @@ class TieredOffloadingSpec(OffloadingSpec):
             host = HostCache(self.num_slots, self._policy(self.num_slots), self.slot_bytes)
         else:
             host = ExtentLedger(self._geometry, self._policy)
-        return make_manager(self.config, host, self._opened.tiers, self.slot_bytes)
+        return make_manager(self.config, host, self._manager_tiers(), self.slot_bytes)
 
     def get_handlers(
         self, kv_caches: CanonicalKVCaches
@@ -199,15 +188,10 @@ class TieredOffloadingSpec(OffloadingSpec):
         except BaseException:
             self.close()
             raise
-        return TransferEngine(
-            self.io,
-            self._opened.backends,
-            self._slab,
-            layout,
-            copier,
-            self.config.load_timeout_s,
-            self.config.store_timeout_s,
-        )
+        return TransferEngine(self._io, self._slab, layout, copier)
+
+    def _manager_tiers(self) -> tuple[Tier, ...]:
+        return tuple(Tier(name, tier, tier) for name, tier in self.tiers.items())
 
     def renew(self, manager: TieredOffloadingManager, generation: str) -> None:
         """Give the stores a new namespace, because stored bytes no longer mean the same."""
@@ -218,57 +202,33 @@ class TieredOffloadingSpec(OffloadingSpec):
         except Exception:
             log.exception("the tiers cannot be opened again; host memory goes on alone")
         else:
-            manager.replace_tiers(self._opened.tiers)
+            manager.replace_tiers(self._manager_tiers())
 
     def renew_stores(self, generation: str) -> None:
         """Give the stores a new namespace, where the manager is in another process.
 
         Calls still running on the old stores end on those; they are closed in the background.
         """
-        old = dict(self._opened.backends)
         # Only this process knows a generation's name. Other namespaces belong to replicas as well.
         forgotten = [self.namespace] if "generation" in self._facts else []
-        if old and not forgotten:
+        if self._io is not None and not forgotten:
             log.info(
                 "reset: %s load nothing more of what they stored before, and do not erase it; "
                 "kvoffload gc --namespace %s erases it",
-                ", ".join(old),
+                ", ".join(self.tiers),
                 self.namespace,
             )
         self._facts["generation"] = generation
-        try:
-            opened = self._open()
-            self._opened.backends.update(opened.backends)  # the mapping the handlers look into
-            self._opened.tiers = opened.tiers
-        finally:
-            for name, backend in old.items():
-                heir = self._opened.backends[name]
-                self.io.start(partial(_retire, backend, heir, forgotten))
+        if self._io is not None:
+            self._io.renew(self.namespace, readable(self._facts), forgotten)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Close the stores, the I/O thread and the copier. Idempotent."""
-        self._close_all(self._opened.backends, timeout_s)
-        self.io.close(timeout_s)
+        """Close the stores, the I/O server and the copier. Idempotent."""
+        if self._io is not None:
+            self._io.close(timeout_s)
+        if self._slab_fd is not None:
+            os.close(self._slab_fd)
+            self._slab_fd = None
         if self._copier is not None:
             self._copier.close()
             self._copier = None
-
-    def _close_all(self, backends: Mapping[str, Backend], timeout_s: float = 5.0) -> None:
-        for name, backend in backends.items():
-            if self.io.loop.is_closed():
-                return
-            try:
-                self.io.call(backend.close(), timeout_s)
-            except Exception as error:
-                log.warning("%s: closing failed: %s", name, str(error) or type(error).__name__)
-
-
-async def _retire(store: Backend, heir: Backend, forgotten: Sequence[str]) -> None:
-    """Close a store; the one in its place removes what no one will ask for any more."""
-    await store.close()
-    if heir is store or not forgotten or not isinstance(heir, Admin):
-        return
-    try:
-        await heir.purge(forgotten)
-    except OSError as error:
-        log.warning("what an old generation stored stays until it is evicted: %s", error)

@@ -26,7 +26,6 @@ from typing import Any
 
 import msgspec
 
-from kvoffload.backends.base import Observable
 from kvoffload.config import OffloadConfig, parse_config
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.chunking import (
@@ -327,9 +326,9 @@ class LocalConnector:
         """Return counters since the start, and what is resident now."""
         tiers: dict[str, Any] = {}
         manager: dict[str, Any] = msgspec.to_builtins(self._manager.stats())
-        for name, backend in self._spec.backends.items():
-            if isinstance(backend, Observable):
-                tiers[name] = {**backend.usage()._asdict(), "counters": dict(backend.counters())}
+        for name, tier in self._spec.tiers.items():
+            if usage := tier.usage:
+                tiers[name] = {**usage._asdict(), "counters": dict(tier.counters)}
         return {
             "namespace": self._spec.namespace,
             "host": {
@@ -342,6 +341,7 @@ class LocalConnector:
             "manager": manager.pop("counters"),
             "transfers": dict(self._worker.counters),
             "copies": self._spec.copies,
+            "io": self._spec.io.stats if self._spec.io else {},
             **manager,
         }
 

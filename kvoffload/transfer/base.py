@@ -4,6 +4,7 @@ A *fence* is a point in a stream of work. It is done when all work before it is 
 """
 
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 from kvoffload.transfer.layout import Moves
@@ -34,6 +35,7 @@ class CopyFence:
         self._copy_time_s = 0.0
         self._is_reached = False
         self._changed = threading.Condition()
+        self._calls: list[Callable[[], None]] = []
 
     def done(self) -> bool:
         return self._is_reached
@@ -58,6 +60,20 @@ class CopyFence:
             self._copy_time_s = copy_time_s
             self._is_reached = True
             self._changed.notify_all()
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+
+    def when_reached(self, call: Callable[[], None]) -> None:
+        """Call this once at the end, on the thread that reaches it; now if it is reached.
+
+        The call must neither wait nor raise.
+        """
+        with self._changed:
+            if not self._is_reached:
+                self._calls.append(call)
+                return
+        call()
 
 
 class Copier(Protocol):
@@ -75,7 +91,7 @@ class Copier(Protocol):
         """Begin copies from GPU blocks to host slots, or the reverse, once ``after`` is done.
 
         The moves have passed :func:`kvoffload.transfer.layout.check_moves`. Callable from the
-        engine's thread and from the I/O thread. Returns at once.
+        engine's thread and from the I/O client's thread. Returns at once.
 
         Raises:
             RuntimeError: the copier is closed.

@@ -1,40 +1,36 @@
 """The transfer engine: one job in, one answer out, for copies and for reads and writes of tiers.
 
-The engine's thread submits and polls. A job that reads or writes a tier crosses to the I/O loop
-once. A load from a tier is a pipeline: a chunk is copied to the GPU when it is read and verified.
+The engine's thread submits and polls. A job that reads or writes a tier crosses to the I/O server.
+A load from a tier is a pipeline: a chunk is copied to the GPU when it is read and verified.
 """
 
-import asyncio
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
-from kvoffload.backends.base import Backend, ReadsEach, reason_of
+from kvoffload.io.client import IOClient
 from kvoffload.messages import (
     BackendLoadStoreSpec,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingHandler,
+    OffloadKey,
     StagedLoadStoreSpec,
     TransferResult,
     TransferSpec,
 )
 from kvoffload.transfer.base import Copier, CopyFence
-from kvoffload.transfer.io_loop import IOLoop, same_length
 from kvoffload.transfer.layout import ChunkLayout, Moves, check_moves
-from kvoffload.transfer.read_calls import ArrivalBatches, ReadCall, read_calls
 from kvoffload.transfer.slab import Slab
+from kvoffload.transfer.tier_load import TierLoad
 
 log = logging.getLogger(__name__)
 
-CANCEL_GRACE_S = 0.02
-"""How long a cancelled backend call may take to release its memory before it is unsettled."""
 ROUTES: tuple[tuple[type[LoadStoreSpec], type[LoadStoreSpec]], ...] = (
     (GPULoadStoreSpec, CPULoadStoreSpec),
     (CPULoadStoreSpec, GPULoadStoreSpec),
@@ -42,8 +38,6 @@ ROUTES: tuple[tuple[type[LoadStoreSpec], type[LoadStoreSpec]], ...] = (
     (StagedLoadStoreSpec, GPULoadStoreSpec),
 )
 """The source and destination types that the engine serves."""
-TierCall = Callable[[], Coroutine[Any, Any, None]]
-
 _NO_IO = threading.Event()
 """The ``io_done`` of jobs that use no tier."""
 _NO_IO.set()
@@ -57,14 +51,21 @@ class EngineJob:
     ok: list[bool]
     num_bytes: int = 0
     reason: str = ""
-    deadline_s: float = 0.0
+    parts_left: int = 0
+    """Reads and writes of tiers that have not ended."""
+    unsettled: int = 0
+    """Ended reads and writes that may still touch their slots."""
+    on_settled: Callable[[int], None] = lambda job_id: None
+    """Called with the job's id when a job answered as unsettled is settled."""
     io_done: threading.Event = _NO_IO
-    """Set when the tier calls have ended."""
+    """Set when all reads and writes have ended."""
+    io_begun_s: float = math.inf
     io_time_s: float = 0.0
-    """Seconds that the tier calls took."""
+    """Seconds from the begin of the first read or write to the end of the last."""
     fences: list[tuple[CopyFence, Sequence[int]]] = field(default_factory=list)
     """Launched copies, each with the positions of its chunks."""
     settled: bool = True
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def done(self) -> bool:
         """Whether the answer is ready."""
@@ -75,6 +76,37 @@ class EngineJob:
         self.io_done.wait()
         for fence, _ in self.fences:
             fence.wait()
+
+    # ---- on the I/O client's thread ----
+
+    def copied(self, fence: CopyFence, positions: Sequence[int]) -> None:
+        """See :class:`kvoffload.transfer.tier_load.LoadJob`."""
+        for i in positions:
+            self.ok[i] = True
+        self.fences.append((fence, positions))
+
+    def part_ended(self, reason: str, settled: bool, io_time_s: float) -> None:
+        """See :class:`kvoffload.transfer.tier_load.LoadJob`."""
+        with self.lock:
+            now_s = time.monotonic()
+            self.io_begun_s = min(self.io_begun_s, now_s - io_time_s)
+            self.io_time_s = now_s - self.io_begun_s
+            if reason and self.reason != "deadline":
+                self.reason = reason
+            self.unsettled += not settled
+            self.parts_left -= 1
+            if not self.parts_left:
+                self.settled = not self.unsettled
+                self.io_done.set()
+
+    def part_released(self) -> None:
+        """See :class:`kvoffload.transfer.tier_load.LoadJob`."""
+        with self.lock:
+            self.unsettled -= 1
+            if not self.unsettled and not self.settled:
+                self.on_settled(self.job_id)
+
+    # ---- the answer ----
 
     def result(self) -> TransferResult:
         """Compose the one answer."""
@@ -98,34 +130,21 @@ class TransferEngine(OffloadingHandler):
     """Carries out transfers and answers each exactly once; used on the engine's thread only.
 
     Args:
-        io: the loop that all backends run on.
-        backends: the open stores by tier name; looked up for each job.
+        io: reads and writes the tiers; None if there are none.
         slab: host memory.
         layout: of chunks in slots.
         copier: copies between GPU blocks and slots.
-        load_timeout_s: the deadline of a job that reads tiers.
-        store_timeout_s: the deadline of a job that writes a tier.
     """
 
     def __init__(
-        self,
-        io: IOLoop,
-        backends: Mapping[str, Backend],
-        slab: Slab,
-        layout: ChunkLayout,
-        copier: Copier,
-        load_timeout_s: float,
-        store_timeout_s: float,
+        self, io: IOClient | None, slab: Slab, layout: ChunkLayout, copier: Copier
     ) -> None:
         self.counters: Counter[str] = Counter()
         """Chunks that failed, by reason."""
         self._io = io
-        self._backends = backends
         self._slab = slab
         self._layout = layout
         self._copier = copier
-        self._load_timeout_s = load_timeout_s
-        self._store_timeout_s = store_timeout_s
         self._jobs: dict[int, EngineJob] = {}
         self._settled: deque[int] = deque()
 
@@ -172,6 +191,10 @@ class TransferEngine(OffloadingHandler):
             if job := self._jobs.get(job_id):
                 job.wait()
 
+    def remove(self, tier: str, key: OffloadKey) -> None:
+        """Begin removing a chunk from a tier; nothing tells when that is done."""
+        self._tiers().remove(tier, [key])
+
     # ---- the three kinds of jobs ----
 
     def _copy(
@@ -188,38 +211,43 @@ class TransferEngine(OffloadingHandler):
     def _load(self, job_id: int, host: StagedLoadStoreSpec, gpu: GPULoadStoreSpec) -> None:
         moves = self._moves(gpu, host, to_host=False)
         fetched = {i for fetch in host.fetches for i in fetch.positions}
-        ok = [i not in fetched for i in range(len(moves))]
-        calls = list(read_calls(host.fetches, moves, self._backends))
-        job = EngineJob(job_id, ok, self._layout.bytes_of(gpu))
+        job = EngineJob(job_id, [False] * len(moves), self._layout.bytes_of(gpu))
         after = self._copier.record_fence()
 
-        def copy(positions: list[int]) -> CopyFence:
+        def copy(positions: Sequence[int]) -> CopyFence:
             return self._copier.launch(moves.take(positions), to_host=False, after=after)
 
-        if here := [i for i, is_here in enumerate(ok) if is_here]:
-            job.fences.append((copy(here), here))
-        if calls:
-            reads = [partial(self._read, job, call, copy) for call in calls]
-            self._start(job, self._load_timeout_s, reads)
+        slots = moves.host_slots.tolist()
+        load = None
+        if fetched:
+            load = TierLoad(job, host.fetches, slots, self._layout, self._tiers(), copy)
+        if here := [i for i in range(len(moves)) if i not in fetched]:
+            job.copied(copy(here), here)
+        if load is not None:
+            self._expect_io(job, len(load.parts))
+            load.begin()
         self._jobs[job_id] = job
 
     def _write_through(
         self, job_id: int, host: CPULoadStoreSpec, target: BackendLoadStoreSpec
     ) -> None:
-        backend = self._backends[target.tier]
-        views = self._layout.views(self._slab, target.keys, host.host_slots.tolist())
-        job = EngineJob(job_id, [False] * len(views), sum(len(view) for view in views))
-
-        async def write() -> None:
-            try:
-                job.ok[:] = same_length(await backend.write(target.keys, views), target.keys)
-                job.reason = "" if all(job.ok) else "refused"
-            except Exception as error:
-                log.warning("%s: write of %d chunks failed: %s", target.tier, len(views), error)
-                job.reason = "error"
-
-        self._start(job, self._store_timeout_s, [write])
+        sizes = self._layout.sizes(target.keys)
+        slots = host.host_slots.tolist()
+        self._check_slots(slots, len(target.keys))
+        num_bytes = sizes * len(slots) if isinstance(sizes, int) else sum(sizes)
+        job = EngineJob(job_id, [False] * len(slots), num_bytes)
+        self._expect_io(job, 1)
+        self._tiers().store(target.tier, target.keys, slots, sizes, _Write(job))
         self._jobs[job_id] = job
+
+    def _tiers(self) -> IOClient:
+        if self._io is None:
+            raise ValueError("there are no tiers")
+        return self._io
+
+    def _expect_io(self, job: EngineJob, num_parts: int) -> None:
+        job.parts_left, job.io_done = num_parts, threading.Event()
+        job.on_settled = self._settled.append
 
     def _moves(self, gpu: GPULoadStoreSpec, host: CPULoadStoreSpec, to_host: bool) -> Moves:
         """Cut the blocks into chunks and check all of them before anything is copied or read."""
@@ -227,89 +255,23 @@ class TransferEngine(OffloadingHandler):
         check_moves(moves, to_host, self._layout, self._slab)
         return moves
 
-    # ---- on the I/O loop ----
+    def _check_slots(self, slots: Sequence[int], num_chunks: int) -> None:
+        if len(slots) != num_chunks or not all(0 <= i < self._slab.num_slots for i in slots):
+            raise ValueError(f"host slots {slots} for {num_chunks} chunks")
 
-    def _start(self, job: EngineJob, timeout_s: float, calls: Sequence[TierCall]) -> None:
-        """Run tier calls on the I/O loop until the deadline."""
-        job.deadline_s = time.monotonic() + timeout_s
-        job.io_done = threading.Event()
-        self._io.start(lambda: self._bounded(job, calls))
 
-    async def _bounded(self, job: EngineJob, calls: Sequence[TierCall]) -> None:
-        """Let tier calls run until the job's deadline; then cancel them and answer."""
-        tasks = {asyncio.create_task(call()) for call in calls}
-        left: set[asyncio.Task[None]] = set()
-        begun_s = time.monotonic()
-        try:
-            budget_s = max(0.0, job.deadline_s - begun_s)
-            _, left = await asyncio.wait(tasks, timeout=budget_s)
-            if left:
-                job.reason = "deadline"
-                for task in left:
-                    task.cancel()
-                _, left = await asyncio.wait(left, timeout=CANCEL_GRACE_S)
-        except asyncio.CancelledError:
-            # Shutdown: the chunks are answered as failed, and the slots as still in use.
-            job.reason, left = "shutdown", {task for task in tasks if not task.done()}
-            for task in left:
-                task.cancel()
-        job.settled = not left
-        job.io_time_s = time.monotonic() - begun_s
-        job.io_done.set()
-        if left:
-            # A call that ignores cancellation (a hung disk) uses its slots until it ends.
-            await asyncio.wait(left)
-            self._settled.append(job.job_id)
+class _Write:
+    """Hands the answer of a write to its job."""
 
-    async def _read(
-        self, job: EngineJob, call: ReadCall, copy: Callable[[list[int]], CopyFence]
-    ) -> None:
-        """Read chunks into their slots; launch the copy of each chunk as it arrives."""
+    def __init__(self, job: EngineJob) -> None:
+        self._job = job
 
-        def arrived(numbers: Sequence[int]) -> None:
-            self._launch(job, call, numbers, copy)
+    def arrived(self, numbers: Sequence[int]) -> None:
+        """Do nothing: only loads tell this."""
 
-        keys, backend = call.keys, call.backend
-        try:
-            for earlier in call.before:
-                await earlier.released()
-            views = self._layout.views(self._slab, keys, call.slots)
-            if isinstance(backend, ReadsEach):
-                answers = await backend.read_each(keys, views, ArrivalBatches(arrived).add)
-            else:
-                answers = await backend.read(keys, views)
-            ok = same_length(answers, keys)
-        except Exception as error:
-            log.warning("%s: read of %d chunks failed: %s", call.tier, len(keys), error)
-            job.reason = "error"
-        else:
-            if not all(ok) and not job.io_done.is_set():
-                job.reason = reason_of(ok)
-            arrived([n for n, fine in enumerate(ok) if fine])
-        finally:
-            call.ended.set()
+    def ended(self, ok: bytes, reason: str, settled: bool, io_time_s: float) -> None:
+        self._job.ok[:] = map(bool, ok)
+        self._job.part_ended(reason, settled, io_time_s)
 
-    def _launch(
-        self,
-        job: EngineJob,
-        call: ReadCall,
-        arrived: Sequence[int],
-        copy: Callable[[list[int]], CopyFence],
-    ) -> None:
-        """Launch the copies of arrived chunks, but for those launched before."""
-        if job.io_done.is_set():
-            return  # The job is answered: no chunk of a late read may reach the GPU.
-        good = [call.positions[n] for n in arrived if n not in call.copied]
-        call.copied.update(arrived)
-        if not good:
-            return
-        try:
-            fence = copy(good)
-        except Exception as error:
-            log.warning("copies of %d chunks were refused: %s", len(good), error)
-            job.reason = "refused_transfer"
-            return
-        job.fences.append((fence, good))
-        call.fences.append(fence)
-        for i in good:
-            job.ok[i] = True
+    def released(self) -> None:
+        self._job.part_released()

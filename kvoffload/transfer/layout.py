@@ -152,14 +152,11 @@ class ChunkLayout:
             at += count
         return Moves(chunks, gpu.block_ids)
 
-    def views(
-        self, slab: Slab, keys: Sequence[OffloadKey], slots: Sequence[int]
-    ) -> list[memoryview]:
-        """Return the payloads of these chunks in their slots; writable, not copies."""
-        return [
-            slab.slot(slot, self.payload_bytes[get_offload_group_idx(key)])
-            for key, slot in zip(keys, slots, strict=True)
-        ]
+    def sizes(self, keys: Sequence[OffloadKey]) -> int | list[int]:
+        """Return the bytes of each of these chunks as tiers store it; one number if all agree."""
+        if len(set(self.payload_bytes)) == 1:
+            return self.payload_bytes[0]
+        return [self.payload_bytes[get_offload_group_idx(key)] for key in keys]
 
     def bytes_of(self, gpu: GPULoadStoreSpec) -> int:
         """Bytes of these blocks."""

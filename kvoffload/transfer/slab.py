@@ -111,17 +111,21 @@ def page_rounded(num_bytes: int) -> int:
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def create_shared_memory(num_bytes: int, name: str = "kvoffload-slab") -> int:
+def create_shared_memory(num_bytes: int, setting: str = "cpu_bytes") -> int:
     """Make memory that several processes can map, and return its descriptor.
 
     It has no name in any file system. Other processes get the descriptor by inheritance or over a
     socket. The memory ends with the last of them. Its size is sealed: no process can shrink it.
 
+    Args:
+        num_bytes: rounded up to whole pages.
+        setting: the setting that an error names.
+
     Raises:
         ConfigError: there is not that much memory.
     """
-    check_host_memory(num_bytes)
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    check_host_memory(num_bytes, setting)
+    fd = os.memfd_create("kvoffload-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, page_rounded(num_bytes))
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

@@ -210,7 +210,9 @@ def test_after_a_reset_nothing_old_is_found_on_any_tier(connect, new_request, un
     old = connector.stats()["namespace"]
     connector.reset_cache()
     assert connector.stats()["namespace"] != old
-    assert connector.get_num_new_matched_tokens(new_request("p", 41), 0) == 0
+    asked = new_request("p", 41)
+    until(lambda: connector.get_num_new_matched_tokens(asked, 0) is not None)
+    assert connector.get_num_new_matched_tokens(asked, 0) == 0
     store(connector, request)
     assert load(connector, new_request("p", 41), range(20, 31), until).ok
 
@@ -285,14 +287,18 @@ def test_a_request_id_used_again_while_its_aborted_load_runs(connect, new_reques
     until(connector.poll)
 
 
-def test_requests_running_at_a_reset_store_nothing_of_before(connect, new_request, tmp_path):
+def test_requests_running_at_a_reset_store_nothing_of_before(
+    connect, new_request, tmp_path, until
+):
     connector = connect(backend={"type": "disk", "root": str(tmp_path), "capacity": "1MiB"})
     running = new_request("p", 80)
     connector.after_forward(running, [range(5, 25)], 40)
     connector.reset_cache()
     connector.after_forward(running, [range(5, 25)], 80)
     connector.flush()
-    assert connector.get_num_new_matched_tokens(new_request("p", 81), 0) == 0
+    asked = new_request("p", 81)
+    until(lambda: connector.get_num_new_matched_tokens(asked, 0) is not None)
+    assert connector.get_num_new_matched_tokens(asked, 0) == 0
     store(connector, new_request("p", 41, request_id="later"))
     assert connector.get_num_new_matched_tokens(new_request("p", 81, request_id="last"), 0) == 40
 

@@ -88,7 +88,8 @@ def serve(config, requests, damage=None):
     results, media, preemptions = [], {}, 0
     with Engine(hybrid_engine(config)) as engine:
         if config.get("offload"):
-            engine.connector._spec.backends["disk"].wait_ready(10)
+            while not engine.connector._spec.tiers["disk"].is_complete:
+                time.sleep(0.001)
         for start in range(0, len(requests), 3):
             batch = requests[start : start + 3]
             begun = time.monotonic()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvoffload.transfer.read_calls import portions
 
 from kvoffload import open_backend
 from kvoffload.config import parse_config
@@ -28,7 +29,6 @@ from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.engine import ROUTES, TransferEngine
 from kvoffload.transfer.io_loop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.read_calls import portions
 from kvoffload.transfer.slab import Slab
 
 KEYS = [make_offload_key(hashlib.sha256(bytes([i])).digest(), 0) for i in range(20)]

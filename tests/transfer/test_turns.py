@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from kvoffload.transfer.read_calls import portions
 
 from kvoffload import open_backend
 from kvoffload.messages import (
@@ -18,7 +19,6 @@ from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.engine import TransferEngine
 from kvoffload.transfer.io_loop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.read_calls import portions
 from kvoffload.transfer.slab import Slab
 from tests.support.interleavings import NUM_BLOCKS, PER_CHUNK, small_caches
 from tests.support.late_device import LateDevice

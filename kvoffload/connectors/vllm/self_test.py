@@ -8,7 +8,6 @@ the handlers that carry all later transfers.
 import logging
 import os
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -64,7 +63,7 @@ def check_tiers(
         check = _GroupCheck(transfers, caches, group_idx, source, target)
         try:
             check.host(num_slots - 1)
-            for name in spec.backends:
+            for name in spec.tiers:
                 check.tier(name)
                 if check.is_unsettled:
                     num_slots -= 1
@@ -76,8 +75,8 @@ def check_tiers(
                     check.host(num_slots - 1)
         finally:
             check.restore()
-            for backend in spec.backends.values():
-                spec.io.start(partial(backend.remove, [check.key]))
+            for name in spec.tiers:
+                transfers.remove(name, check.key)
     return num_slots
 
 

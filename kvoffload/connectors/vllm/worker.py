@@ -19,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
     OffloadingConnectorWorker,
 )
 
-from kvoffload.backends.base import Backend, Observable
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.vllm.cpu_affinity import unbound
 from kvoffload.connectors.vllm.fingerprint import resolve_facts
@@ -28,6 +27,7 @@ from kvoffload.connectors.vllm.self_test import check_tiers
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
 from kvoffload.connectors.vllm.versions import is_synchronous
+from kvoffload.io.tier import RemoteTier
 from kvoffload.messages import TransferResult
 from kvoffload.transfer.engine import TransferEngine
 from kvoffload.transfer.layout import ChunkLayout
@@ -72,8 +72,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         self._failed_requests: set[str] = set()
         self._told: dict[str, Counter[str]] = {}
         self._told_s = 0.0
-        self._removers: dict[str, Observable] = {}
-        self._counting: dict[str, Observable] = {}
+        self._tiers: Mapping[str, RemoteTier] = {}
         self._spec: TieredOffloadingSpec | None = None
         self._transfers: TransferEngine
         """Set by :meth:`_init_worker`."""
@@ -107,7 +106,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
                 num_slots = check_tiers(
                     self._spec, self._transfers, ours, self.settings.blocks_per_chunk
                 )
-        self._find_reporters(self._spec.backends)
+        self._tiers = self._spec.tiers
         self._facts = WorkerInfo(num_slots, layout.slot_bytes, facts)
         self.worker = self._transfers
 
@@ -138,7 +137,6 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             except Exception:
                 # The old tiers are closed, so every question to them is a miss.
                 log.exception("the tiers cannot be opened again; host memory goes on alone")
-            self._find_reporters(self._spec.backends)
 
     def start_kv_transfers(self, metadata: StepMetadata) -> None:
         """Begin this step's loads and write-throughs, and the last step's stores."""
@@ -229,31 +227,16 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         report, self._report = self._report, WorkerReport()
         return report
 
-    def _find_reporters(self, backends: Mapping[str, Backend]) -> None:
-        # Once: to ask each step whether a store reports anything takes longer than to take it.
-        stores = backends.items()
-        self._removers = {name: it for name, it in stores if isinstance(it, Observable)}
-        self._counting = {name: it for name, it in stores if isinstance(it, Observable)}
-
     def _report_on_stores(self) -> None:
-        for name, remover in self._removers.items():
-            try:
-                removals = remover.take_removals()
-            except Exception:  # a plug-in's
-                log.exception("%s: reporting removals failed", name)
-                continue
-            if removals:
+        for name, tier in self._tiers.items():
+            if removals := tier.take_removals():
                 self._report.removals[name] = removals
         now_s = time.monotonic()
         if self._report.is_empty and now_s - self._told_s < COUNTERS_PERIOD_S:
             return
         self._told_s = now_s
-        for name, counting in self._counting.items():
-            try:
-                now = Counter({f"{name}_{k}": v for k, v in counting.counters().items()})
-            except Exception:  # a plug-in's
-                log.exception("%s: reporting counters failed", name)
-                continue
+        for name, tier in self._tiers.items():
+            now = Counter({f"{name}_{k}": v for k, v in tier.counters.items()})
             self._report.counters.update(now - self._told.get(name, Counter()))
             self._told[name] = now
 
@@ -263,6 +246,6 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         self._loads.clear()
         self._report = WorkerReport()
         if self._spec is not None:
-            self._find_reporters({})
+            self._tiers = {}
             self._spec.close()
             self._spec = None

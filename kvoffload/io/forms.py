@@ -1,0 +1,118 @@
+"""The two forms of the I/O server: a process, or a thread of the engine's process."""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from kvoffload.io.server import Session, run_server
+
+log = logging.getLogger(__name__)
+
+
+class Peer(Protocol):
+    """A running server."""
+
+    sock: socket.socket
+    """The engine's end."""
+
+    def kill(self) -> None:
+        """End it at once, if its form can."""
+        ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether it has ended, and touches no memory any more; wait at most so long."""
+        ...
+
+    def __str__(self) -> str: ...
+
+
+Form = Callable[[], Peer]
+"""Starts a server."""
+
+
+class ServerThread:
+    """The server on a daemon thread named ``kvoffload-io``.
+
+    Args:
+        memory: the slab.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self.sock, self._other = socket.socketpair()
+        self._memory = memory
+        self.session: Session
+        """Set when the server runs; its loop is the thread's."""
+        self._thread = threading.Thread(target=self._run, name="kvoffload-io", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        run_server(self._other, self._memory, lambda session: setattr(self, "session", session))
+
+    def kill(self) -> None:
+        """Do nothing: a thread that hangs cannot be ended."""
+
+    def wait(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def __str__(self) -> str:
+        return "the I/O thread"
+
+
+class ServerProcess:
+    """The server in a process of its own: spawned, never forked.
+
+    It inherits the module search path, the environment, and two descriptors: its end of the
+    socket, and the slab's memory file.
+
+    Args:
+        slab_fd: the memory file.
+    """
+
+    def __init__(self, slab_fd: int) -> None:
+        self.sock, other = socket.socketpair()
+        inherited = (other.fileno(), slab_fd)
+        level = logging.getLogger("kvoffload").getEffectiveLevel()
+        arguments = [*inherited, os.getpid(), level]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with other:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "kvoffload.io.process", *map(str, arguments)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,
+                    pass_fds=inherited,
+                    env=environment,
+                )
+            except BaseException:
+                self.sock.close()
+                raise
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> bool:
+        # Not Popen.wait: that one polls ever more slowly.
+        until_s = time.monotonic() + timeout_s
+        while self._process.poll() is None:
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(0.005)
+        return True
+
+    def __str__(self) -> str:
+        return f"the I/O process {self.pid}"

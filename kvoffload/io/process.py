@@ -1,0 +1,78 @@
+"""The I/O process: ``python -m kvoffload.io.process SOCKET_FD SLAB_FD ENGINE_PID LOG_LEVEL``.
+
+Started by :class:`kvoffload.io.forms.ServerProcess`. The process ends with the engine's end of the
+socket or with the engine's process, whichever ends first.
+"""
+
+import contextlib
+import logging
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+
+from kvoffload.io.protocol import Logged
+from kvoffload.io.server import Session, run_server
+
+LAST_S = 3.0
+"""How long the process goes on after its engine died, to close the stores."""
+
+
+class ToEngine(logging.Handler):
+    """Sends log records to the engine's process, which logs them under their names."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = Logged(record.name, record.levelno, self.format(record))
+        try:
+            self._session.loop.call_soon_threadsafe(self._session.send, message)
+        except RuntimeError:  # the loop is closed
+            print(message.text, file=sys.stderr)
+
+
+def main() -> None:
+    """Serve, and end the process without waiting for threads that hang."""
+    socket_fd, slab_fd, engine_pid, level = map(int, sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the engine
+    sock = socket.socket(fileno=socket_fd)
+    memory = memoryview(mmap.mmap(slab_fd, 0))
+    os.close(slab_fd)
+    watch = threading.Thread(target=_end_with, args=(engine_pid, sock), daemon=True)
+
+    def attach(session: Session) -> None:
+        logging.basicConfig(level=level, handlers=[ToEngine(session)])
+        watch.start()
+
+    try:
+        run_server(sock, memory, attach)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _end_with(engine_pid: int, sock: socket.socket) -> None:
+    """Wait for the death of the engine's process; then close the session, and soon the process.
+
+    The socket alone does not tell: other children of the engine may have inherited its end.
+    """
+    with contextlib.suppress(OSError):  # it is dead already
+        pidfd = os.pidfd_open(engine_pid)
+        if os.getppid() == engine_pid:
+            select.select([pidfd], [], [])
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    time.sleep(LAST_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

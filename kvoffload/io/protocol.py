@@ -1,0 +1,253 @@
+"""The messages between an engine's I/O client and its I/O server.
+
+Both ends come from one installation; ``VERSION`` finds the mistake if they do not. A message is a
+tagged MessagePack array after its length (4 bytes, little endian), over a Unix stream socket. The
+bytes of chunks never travel here: both ends map the slab.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+VERSION = 1
+_LENGTH_BYTES = 4
+
+
+class _Message(msgspec.Struct, array_like=True, tag=True):
+    pass
+
+
+# ---- from the client ----
+
+
+class TierSettings(msgspec.Struct, array_like=True, frozen=True):
+    """One tier to open; see :func:`kvoffload.registry.open_backend`."""
+
+    name: str
+    type: str
+    options: dict[str, Any]
+    where: str
+
+
+class Open(_Message):
+    """Open the stores; the first message. ``Opened`` or ``Refused`` answers it."""
+
+    version: int
+    tiers: list[TierSettings]
+    namespace: str
+    facts: dict[str, str]
+    """The facts behind the namespace, for people."""
+    chunk_bytes: int
+    """Bytes of the largest chunk, which each store must be able to hold."""
+    slot_bytes: int
+    lookup_timeout_s: float
+
+
+class Load(_Message):
+    """Read chunks into slots; ``Arrived`` tells of each, ``Answered`` ends it."""
+
+    job: int
+    tier: str
+    keys: list[bytes]
+    slots: list[int]
+    sizes: int | list[int]
+    """Bytes of each chunk; one number if all are equal."""
+
+
+class Store(_Message):
+    """Write chunks from slots; ``Answered`` ends it."""
+
+    job: int
+    tier: str
+    keys: list[bytes]
+    slots: list[int]
+    sizes: int | list[int]
+
+
+class Cancel(_Message):
+    """End a job soon. ``Answered`` comes when nothing touches its slots any more."""
+
+    job: int
+
+
+class Ask(_Message):
+    """Ask a store without an index for chunks; ``Present`` answers."""
+
+    tier: str
+    keys: list[bytes]
+
+
+class Forget(_Message):
+    """Let an index answer False for chunks whose load failed; ``Forgotten`` answers."""
+
+    tier: str
+    keys: list[bytes]
+
+
+class Remove(_Message):
+    """Remove chunks from a store; nothing answers."""
+
+    tier: str
+    keys: list[bytes]
+
+
+class Renew(_Message):
+    """Open the stores again under another namespace; ``Opened`` or ``Refused`` answers."""
+
+    namespace: str
+    facts: dict[str, str]
+    forgotten: list[str]
+    """Namespaces that only this engine used, to be removed."""
+
+
+# ---- from the server ----
+
+
+class TierOpened(msgspec.Struct, array_like=True, frozen=True):
+    """What an open store can tell."""
+
+    name: str
+    has_index: bool
+    is_observable: bool
+
+
+class Opened(_Message):
+    """The stores are open. What earlier messages said of tiers holds no longer."""
+
+    tiers: list[TierOpened]
+
+
+class Refused(_Message):
+    """The stores cannot be opened: the parts of a ConfigError."""
+
+    field: str
+    value: Any
+    remedy: str
+
+
+class Arrived(_Message):
+    """Chunks of a load, by their places in it, are verified in their slots."""
+
+    job: int
+    numbers: list[int]
+
+
+class Answered(_Message):
+    """A job has ended: for each chunk whether it succeeded; nothing touches its slots now."""
+
+    job: int
+    ok: bytes
+    reason: str
+    io_time_s: float
+
+
+class Presence(_Message):
+    """Chunks that became present or absent in a store with an index."""
+
+    tier: str
+    added: list[bytes]
+    removed: list[bytes]
+    complete: bool
+    """Whether all chunks stored earlier have been listed."""
+
+
+class Present(_Message):
+    """The answers to ``Ask``."""
+
+    tier: str
+    keys: list[bytes]
+    answers: list[bool]
+
+
+class Forgotten(_Message):
+    """These keys are forgotten; additions announced from now on count."""
+
+    tier: str
+    keys: list[bytes]
+
+
+class Removed(_Message):
+    """Chunks that a store removed by itself, with the reason."""
+
+    tier: str
+    removals: list[tuple[bytes, str]]
+
+
+class Figures(_Message):
+    """A store's usage (bytes, capacity, chunks) and counters."""
+
+    tier: str
+    usage: tuple[int, int | None, int]
+    counters: dict[str, int]
+
+
+class Alive(_Message):
+    """The server runs; sent every half a second."""
+
+
+class Logged(_Message):
+    """A log record of the I/O process."""
+
+    name: str
+    level: int
+    text: str
+
+
+ToServer = Open | Load | Store | Cancel | Ask | Forget | Remove | Renew
+ToClient = (
+    Opened
+    | Refused
+    | Arrived
+    | Answered
+    | Presence
+    | Present
+    | Forgotten
+    | Removed
+    | Figures
+    | Alive
+    | Logged
+)
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=str)
+_of_client = msgspec.msgpack.Decoder(ToServer)
+_of_server = msgspec.msgpack.Decoder(ToClient)
+
+
+def frame(message: ToServer | ToClient) -> bytes:
+    """Return a message as the bytes to send. What MessagePack does not know travels as text."""
+    buffer = bytearray(_LENGTH_BYTES)
+    _encoder.encode_into(message, buffer, _LENGTH_BYTES)
+    buffer[:_LENGTH_BYTES] = (len(buffer) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
+    return bytes(buffer)
+
+
+class Frames:
+    """Cuts a stream into messages.
+
+    Args:
+        to_server: which end this is.
+    """
+
+    def __init__(self, *, to_server: bool) -> None:
+        self._decoder: msgspec.msgpack.Decoder[Any] = _of_client if to_server else _of_server
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Add received bytes; yield the messages that are complete.
+
+        Raises:
+            msgspec.DecodeError: the other end speaks something else.
+        """
+        self._buffer += data
+        start, end = 0, len(self._buffer)
+        with memoryview(self._buffer) as view:
+            while end - start >= _LENGTH_BYTES:
+                body = start + _LENGTH_BYTES
+                after = body + int.from_bytes(view[start:body], "little")
+                if after > end:
+                    break
+                message = self._decoder.decode(view[body:after])
+                start = after
+                yield message
+        del self._buffer[:start]

@@ -1,0 +1,176 @@
+"""The open stores of an I/O server."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from kvoffload import registry
+from kvoffload.backends.admin import Admin
+from kvoffload.backends.base import Backend, ListedIndex, LocalIndex, Observable, Removal
+from kvoffload.backends.log_rate import Throttle
+from kvoffload.errors import ConfigError
+from kvoffload.io.protocol import Figures, Open, Presence, TierSettings
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+KEYS_PER_MESSAGE = 1024
+"""Keys in one message to the engine's process, which decodes it in one go."""
+
+
+class OpenStore:
+    """One open store, and what of it is not told yet. A plug-in's exception is only logged."""
+
+    def __init__(self, name: str, backend: Backend) -> None:
+        self.name = name
+        self.backend = backend
+        self.index = backend if isinstance(backend, ListedIndex) else None
+        self.observable = backend if isinstance(backend, Observable) else None
+        self.is_told = False
+        """Whether the engine knows all that the index knew at some time."""
+        self._told: Figures | None = None
+        self._failures = Throttle(log)
+
+    def changes(self) -> Presence | None:
+        """Return the next changes of the index; None if there are none."""
+        if self.index is None:
+            return None
+        changes: list[tuple[bytes, bool]] = []
+        changes = self._tried(
+            "take_changes", lambda: self._index.take_changes(KEYS_PER_MESSAGE), changes
+        )
+        was_told = self.is_told
+        self.is_told = self._tried("is_complete", lambda: self._index.is_complete, False)
+        if not changes and was_told == self.is_told:
+            return None
+        added = [key for key, present in changes if present]
+        removed = [key for key, present in changes if not present]
+        return Presence(self.name, added, removed, self.is_told)
+
+    def held(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Return the keys that the index holds."""
+        return self._tried("holds", lambda: [key for key in keys if self._index.holds(key)], [])
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Let the index answer False for these."""
+        if isinstance(self.backend, LocalIndex):
+            self._tried("forget", partial(self.backend.forget, keys), None)
+
+    def removals(self) -> list[Removal]:
+        """Return the chunks that the store removed since the last call."""
+        if self.observable is None:
+            return []
+        return self._tried("take_removals", self.observable.take_removals, [])
+
+    def figures(self) -> Figures | None:
+        """Return usage and counters; None if they are as they were told."""
+        store = self.observable
+        if store is None:
+            return None
+        now = self._tried(
+            "usage and counters",
+            lambda: Figures(self.name, (*store.usage(),), dict(store.counters())),
+            self._told,
+        )
+        if now == self._told:
+            return None
+        self._told = now
+        return now
+
+    @property
+    def _index(self) -> ListedIndex:
+        assert self.index is not None
+        return self.index
+
+    def _tried(self, what: str, call: Callable[[], T], failed: T) -> T:
+        try:
+            return call()
+        except Exception as error:
+            self._failures.warning("%s: %s failed: %r", self.name, what, error)
+            return failed
+
+
+async def open_stores(wanted: Open, namespace: str, facts: Mapping[str, str]) -> list[OpenStore]:
+    """Open every tier, or none.
+
+    Raises:
+        ConfigError: a store cannot be opened, could hold no chunk, or is another one over again.
+    """
+    opened: list[OpenStore] = []
+    places: dict[str, int] = {}
+    try:
+        for i, tier in enumerate(wanted.tiers):
+            store = OpenStore(tier.name, _open(tier, namespace))
+            opened.append(store)
+            if store.observable is not None:
+                _check_fit(i, store.observable, wanted.chunk_bytes, places)
+    except BaseException:
+        # What opened before the one that cannot holds threads, descriptors and locks.
+        await close_stores(opened)
+        raise
+    return opened
+
+
+def _open(tier: TierSettings, namespace: str) -> Backend:
+    try:
+        return registry.open_backend(tier.type, tier.options, namespace, where=tier.where)
+    except ConfigError:
+        raise
+    except Exception as error:
+        log.exception("%s: the store cannot be opened", tier.name)
+        raise ConfigError(
+            tier.where.rstrip("."), tier.type, f"cannot be opened: {error!r}"
+        ) from error
+
+
+def _check_fit(i: int, store: Observable, chunk_bytes: int, places: dict[str, int]) -> None:
+    """Refuse a tier that could never hold a chunk, or that is another one over again."""
+    try:
+        store.check_fit(chunk_bytes)
+    except ConfigError as error:
+        raise ConfigError(f"backends[{i}].{error.field}", error.value, error.remedy) from error
+    first = places.setdefault(store.place, i) if store.place else i
+    if first != i:
+        remedy = f"is where backends[{first}] keeps its chunks; one tier is enough there"
+        raise ConfigError(f"backends[{i}]", store.place, remedy)
+
+
+async def greet(store: OpenStore, facts: Mapping[str, str]) -> None:
+    """Let a new store connect, and keep the facts behind its namespace."""
+    try:
+        await store.backend.contains([])
+    except Exception as error:
+        log.warning("the first call of a store failed: %s", text_of(error))
+    if store.observable is not None:
+        await store.observable.describe(facts)
+
+
+async def close_stores(stores: Sequence[OpenStore], timeout_s: float = 5.0) -> None:
+    """Close stores, all at once, and wait at most so long."""
+    tasks = {asyncio.ensure_future(store.backend.close()): store.name for store in stores}
+    if not tasks:
+        return
+    done, hung = await asyncio.wait(tasks, timeout=timeout_s)
+    for task in done:
+        if not task.cancelled() and (error := task.exception()):
+            log.warning("%s: closing failed: %s", tasks[task], text_of(error))
+    for task in hung:
+        log.warning("%s: closing still hung after %g s", tasks[task], timeout_s)
+
+
+async def retire(store: OpenStore, heir: Any, forgotten: Sequence[str]) -> None:
+    """Close a store; the one in its place removes what no engine will ask for any more."""
+    await close_stores([store])
+    if not forgotten or not isinstance(heir, Admin):
+        return
+    try:
+        await heir.purge(forgotten)
+    except OSError as error:
+        log.warning("what an old generation stored stays until it is evicted: %s", error)
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error's message, or its name if it has none."""
+    return str(error) or type(error).__name__

@@ -1,0 +1,160 @@
+"""What the engine's process knows of a tier: which chunks it has, and its figures."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+
+from kvoffload.backends.base import Removal, Usage
+from kvoffload.backends.presence import PresenceCache
+from kvoffload.io.protocol import Figures, Presence, Present
+
+ANSWER_S = 2.0
+"""How long an answer of ``contains`` is believed."""
+FORGOTTEN_S = 60.0
+"""How long a chunk that could not be loaded counts as absent in a store without an index. A store
+that keeps announcing it would otherwise cost every request a failed load."""
+MAX_REMOVALS = 1 << 16
+"""Removals kept for an engine that may never ask; older ones are lost to it."""
+
+
+class RemoteTier:
+    """Presence and figures of one tier, from the server's messages.
+
+    Of a store with an index there is a copy of the index, changed by announcements alone. A store
+    without an index is asked. The engine's thread calls the public methods, none of which waits.
+    The client's thread calls those that take messages. Each step on the shared sets is atomic.
+
+    Args:
+        name: of the tier.
+        lookup_timeout_s: how long an answer may be None.
+        ask: called when there are new questions; returns at once.
+        forget: tells the server which keys are forgotten.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        lookup_timeout_s: float,
+        ask: Callable[[], None],
+        forget: Callable[[Sequence[bytes]], None],
+    ) -> None:
+        self.name = name
+        self._lookup_timeout_s = lookup_timeout_s
+        self._ask = ask
+        self._send_forget = forget
+        self._removals: deque[Removal] = deque(maxlen=MAX_REMOVALS)
+        self.reset()
+
+    # ---- on the engine's thread ----
+
+    def holds(self, key: bytes) -> bool | None:
+        """Return True, False, or None for "ask again", at most for the lookup timeout."""
+        if self._cache is not None:
+            return self._cache.holds(key)
+        if key in self._keys:
+            return True
+        if self.is_complete or time.monotonic() >= self._patient_until_s:
+            return False
+        return None
+
+    def num_leading(self, keys: Sequence[bytes]) -> int:
+        """Count the leading keys that an index holds."""
+        return sum(1 for _ in takewhile(self._keys.__contains__, keys))
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Answer False for these keys until they are stored again."""
+        if self._cache is not None:
+            self._cache.forget(keys)
+        else:
+            # First, so that no announcement from before this call brings the keys back.
+            self._forgetting.update(keys)
+            self._keys.difference_update(keys)
+        self._send_forget(keys)
+
+    def take_removals(self) -> list[Removal]:
+        """Return the chunks that the store removed by itself since the last call."""
+        return [self._removals.popleft() for _ in range(len(self._removals))]
+
+    @property
+    def usage(self) -> Usage | None:
+        """The store's usage as it was last told; None if the store tells none."""
+        return Usage(*self._figures.usage) if self._figures else None
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """The store's counters as they were last told."""
+        return self._figures.counters if self._figures else {}
+
+    # ---- on the client's thread ----
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the store has said a first word of what it has."""
+        return self._cache is not None or self._is_met
+
+    def reset(self) -> None:
+        """Forget everything: the store is closed, or is another one now."""
+        self._keys: set[bytes] = set()
+        self._forgetting: set[bytes] = set()
+        self._cache: PresenceCache | None = None
+        self.is_complete = False
+        """Whether the copy has all that the index has."""
+        self._is_met = False
+        self._patient_until_s = time.monotonic() + self._lookup_timeout_s
+        self._figures: Figures | None = None
+
+    def opened(self, has_index: bool) -> None:
+        """Take in that the store is open."""
+        self._patient_until_s = time.monotonic() + self._lookup_timeout_s
+        if not has_index:
+            self._cache = PresenceCache(
+                self._ask, self._lookup_timeout_s, ANSWER_S, ANSWER_S, FORGOTTEN_S
+            )
+
+    def refused(self) -> None:
+        """Take in that the store cannot be opened: it has nothing."""
+        self.is_complete = True
+
+    def announced(self, message: Presence, is_current: Callable[[], bool]) -> None:
+        """Take in changes of the index, unless the tier is reset meanwhile."""
+        keys, forgetting = self._keys, self._forgetting
+        if not is_current():
+            return
+        added = message.added
+        if forgetting:
+            added = [key for key in added if key not in forgetting]
+        keys.update(added)
+        keys.difference_update(message.removed)
+        if forgetting:
+            keys.difference_update(list(forgetting))
+        self._is_met = True
+        self.is_complete = message.complete or self.is_complete
+
+    def forgotten(self, keys: Sequence[bytes]) -> None:
+        """Take in that later announcements of these keys count again."""
+        self._forgetting.difference_update(keys)
+
+    def stored(self, keys: Sequence[bytes], ok: bytes) -> None:
+        """Take in the answer of a store; an index announces the keys by itself."""
+        if self._cache is not None:
+            for key, good in zip(keys, ok, strict=True):
+                if good:
+                    self._cache.set(key, True)
+
+    def take_questions(self) -> list[bytes]:
+        """Return the keys to ask the store for."""
+        return self._cache.take_questions() if self._cache is not None else []
+
+    def answered(self, message: Present) -> None:
+        """Take in the answers to questions."""
+        if self._cache is not None:
+            self._cache.answer(message.keys, message.answers)
+
+    def removed(self, removals: Sequence[tuple[bytes, str]]) -> None:
+        """Take in what the store removed by itself."""
+        self._removals.extend(Removal(*removal) for removal in removals)
+
+    def told(self, figures: Figures) -> None:
+        """Take in usage and counters."""
+        self._figures = figures

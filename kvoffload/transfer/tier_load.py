@@ -1,0 +1,200 @@
+"""A load from tiers, in parts that take turns in host slots.
+
+A slot is read into again when the copy out of it has ended. A chunk is copied to the GPU when it is
+read and verified, so reads and copies of a load run at the same time.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from kvoffload.io.client import IOClient
+from kvoffload.messages import Fetch, OffloadKey
+from kvoffload.transfer.base import CopyFence
+from kvoffload.transfer.layout import ChunkLayout
+
+log = logging.getLogger(__name__)
+
+
+_FINAL = ("deadline", "shutdown", "io_died", "refused_transfer")
+"""Reasons after which no further part of a load begins in the same slots."""
+
+
+class LoadJob(Protocol):
+    """What the parts of a load report to; see :class:`kvoffload.transfer.engine.EngineJob`."""
+
+    def copied(self, fence: CopyFence, positions: Sequence[int]) -> None:
+        """Take in that the copies of these chunks were launched."""
+        ...
+
+    def part_ended(self, reason: str, settled: bool, io_time_s: float) -> None:
+        """Take in that a part has ended, and why chunks of it are missing."""
+        ...
+
+    def part_released(self) -> None:
+        """Take in that the slots of an unsettled part are free."""
+        ...
+
+
+class TierLoad:
+    """The parts of one load.
+
+    Args:
+        job: gets the answers of the parts.
+        fetches: what to read from which tier.
+        slots: of all chunks of the load.
+        layout: sizes of chunks.
+        io: carries out the reads.
+        copy: launches the copies of chunks, by their places in the load.
+
+    Raises:
+        KeyError: there is no such tier; nothing was begun.
+    """
+
+    def __init__(
+        self,
+        job: LoadJob,
+        fetches: Sequence[Fetch],
+        slots: Sequence[int],
+        layout: ChunkLayout,
+        io: IOClient,
+        copy: Callable[[Sequence[int]], CopyFence],
+    ) -> None:
+        self.job = job
+        self.layout = layout
+        self.io = io
+        self.copy = copy
+        self.lock = threading.Lock()
+        """Guards what the parts count."""
+        self.parts: list[_Part] = []
+        last: dict[int, _Part] = {}
+        for fetch in fetches:
+            io.tiers[fetch.tier]  # a tier that is not there ends the load before it begins
+            mine = [slots[i] for i in fetch.positions]
+            for start, end in portions(mine):
+                part = _Part(self, fetch, start, end, mine[start:end])
+                part.follow(dict.fromkeys(last[slot] for slot in part.slots if slot in last))
+                last.update(dict.fromkeys(part.slots, part))
+                self.parts.append(part)
+
+    def begin(self) -> None:
+        """Begin the parts that wait for no other."""
+        for part in [part for part in self.parts if not part.waits_for]:
+            part.begin()
+
+
+class _Part:
+    """One read of a load, and the copies of its chunks."""
+
+    def __init__(
+        self, load: TierLoad, fetch: Fetch, start: int, end: int, slots: Sequence[int]
+    ) -> None:
+        self.slots = slots
+        self.waits_for = 0
+        """Parts whose slots this one reads into."""
+        self._load = load
+        self._tier = fetch.tier
+        self._positions = fetch.positions[start:end]
+        self._keys: Sequence[OffloadKey] = fetch.keys[start:end]
+        self._followers: list[_Part] = []
+        self._launched: set[int] = set()
+        self._uses = 1
+        """The read and the copies that still use the slots."""
+        self._reason = ""
+        self._is_dropped = False
+
+    def follow(self, earlier: "Iterable[_Part]") -> None:
+        """Begin this part only when these have released their slots."""
+        for part in earlier:
+            part._followers.append(self)
+            self.waits_for += 1
+
+    def begin(self) -> None:
+        """Begin the read."""
+        try:
+            sizes = self._load.layout.sizes(self._keys)
+            self._load.io.load(self._tier, self._keys, self.slots, sizes, self)
+        except Exception:
+            log.exception("a read of %d chunks could not begin", len(self._keys))
+            self.ended(bytes(len(self._keys)), "refused_transfer", True, 0.0)
+
+    # ---- on the I/O client's thread ----
+
+    def arrived(self, numbers: Sequence[int]) -> None:
+        """Launch the copies of arrived chunks, but for those launched before."""
+        new = [n for n in numbers if n not in self._launched]
+        if not new:
+            return
+        self._launched.update(new)
+        positions = [self._positions[n] for n in new]
+        try:
+            fence = self._load.copy(positions)
+        except Exception as error:
+            log.warning("copies of %d chunks were refused: %s", len(positions), error)
+            self._reason = "refused_transfer"
+            return
+        self._load.job.copied(fence, positions)
+        if self._followers:
+            with self._load.lock:
+                self._uses += 1
+            fence.when_reached(self._used)
+
+    def ended(self, ok: bytes, reason: str, settled: bool, io_time_s: float) -> None:
+        self.arrived([n for n, good in enumerate(ok) if good])
+        self._load.job.part_ended(self._reason or reason, settled, io_time_s)
+        if reason in _FINAL:
+            self._drop_followers(reason)
+        else:
+            self._used()
+
+    def released(self) -> None:
+        self._load.job.part_released()
+
+    # ---- turns ----
+
+    def _used(self) -> None:
+        """Note the end of the read or of a copy; after the last, the followers may begin."""
+        begin: list[_Part] = []
+        with self._load.lock:
+            self._uses -= 1
+            if not self._uses:
+                for part in self._followers:
+                    part.waits_for -= 1
+                    if not part.waits_for and not part._is_dropped:
+                        begin.append(part)
+        for part in begin:
+            part.begin()
+
+    def _drop_followers(self, reason: str) -> None:
+        """End the parts that would read into slots which a late read may still use."""
+        left = list(self._followers)
+        while left:
+            part = left.pop()
+            with self._load.lock:
+                was_dropped, part._is_dropped = part._is_dropped, True
+            if not was_dropped:
+                left.extend(part._followers)
+                self._load.job.part_ended(reason, True, 0.0)
+
+
+def portions(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Cut a load into parts, as (start, end) of each.
+
+    No part repeats a slot. Where chunks take turns in the slots, a part takes half of them. While
+    it reads, the chunks of the part before are copied out of the rest.
+    """
+    distinct = len(set(slots))
+    if distinct == len(slots):
+        if slots:
+            yield 0, len(slots)
+        return
+    limit = max(1, distinct // 2)
+    taken: set[int] = set()
+    start = 0
+    for i, slot in enumerate(slots):
+        if len(taken) == limit or slot in taken:
+            yield start, i
+            start, taken = i, set()
+        taken.add(slot)
+    yield start, len(slots)
