@@ -5,6 +5,7 @@ the same slots, in the same run. Two more rows: all chunks read and then all cop
 through few slots in turns, as without a cache in host memory.
 """
 
+import asyncio
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -15,6 +16,9 @@ import torch
 
 from benchmarks.harness import Row, best_of, report, row
 from kvoffload import open_backend
+from kvoffload.io.client import IOClient
+from kvoffload.io.forms import ServerThread
+from kvoffload.io.protocol import VERSION, Open, TierSettings
 from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -27,7 +31,6 @@ from kvoffload.messages import (
 from kvoffload.testing.backends import keys_of
 from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.engine import TransferEngine
-from kvoffload.transfer.io_loop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 
@@ -58,16 +61,21 @@ def _case(folder: str | None, count: int, page_bytes: int, label: str) -> list[R
     slab = Slab(count, layout.slot_bytes)
     slab.rows[:] = 2
     scratch = tempfile.mkdtemp(prefix="kvoffload-bench-", dir=folder)
-    io, copier = IOLoop(), CpuCopier(caches, slab, layout)
-    disk = open_backend("disk", {"root": scratch, "capacity": "64GiB", "min_free": 0}, "bench")
+    copier, loop = CpuCopier(caches, slab, layout), asyncio.Runner()
+    options = {"root": scratch, "capacity": "64GiB", "min_free": 0}
+    disk = open_backend("disk", options, "bench")
+    tier = TierSettings("disk", "disk", options, "")
+    opening = Open(VERSION, [tier], "bench", {}, layout.slot_bytes, layout.slot_bytes, TIMEOUT_S)
+    memory = slab.slot(0, slab.num_bytes)
+    io = IOClient(lambda: ServerThread(memory), opening, TIMEOUT_S, TIMEOUT_S)
     keys = [OffloadKey(key) for key in keys_of(count)]
     views = [slab.slot(slot, layout.payload_bytes[0]) for slot in range(count)]
     target = GPULoadStoreSpec(np.random.default_rng(0).permutation(count))
     moves = layout.moves(target, list(range(count)))
-    engine = TransferEngine(io, {"disk": disk}, slab, layout, copier, TIMEOUT_S, TIMEOUT_S)
+    engine = TransferEngine(io, slab, layout, copier)
 
     def read() -> None:
-        _all(io.call(disk.read(keys, views)))
+        _all(loop.run(disk.read(keys, views)))
 
     def one_after_the_other() -> None:
         read()
@@ -80,7 +88,7 @@ def _case(folder: str | None, count: int, page_bytes: int, label: str) -> list[R
         _all(engine.get_finished()[0].ok)
 
     try:
-        _all(io.call(disk.write(keys, views)))
+        _all(loop.run(disk.write(keys, views)))
         few = np.arange(count) % FEW_SLOTS
         limit, *times = best_of(
             read, one_after_the_other, lambda: load(range(count)), lambda: load(few), rounds=5
@@ -91,7 +99,8 @@ def _case(folder: str | None, count: int, page_bytes: int, label: str) -> list[R
             for way, seconds in zip(ways, times, strict=True)
         ]
     finally:
-        io.call(disk.close())
+        loop.run(disk.close())
+        loop.close()
         io.close()
         copier.close()
         shutil.rmtree(scratch)

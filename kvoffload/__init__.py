@@ -67,11 +67,11 @@ _HOMES = {name: f"kvoffload.{module}" for module, names in _MODULES.items() for 
 
 __all__ = [
     "Admin", "Backend", "BackendConfig", "ByteSize", "CanonicalKVCaches", "ChunksRemoved",
-    "ChunksStored", "ConfigError", "Exporter", "InlineBackend", "KVOffloadError", "ListedIndex", "LoadOutcome",
-    "LocalConnector", "LocalIndex", "Observable", "OffloadConfig", "OffloadKey", "OffloadRequest",
-    "OffloadingEvent", "OffloadingManager", "OffloadingSpec", "Policy", "ReadResult", "ReadsEach",
-    "Removal", "ThreadedBackend", "Usage", "UsageError", "__version__", "canonicalize_kv_caches",
-    "make_offload_key", "namespace", "open_backend", "parse_config",
+    "ChunksStored", "ConfigError", "Exporter", "InlineBackend", "KVOffloadError", "ListedIndex",
+    "LoadOutcome", "LocalConnector", "LocalIndex", "Observable", "OffloadConfig", "OffloadKey",
+    "OffloadRequest", "OffloadingEvent", "OffloadingManager", "OffloadingSpec", "Policy",
+    "ReadResult", "ReadsEach", "Removal", "ThreadedBackend", "Usage", "UsageError", "__version__",
+    "canonicalize_kv_caches", "make_offload_key", "namespace", "open_backend", "parse_config",
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.io.client import IOClient
 from kvoffload.io.forms import Form, ServerProcess, ServerThread
 from kvoffload.io.protocol import VERSION, Open, TierSettings
-from kvoffload.io.tier import RemoteTier
+from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.offload.base import (
     CanonicalKVCaches,
     LoadStoreSpec,

@@ -6,21 +6,26 @@ and answers a job when nothing touches its slots any more.
 """
 
 import asyncio
-import contextlib
 import logging
 import socket
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
-from kvoffload.backends.base import Answers, ReadsEach, reason_of
 from kvoffload.errors import ConfigError
+from kvoffload.io.chunk_jobs import ChunkJobs, same_length
+from kvoffload.io.open_stores import (
+    KEYS_PER_MESSAGE,
+    OpenStore,
+    close_stores,
+    greet,
+    open_stores,
+    retire,
+    text_of,
+)
 from kvoffload.io.protocol import (
     VERSION,
     Alive,
-    Answered,
-    Arrived,
     Ask,
     Cancel,
     Forget,
@@ -40,23 +45,8 @@ from kvoffload.io.protocol import (
     ToClient,
     frame,
 )
-from kvoffload.io.stores import (
-    KEYS_PER_MESSAGE,
-    OpenStore,
-    close_stores,
-    greet,
-    open_stores,
-    retire,
-    text_of,
-)
 
 log = logging.getLogger(__name__)
-_A = TypeVar("_A", bound=Answers)
-
-KEYS_PER_CALL = 8
-"""Chunks in one read call of a store that does not report each chunk as it arrives."""
-ARRIVALS_S = 0.002
-"""Time between two messages of arrivals: each message wakes a thread of the engine's process."""
 CHANGES_S = 0.05
 """Time between two looks at what changed in the stores."""
 LISTING_S = 0.001
@@ -74,7 +64,7 @@ class Session:
     """
 
     def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
+        self._jobs = ChunkJobs(memory, self.send, self._before_answer)
         self.loop = asyncio.get_running_loop()
         """Of the backends; other threads may call its ``call_soon_threadsafe``."""
         self._writer: asyncio.StreamWriter | None = None
@@ -82,9 +72,6 @@ class Session:
         self._opening: Open
         """Set by the first message."""
         self._stores: dict[str, OpenStore] = {}
-        self._jobs: dict[int, list[asyncio.Task[str]]] = {}
-        self._arrivals: dict[int, list[int]] = {}
-        self._arrivals_sent_s = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def serve(self, sock: socket.socket) -> None:
@@ -116,13 +103,10 @@ class Session:
 
     async def _take(self, message: Any) -> None:
         match message:
-            case Load():
-                self._load(message)
-            case Store():
-                self._store(message)
+            case Load() | Store():
+                self._spawn(self._jobs.begin(message, self._stores.get(message.tier)))
             case Cancel():
-                for task in self._jobs.get(message.job, ()):
-                    task.cancel()
+                self._jobs.cancel(message.job)
             case Ask():
                 self._spawn(self._ask(message))
             case Forget():
@@ -133,7 +117,7 @@ class Session:
                 if store := self._stores.get(message.tier):
                     self._spawn(store.backend.remove(message.keys))
             case Open():
-                self._opening = message
+                self._opening, self._jobs.slot_bytes = message, message.slot_bytes
                 if message.version != VERSION:
                     remedy = f"the engine speaks version {message.version}: install one kvoffload"
                     self.send(Refused("io", VERSION, remedy))
@@ -171,119 +155,20 @@ class Session:
             heir = self._stores.get(name)
             self._spawn(retire(store, heir and heir.backend, message.forgotten))
 
-    # ---- jobs ----
-
-    def _load(self, message: Load) -> None:
-        store = self._stores.get(message.tier)
-        ok = bytearray(len(message.keys))
-        calls: list[Coroutine[Any, Any, str]] = []
-        if store is not None:
-            limit = len(ok) if isinstance(store.backend, ReadsEach) else KEYS_PER_CALL
-            for start in range(0, len(ok), limit or 1):
-                part = range(start, min(start + limit, len(ok)))
-                calls.append(self._read(message, part, ok, store))
-        self._start(message, calls, ok, store)
-
-    def _store(self, message: Store) -> None:
-        store = self._stores.get(message.tier)
-        ok = bytearray(len(message.keys))
-        calls = [] if store is None else [self._write(message, ok, store)]
-        self._start(message, calls, ok, store)
-
-    def _start(
-        self,
-        message: Load | Store,
-        calls: Sequence[Coroutine[Any, Any, str]],
-        ok: bytearray,
-        store: OpenStore | None,
-    ) -> None:
-        tasks = self._jobs[message.job] = [self.loop.create_task(call) for call in calls]
-        self._spawn(self._answer(message, tasks, ok, store))
-
-    async def _answer(
-        self,
-        message: Load | Store,
-        tasks: Sequence[asyncio.Task[str]],
-        ok: bytearray,
-        store: OpenStore | None,
-    ) -> None:
-        """Wait until nothing touches a job's slots any more; then answer it."""
-        begun_s = self.loop.time()
-        if tasks:
-            await asyncio.wait(tasks)
-        del self._jobs[message.job]
-        self._arrivals.pop(message.job, None)
-        reasons = ["cancelled" if task.cancelled() else task.result() for task in tasks]
-        reason = next((why for why in reasons if why), "" if store else "no_store")
-        if store is not None:
-            self._tell_changes_of(store)
-            if isinstance(message, Store) and store.index is not None and not store.is_told:
-                # The index still lists what it had before; these chunks need not wait for it.
-                stored = [key for key, good in zip(message.keys, ok, strict=True) if good]
-                self._tell_present(store, stored)
-            if not self._jobs:
-                self._tell_figures_of(store)
-        self.send(Answered(message.job, bytes(ok), reason, self.loop.time() - begun_s))
-
-    async def _read(self, message: Load, part: range, ok: bytearray, store: OpenStore) -> str:
-        """Read a part of a load into its slots; return why chunks are missing."""
-
-        def arrived(places: Sequence[int]) -> None:
-            self._arrive(message.job, [part[i] for i in places])
-
-        keys = message.keys[part.start : part.stop]
-        backend = store.backend
-        try:
-            views = self._views(message, part)
-            if isinstance(backend, ReadsEach):
-                batches = ArrivalBatches(self.loop, arrived)
-                answers = await backend.read_each(keys, views, batches.add)
-            else:
-                answers = await backend.read(keys, views)
-            same_length(answers, keys)
-        except Exception as error:
-            log.warning("%s: read of %d chunks failed: %s", store.name, len(keys), text_of(error))
-            return "error"
-        good = [i for i, fine in enumerate(answers) if fine]
-        for i in good:
-            ok[part[i]] = 1
-        arrived(good)
-        return reason_of(answers)
-
-    async def _write(self, message: Store, ok: bytearray, store: OpenStore) -> str:
-        """Write chunks from their slots; return why some were not stored."""
-        keys = message.keys
-        try:
-            views = self._views(message, range(len(keys)))
-            ok[:] = bytes(map(bool, same_length(await store.backend.write(keys, views), keys)))
-        except Exception as error:
-            log.warning("%s: write of %d chunks failed: %s", store.name, len(keys), text_of(error))
-            return "error"
-        return "" if all(ok) else "refused"
-
-    def _views(self, message: Load | Store, part: range) -> list[memoryview]:
-        width, sizes = self._opening.slot_bytes, message.sizes
-        views = []
-        for i in part:
-            start = message.slots[i] * width
-            size = sizes if isinstance(sizes, int) else sizes[i]
-            views.append(self._memory[start : start + size])
-        return views
-
-    def _arrive(self, job: int, numbers: list[int]) -> None:
-        if job not in self._jobs or not numbers:
-            return
-        if not self._arrivals:
-            self.loop.call_at(self._arrivals_sent_s + ARRIVALS_S, self._send_arrivals)
-        self._arrivals.setdefault(job, []).extend(numbers)
-
-    def _send_arrivals(self) -> None:
-        self._arrivals_sent_s = self.loop.time()
-        for job, numbers in self._arrivals.items():
-            self.send(Arrived(job, numbers))
-        self._arrivals.clear()
-
     # ---- what stores have ----
+
+    def _before_answer(self, order: Load | Store, store: OpenStore, ok: Sequence[int]) -> None:
+        """Tell what a job changed, so that it is known when the job is answered."""
+        has_more = self._tell_changes_of(store)
+        if has_more and isinstance(order, Store):
+            # The index still lists what it had before; these chunks need not wait for it.
+            stored = [key for key, good in zip(order.keys, ok, strict=True) if good]
+            held = store.held(stored)
+            for start in range(0, len(held), KEYS_PER_MESSAGE):
+                added = held[start : start + KEYS_PER_MESSAGE]
+                self.send(Presence(store.name, added, [], False))
+        if not self._jobs:
+            self._tell_figures_of(store)
 
     async def _ask(self, message: Ask) -> None:
         store = self._stores.get(message.tier)
@@ -322,12 +207,6 @@ class Session:
             self.send(Removed(store.name, removals[start : start + KEYS_PER_MESSAGE]))
         return changes is not None and len(changes.added) + len(changes.removed) == KEYS_PER_MESSAGE
 
-    def _tell_present(self, store: OpenStore, keys: Sequence[bytes]) -> None:
-        held = store.held(keys)
-        for start in range(0, len(held), KEYS_PER_MESSAGE):
-            added = held[start : start + KEYS_PER_MESSAGE]
-            self.send(Presence(store.name, added, [], False))
-
     def _tell_figures_of(self, store: OpenStore) -> None:
         if figures := store.figures():
             self.send(figures)
@@ -335,9 +214,7 @@ class Session:
     # ---- the end ----
 
     async def _end(self) -> None:
-        for tasks in self._jobs.values():
-            for task in tasks:
-                task.cancel()
+        self._jobs.cancel_all()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_S)
         await close_stores(list(self._stores.values()), CLOSE_S)
@@ -356,44 +233,6 @@ class Session:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
             log.error("a task of the I/O server failed", exc_info=error)
-
-
-class ArrivalBatches:
-    """Hands numbers from other threads to the event loop: as many at once as have arrived.
-
-    Args:
-        loop: the loop.
-        take: called on the loop with the numbers that arrived since the last call.
-    """
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, take: Callable[[Sequence[int]], None]
-    ) -> None:
-        self._take = take
-        self._loop = loop
-        self._new: deque[int] = deque()
-        self._called = False
-
-    def add(self, i: int) -> None:
-        """Add a number; from any thread, returns at once."""
-        self._new.append(i)
-        if not self._called:
-            self._called = True
-            # A closed loop refuses: the job was answered at shutdown.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._hand_over)
-
-    def _hand_over(self) -> None:
-        # Reset first, so that a number added from now on causes another call.
-        self._called = False
-        self._take([self._new.popleft() for _ in range(len(self._new))])
-
-
-def same_length(answers: _A, keys: Sequence[bytes]) -> _A:
-    """Return a store's answers; raise ValueError if they are not one for each key."""
-    if len(answers) != len(keys):
-        raise ValueError(f"{len(answers)} answers for {len(keys)} keys")
-    return answers
 
 
 def run_server(sock: socket.socket, memory: memoryview, attach: Callable[[Session], None]) -> None:

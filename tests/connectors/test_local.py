@@ -287,9 +287,7 @@ def test_a_request_id_used_again_while_its_aborted_load_runs(connect, new_reques
     until(connector.poll)
 
 
-def test_requests_running_at_a_reset_store_nothing_of_before(
-    connect, new_request, tmp_path, until
-):
+def test_requests_running_at_a_reset_store_nothing_of_before(connect, new_request, tmp_path, until):
     connector = connect(backend={"type": "disk", "root": str(tmp_path), "capacity": "1MiB"})
     running = new_request("p", 80)
     connector.after_forward(running, [range(5, 25)], 40)

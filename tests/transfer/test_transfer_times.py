@@ -17,10 +17,10 @@ from kvoffload.messages import (
 from kvoffload.transfer.cpu.copier import CpuCopier, DoneFence
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.engine import TransferEngine
-from kvoffload.transfer.io_loop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 from tests.support.interleavings import NUM_SLOTS, PER_CHUNK, small_caches
+from tests.support.io_rig import call, client_over, loop_of
 from tests.support.late_device import LateDevice
 
 pytestmark = pytest.mark.alone
@@ -52,9 +52,9 @@ class Half:
                 caches, self.slab, self.layout, self.device, stage_bytes=1000
             )
 
-    def engine(self, io, store=None):
-        """The transfer engine, over a store."""
-        return TransferEngine(io, {"store": store}, self.slab, self.layout, self.copier, 30, 30)
+    def engine(self, io=None):
+        """The transfer engine, over tiers."""
+        return TransferEngine(io, self.slab, self.layout, self.copier)
 
     def busy_engine(self, monkeypatch):
         """Copies submitted from now on wait for a forward pass."""
@@ -72,9 +72,9 @@ def half(request):
 
 @pytest.mark.parametrize("to_host", [True, False])
 def test_a_copy_that_waits_for_the_forward_pass_took_as_long_as_the_copy(
-    half, monkeypatch, io, until, to_host
+    half, monkeypatch, until, to_host
 ):
-    engine = half.engine(io)
+    engine = half.engine()
     gpu, host = GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([0])
     half.busy_engine(monkeypatch)
     begun = time.monotonic()
@@ -85,10 +85,10 @@ def test_a_copy_that_waits_for_the_forward_pass_took_as_long_as_the_copy(
     assert 0 < result.transfer_time_s < WAIT_S / 2
 
 
-def test_a_copy_that_failed_took_no_time(io, until):
+def test_a_copy_that_failed_took_no_time(until):
     half = Half("device")
     half.device.failures.append(RuntimeError("out of something"))
-    engine = half.engine(io)
+    engine = half.engine()
     try:
         engine.transfer_async(1, (GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([0])))
         (result,) = until(engine.get_finished)
@@ -98,16 +98,24 @@ def test_a_copy_that_failed_took_no_time(io, until):
 
 
 @pytest.fixture
-def io():
-    io = IOLoop()
-    yield io
-    io.close()
+def over(half):
+    """Return what starts a client over a store."""
+    made = []
+
+    def start(store):
+        made.append(client_over({"store": store}, half.slab))
+        return made[-1]
+
+    yield start
+    for io in made:
+        io.close()
 
 
-def test_a_load_from_a_tier_took_its_reads_and_the_last_copy(half, monkeypatch, io, until):
+def test_a_load_from_a_tier_took_its_reads_and_the_last_copy(half, monkeypatch, over, until):
     store = open_backend("memory", {"capacity": "1MiB"}, "0" * 64)
+    io = over(store)
     views = [half.slab.slot(i, half.layout.payload_bytes[0]) for i in range(2)]
-    assert all(io.call(store.write(KEYS, views)))
+    assert all(call(io, store.write(KEYS, views)))
     read = store.read
 
     async def slow_read(keys, into):
@@ -115,9 +123,9 @@ def test_a_load_from_a_tier_took_its_reads_and_the_last_copy(half, monkeypatch, 
         return await read(keys, into)
 
     store.read = slow_read
-    engine = half.engine(io, store)
+    engine = half.engine(io)
     half.busy_engine(monkeypatch)
-    io.loop.call_soon_threadsafe(time.sleep, WAIT_S)
+    loop_of(io).call_soon_threadsafe(time.sleep, WAIT_S)
     source = StagedLoadStoreSpec([0, 1], [Fetch("store", (0, 1), KEYS)])
     engine.transfer_async(1, (source, GPULoadStoreSpec([1, 2, 3, 4])))
     (result,) = until(engine.get_finished)
@@ -125,17 +133,17 @@ def test_a_load_from_a_tier_took_its_reads_and_the_last_copy(half, monkeypatch, 
     assert READ_S <= result.transfer_time_s < WAIT_S
 
 
-def test_a_write_through_took_as_long_as_its_writes(half, io, until):
+def test_a_write_through_took_as_long_as_its_writes(half, over, until):
     store = open_backend("memory", {"capacity": "1MiB"}, "0" * 64)
-    write = store.write
+    io, write = over(store), store.write
 
     async def slow_write(keys, chunks):
         time.sleep(READ_S)  # noqa: ASYNC251
         return await write(keys, chunks)
 
     store.write = slow_write
-    engine = half.engine(io, store)
-    io.loop.call_soon_threadsafe(time.sleep, WAIT_S)
+    engine = half.engine(io)
+    loop_of(io).call_soon_threadsafe(time.sleep, WAIT_S)
     engine.transfer_async(1, (CPULoadStoreSpec([0, 1]), BackendLoadStoreSpec("store", KEYS)))
     (result,) = until(engine.get_finished)
     assert result.success

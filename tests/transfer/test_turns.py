@@ -17,10 +17,11 @@ from kvoffload.messages import (
 )
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.engine import TransferEngine
-from kvoffload.transfer.io_loop import IOLoop
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
+from kvoffload.transfer.tier_load import portions
 from tests.support.interleavings import NUM_BLOCKS, PER_CHUNK, small_caches
+from tests.support.io_rig import call, client_over
 from tests.support.late_device import LateDevice
 
 CHUNKS = NUM_BLOCKS // PER_CHUNK
@@ -36,11 +37,11 @@ def test_a_slot_is_read_into_again_only_when_the_device_has_copied_it(until, see
     slab = Slab(num_slots, layout.slot_bytes)
     device = LateDevice(caches, slab, seed)
     copier = StreamCopier(caches, slab, layout, device, stage_bytes=1000)
-    io = IOLoop()
     store = open_backend("memory", {"capacity": "1MiB"}, "0" * 64)
+    io = client_over({"store": store}, slab)
     chunks = [np.frombuffer(draw.randbytes(layout.payload_bytes[0]), np.int8) for _ in KEYS]
-    assert all(io.call(store.write(KEYS, [memoryview(chunk) for chunk in chunks])))
-    engine = TransferEngine(io, {"store": store}, slab, layout, copier, 30, 30)
+    assert all(call(io, store.write(KEYS, [memoryview(chunk) for chunk in chunks])))
+    engine = TransferEngine(io, slab, layout, copier)
     blocks = draw.sample(range(NUM_BLOCKS), NUM_BLOCKS)
     source = StagedLoadStoreSpec(
         [i % num_slots for i in range(CHUNKS)], [Fetch("store", tuple(range(CHUNKS)), KEYS)]
@@ -61,16 +62,15 @@ def test_a_slot_is_read_into_again_only_when_the_device_has_copied_it(until, see
 
 
 @pytest.mark.parametrize(
-    ("slots", "limit", "ends"),
+    ("slots", "ends"),
     [
-        ([], 4, []),
-        (list(range(10)), 4, [4, 8, 10]),
-        (list(range(8)), 4, [4, 8]),
-        ([0, 1, 2, 3] * 2, 8, [2, 4, 6, 8]),
-        ([0, 1, 2, 3, 4] * 2, 8, [2, 4, 6, 8, 10]),
-        ([0, 1, 2, 3] * 2, 1, list(range(1, 9))),
-        ([0, 0, 0], 8, [1, 2, 3]),
+        ([], []),
+        (list(range(10)), [10]),
+        ([0, 1, 2, 3] * 2, [2, 4, 6, 8]),
+        ([0, 1, 2, 3, 4] * 2, [2, 4, 6, 8, 10]),
+        ([0, 1, 2, 0], [1, 2, 3, 4]),
+        ([0, 0, 0], [1, 2, 3]),
     ],
 )
-def test_where_chunks_take_turns_a_call_has_half_of_the_slots(slots, limit, ends):
-    assert [end for _, end in portions(slots, limit)] == ends
+def test_where_chunks_take_turns_a_part_has_half_of_the_slots(slots, ends):
+    assert [end for _, end in portions(slots)] == ends

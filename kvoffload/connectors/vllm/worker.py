@@ -27,7 +27,7 @@ from kvoffload.connectors.vllm.self_test import check_tiers
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
 from kvoffload.connectors.vllm.versions import is_synchronous
-from kvoffload.io.tier import RemoteTier
+from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.messages import TransferResult
 from kvoffload.transfer.engine import TransferEngine
 from kvoffload.transfer.layout import ChunkLayout

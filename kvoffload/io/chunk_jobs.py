@@ -1,0 +1,181 @@
+"""Loads and stores as an I/O server carries them out: calls of a store on slots of the slab."""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from kvoffload.backends.base import Answers, ReadsEach, reason_of
+from kvoffload.io.open_stores import OpenStore, text_of
+from kvoffload.io.protocol import Answered, Arrived, Load, Store, ToClient
+
+log = logging.getLogger(__name__)
+_A = TypeVar("_A", bound=Answers)
+
+KEYS_PER_CALL = 8
+"""Chunks in one read call of a store that does not report each chunk as it arrives."""
+ARRIVALS_S = 0.002
+"""Time between two messages of arrivals: each message wakes a thread of the engine's process."""
+
+
+class ChunkJobs:
+    """The jobs of one session; used on its event loop.
+
+    Args:
+        memory: the slab.
+        send: sends a message to the engine.
+        before_answer: called with a job's order and store just before its answer is sent.
+    """
+
+    def __init__(
+        self,
+        memory: memoryview,
+        send: Callable[[ToClient], None],
+        before_answer: Callable[[Load | Store, OpenStore, Sequence[int]], None],
+    ) -> None:
+        self.slot_bytes = 0
+        """Bytes of a slot; set before the first job."""
+        self._memory = memory
+        self._send = send
+        self._before_answer = before_answer
+        self._loop = asyncio.get_running_loop()
+        self._calls: dict[int, list[asyncio.Task[str]]] = {}
+        self._arrivals: dict[int, list[int]] = {}
+        self._arrivals_sent_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def begin(self, order: Load | Store, store: OpenStore | None) -> Coroutine[Any, Any, None]:
+        """Begin a job; return what waits for its end and answers it."""
+        ok = bytearray(len(order.keys))
+        calls: list[Coroutine[Any, Any, str]] = []
+        if store is not None and isinstance(order, Store):
+            calls.append(self._write(order, store, ok))
+        elif store is not None and ok:
+            limit = len(ok) if isinstance(store.backend, ReadsEach) else KEYS_PER_CALL
+            for start in range(0, len(ok), limit):
+                part = range(start, min(start + limit, len(ok)))
+                calls.append(self._read(order, store, ok, part))
+        self._calls[order.job] = [self._loop.create_task(call) for call in calls]
+        return self._answer(order, store, ok, self._loop.time())
+
+    def cancel(self, job: int) -> None:
+        """Cancel the calls of a job; it is answered when they have ended."""
+        for task in self._calls.get(job, ()):
+            task.cancel()
+
+    def cancel_all(self) -> None:
+        """Cancel all calls."""
+        for job in self._calls:
+            self.cancel(job)
+
+    async def _answer(
+        self, order: Load | Store, store: OpenStore | None, ok: bytearray, begun_s: float
+    ) -> None:
+        """Wait until nothing touches a job's slots any more; then answer it."""
+        calls = self._calls[order.job]
+        if calls:
+            await asyncio.wait(calls)
+        del self._calls[order.job]
+        self._arrivals.pop(order.job, None)
+        reasons = ["cancelled" if call.cancelled() else call.result() for call in calls]
+        reason = next((why for why in reasons if why), "" if store else "no_store")
+        if store is not None:
+            self._before_answer(order, store, ok)
+        self._send(Answered(order.job, bytes(ok), reason, self._loop.time() - begun_s))
+
+    async def _read(self, order: Load | Store, store: OpenStore, ok: bytearray, part: range) -> str:
+        """Read a part of a load into its slots; return why chunks are missing."""
+
+        def arrived(places: Sequence[int]) -> None:
+            for i in places:
+                ok[part[i]] = 1
+            self._arrived(order.job, [part[i] for i in places])
+
+        keys, backend = order.keys[part.start : part.stop], store.backend
+        try:
+            views = self._views(order, part)
+            if isinstance(backend, ReadsEach):
+                batches = ArrivalBatches(self._loop, arrived)
+                answers = await backend.read_each(keys, views, batches.add)
+            else:
+                answers = await backend.read(keys, views)
+            same_length(answers, keys)
+        except Exception as error:
+            log.warning("%s: read of %d chunks failed: %s", store.name, len(keys), text_of(error))
+            return "error"
+        arrived([i for i, fine in enumerate(answers) if fine])
+        return reason_of(answers)
+
+    async def _write(self, order: Store, store: OpenStore, ok: bytearray) -> str:
+        """Write chunks from their slots; return why some were not stored."""
+        keys = order.keys
+        try:
+            views = self._views(order, range(len(keys)))
+            ok[:] = bytes(map(bool, same_length(await store.backend.write(keys, views), keys)))
+        except Exception as error:
+            log.warning("%s: write of %d chunks failed: %s", store.name, len(keys), text_of(error))
+            return "error"
+        return "" if all(ok) else "refused"
+
+    def _views(self, order: Load | Store, part: range) -> list[memoryview]:
+        views = []
+        for i in part:
+            start = order.slots[i] * self.slot_bytes
+            size = order.sizes if isinstance(order.sizes, int) else order.sizes[i]
+            views.append(self._memory[start : start + size])
+        return views
+
+    def _arrived(self, job: int, numbers: Sequence[int]) -> None:
+        if job not in self._calls or not numbers:
+            return
+        if not self._arrivals:
+            self._loop.call_at(self._arrivals_sent_s + ARRIVALS_S, self._send_arrivals)
+        self._arrivals.setdefault(job, []).extend(numbers)
+
+    def _send_arrivals(self) -> None:
+        self._arrivals_sent_s = self._loop.time()
+        for job, numbers in self._arrivals.items():
+            self._send(Arrived(job, numbers))
+        self._arrivals.clear()
+
+
+class ArrivalBatches:
+    """Hands numbers from other threads to the event loop: as many at once as have arrived.
+
+    Args:
+        loop: the loop.
+        take: called on the loop with the numbers that arrived since the last call.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, take: Callable[[Sequence[int]], None]
+    ) -> None:
+        self._take = take
+        self._loop = loop
+        self._new: deque[int] = deque()
+        self._called = False
+
+    def add(self, i: int) -> None:
+        """Add a number; from any thread, returns at once."""
+        self._new.append(i)
+        if not self._called:
+            self._called = True
+            # A closed loop refuses: the job was answered at shutdown.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._hand_over)
+
+    def _hand_over(self) -> None:
+        # Reset first, so that a number added from now on causes another call.
+        self._called = False
+        self._take([self._new.popleft() for _ in range(len(self._new))])
+
+
+def same_length(answers: _A, keys: Sequence[bytes]) -> _A:
+    """Return a store's answers; raise ValueError if they are not one for each key."""
+    if len(answers) != len(keys):
+        raise ValueError(f"{len(answers)} answers for {len(keys)} keys")
+    return answers

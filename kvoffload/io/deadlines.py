@@ -1,0 +1,120 @@
+"""The jobs of an I/O client and their deadlines: each job is answered exactly once.
+
+A load may take any time while chunks arrive, and a store a fixed time. A job that is late is
+cancelled, and answered as unsettled if that does not end it within ``CANCEL_GRACE_S``.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvoffload.io.protocol import Answered, Arrived, Load, Store
+
+CANCEL_GRACE_S = 0.02
+"""How long a cancelled job may take to release its slots before it is answered as unsettled."""
+
+
+class Listener(Protocol):
+    """What a job tells; called on the client's thread. Nothing here waits or raises."""
+
+    def arrived(self, numbers: Sequence[int]) -> None:
+        """Take in that these chunks of a load are verified in their slots."""
+        ...
+
+    def ended(self, ok: bytes, reason: str, settled: bool, io_time_s: float) -> None:
+        """Take in the one answer; if it is not settled, the server may still use the slots."""
+        ...
+
+    def released(self) -> None:
+        """Take in that the slots of a job answered as unsettled are free."""
+        ...
+
+
+@dataclass(eq=False)
+class IOJob:
+    """A load or store that a server carries out."""
+
+    order: Load | Store
+    listener: Listener
+    timeout_s: float
+    begun_s: float
+    due_s: float
+    cancelled_s: float = 0.0
+
+    def fail(self, reason: str, *, settled: bool) -> None:
+        """Answer that no chunk, but for those that arrived, succeeded."""
+        io_time_s = time.monotonic() - self.begun_s
+        self.listener.ended(bytes(len(self.order.keys)), reason, settled, io_time_s)
+
+
+class IOJobs:
+    """The jobs in flight. All methods but :meth:`add` run on the client's thread.
+
+    Args:
+        lock: held by those who add jobs.
+        cancel: asks the server to end a job.
+    """
+
+    def __init__(self, lock: threading.Lock, cancel: Callable[[int], None]) -> None:
+        self._lock = lock
+        self._cancel = cancel
+        self._jobs: dict[int, IOJob] = {}
+        self._late: dict[int, IOJob] = {}
+        """Answered jobs whose slots the server may still use, in the order of their answers."""
+
+    def __len__(self) -> int:
+        return len(self._jobs) + len(self._late)
+
+    @property
+    def late_since_s(self) -> float | None:
+        """When the oldest job was cancelled whose slots are not released."""
+        return next((job.cancelled_s for job in self._late.values()), None)
+
+    def add(self, order: Load | Store, listener: Listener, timeout_s: float) -> bool:
+        """Expect the answer to a job, on any thread; return whether no other is in flight."""
+        was_idle, now_s = not self._jobs, time.monotonic()
+        self._jobs[order.job] = IOJob(order, listener, timeout_s, now_s, now_s + timeout_s)
+        return was_idle
+
+    def arrived(self, message: Arrived) -> None:
+        """Take in that chunks of a load arrived, unless it is answered."""
+        if job := self._jobs.get(message.job):
+            job.due_s = time.monotonic() + job.timeout_s
+            job.listener.arrived(message.numbers)
+
+    def answered(self, message: Answered) -> IOJob | None:
+        """Take in an answer; return the job unless it was answered before."""
+        if late := self._late.pop(message.job, None):
+            late.listener.released()
+        if job := self._jobs.pop(message.job, None):
+            is_late = job.cancelled_s and not all(message.ok)
+            reason = "deadline" if is_late else message.reason
+            job.listener.ended(message.ok, reason, True, message.io_time_s)
+        return job
+
+    def look(self, now_s: float) -> None:
+        """Cancel the jobs that are late; answer those that were cancelled and do not end."""
+        with self._lock:
+            jobs = list(self._jobs.items())
+        for number, job in jobs:
+            if not job.cancelled_s:
+                if now_s >= job.due_s:
+                    job.cancelled_s = now_s
+                    self._cancel(number)
+            elif now_s >= job.cancelled_s + CANCEL_GRACE_S:
+                self._late[number] = self._jobs.pop(number)
+                job.fail("deadline", settled=False)
+
+    def lose(self) -> list[IOJob]:
+        """Count all jobs as late, and return those that are not answered."""
+        lost, self._jobs = self._jobs, {}
+        self._late.update(lost)
+        return list(lost.values())
+
+    def release(self) -> None:
+        """Release all slots: the server that used them has ended."""
+        late, self._late = self._late, {}
+        for job in late.values():
+            job.listener.released()

@@ -1,0 +1,107 @@
+"""The engine's end of the socket to an I/O server: any thread sends, one receives."""
+
+import contextlib
+import os
+import select
+import socket
+import threading
+
+_READ_BYTES = 1 << 18
+
+
+class Link:
+    """Sends without ever waiting: what the socket does not take, the receiving thread sends later.
+
+    The link outlives sockets: :meth:`attach` gives it the next one.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        """Guards the socket and what it has not taken; the owner may guard more with it."""
+        self._sock: socket.socket | None = None
+        self._out = bytearray()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is a socket."""
+        return self._sock is not None
+
+    def attach(self, sock: socket.socket) -> None:
+        """Use this socket from now on; the caller holds the lock."""
+        sock.setblocking(False)
+        self._sock = sock
+
+    def detach(self) -> None:
+        """Close the socket and drop what it has not taken; the caller holds the lock."""
+        if self._sock is not None:
+            self._sock.close()
+        self._sock = None
+        self._out.clear()
+
+    def push(self, data: bytes) -> bool:
+        """Send what the socket takes; return whether to :meth:`wake` the receiving thread.
+
+        The caller holds the lock. Without a socket the bytes are dropped.
+        """
+        sent = 0
+        if self._sock is None:
+            return False
+        if not self._out:
+            # The receiving thread notices a broken socket.
+            with contextlib.suppress(OSError):
+                sent = self._sock.send(data)
+        self._out += data[sent:]
+        return sent < len(data)
+
+    def send(self, data: bytes) -> None:
+        """Send from any thread."""
+        with self.lock:
+            must_wake = self.push(data)
+        if must_wake:
+            self.wake()
+
+    def wake(self) -> None:
+        """Let :meth:`receive` return; from any thread."""
+        with self.lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def receive(self, timeout_s: float) -> tuple[bytes | None, bool]:
+        """Wait for bytes; return them, and whether the link was woken.
+
+        Returns:
+            None in place of bytes if there are none, b"" if the other end is closed.
+        """
+        sock, poll = self._sock, select.poll()
+        poll.register(self._wake_fd, select.POLLIN)
+        if sock is not None:
+            poll.register(sock, select.POLLIN | (select.POLLOUT if self._out else 0))
+        ready = dict(poll.poll(1e3 * timeout_s))
+        if is_woken := self._wake_fd in ready:
+            os.eventfd_read(self._wake_fd)
+        events = ready.get(sock.fileno(), 0) if sock is not None else 0
+        if sock is None or not events:
+            return None, is_woken
+        if events & select.POLLOUT:
+            with self.lock, contextlib.suppress(OSError):
+                del self._out[: sock.send(self._out[:_READ_BYTES])]
+        try:
+            return sock.recv(_READ_BYTES), is_woken
+        except BlockingIOError:
+            return None, is_woken
+        except OSError:
+            return b"", is_woken
+
+    def end_sending(self) -> None:
+        """Let the other end read that this one is done."""
+        with self.lock, contextlib.suppress(OSError):
+            if self._sock is not None:
+                self._sock.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Release the descriptors; sending does nothing from now on."""
+        with self.lock:
+            self.detach()
+            os.close(self._wake_fd)
+            self._wake_fd = -1
