@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import kvoffload
-from kvoffload.demo.tokenizer import encode
+from kvoffload.demo.sampling import encode
 
 SYSTEM = (
     "You are a careful reader. Answer questions about the text below, quote it where you can, and "

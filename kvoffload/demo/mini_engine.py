@@ -20,8 +20,7 @@ from kvoffload.demo.engine_config import EngineConfig, ModelConfig, parse_engine
 from kvoffload.demo.engine_request import EngineRequest, RequestResult, Work
 from kvoffload.demo.offloading import Connector, NoOffloading
 from kvoffload.demo.runner import Runner, plan_kv_cache
-from kvoffload.demo.sampling import SamplingParams, sample
-from kvoffload.demo.tokenizer import EOS, NUM_TOKENS, encode
+from kvoffload.demo.sampling import EOS, SamplingParams, encode, sample
 from kvoffload.demo.weights import fingerprint, random_weights
 from kvoffload.errors import ConfigError
 
@@ -223,6 +222,6 @@ def _check_shape(config: EngineConfig, shape: ModelConfig) -> None:
     if config.max_model_len > shape.max_position:
         remedy = f"the model knows positions up to max_position = {shape.max_position}"
         raise ConfigError("max_model_len", config.max_model_len, remedy)
-    if shape.vocab_size < NUM_TOKENS:
-        remedy = f"must be at least {NUM_TOKENS}, the tokenizer's number of tokens"
+    if shape.vocab_size <= EOS:
+        remedy = f"must be at least {EOS + 1}: bytes, and the end of a text"
         raise ConfigError("vocab_size", shape.vocab_size, remedy)

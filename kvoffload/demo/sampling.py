@@ -1,4 +1,4 @@
-"""Choosing the next token: greedy, or drawn from a seed that nothing else can disturb."""
+"""Tokens: of a text its bytes; the next one greedy, or drawn from a seed of the request's own."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -7,6 +7,14 @@ import torch
 from torch import Tensor
 
 from kvoffload.errors import ConfigError
+
+EOS = 256
+"""The token that ends a text; those below it are bytes."""
+
+
+def encode(text: str) -> list[int]:
+    """Return the token ids of a text: its bytes in UTF-8."""
+    return list(text.encode())
 
 
 @dataclass(frozen=True)

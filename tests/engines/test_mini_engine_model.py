@@ -8,7 +8,6 @@ import torch
 from kvoffload.demo.decoder import Model
 from kvoffload.demo.engine_config import ModelConfig, parse_engine_config
 from kvoffload.demo.sampling import SamplingParams, sample
-from kvoffload.demo.tokenizer import EOS, decode, encode
 from kvoffload.demo.weights import expected_shapes, fingerprint, random_weights
 from kvoffload.errors import ConfigError
 
@@ -109,8 +108,3 @@ def test_draws_follow_the_probabilities():
 def test_sampling_settings_that_mean_nothing_are_refused(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
         SamplingParams(**bad)
-
-
-def test_bytes_come_back_as_text():
-    assert decode(encode("Größe ↔ 5")) == "Größe ↔ 5"
-    assert decode([104, 105, EOS, 300]) == "hi"
