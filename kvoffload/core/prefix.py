@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -68,20 +69,16 @@ class KVCacheBlocks:
         return f"KVCacheBlocks({self.blocks})"
 
 
+@dataclass(slots=True)
 class _Memo:
     """A lookup that need not be repeated while nothing changed."""
 
-    __slots__ = ("blocks", "chain", "losses", "max_tokens", "num_tokens", "registrations")
-
-    def __init__(
-        self, pool: BlockPool, chain: HashChain, blocks: KVCacheBlocks, tokens: int
-    ) -> None:
-        self.chain = chain
-        self.losses = pool.num_losses
-        self.registrations = pool.num_registrations
-        self.max_tokens = len(chain) - 1
-        self.blocks = blocks
-        self.num_tokens = tokens
+    chain: HashChain
+    max_tokens: int
+    losses: int
+    registrations: int
+    blocks: KVCacheBlocks
+    num_tokens: int
 
 
 class PrefixFinder:
@@ -115,10 +112,11 @@ class PrefixFinder:
         chain = request.chain
         memo = self._memo.get(request.request_id)
         if memo is None or not self._holds(memo, chain):
-            blocks, num_tokens = self._find(chain, len(chain) - 1)
-            for table in blocks.arrays:
-                self.pool.watch(table)
-            memo = _Memo(self.pool, chain, blocks, num_tokens)
+            pool, max_tokens = self.pool, len(chain) - 1
+            found = self._find(chain, max_tokens)
+            for table in found[0].arrays:
+                pool.watch(table)
+            memo = _Memo(chain, max_tokens, pool.num_losses, pool.num_registrations, *found)
             self._memo[request.request_id] = memo
             if len(self._memo) > _MEMO_SIZE:
                 self._memo.popitem(last=False)

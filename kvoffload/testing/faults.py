@@ -7,7 +7,7 @@ hangs, is slow, answers wrongly, or returns damaged bytes. The inner backend sta
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,7 +20,6 @@ from kvoffload.backends.base import (
     ReadsEach,
 )
 
-T = TypeVar("T")
 Verb = Literal["contains", "read", "write", "remove"]
 Fault = Literal["raise", "hang", "delay", "flip", "lie", "miss", "short"]
 
@@ -65,7 +64,7 @@ class FaultyBackend:
                     if not name.startswith("_") and name not in vars(FaultyBackend):
                         setattr(self, name, getattr(inner, name))
         if isinstance(inner, ReadsEach):
-            self.read_each = partial(self._read, inner.read_each)
+            self.read_each = partial(self._call, "read", inner.read_each)
 
     def release(self) -> None:
         """End hanging calls; they answer False."""
@@ -77,59 +76,48 @@ class FaultyBackend:
         return bool(self.inner.is_complete)  # type: ignore[attr-defined]
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        plan = self._strike("contains", keys)
-        if plan is None:
-            return await self.inner.contains(keys)
-        if plan.fault == "lie":
-            return [True] * len(keys)
-        return await self._answered(plan, len(keys), lambda: self.inner.contains(keys))
+        answers: list[bool] = await self._call("contains", self.inner.contains, keys)
+        return answers
 
     async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> Answers:
-        return await self._read(self.inner.read, keys, into)
+        answers: Answers = await self._call("read", self.inner.read, keys, into)
+        return answers
 
-    async def _read(
-        self,
-        inner: Callable[..., Awaitable[Answers]],
-        keys: Sequence[bytes],
-        into: Sequence[memoryview],
-        *arrived: Callable[[int], None],
-    ) -> Answers:
-        plan = self._strike("read", keys)
+    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
+        answers: list[bool] = await self._call("write", self.inner.write, keys, chunks)
+        return answers
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        await self._call("remove", self.inner.remove, keys)
+
+    async def _call(
+        self, verb: Verb, inner: Callable[..., Awaitable[Any]], keys: Sequence[bytes], *rest: Any
+    ) -> Any:
+        """Call the inner backend, with a fault where one is due; ``rest`` begins with memory."""
+        plan = self._strike(verb, keys)
         if plan is None:
-            return await inner(keys, into, *arrived)
-        if plan.fault == "short":
+            return await inner(keys, *rest)
+        if plan.fault == "lie" and verb in ("contains", "write"):
+            return [True] * len(keys)
+        if plan.fault == "short" and verb in ("read", "write"):
             half = len(keys) // 2
-            done = await inner(keys[:half], into[:half], *arrived)
+            done = await inner(keys[:half], rest[0][:half], *rest[1:])
             return [*done, *[False] * (len(keys) - half)]
-        if plan.fault == "flip":
+        if plan.fault == "flip" and verb == "read":
             # Reports no chunk before the fault is done, because a reported chunk is copied at once.
-            answers = await self.inner.read(keys, into)
-            for target, good in zip(into, answers, strict=True):
+            answers = await self.inner.read(keys, rest[0])
+            for target, good in zip(rest[0], answers, strict=True):
                 if good:
                     target.cast("B")[target.nbytes // 2] ^= 1
             return answers
-        return await self._answered(plan, len(keys), lambda: inner(keys, into, *arrived))
-
-    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
-        plan = self._strike("write", keys)
-        if plan is None:
-            return await self.inner.write(keys, chunks)
-        if plan.fault == "lie":
-            return [True] * len(keys)
-        if plan.fault == "short":
-            half = len(keys) // 2
-            done = await self.inner.write(keys[:half], chunks[:half])
-            return done + [False] * (len(keys) - half)
-        return await self._answered(plan, len(keys), lambda: self.inner.write(keys, chunks))
-
-    async def remove(self, keys: Sequence[bytes]) -> None:
-        plan = self._strike("remove", keys)
-        if plan is None:
-            await self.inner.remove(keys)
-        elif plan.fault in ("raise", "hang", "delay"):
-            await self._strike_down(plan)
-            if plan.fault == "delay":
-                await self.inner.remove(keys)
+        if plan.fault == "raise":
+            raise RuntimeError("a fault was planned here")
+        if plan.fault == "hang":
+            await self._released.wait()
+        if plan.fault == "delay":
+            await asyncio.sleep(plan.seconds)
+            return await inner(keys, *rest)
+        return [False] * len(keys)
 
     async def close(self) -> None:
         self.release()
@@ -147,17 +135,3 @@ class FaultyBackend:
                 self.struck += 1
                 return plan
         return None
-
-    async def _answered(
-        self, plan: Plan, count: int, inner: Callable[[], Awaitable[T]]
-    ) -> T | list[bool]:
-        await self._strike_down(plan)
-        return await inner() if plan.fault == "delay" else [False] * count
-
-    async def _strike_down(self, plan: Plan) -> None:
-        if plan.fault == "raise":
-            raise RuntimeError("a fault was planned here")
-        if plan.fault == "hang":
-            await self._released.wait()
-        if plan.fault == "delay":
-            await asyncio.sleep(plan.seconds)
