@@ -1,7 +1,7 @@
 """A table of the namespaces of a store, with every fact on request."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 
 from rich.console import Console
@@ -22,18 +22,12 @@ class Order(StrEnum):
     name = "name"
 
 
-_ORDERS = {
-    Order.size: "largest first",
-    Order.age: "longest unused first",
-    Order.name: "by name",
-}
-
-
 def show(to: Console, held: Sequence[Holding], times: str, order: Order, *, verbose: bool) -> None:
     """Print namespaces as a table; ``times`` is the heading of their times."""
     if not held:
         return
-    held = _sorted(held, order)
+    order_named, key = _ORDERS[order]
+    held = sorted(sorted(held, key=lambda each: each.namespace), key=key)
     cells = [
         (
             plain(short(each.namespace)).plain,
@@ -47,7 +41,7 @@ def show(to: Console, held: Sequence[Holding], times: str, order: Order, *, verb
         )
         for each in held
     ]
-    title = f"{counted(len(held), 'namespace')}, {_ORDERS[order]}"
+    title = f"{counted(len(held), 'namespace')}, {order_named}"
     columns = ("model", "dtype", "chunks", "bytes", times)
     print_numbers(to, title, "namespace", columns, cells, texts=2)
     for each in held if verbose else ():
@@ -63,20 +57,18 @@ def short(name: str) -> str:
     return name[:SHOWN_DIGITS] if is_digest(name) else name
 
 
-def _sorted(held: Sequence[Holding], order: Order) -> list[Holding]:
-    by_name = sorted(held, key=lambda each: each.namespace)
-    if order is Order.size:
-        return sorted(by_name, key=lambda each: -each.stored_bytes)
-    if order is Order.age:
-        return sorted(by_name, key=_freshness)
-    return by_name
-
-
 def _freshness(each: Holding) -> float:
     """Return a number that falls with the time since the last use."""
     if each.used_s is not None:
         return -each.used_s
     return math.inf if each.expires_s is None else each.expires_s
+
+
+_ORDERS: dict[Order, tuple[str, Callable[[Holding], float]]] = {
+    Order.size: ("largest first", lambda each: -each.stored_bytes),
+    Order.age: ("longest unused first", _freshness),
+    Order.name: ("by name", lambda each: 0),
+}
 
 
 def _time(each: Holding) -> str:

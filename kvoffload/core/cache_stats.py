@@ -64,29 +64,24 @@ class PrefixCachingMetrics:
     def __init__(self, max_recent_requests: int = 1000) -> None:
         self.max_recent_requests = max_recent_requests
         self._recent: deque[PrefixCacheStats] = deque()
-        self._requests = self._queries = self._hits = 0
 
     def observe(self, stats: PrefixCacheStats) -> None:
         """Add a report; reports that the window does not need any more are dropped."""
         if stats.reset:
             self.reset()
-        if not stats.requests:
-            return
-        self._recent.append(stats)
-        self._count(stats, 1)
-        while len(self._recent) > 1 and self._requests > self.max_recent_requests:
-            self._count(self._recent.popleft(), -1)
+        if stats.requests:
+            self._recent.append(stats)
+        while len(self._recent) > 1 and self._sum("requests") > self.max_recent_requests:
+            self._recent.popleft()
 
     def reset(self) -> None:
         self._recent.clear()
-        self._requests = self._queries = self._hits = 0
 
     @property
     def hit_rate(self) -> float:
         """Share of tokens found, from 0 to 1; 0 if nothing was asked."""
-        return self._hits / self._queries if self._queries else 0.0
+        queries = self._sum("queries")
+        return self._sum("hits") / queries if queries else 0.0
 
-    def _count(self, stats: PrefixCacheStats, sign: int) -> None:
-        self._requests += sign * stats.requests
-        self._queries += sign * stats.queries
-        self._hits += sign * stats.hits
+    def _sum(self, name: str) -> int:
+        return sum(getattr(stats, name) for stats in self._recent)

@@ -28,13 +28,12 @@ class Conversation:
 
     title: str
     opening: tuple[int, ...]
-    questions: tuple[tuple[int, ...], ...]
 
     def prompt(self, answers: list[list[int]]) -> list[int]:
         """Return the prompt of the turn after these answers."""
-        tokens = [*self.opening, *self.questions[0]]
-        for answer, question in zip(answers, self.questions[1:], strict=False):
-            tokens += [*answer, *question]
+        tokens = [*self.opening, *encode(QUESTIONS[0])]
+        for answer, question in zip(answers, QUESTIONS[1:], strict=False):
+            tokens += [*answer, *encode(question)]
         return tokens
 
 
@@ -43,17 +42,14 @@ def conversations(count: int, prompt_tokens: int) -> list[Conversation]:
 
     Their texts are the project's own: its pages in a checkout, and the source files of the package.
     """
-    questions = tuple(tuple(encode(question)) for question in QUESTIONS)
     system = encode(SYSTEM)
-    wanted = prompt_tokens - len(system) - len(questions[0])
+    wanted = prompt_tokens - len(system) - len(encode(QUESTIONS[0]))
     found: list[Conversation] = []
     for path in _texts():
         tokens = encode(path.read_text(encoding="utf-8"))[:wanted]
         if len(tokens) == wanted:
-            found.append(Conversation(path.name, (*system, *tokens), questions))
-        if len(found) == count:
-            break
-    return found
+            found.append(Conversation(path.name, (*system, *tokens)))
+    return found[:count]
 
 
 def _texts() -> list[Path]:

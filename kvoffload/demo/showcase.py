@@ -21,6 +21,7 @@ from kvoffload.demo.conversations import QUESTIONS, Conversation, conversations
 from kvoffload.demo.demo_report import machine, problems, summarize
 from kvoffload.demo.engine_config import ModelConfig
 from kvoffload.demo.engine_process import EngineProcess
+from kvoffload.demo.sampling import encode
 from kvoffload.demo.weights import expected_shapes
 
 CONVERSATIONS_ON_DEVICE = 2.5
@@ -167,8 +168,8 @@ def _engine_settings(
 ) -> dict[str, Any]:
     """Return settings with a KV cache on the device for only a few of the conversations."""
     block_size = 16
-    longest = max(len(talk.opening) + sum(map(len, talk.questions)) for talk in talks)
-    longest += len(QUESTIONS) * options.answer_tokens
+    longest = max(len(talk.opening) for talk in talks)
+    longest += sum(map(len, map(encode, QUESTIONS))) + len(QUESTIONS) * options.answer_tokens
     max_model_len = -(-longest // block_size) * block_size
     return {
         "model": msgspec.to_builtins(shape),
