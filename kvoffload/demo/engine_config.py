@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from kvoffload.config import ByteSize, convert
+from kvoffload.demo.sampling import EOS
 from kvoffload.demo.self_attention import SelfAttention
 from kvoffload.errors import ConfigError
 
@@ -29,7 +30,6 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     head_size: int = 64
     intermediate_size: int = 1408
     vocab_size: int = 320
-    max_position: int = 8192
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
 
@@ -41,6 +41,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 self.num_kv_heads,
                 f"must divide num_heads = {self.num_heads}: KV heads serve equal groups of them",
             )
+        if self.vocab_size <= EOS:
+            remedy = f"must be at least {EOS + 1}: bytes, and the end of a text"
+            raise ConfigError("vocab_size", self.vocab_size, remedy)
         if self.head_size % 2:
             raise ConfigError("head_size", self.head_size, "must be even: RoPE turns pairs")
 
@@ -57,9 +60,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Of the random weights."""
     device: str = "cpu"
     dtype: str = "float32"
-    attention: str = "auto"
-    """``sdpa``, ``invariant`` (see kvoffload.demo.invariant_attention), or ``auto``: the latter
-    where it gives equal bits."""
     block_size: int = 16
     """Tokens of one KV cache block."""
     kv_cache_bytes: ByteSize = ByteSize(256 << 20)
@@ -78,8 +78,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _check_counts(self, "seed")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError("dtype", self.dtype, "use float32, bfloat16 or float16")
-        if self.attention not in ("auto", "invariant", "sdpa"):
-            raise ConfigError("attention", self.attention, "use auto, invariant or sdpa")
         if self.max_model_len % self.block_size:
             remedy = f"must divide max_model_len = {self.max_model_len}: a sequence is whole blocks"
             raise ConfigError("block_size", self.block_size, remedy)

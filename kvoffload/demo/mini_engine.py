@@ -16,7 +16,7 @@ from kvoffload.core.hashing import BlockHasher, HashChain
 from kvoffload.core.manager import KVCacheManager
 from kvoffload.demo.batch_scheduler import Scheduler
 from kvoffload.demo.decoder import Model
-from kvoffload.demo.engine_config import EngineConfig, ModelConfig, parse_engine_config
+from kvoffload.demo.engine_config import EngineConfig, parse_engine_config
 from kvoffload.demo.engine_request import EngineRequest, RequestResult, Work
 from kvoffload.demo.offloading import Connector, NoOffloading
 from kvoffload.demo.runner import Runner, plan_kv_cache
@@ -48,13 +48,12 @@ class Engine:
         if isinstance(config, Mapping):
             config = parse_engine_config(config)
         self.config = config
-        device, dtype = _device(config), getattr(torch, config.dtype)
-        shape = config.model
-        _check_shape(config, shape)
-        kv_cache_config = plan_kv_cache(config, shape, dtype)
+        device, shape = _device(config), config.model
+        kv_cache_config = plan_kv_cache(config)
         state = random_weights(shape, config.seed)
-        model = Model(shape, state, device=device, dtype=dtype, max_len=config.max_model_len)
-        self.runner = Runner(config, model, kv_cache_config)
+        dtype, max_len = getattr(torch, config.dtype), config.max_model_len
+        model = Model(shape, state, device=device, dtype=dtype, max_len=max_len)
+        self.runner = Runner(model, kv_cache_config)
         self.manager = KVCacheManager(
             kv_cache_config,
             max_model_len=config.max_model_len,
@@ -216,12 +215,3 @@ def _device(config: EngineConfig) -> torch.device:
         remedy = f"this machine has {torch.cuda.device_count()} CUDA devices"
         raise ConfigError("device", config.device, remedy)
     return device
-
-
-def _check_shape(config: EngineConfig, shape: ModelConfig) -> None:
-    if config.max_model_len > shape.max_position:
-        remedy = f"the model knows positions up to max_position = {shape.max_position}"
-        raise ConfigError("max_model_len", config.max_model_len, remedy)
-    if shape.vocab_size <= EOS:
-        remedy = f"must be at least {EOS + 1}: bytes, and the end of a text"
-        raise ConfigError("vocab_size", shape.vocab_size, remedy)

@@ -12,18 +12,19 @@ from kvoffload.core.layers import get_kv_cache_spec
 from kvoffload.core.planning import get_kv_cache_config
 from kvoffload.core.tensors import canonicalize_kv_caches, init_kv_cache
 from kvoffload.demo.decoder import Model
-from kvoffload.demo.engine_config import EngineConfig, ModelConfig
+from kvoffload.demo.engine_config import EngineConfig
 from kvoffload.demo.engine_request import Work
 from kvoffload.errors import ConfigError, InsufficientMemoryError
 from kvoffload.messages import CanonicalKVCaches
 
 
-def plan_kv_cache(config: EngineConfig, shape: ModelConfig, dtype: torch.dtype) -> KVCacheConfig:
+def plan_kv_cache(config: EngineConfig) -> KVCacheConfig:
     """Decide how many blocks the memory for the KV cache holds, and where they lie.
 
     Raises:
         ConfigError: it cannot hold one request of the greatest length.
     """
+    shape, dtype = config.model, getattr(torch, config.dtype)
     limits = ModelLimits(
         max_model_len=config.max_model_len, max_num_batched_tokens=config.max_num_batched_tokens
     )
@@ -41,14 +42,13 @@ def plan_kv_cache(config: EngineConfig, shape: ModelConfig, dtype: torch.dtype) 
 class Runner:
     """Owns the KV cache's memory; computes, and knows nothing of requests waiting or tiers."""
 
-    def __init__(self, config: EngineConfig, model: Model, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(self, model: Model, kv_cache_config: KVCacheConfig) -> None:
         self.model = model
         self._plan = kv_cache_config
         self._layer_names = [f"model.layers.{i}.self_attn" for i in range(model.config.num_layers)]
         self._mixers = [model.config.mixer(i) for i in range(model.config.num_layers)]
         # What invariance costs in padding is only repaid where it holds.
-        exact = model.device.type == "cpu" and model.dtype == torch.float32
-        invariant = config.attention == "invariant" or (config.attention == "auto" and exact)
+        invariant = model.device.type == "cpu" and model.dtype == torch.float32
         specs = kv_cache_config.layer_specs
         self._backends = {
             name: mixer.backend(model.config, specs[name], invariant)

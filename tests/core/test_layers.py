@@ -122,7 +122,7 @@ def test_the_mini_engine_takes_its_formats_from_its_layers():
         layer_kinds=("full", "window", "latent", "state"), num_layers=4, sliding_window=48,
         num_kv_heads=2, num_heads=2, head_size=8, latent_size=16, state_channels=4, state_size=3,
     )  # fmt: skip
-    plan = plan_kv_cache(EngineConfig(model=shape), shape, torch.float16)
+    plan = plan_kv_cache(EngineConfig(model=shape, dtype="float16"))
     kinds = [type(spec) for _, spec in sorted(plan.layer_specs.items())]
     assert kinds == [FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec, MambaSpec]
     specs = dict(plan.layer_specs)

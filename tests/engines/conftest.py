@@ -15,7 +15,6 @@ TINY = {
     "head_size": 16,
     "intermediate_size": 96,
     "vocab_size": 272,
-    "max_position": 512,
 }
 
 

@@ -169,7 +169,6 @@ def test_a_prompt_that_cannot_be_served_is_refused_at_once(tiny, prompt, field):
     ("changes", "field"),
     [
         ({"kv_cache_bytes": "64KiB"}, "kv_cache_bytes"),
-        ({"max_model_len": 1024}, "max_model_len"),
         ({"device": "gpu"}, "device"),
         ({"device": "cuda:99"}, "device"),
     ],

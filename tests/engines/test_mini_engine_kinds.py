@@ -55,8 +55,7 @@ def smallest_cache(config):
     parsed = hybrid_engine(config)
     for size in range(1 << 14, 1 << 24, 1 << 12):
         try:
-            replaced = msgspec.structs.replace(parsed, kv_cache_bytes=size)
-            plan_kv_cache(replaced, parsed.model, torch.float32)
+            plan_kv_cache(msgspec.structs.replace(parsed, kv_cache_bytes=size))
         except ValueError:
             continue
         return size

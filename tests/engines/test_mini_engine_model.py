@@ -70,7 +70,6 @@ def test_expected_shapes_name_all_weights_of_random_models(tiny):
         ({"kv_cache_bytes": "many"}, "kv_cache_bytes"),
         ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "max_num_batched_tokens"),
         ({"dtype": "int4"}, "dtype"),
-        ({"attention": "flash"}, "attention"),
         ({"model": {"num_heads": 4, "num_kv_heads": 3}}, "model.num_kv_heads"),
         ({"model": {"head_size": 7}}, "model.head_size"),
         ({"offload": {"cpu_bytes": 1}, "enable_prefix_caching": False}, "enable_prefix_caching"),

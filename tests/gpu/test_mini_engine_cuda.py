@@ -21,7 +21,6 @@ MODEL = {
     "head_size": 16,
     "intermediate_size": 96,
     "vocab_size": 272,
-    "max_position": 512,
 }
 BLOCK = 16
 PROMPTS = [[(i * 7 + j * 3) % 256 for j in range(70 + i)] for i in range(12)]
