@@ -59,6 +59,12 @@ def checksum(payload: Buffer) -> bytes:
     return bytes(digest.digest())
 
 
+def check_key(key: bytes) -> None:
+    """Refuse a key that no header can hold; raises ValueError."""
+    if not 0 < len(key) <= MAX_KEY_BYTES:
+        raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
+
+
 def pack_header(
     key: bytes, namespace: bytes, payload: Buffer, *, header_bytes: int = COMPACT_BYTES
 ) -> bytes:
@@ -70,8 +76,7 @@ def pack_header(
         payload: the chunk, contiguous bytes.
         header_bytes: :data:`COMPACT_BYTES` or :data:`ALIGNED_BYTES`.
     """
-    if not 0 < len(key) <= MAX_KEY_BYTES:
-        raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
+    check_key(key)
     size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
     digest = checksum(payload)
     fields = _FIELDS.pack(

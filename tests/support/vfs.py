@@ -53,7 +53,7 @@ class HookedVfs(Vfs):
 
     def fstat(self, fd: int) -> os.stat_result:
         """See :class:`Vfs`."""
-        return self.around("fstat", self._paths[fd], lambda: Vfs.fstat(self, fd))
+        return self.around("fstat", self._paths[fd], lambda: Vfs.fstat(fd))
 
     def lstat(self, path: str) -> os.stat_result:
         """See :class:`Vfs`."""
@@ -62,16 +62,16 @@ class HookedVfs(Vfs):
     def preadv(self, fd: int, buffers: Buffers, offset: int) -> int:
         """See :class:`Vfs`."""
         path = self._paths[fd]
-        return self.around("preadv", path, lambda: Vfs.preadv(self, fd, buffers, offset))
+        return self.around("preadv", path, lambda: Vfs.preadv(fd, buffers, offset))
 
     def pwritev(self, fd: int, buffers: Buffers, offset: int) -> int:
         """See :class:`Vfs`."""
         path = self._paths[fd]
-        return self.around("pwritev", path, lambda: Vfs.pwritev(self, fd, buffers, offset))
+        return self.around("pwritev", path, lambda: Vfs.pwritev(fd, buffers, offset))
 
     def fsync(self, fd: int) -> None:
         """See :class:`Vfs`."""
-        self.around("fsync", self._paths[fd], lambda: Vfs.fsync(self, fd))
+        self.around("fsync", self._paths[fd], lambda: Vfs.fsync(fd))
 
     def rename(self, source: str, target: str) -> None:
         """See :class:`Vfs`."""

@@ -5,6 +5,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from kvoffload.backends.admin import (
@@ -70,12 +71,9 @@ class DiskAdmin(Admin):
         bytes_per_s: int | None,
         progress: Callable[[int, int], None],
     ) -> Verified:
-        def check(found: DiskInspector) -> dict[str, Any]:
-            return verify(
-                found, repair=repair, share=share, bytes_per_s=bytes_per_s, progress=progress
-            )
-
-        report = await self._inspect(check)
+        report = await self._inspect(
+            partial(verify, repair=repair, share=share, bytes_per_s=bytes_per_s, progress=progress)
+        )
         faults = report["damaged"] or report["ledger_fault"] or report["limits_fault"]
         return Verified(_lines(report), report, not faults)
 

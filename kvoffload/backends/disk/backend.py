@@ -27,7 +27,7 @@ from kvoffload.backends.disk.paths import MANIFEST
 from kvoffload.backends.disk.scanner import purge
 from kvoffload.backends.disk.store import DiskStore, is_key
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.backends.header import MAX_KEY_BYTES, namespace_digest
+from kvoffload.backends.header import check_key, namespace_digest
 from kvoffload.backends.threaded import ThreadedBackend
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
@@ -145,8 +145,7 @@ class DiskBackend(ThreadedBackend, Admin):
         if self._refuses("write", len(keys)):
             return [False] * len(keys)
         for key in keys:
-            if not is_key(key):
-                raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
+            check_key(key)
         try:
             answers = await super().write(keys, chunks)
         finally:

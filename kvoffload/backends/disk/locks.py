@@ -120,11 +120,9 @@ class EvictorLock:
 def clean_up(vfs: Vfs, root: str, own: str) -> tuple[int, int]:
     """Remove the folders of dead writers; return the number of other live ones and bytes freed."""
     alive = freed = 0
-    for name in vfs.listdir(f"{root}/{WRITERS}"):
-        if name == own:
-            continue
+    for folder in _folders(vfs, root, own):
         try:
-            freed += clean_folder(vfs, f"{root}/{WRITERS}/{name}")
+            freed += clean_folder(vfs, folder)
         except BlockingIOError:
             alive += 1
         except OSError:
@@ -151,8 +149,7 @@ def clean_folder(vfs: Vfs, folder: str) -> int:
 
 def count_alive(vfs: Vfs, root: str) -> int:
     """Return how many writers are alive under a root; changes nothing."""
-    folders = (f"{root}/{WRITERS}/{name}" for name in vfs.listdir(f"{root}/{WRITERS}"))
-    return sum(_is_alive(vfs, folder) is True for folder in folders)
+    return sum(_is_alive(vfs, folder) is True for folder in _folders(vfs, root))
 
 
 def is_dead(vfs: Vfs, folder: str) -> bool:
@@ -183,13 +180,17 @@ def _open_lock(vfs: Vfs, folder: str, flags: int, kind: int) -> int:
 def temporary_bytes(vfs: Vfs, root: str, own: str) -> int:
     """Return the bytes that temporary files of other writers take up at this moment."""
     total = 0
-    for token in vfs.listdir(f"{root}/{WRITERS}"):
-        if token == own:
-            continue
+    for folder in _folders(vfs, root, own):
         with contextlib.suppress(OSError):
-            for name in filter(str.isdigit, vfs.listdir(f"{root}/{WRITERS}/{token}")):
-                total += vfs.lstat(f"{root}/{WRITERS}/{token}/{name}").st_blocks * 512
+            for name in filter(str.isdigit, vfs.listdir(folder)):
+                total += vfs.lstat(f"{folder}/{name}").st_blocks * 512
     return total
+
+
+def _folders(vfs: Vfs, root: str, own: str = "") -> list[str]:
+    """Return the folders of all writers but this one."""
+    writers = f"{root}/{WRITERS}"
+    return [f"{writers}/{token}" for token in vfs.listdir(writers) if token != own]
 
 
 def _is_new(folder: str) -> bool:

@@ -19,6 +19,11 @@ class Vfs:
     A folder that later takes the root's name is not reached.
     """
 
+    fstat = staticmethod(os.fstat)
+    preadv = staticmethod(os.preadv)
+    pwritev = staticmethod(os.pwritev)
+    fsync = staticmethod(os.fsync)
+
     def __init__(self) -> None:
         self.root_fd = -1
         """Descriptor of the root; -1: none is open."""
@@ -82,18 +87,9 @@ class Vfs:
         with contextlib.suppress(OSError):
             self.close(fd)
 
-    def fstat(self, fd: int) -> os.stat_result:
-        return os.fstat(fd)
-
     def lstat(self, path: str) -> os.stat_result:
         name, at = self._at(path)
         return os.stat(name, dir_fd=at, follow_symlinks=False)
-
-    def preadv(self, fd: int, buffers: Buffers, offset: int) -> int:
-        return os.preadv(fd, buffers, offset)
-
-    def pwritev(self, fd: int, buffers: Buffers, offset: int) -> int:
-        return os.pwritev(fd, buffers, offset)
 
     def read_file(self, path: str, most_bytes: int) -> bytearray:
         """Return the content of a file; raise OSError (EFBIG) for a larger file."""
@@ -126,9 +122,6 @@ class Vfs:
         except OSError:
             self.unlink_quietly(temporary)
             raise
-
-    def fsync(self, fd: int) -> None:
-        os.fsync(fd)
 
     def sync(self, path: str) -> None:
         """Make a file, or the names in a folder, durable."""

@@ -20,7 +20,7 @@ from functools import partial
 
 from kvoffload.backends.admin import Finding
 from kvoffload.backends.base import Observable, ReadResult, Usage, check_lengths
-from kvoffload.backends.header import MAX_KEY_BYTES, namespace_digest
+from kvoffload.backends.header import check_key, namespace_digest
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.presence import PresenceCache
 from kvoffload.backends.redis.admin import RedisAdmin, usage_of
@@ -121,8 +121,7 @@ class RedisBackend(RedisAdmin, Observable):
         """Store chunks; only prolong the life of those that the server has."""
         check_lengths(keys, chunks)
         for key in keys:
-            if not 0 < len(key) <= MAX_KEY_BYTES:
-                raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
+            check_key(key)
         prolonged = await self._count(keys, b"PEXPIRE", self._ttl_ms)
         io = await self._ready()
         ok = [answer == 1 for answer in prolonged]
