@@ -34,9 +34,12 @@ class HostCache:
         num_slots: chunks that fit.
         policy: orders the evictable chunks; made for this cache alone.
         slot_bytes: bytes of a slot, for figures in bytes.
+        first_slot: the number of the first of these slots.
     """
 
-    def __init__(self, num_slots: int, policy: Policy, slot_bytes: int = 1) -> None:
+    def __init__(
+        self, num_slots: int, policy: Policy, slot_bytes: int = 1, first_slot: int = 0
+    ) -> None:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.policy = policy
@@ -48,7 +51,8 @@ class HostCache:
         self._more_uses: dict[OffloadKey, int] = {}
         self.incoming: dict[OffloadKey, int] = {}
         self.fetching: dict[OffloadKey, int] = {}
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._slots = range(first_slot, first_slot + num_slots)
+        self._free = list(reversed(self._slots))
         self._orphans: dict[OffloadKey, _Orphan] = {}
         # Abandoned slot → for each use: the pinned or orphaned chunk, or None.
         self._abandoned: dict[int, list[OffloadKey | None]] = {}
@@ -408,4 +412,4 @@ class HostCache:
         return [slot for place in places for slot in place]
 
     def _adds_up(self) -> bool:
-        return sorted([*self._free, *set(self._uses())]) == list(range(self.num_slots))
+        return sorted([*self._free, *set(self._uses())]) == list(self._slots)

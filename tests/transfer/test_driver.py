@@ -156,10 +156,16 @@ def build(folder, *abi):
     return str(library)
 
 
-@pytest.fixture(params=[("V1",), ("V2",), ("V1", "V2")], ids="-".join)
-def library(request, tmp_path):
+@pytest.fixture(params=[("V1",), ("V2",), ("V1", "V2")], ids="-".join, scope="module")
+def built(request, tmp_path_factory):
     """A driver with the batched copy of CUDA 12, that of CUDA 13, or both."""
-    return build(tmp_path, *request.param)
+    return build(tmp_path_factory.mktemp("driver"), *request.param)
+
+
+@pytest.fixture
+def library(built, tmp_path):
+    """A copy of it: loaded by itself, with variables of its own."""
+    return shutil.copy(built, tmp_path)
 
 
 def number(library, name):

@@ -76,11 +76,12 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             ConfigError: a store cannot be opened.
         """
         ranks = list(ranks)
-        num_slots = min(rank.num_slots for rank in ranks)
+        first_slot = max(rank.first_slot for rank in ranks)
+        num_slots = min(rank.num_slots for rank in ranks) - first_slot
         self.stores = LookupStores(self.settings, [rank.facts for rank in ranks])
         policy = registry.load(registry.POLICIES, self.settings.policy, "policy")
         slot_bytes = max(rank.slot_bytes for rank in ranks)
-        host = HostCache(num_slots, policy(num_slots), slot_bytes)
+        host = HostCache(num_slots, policy(num_slots), slot_bytes, first_slot)
         ledger = make_manager(self.settings, host, self.stores.tiers, slot_bytes)
         self.adapter.attach(ledger, num_slots)
         self._table = JobTable(ledger, len(ranks))

@@ -43,41 +43,43 @@ def check_tiers(
     A tier that does not answer is only warned about: it may come up later, and a miss does no harm.
     But its call may still write into the slot that it was given.
 
+    The first slots are used: on a GPU they are pinned first, and the start waits for no others.
+
     Returns:
-        How many host slots, from the first, may be used: a tier may still touch those after them.
+        The first host slot that may be used: a tier may still touch those before it.
 
     Raises:
         ConfigError: other bytes came back than were sent, or a tier has the only slot; offloading
             must not begin.
     """
-    num_slots = spec.num_slots
+    slot = 0
     num_blocks = min(len(tensor.tensor) for tensor in caches.tensors)
     source = range(1, 1 + blocks_per_chunk)
     target = range(1 + blocks_per_chunk, 1 + 2 * blocks_per_chunk)
     if target.stop > num_blocks:
         log.warning("kvoffload: the KV cache is too small for the start-up check; skipped")
-        return num_slots
+        return slot
     for group_idx, refs in enumerate(caches.group_data_refs):
         if not refs:
             continue
         check = _GroupCheck(transfers, caches, group_idx, source, target)
         try:
-            check.host(num_slots - 1)
+            check.host(slot)
             for name in spec.tiers:
                 check.tier(name)
                 if check.is_unsettled:
-                    num_slots -= 1
-                    if not num_slots:
+                    slot += 1
+                    if slot == spec.num_slots:
                         raise ConfigError("canary", name, "still uses the only host slot")
                     log.warning(
                         "kvoffload: tier %s still uses a host slot; the slot stays out of use", name
                     )
-                    check.host(num_slots - 1)
+                    check.host(slot)
         finally:
             check.restore()
             for name in spec.tiers:
                 transfers.remove(name, check.key)
-    return num_slots
+    return slot
 
 
 class _GroupCheck:

@@ -24,11 +24,13 @@ class WorkerInfo(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # untyped
     """The one message of a worker to the scheduler after its KV cache is registered."""
 
     num_slots: int
-    """Host slots of this rank's slab that may be used, from the first."""
+    """Host slots of this rank's slab."""
     slot_bytes: int
     facts: dict[str, Fact]
     """The facts that decide the meaning of this rank's bytes. The scheduler opens its stores for
     lookups under the same namespace."""
+    first_slot: int = 0
+    """The first slot that may be used: a tier may still touch those before it."""
 
 
 @dataclass

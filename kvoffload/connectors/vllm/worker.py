@@ -101,13 +101,13 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         with unbound():
             self._spec = TieredOffloadingSpec(self.settings, layout.slot_bytes, facts)
             self._transfers = self._spec.open_engine(ours)
-            num_slots = self._spec.num_slots
+            first_slot = 0
             if self.settings.canary:
-                num_slots = check_tiers(
+                first_slot = check_tiers(
                     self._spec, self._transfers, ours, self.settings.blocks_per_chunk
                 )
         self._tiers = self._spec.tiers
-        self._facts = WorkerInfo(num_slots, layout.slot_bytes, facts)
+        self._facts = WorkerInfo(self._spec.num_slots, layout.slot_bytes, facts, first_slot)
         self.worker = self._transfers
 
     def handshake(self) -> WorkerInfo:

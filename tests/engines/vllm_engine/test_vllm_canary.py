@@ -100,8 +100,23 @@ def faulty(monkeypatch):
 
 def test_the_canary_is_content_and_leaves_no_trace(attached):
     spec, transfers, ours, tensor = attached()
-    check_tiers(spec, transfers, ours, 1)
+    assert check_tiers(spec, transfers, ours, 1) == 0
     assert not tensor.any()
+
+
+def test_the_canary_uses_the_slot_that_is_pinned_first(attached, monkeypatch):
+    """The last slot of a large slab is pinned after a minute; the engine's start would wait."""
+    spec, transfers, ours, _ = attached()
+    assert spec.num_slots > 1
+    moves, slots = transfers._layout.moves, set()
+
+    def seen(gpu, host_slots):
+        slots.update(np.asarray(host_slots).tolist())
+        return moves(gpu, host_slots)
+
+    monkeypatch.setattr(transfers._layout, "moves", seen)
+    check_tiers(spec, transfers, ours, 1)
+    assert slots == {0}
 
 
 def test_the_canary_refuses_a_store_that_returns_other_bytes(attached):

@@ -48,6 +48,18 @@ def test_the_setting_to_promote_reaches_the_ledger(met, promote, nearer):
     assert [transfer.tier for transfer in ledger.take_transfers()] == nearer
 
 
+def test_a_slot_that_a_tier_may_still_touch_on_one_rank_is_given_to_no_chunk(met):
+    half, _ = met(cpu_bytes=16384)
+    half.stores.close()
+    ranks = [WorkerInfo(4, 4096, {"rank": rank}, first_slot=rank) for rank in range(2)]
+    half.meet_workers(ranks)
+    ledger = half.adapter.ledger
+    keys = KEYS[:3]
+    slots = ledger.prepare_store(keys, ReqContext("a")).store_spec.host_slots.tolist()
+    assert sorted(slots) == [1, 2, 3]
+    assert ledger.stats().host.capacity_bytes == 3 * 4096
+
+
 def test_the_store_threshold_and_the_size_of_slots_reach_the_ledger(met):
     _, ledger = met(cpu_bytes=16384, store_threshold=2)
     first, second = (ReqContext(name) for name in "ab")
