@@ -84,7 +84,7 @@ $(VLLM)/.ready: pyproject.toml
 BENCH_OUT ?= first_run.json
 FIRST_RUN  = PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m benchmarks.gpu.first_run --out $(BENCH_OUT)
 test-gpu:
-	$(FIRST_RUN) environment smoke round_trips suite orders sanitizer
+	$(FIRST_RUN) environment smoke round_trips growth suite orders sanitizer
 
 bench-gpu:
 	$(FIRST_RUN)

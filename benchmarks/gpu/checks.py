@@ -1,12 +1,9 @@
-"""What is not a rate: the machine, bytes that come back, captures meanwhile, growth."""
+"""What is not a rate: the machine, bytes that come back, captures during transfers."""
 
 import importlib
-import mmap
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,29 +116,3 @@ def captures() -> Iterator[Row]:
     yield row("transferred meanwhile", moved / sizes.MIB, "MiB")
     if not right:
         raise RuntimeError("graphs captured beside transfers computed something else")
-
-
-def growth() -> Iterator[Row]:
-    """Memory and threads over many small transfers, some in flight together."""
-    with Ours(2, 4 * sizes.KIB, 64 * sizes.KIB) as ours:
-        _transfer(ours, sizes.WARM_UP)
-        before = _held()
-        _transfer(ours, sizes.TRANSFERS)
-        for name, value in _held().items():
-            case = f"{name} after {sizes.TRANSFERS} transfers"
-            yield row(case, value, "", before[name], "before")
-
-
-def _transfer(ours: Ours, count: int) -> None:
-    for _ in range(count // sizes.AT_ONCE):
-        for fence in [ours.begin(i % 2 == 0) for i in range(sizes.AT_ONCE)]:
-            check(fence)
-
-
-def _held() -> dict[str, float]:
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-    held = {"host memory": resident}
-    held["device memory of tensors"], held["device memory in use"] = device.memory_bytes()
-    return {f"MiB of {name}": value / sizes.MIB for name, value in held.items()} | {
-        "threads": threading.active_count()
-    }

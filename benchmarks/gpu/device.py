@@ -65,12 +65,6 @@ def allow_captures() -> None:
     ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
 
-def memory_bytes() -> tuple[int, int]:
-    """Device memory of living tensors; and all in use, that of CUDA itself included."""
-    free, total = torch.cuda.mem_get_info()
-    return torch.cuda.memory_allocated(), total - free
-
-
 class BatchCopy:
     """``cuMemcpyBatchAsync`` itself, on arrays of addresses: what pieces of a size can reach.
 

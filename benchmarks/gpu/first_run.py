@@ -24,7 +24,7 @@ from benchmarks.harness import Row, commit, machine
 BUDGET_S = 560.0
 LEAST_S = 10.0
 """A part is not begun with less time than this."""
-MOST_LINES = 40
+MOST_LINES, MOST_COLUMNS = 40, 200
 """Of a failed part's output, in the report and on the screen."""
 GOALS = {
     "one way": ("pieces of 32 KiB and more, one way, of one large copy", min, 0.95),
@@ -124,11 +124,11 @@ def print_part(part: dict[str, Any]) -> None:
     passed = [one for one in part["rows"] if one.get("outcome") == "passed"]
     for one in part["rows"]:
         if one not in passed:
-            print(show(one))
+            print(show(one)[:MOST_COLUMNS])
     if passed:
         print(f"{len(passed)} tests passed")
     if part["verdict"] != "ok":
-        print(*(line[:200] for line in part["output"][-MOST_LINES:]), sep="\n")
+        print(*(line[:MOST_COLUMNS] for line in part["output"][-MOST_LINES:]), sep="\n")
     sys.stdout.flush()
 
 
@@ -136,8 +136,9 @@ def print_summary(report: dict[str, Any]) -> None:
     """Print all rates against the link, the goals, and the verdicts."""
     print("\n== rates, and their ratio to one large copy of the same run")
     for part in report["parts"]:
-        for one in part["rows"] if part["part"] == "rates" else ():
-            print(show(one))
+        for one in part["rows"]:
+            if part["part"] == "rates" and one["ratio"] is not None:
+                print(show(one))
     print("\n== goals")
     words = {True: "reached", False: "NOT REACHED", None: "not measured"}
     for goal in report["goals"]:
@@ -193,13 +194,15 @@ def main(words: Sequence[str] | None = None, command: Sequence[str] = COMMAND) -
     return int(any(part["verdict"] != "ok" for part in report["parts"]))
 
 
-def gpu_and_driver() -> list[str]:
+def gpu_and_driver() -> tuple[str, str]:
     """Ask nvidia-smi for the first GPU's name and its driver's version."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
     try:
-        return subprocess.check_output(query, text=True, timeout=30).strip().split(", ")
+        answer = subprocess.check_output(query, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError) as error:
-        return [f"unknown ({error})", "unknown"]
+        return f"unknown ({error})", "unknown"
+    name, _, driver = answer.strip().rpartition(", ")
+    return name, driver
 
 
 def missing() -> str:

@@ -102,7 +102,8 @@ def rates() -> Iterator[Row]:
                 if shape[1] < LARGE_PIECE:
                     goal = "small pieces"
                 yield one | {"case": f"{name}, {one['case']}", "goal": goal}
-            print(name, ours.copier.stats(), flush=True)
+            how = ", ".join(f"{key} {value}" for key, value in ours.copier.stats().items())
+            yield row(f"{name}, copier", how, "")
 
 
 def submit() -> Iterator[Row]:
