@@ -89,7 +89,7 @@ class JobTable:
         if len(ok) != len(entry.job.keys):
             self._manager.unexpected(f"{len(ok)} chunks of job {job_id}")
             ok = (False,) * len(entry.job.keys)
-        entry.ok = well_on_both(entry.ok, ok)
+        entry.ok = ok if entry.ok is None else well_on_both(entry.ok, ok)
         entry.reason = reason or entry.reason
         entry.ranks_unsettled += unsettled
         entry.ranks_left -= ranks

@@ -107,7 +107,8 @@ class LocalConnector:
                 f"kv_cache_config has {len(self._groups.all)}"
             )
         layout = ChunkLayout(kv_caches, [group.per_chunk for group in self._groups.all])
-        self._log = RequestLog(self.config.record, self._groups.offloaded[0].chunk_tokens)
+        chunk_tokens = self._groups.offloaded[0].chunk_tokens
+        self._log = RequestLog(self.config.record, chunk_tokens) if self.config.record else None
         meaning = {
             **facts,
             **layout_facts(self.config, block_size, self._groups, layout, kv_cache_config),
@@ -391,7 +392,9 @@ class LocalConnector:
 
     def _count_use(self, state: RequestState, loaded_end: int) -> None:
         """Count the request as a use of its chunks; of windows, of the chunks it reads."""
-        if self._uses.count(state.context, lambda: self._groups.used(state.keys, loaded_end)):
+        groups = self._groups
+        counted = self._uses.count(state.context, lambda: groups.used(state.keys, loaded_end))
+        if counted and self._log:
             self._log.asked_for(state.keys[self._groups.offloaded[0].index])
 
     def _chunk_keys(self, request: OffloadRequest, state: RequestState) -> list[list[OffloadKey]]:

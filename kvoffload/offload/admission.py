@@ -10,7 +10,7 @@ class AdmissionFilter:
     """Counts the requests that each chunk was seen in, for a bounded number of chunks.
 
     Args:
-        threshold: requests a chunk must be seen in to be stored; 1 admits everything, at no cost.
+        threshold: requests a chunk must be seen in to be stored; more than 1.
         limit: chunks remembered; the least recently seen is forgotten first.
     """
 
@@ -25,8 +25,6 @@ class AdmissionFilter:
 
     def see(self, keys: Iterable[OffloadKey], req_id: str) -> None:
         """Count a request that uses these chunks; each call without a name is another request."""
-        if self.threshold <= 1:
-            return
         for key in keys:
             count, last = self._seen.get(key, (0, ""))
             if not (count and req_id) or last != req_id:

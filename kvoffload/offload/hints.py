@@ -63,34 +63,28 @@ class HintReader:
         self._counters = counters
         self._allowed = frozenset(allowed)
         self._now_s = now_s
-        self._read: OrderedDict[str, Hints] = OrderedDict()
+        self.known: OrderedDict[str, Hints] = OrderedDict()
+        """What the latest requests with hints asked for, by request; their later calls may name the
+        request alone."""
         self._quiet_until_s = float("-inf")
-
-    def __len__(self) -> int:
-        """Return how many requests' hints are remembered."""
-        return len(self._read)
 
     def hints(self, context: ReqContext | None, tier_names: frozenset[str]) -> Hints:
         """Return what a request asks for; ``tier_names`` are those that exist."""
-        if context is None or not context.kv_transfer_params:
+        if context is None:
             return NO_HINTS
-        known = self._read.get(context.req_id)
-        if known is not None:
-            return known
+        known = self.known.get(context.req_id)
+        if known is not None or not context.kv_transfer_params:
+            return known or NO_HINTS
         hints = self._parse(context.kv_transfer_params, tier_names)
         if context.req_id:
-            self._read[context.req_id] = hints
-            if len(self._read) > REMEMBERED_REQUESTS:
-                self._read.popitem(last=False)
+            self.known[context.req_id] = hints
+            if len(self.known) > REMEMBERED_REQUESTS:
+                self.known.popitem(last=False)
         return hints
-
-    def known(self, req_id: str) -> Hints:
-        """Return what a request asked for earlier in its life."""
-        return self._read.get(req_id, NO_HINTS)
 
     def forget(self, req_id: str) -> None:
         """Drop the hints of a request that ended; its id may name another request now."""
-        self._read.pop(req_id, None)
+        self.known.pop(req_id, None)
 
     def _parse(self, params: object, tier_names: frozenset[str]) -> Hints:
         if not isinstance(params, Mapping):

@@ -11,7 +11,7 @@ The policy orders the *evictable* chunks: those that are ready and not pinned.
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, cycle, repeat
+from itertools import chain, repeat
 from typing import cast
 
 from kvoffload.errors import UsageError
@@ -56,8 +56,8 @@ class HostCache:
         self._orphans: dict[OffloadKey, _Orphan] = {}
         # Abandoned slot → for each use: the pinned or orphaned chunk, or None.
         self._abandoned: dict[int, list[OffloadKey | None]] = {}
-        # Slots that chunks of a load use one after the other: how many chunks have not ended.
-        self._turns: Counter[int] = Counter()
+        self.turns: Counter[int] = Counter()
+        """Slots that chunks of a load use one after the other: how many chunks have not ended."""
         if type(policy) is LRUPolicy:
             policy = LRUOfTable(num_slots, cast(dict[bytes, int], self.evictable))
         self._order = PriorityPolicy(policy)
@@ -166,45 +166,22 @@ class HostCache:
         self._forget_priorities(gone)
         return gone
 
-    def take_turns(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Take slots that chunks use one after the other, fewer slots than chunks if need be.
-
-        Takes at most half of the free slots, so that the next load finds some as well. A slot is
-        free again when the last of its chunks has ended. Empty if a size has no slot.
-        """
-        by_size: dict[int, list[OffloadKey]] = {}
-        for key in keys:
-            by_size.setdefault(self.bytes_of(key), []).append(key)
-        slots = {
-            size: self.reserve(mine[: -(-self.room_for(mine[0]) // 2)])[0]
-            for size, mine in by_size.items()
-        }
-        if not all(slots.values()):
-            for slot in chain(*slots.values()):
-                self._put(slot)
-            return []
-        next_of = {size: cycle(mine).__next__ for size, mine in slots.items()}
-        taken = [next_of[self.bytes_of(key)]() for key in keys]
-        self._turns.update(taken)
-        return taken
-
-    def _end_turn(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         """Free a slot that a chunk no longer uses, unless it is shared with further chunks."""
-        if self._turns[slot] > 1:
-            self._turns[slot] -= 1
+        if self.turns[slot] > 1:
+            self.turns[slot] -= 1
         else:
-            del self._turns[slot]
+            del self.turns[slot]
             self._put(slot)
 
     def _put(self, slot: int) -> None:
-        """Free a slot."""
         self._free.append(slot)
 
     def give_back(self, key: OffloadKey, slot: int, settled: bool) -> None:
         """End the transfer that was to fill a chunk's slot, without success."""
         self._forget_priorities((key,))
         if settled:
-            self._end_turn(slot)
+            self.free(slot)
         else:
             # A late read could still write to the slot: reused now, it would corrupt another chunk.
             self._abandoned.setdefault(slot, []).append(None)
@@ -221,7 +198,7 @@ class HostCache:
         if not uses:
             del self._abandoned[slot]
         if key is None:
-            self._end_turn(slot)
+            self.free(slot)
             return ()
         self.end_use(key)
         return (key,)
@@ -307,7 +284,7 @@ class HostCache:
             orphan.users -= 1
             if not orphan.users:
                 del self._orphans[key]
-                self._end_turn(orphan.slot)
+                self.free(orphan.slot)
         elif more := self._more_uses.pop(key, 0):
             if more > 1:
                 self._more_uses[key] = more - 1
@@ -397,7 +374,7 @@ class HostCache:
 
     def _turns_add_up(self) -> bool:
         uses = Counter(self._uses())
-        return self._turns <= uses and all(uses[i] == max(1, self._turns[i]) for i in uses)
+        return self.turns <= uses and all(uses[i] == max(1, self.turns[i]) for i in uses)
 
     def _uses(self) -> list[int]:
         """List the slots of all chunks, from all places they may be in."""

@@ -40,8 +40,7 @@ from kvoffload.offload.passthrough import PassThrough
 from kvoffload.offload.retirement import Retirement
 from kvoffload.offload.staging import Staging
 from kvoffload.offload.stats import ManagerStats, Stats, collect
-from kvoffload.offload.tiers import Tier
-from kvoffload.offload.write_through import WriteThrough
+from kvoffload.offload.tiers import Tier, WriteThrough
 
 __all__ = ["CPU", "Tier", "TieredOffloadingManager"]
 
@@ -85,8 +84,9 @@ class TieredOffloadingManager(OffloadingManager):
         self._caching = caching
         self._promote = promote
         self._hints = HintReader(self.counters, client_hints)
-        self._admission = AdmissionFilter(
-            store_threshold, max(MIN_REMEMBERED_FOR_ADMISSION, 2 * host.num_slots)
+        remembered = max(MIN_REMEMBERED_FOR_ADMISSION, 2 * host.num_slots)
+        self._admission = (
+            AdmissionFilter(store_threshold, remembered) if store_threshold > 1 else None
         )
         self._lookups = Lookups(host, self.figures, self.counters, caching)
         self._events = EventLog(REMEMBERED_MISSES, self.counters)
@@ -94,23 +94,22 @@ class TieredOffloadingManager(OffloadingManager):
         self._job_ids = count(1)
         self.unexpected = self._jobs.unexpected
         """Counts and logs an answer that fits no job; takes the words for the answer."""
-        self._staging = Staging(host, self._reserve, caching)
         limit_bytes = max_persisting_slots * max(1, host.slot_bytes)
         self._write_through = WriteThrough(
             host, limit_bytes, self.counters, self._job_ids, self._dropped
         )
         self._write_through.use(self.tiers)
         self._passthrough = PassThrough(host, self._write_through, promote)
+        take_slots = self._evict_for if caching else self._passthrough.take_turns
+        self._staging = Staging(host, take_slots, caching)
         self._retirement = Retirement(host, self._write_through)
 
     # ---- lookups ----
 
     def hints(self, req_context: ReqContext | None) -> Hints:
         """Return a request's hints; connectors obey ``max_load_tokens`` and ``explain``."""
-        if req_context is None:
+        if req_context is None or not (req_context.kv_transfer_params or self._hints.known):
             return NO_HINTS
-        if not req_context.kv_transfer_params:
-            return self._hints.known(req_context.req_id)
         return self._hints.hints(req_context, frozenset(tier.name for tier in self.tiers))
 
     def _tiers_for(self, names: Collection[str] | None) -> tuple[Tier, ...]:
@@ -175,12 +174,15 @@ class TieredOffloadingManager(OffloadingManager):
             self._events.evicted(evicted)
         return slots, evicted
 
+    def _evict_for(self, keys: Sequence[OffloadKey]) -> list[int]:
+        return self._reserve(keys)[0]
+
     def _load_ended(self, job: LoadJob, ok: Sequence[bool], settled: bool, reason: str) -> None:
         staged = isinstance(job.spec, StagedLoadStoreSpec)
         # From tail to head, so that the tail of a prompt is the older and leaves first.
         if not staged and all(ok) and self._host.unpin_all(job.keys[::-1]):
             return
-        ended = self._staging.end(job.keys, ok, settled)
+        ended = self._staging.end_load(job.keys, ok, settled)
         self._events.reasons.note([*ended.lost, *ended.missed], reason or Reason.FAILED)
         self._events.removed(ended.lost, CPU, Reason.FAILED)
         self._events.stored(ended.arrived)
@@ -205,7 +207,7 @@ class TieredOffloadingManager(OffloadingManager):
         if not hints.offload:
             self._leave_out(new, NOT_WANTED)
             new = []
-        elif self._admission.threshold > 1:
+        elif self._admission is not None:
             new, rest = self._admission.admit(new, request_id(req_context))
             self._leave_out(rest, NOT_ADMITTED)
         if not new:
@@ -241,7 +243,9 @@ class TieredOffloadingManager(OffloadingManager):
     def _store_ended(self, job: StoreJob, ok: Sequence[bool], settled: bool) -> None:
         stored: Sequence[OffloadKey] = job.keys
         if not (all(ok) and self._host.all_ready(job.keys[::-1])):
-            stored = self._store_one_by_one(job.keys, ok, settled)
+            stored, failed = self._staging.end_store(job.keys, ok, settled)
+            self.counters["store_failed"] += len(failed)
+            self._events.reasons.note(failed, Reason.FAILED)
         if stored:
             if self._caching:
                 self._events.stored(stored)
@@ -252,28 +256,6 @@ class TieredOffloadingManager(OffloadingManager):
                     self._host.forget(key)
                 self._write_through.begin()  # drops chunks that no tier had room for
         self._retirement.landed(job.keys)
-
-    def _store_one_by_one(
-        self, keys: Sequence[OffloadKey], ok: Sequence[bool], settled: bool
-    ) -> list[OffloadKey]:
-        """Return the chunks that are stored now."""
-        host = self._host
-        stored: list[OffloadKey] = []
-        failed: list[OffloadKey] = []
-        for key, fine in zip(reversed(keys), reversed(ok), strict=True):
-            if key not in host.incoming:
-                host.end_use(key, fine or settled)  # forgotten by a reset
-                continue
-            slot = host.incoming.pop(key)
-            if fine:
-                host.become_ready(key, slot)
-                stored.append(key)
-            else:
-                host.give_back(key, slot, settled)
-                failed.append(key)
-        self.counters["store_failed"] += len(failed)
-        self._events.reasons.note(failed, Reason.FAILED)
-        return stored[::-1]
 
     # ---- answers ----
 
@@ -363,7 +345,8 @@ class TieredOffloadingManager(OffloadingManager):
         gone = self._host.forget_all()
         self._events.reasons.note(gone, Reason.RESET)
         self._events.removed(gone, CPU, Reason.RESET)
-        self._admission.clear()
+        if self._admission is not None:
+            self._admission.clear()
         self._write_through.forget_waiting()
         self._retirement.clear()
 
@@ -380,7 +363,8 @@ class TieredOffloadingManager(OffloadingManager):
     # ---- uses ----
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-        self._admission.see(keys, request_id(req_context))
+        if self._admission is not None:
+            self._admission.see(keys, request_id(req_context))
         self._host.touch(keys[::-1])
 
     def retire(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:

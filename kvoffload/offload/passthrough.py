@@ -8,15 +8,17 @@ reserves all its slots at its beginning, so no load waits for a slot while it ha
 """
 
 from collections.abc import Sequence
+from itertools import chain, cycle
 
 from kvoffload.messages import OffloadKey
 from kvoffload.offload.host_cache import HostCache
-from kvoffload.offload.tiers import Tier
-from kvoffload.offload.write_through import WriteThrough
+from kvoffload.offload.tiers import Tier, WriteThrough
 
 
 class PassThrough:
     """Chooses the chunks to store: those that tiers lack, as many as write-through begins at once.
+
+    Loads take slots from it.
 
     Args:
         host: the memory that chunks pass through.
@@ -55,6 +57,29 @@ class PassThrough:
             if room < 0 and (count or self._host.inflight_bytes):
                 return keys[:count]
         return keys
+
+    def take_turns(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Take slots that chunks use one after the other, fewer slots than chunks if need be.
+
+        Takes at most half of the free slots, so that the next load finds some as well. A slot is
+        free again when the last of its chunks has ended. Empty if a size has no slot.
+        """
+        host = self._host
+        by_size: dict[int, list[OffloadKey]] = {}
+        for key in keys:
+            by_size.setdefault(host.bytes_of(key), []).append(key)
+        slots = {
+            size: host.reserve(mine[: -(-host.room_for(mine[0]) // 2)])[0]
+            for size, mine in by_size.items()
+        }
+        if not all(slots.values()):
+            for slot in chain(*slots.values()):
+                host.free(slot)
+            return []
+        next_of = {size: cycle(mine).__next__ for size, mine in slots.items()}
+        taken = [next_of[host.bytes_of(key)]() for key in keys]
+        host.turns.update(taken)
+        return taken
 
     def _room_bytes(self) -> int:
         """Return the bytes that tiers would begin to write now, less those of stores in flight."""

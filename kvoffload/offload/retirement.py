@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvoffload.errors import UsageError
 from kvoffload.messages import OffloadKey
 from kvoffload.offload.host_cache import HostCache
-from kvoffload.offload.write_through import WriteThrough
+from kvoffload.offload.tiers import WriteThrough
 
 LISTED_PER_SLOT = 8
 """Bound of the chunks in all lists of ended requests, for each host slot. While a tier hangs, each

@@ -1,4 +1,4 @@
-"""Loads that are not plain: chunks that tiers must fetch first, chunks that fail."""
+"""Transfers that are not plain: chunks that tiers must fetch first, chunks that fail."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,22 +23,22 @@ class LoadEnd:
 
 
 class Staging:
-    """Takes slots for loads of chunks that are not all idle, and ends loads chunk by chunk.
+    """Takes slots for loads of chunks that are not all idle; ends transfers chunk by chunk.
 
     Args:
         host: host memory.
-        reserve: takes slots for as many leading chunks as possible, by eviction where needed.
+        take_slots: takes slots for as many leading chunks as possible.
         caching: whether a fetched chunk stays in host memory.
     """
 
     def __init__(
         self,
         host: HostCache,
-        reserve: Callable[[Sequence[OffloadKey]], tuple[list[int], list[OffloadKey]]],
+        take_slots: Callable[[Sequence[OffloadKey]], list[int]],
         caching: bool,
     ) -> None:
         self._host = host
-        self._reserve = reserve
+        self._take_slots = take_slots
         self._caching = caching
         # The tier that each fetching chunk comes from.
         self._sources: dict[OffloadKey, Tier] = {}
@@ -50,10 +50,7 @@ class Staging:
         # Pin resident chunks before making room for the rest, or they might be evicted for it.
         here = {i: host.pin(keys[i]) for i, tier in enumerate(sources) if tier is None}
         missing = [key for key, tier in zip(keys, sources, strict=False) if tier]
-        slots: list[int] = []
-        if missing:
-            slots = self._reserve(missing)[0] if self._caching else host.take_turns(missing)
-            slots.reverse()
+        slots = self._take_slots(missing)[::-1] if missing else []
         host_slots: list[int] = []
         fetches: dict[Tier, list[int]] = {}
         for i, tier in enumerate(sources):
@@ -93,7 +90,7 @@ class Staging:
             sources.append(tier)
         return sources
 
-    def end(self, keys: Sequence[OffloadKey], ok: Sequence[bool], settled: bool) -> LoadEnd:
+    def end_load(self, keys: Sequence[OffloadKey], ok: Sequence[bool], settled: bool) -> LoadEnd:
         """End a load of chunks, from tail to head: the tail of a prompt leaves first."""
         host, ended = self._host, LoadEnd()
         for key, fine in zip(reversed(keys), reversed(ok), strict=True):
@@ -118,3 +115,26 @@ class Staging:
         for moved in (ended.arrived, ended.lost, ended.missed, *ended.fetched.values()):
             moved.reverse()
         return ended
+
+    def end_store(
+        self, keys: Sequence[OffloadKey], ok: Sequence[bool], settled: bool
+    ) -> tuple[list[OffloadKey], list[OffloadKey]]:
+        """End a store of chunks, from tail to head; return those that are stored, and the failed.
+
+        Chunks that a reset forgot are neither.
+        """
+        host = self._host
+        stored: list[OffloadKey] = []
+        failed: list[OffloadKey] = []
+        for key, fine in zip(reversed(keys), reversed(ok), strict=True):
+            if key not in host.incoming:
+                host.end_use(key, fine or settled)
+                continue
+            slot = host.incoming.pop(key)
+            if fine:
+                host.become_ready(key, slot)
+                stored.append(key)
+            else:
+                host.give_back(key, slot, settled)
+                failed.append(key)
+        return stored[::-1], failed

@@ -8,8 +8,7 @@ import msgspec
 
 from kvoffload.offload.events import EventLog
 from kvoffload.offload.host_cache import HostCache
-from kvoffload.offload.tiers import Tier
-from kvoffload.offload.write_through import WriteThrough
+from kvoffload.offload.tiers import Tier, WriteThrough
 
 FORGET_PER_SAMPLE = 0.8
 """Weight of the earlier samples of a rate at each new sample."""

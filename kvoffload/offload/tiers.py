@@ -1,14 +1,20 @@
-"""A store below host memory, as the manager uses it."""
+"""Stores below host memory: asks which has a chunk, and writes stored chunks through to them."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from kvoffload.backends.base import LocalIndex, Removal
-from kvoffload.messages import OffloadKey
+from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKey
+from kvoffload.offload.base import Transfer
+from kvoffload.offload.host_cache import HostCache
 
 log = logging.getLogger(__name__)
+
+WHILE_LOADING = 4
+"""While a load from a tier is in flight, write-through gets this part of its limit."""
 
 
 class RemovalSource(Protocol):
@@ -83,3 +89,148 @@ def first_holder(key: OffloadKey, tiers: Iterable[Tier]) -> tuple[Tier | None, b
         if holds is None:
             answer = None
     return None, answer
+
+
+class _Lane:
+    """Write-through to one tier."""
+
+    def __init__(self, tier: Tier, limit_bytes: int) -> None:
+        self.tier = tier
+        self.limit_bytes = limit_bytes
+        self.pinned_bytes = 0
+        # Oldest first. They are not pinned: a chunk evicted before its turn is dropped.
+        self.waiting: dict[OffloadKey, None] = {}
+        self.writing: dict[OffloadKey, None] = {}
+
+
+class WriteThrough:
+    """Chunks that wait for tiers, and their transfers in flight.
+
+    A chunk beyond the limit waits unpinned. If it is evicted first, it is dropped and counted: a
+    future miss, nothing else.
+
+    Args:
+        host: pinned while a chunk is read.
+        limit_bytes: high-water mark of host bytes pinned for write-through. Each tier has an equal
+            share, so that a tier that hangs does not block the rest.
+        counters: where drops are counted.
+        job_ids: numbers for transfers.
+        dropped: called with the chunks that will not be written.
+    """
+
+    def __init__(
+        self,
+        host: HostCache,
+        limit_bytes: int,
+        counters: Counter[str],
+        job_ids: Iterator[int],
+        dropped: Callable[[Sequence[OffloadKey]], None],
+    ) -> None:
+        self._host = host
+        self._limit_bytes = limit_bytes
+        self._counters = counters
+        self._dropped = dropped
+        self._lanes: dict[str, _Lane] = {}
+        self._begun: list[Transfer] = []
+        self._job_ids = job_ids
+        # Job → its lane, though that tier may have been replaced.
+        self._in_flight: dict[int, _Lane] = {}
+
+    def use(self, tiers: Sequence[Tier]) -> None:
+        """Write to these tiers from now on; transfers in flight to old tiers end as usual."""
+        slot_bytes = max(1, self._host.slot_bytes)
+        slots = self._limit_bytes // slot_bytes
+        share = -(-slots // max(1, len(tiers))) * slot_bytes
+        self._lanes = {tier.name: _Lane(tier, share) for tier in tiers}
+
+    def offer(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
+        """Queue ready chunks for a tier, except those that it has."""
+        lane = self._lanes[tier.name]
+        lane.waiting.update(dict.fromkeys(key for key in keys if not tier.holds(key)))
+        too_many = len(lane.waiting) - self._host.num_slots
+        if too_many > 0:  # not all of them can be resident any more
+            self._drop(lane, [key for key, _ in zip(lane.waiting, range(too_many), strict=False)])
+        self._begin(lane)
+
+    def begin(self) -> None:
+        """Begin the transfers that the limits allow now."""
+        for lane in self._lanes.values():
+            if lane.waiting:
+                self._begin(lane)
+
+    def room_bytes(self) -> int:
+        """Return the bytes that the tier with the most room would begin to write now."""
+        lanes = self._lanes.values()
+        return max((self._limit_of(lane) - lane.pinned_bytes for lane in lanes), default=0)
+
+    def _limit_of(self, lane: _Lane) -> int:
+        if self._host.fetching and lane.limit_bytes:
+            return max(lane.limit_bytes // WHILE_LOADING, self._host.slot_bytes)
+        return lane.limit_bytes
+
+    def _begin(self, lane: _Lane) -> None:
+        host, waiting = self._host, lane.waiting
+        limit = self._limit_of(lane)
+        batch: list[OffloadKey] = []
+        gone: list[OffloadKey] = []
+        for key in waiting:
+            if not host.is_ready(key):
+                gone.append(key)
+                continue
+            size = host.bytes_of(key)
+            # A chunk larger than the limit is written when nothing else is.
+            if lane.pinned_bytes + size > limit and (lane.pinned_bytes or not limit):
+                break
+            lane.pinned_bytes += size
+            batch.append(key)
+        slots = list(map(host.pin, batch))
+        for key in batch:
+            del waiting[key]
+        lane.writing.update(dict.fromkeys(batch))
+        if gone:
+            self._drop(lane, gone)
+        if batch:
+            source = CPULoadStoreSpec(slots)
+            name = lane.tier.name
+            target = BackendLoadStoreSpec(name, batch)
+            source.job_id = next(self._job_ids)
+            transfer = Transfer(source.job_id, tuple(batch), source, target, name)
+            self._in_flight[transfer.id] = lane
+            self._begun.append(transfer)
+
+    def _drop(self, lane: _Lane, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            del lane.waiting[key]
+        self._counters[f"persist_dropped_{lane.tier.name}"] += len(keys)
+        self._dropped(keys)
+
+    def take(self) -> list[Transfer]:
+        """Return the transfers begun since the last call."""
+        taken, self._begun = self._begun, []
+        return taken
+
+    def ended(self, transfer: Transfer) -> Tier | None:
+        """End an answered transfer; return its tier, or None if it was answered before."""
+        lane = self._in_flight.pop(transfer.id, None)
+        if lane is None:
+            return None
+        lane.pinned_bytes -= sum(map(self._host.bytes_of, transfer.keys))
+        for key in transfer.keys:
+            lane.writing.pop(key, None)
+        return lane.tier
+
+    def forget_waiting(self) -> None:
+        """Drop all waiting chunks uncounted."""
+        for lane in self._lanes.values():
+            lane.waiting.clear()
+
+    def chunks(self) -> Iterator[Set[OffloadKey]]:
+        """Yield for each tier the chunks that wait for it, and the chunks being written to it."""
+        for lane in self._lanes.values():
+            yield lane.waiting.keys()
+            yield lane.writing.keys()
+
+    def in_flight(self, name: str) -> tuple[int, int]:
+        """Return the bytes in flight to a tier, and the chunks that wait."""
+        lane = self._lanes[name]
+        return lane.pinned_bytes, len(lane.waiting)

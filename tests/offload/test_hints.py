@@ -86,10 +86,10 @@ def test_hints_end_with_their_request_and_are_bounded_without_an_end(reader):
     context = ReqContext("r", {"kvoffload": {"max_load_tokens": 7}})
     assert manager.hints(context).max_load_tokens == 7
     manager.retire([make_offload_key(bytes(32), 0)], context)
-    assert len(manager._hints) == 0
+    assert len(manager._hints.known) == 0
     for i in range(REMEMBERED_REQUESTS + 10):
         ask(reader, {"max_load_tokens": i}, f"r{i}")
-    assert len(reader) == REMEMBERED_REQUESTS
+    assert len(reader.known) == REMEMBERED_REQUESTS
 
 
 class Counting(dict):

@@ -143,12 +143,12 @@ def test_one_line_a_minute_tells_what_is_ignored(reader, caplog):
 def test_hints_of_the_last_1024_requests_are_remembered(reader):
     for i in range(1025):
         reader.read({"priority": 2}, f"r{i}")
-    assert len(reader.reader) == 1024
-    assert reader.reader.known("r0") == NO_HINTS
-    assert [reader.reader.known(f"r{i}").priority for i in (1, 1024)] == [2, 2]
+    assert len(reader.reader.known) == 1024
+    assert reader.reader.known.get("r0", NO_HINTS) == NO_HINTS
+    assert [reader.reader.known.get(f"r{i}", NO_HINTS).priority for i in (1, 1024)] == [2, 2]
     reader.reader.forget("r1")
     reader.reader.forget("never")
-    assert reader.reader.known("r1") == NO_HINTS
+    assert reader.reader.known.get("r1", NO_HINTS) == NO_HINTS
 
 
 # ---- memories ------------------------------------------------------------------------------------
@@ -168,9 +168,9 @@ def test_admission_counts_requests_and_forgets_the_chunk_seen_longest_ago():
     assert seen.admit([b"b"], "") == ([b"b"], [])
     seen.clear()
     assert len(seen) == 0
-    everything = AdmissionFilter(threshold=1, limit=2)
-    everything.see([b"a"], "one")
-    assert len(everything) == 0
+    everything = new_manager(slots=2, store_threshold=1)
+    everything.touch([b"a"], ReqContext("one"))
+    assert everything._admission is None
 
 
 def test_the_latest_reasons_of_a_limited_number_of_chunks_are_remembered():
