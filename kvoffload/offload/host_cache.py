@@ -313,7 +313,7 @@ class HostCache:
         if priority > 0:
             left = int(self.num_slots * SHARE_ABOVE) - self._order.num_above
             keys = keys[: max(0, left)]
-        if isinstance(self._order.normal, LRUOfTable):  # the table will have other chunks as well
+        if type(self._order.normal) is LRUOfTable:  # the table will have other chunks as well
             self._order.normal = LRUPolicy(self.num_slots)
             self._order.normal.add(tuple(self.evictable))
         self._order.mark(keys, priority)

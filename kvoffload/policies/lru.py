@@ -1,48 +1,10 @@
-"""Least recently used."""
+"""Least recently used: in a table of its own, or in the order of a table that the store keeps."""
 
+from collections import deque
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, repeat
 
-from kvoffload.policies.ordered_queue import AT_LEAST, PART, OrderedQueue
-
-
-class LRUPolicy:
-    """The key used longest ago leaves first; every operation is O(1), amortised."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.clear()
-
-    def clear(self) -> None:
-        self._queue = OrderedQueue(self.capacity)
-
-    def add(self, keys: Sequence[bytes]) -> None:
-        """Put keys at the recent end."""
-        self._queue.put(keys)
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Move keys of the order to the recent end."""
-        order, stamp = self._queue.keys, self._queue.stamp
-        if order.keys().isdisjoint(keys):
-            return
-        for key in keys:
-            if key in order:
-                del order[key]
-                order[key] = stamp
-
-    def remove(self, keys: Sequence[bytes]) -> None:
-        """Take keys out of the order."""
-        self._queue.discard(keys)
-
-    def victims(self, count: int) -> Sequence[bytes]:
-        """Take the least recently used keys."""
-        return self._queue.pop(count)
-
-    def __len__(self) -> int:
-        return len(self._queue.keys)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._queue.keys
+from kvoffload.policies.ordered_queue import AT_LEAST, PART
 
 
 class LRUOfTable:
@@ -57,14 +19,16 @@ class LRUOfTable:
     """
 
     def __init__(self, capacity: int, table: dict[bytes, int]) -> None:
+        self.capacity = capacity
         self._table = table
         self._ahead = max(AT_LEAST, capacity // PART)
-        self.clear()
-
-    def clear(self) -> None:
         # The keys of the last look-ahead, the oldest at the end; and those not moved since.
         self._oldest: list[bytes] = []
         self._unmoved: set[bytes] = set()
+
+    def clear(self) -> None:
+        self._oldest.clear()
+        self._unmoved.clear()
 
     def add(self, keys: Sequence[bytes]) -> None:
         """Leave it to the store to put the keys at the end of its table."""
@@ -87,6 +51,7 @@ class LRUOfTable:
         taken: list[bytes] = []
         while len(taken) < count:
             if not self._oldest:
+                # The first keys of the table are those taken now; the store has not deleted them.
                 self._oldest = list(islice(self._table, len(taken), len(taken) + self._ahead))
                 self._unmoved = set(self._oldest)
                 self._oldest.reverse()
@@ -104,3 +69,29 @@ class LRUOfTable:
 
     def __contains__(self, key: object) -> bool:
         return key in self._table
+
+
+class LRUPolicy(LRUOfTable):
+    """The key used longest ago leaves first; every operation is O(1), amortised."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, {})
+
+    def clear(self) -> None:
+        super().clear()
+        self._table.clear()
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Put keys at the recent end."""
+        self._table.update(zip(keys, repeat(0)))
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Take keys out of the order."""
+        super().remove(keys)
+        deque(map(self._table.pop, keys), maxlen=0)
+
+    def victims(self, count: int) -> Sequence[bytes]:
+        """Take the least recently used keys."""
+        taken = super().victims(count)
+        deque(map(self._table.pop, taken), maxlen=0)
+        return taken

@@ -91,7 +91,7 @@ def test_lru_leaves_in_the_order_of_last_use(capacity):
 
 class MostRecentFirst(LRUPolicy):
     def victims(self, count):
-        order = self._queue.keys
+        order = self._table
         return [order.popitem()[0] for _ in range(min(count, len(self)))]
 
 

@@ -25,7 +25,7 @@ class Scanning(LRUPolicy):
     """Looks at a part of all keys to find one."""
 
     def victims(self, count: int) -> Sequence[bytes]:
-        for _ in zip(range(len(self) // 16), self._queue.keys, strict=False):
+        for _ in zip(range(len(self) // 16), self._table, strict=False):
             pass
         return super().victims(count)
 
@@ -79,7 +79,7 @@ class HeadFirst(LRUPolicy):
     """Evicts the most recent key."""
 
     def victims(self, count):
-        order = self._queue.keys
+        order = self._table
         return [order.popitem()[0] for _ in range(min(count, len(self)))]
 
 
