@@ -201,11 +201,12 @@ class ChunkGroups:
         read = [group for group in self.offloaded if not group.reads_all]
         if not read:
             return self.from_head_to_tail(keys)
-        masked: set[OffloadKey] = set()
+        unread: set[OffloadKey] = set()
         for group in read:
             needed = group.chunks(group.needed(0, loaded_end))
-            masked.update(k for c, k in enumerate(keys[group.index]) if c not in needed)
-        return [key for key in self.from_head_to_tail(keys) if key not in masked]
+            unread.update(keys[group.index])
+            unread.difference_update(keys[group.index][needed.start : needed.stop])
+        return [key for key in self.from_head_to_tail(keys) if key not in unread]
 
 
 def to_load(
@@ -240,12 +241,12 @@ def to_store(
         if group.is_state:
             # Only the state at the last computed token is there; it is kept at block ends.
             first = max(first, end - 1 if num_computed_tokens % group.block_size == 0 else end)
-        for chunk in range(first, end):
-            first_block = chunk * group.per_chunk
-            piece = Piece(group.index, chunk, first_block, first_block + group.per_chunk)
-            blocks = tables[group.index][piece.first_block : piece.end_block]
-            if not has_nulls or NULL_BLOCK not in blocks:
-                pieces.append(piece)
+        table = tables[group.index]
+        pieces += (
+            piece
+            for piece in group.pieces(range(first * group.per_chunk, end * group.per_chunk))
+            if not has_nulls or NULL_BLOCK not in table[piece.first_block : piece.end_block]
+        )
     if len(groups.offloaded) > 1:
         pieces.sort(key=lambda piece: piece.end_block * groups.all[piece.group].block_size)
     return pieces

@@ -21,7 +21,7 @@ Nothing here does I/O or raises because of a store; a failed load is an outcome 
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -52,7 +52,6 @@ from kvoffload.offload.base import (
     CPULoadStoreSpec,
     OffloadingEvent,
     OffloadKey,
-    ReqContext,
 )
 from kvoffload.offload.namespace import Fact
 from kvoffload.recording import RequestLog
@@ -152,7 +151,7 @@ class LocalConnector:
             limit = min(limit, start + most)
         if groups.aligned(limit) <= start:
             return 0
-        self._chunk_keys(request, state)
+        self._extend_keys(request, state)
         end, pending = self._search(state, limit, waits=True)
         if pending:
             now_s = time.monotonic()
@@ -239,9 +238,9 @@ class LocalConnector:
         )
         if not pieces:
             return
-        keys = self._chunk_keys(request, state)
+        self._extend_keys(request, state)
         self._count_use(state, 0)
-        piece_of = {keys[piece.group][piece.chunk]: piece for piece in pieces}
+        piece_of = {state.keys[piece.group][piece.chunk]: piece for piece in pieces}
         output = self._manager.prepare_store(list(piece_of), state.context)
         if output is None:
             return  # offered again with the next chunk
@@ -270,7 +269,7 @@ class LocalConnector:
         Returns:
             See :meth:`request_finished`.
         """
-        return self._forget(request, self._uses.pause)
+        return self._forget(request, again=True)
 
     def request_finished(self, request: OffloadRequest) -> bool:
         """Forget a request that ended or was aborted; harmless if unknown.
@@ -278,7 +277,7 @@ class LocalConnector:
         Returns:
             True if a load still writes its blocks: free them only when :meth:`poll` names it.
         """
-        return self._forget(request, self._uses.end)
+        return self._forget(request)
 
     # ---- the rest of an engine's life ----
 
@@ -353,10 +352,10 @@ class LocalConnector:
         """
         known = request.request_id in self._requests
         state = self._state(request)
-        keys = self._chunk_keys(request, state)
+        self._extend_keys(request, state)
         if not known:
             del self._requests[request.request_id]
-        return [self._manager.explain(of_group, state.context) for of_group in keys]
+        return [self._manager.explain(of_group, state.context) for of_group in state.keys]
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """Report how long the engine took to compute tokens of prompts.
@@ -371,15 +370,11 @@ class LocalConnector:
 
     # ---- inside ----
 
-    def _forget(
-        self,
-        request: OffloadRequest,
-        retire: Callable[[ReqContext, Callable[[], Sequence[OffloadKey]]], None],
-    ) -> bool:
+    def _forget(self, request: OffloadRequest, *, again: bool = False) -> bool:
         self._short_loads.gave_up(request.request_id)
-        known = self._requests.pop(request.request_id, None)
-        state = known or new_state(request, len(self._groups.all))
-        retire(state.context, lambda: self._groups.from_head_to_tail(state.keys))
+        groups, state = self._groups, self._state(request)
+        del self._requests[request.request_id]
+        self._uses.end(state.context, lambda: groups.from_head_to_tail(state.keys), again=again)
         if state.refused:
             self._manager.drop(state.refused)
         return state.loading is not None
@@ -395,9 +390,9 @@ class LocalConnector:
         groups = self._groups
         counted = self._uses.count(state.context, lambda: groups.used(state.keys, loaded_end))
         if counted and self._log:
-            self._log.asked_for(state.keys[self._groups.offloaded[0].index])
+            self._log.asked_for(state.keys[groups.offloaded[0].index])
 
-    def _chunk_keys(self, request: OffloadRequest, state: RequestState) -> list[list[OffloadKey]]:
+    def _extend_keys(self, request: OffloadRequest, state: RequestState) -> None:
+        """Add the keys of chunks that have become full."""
         for group in self._groups.offloaded:
             group.extend_keys(state.keys[group.index], request.block_hashes)
-        return state.keys

@@ -83,12 +83,13 @@ class UseCounter:
         self._manager.touch(used(), context)
         return True
 
-    def pause(self, context: ReqContext, chunks: Callable[[], Sequence[OffloadKey]]) -> None:
-        """Do as :meth:`end` for a request that will be admitted again and must not count again."""
-        counted = context.req_id in self._counted
-        self._manager.retire(chunks() if counted else (), context)
-
-    def end(self, context: ReqContext, chunks: Callable[[], Sequence[OffloadKey]]) -> None:
+    def end(
+        self,
+        context: ReqContext,
+        chunks: Callable[[], Sequence[OffloadKey]],
+        *,
+        again: bool = False,
+    ) -> None:
         """Retire the chunks of an ended request: its tail leaves before its head.
 
         A request that was never admitted did not count. It leaves the order as it is.
@@ -96,9 +97,12 @@ class UseCounter:
         Args:
             context: of the request.
             chunks: lists its chunks, head to tail; called only if the request counted.
+            again: it will be admitted again, and must not count again.
         """
-        self.pause(context, chunks)
-        self._counted.discard(context.req_id)
+        counted = context.req_id in self._counted
+        self._manager.retire(chunks() if counted else (), context)
+        if not again:
+            self._counted.discard(context.req_id)
 
 
 class LoadBackoff:

@@ -1,24 +1,23 @@
 """Transfers that are not plain: chunks that tiers must fetch first, chunks that fail."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvoffload.messages import CPULoadStoreSpec, Fetch, OffloadKey, StagedLoadStoreSpec
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.tiers import Tier, first_holder
 
 
-@dataclass
-class LoadEnd:
+class LoadEnd(NamedTuple):
     """The chunks of an answered load whose place has changed, from head to tail."""
 
-    arrived: list[OffloadKey] = field(default_factory=list)
+    arrived: list[OffloadKey]
     """Loadable from host memory now."""
-    lost: list[OffloadKey] = field(default_factory=list)
+    lost: list[OffloadKey]
     """Not loadable from host memory any more."""
-    missed: list[OffloadKey] = field(default_factory=list)
+    missed: list[OffloadKey]
     """Forgotten by the tier that they should have come from."""
-    fetched: dict[Tier, list[OffloadKey]] = field(default_factory=dict)
+    fetched: dict[Tier, list[OffloadKey]]
     """Chunks that arrived, by the tier they came from."""
 
 
@@ -92,7 +91,7 @@ class Staging:
 
     def end_load(self, keys: Sequence[OffloadKey], ok: Sequence[bool], settled: bool) -> LoadEnd:
         """End a load of chunks, from tail to head: the tail of a prompt leaves first."""
-        host, ended = self._host, LoadEnd()
+        host, ended = self._host, LoadEnd([], [], [], {})
         for key, fine in zip(reversed(keys), reversed(ok), strict=True):
             source = self._sources.pop(key, None)
             if source and not fine:
