@@ -1,0 +1,105 @@
+"""A client and its server, in both forms, over a slab."""
+
+import os
+
+import pytest
+
+from kvoffload import registry
+from kvoffload.io.client import IOClient
+from kvoffload.io.forms import ServerProcess, ServerThread
+from kvoffload.transfer.slab import Slab, create_shared_memory
+from tests.support.io_rig import opening
+from tests.support.planned_store import installed
+
+SLOT = 4096
+NUM_SLOTS = 64
+
+
+class Listener:
+    """Notes what a job tells."""
+
+    def __init__(self):
+        self.numbers, self.answers, self.releases = [], [], 0
+
+    def arrived(self, numbers):
+        assert not self.answers, "a chunk arrived after the answer"
+        self.numbers.extend(numbers)
+
+    def ended(self, ok, reason, settled, io_time_s):
+        self.answers.append((list(map(bool, ok)), reason, settled))
+
+    def released(self):
+        self.releases += 1
+
+
+class Rig:
+    """Clients over one slab of 64 slots."""
+
+    def __init__(self, form):
+        self.form = form
+        self._fd = create_shared_memory(NUM_SLOTS * SLOT)
+        self.slab = Slab(NUM_SLOTS, SLOT, self._fd)
+        self.clients = []
+
+    def start(self):
+        if self.form == "process":
+            return ServerProcess(self._fd)
+        return ServerThread(self.slab.slot(0, self.slab.num_bytes))
+
+    def open(self, *tiers, load_timeout_s=5.0, store_timeout_s=5.0, **settings):
+        """Open tiers given as (name, type, options)."""
+        wanted = opening(tiers or [("memory", "memory", {})], SLOT, **settings)
+        client = IOClient(self.start, wanted, load_timeout_s, store_timeout_s)
+        self.clients.append(client)
+        return client
+
+    def close(self):
+        for client in self.clients:
+            client.close(2.0)
+        os.close(self._fd)
+
+    def store(self, client, tier, keys, until, first=0):
+        """Fill slots with each key's bytes and store them."""
+        for i, key in enumerate(keys):
+            self.slab.slot(first + i, SLOT)[:] = (key * (SLOT // len(key) + 1))[:SLOT]
+        listener = Listener()
+        client.store(tier, keys, range(first, first + len(keys)), SLOT, listener)
+        until(lambda: listener.answers)
+        assert listener.answers == [([True] * len(keys), "", True)]
+        until(lambda: all(client.tiers[tier].holds(key) for key in keys))
+        self.slab.rows[:] = 0
+
+    def load(self, client, tier, keys, first=0):
+        listener = Listener()
+        client.load(tier, keys, range(first, first + len(keys)), SLOT, listener)
+        return listener
+
+    def has(self, key, slot):
+        """Whether the slot has the bytes of the key."""
+        return self.slab.slot(slot, SLOT) == (key * (SLOT // len(key) + 1))[:SLOT]
+
+
+@pytest.fixture
+def listener():
+    return Listener()
+
+
+@pytest.fixture(params=["thread", "process"])
+def rig(request):
+    rig = Rig(request.param)
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def process_rig():
+    rig = Rig("process")
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    yield installed(tmp_path, monkeypatch)
+    monkeypatch.undo()
+    registry._named.cache_clear()

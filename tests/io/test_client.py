@@ -1,0 +1,228 @@
+"""The I/O client and its server, in both forms: jobs, presence, figures, refusals, the end."""
+
+import logging
+import threading
+import time
+
+import pytest
+
+from kvoffload.errors import ConfigError
+from kvoffload.testing import Plan
+from kvoffload.testing.backends import keys_of
+from tests.support.planned_store import Process
+
+KEYS = keys_of(20)
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_chunks_come_back_byte_for_byte_and_arrive_once_each(rig, until, tmp_path, kind):
+    options = {"root": str(tmp_path), "min_free": 0} if kind == "disk" else {}
+    client = rig.open(("tier", kind, options))
+    rig.store(client, "tier", KEYS, until)
+    load = rig.load(client, "tier", KEYS, first=30)
+    until(lambda: load.answers)
+    assert load.answers == [([True] * 20, "", True)]
+    assert set(load.numbers) <= set(range(20))
+    assert all(rig.has(key, 30 + i) for i, key in enumerate(KEYS))
+    assert not rig.slab.rows[:30].any()
+
+
+def test_each_chunk_has_its_own_answer_and_reason(rig, until):
+    client = rig.open()
+    rig.store(client, "memory", KEYS[:4], until)
+    load = rig.load(client, "memory", KEYS[2:6])
+    until(lambda: load.answers)
+    assert load.answers == [([True, True, False, False], "missing", True)]
+
+
+def test_sizes_of_chunks_may_differ(rig, until, listener):
+    client = rig.open()
+    rig.slab.rows[:] = 7
+    client.store("memory", KEYS[:2], [0, 1], [1000, 4096], listener)
+    until(lambda: listener.answers)
+    rig.slab.rows[:] = 0
+    again = type(listener)()
+    client.load("memory", KEYS[:2], [2, 3], [1000, 4096], again)
+    until(lambda: again.answers)
+    assert again.answers[0][0] == [True, True]
+    assert (rig.slab.rows[2][:1000].all(), rig.slab.rows[2][1000:].any()) == (True, False)
+    assert rig.slab.rows[3].all()
+
+
+def test_a_job_without_chunks_is_answered(rig, until):
+    load = rig.load(rig.open(), "memory", [])
+    assert until(lambda: load.answers) == [([], "", True)]
+
+
+def test_an_unknown_tier_is_refused_at_once(rig, listener):
+    client = rig.open()
+    with pytest.raises(KeyError):
+        client.load("none", KEYS, range(20), 4096, listener)
+    assert not listener.answers
+
+
+# ---- presence ----
+
+
+def test_what_was_stored_before_is_listed_and_what_leaves_is_told(rig, until, tmp_path):
+    disk = ("disk", "disk", {"root": str(tmp_path), "min_free": 0, "capacity": "1MiB"})
+    first = rig.open(disk)
+    rig.store(first, "disk", KEYS, until)
+    first.close()
+    client = rig.open(disk)
+    tier = client.tiers["disk"]
+    until(lambda: tier.is_complete)
+    assert [tier.holds(key) for key in KEYS] == [True] * 20
+    assert tier.num_leading([*KEYS[:5], b"other", *KEYS]) == 5
+    assert tier.holds(b"other") is False
+    client.remove("disk", KEYS[:1])
+    until(lambda: tier.holds(KEYS[0]) is False)
+    assert tier.holds(KEYS[1])
+
+
+def test_a_forgotten_chunk_is_absent_until_it_is_stored_again(rig, until):
+    client = rig.open()
+    rig.store(client, "memory", KEYS[:2], until)
+    tier = client.tiers["memory"]
+    tier.forget(KEYS[:1])
+    assert tier.holds(KEYS[0]) is False
+    time.sleep(0.1)
+    assert [tier.holds(key) for key in KEYS[:2]] == [False, True]
+    rig.store(client, "memory", KEYS[:1], until)
+    assert tier.holds(KEYS[0])
+
+
+def test_thousands_of_chunks_are_listed_in_several_messages(rig, until, tmp_path, listener):
+    keys = keys_of(3000)
+    disk = ("disk", "disk", {"root": str(tmp_path), "min_free": 0, "capacity": "64MiB"})
+    first = rig.open(disk, store_timeout_s=60)
+    for start in range(0, len(keys), 60):
+        store = type(listener)()
+        part = keys[start : start + 60]
+        first.store("disk", part, range(len(part)), 4096, store)
+    until(lambda: store.answers, 60)
+    first.close()
+    tier = rig.open(disk, lookup_timeout_s=30).tiers["disk"]
+    until(lambda: all(tier.holds(key) is not None for key in keys))
+    assert all(tier.holds(key) for key in keys)
+
+
+def test_a_store_without_an_index_is_asked_in_one_question(rig, until, planned, monkeypatch):
+    """A store that only contains() tells of: here FaultyBackend without the index of its inner."""
+    planned.set(Plan("lie", frozenset({"contains"})))
+    client = rig.open(("shy", "shy", planned.options))
+    tier = client.tiers["shy"]
+    assert [tier.holds(key) for key in KEYS] == [None] * 20
+    until(lambda: all(tier.holds(key) for key in KEYS))
+    tier.forget(KEYS[:1])
+    assert tier.holds(KEYS[0]) is False
+
+
+def test_evictions_and_figures_are_known_when_the_store_is_answered(rig, until, listener):
+    client = rig.open(("memory", "memory", {"capacity": 3 * 4096}))
+    client.store("memory", KEYS[:5], range(5), 4096, listener)
+    until(lambda: listener.answers)
+    tier = client.tiers["memory"]
+    assert [removal[:] for removal in tier.take_removals()] == [
+        (KEYS[0], "evicted"),
+        (KEYS[1], "evicted"),
+    ]
+    assert [tier.holds(key) for key in KEYS[:5]] == [False, False, True, True, True]
+    assert tier.usage == (3 * 4096, 3 * 4096, 3)
+    assert tier.counters["evicted"] == 2
+
+
+# ---- refusals ----
+
+
+def test_what_cannot_be_opened_is_the_error_it_is(rig, tmp_path):
+    threads = threading.active_count()
+    disk = ("disk", "disk", {"root": str(tmp_path / "a"), "min_free": 0})
+    for second, field in (
+        (("b", "disk", {"root": "/proc/none"}), "backends[1].root"),
+        (("b", "disk", {"rot": "/x"}), "backends[1].rot"),
+        (("b", "tape", {}), "backends[1].type"),
+        (("b", "disk", disk[2]), "backends[1]"),
+        (("b", "memory", {"capacity": "lots"}), "backends[1].capacity"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            rig.open(disk, second)
+        assert caught.value.field == field
+        assert caught.value.remedy
+    assert threading.active_count() <= threads
+
+
+def test_a_renewal_changes_what_is_there_and_a_refused_one_leaves_nothing(rig, until, planned):
+    client = rig.open(("planned", "planned", planned.options))
+    rig.store(client, "planned", KEYS[:2], until)
+    tier = client.tiers["planned"]
+    client.renew("1" * 64, {}, [])
+    assert tier.holds(KEYS[0]) is False
+    rig.store(client, "planned", KEYS[:2], until)
+    planned.set(refuse="this")
+    with pytest.raises(ConfigError, match="must be better"):
+        client.renew("2" * 64, {}, [])
+    assert tier.holds(KEYS[0]) is False
+    load = rig.load(client, "planned", KEYS[:2])
+    assert until(lambda: load.answers) == [([False, False], "no_store", True)]
+    planned.set()
+    client.renew("3" * 64, {}, [])
+    rig.store(client, "planned", KEYS[:2], until)
+
+
+# ---- deadlines and the end ----
+
+
+def test_a_hung_load_is_answered_at_its_deadline_and_released(rig, until, planned):
+    client = rig.open(("planned", "planned", planned.options), load_timeout_s=0.2)
+    rig.store(client, "planned", KEYS[:1], until)
+    planned.set(Plan("hang", frozenset({"read"})))
+    load = rig.load(client, "planned", KEYS[:1])
+    until(lambda: load.answers)
+    assert load.answers == [([False], "deadline", True)]
+    planned.set(process=Process("stubborn", 0.6))
+    load = rig.load(client, "planned", KEYS[:1], first=3)
+    until(lambda: load.answers)
+    assert (load.answers, load.releases) == ([([False], "deadline", False)], 0)
+    until(lambda: load.releases)
+    assert rig.slab.rows[3].all(), "its late write came before its release"
+    assert len(load.answers) == 1
+
+
+def test_a_load_that_goes_on_may_take_longer_than_its_timeout(rig, until, tmp_path, planned):
+    """Calls of eight chunks end one after the other; each gives the load more time."""
+    client = rig.open(("planned", "planned", planned.options), load_timeout_s=0.5)
+    keys = keys_of(60)
+    rig.store(client, "planned", keys, until)
+    planned.set(process=Process("queue", 0.12))
+    begun = time.monotonic()
+    load = rig.load(client, "planned", keys)
+    until(lambda: load.answers)
+    assert load.answers == [([True] * 60, "", True)]
+    assert time.monotonic() - begun > 0.5
+
+
+def test_the_end_answers_every_job_and_does_not_wait_for_a_hung_store(rig, until, planned):
+    client = rig.open(("planned", "planned", planned.options))
+    planned.set(process=Process("stubborn", 3.0))
+    load = rig.load(client, "planned", KEYS[:1])
+    time.sleep(0.1)
+    begun = time.monotonic()
+    client.close(0.3)
+    assert time.monotonic() - begun < 2.5
+    assert [(reason, settled) for _, reason, settled in load.answers] == [("shutdown", False)]
+    after = rig.load(client, "planned", KEYS[:1])
+    assert after.answers == [([False], "io_died", True)]
+    client.tiers["planned"].forget(KEYS[:1])
+    client.close()
+
+
+def test_logs_of_the_server_are_logs_of_the_engine(rig, until, planned, caplog):
+    with caplog.at_level(logging.WARNING, "kvoffload"):
+        client = rig.open(("planned", "planned", planned.options))
+        planned.set(Plan("raise", frozenset({"read"})))
+        load = rig.load(client, "planned", KEYS[:1])
+        until(lambda: "a fault was planned here" in caplog.text)
+    assert until(lambda: load.answers) == [([False], "error", True)]
+    (record,) = [r for r in caplog.records if "planned here" in r.getMessage()]
+    assert record.name == "kvoffload.io.chunk_jobs"

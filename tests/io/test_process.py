@@ -1,0 +1,192 @@
+"""The I/O process under everything that can happen to it and to its engine."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from kvoffload.io import client as io_client
+from kvoffload.testing.backends import keys_of
+from tests.support.planned_store import Process
+
+KEYS = keys_of(8)
+
+
+def has_ended(pid):
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_it_loads_neither_torch_nor_numpy_before_a_store_does():
+    code = "import sys, kvoffload.io.process; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == "False False\n"
+
+
+def test_killed_while_it_reads_it_costs_misses_and_is_started_again(
+    process_rig, until, planned, caplog
+):
+    client = process_rig.open(("planned", "planned", planned.options))
+    process_rig.store(client, "planned", KEYS, until)
+    planned.set(process=Process("stubborn", 30))
+    first, tier = client._peer, client.tiers["planned"]
+    load = process_rig.load(client, "planned", KEYS, first=20)
+    time.sleep(0.1)
+    first.kill()
+    until(lambda: load.answers)
+    assert load.answers == [([False] * 8, "io_died", False)]
+    assert not tier.holds(KEYS[0]), "what it had is not known any more"
+    until(lambda: load.releases)
+    assert has_ended(first.pid), "its slots were free before it was reaped"
+    planned.set()
+    until(lambda: client._peer is not first and not client._is_opening)
+    process_rig.store(client, "planned", KEYS, until)
+    again = process_rig.load(client, "planned", KEYS, first=20)
+    assert until(lambda: again.answers) == [([True] * 8, "", True)]
+    assert client.counters["io_died"] == 1
+    assert "is started again" in caplog.text
+    assert (len(load.answers), load.releases) == (1, 1)
+
+
+def test_jobs_submitted_while_it_is_away_are_misses_at_once(process_rig, until):
+    client = process_rig.open()
+    client._peer.kill()
+    until(lambda: not client._link.is_up)
+    load = process_rig.load(client, "memory", KEYS)
+    assert until(lambda: load.answers) == [([False] * 8, "io_died", True)]
+
+
+def test_stopped_it_is_answered_for_at_the_deadline_and_killed_when_silent(
+    process_rig, until, monkeypatch
+):
+    monkeypatch.setattr(io_client, "SILENT_S", 0.7)
+    client = process_rig.open(load_timeout_s=0.2)
+    process_rig.store(client, "memory", KEYS, until)
+    first = client._peer
+    os.kill(first.pid, signal.SIGSTOP)
+    load = process_rig.load(client, "memory", KEYS)
+    until(lambda: load.answers)
+    assert (load.answers, load.releases) == ([([False] * 8, "deadline", False)], 0)
+    until(lambda: load.releases)
+    assert has_ended(first.pid)
+    until(lambda: client._peer is not first and not client._is_opening)
+    process_rig.store(client, "memory", KEYS, until)
+
+
+def test_stopped_and_continued_it_answers_late_and_lives_on(process_rig, until):
+    client = process_rig.open(load_timeout_s=0.2)
+    process_rig.store(client, "memory", KEYS, until)
+    pid = client._peer.pid
+    os.kill(pid, signal.SIGSTOP)
+    load = process_rig.load(client, "memory", KEYS)
+    until(lambda: load.answers)
+    assert not load.releases
+    os.kill(pid, signal.SIGCONT)
+    until(lambda: load.releases)
+    process_rig.store(client, "memory", KEYS, until)
+    assert (client._peer.pid, client.counters["io_died"]) == (pid, 0)
+
+
+def test_a_socket_that_is_full_holds_up_no_submission(process_rig, until):
+    client = process_rig.open(load_timeout_s=0.3, store_timeout_s=0.3)
+    process_rig.store(client, "memory", KEYS, until)
+    client._peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    os.kill(client._peer.pid, signal.SIGSTOP)
+    keys = keys_of(64)
+    loads = [process_rig.load(client, "memory", keys) for _ in range(400)]
+    assert len(client._link._out) > 64 * 36 * 100, "the socket took it all"
+    until(lambda: all(load.answers for load in loads))
+    os.kill(client._peer.pid, signal.SIGCONT)
+    until(lambda: all(load.releases for load in loads))
+    assert all(len(load.answers) == load.releases == 1 for load in loads)
+    again = process_rig.load(client, "memory", KEYS)
+    assert until(lambda: again.answers) == [([True] * 8, "", True)]
+
+
+def test_it_is_started_again_when_there_are_descriptors_again(
+    process_rig, until, monkeypatch, caplog
+):
+    client = process_rig.open()
+    real, tries = client._start, []
+
+    def out_of_descriptors():
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError(24, "Too many open files")
+        return real()
+
+    monkeypatch.setattr(client, "_start", out_of_descriptors)
+    client._peer.kill()
+    until(lambda: len(tries) == 3 and not client._is_opening)
+    process_rig.store(client, "memory", KEYS, until)
+    assert caplog.text.count("cannot be started again") == 2
+
+
+def test_stores_refused_at_a_restart_are_tried_again(process_rig, until, planned, caplog):
+    client = process_rig.open(("planned", "planned", planned.options))
+    planned.set(refuse="this")
+    client._peer.kill()
+    until(lambda: "cannot be opened again" in caplog.text)
+    assert client.tiers["planned"].holds(KEYS[0]) is not True
+    planned.set()
+    until(lambda: not client._is_opening)
+    process_rig.store(client, "planned", KEYS, until)
+
+
+def test_killed_before_it_opened_it_is_an_error_of_the_start(process_rig, monkeypatch):
+    from kvoffload.errors import ConfigError
+
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ConfigError, match="ended before it had opened the tiers"):
+        process_rig.open()
+
+
+ENGINE = """
+import sys, time
+from kvoffload.io.client import IOClient
+from kvoffload.io.forms import ServerProcess
+from kvoffload.transfer.slab import create_shared_memory
+from tests.support.io_rig import opening
+import os
+fd = create_shared_memory(1 << 20)
+client = IOClient(lambda: ServerProcess(fd), opening([("memory", "memory", {})]), 5.0, 5.0)
+if os.fork() == 0:  # a child that inherits the engine's end of the socket
+    time.sleep(60)
+print(client._peer.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_it_ends_with_its_engine_although_another_child_has_the_socket(until, is_stopped):
+    engine = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", ENGINE], stdout=subprocess.PIPE, text=True
+    )
+    with engine.stdout:
+        pid = int(engine.stdout.readline())
+    children = psutil.Process(engine.pid).children()
+    assert not has_ended(pid)
+    if is_stopped:
+        os.kill(pid, signal.SIGSTOP)
+    engine.kill()
+    engine.wait()
+    if is_stopped:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: has_ended(pid))
+    for child in children:
+        if child.pid != pid:
+            child.kill()
+
+
+def test_a_ctrl_c_is_for_the_engine(process_rig, until):
+    client = process_rig.open()
+    os.kill(client._peer.pid, signal.SIGINT)
+    process_rig.store(client, "memory", KEYS, until)
+    assert client.counters["io_died"] == 0

@@ -1,0 +1,131 @@
+"""A store whose faults a file plans: also in an I/O process, which a test cannot reach into.
+
+Register it with :func:`installed`, and set the plan with :meth:`Planned.set`. Beside the faults of
+:mod:`kvoffload.testing.faults` the plan knows ``stop`` and ``kill`` of the process, ``queue``:
+reads sleep one after the other, and ``stubborn``: a read ignores its cancellation and writes to its
+memory at the end.
+"""
+
+import asyncio
+import os
+import signal
+import time
+
+import msgspec
+
+from kvoffload import open_backend
+from kvoffload.errors import ConfigError
+from kvoffload.testing.faults import FaultyBackend, Plan
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    plan: str
+    root: str = ""
+    """Of a disk store; empty: chunks are in memory."""
+
+
+class Process(msgspec.Struct):
+    fault: str
+    seconds: float = 0.0
+
+
+class Plans(msgspec.Struct):
+    store: list[Plan] = []
+    process: Process | None = None
+    refuse: str = ""
+
+
+class PlannedStore(FaultyBackend):
+    Options = Options
+
+    def __init__(self, options, namespace):
+        self._file = options.plan
+        if refuse := self._plans().refuse:
+            raise ConfigError("root", refuse, "must be better")
+        kind, wanted = "memory", {"capacity": "64MiB"}
+        if options.root:
+            kind, wanted = "disk", {"root": options.root, "capacity": "64MiB", "min_free": 0}
+        super().__init__(open_backend(kind, wanted, namespace))
+        self._turn = asyncio.Lock()
+
+    def _plans(self):
+        with open(self._file, "rb") as file:
+            return msgspec.json.decode(file.read(), type=Plans)
+
+    def _strike(self, verb, keys):
+        self.plans = self._plans().store
+        return super()._strike(verb, keys)
+
+    async def read(self, keys, into):
+        plan = self._plans().process
+        if plan is not None and await self._process(plan, into):
+            return [False] * len(keys)
+        return await super().read(keys, into)
+
+    async def _process(self, plan, into):
+        if plan.fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif plan.fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif plan.fault == "queue":
+            async with self._turn:
+                await asyncio.sleep(plan.seconds)
+        elif plan.fault == "stubborn":
+            thread = asyncio.get_running_loop().run_in_executor(None, time.sleep, plan.seconds)
+            while not thread.done():
+                try:
+                    await asyncio.shield(thread)
+                except asyncio.CancelledError:
+                    continue
+            into[0][:] = b"\xee" * len(into[0])
+            return True
+        return False
+
+
+class ShyStore(PlannedStore):
+    """One that cannot say at once what it has: a backend without any optional protocol."""
+
+    def __init__(self, options, namespace):
+        super().__init__(options, namespace)
+        whole, self.inner = self.inner, OnlyVerbs()
+        for verb in ("contains", "read", "write", "remove", "close"):
+            setattr(self.inner, verb, getattr(whole, verb))
+        for name in ("holds", "forget", "take_changes", "usage", "counters", "take_removals"):
+            delattr(self, name)
+
+
+class OnlyVerbs:
+    pass
+
+
+class Planned:
+    """A registered planned store: its options, and its plan."""
+
+    def __init__(self, folder):
+        self._file = folder / "plan.json"
+        self.set()
+
+    @property
+    def options(self):
+        return {"plan": str(self._file)}
+
+    def set(self, *store, process=None, refuse=""):
+        """Plan faults; without arguments, all is well."""
+        partial = self._file.with_suffix(".tmp")
+        partial.write_bytes(msgspec.json.encode(Plans(list(store), process, refuse)))
+        partial.replace(self._file)
+
+
+def installed(folder, monkeypatch):
+    """Register the store as ``planned`` here, and in the I/O processes started from here."""
+    from kvoffload import registry
+
+    info = folder / "site" / "planned_store-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planned-store\nVersion: 1.0\n")
+    here = "tests.support.planned_store"
+    entries = f"planned = {here}:PlannedStore\nshy = {here}:ShyStore\n"
+    (info / "entry_points.txt").write_text(f"[kvoffload.backends]\n{entries}")
+    monkeypatch.syspath_prepend(str(folder / "site"))
+    registry._named.cache_clear()
+    return Planned(folder)
