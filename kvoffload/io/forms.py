@@ -82,7 +82,9 @@ class ServerProcess:
         inherited = (other.fileno(), slab_fd)
         level = logging.getLogger("kvoffload").getEffectiveLevel()
         arguments = [*inherited, os.getpid(), level]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        # What is here by a relative path, such as an empty one, is meant as it was at the start.
+        paths = os.pathsep.join(map(os.path.abspath, sys.path))
+        environment = {**os.environ, "PYTHONPATH": paths}
         with other:
             try:
                 self._process = subprocess.Popen(

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -167,7 +168,10 @@ time.sleep(60)
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_it_ends_with_its_engine_although_another_child_has_the_socket(until, is_stopped):
     engine = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", ENGINE], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-W", "ignore", "-c", ENGINE],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
     )
     with engine.stdout:
         pid = int(engine.stdout.readline())
