@@ -1,0 +1,184 @@
+"""The local connector over the I/O thread and the I/O process: the same bytes, the same failures."""
+
+import os
+import random
+import signal
+
+import pytest
+import torch
+
+from kvoffload import registry
+from kvoffload.connectors.local import LocalConnector
+from kvoffload.testing import Plan
+from tests.support.planned_store import Process, installed
+
+BLOCK = 4
+SLOT = 4096
+PROMPT = 81
+TOKENS = 80
+STORED, LOADED = list(range(5, 25)), list(range(30, 51))
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    yield installed(tmp_path, monkeypatch)
+    monkeypatch.undo()
+    registry._named.cache_clear()
+
+
+@pytest.fixture(params=["thread", "process"])
+def io_form(request):
+    return request.param
+
+
+@pytest.fixture
+def connect(kv_caches, io_form):
+    made = []
+
+    def make(*backends, slots=0, caches=kv_caches, **settings):
+        config = {
+            "cpu_bytes": 0,
+            "staging_bytes": slots * SLOT,
+            "blocks_per_chunk": 2,
+            "backends": backends or [{"type": "memory", "capacity": "1MiB"}],
+            "io": io_form,
+            **settings,
+        }
+        if not slots:
+            config |= {"cpu_bytes": 16 * SLOT, "staging_bytes": 0}
+        made.append(LocalConnector(config, caches, block_size=BLOCK, facts={"model": "m"}))
+        return made[-1]
+
+    yield make
+    for connector in made:
+        connector.close()
+        connector.check()
+
+
+def store(connector, request):
+    """Compute a prompt, and go on until all of it is stored."""
+    while True:
+        connector.after_forward(request, [STORED], request.num_tokens)
+        assert connector.flush()
+        if not connector._requests[request.request_id].refused:
+            break
+    connector.request_finished(request)
+
+
+def push_out(connector, new_request):
+    """Fill host memory with other prompts."""
+    for i in range(4):
+        store(connector, new_request(f"other {i}", PROMPT))
+
+
+def begin_load(connector, request, until):
+    until(lambda: connector.get_num_new_matched_tokens(request, 0) is not None)
+    tokens = connector.get_num_new_matched_tokens(request, 0)
+    if tokens:
+        connector.update_state_after_alloc(request, [LOADED], tokens)
+    return tokens
+
+
+@pytest.mark.parametrize("slots", [0, 1, 3, 20])
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_a_prompt_comes_back_byte_for_byte(
+    connect, kv_caches, new_request, until, tmp_path, kind, slots
+):
+    backend = {"type": kind, "capacity": "1MiB"}
+    if kind == "disk":
+        backend |= {"root": str(tmp_path), "min_free": 0}
+    connector = connect(backend, slots=slots)
+    originals = [t.tensor[STORED].clone() for t in kv_caches.tensors]
+    store(connector, new_request("p", PROMPT))
+    push_out(connector, new_request)
+    assert begin_load(connector, new_request("p", PROMPT), until) == TOKENS
+    (outcome,) = until(connector.poll)
+    assert outcome.ok
+    for t, original in zip(kv_caches.tensors, originals, strict=True):
+        assert torch.equal(t.tensor[LOADED[:20]], original)
+    assert connector.flush()
+    connector.check()
+    figures = connector.stats()["tiers"][kind]
+    assert figures["chunks"] == 50
+    assert figures["resident_bytes"] > 0
+
+
+@pytest.mark.parametrize("slots", [3, 20])
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (Plan("raise", frozenset({"read"})), "error"),
+        (Plan("hang", frozenset({"read"})), "deadline"),
+        (Plan("miss", frozenset({"read"})), "missing"),
+        (Process("stubborn", 1.0), "deadline"),
+    ],
+    ids=["raise", "hang", "miss", "stubborn"],
+)
+def test_a_failed_load_is_not_promised_again_and_frees_its_slots(
+    connect, new_request, until, planned, plan, reason, slots
+):
+    connector = connect({"type": "planned", **planned.options}, slots=slots, load_timeout_s=0.3)
+    store(connector, new_request("p", PROMPT))
+    if isinstance(plan, Process):
+        planned.set(process=plan)
+    else:
+        planned.set(plan)
+    request = new_request("p", PROMPT)
+    assert begin_load(connector, request, until) == TOKENS
+    (outcome,) = until(connector.poll)
+    assert outcome.num_loaded_tokens == 0
+    assert connector.get_num_new_matched_tokens(request, 0) == 0, "forgotten before it was told"
+    assert connector.stats()["transfers"][f"failed_{reason}"] > 0
+    planned.set()
+    until(lambda: connector.poll() or not connector.stats()["host"]["busy_chunks"])
+    connector.check()
+
+
+def test_nothing_old_is_found_after_a_reset(connect, new_request, until, tmp_path):
+    connector = connect({"type": "disk", "root": str(tmp_path), "min_free": 0})
+    store(connector, new_request("p", PROMPT))
+    connector.reset_cache()
+    assert begin_load(connector, new_request("p", PROMPT), until) == 0
+    store(connector, new_request("p", PROMPT))
+    push_out(connector, new_request)
+    assert begin_load(connector, new_request("p", PROMPT), until) == TOKENS
+    assert until(connector.poll)[0].ok
+
+
+@pytest.mark.parametrize("io_form", ["process"], indirect=True)
+@pytest.mark.parametrize("seed", range(3))
+def test_an_io_process_that_dies_at_any_moment_costs_only_misses(
+    connect, new_kv_caches, new_request, until, tmp_path, seed
+):
+    """Stores and loads go on while it is killed; what comes back is what was stored."""
+    draw = random.Random(seed)
+    caches = new_kv_caches(seed=seed)
+    disk = {"type": "disk", "root": str(tmp_path), "min_free": 0}
+    connector = connect(disk, caches=caches, slots=6, lookup_timeout_s=1.0, load_timeout_s=2.0)
+    names = [f"p{i}" for i in range(3)]
+    truth = {}
+    for name in names:
+        for t in caches.tensors:
+            t.tensor[STORED] = torch.randint(-128, 127, t.tensor[STORED].shape, dtype=torch.int8)
+        truth[name] = [t.tensor[STORED].clone() for t in caches.tensors]
+        store(connector, new_request(name, PROMPT))
+    client, loaded = connector._spec.io, 0
+    for turn in range(12):
+        name = draw.choice(names)
+        request = new_request(name, PROMPT, request_id=f"{name} {turn}")
+        tokens = begin_load(connector, request, until)
+        if turn % 3 == 1:
+            os.kill(client._peer.pid, signal.SIGKILL)
+        if tokens:
+            (outcome,) = until(connector.poll)
+            blocks = outcome.num_loaded_tokens // BLOCK
+            loaded += blocks
+            for t, original in zip(caches.tensors, truth[name], strict=True):
+                assert torch.equal(t.tensor[LOADED[:blocks]], original[:blocks])
+        connector.request_finished(request)
+        if turn % 3 == 2:
+            until(lambda: client.tiers["disk"].is_complete)
+    until(lambda: connector.poll() or not connector.stats()["host"]["busy_chunks"])
+    connector.check()
+    assert loaded
+    assert connector.stats()["io"]["io_died"] >= 3
