@@ -216,10 +216,9 @@ _of_server = msgspec.msgpack.Decoder(ToClient)
 
 def frame(message: ToServer | ToClient) -> bytes:
     """Return a message as the bytes to send. What MessagePack does not know travels as text."""
-    buffer = bytearray(_LENGTH_BYTES)
-    _encoder.encode_into(message, buffer, _LENGTH_BYTES)
-    buffer[:_LENGTH_BYTES] = (len(buffer) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
-    return bytes(buffer)
+    # Lists of keys and slots encode faster than they join into one piece of bytes each.
+    body = _encoder.encode(message)
+    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
 
 
 class Frames:

@@ -70,31 +70,33 @@ def test_the_scheduler_goes_on_without_tiers(settings, break_storage, monkeypatc
     half.stores.close()
 
 
-def test_a_worker_goes_on_with_stores_that_miss(settings, break_storage):
+class Answer:
+    """Notes the answer of a job."""
+
+    def __init__(self):
+        self.told = []
+
+    def arrived(self, numbers):
+        pass
+
+    def ended(self, ok, reason, settled, io_time_s):
+        self.told.append((list(map(bool, ok)), reason))
+
+
+def test_a_worker_goes_on_with_stores_that_miss(settings, break_storage, until):
     half = object.__new__(KVOffloadWorker)
     half._unsubmitted_store_jobs, half._loads = [], {}
     half._spec = TieredOffloadingSpec(settings, 4096, {"rank": 0})
-    io, store = half._spec.io, half._spec.backends["disk"]
-    chunk = [memoryview(bytearray(4096))]
-    assert io.call(store.write(KEYS[:1], chunk), 10) == [True]
+    io, tier = half._spec.io, half._spec.tiers["disk"]
+    stored, loaded = Answer(), Answer()
+    io.store("disk", KEYS[:1], [0], 4096, stored)
+    assert until(lambda: stored.told) == [([True], "")]
+    until(lambda: tier.holds(KEYS[0]))
     break_storage()
     orders = StepMetadata({}, {}, set())
     orders.generation = "next"
     half.handle_preemptions(orders)
-    assert io.call(half._spec.backends["disk"].read(KEYS[:1], chunk), 10) == [False]
+    assert tier.holds(KEYS[0]) is False
+    io.load("disk", KEYS[:1], [0], 4096, loaded)
+    assert until(lambda: loaded.told) == [([False], "no_store")]
     half._spec.close()
-
-
-def test_a_plug_in_that_cannot_say_how_it_fares_is_only_logged(caplog):
-    class Broken:
-        def counters(self):
-            raise RuntimeError("no figures")
-
-        def take_removals(self):
-            raise RuntimeError("no removals")
-
-    half = object.__new__(KVOffloadWorker)
-    half._report, half._told, half._told_s = WorkerReport(), {}, 0.0
-    half._removers = half._counting = {"theirs": Broken()}
-    assert half.build_connector_worker_meta() is None
-    assert "theirs" in caplog.text

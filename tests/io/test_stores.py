@@ -1,0 +1,74 @@
+"""Open stores: a plug-in's exceptions are logged and cost only what they concern."""
+
+import pytest
+
+from kvoffload.backends.memory import MemoryBackend, MemoryOptions
+from kvoffload.io.open_stores import OpenStore, close_stores, greet, retire
+
+KEYS = [b"a" * 36, b"b" * 36]
+
+
+class Broken(MemoryBackend):
+    """Fails in everything that is optional."""
+
+    def _fail(self, *_):
+        raise RuntimeError("out of order")
+
+    counters = take_removals = take_changes = holds = forget = _fail
+
+    async def describe(self, facts):
+        self._fail()
+
+    async def contains(self, keys):
+        self._fail()
+
+    async def close(self):
+        self._fail()
+
+
+@pytest.fixture
+def broken():
+    return OpenStore("theirs", Broken(MemoryOptions(), "n"))
+
+
+def test_a_store_that_cannot_say_what_it_has_is_only_logged(broken, caplog):
+    assert broken.figures() is None
+    assert broken.removals() == []
+    assert broken.held(KEYS) == []
+    broken.forget(KEYS)
+    assert broken.changes() is None or not broken.changes().added
+    assert "theirs: usage and counters failed: RuntimeError('out of order')" in caplog.messages
+
+
+async def test_a_store_that_does_not_close_is_only_logged(broken, caplog):
+    await close_stores([broken])
+    await retire(broken, None, ["old"])
+    assert caplog.messages.count("theirs: closing failed: out of order") == 2
+
+
+async def test_a_store_that_cannot_connect_is_named_in_the_log(broken, caplog):
+    with pytest.raises(RuntimeError):  # the server logs it
+        await greet(broken, {})
+    assert caplog.messages == ["the first call of a store failed: out of order"]
+
+
+async def test_changes_are_told_once_and_in_portions():
+    store = OpenStore("memory", MemoryBackend(MemoryOptions(), "n"))
+    first = store.changes()
+    assert (first.added, first.removed, first.complete) == ([], [], True)
+    assert store.changes() is None
+    keys = [i.to_bytes(36, "big") for i in range(1030)]
+    await store.backend.write(keys, [memoryview(b"x")] * len(keys))
+    portions = [store.changes(), store.changes()]
+    assert [len(each.added) for each in portions] == [1024, 6]
+    assert store.changes() is None
+    store.forget(keys[:1])
+    assert store.changes().removed == keys[:1]
+
+
+async def test_figures_are_told_when_they_change():
+    store = OpenStore("memory", MemoryBackend(MemoryOptions(), "n"))
+    assert store.figures().usage == (0, 1 << 30, 0)
+    assert store.figures() is None
+    await store.backend.write(KEYS, [memoryview(b"x")] * 2)
+    assert store.figures().usage == (2, 1 << 30, 2)
