@@ -6,6 +6,8 @@ run it with an environment that has both. At 100,000 the peers take turns. Each 
 several rounds, and every key is a new object, as it is when an engine computes it. Takes 2 minutes
 and 3 GB of memory.
 
+The last rows look up a prompt on a tier, as the scheduler half of vLLM does.
+
 A cycle is what the connectors do for a request. They count its use, store or load its chunks,
 answer the transfer, and end the request. vLLM's managers get the calls of its scheduler.
 """
@@ -19,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.harness import Row, report, row
+from benchmarks.vllm_parts.tier_lookup import tier_rows
 from kvoffload.messages import OffloadKey, make_offload_key
 from kvoffload.offload.base import ReqContext
 from kvoffload.offload.host_cache import HostCache
@@ -190,6 +193,7 @@ def run() -> dict[str, Any]:
     rows += [_pinned_row(make(CAPACITY)) for make in made.values()]
     rows += [row for make in made.values() for row in _entry_rows(make)]
     rows += _growth_rows(made)
+    rows += tier_rows()
     return report("manager", rows)
 
 

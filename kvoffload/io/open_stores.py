@@ -37,12 +37,16 @@ class OpenStore:
         """Return the next changes of the index; None if there are none."""
         if self.index is None:
             return None
-        changes: list[tuple[bytes, bool]] = []
+        none: list[tuple[bytes, bool]] = []
         changes = self._tried(
-            "take_changes", lambda: self._index.take_changes(KEYS_PER_MESSAGE), changes
+            "take_changes", lambda: self._index.take_changes(KEYS_PER_MESSAGE), none
         )
         was_told = self.is_told
-        self.is_told = self._tried("is_complete", lambda: self._index.is_complete, False)
+        # An index that failed will tell no more: nothing need wait for it.
+        has_failed = changes is none
+        self.is_told = has_failed or self._tried(
+            "is_complete", lambda: self._index.is_complete, True
+        )
         if not changes and was_told == self.is_told:
             return None
         added = [key for key, present in changes if present]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 
 from kvoffload.backends.base import Removal, Usage
+from kvoffload.backends.changes import ChangedKeys
 from kvoffload.backends.presence import PresenceCache
 from kvoffload.io.protocol import Figures, Presence, Present
 
@@ -44,6 +45,11 @@ class RemoteTier:
         self._ask = ask
         self._send_forget = forget
         self._removals: deque[Removal] = deque(maxlen=MAX_REMOVALS)
+        self.is_listed = False
+        """Whether the store has an index, so that its chunks are listed."""
+        self._changes = ChangedKeys()
+        self.listing = 0
+        """Counts the listings: each begins with nothing, when the store is opened again."""
         self.reset()
 
     # ---- on the engine's thread ----
@@ -72,6 +78,18 @@ class RemoteTier:
             self._keys.difference_update(keys)
         self._send_forget(keys)
 
+    def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
+        """Return changes of this listing for one reader, as an index lists them.
+
+        See :class:`kvoffload.backends.base.ListedIndex`.
+        """
+        changes, keys = self._changes, self._keys
+        if not changes.is_read:
+            changes.begin(())  # first, so that what is announced from now on is noted
+            for key in list(keys):
+                changes.note(key)
+        return [(key, key in keys) for key in changes.take(limit)]
+
     def take_removals(self) -> list[Removal]:
         """Return the chunks that the store removed by itself since the last call."""
         return [self._removals.popleft() for _ in range(len(self._removals))]
@@ -95,7 +113,11 @@ class RemoteTier:
 
     def reset(self) -> None:
         """Forget everything: the store is closed, or is another one now."""
+        self.listing += 1
         self._keys: set[bytes] = set()
+        was_read, self._changes = self._changes.is_read, ChangedKeys()
+        if was_read:
+            self._changes.begin(())
         self._forgetting: set[bytes] = set()
         self._cache: PresenceCache | None = None
         self.is_complete = False
@@ -107,6 +129,7 @@ class RemoteTier:
     def opened(self, has_index: bool) -> None:
         """Take in that the store is open."""
         self._patient_until_s = time.monotonic() + self._lookup_timeout_s
+        self.is_listed = has_index
         if not has_index:
             self._cache = PresenceCache(
                 self._ask, self._lookup_timeout_s, ANSWER_S, ANSWER_S, FORGOTTEN_S
@@ -118,7 +141,7 @@ class RemoteTier:
 
     def announced(self, message: Presence, is_current: Callable[[], bool]) -> None:
         """Take in changes of the index, unless the tier is reset meanwhile."""
-        keys, forgetting = self._keys, self._forgetting
+        keys, forgetting, changes = self._keys, self._forgetting, self._changes
         if not is_current():
             return
         added = message.added
@@ -128,6 +151,9 @@ class RemoteTier:
         keys.difference_update(message.removed)
         if forgetting:
             keys.difference_update(list(forgetting))
+        if changes.is_read:
+            for key in (*added, *message.removed):
+                changes.note(key)
         self._is_met = True
         self.is_complete = message.complete or self.is_complete
 

@@ -1,4 +1,4 @@
-"""The local connector over the I/O thread and the I/O process: the same bytes, the same failures."""
+"""The local connector over the I/O thread and process: the same bytes, the same failures."""
 
 import os
 import random

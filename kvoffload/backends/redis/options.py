@@ -77,9 +77,9 @@ class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     lookup_timeout_s: float = 0.25
     """Deadline of a lookup; a later answer counts as absent."""
     present_s: float = 5.0
-    """How long a lookup's "present" stays valid."""
+    """How long a lookup's "present" stays valid; not read under vLLM, where it is 5 s."""
     absent_s: float = 1.0
-    """How long a lookup's "absent" stays valid."""
+    """How long a lookup's "absent" stays valid; not read under vLLM, where it is 1 s."""
 
     def __post_init__(self) -> None:
         for name in (

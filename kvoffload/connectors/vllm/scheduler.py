@@ -26,12 +26,13 @@ from kvoffload.connectors.jobs import Ended, JobTable
 from kvoffload.connectors.vllm import self_test as canary
 from kvoffload.connectors.vllm.client_images import is_trusted
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
+from kvoffload.connectors.vllm.rank_tiers import RankTiers
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
-from kvoffload.connectors.vllm.tier_index import LookupStores
 from kvoffload.offload.base import LoadJob, OffloadKey, Reason, Transfer
 from kvoffload.offload.hints import PARAM
 from kvoffload.offload.host_cache import HostCache
+from kvoffload.offload.namespace import namespace
 from kvoffload.recording import RequestLog
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ CORRUPT = "corrupt"
 """The reason that stores give for a chunk that failed verification."""
 MAX_FAILED_LOADS = 2
 """Failed loads of one request after which it is computed, whatever the tiers promise."""
+IDLE_S = 1.0
+"""After an engine did not step for so long, a lookup waits one step for the workers' reports."""
 
 
 class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  # untyped base
@@ -59,10 +62,11 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self.adapter: ManagerAdapter = self.manager
         self.adapter.read_whole = self._read_whole
         self.settings = settings
-        self.stores: LookupStores | None = None
+        self.tiers: RankTiers | None = None
         self._table: JobTable | None = None
         self._transfer_ids = itertools.count(canary.JOB - 1, -1)
         self._generation: str | None = None
+        self._stepped_s = time.monotonic()
         self._failed_loads: Counter[str] = Counter()
         self._explained: dict[str, list[dict[OffloadKey, str]]] = {}
         """Request with the hint ``explain`` → for each group, the places of its chunks."""
@@ -70,27 +74,28 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self._logged: set[str] = set()
 
     def meet_workers(self, ranks: Iterable[WorkerInfo]) -> None:
-        """Build the manager and open the stores for lookups, from the workers' messages.
+        """Build the manager from the workers' messages; what tiers hold comes with their reports.
 
         Raises:
-            ConfigError: a store cannot be opened.
+            ConfigError: two workers have the same number.
         """
         ranks = list(ranks)
         first_slot = max(rank.first_slot for rank in ranks)
         num_slots = min(rank.num_slots for rank in ranks) - first_slot
-        self.stores = LookupStores(self.settings, [rank.facts for rank in ranks])
+        listed = frozenset.intersection(*(rank.listed for rank in ranks))
+        self.tiers = RankTiers(self.settings, [rank.rank for rank in ranks], listed)
         policy = registry.load(registry.POLICIES, self.settings.policy, "policy")
         slot_bytes = max(rank.slot_bytes for rank in ranks)
         host = HostCache(num_slots, policy(num_slots), slot_bytes, first_slot)
-        ledger = make_manager(self.settings, host, self.stores.tiers, slot_bytes)
+        ledger = make_manager(self.settings, host, self.tiers.tiers, slot_bytes)
         self.adapter.attach(ledger, num_slots)
         self._table = JobTable(ledger, len(ranks))
         log.info(
             "kvoffload: %d host slots on each of %d ranks; tiers: %s; namespace %s",
             num_slots,
             len(ranks),
-            ", ".join(tier.name for tier in self.stores.tiers) or "none",
-            self.stores.namespaces[0],
+            ", ".join(tier.name for tier in self.tiers.tiers) or "none",
+            namespace(**ranks[0].facts),
         )
 
     # ---- a waiting request ----
@@ -105,6 +110,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
         """See vLLM; answers "ask again" only for a bounded time."""
+        if self._was_idle:
+            return None, False
         status = self._req_status[request.request_id]
         hints = self.adapter.hints(status.req_context)
         wished = hints.max_load_tokens
@@ -130,6 +137,13 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         if found is not None:
             self._note_first_look(status, hints.explain)
         return found, bool(found) and is_async
+
+    @property
+    def _was_idle(self) -> bool:
+        """Whether the stores may have changed in a time without reports; until the next step."""
+        if self.tiers is None or not self.tiers.are_listed:
+            return False
+        return time.monotonic() - self._stepped_s > IDLE_S
 
     def _note_first_look(self, status: Any, explain: bool) -> None:
         req_id = status.req.request_id
@@ -229,6 +243,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See vLLM; adds write-through, and begins every job in the table."""
         theirs = super().build_connector_meta(scheduler_output)
+        self._stepped_s = time.monotonic()
         self._offer_again()
         orders = StepMetadata(theirs.load_jobs, theirs.store_jobs, theirs.jobs_to_flush)
         if self._table is not None:
@@ -239,6 +254,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
                 self._table.begin(job_id, jobs[store.dst_spec.job_id])
         self._order_write_through(orders)
         orders.generation, self._generation = self._generation, None
+        if self.tiers is not None:
+            orders.questions = self.tiers.take_questions()
         for req_id in scheduler_output.finished_req_ids or ():
             self._failed_loads.pop(req_id, None)
         return orders
@@ -267,8 +284,10 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             self._table.begin(job_id, transfer)
 
     def has_pending_push_work(self) -> bool:
-        """Keep the engine stepping while a job is in flight, so that its answer is taken in."""
+        """Keep the engine stepping while workers have to report: an answer, or what tiers hold."""
         if self._table is not None and (len(self._table) or self._generation):
+            return True
+        if self.tiers is not None and self.tiers.is_waiting:
             return True
         return bool(super().has_pending_push_work())
 
@@ -278,20 +297,22 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         if isinstance(report, WorkerReport) and self._table is not None:
             for ended in report.answer(self._table):
                 self._note(ended)
-            if self.stores is not None:
+            if self.tiers is not None:
                 for tier, removals in report.removals.items():
-                    if presence := self.stores.presences.get(tier):
+                    if presence := self.tiers.presences.get(tier):
                         presence.removed(removals)
                     self._explain_removals(removals)
+                # Last: the stores are as they were when the report was made.
+                self.tiers.apply(report.presence, report.answers)
             self.adapter.count(report.counters)
         super().update_connector_output(connector_output)
 
     def _note(self, ended: Ended) -> None:
         job, ok = ended.job, ended.ok
         if isinstance(job, Transfer):
-            if self.stores is not None and not ended.stale:
+            if self.tiers is not None and not ended.stale:
                 good = [key for key, fine in zip(job.keys, ok, strict=True) if fine]
-                if presence := self.stores.presences.get(job.tier):
+                if presence := self.tiers.presences.get(job.tier):
                     presence.written(good)
         elif isinstance(job, LoadJob) and not (len(job.keys) == job.num_asked and all(ok)):
             req_id = job.context.req_id if job.context else ""
@@ -319,16 +340,10 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     def reset_cache(self) -> None:
         """Invalidate every tier: other weights computed its chunks."""
         super().reset_cache()
-        if self._table is None or self.stores is None or self.adapter.ledger is None:
+        if self._table is None or self.tiers is None or self.adapter.ledger is None:
             return
         self._table.mark_stale()
         generation = uuid.uuid4().hex
-        self.stores.renew(generation)
-        self.adapter.ledger.replace_tiers(self.stores.tiers)
+        self.tiers.renew(generation)
+        self.adapter.ledger.replace_tiers(self.tiers.tiers)
         self._generation = generation
-
-    def shutdown(self) -> None:
-        """Release this half's resources."""
-        super().shutdown()
-        if self.stores is not None:
-            self.stores.close()

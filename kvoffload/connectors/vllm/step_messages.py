@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 
 from kvoffload.backends.base import Removal
 from kvoffload.connectors.jobs import Ended, JobTable, well_on_both
+from kvoffload.connectors.vllm.presence_messages import Answer, IndexPart, Question
 from kvoffload.messages import TransferResult
 from kvoffload.offload.base import Transfer
 from kvoffload.offload.namespace import Fact
@@ -27,10 +28,13 @@ class WorkerInfo(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # untyped
     """Host slots of this rank's slab."""
     slot_bytes: int
     facts: dict[str, Fact]
-    """The facts that decide the meaning of this rank's bytes. The scheduler opens its stores for
-    lookups under the same namespace."""
+    """The facts that decide the meaning of this rank's bytes."""
     first_slot: int = 0
     """The first slot that may be used: a tier may still touch those before it."""
+    rank: int = 0
+    """This worker's number; no other worker of the engine has it."""
+    listed: frozenset[str] = frozenset()
+    """The tiers whose chunks this worker's reports list."""
 
 
 @dataclass
@@ -41,6 +45,8 @@ class StepMetadata(OffloadingConnectorMetadata):  # type: ignore[misc]  # untype
     """Follow-up transfers by job id (negative: vLLM's ids are not)."""
     generation: str | None = None
     """Set once after a reset: everything stored before no longer means the same."""
+    questions: dict[str, Question] = field(default_factory=dict)
+    """Tier → chunks that each worker asks its store for."""
 
 
 @dataclass
@@ -64,6 +70,10 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
     """Tier → chunks that it removed by itself."""
     counters: Counter[str] = field(default_factory=Counter)
     """The workers' counts since their last report."""
+    presence: list[IndexPart] = field(default_factory=list)
+    """What appeared in the stores of each rank and what left them."""
+    answers: list[Answer] = field(default_factory=list)
+    """Each rank's answers to the scheduler's questions."""
 
     def add(self, result: TransferResult) -> None:
         """Note this rank's answer to a job."""
@@ -78,7 +88,13 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
         return not (
-            self.completed_jobs or self.ended or self.settled or self.removals or self.counters
+            self.completed_jobs
+            or self.ended
+            or self.settled
+            or self.removals
+            or self.counters
+            or self.presence
+            or self.answers
         )
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
@@ -101,6 +117,8 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
             for tier, removals in source.removals.items():
                 report.removals.setdefault(tier, []).extend(removals)
             report.counters.update(source.counters)
+            report.presence += source.presence
+            report.answers += source.answers
         return report
 
     def answer(self, jobs: JobTable) -> list[Ended]:

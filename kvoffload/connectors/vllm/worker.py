@@ -27,6 +27,7 @@ from kvoffload.connectors.vllm.self_test import check_tiers
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
 from kvoffload.connectors.vllm.versions import is_synchronous
+from kvoffload.connectors.vllm.worker_presence import WorkerPresence
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.messages import TransferResult
 from kvoffload.transfer.engine import TransferEngine
@@ -73,6 +74,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         self._told: dict[str, Counter[str]] = {}
         self._told_s = 0.0
         self._tiers: Mapping[str, RemoteTier] = {}
+        self._presence: WorkerPresence | None = None
         self._spec: TieredOffloadingSpec | None = None
         self._transfers: TransferEngine
         """Set by :meth:`_init_worker`."""
@@ -107,7 +109,12 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
                     self._spec, self._transfers, ours, self.settings.blocks_per_chunk
                 )
         self._tiers = self._spec.tiers
-        self._facts = WorkerInfo(self._spec.num_slots, layout.slot_bytes, facts, first_slot)
+        rank = self.vllm_config.parallel_config.rank
+        self._presence = WorkerPresence(rank, self._tiers)
+        listed = self._presence.listed
+        self._facts = WorkerInfo(
+            self._spec.num_slots, layout.slot_bytes, facts, first_slot, rank, listed
+        )
         self.worker = self._transfers
 
     def handshake(self) -> WorkerInfo:
@@ -137,9 +144,13 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             except Exception:
                 # The old tiers are closed, so every question to them is a miss.
                 log.exception("the tiers cannot be opened again; host memory goes on alone")
+            if self._presence is not None:
+                self._presence.renew(orders.generation)
 
     def start_kv_transfers(self, metadata: StepMetadata) -> None:
         """Begin this step's loads and write-throughs, and the last step's stores."""
+        if metadata.questions and self._presence is not None:
+            self._presence.ask(metadata.questions)
         self._submit_stores()
         for job_id, job in metadata.load_jobs.items():
             end = GpuEnd(job.dst_spec, self._group_ids, self.settings.blocks_per_chunk)
@@ -222,6 +233,9 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Return what happened since the last call; None for nothing."""
         self._report_on_stores()
+        if self._presence is not None:
+            self._report.presence = self._presence.take_parts()
+            self._report.answers = self._presence.take_answers()
         if self._report.is_empty:
             return None
         report, self._report = self._report, WorkerReport()
@@ -247,5 +261,6 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         self._report = WorkerReport()
         if self._spec is not None:
             self._tiers = {}
+            self._presence = None
             self._spec.close()
             self._spec = None

@@ -78,7 +78,7 @@ def test_slots_stay_out_of_use_until_every_rank_has_let_go(ledger):
 
 
 def test_a_job_that_settles_with_its_last_answer_ends_settled():
-    tier = Tier("disk", TierIndex([], []))
+    tier = Tier("disk", TierIndex([0, 1], 1.0))
     tier.presence.holds = lambda key: False
     ledger = TieredOffloadingManager(HostCache(4, LRUPolicy(4)), [tier], 4)
     jobs = JobTable(ledger, num_ranks=2)
@@ -128,17 +128,10 @@ def test_the_end_of_a_whole_job_costs_the_ledger_nothing_for_each_chunk(kind):
 
 
 def test_a_rank_that_lacks_its_part_makes_the_chunk_absent():
-    class Here:
-        def __init__(self, *keys):
-            self.keys = set(keys)
-
-        def holds(self, key):
-            return key in self.keys
-
-        def forget(self, keys):
-            self.keys -= set(keys)
-
-    presence = TierIndex([], [Here(*KEYS[:2]), Here(KEYS[0])])
+    presence = TierIndex([0, 1], 1.0)
+    for rank, keys in enumerate((KEYS[:2], KEYS[:1])):
+        presence.apply(rank, keys, [])
+        presence.completed(rank)
     assert [presence.holds(key) for key in KEYS[:3]] == [True, False, False]
     presence.written(KEYS[2:3])
     assert presence.holds(KEYS[2])

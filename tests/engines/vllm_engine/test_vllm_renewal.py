@@ -47,7 +47,7 @@ def test_the_scheduler_goes_on_without_tiers(settings, break_storage, monkeypatc
     half.adapter, half.settings = ManagerAdapter(), settings
     half._generation, half._transfer_ids, half._explained = None, itertools.count(-2, -1), {}
     half.meet_workers([WorkerInfo(4, 4096, {"rank": 0})])
-    ledger, old = half.adapter.ledger, half.stores.presences["disk"]
+    ledger, old = half.adapter.ledger, half.tiers.presences["disk"]
     old.written(KEYS)
     assert ledger.lookup(KEYS[0])
     break_storage()
@@ -67,7 +67,6 @@ def test_the_scheduler_goes_on_without_tiers(settings, break_storage, monkeypatc
         report.add(TransferResult(job_id, (True,)))
         half.update_connector_output(types.SimpleNamespace(kv_connector_worker_meta=report))
     assert ledger.lookup(KEYS[0])
-    half.stores.close()
 
 
 class Answer:
@@ -85,7 +84,9 @@ class Answer:
 
 def test_a_worker_goes_on_with_stores_that_miss(settings, break_storage, until):
     half = object.__new__(KVOffloadWorker)
-    half._unsubmitted_store_jobs, half._loads = [], {}
+    half._unsubmitted_store_jobs, half._loads, half.settings = [], {}, settings
+    half._facts = WorkerInfo(4, 4096, {"rank": 0})
+    half._presence = None
     half._spec = TieredOffloadingSpec(settings, 4096, {"rank": 0})
     io, tier = half._spec.io, half._spec.tiers["disk"]
     stored, loaded = Answer(), Answer()

@@ -1,5 +1,8 @@
 """The scheduler half when it has met its workers, without an engine."""
 
+import os
+import threading
+import time
 import types
 
 import pytest
@@ -8,32 +11,30 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 
 from vllm.v1.kv_offload.base import ReqContext
 
+from kvoffload import registry
+from kvoffload.backends.base import Removal
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
-from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
+from kvoffload.connectors.vllm.presence_messages import Answer, IndexPart
+from kvoffload.connectors.vllm.scheduler import IDLE_S, KVOffloadScheduler
 from kvoffload.connectors.vllm.settings import read_settings
-from kvoffload.connectors.vllm.step_messages import WorkerInfo
-from kvoffload.connectors.vllm.tier_index import LookupStores
-from kvoffload.messages import make_offload_key
+from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
+from kvoffload.messages import TransferResult, make_offload_key
 
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(8)]
 
 
 @pytest.fixture
-def met(monkeypatch):
+def met():
     """Make a scheduler half that has met one worker, from settings; return it and its ledger."""
-    made = []
 
     def meet(**settings):
         half = object.__new__(KVOffloadScheduler)  # vLLM's part of it wants a whole configuration
         half.adapter = ManagerAdapter()
         half.settings = read_settings(settings)
         half.meet_workers([WorkerInfo(4, 4096, {"rank": 0})])
-        made.append(half)
         return half, half.adapter.ledger
 
-    yield meet
-    for half in made:
-        half.stores.close()
+    return meet
 
 
 TWO_TIERS = [{"type": "memory"}, {"type": "memory"}]
@@ -42,7 +43,7 @@ TWO_TIERS = [{"type": "memory"}, {"type": "memory"}]
 @pytest.mark.parametrize(("promote", "nearer"), [(True, ["memory"]), (False, [])])
 def test_the_setting_to_promote_reaches_the_ledger(met, promote, nearer):
     half, ledger = met(cpu_bytes=16384, backends=TWO_TIERS, promote=promote)
-    half.stores.presences["memory1"].written(KEYS[:1])
+    half.tiers.presences["memory1"].written(KEYS[:1])
     ledger.prepare_load(KEYS[:1])
     ledger.complete_load(KEYS[:1])
     assert [transfer.tier for transfer in ledger.take_transfers()] == nearer
@@ -93,13 +94,119 @@ def test_chunks_that_found_no_room_are_offered_again_while_their_request_runs(me
     assert ledger.counters["store_refused"] == 2
 
 
-def test_the_scheduler_looks_into_the_namespaces_of_all_ranks_and_of_the_new_generation(tmp_path):
-    settings = read_settings(
-        {"cpu_bytes": 1 << 20, "backends": [{"type": "disk", "root": str(tmp_path / "kv")}]}
+DISK = {"type": "disk", "root": "/nowhere/kv"}
+LISTED = frozenset({"disk"})
+
+
+def half_of(ranks, monkeypatch, **settings):
+    """Make a scheduler half that has met these ranks, with none of vLLM's decisions."""
+    vllms = KVOffloadScheduler.__mro__[1]
+    monkeypatch.setattr(vllms, "update_connector_output", lambda half, output: None)
+    monkeypatch.setattr(vllms, "has_pending_push_work", lambda half: False)
+    monkeypatch.setattr(vllms, "reset_cache", lambda half: half.adapter.reset_cache())
+    half = object.__new__(KVOffloadScheduler)
+    half.adapter, half.settings = ManagerAdapter(), read_settings(settings)
+    half._generation, half._explained = None, {}
+    half.meet_workers(ranks)
+    return half
+
+
+def report(half, *parts, **more):
+    made = WorkerReport()
+    made.presence = list(parts)
+    vars(made).update(more)
+    half.update_connector_output(types.SimpleNamespace(kv_connector_worker_meta=made))
+
+
+def worker(rank, listed=LISTED):
+    return WorkerInfo(4, 4096, {"rank": rank}, rank, listed)
+
+
+def test_no_store_is_opened_whatever_the_number_of_ranks(monkeypatch):
+    threads, descriptors = threading.enumerate(), os.listdir("/proc/self/fd")
+    monkeypatch.setattr(registry, "open_backend", None)
+    half = half_of([worker(i) for i in range(8)], monkeypatch, cpu_bytes=16384, backends=[DISK])
+    half.reset_cache()
+    assert [tier.name for tier in half.adapter.ledger.tiers] == ["disk"]
+    assert threading.enumerate() == threads
+    assert os.listdir("/proc/self/fd") == descriptors
+
+
+def test_an_engine_steps_until_every_rank_has_listed_what_it_has(monkeypatch):
+    half = half_of([worker(0), worker(1)], monkeypatch, cpu_bytes=16384, backends=[DISK])
+    ledger, last = half.adapter.ledger, {"is_first": True, "is_complete": True}
+    assert half.has_pending_push_work()
+    report(half, IndexPart(0, "disk", "", KEYS[:2], **last))
+    assert half.has_pending_push_work()
+    assert ledger.lookup_prefix(KEYS[:2]) == (0, True)
+    report(half, IndexPart(1, "disk", "", KEYS[:1], **last))
+    assert not half.has_pending_push_work()
+    assert ledger.lookup_prefix(KEYS[:2]) == (1, False)
+    # The stores of a new generation list anew; a late report of the old one does not count.
+    half.reset_cache()
+    generation, half._generation = half._generation, None
+    assert half.has_pending_push_work()
+    report(half, IndexPart(0, "disk", "", KEYS[:2]), IndexPart(1, "disk", "", KEYS[:2]))
+    report(half, *(IndexPart(rank, "disk", generation, KEYS[1:2], **last) for rank in (0, 1)))
+    assert not half.has_pending_push_work()
+    assert [ledger.lookup(key) for key in KEYS[:2]] == [False, True]
+
+
+def test_a_tier_that_one_rank_cannot_list_is_asked(monkeypatch):
+    half = half_of(
+        [worker(0), worker(1, frozenset())], monkeypatch, cpu_bytes=16384, backends=[DISK]
     )
-    stores = LookupStores(settings, [{"rank": 0}, {"rank": 1}])
-    before = stores.namespaces
-    assert len(set(before)) == 2
-    stores.renew("next")
-    assert not set(before) & set(stores.namespaces)
-    stores.close()
+    assert not half.has_pending_push_work()
+    assert half.adapter.ledger.lookup_prefix(KEYS[:2]) == (0, True)
+    assert half.has_pending_push_work()
+    question = half.tiers.take_questions()["disk"]
+    assert question.keys == KEYS[:2]
+    answers = [Answer("disk", "", question.number, [True, rank == 0]) for rank in (0, 1)]
+    both = WorkerReport()
+    both.answers = answers[:1]
+    other = WorkerReport()
+    other.answers = answers[1:]
+    assert not both.is_empty
+    report(half, answers=both.aggregate(other).answers)
+    assert not half.has_pending_push_work()
+    assert half.adapter.ledger.lookup_prefix(KEYS[:2]) == (1, False)
+
+
+def test_a_chunk_that_left_in_the_step_of_its_write_is_absent(monkeypatch):
+    half = half_of([worker(0)], monkeypatch, cpu_bytes=16384, backends=[DISK])
+    half._transfer_ids = iter(range(-2, -9, -1))
+    ledger, last = half.adapter.ledger, {"is_first": True, "is_complete": True}
+    ledger.prepare_store(KEYS[:2], ReqContext("r"))
+    ledger.complete_store(KEYS[:2], ReqContext("r"))
+    orders = StepMetadata({}, {}, set())
+    half._order_write_through(orders)
+    (job_id,) = orders.write_through
+    made = WorkerReport()
+    made.add(TransferResult(job_id, (True, True)))
+    made.removals["disk"] = [Removal(KEYS[0], "evicted")]
+    made.presence = [IndexPart(0, "disk", "", KEYS[1:2], KEYS[:1], **last)]
+    half.update_connector_output(types.SimpleNamespace(kv_connector_worker_meta=made))
+    assert [half.tiers.presences["disk"].holds(key) for key in KEYS[:2]] == [False, True]
+    events = [event for event in ledger.take_events() if event.medium == "DISK"]
+    assert [(type(event).__name__, set(event.keys)) for event in events] == [
+        ("ChunksStored", set(KEYS[:2])),
+        ("ChunksRemoved", set(KEYS[:1])),
+    ]
+
+
+def test_after_an_idle_time_a_lookup_waits_one_step_for_the_reports(monkeypatch):
+    half = half_of([worker(0)], monkeypatch, cpu_bytes=16384, backends=[DISK])
+    half._stepped_s = time.monotonic()
+    assert not half._was_idle
+    half._stepped_s -= 2 * IDLE_S
+    assert half.get_num_new_matched_tokens(None, 0) == (None, False)
+    vllms = KVOffloadScheduler.__mro__[1]
+    monkeypatch.setattr(
+        vllms, "build_connector_meta", lambda half, output: StepMetadata({}, {}, set())
+    )
+    half.adapter.refused, half._table = {}, None
+    half.build_connector_meta(types.SimpleNamespace(finished_req_ids=()))
+    assert not half._was_idle
+    alone = half_of([worker(0)], monkeypatch, cpu_bytes=16384)
+    alone._stepped_s = 0.0
+    assert not alone._was_idle

@@ -1,0 +1,77 @@
+"""What one rank's tiers hold, for the worker's reports: changes of indexes, and answers."""
+
+from collections.abc import Mapping
+
+from kvoffload.connectors.vllm.presence_messages import Answer, IndexPart, Question
+from kvoffload.io.remote_tier import RemoteTier
+
+MAX_CHANGES = 1024
+"""Keys of one tier in a report: to collect, send and take in more would delay a step."""
+
+
+class WorkerPresence:
+    """The tiers of one rank; the engine's thread calls all methods.
+
+    Args:
+        rank: this worker's number.
+        tiers: what this process knows of each.
+    """
+
+    def __init__(self, rank: int, tiers: Mapping[str, RemoteTier]) -> None:
+        self._rank = rank
+        self._tiers = dict(tiers)
+        self._generation = ""
+        self.listed = frozenset(name for name, tier in tiers.items() if tier.is_listed)
+        """The tiers whose chunks are reported; the scheduler asks about the rest."""
+        self._listings: dict[str, int] = {}
+        """For each tier, the number of the listing that was reported of last."""
+        self._completed: set[str] = set()
+        self._questions: list[tuple[str, str, Question]] = []
+        """Tier, generation and question, of those without an answer."""
+        for name in self.listed:
+            # From now on each change is noted. Later there would be more to list at once.
+            tiers[name].take_changes(0)
+
+    def renew(self, generation: str) -> None:
+        """Report of the stores that were opened by this order to renew from now on."""
+        self._generation = generation
+        self._listings.clear()
+        self._completed.clear()
+
+    def take_parts(self) -> list[IndexPart]:
+        """Return what changed since the last call, in portions."""
+        return [part for name in self.listed if (part := self._part(name)) is not None]
+
+    def _part(self, name: str) -> IndexPart | None:
+        """Return the next changes of a tier; None if there is nothing to say."""
+        tier = self._tiers[name]
+        part = IndexPart(self._rank, name, self._generation)
+        listing, is_complete = tier.listing, tier.is_complete
+        if self._listings.get(name) != listing:
+            # The first listing, or the tier's server was started again: all of it is told again.
+            self._listings[name], part.is_first = listing, True
+            self._completed.discard(name)
+        changes = tier.take_changes(MAX_CHANGES)
+        for key, present in changes:
+            (part.added if present else part.removed).append(key)
+        part.is_complete = is_complete and len(changes) < MAX_CHANGES
+        is_news = part.is_first or (part.is_complete and name not in self._completed)
+        if part.is_complete:
+            self._completed.add(name)
+        return part if changes or is_news else None
+
+    def ask(self, questions: Mapping[str, Question]) -> None:
+        """Ask tiers that list nothing; their answers come with a later report."""
+        self._questions += [(name, self._generation, asked) for name, asked in questions.items()]
+
+    def take_answers(self) -> list[Answer]:
+        """Return the answers that are known by now."""
+        waiting, self._questions = self._questions, []
+        answers = []
+        for name, generation, question in waiting:
+            present = [self._tiers[name].holds(key) for key in question.keys]
+            if None in present:
+                self._questions.append((name, generation, question))
+            else:
+                answers.append(Answer(name, generation, question.number, list(map(bool, present))))
+        return answers

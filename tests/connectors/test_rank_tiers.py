@@ -1,0 +1,295 @@
+"""What the scheduler knows of the tiers follows what the workers' stores hold: no engine."""
+
+import asyncio
+import pickle
+
+import pytest
+
+from kvoffload.backends.base import Removal
+from kvoffload.backends.memory import MemoryBackend, MemoryOptions
+from kvoffload.config import parse_config
+from kvoffload.connectors.vllm import worker_presence
+from kvoffload.connectors.vllm.rank_tiers import QUIET_S, RankTiers
+from kvoffload.connectors.vllm.worker_presence import WorkerPresence
+from kvoffload.errors import ConfigError
+from kvoffload.io.chunk_jobs import same_length
+from kvoffload.io.open_stores import OpenStore
+from kvoffload.io.protocol import Present
+from kvoffload.io.remote_tier import RemoteTier
+from kvoffload.testing.backends import filled, keys_of
+
+KEYS = keys_of(6)
+CONFIG = parse_config(
+    {"cpu_bytes": 1 << 20, "backends": [{"type": "memory"}, {"type": "redis", "url": "redis://h"}]}
+)
+
+
+class Unlisted:
+    """A store that lists nothing; holds keys, or fails in a way."""
+
+    def __init__(self, *keys):
+        self.held, self.fails, self.asked = set(keys), None, []
+
+    async def contains(self, keys):
+        self.asked.append(list(keys))
+        if self.fails == "raise":
+            raise ConnectionError("no route")
+        if self.fails == "hang":
+            await asyncio.Event().wait()
+        if self.fails == "short":
+            return [True]
+        return [key in self.held for key in keys]
+
+
+class Fed(RemoteTier):
+    """A tier without a server between: the test says when the store's messages come in."""
+
+    def __init__(self, backend):
+        super().__init__("tier", 1.0, lambda: None, lambda keys: None)
+        self.store = OpenStore("tier", backend)
+        self.opened(self.store.index is not None)
+
+    def feed(self):
+        while message := self.store.changes():
+            self.announced(message, lambda: True)
+
+    async def answer(self):
+        if keys := self.take_questions():
+            try:
+                found = await asyncio.wait_for(self.store.backend.contains(keys), 0.02)
+                self.answered(Present("tier", keys, same_length(found, keys)))
+            except Exception:
+                self.answered(Present("tier", keys, [False] * len(keys)))
+
+
+class Ranks:
+    """The stores and worker halves of two ranks, and the scheduler's view of them."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.tiers = RankTiers(CONFIG, [0, 1], {"memory"}, clock=lambda: self.now)
+        self.open("")
+
+    def open(self, generation):
+        self.stores = [MemoryBackend(MemoryOptions(), f"{generation}{i}") for i in range(2)]
+        self.others = [Unlisted(), Unlisted()]
+        self.fed = [{"memory": Fed(self.stores[i]), "redis": Fed(self.others[i])} for i in range(2)]
+        self.workers = [WorkerPresence(i, self.fed[i]) for i in range(2)]
+        for worker in self.workers:
+            worker.renew(generation)
+
+    def give(self, rank, store):
+        """Give a rank another store, as after a restart."""
+        self.stores[rank], self.fed[rank] = store, {"memory": Fed(store)}
+        self.workers[rank] = WorkerPresence(rank, self.fed[rank])
+
+    async def ask(self, questions):
+        """Send questions to both workers, and wait until their stores have answered."""
+        for worker, fed in zip(self.workers, self.fed, strict=True):
+            worker.ask(questions)
+            assert worker.take_answers() == []
+            await fed["redis"].answer()
+
+    def reports(self):
+        """Collect a report of each rank, as it is after its way through a pickle."""
+        for fed in self.fed:
+            fed["memory"].feed()
+        reports = [(worker.take_parts(), worker.take_answers()) for worker in self.workers]
+        return pickle.loads(pickle.dumps(reports))
+
+    def step(self):
+        for report in self.reports():
+            self.tiers.apply(*report)
+
+    async def answered(self):
+        """Send the open questions to both workers, and bring their answers back."""
+        questions = self.tiers.take_questions()
+        await self.ask(questions)
+        for report in self.reports():
+            self.tiers.apply(*report)
+        return questions
+
+    def hold(self, tier, keys=KEYS):
+        return [self.tiers.presences[tier].holds(key) for key in keys]
+
+
+@pytest.fixture
+async def ranks():
+    return Ranks()
+
+
+async def store(ranks, keys, on=(0, 1)):
+    for rank in on:
+        await ranks.stores[rank].write(keys, filled(keys))
+
+
+async def test_chunks_that_all_ranks_have_hit_as_soon_as_their_reports_are_in(ranks):
+    await store(ranks, KEYS[:3])
+    await store(ranks, KEYS[3:4], on=[1])
+    first, second = ranks.reports()
+    ranks.tiers.apply(*first)
+    assert ranks.hold("memory") == [None] * 3 + [False] * 3
+    assert ranks.tiers.is_waiting
+    ranks.tiers.apply(*second)
+    assert ranks.hold("memory") == [True] * 3 + [False] * 3
+    assert not ranks.tiers.is_waiting
+    await ranks.stores[0].remove(KEYS[:1])
+    ranks.step()
+    assert ranks.hold("memory") == [False, True, True, False, False, False]
+
+
+async def test_a_listing_comes_in_portions(ranks, monkeypatch):
+    monkeypatch.setattr(worker_presence, "MAX_CHANGES", 4)
+    for rank in range(2):
+        earlier = MemoryBackend(MemoryOptions(), "earlier")
+        await earlier.write(KEYS, filled(KEYS))
+        ranks.give(rank, earlier)
+    ranks.step()
+    assert ranks.tiers.is_waiting
+    assert ranks.hold("memory").count(True) == 4
+    ranks.step()
+    assert not ranks.tiers.is_waiting
+    assert ranks.hold("memory") == [True] * 6
+    assert ranks.reports() == [([], [])] * 2
+
+
+async def test_reports_from_before_a_reset_do_not_count(ranks):
+    await store(ranks, KEYS[:2])
+    ranks.tiers.presences["redis"].holds(KEYS[0])
+    questions = ranks.tiers.take_questions()
+    await ranks.ask(questions)
+    late = ranks.reports()
+    assert any(answers for _, answers in late)
+    ranks.tiers.renew("next")
+    assert ranks.tiers.is_waiting
+    for report in late:
+        ranks.tiers.apply(*report)
+    assert ranks.hold("memory", KEYS[:2]) == [None, None]
+    ranks.open("next")
+    await store(ranks, KEYS[1:2])
+    ranks.step()
+    assert ranks.hold("memory", KEYS[:2]) == [False, True]
+    assert not ranks.tiers.is_waiting
+
+
+async def test_a_rank_that_begins_a_new_listing_counts_by_that_alone(ranks):
+    await store(ranks, KEYS[:2])
+    ranks.step()
+    again = MemoryBackend(MemoryOptions(), "again")
+    await again.write(KEYS[1:2], filled(KEYS[1:2]))
+    ranks.give(1, again)
+    ranks.step()
+    assert ranks.hold("memory", KEYS[:2]) == [False, True]
+
+
+async def test_a_tier_whose_server_died_is_listed_again_from_nothing(ranks):
+    await store(ranks, KEYS[:2])
+    ranks.step()
+    assert ranks.hold("memory", KEYS[:2]) == [True, True]
+    tier = ranks.fed[1]["memory"]
+    tier.reset()
+    ranks.tiers.apply(*ranks.reports()[1])
+    assert ranks.hold("memory", KEYS[:2]) == [None, None]
+    again = MemoryBackend(MemoryOptions(), "again")
+    await again.write(KEYS[1:2], filled(KEYS[1:2]))
+    tier.store = OpenStore("tier", again)
+    tier.opened(True)
+    ranks.step()
+    assert ranks.hold("memory", KEYS[:2]) == [False, True]
+
+
+async def test_a_listing_that_brings_nothing_keeps_the_engine_stepping_for_a_bounded_time(ranks):
+    ranks.tiers.apply(*ranks.reports()[0])
+    assert ranks.tiers.is_waiting
+    ranks.now = QUIET_S
+    assert not ranks.tiers.is_waiting
+
+
+async def test_a_plug_in_whose_index_fails_delays_nobody(ranks, caplog):
+    class Broken(MemoryBackend):
+        def take_changes(self, limit):
+            raise RuntimeError("a plug-in's bug")
+
+    for rank in range(2):
+        ranks.give(rank, (Broken if rank else MemoryBackend)(MemoryOptions(), "n"))
+    await store(ranks, KEYS[:1])
+    ranks.step()
+    assert ranks.hold("memory", KEYS[:1]) == [False]
+    assert not ranks.tiers.is_waiting
+    assert ranks.reports() == [([], [])] * 2
+    assert "take_changes failed" in caplog.text
+
+
+async def test_a_store_that_lists_nothing_is_asked_by_every_rank(ranks):
+    ranks.step()  # the listings
+    ranks.others[0].held, ranks.others[1].held = set(KEYS[:3]), set(KEYS[1:4])
+    assert ranks.hold("redis") == [None] * 6
+    assert ranks.tiers.is_waiting
+    ranks.tiers.presences["redis"].forget(KEYS[2:3])
+    questions = ranks.tiers.take_questions()
+    assert ranks.tiers.is_waiting
+    await ranks.ask(questions)
+    first, second = ranks.reports()
+    ranks.tiers.apply(*first)
+    assert ranks.hold("redis") == [None, None, False, None, None, None]
+    ranks.tiers.apply(*second)
+    assert ranks.hold("redis") == [False, True, False, False, False, False]
+    assert ranks.others[0].asked == ranks.others[1].asked == [KEYS]
+    assert not ranks.tiers.is_waiting
+
+
+@pytest.mark.parametrize("fails", ["raise", "hang", "short"])
+async def test_a_store_that_cannot_be_asked_has_nothing(ranks, fails):
+    ranks.step()
+    ranks.others[0].held, ranks.others[1].fails = set(KEYS), fails
+    assert ranks.hold("redis") == [None] * 6
+    assert len((await ranks.answered())["redis"].keys) == 6
+    assert ranks.hold("redis") == [False] * 6
+    assert not ranks.tiers.is_waiting
+
+
+async def test_an_answer_that_never_comes_is_no(ranks):
+    ranks.step()
+    assert ranks.hold("redis", KEYS[:1]) == [None]
+    ranks.tiers.take_questions()
+    assert ranks.tiers.is_waiting
+    ranks.now = CONFIG.lookup_timeout_s + CONFIG.load_timeout_s
+    assert ranks.hold("redis", KEYS[:1]) == [False]
+    assert not ranks.tiers.is_waiting
+    ranks.now += 1.0  # asked again, and answered twice by the same rank
+    assert ranks.hold("redis", KEYS[:1]) == [None]
+    question = ranks.tiers.take_questions()["redis"]
+    asked = ranks.tiers.presences["redis"]
+    for number in (1, 1, question.number):
+        asked.answer(number, [True])
+    assert ranks.hold("redis", KEYS[:1]) == [None]
+    asked.answer(question.number, [True])
+    assert ranks.hold("redis", KEYS[:1]) == [True]
+
+
+@pytest.mark.parametrize("tier", ["memory", "redis"])
+async def test_only_removals_of_what_was_announced_are_told_of(ranks, tier):
+    ranks.step()
+    presence = ranks.tiers.presences[tier]
+    presence.written(KEYS[:3])
+    assert ranks.hold(tier, KEYS[:3]) == [True] * 3
+    presence.forget(KEYS[2:3])
+    presence.removed([Removal(key, "evicted") for key in (KEYS[0], KEYS[0], KEYS[2], KEYS[4])])
+    assert ranks.tiers.tiers[tier == "redis"].take_removals() == [Removal(KEYS[0], "evicted")]
+    assert presence.take_removals() == []
+    assert ranks.hold("redis", KEYS[1:3]) == ([True, False] if tier == "redis" else [None, None])
+
+
+def test_announced_chunks_of_a_store_that_lists_nothing_are_bounded(monkeypatch):
+    from kvoffload.connectors.vllm import asked_tier
+
+    monkeypatch.setattr(asked_tier, "MAX_ANNOUNCED", 2)
+    tier = asked_tier.AskedTier(1, 1.0)
+    tier.written(KEYS[:3])
+    tier.removed([Removal(key, "evicted") for key in KEYS[:3]])
+    assert [removal.key for removal in tier.take_removals()] == KEYS[1:3]
+
+
+def test_two_ranks_with_one_number_are_refused():
+    with pytest.raises(ConfigError, match="rank"):
+        RankTiers(CONFIG, [0, 0], ())
