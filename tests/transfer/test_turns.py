@@ -6,7 +6,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from kvoffload.transfer.read_calls import portions
 
 from kvoffload import open_backend
 from kvoffload.messages import (
