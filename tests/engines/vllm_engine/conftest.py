@@ -24,6 +24,9 @@ ROOT = Path(__file__).parents[3]
 CHILD = Path(__file__).parent / "child.py"
 MARK = "@@answer "
 BLOCK = 32
+INTERPRETER = Path(__file__).parent / "interpreter"
+"""On the path of engines, so that ``TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1`` in the
+environment of the tests runs them with Model Runner V2."""
 
 
 def pytest_collection_modifyitems(items):
@@ -93,7 +96,7 @@ class Engine:
     @staticmethod
     def _joined(env):
         """Where the child finds modules: those of the test beside those of this process."""
-        paths = [env.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+        paths = [env.get("PYTHONPATH"), str(INTERPRETER), os.environ.get("PYTHONPATH")]
         return {**env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     def _listen(self):

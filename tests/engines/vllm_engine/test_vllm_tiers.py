@@ -1,5 +1,6 @@
 """Hits from host memory, from disk after a kill, in a second instance; outputs stay the same."""
 
+import os
 import time
 
 import pytest
@@ -31,6 +32,11 @@ def settings(root):
 @pytest.fixture(scope="module")
 def first(start, root):
     return start(settings(root))
+
+
+def test_the_model_runner_is_the_one_asked_for(first):
+    asked_for_v2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+    assert ("Using V2 Model Runner" in first.log) == asked_for_v2
 
 
 def test_outputs_are_those_of_vllm_alone(first, plain, prompts):

@@ -39,6 +39,12 @@ WINDOW = SlidingWindowSpec(
 )
 
 
+def group_config(i, kind):
+    newer = "sliding_window_size_in_chunks" in OffloadingGroupConfig.__dataclass_fields__
+    window = {"sliding_window_size_in_chunks": 2} if newer and kind is WINDOW else {}
+    return OffloadingGroupConfig(BLOCK, (f"layer{i}",), i, **window)
+
+
 def new_half(settings, *kinds):
     """Make the scheduler half as vLLM makes it, for these groups; it has met one worker."""
     kv_cache_config = KVCacheConfig(
@@ -48,7 +54,7 @@ def new_half(settings, *kinds):
     )
     parallel = OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False)
     config = OffloadingConfig(
-        groups=tuple(OffloadingGroupConfig(BLOCK, (f"layer{i}",), i) for i in range(len(kinds))),
+        groups=tuple(group_config(i, kind) for i, kind in enumerate(kinds)),
         worker_kv_bytes_per_block=SLOT_BYTES,
         enable_kv_cache_events=False,
         extra_config={"cpu_bytes": SLOTS * SLOT_BYTES},
