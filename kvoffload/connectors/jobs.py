@@ -73,6 +73,8 @@ class JobTable:
     ) -> Ended | None:
         """Add the answer of some ranks; return the job if it was the last one.
 
+        An answer to a job that has ended, or never began, changes nothing.
+
         Args:
             job_id: of the job.
             ok: for each chunk, whether its transfer succeeded on all these ranks.

@@ -1,9 +1,10 @@
-"""Attach to vLLM: ``"kv_connector": "KVOffloadConnector"``, loaded from this module's path.
+"""Attach to vLLM: ``"kv_connector": "KVOffloadConnector"``.
 
 ``docs/guides/vllm.md`` has the command line. Names are imported at their first use. So an unknown
 vLLM is refused with a sentence, not with a traceback.
 """
 
+import contextlib
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,19 @@ _HOMES = {
     "KVOffloadTier": "kvoffload.connectors.vllm.tier",
 }
 
-__all__ = ["KVOffloadConnector", "KVOffloadSpec", "KVOffloadTier"]
+__all__ = ["KVOffloadConnector", "KVOffloadSpec", "KVOffloadTier", "register"]
+
+
+def register() -> None:
+    """Make the connector known to vLLM by its name.
+
+    vLLM calls this in each of its processes, by the entry-point group ``vllm.general_plugins``.
+    ``MultiConnector`` finds the class of a connector's statistics by name only.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    with contextlib.suppress(ValueError):  # registered before
+        KVConnectorFactory.register_connector("KVOffloadConnector", __name__, "KVOffloadConnector")
 
 
 def __getattr__(name: str) -> Any:
@@ -32,4 +45,5 @@ def __getattr__(name: str) -> Any:
         if name == "KVOffloadConnector":
             early = import_module("kvoffload.connectors.vllm.early")
             early.check_asker(sys._getframe(1))
+            register()  # for a process in which plug-ins are switched off
         return found

@@ -1,7 +1,6 @@
 """The connector that vLLM loads: ``KVOffloadConnector``."""
 
 import logging
-from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
@@ -23,7 +22,6 @@ from kvoffload.connectors.vllm.fingerprint import check_layout, hash_root
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.spec import HalvesSpec
-from kvoffload.connectors.vllm.step_messages import WorkerInfo
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
 from kvoffload.transfer.slab import check_host_memory
 
@@ -59,19 +57,6 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         else:
             check_memory_of_ranks(settings, vllm_config.parallel_config.local_world_size)
             self.connector_worker = KVOffloadWorker(spec, settings, vllm_config, kv_cache_config)
-
-    # ---- both halves meet once, before the first request ----
-
-    def get_handshake_metadata(self) -> WorkerInfo | None:
-        """On a worker: what the scheduler half must know of this rank."""
-        return self.connector_worker.handshake() if self.connector_worker else None
-
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: Mapping[tuple[int, int], WorkerInfo]
-    ) -> None:
-        """On the scheduler: every rank has said what it is."""
-        if self.connector_scheduler is not None:
-            self.connector_scheduler.meet_workers(metadata[rank] for rank in sorted(metadata))
 
     # ---- failures ----
 

@@ -31,8 +31,9 @@ def check_asker(frame: FrameType | None) -> None:
     (``requires_piecewise_for_cudagraph``). On all other platforms, CPUs among them, it calls no
     method of ours before the model is loaded.
 
-    vLLM looks the class up early on every platform. The function that does so has the settings.
-    Without that argument the settings are checked when the connector is made.
+    vLLM looks the class up early on every platform. The function that does so has the settings;
+    for a registered name it asks through a function of its registry. Without that argument the
+    settings are checked when the connector is made.
 
     Args:
         frame: of the function that asked for the class.
@@ -40,7 +41,11 @@ def check_asker(frame: FrameType | None) -> None:
     Raises:
         ConfigError: see :func:`check_settings`.
     """
-    config = frame.f_locals.get("kv_transfer_config") if frame is not None else None
+    if frame is None:
+        return
+    config = frame.f_locals.get("kv_transfer_config")
+    if config is None and frame.f_back is not None:
+        config = frame.f_back.f_locals.get("kv_transfer_config")
     extra = getattr(config, "kv_connector_extra_config", None)
     if isinstance(extra, Mapping) and getattr(config, "kv_connector", None) == CONNECTOR:
         check_settings(extra)

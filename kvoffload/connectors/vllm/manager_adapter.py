@@ -65,7 +65,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         self._kept_out: set[str] = set()
 
     def attach(self, ledger: TieredOffloadingManager, num_slots: int) -> None:
-        """Use this ledger from now on; before, every lookup misses and nothing is stored."""
+        """Use this ledger from now on; before, lookups are to be repeated and nothing is stored."""
         self.ledger = ledger
         self._uses = UseCounter(ledger)
         self._num_slots = num_slots
@@ -88,16 +88,20 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
 
     def lookup(self, key: OffloadKey, req_context: VllmContext) -> LookupResult:
         """See vLLM; RETRY never lasts beyond the lookup deadline of the tiers."""
-        if self.ledger is None or req_context.req_id in self._kept_out:
+        if req_context.req_id in self._kept_out:
             return LookupResult.MISS
+        if self.ledger is None:
+            return LookupResult.RETRY
         return _ANSWERS[self.ledger.lookup(key, our_context(req_context))]
 
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: VllmContext
     ) -> tuple[int, bool]:
         """See :meth:`kvoffload.offload.base.OffloadingManager.lookup_prefix`."""
-        if self.ledger is None or req_context.req_id in self._kept_out:
+        if req_context.req_id in self._kept_out:
             return 0, False
+        if self.ledger is None:
+            return 0, bool(keys)
         return self.ledger.lookup_prefix(keys, our_context(req_context))
 
     def has_room(self, keys: Sequence[OffloadKey]) -> bool:

@@ -12,7 +12,7 @@ import time
 import uuid
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
@@ -64,6 +64,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self.settings = settings
         self.tiers: RankTiers | None = None
         self._table: JobTable | None = None
+        self._workers: dict[int, WorkerInfo] = {}
+        self._waits_for_workers = True
         self._transfer_ids = itertools.count(canary.JOB - 1, -1)
         self._generation: str | None = None
         self._stepped_s = time.monotonic()
@@ -73,8 +75,16 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self._log = RequestLog(settings.record, self.config.kv_group_configs[0].tokens_per_chunk)
         self._logged: set[str] = set()
 
+    def _meet(self, workers: Mapping[int, WorkerInfo]) -> None:
+        """Note what some workers told of themselves; begin when all have."""
+        if not self._waits_for_workers:
+            return  # asked again in the step before the answers came
+        self._workers.update(workers)
+        if len(self._workers) == self.config.num_workers:
+            self.meet_workers(info for _, info in sorted(self._workers.items()))
+
     def meet_workers(self, ranks: Iterable[WorkerInfo]) -> None:
-        """Build the manager from the workers' messages; what tiers hold comes with their reports.
+        """Build the manager from all workers' messages; what tiers hold comes with their reports.
 
         Raises:
             ConfigError: two workers have the same number.
@@ -90,6 +100,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         ledger = make_manager(self.settings, host, self.tiers.tiers, slot_bytes)
         self.adapter.attach(ledger, num_slots)
         self._table = JobTable(ledger, len(ranks))
+        self._waits_for_workers = False
         log.info(
             "kvoffload: %d host slots on each of %d ranks; tiers: %s; namespace %s",
             num_slots,
@@ -256,6 +267,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         orders.generation, self._generation = self._generation, None
         if self.tiers is not None:
             orders.questions = self.tiers.take_questions()
+        orders.asks_workers = self._waits_for_workers
         for req_id in scheduler_output.finished_req_ids or ():
             self._failed_loads.pop(req_id, None)
         return orders
@@ -284,8 +296,11 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             self._table.begin(job_id, transfer)
 
     def has_pending_push_work(self) -> bool:
-        """Keep the engine stepping while workers have to report: an answer, or what tiers hold."""
-        if self._table is not None and (len(self._table) or self._generation):
+        """Keep the engine stepping while workers have to report: an answer, or what tiers hold.
+
+        The first steps bring what the workers tell of themselves, before a request comes.
+        """
+        if self._waits_for_workers or self._generation or (self._table and len(self._table)):
             return True
         if self.tiers is not None and self.tiers.is_waiting:
             return True
@@ -294,7 +309,13 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in the workers' report, first our part and then vLLM's."""
         report = connector_output.kv_connector_worker_meta
-        if isinstance(report, WorkerReport) and self._table is not None:
+        if isinstance(report, WorkerReport):
+            self._take_in(report)
+        super().update_connector_output(connector_output)
+
+    def _take_in(self, report: WorkerReport) -> None:
+        self._meet(report.workers)
+        if self._table is not None:
             for ended in report.answer(self._table):
                 self._note(ended)
             if self.tiers is not None:
@@ -305,7 +326,6 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
                 # Last: the stores are as they were when the report was made.
                 self.tiers.apply(report.presence, report.answers)
             self.adapter.count(report.counters)
-        super().update_connector_output(connector_output)
 
     def _note(self, ended: Ended) -> None:
         job, ok = ended.job, ended.ok

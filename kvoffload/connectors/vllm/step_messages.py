@@ -3,10 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
@@ -21,8 +18,12 @@ from kvoffload.offload.namespace import Fact
 
 
 @dataclass
-class WorkerInfo(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # untyped base
-    """The one message of a worker to the scheduler after its KV cache is registered."""
+class WorkerInfo:
+    """What a worker tells the scheduler of itself after its KV cache is registered.
+
+    It travels in a report, not in vLLM's handshake. ``MultiConnector`` gives the handshake of one
+    of its connectors to all of them, and vLLM repeats the handshake at each wake-up.
+    """
 
     num_slots: int
     """Host slots of this rank's slab."""
@@ -47,6 +48,8 @@ class StepMetadata(OffloadingConnectorMetadata):  # type: ignore[misc]  # untype
     """Set once after a reset: everything stored before no longer means the same."""
     questions: dict[str, Question] = field(default_factory=dict)
     """Tier → chunks that each worker asks its store for."""
+    asks_workers: bool = False
+    """Set until the scheduler knows all workers: each answers with its :class:`WorkerInfo`."""
 
 
 @dataclass
@@ -74,6 +77,8 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
     """What appeared in the stores of each rank and what left them."""
     answers: list[Answer] = field(default_factory=list)
     """Each rank's answers to the scheduler's questions."""
+    workers: dict[int, WorkerInfo] = field(default_factory=dict)
+    """Rank → what it tells of itself, where the scheduler asked."""
 
     def add(self, result: TransferResult) -> None:
         """Note this rank's answer to a job."""
@@ -95,6 +100,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
             or self.counters
             or self.presence
             or self.answers
+            or self.workers
         )
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
@@ -119,6 +125,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
             report.counters.update(source.counters)
             report.presence += source.presence
             report.answers += source.answers
+            report.workers.update(source.workers)
         return report
 
     def answer(self, jobs: JobTable) -> list[Ended]:

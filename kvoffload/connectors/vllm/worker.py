@@ -75,10 +75,13 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         self._told_s = 0.0
         self._tiers: Mapping[str, RemoteTier] = {}
         self._presence: WorkerPresence | None = None
+        self._is_met = False
+        """Whether the scheduler knows all workers; it takes in what tiers hold only then."""
         self._spec: TieredOffloadingSpec | None = None
         self._transfers: TransferEngine
         """Set by :meth:`_init_worker`."""
-        self._facts = WorkerInfo(0, 0, {})
+        self._info: WorkerInfo
+        """Set by :meth:`_init_worker`."""
 
     # ---- start ----
 
@@ -112,14 +115,10 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         rank = self.vllm_config.parallel_config.rank
         self._presence = WorkerPresence(rank, self._tiers)
         listed = self._presence.listed
-        self._facts = WorkerInfo(
+        self._info = WorkerInfo(
             self._spec.num_slots, layout.slot_bytes, facts, first_slot, rank, listed
         )
         self.worker = self._transfers
-
-    def handshake(self) -> WorkerInfo:
-        """Return what the scheduler half must know of this rank."""
-        return self._facts
 
     # ---- every step ----
 
@@ -149,6 +148,9 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
 
     def start_kv_transfers(self, metadata: StepMetadata) -> None:
         """Begin this step's loads and write-throughs, and the last step's stores."""
+        self._is_met = not metadata.asks_workers
+        if not self._is_met:
+            self._report.workers[self._info.rank] = self._info
         if metadata.questions and self._presence is not None:
             self._presence.ask(metadata.questions)
         self._submit_stores()
@@ -233,7 +235,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Return what happened since the last call; None for nothing."""
         self._report_on_stores()
-        if self._presence is not None:
+        if self._presence is not None and self._is_met:
             self._report.presence = self._presence.take_parts()
             self._report.answers = self._presence.take_answers()
         if self._report.is_empty:

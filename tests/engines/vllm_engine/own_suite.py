@@ -49,6 +49,7 @@ class OurScheduler(KVOffloadScheduler):
         settings = read_settings({"cpu_bytes": 1 << 20})
         super().__init__(spec, settings, vllm_config, kv_cache_config)
         self.adapter = _Mocked(self)
+        self._waits_for_workers = False  # the mocked ones tell nothing
 
 
 theirs.OffloadingConnectorScheduler = OurScheduler

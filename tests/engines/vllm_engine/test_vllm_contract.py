@@ -112,8 +112,6 @@ OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
             {
                 "get_transfer_results": ["self", "finished_req_ids"],
                 "get_block_ids_with_load_errors": ["self"],
-                "get_handshake_metadata": ["self"],
-                "set_xfer_handshake_metadata_pp_aware": ["self", "metadata"],
                 "requires_piecewise_for_cudagraph": ["cls", "extra_config"],
             },
         ),

@@ -145,7 +145,7 @@ def test_a_rank_that_lacks_its_part_makes_the_chunk_absent():
 def test_the_adapter_says_retry_only_for_what_is_on_its_way(ledger):
     adapter = ManagerAdapter()
     context = ReqContext("r")
-    assert adapter.lookup(KEYS[0], context) is LookupResult.MISS
+    assert adapter.lookup(KEYS[0], context) is LookupResult.RETRY  # the workers are to tell first
     adapter.attach(ledger, 4)
     jobs = JobTable(ledger, 1)
     jobs.begin(1, stored(ledger, KEYS[:1]))

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
-from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from kvoffload import registry
 from kvoffload.backends.base import Removal
@@ -19,6 +19,7 @@ from kvoffload.connectors.vllm.scheduler import IDLE_S, KVOffloadScheduler
 from kvoffload.connectors.vllm.settings import read_settings
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
 from kvoffload.messages import TransferResult, make_offload_key
+from kvoffload.offload.base import ReqContext as OurContext
 
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(8)]
 
@@ -35,6 +36,38 @@ def met():
         return half, half.adapter.ledger
 
     return meet
+
+
+def test_it_begins_when_as_many_workers_told_of_themselves_as_vllm_runs():
+    half = object.__new__(KVOffloadScheduler)
+    half.adapter, half.settings = ManagerAdapter(), read_settings({"cpu_bytes": 16384})
+    half._table, half._workers, half._waits_for_workers = None, {}, True
+    half.tiers = half._generation = None
+    half.config = types.SimpleNamespace(num_workers=4)  # context parallel: four of one (pp, tp)
+    context = ReqContext("r")
+
+    def tell(*ranks):
+        workers = {rank: WorkerInfo(4, 4096, {"rank": rank}, rank=rank) for rank in ranks}
+        one = WorkerReport(workers=workers)
+        half._take_in(one.aggregate(WorkerReport()))
+
+    tell(0, 1)
+    assert half.has_pending_push_work(), "the engine is to step until the others have told"
+    assert half.adapter.lookup(KEYS[0], context) is LookupResult.RETRY
+    assert half.adapter.lookup_prefix(KEYS, context) == (0, True)
+    tell(3, 2)
+    assert half.adapter.lookup(KEYS[0], context) is LookupResult.MISS
+    ledger = half.adapter.ledger
+    job = ledger.prepare_store(KEYS[:1], OurContext("r")).job
+    half._table.begin(7, job)
+    tell(0, 1, 2, 3)  # asked once more, before their answers came
+    assert half.adapter.ledger is ledger
+    for done in (False, False, False, True):
+        report = WorkerReport()
+        report.add(TransferResult(7, (True,)))
+        half._take_in(report)
+        assert ledger.lookup(KEYS[0]) is done
+    half._take_in(report)  # of a job that has ended
 
 
 TWO_TIERS = [{"type": "memory"}, {"type": "memory"}]

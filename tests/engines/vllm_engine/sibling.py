@@ -1,0 +1,53 @@
+"""A connector that shakes hands, for ``MultiConnector``; it loads and stores nothing."""
+
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
+
+
+@dataclass
+class Address(KVConnectorHandshakeMetadata):
+    port: int
+
+
+class ShakingConnector(KVConnectorBase_V1, SupportsHMA):
+    """As strict as NixlConnector about whose handshake it is given."""
+
+    def get_handshake_metadata(self):
+        return Address(7)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata):
+        if not all(isinstance(each, Address) for each in metadata.values()):
+            raise TypeError(f"the handshake of another connector: {metadata}")
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return 0, False
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        pass
+
+    def build_connector_meta(self, scheduler_output):
+        return KVConnectorMetadata()
+
+    def request_finished(self, request, block_ids):
+        return False, None
+
+    def request_finished_all_groups(self, request, block_ids):
+        return False, None
+
+    def start_load_kv(self, forward_context, **kwargs):
+        pass
+
+    def wait_for_layer_load(self, layer_name):
+        pass
+
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs):
+        pass
+
+    def wait_for_save(self):
+        pass

@@ -1,0 +1,72 @@
+"""Inside vLLM's ``MultiConnector``, beside connectors that shake hands or store files."""
+
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(1800)
+HERE = Path(__file__).parent
+RESIDENT = "vllm:kvoffload_host_chunks"
+SHAKING = {"kv_connector": "ShakingConnector", "kv_connector_module_path": "sibling"}
+OURS = {"kv_connector": "KVOffloadConnector"}
+BY_PATH = {**OURS, "kv_connector_module_path": "kvoffload.connectors.vllm"}
+
+
+def ours(root, how):
+    disk = {"type": "disk", "root": str(root), "capacity": "1GiB", "min_free": 0}
+    extra = {"cpu_bytes": "64MiB", "backends": [disk]}
+    return {**how, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def several(*connectors):
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "connectors": [{"kv_role": "kv_both", **connector} for connector in connectors]
+        },
+    }
+
+
+@pytest.mark.parametrize("place", ["after", "before"])
+def test_beside_a_connector_that_shakes_hands_it_hits_and_reports(start, prompts, tmp_path, place):
+    mine = ours(tmp_path / "kv", OURS if place == "after" else BY_PATH)
+    pair = [SHAKING, mine] if place == "after" else [mine, SHAKING]
+    # Where the class is found by its module's path, plug-ins are not needed.
+    plugins = {} if place == "after" else {"VLLM_PLUGINS": ""}
+    asked = {"kv_transfer_config": several(*pair), "env": {"PYTHONPATH": str(HERE), **plugins}}
+    engine = start(**asked)
+    wanted = prompts(2, 1000)
+    told = engine.generate(wanted)
+    assert told["cached"] == [0, 0]
+    assert engine.ask("quiet")[RESIDENT] >= 2 * 31
+    assert engine.ask("reset")
+    again = engine.generate(wanted)
+    assert [again["tokens"], again["cached"]] == [told["tokens"], [992, 992]]
+    engine.ask("quiet")
+    engine.kill()
+    # The first request after a start finds what is on the disk, though the engine was idle.
+    engine = start(**asked)
+    again = engine.generate(wanted)
+    assert [again["tokens"], again["cached"]] == [told["tokens"], [992, 992]]
+    engine.kill()
+
+
+def test_beside_vllms_example_connector_both_serve(start, prompts, tmp_path):
+    files = {
+        "kv_connector": "ExampleConnector",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "files")},
+    }
+    engine = start(
+        kv_transfer_config=several(ours(tmp_path / "kv", OURS), files),
+        disable_hybrid_kv_cache_manager=True,
+    )
+    (wanted,) = prompts(1, 1000)
+    told = engine.generate([wanted])["tokens"]
+    engine.ask("quiet")
+    assert engine.ask("reset")
+    again = engine.generate([wanted])
+    assert [again["tokens"], again["cached"]] == [told, [992]]
+    assert engine.ask("quiet")["vllm:kv_offload_load_bytes"] > 0
+    engine.kill()
