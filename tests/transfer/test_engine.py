@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvoffload.transfer.read_calls import portions
 
 from kvoffload import open_backend
 from kvoffload.config import parse_config

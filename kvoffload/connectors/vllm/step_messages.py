@@ -30,12 +30,12 @@ class WorkerInfo:
     slot_bytes: int
     facts: dict[str, Fact]
     """The facts that decide the meaning of this rank's bytes."""
-    first_slot: int = 0
-    """The first slot that may be used: a tier may still touch those before it."""
     rank: int = 0
     """This worker's number; no other worker of the engine has it."""
     listed: frozenset[str] = frozenset()
     """The tiers whose chunks this worker's reports list."""
+    first_slot: int = 0
+    """The first slot that may be used: a tier may still touch those before it."""
 
 
 @dataclass

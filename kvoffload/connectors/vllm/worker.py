@@ -116,7 +116,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         self._presence = WorkerPresence(rank, self._tiers)
         listed = self._presence.listed
         self._info = WorkerInfo(
-            self._spec.num_slots, layout.slot_bytes, facts, first_slot, rank, listed
+            self._spec.num_slots, layout.slot_bytes, facts, rank, listed, first_slot
         )
         self.worker = self._transfers
 

@@ -84,8 +84,7 @@ def test_the_setting_to_promote_reaches_the_ledger(met, promote, nearer):
 
 def test_a_slot_that_a_tier_may_still_touch_on_one_rank_is_given_to_no_chunk(met):
     half, _ = met(cpu_bytes=16384)
-    half.stores.close()
-    ranks = [WorkerInfo(4, 4096, {"rank": rank}, first_slot=rank) for rank in range(2)]
+    ranks = [WorkerInfo(4, 4096, {"rank": rank}, rank, first_slot=rank) for rank in range(2)]
     half.meet_workers(ranks)
     ledger = half.adapter.ledger
     keys = KEYS[:3]
