@@ -49,13 +49,12 @@ def until_pinned(copier: Any, slab: Slab) -> None:
 
 
 def check(fence: Any) -> None:
-    """Wait for a transfer.
+    """Wait for a transfer; a part has a time limit, and a wait with one polls, which costs time.
 
     Raises:
-        RuntimeError: it failed, or did not end.
+        RuntimeError: it failed.
     """
-    if not fence.wait(sizes.WAIT_S):
-        raise RuntimeError(f"a transfer did not end in {sizes.WAIT_S:.0f} s")
+    fence.wait()
     if fence.error is not None:
         raise RuntimeError(f"a transfer failed: {fence.error}") from fence.error
 

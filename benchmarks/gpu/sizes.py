@@ -3,7 +3,7 @@
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 WAIT_S = 30.0
-"""For a transfer, or for pinning, before it counts as failed."""
+"""For pinning, before it counts as failed."""
 ROUNDS = 9
 """Of each measurement; its median is the row."""
 LINK_BYTES = (64 * MIB, 256 * MIB)
