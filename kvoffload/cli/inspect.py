@@ -1,14 +1,29 @@
 """``kvoffload inspect``: what a store holds."""
 
 import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from kvoffload.backends.admin import Admin, Holding, Overview
-from kvoffload.cli import namespaces
-from kvoffload.cli.output import console, plain
+from kvoffload.backends.admin import Admin, Holding, Overview, counted, duration, is_digest
+from kvoffload.cli.output import console, plain, print_numbers
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
+from kvoffload.config import human_bytes
+
+_DIGITS = 16
+"""Digits of a digest that ``inspect`` shows."""
+
+
+class Order(StrEnum):
+    """The order of the rows."""
+
+    size = "size"
+    age = "age"
+    name = "name"
 
 
 def command(
@@ -17,8 +32,8 @@ def command(
     option: Settings = None,
     as_json: AsJson = False,
     sort: Annotated[
-        namespaces.Order, typer.Option(help="Largest, longest unused, or first name first.")
-    ] = namespaces.Order.size,
+        Order, typer.Option(help="Largest, longest unused, or first name first.")
+    ] = Order.size,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print every fact.")] = False,
 ) -> None:
     """Show namespaces, chunks, bytes, ages and how lately chunks were used. Changes nothing.
@@ -32,7 +47,7 @@ def command(
     terminal = console()
     for title, text in overview.lines:
         terminal.print(plain(title, "bold") + (": " if title else "") + text, soft_wrap=True)
-    namespaces.show(terminal, held, overview.times, sort, verbose=verbose)
+    _show(terminal, held, overview.times, sort, verbose=verbose)
     if not held:
         terminal.print("nothing of kvoffload's is stored here")
 
@@ -46,3 +61,73 @@ def _figures(each: Holding) -> dict[str, object]:
     if each.figures is not None:
         return dict(each.figures)
     return {name: getattr(each, name) for name in Holding._fields[:5]}
+
+
+def _show(to: Console, held: Sequence[Holding], times: str, order: Order, *, verbose: bool) -> None:
+    """Print namespaces as a table, and every fact on request; ``times`` heads their times."""
+    if not held:
+        return
+    order_named, key = _ORDERS[order]
+    held = sorted(sorted(held, key=lambda each: each.namespace), key=key)
+    cells = [
+        (
+            plain(_short(each.namespace)).plain,
+            [
+                plain(_fact(each.facts, "model")).plain,
+                plain(_dtype(each.facts)).plain,
+                f"{each.chunks:,}",
+                human_bytes(each.stored_bytes),
+                _time(each),
+            ],
+        )
+        for each in held
+    ]
+    title = f"{counted(len(held), 'namespace')}, {order_named}"
+    columns = ("model", "dtype", "chunks", "bytes", times)
+    print_numbers(to, title, "namespace", columns, cells, texts=2)
+    for each in held if verbose else ():
+        facts = plain(_shown(each.facts))
+        to.print()
+        to.print(plain(_short(each.namespace), "bold") + "  " + facts, soft_wrap=True)
+        for line in each.details:
+            to.print(f"  {line}", soft_wrap=True)
+
+
+def _short(name: str) -> str:
+    """Return a name whole, or the first digits of a digest, which ``gc`` accepts."""
+    return name[:_DIGITS] if is_digest(name) else name
+
+
+def _freshness(each: Holding) -> float:
+    """Return a number that falls with the time since the last use."""
+    if each.used_s is not None:
+        return -each.used_s
+    return math.inf if each.expires_s is None else each.expires_s
+
+
+_ORDERS: dict[Order, tuple[str, Callable[[Holding], float]]] = {
+    Order.size: ("largest first", lambda each: -each.stored_bytes),
+    Order.age: ("longest unused first", _freshness),
+    Order.name: ("by name", lambda each: 0),
+}
+
+
+def _time(each: Holding) -> str:
+    if each.used_s is not None:
+        return f"{duration(each.used_s)} ago"
+    return "" if each.expires_s is None else duration(each.expires_s)
+
+
+def _fact(facts: object, name: str) -> str:
+    return str(facts.get(name, "")) if isinstance(facts, Mapping) else ""
+
+
+def _dtype(facts: object) -> str:
+    """Return the type of the stored elements, which an engine may set apart from the model's."""
+    stored = _fact(facts, "kv_dtype")
+    return stored if stored not in ("", "auto") else _fact(facts, "dtype")
+
+
+def _shown(facts: object) -> str:
+    pairs = sorted(facts.items()) if isinstance(facts, Mapping) else []
+    return ", ".join(f"{name}={value}" for name, value in pairs) or "no facts stored"

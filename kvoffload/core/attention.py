@@ -160,16 +160,8 @@ def build_attn_metadata(
 ) -> dict[str, Any]:
     """Build the step's metadata once a group and hand it to all layers of the group.
 
-    Args:
-        attn_metadata_builders: one a KV cache group.
-        num_reqs: requests in the batch.
-        num_tokens: tokens to compute.
-        query_start_loc: filled up to ``num_reqs + 1``, host and device.
-        seq_lens: filled up to ``num_reqs``, host and device.
-        num_computed_tokens_cpu: by request.
-        block_tables: by group.
-        slot_mappings: by group.
-        kv_cache_config: the plan.
+    Builders, block tables and slot mappings are by group. The buffers are filled, on host and
+    device, up to ``num_reqs`` (``query_start_loc``: one more); ``num_tokens`` are computed.
 
     Returns:
         Layer name → metadata.
@@ -208,13 +200,7 @@ def prepare_attn_metadata(
 ) -> dict[str, Any]:
     """Make a step's metadata from plain lists, one entry a request: the simple way in.
 
-    Args:
-        kv_cache_config: the plan.
-        attn_metadata_builders: one a KV cache group.
-        query_lens: tokens each request computes.
-        num_computed_tokens: tokens each computed before.
-        block_ids: each request's block tables by group, as ``KVCacheManager.get_block_ids`` gives.
-        device: of the cache.
+    ``block_ids`` are block tables by group, as ``KVCacheManager.get_block_ids`` gives.
     """
     num_reqs = len(query_lens)
     starts = CpuGpuBuffer(num_reqs + 1, torch.int32, device)

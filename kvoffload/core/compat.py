@@ -7,7 +7,7 @@ Blocks are objects and block hashes are tuples in this module, as they were. The
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -183,13 +183,12 @@ class FreeKVCacheBlockQueue:
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """List the blocks, the next to be reused first; for tests."""
-        return list(self._walk())
-
-    def _walk(self) -> Iterator[KVCacheBlock]:
+        blocks = []
         block = self._ends.next_free_block
         while block is not None and block is not self._ends:
-            yield block
+            blocks.append(block)
             block = block.next_free_block
+        return blocks
 
 
 def type_id(spec: KVCacheSpec) -> str:

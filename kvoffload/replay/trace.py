@@ -89,28 +89,21 @@ class Trace:
         return len(self.requests.keys)
 
 
-class _Told:
+class _Told(set[int | None]):
     """The tokens in a block, as the parts of a trace say: one number, or nothing."""
 
-    def __init__(self) -> None:
-        self._told: set[int | None] = set()
-
     def hear(self, tokens: int | None, path: Path, line: int | None, field: str) -> None:
-        """Take what one part says.
-
-        Raises:
-            TraceError: an earlier part says something else.
-        """
-        others = self._told - {tokens, None}
+        """Take what one part says; raise TraceError if an earlier part says something else."""
+        others = self - {tokens, None}
         if tokens is not None and others:
             remedy = f"what precedes it says {others.pop()}; replay the parts one by one"
             raise TraceError(path, line, field, tokens, remedy)
-        self._told.add(tokens)
+        self.add(tokens)
 
     @property
     def tokens(self) -> int | None:
         """What every part says; None if one says nothing."""
-        return next(iter(self._told)) if len(self._told) == 1 else None
+        return next(iter(self)) if len(self) == 1 else None
 
 
 def from_ids(name: str, requests: Iterable[Iterable[int | str]]) -> Trace:
