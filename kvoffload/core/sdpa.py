@@ -1,4 +1,4 @@
-"""Paged attention in plain torch."""
+"""Paged attention in plain torch, whose result for a token does not depend on its batch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,21 @@ from kvoffload.core.attention import (
     CommonAttentionMetadata,
     CommonMetadataBuilder,
 )
+from kvoffload.core.interface import cdiv
+
+KEY_SPAN = 512
+"""Keys are padded to a multiple of this: PyTorch's CPU kernel adds them up in spans of so many."""
+QUERY_TILE = 16
+"""Queries are padded to a multiple of this, so that the kernel's matrix products keep one shape."""
+QUERY_ROWS = 256
+"""Queries attended in one call; the keys after the last of them are left out."""
 
 
 class SdpaPagedBackend:
     """Paged attention with torch's scaled dot product attention; CPU and CUDA, any dtype.
+
+    Requests are attended one by one and in whole tiles. On the CPU in float32 a token then has the
+    same bits in a chunk, in a batch, after preemption and on restored pages.
 
     Cache shape: ``(2, num_blocks, block_size, num_kv_heads, head_size)``; keys, then values.
 
@@ -68,36 +79,44 @@ class SdpaPagedBackend:
         starts = metadata.query_start_loc_cpu.tolist()
         for r, length in enumerate(metadata.seq_lens_cpu.tolist()):
             rows = slice(starts[r], starts[r + 1])
-            if starts[r] < starts[r + 1]:
-                table = metadata.block_table_tensor[r]
-                out[rows] = self._attend_one(query[rows], kv_cache, table, length)
+            table = metadata.block_table_tensor[r]
+            out[rows] = self._attend_one(query[rows], kv_cache, table, length)
         return out
 
     def _attend_one(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, table: torch.Tensor, seq_len: int
+        self, query: torch.Tensor, kv_cache: torch.Tensor, table: torch.Tensor, length: int
     ) -> torch.Tensor:
-        """Attend for one request with any number of query tokens, the last of ``seq_len``."""
-        done = seq_len - query.shape[0]
+        """Attend one request's last ``len(query)`` tokens; it has ``length`` with them."""
         block_size = kv_cache.shape[2]
-        first = 0
-        if self.sliding_window is not None:
-            first = max(done - self.sliding_window + 1, 0) // block_size
-        begin = first * block_size
-        kv = kv_cache[:, table[first : -(-seq_len // block_size)]].flatten(1, 2)
-        key, value = kv[:, : seq_len - begin].transpose(1, 2).to(query.dtype)
-        positions = torch.arange(begin, seq_len, device=query.device)
-        distance = positions[done - begin :, None] - positions
-        visible = distance >= 0
-        if self.sliding_window is not None:
-            visible &= distance < self.sliding_window
-        causal = not done and self.sliding_window is None  # a faster kernel needs no mask
-        result = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None],
-            key[None],
-            value[None],
-            attn_mask=None if causal else visible,
-            is_causal=causal,
-            scale=self.scale,
-            enable_gqa=query.shape[1] != key.shape[0],
+        span = cdiv(length, KEY_SPAN) * KEY_SPAN
+        num_blocks = cdiv(span, block_size)
+        # The null block pads the table; what it holds is masked out.
+        blocks = F.pad(table[: cdiv(length, block_size)], (0, num_blocks))[:num_blocks].long()
+        pages = kv_cache[:, blocks].flatten(1, 2)[:, :span].to(query.dtype)
+        key, value = pages.transpose(1, 2).unsqueeze(1)  # [1, heads, span, D]
+
+        out = torch.empty_like(query)
+        for begin in range(0, len(query), QUERY_ROWS):
+            part = query[begin : begin + QUERY_ROWS]
+            first = length - len(query) + begin
+            rows = cdiv(len(part), QUERY_TILE) * QUERY_TILE
+            keys = cdiv(first + len(part), KEY_SPAN) * KEY_SPAN
+            padded = F.pad(part, (0, 0, 0, 0, 0, rows - len(part))).transpose(0, 1).unsqueeze(0)
+            mixed = F.scaled_dot_product_attention(
+                padded,
+                key[:, :, :keys],
+                value[:, :, :keys],
+                attn_mask=self._mask(first, rows, keys, query),
+                scale=self.scale,
+                enable_gqa=True,
+            )
+            out[begin : begin + len(part)] = mixed[0, :, : len(part)].transpose(0, 1)
+        return out
+
+    def _mask(self, first: int, rows: int, keys: int, like: torch.Tensor) -> torch.Tensor:
+        """Additive mask: row r stands at position ``first + r`` and sees the keys up to there."""
+        hidden = torch.full((rows, keys), float("-inf"), dtype=like.dtype, device=like.device)
+        mask = hidden.triu(first + 1)
+        return (
+            mask if self.sliding_window is None else mask + hidden.tril(first - self.sliding_window)
         )
-        return result[0].transpose(0, 1)

@@ -47,11 +47,9 @@ class Runner:
         self._plan = kv_cache_config
         self._layer_names = [f"model.layers.{i}.self_attn" for i in range(model.config.num_layers)]
         self._mixers = [model.config.mixer(i) for i in range(model.config.num_layers)]
-        # What invariance costs in padding is only repaid where it holds.
-        invariant = model.device.type == "cpu" and model.dtype == torch.float32
         specs = kv_cache_config.layer_specs
         self._backends = {
-            name: mixer.backend(model.config, specs[name], invariant)
+            name: mixer.backend(model.config, specs[name])
             for name, mixer in zip(self._layer_names, self._mixers, strict=True)
         }
         self._kv_caches = init_kv_cache(kv_cache_config, self._backends, model.device)

@@ -17,7 +17,6 @@ from kvoffload.core.attention import AttentionBackend, CommonAttentionMetadata
 from kvoffload.core.interface import KVCacheSpec
 from kvoffload.core.layers import AttentionLayer
 from kvoffload.core.sdpa import SdpaPagedBackend
-from kvoffload.demo.invariant_attention import InvariantPagedBackend
 
 if TYPE_CHECKING:
     from kvoffload.demo.engine_config import ModelConfig
@@ -66,9 +65,9 @@ class SelfAttention:
         return AttentionLayer(config.num_kv_heads, config.head_size)
 
     @staticmethod
-    def backend(config: ModelConfig, spec: KVCacheSpec, invariant: bool) -> AttentionBackend:
+    def backend(config: ModelConfig, spec: KVCacheSpec) -> AttentionBackend:
         """Return what reads and writes the layer's KV cache of this format."""
-        return InvariantPagedBackend() if invariant else SdpaPagedBackend()
+        return SdpaPagedBackend()
 
     @staticmethod
     def attend(backend: Any, cache: Any, metadata: CommonAttentionMetadata, *given: Any) -> Tensor:

@@ -19,7 +19,6 @@ from kvoffload.core.interface import MambaSpec
 from kvoffload.core.layers import AttentionLayer
 from kvoffload.core.sdpa import SdpaPagedBackend
 from kvoffload.demo.engine_config import EngineConfig, ModelConfig, parse_engine_config
-from kvoffload.demo.invariant_attention import InvariantPagedBackend
 from kvoffload.demo.self_attention import Attend, SelfAttention, Take, rotate
 
 CONV_WIDTH = 4
@@ -60,9 +59,8 @@ class Window(SelfAttention):
         return AttentionLayer(config.num_kv_heads, config.head_size, sliding_window=window)
 
     @staticmethod
-    def backend(config, spec, invariant):
-        attention = InvariantPagedBackend if invariant else SdpaPagedBackend
-        return attention(sliding_window=config.sliding_window)
+    def backend(config, spec):
+        return SdpaPagedBackend(sliding_window=config.sliding_window)
 
 
 class LatentPagedBackend(SdpaPagedBackend):
@@ -105,13 +103,6 @@ class LatentPagedBackend(SdpaPagedBackend):
         """Attend in the latent space: ``[T, heads, head_size]`` to ``[T, heads, value_size]``."""
         as_keys_and_values = kv_cache[None, :, :, None].expand(2, -1, -1, -1, -1)
         return super().attend(query, as_keys_and_values, metadata)[..., : self.value_size]
-
-
-class InvariantLatentBackend(LatentPagedBackend, InvariantPagedBackend):
-    """Latent attention, request by request and in whole tiles."""
-
-    def get_name(self) -> str:
-        return "SDPA_LATENT_INVARIANT"
 
 
 class Latent(SelfAttention):
@@ -159,11 +150,10 @@ class Latent(SelfAttention):
         return AttentionLayer(1, config.latent_size + config.head_size, use_mla=True)
 
     @staticmethod
-    def backend(config, spec, invariant):
+    def backend(config, spec):
         # Scores are of a head's own key and its rotated part, whatever the latent space's size.
         scale = (2 * config.head_size) ** -0.5
-        latent = InvariantLatentBackend if invariant else LatentPagedBackend
-        return latent(config.latent_size, scale)
+        return LatentPagedBackend(config.latent_size, scale)
 
     @staticmethod
     def attend(backend, cache, metadata, query, latent):
@@ -276,7 +266,7 @@ class State(SelfAttention):
         return MambaSpec(block_size, shapes, (torch.float32, dtype))
 
     @staticmethod
-    def backend(config, spec, invariant):
+    def backend(config, spec):
         return StateBackend(spec.block_size)
 
     @staticmethod
