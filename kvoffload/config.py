@@ -123,8 +123,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Hints that requests may use. ``priority``, ``tiers`` and ``explain`` affect other requests or
     tell of them: allow these where all clients trust each other."""
     io: Literal["thread", "process"] = "thread"
-    """Where the tiers' code runs: in a thread, or in a process of its own, which does not hold up
-    the engine."""
+    """Where the tiers' code runs: in a thread of the engine's process, or in a process of its own.
+    A process keeps the engine's steps short while chunks are read and written."""
     record: str = ""
     """A file to which each request's chunks are appended, as a trace for ``kvoffload replay``."""
 

@@ -16,7 +16,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -162,6 +162,8 @@ def field_texts(struct: Any) -> dict[str, str]:
 
 def type_name(kind: Any) -> str:
     """Return what a field takes, in words."""
+    if get_origin(kind) is Literal:
+        return " or ".join(f"`{each}`" for each in get_args(kind))
     parts = [each for each in get_args(kind) if each is not NoneType]
     if NoneType in get_args(kind):
         return type_name(parts[0]) + " or null"

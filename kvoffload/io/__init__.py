@@ -1,1 +1,1 @@
-"""The I/O process: all code of backends, in a process or a thread beside the engine's."""
+"""The I/O server, which runs all code of backends, and the engine's client of it."""

@@ -21,7 +21,7 @@ KEYS_PER_MESSAGE = 1024
 
 
 class OpenStore:
-    """One open store, and what of it is not told yet. A plug-in's exception is only logged."""
+    """One open store, and what it has yet to tell. A plug-in's exception is only logged."""
 
     def __init__(self, name: str, backend: Backend) -> None:
         self.name = name

@@ -91,7 +91,7 @@ class Session:
             await self._end()
 
     def send(self, message: ToClient) -> None:
-        """Send a message, together with the others of this turn of the loop."""
+        """Send a message, in one piece with all messages of this turn of the loop."""
         self._out.append(frame(message))
         if len(self._out) == 1:
             self.loop.call_soon(self._flush)

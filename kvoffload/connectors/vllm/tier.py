@@ -28,9 +28,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvoffload import registry
 from kvoffload.backends.base import Answers, Observable
 from kvoffload.config import convert
+from kvoffload.connectors.vllm.tier_loop import IOLoop, presence_on
 from kvoffload.connectors.vllm.versions import installed_version
 from kvoffload.offload.namespace import Fact, namespace, readable
-from kvoffload.transfer.io_loop import IOLoop, presence_on
 
 log = logging.getLogger(__name__)
 

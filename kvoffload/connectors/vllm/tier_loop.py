@@ -1,19 +1,19 @@
-"""The one asyncio thread: all backend coroutines run here, and no other code."""
+"""The event loop of a secondary tier: its backend's coroutines run here, and no other code."""
 
 import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from kvoffload.backends.base import Answers, Backend, LocalIndex
+from kvoffload.backends.base import Backend, LocalIndex
 from kvoffload.backends.presence import PresenceCache
+from kvoffload.io.chunk_jobs import same_length
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_A = TypeVar("_A", bound=Answers)
 
 ANSWER_S = 2.0
 """How long an answer of ``contains`` is believed."""
@@ -117,10 +117,3 @@ async def _connect(backend: Backend) -> None:
         await backend.contains([])
     except Exception as error:
         log.warning("the first call of a store failed: %s", str(error) or type(error).__name__)
-
-
-def same_length(answers: _A, keys: Sequence[bytes]) -> _A:
-    """Return a store's answers; raise ValueError if they are not one for each key."""
-    if len(answers) != len(keys):
-        raise ValueError(f"{len(answers)} answers for {len(keys)} keys")
-    return answers

@@ -8,7 +8,7 @@ import pytest
 
 from kvoffload.backends import presence as presence_module
 from kvoffload.backends.presence import PresenceCache
-from kvoffload.transfer.io_loop import IOLoop, presence_on
+from kvoffload.connectors.vllm.tier_loop import IOLoop, presence_on
 
 
 class Store:
