@@ -200,7 +200,7 @@ class LocalConnector:
             return
         pieces = pieces[: len(job.keys)]
         target = gpu_end(self._groups, pieces, block_ids)
-        load = Load(request.request_id, state.start, end, num_external_tokens, tuple(pieces))
+        load = Load(request.request_id, state.start, end, tuple(pieces))
         self._transfers.begin_load(job, (job.spec, target), target.block_ids.tolist(), load)
         state.loading = job.id
 

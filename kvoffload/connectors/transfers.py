@@ -36,7 +36,6 @@ class Load:
     request_id: str
     start: int
     end: int
-    wanted_tokens: int
     pieces: tuple[Piece, ...]
     """The parts of chunks that the job's keys stand for."""
 
@@ -197,8 +196,7 @@ class Transfers:
         tokens = self._groups.tokens_by_medium(load.start, end, arrived)
         self.loaded_tokens.update(tokens)
         self._measure(chunks, tokens, len(job.keys), result)
-        loaded = end - load.start
-        return LoadOutcome(load.request_id, loaded, loaded == load.wanted_tokens, dict(tokens))
+        return LoadOutcome(load.request_id, end - load.start, end == load.end, dict(tokens))
 
     def _measure(
         self,

@@ -327,12 +327,12 @@ class ExtentLedger(HostCache):
 
     # ---- chunks ----
 
-    def _make_evictable(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+    def make_evictable(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         for key, slot in zip(keys, slots, strict=True):
             if slot not in self._key_in:  # ready from now on, not just unpinned
                 self._key_in[slot] = key
                 self._size_of(key).num_ready += 1
-        super()._make_evictable(keys, slots)
+        super().make_evictable(keys, slots)
 
     def prioritise(self, keys: Sequence[OffloadKey], priority: int) -> None:
         if not priority:

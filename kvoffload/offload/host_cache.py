@@ -162,7 +162,7 @@ class HostCache:
             self._free += map(self.evictable.pop, victims)
             gone += victims
         if spared:
-            self._make_evictable(list(spared), list(spared.values()))
+            self.make_evictable(list(spared), list(spared.values()))
         self._forget_priorities(gone)
         return gone
 
@@ -216,14 +216,11 @@ class HostCache:
             pairs = zip(keys, slots, strict=True)
             self.incoming.update((key, slot) for key, slot in pairs if slot >= 0)
             return False
-        self._make_evictable(keys, slots)
+        self.make_evictable(keys, slots)
         return True
 
-    def become_ready(self, key: OffloadKey, slot: int) -> None:
-        """Make a chunk that is wholly in its slot loadable and evictable."""
-        self._make_evictable((key,), (slot,))
-
-    def _make_evictable(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+    def make_evictable(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+        """Make chunks that are wholly in their slots loadable, the last one the most recent."""
         self._order.add(keys)
         self.evictable.update(zip(keys, slots, strict=True))
 
@@ -259,7 +256,7 @@ class HostCache:
             pairs = zip(keys, slots, strict=True)
             self.pinned.update((key, slot) for key, slot in pairs if slot >= 0)
             return False
-        self._make_evictable(keys, slots)
+        self.make_evictable(keys, slots)
         return True
 
     def pin(self, key: OffloadKey) -> int:
@@ -289,7 +286,7 @@ class HostCache:
             if more > 1:
                 self._more_uses[key] = more - 1
         else:
-            self._make_evictable((key,), (self.pinned.pop(key),))
+            self.make_evictable((key,), (self.pinned.pop(key),))
 
     # ---- order ----
 
@@ -301,7 +298,7 @@ class HostCache:
         """Move evictable chunks to the recent end, in the order given, without counting a use."""
         here = list(filter(self.evictable.__contains__, dict.fromkeys(keys)))
         self._order.remove(here)
-        self._make_evictable(here, list(map(self.evictable.pop, here)))
+        self.make_evictable(here, list(map(self.evictable.pop, here)))
 
     def prioritise(self, keys: Sequence[OffloadKey], priority: int) -> None:
         """Give chunks about to be stored a priority; see :class:`PriorityPolicy`.

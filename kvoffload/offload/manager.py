@@ -183,8 +183,9 @@ class TieredOffloadingManager(OffloadingManager):
         if not staged and all(ok) and self._host.unpin_all(job.keys[::-1]):
             return
         ended = self._staging.end_load(job.keys, ok, settled)
-        self._events.reasons.note([*ended.lost, *ended.missed], reason or Reason.FAILED)
-        self._events.removed(ended.lost, CPU, Reason.FAILED)
+        if ended.lost or ended.missed:
+            self._events.reasons.note([*ended.lost, *ended.missed], reason or Reason.FAILED)
+            self._events.removed(ended.lost, CPU, Reason.FAILED)
         self._events.stored(ended.arrived)
         if self._promote and ended.fetched:
             tiers = self._tiers_for(job.tiers)

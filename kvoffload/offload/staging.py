@@ -100,7 +100,7 @@ class Staging:
             if key in host.fetching:
                 slot = host.fetching.pop(key)
                 if fine and self._caching:
-                    host.become_ready(key, slot)
+                    host.make_evictable((key,), (slot,))
                     ended.arrived.append(key)
                     if source:
                         ended.fetched.setdefault(source, []).append(key)
@@ -131,7 +131,7 @@ class Staging:
                 continue
             slot = host.incoming.pop(key)
             if fine:
-                host.become_ready(key, slot)
+                host.make_evictable((key,), (slot,))
                 stored.append(key)
             else:
                 host.give_back(key, slot, settled)

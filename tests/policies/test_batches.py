@@ -99,7 +99,7 @@ def test_a_subclass_that_changes_what_leaves_first_decides():
     host = HostCache(2, MostRecentFirst(2))
     for key in (b"old", b"new"):
         (slot,), _ = host.reserve([key])
-        host.become_ready(key, slot)
+        host.make_evictable((key,), (slot,))
     assert host.reserve([b"newest"])[1] == [b"new"]
 
 
