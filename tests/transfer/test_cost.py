@@ -43,7 +43,7 @@ def parts(chunks, per_chunk):
     layout = ChunkLayout(caches, per_chunk)
     slab = Slab(chunks, layout.slot_bytes)
     copier = Copied(caches, slab, layout)
-    engine = TransferEngine(None, {}, slab, layout, copier, 30, 30)
+    engine = TransferEngine(None, slab, layout, copier)
     half = chunks // GROUPS * per_chunk
     blocks = np.random.default_rng(0).permutation(num_blocks)[: GROUPS * half]
     gpu = GPULoadStoreSpec(blocks, [half] * GROUPS)
