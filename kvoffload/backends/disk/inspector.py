@@ -23,7 +23,7 @@ from kvoffload.backends.disk.paths import LEDGER, QUARANTINE, SCRATCH, WRITERS, 
 from kvoffload.backends.disk.quota import Quota, recorded_bytes
 from kvoffload.backends.disk.root_checks import check_root, denied
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.backends.disk.walker import ignore, names_in, remove_namespace, walk
+from kvoffload.backends.disk.walker import names_in, remove_namespace, walk
 from kvoffload.backends.header import Header, parse_header
 
 _MANIFEST_BYTES = 1 << 20
@@ -136,7 +136,7 @@ class DiskInspector:
             if paths.is_namespace(name):
                 inner = names_in(self.vfs, path)
                 yield from (f"{path}/{each}" for each in inner if each not in _IN_NAMESPACE)
-                for shard, files in walk(self.vfs, path, ignore):
+                for shard, files in walk(self.vfs, path):
                     yield from sorted(f"{shard}/{n}" for n, _ in files if key_of(n) is None)
             elif name not in _IN_ROOT and not name.startswith(SCRATCH):
                 yield path

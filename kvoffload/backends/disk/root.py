@@ -67,7 +67,7 @@ class RootHandle:
             self.fresh = self._make_folders()
             """Whether the root was empty when this process opened it."""
             self._touch_folder()
-            self.quota = self._open_quota(fresh=self.fresh)
+            self.quota = Quota(vfs, f"{path}/{LEDGER}", fresh=self.fresh)
             undo.callback(self.quota.close)
             with self._opening_lock():
                 alone = not count_alive(vfs, path)
@@ -119,7 +119,8 @@ class RootHandle:
                     self.evictor.close()
                     self.evictor.take()
                 if self.quota.is_gone():
-                    lost, self.quota = self.quota, self._open_quota(fresh=fresh)
+                    lost = self.quota
+                    self.quota = Quota(self.vfs, f"{self.path}/{LEDGER}", fresh=fresh)
                     lost.close()
             except ConfigError as error:
                 self._refuse(str(error))
@@ -133,9 +134,6 @@ class RootHandle:
         self._count("remade")
         log.warning("disk %s: folders had been removed and were made again", self.path)
         return True
-
-    def _open_quota(self, *, fresh: bool) -> Quota:
-        return Quota(self.vfs, f"{self.path}/{LEDGER}", fresh=fresh)
 
     def _make_folders(self) -> bool:
         """Make root and namespace folder, and enter the root; return whether it was empty.

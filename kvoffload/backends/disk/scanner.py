@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from kvoffload.backends.disk import snapshot
 from kvoffload.backends.disk.index import Name, name_of, split_name
 from kvoffload.backends.disk.locks import temporary_bytes
-from kvoffload.backends.disk.paths import SNAPSHOT, is_namespace, key_of, shard_of
+from kvoffload.backends.disk.paths import SHARDS, SNAPSHOT, is_namespace, key_of, shard_of
 from kvoffload.backends.disk.root import ABANDONED_S
 from kvoffload.backends.disk.store import DiskStore
-from kvoffload.backends.disk.walker import ignore, remove_namespace, walk
+from kvoffload.backends.disk.walker import remove_namespace, walk
 
 log = logging.getLogger(__name__)
 
@@ -112,31 +112,30 @@ class Scanner:
         Skips unchanged shards unless ``full``. A shard that is no folder counts as empty, because
         its next use removes it.
         """
-        store, folder, prefix = self._store, self._store.folder(number), name_of(number, b"")
+        vfs, folder, prefix = self._store.vfs, self._store.folder(number), name_of(number, b"")
         if not self._exists(folder):
             return [(shard, []) for shard in self._mtimes.pop(folder, ())]
         mtimes = self._mtimes.setdefault(folder, {})
-
-        def has_changed(path: str) -> bool:
-            if self._is_stopping():
-                return False
-            shard = path[-2:]
-            known = mtimes.pop(shard, None)
-            facts = store.vfs.lstat(path)
-            if not stat.S_ISDIR(facts.st_mode):
-                raise FileNotFoundError(path)
-            # Within one step of the clock a folder may change again and keep its time.
-            is_old = time.time_ns() - facts.st_mtime_ns > _CLOCK_STEP_NS
-            mtimes[shard] = facts.st_mtime_ns if is_old else -1
-            return full or known != facts.st_mtime_ns
-
-        def failed(path: str, error: OSError) -> None:
-            mtimes.pop(path[-2:], None)
-            self._missed(path, error)
-
         shards = []
-        for path, listed in walk(store.vfs, folder, failed, has_changed):
-            shard = path[-2:]
+        for shard in SHARDS:
+            if self._is_stopping():
+                break
+            path, known, listed = f"{folder}/{shard}", mtimes.pop(shard, None), []
+            try:
+                facts = vfs.lstat(path)
+                if stat.S_ISDIR(facts.st_mode):
+                    # Within one step of the clock a folder may change again and keep its time.
+                    is_old = time.time_ns() - facts.st_mtime_ns > _CLOCK_STEP_NS
+                    mtimes[shard] = facts.st_mtime_ns if is_old else -1
+                    if known == facts.st_mtime_ns and not full:
+                        continue
+                    listed = vfs.listfacts(path)
+            except FileNotFoundError:
+                pass  # it has no files
+            except OSError as error:
+                mtimes.pop(shard, None)
+                self._missed(path, error)
+                continue
             files = [
                 (facts.st_atime_ns, prefix + key, facts.st_blocks * 512)
                 for name, facts in listed
@@ -243,7 +242,7 @@ def purge(store: DiskStore, namespaces: Sequence[str], is_stopping: threading.Ev
     store.follow(namespaces)
     for namespace in filter(store.namespaces.__contains__, namespaces):
         number = store.namespaces.index(namespace)
-        for _, files in walk(store.vfs, store.folder(number), ignore):
+        for _, files in walk(store.vfs, store.folder(number)):
             for key in filter(None, (key_of(name) for name, _ in files)):
                 if is_stopping.is_set():
                     return removed

@@ -1,4 +1,4 @@
-"""Walks the files of a namespace folder, for scans, inspection and purges."""
+"""Walks the files of a namespace folder, for inspection and purges."""
 
 import contextlib
 import os
@@ -10,32 +10,22 @@ from kvoffload.backends.disk.vfs import Vfs
 
 
 def walk(
-    vfs: Vfs,
-    folder: str,
-    failed: Callable[[str, OSError], None],
-    is_wanted: Callable[[str], bool] = lambda path: True,
+    vfs: Vfs, folder: str, failed: Callable[[str, OSError], None] = lambda path, error: None
 ) -> Iterator[tuple[str, list[tuple[str, os.stat_result]]]]:
-    """Yield the path of each shard of a namespace folder with its files; a missing one has none.
+    """Yield the path of each shard of a namespace folder with its files.
 
-    ``failed`` learns of each shard that cannot be listed. ``is_wanted`` may skip shards by their
-    path; it may raise OSError.
+    ``failed`` learns of each shard that cannot be listed.
     """
     for shard in SHARDS:
         path = f"{folder}/{shard}"
         try:
-            if not is_wanted(path):
-                continue
             listed = vfs.listfacts(path)
         except FileNotFoundError:
-            listed = []
+            continue
         except OSError as error:
             failed(path, error)
             continue
         yield path, listed
-
-
-def ignore(path: str, error: OSError) -> None:
-    """Skip a shard that cannot be listed."""
 
 
 def names_in(vfs: Vfs, folder: str) -> list[str]:
