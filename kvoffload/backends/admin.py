@@ -150,25 +150,22 @@ class Admin(Protocol):
         if wanted.capacity_bytes is not None:
             remedy = "this store evicts by its own rule, as a server does by maxmemory-policy"
             raise ConfigError("capacity", human_bytes(wanted.capacity_bytes), remedy)
-        if wanted.namespace is None and wanted.unused_s is None:
-            remedy = "name one, or give --older-than; chunks that are not used expire by themselves"
-            raise ConfigError("namespace", None, remedy)
-        if wanted.unused_s is None and type(self).purge is Admin.purge:
-            raise ConfigError("namespace", wanted.namespace, "this store removes no namespaces")
-        held = [] if wanted.namespace is None else await self.survey()
         meant = None
         if wanted.namespace is not None:
-            meant = named(wanted.namespace, (each.namespace for each in held))
+            if wanted.unused_s is None and type(self).purge is Admin.purge:
+                raise ConfigError("namespace", wanted.namespace, "this store removes no namespaces")
+            held = {each.namespace: each for each in await self.survey()}
+            meant = held[named(wanted.namespace, held)]
         if wanted.unused_s is not None:
-            found = await self.purge_unused(wanted.unused_s, meant, dry_run=wanted.dry_run)
+            name = meant and meant.namespace
+            found = await self.purge_unused(wanted.unused_s, name, dry_run=wanted.dry_run)
+        elif meant is not None:
+            found = Aged(meant.chunks, meant.stored_bytes, 0)
+            if not wanted.dry_run:
+                await self.purge([meant.namespace])
         else:
-            found = Aged(
-                sum(each.chunks for each in held if each.namespace == meant),
-                sum(each.stored_bytes for each in held if each.namespace == meant),
-                0,
-            )
-            if meant is not None and not wanted.dry_run:
-                await self.purge([meant])
+            remedy = "name one, or give --older-than; chunks that are not used expire by themselves"
+            raise ConfigError("namespace", None, remedy)
         summary = f"{counted(found.chunks, 'chunk')}, {human_bytes(found.stored_bytes)}"
         if found.undated:
             summary += (

@@ -55,8 +55,8 @@ class RedisBackend(RedisAdmin, Observable):
         self._options = options
         self._namespace = namespace
         self._access = Access(options)
-        for weakness in self._access.weaknesses():
-            log.warning("redis: %s; %s", weakness.problem, weakness.remedy)
+        for problem, remedy in self._access.weaknesses():
+            log.warning("redis: %s; %s", problem, remedy)
         self._sealer = Sealer(namespace_digest(namespace), value_key(options.secret_file))
         self._counters: Counter[str] = Counter()
         self._presence = PresenceCache(
@@ -268,4 +268,5 @@ class RedisBackend(RedisAdmin, Observable):
 
 
 def _bytes(view: memoryview) -> memoryview:
+    # The caller's own view if possible: a cast one would keep its memory after a cancelled call.
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")

@@ -53,9 +53,6 @@ class Sealer:
         """The check of values, as a part of their names."""
         self.tail_bytes = MAC_BYTES if secret else 0
 
-    def value_bytes(self, chunk: memoryview) -> int:
-        return COMPACT_BYTES + chunk.nbytes + self.tail_bytes
-
     def slow(self, chunk: memoryview) -> bool:
         """Return True if the check takes too long for the loop's thread."""
         return chunk.nbytes > INLINE_BYTES or self._secret is not None
@@ -229,7 +226,7 @@ class ChunkIO:
         if node.full:
             return "full"
         sealer, ttl_ms = self._sealer, self._ttl_ms
-        size = sealer.value_bytes(chunk)
+        size = COMPACT_BYTES + chunk.nbytes + sealer.tail_bytes
         if size > LARGEST_VALUE_BYTES:
             return "too_large"
         sealed: tuple[bytes, bytes] | None = None

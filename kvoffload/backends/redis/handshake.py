@@ -87,13 +87,11 @@ class HealthProbe(NamedTuple):
 
     async def run(self, connection: Connection) -> None:
         """Repeat the request under the connection's watchdog; OSError: it fails again."""
-        command = self.command or encode(b"PING", _noise(self.nbytes))
+        command = self.command
+        if not command:
+            # Random, so that no network device compresses it to a few bytes.
+            noise = os.urandom(_NOISE_BYTES) * (self.nbytes // _NOISE_BYTES + 1)
+            command = encode(b"PING", noise[: self.nbytes])
         reply = await connection.ask(command, Fill(sink(self.nbytes)))
         if isinstance(reply, ServerError) and reply.code not in IN_STEP:
             raise ConnectionError(reply.text)
-
-
-def _noise(nbytes: int) -> bytes:
-    """Return bytes that no network device compresses to a few."""
-    block = os.urandom(_NOISE_BYTES)
-    return (block * (nbytes // _NOISE_BYTES + 1))[:nbytes]

@@ -196,13 +196,6 @@ def _address(text: str, default_port: int) -> Address:
     return Address(found[1].strip("[]").lower(), port or default_port)
 
 
-class Weakness(NamedTuple):
-    """A flaw of a secret that is no reason to refuse it."""
-
-    problem: str
-    remedy: str
-
-
 class Access:
     """Everything that a connect needs: options, parsed URL, passwords and TLS context.
 
@@ -225,11 +218,12 @@ class Access:
     def sentinel_password(self) -> str:
         return _read_password("sentinel_password", self.options)
 
-    def weaknesses(self) -> list[Weakness]:
+    def weaknesses(self) -> list[tuple[str, str]]:
+        """Return flaws of secrets that are no reason to refuse them, each with its remedy."""
         found = []
         if self.target.password:
             problem = "the URL has a password: ps and logs of the command line show it"
-            found.append(Weakness(problem, "write it into a file, and name that in password_file"))
+            found.append((problem, "write it into a file, and name that in password_file"))
         for name, password in (
             ("password", self.password()),
             ("Sentinels' password", self.sentinel_password()),
@@ -237,14 +231,14 @@ class Access:
             if password and _is_guessable(password, MIN_PASSWORD_CHARS):
                 problem = f"the {name} has fewer than {MIN_PASSWORD_CHARS} characters, or few kinds"
                 remedy = "use a random one: ACL GENPASS, or openssl rand -hex 32"
-                found.append(Weakness(problem, remedy))
+                found.append((problem, remedy))
         for name in ("password_file", "sentinel_password_file", "secret_file", "key_file"):
             if path := getattr(self.options, name):
                 found += _exposure(name, path)
         return found
 
 
-def _exposure(field: str, path: str) -> list[Weakness]:
+def _exposure(field: str, path: str) -> list[tuple[str, str]]:
     """Return a weakness if other users of this machine may read or write a file."""
     try:
         mode = stat.S_IMODE(Path(path).stat().st_mode)
@@ -253,7 +247,7 @@ def _exposure(field: str, path: str) -> list[Weakness]:
     if not mode & 0o077:
         return []
     problem = f"{field} = {path!r}: its mode {mode:04o} opens the secret to other users"
-    return [Weakness(problem, f"chmod 600 {path}")]
+    return [(problem, f"chmod 600 {path}")]
 
 
 def _is_guessable(secret: bytes | str, min_length: int) -> bool:
