@@ -8,8 +8,10 @@ sizes, a slot is several consecutive rows.
 import contextlib
 import ctypes
 import fcntl
+import logging
 import mmap
 import os
+import platform
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +20,12 @@ import numpy.typing as npt
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 HostBytes = npt.NDArray[np.int8]
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
+_MPOL_PREFERRED = 1
 _MADV_POPULATE_WRITE = 23
 """Python's mmap does not name it; Linux has it since 5.14."""
 
@@ -97,6 +103,27 @@ class Slab:
         """
         at = ctypes.c_void_p(self.address + start)
         ctypes.CDLL(None).madvise(at, ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
+
+    def prefer_node(self, node: int) -> None:
+        """Ask the kernel to put untouched pages on a NUMA node; no effect on other systems."""
+        if _MBIND is None:
+            return
+        width = 8 * ctypes.sizeof(ctypes.c_ulong)
+        mask = (ctypes.c_ulong * (node // width + 1))()
+        mask[node // width] = 1 << (node % width)
+        libc = ctypes.CDLL(None, use_errno=True)
+        failed = libc.syscall(
+            ctypes.c_long(_MBIND),
+            ctypes.c_void_p(self.address),
+            ctypes.c_ulong(self.num_bytes),
+            ctypes.c_long(_MPOL_PREFERRED),
+            mask,
+            ctypes.c_ulong(len(mask) * width + 1),
+            ctypes.c_ulong(0),
+        )
+        if failed:
+            errno = ctypes.get_errno()
+            log.info("host memory is not bound to NUMA node %d: errno %d", node, errno)
 
     def _advise(self, name: str) -> None:
         """Advise the kernel; an older kernel may ignore it, and is only slower."""

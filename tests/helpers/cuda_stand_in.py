@@ -41,6 +41,7 @@ class FakeCuda:
             self.is_timed = enable_timing
 
         def record(self, stream=None):
+            self.stream = stream
             self.passed_at_s = time.perf_counter()
 
         def query(self):

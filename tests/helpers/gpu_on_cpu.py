@@ -29,6 +29,7 @@ def pytest_configure(config):
     torch.cuda.memory_allocated = lambda: fake.allocated_bytes
     torch.cuda.mem_get_info = lambda: ((1 << 40) - fake.allocated_bytes, 1 << 40)
     torch.cuda._sleep = lambda cycles: None
+    torch.cuda.Stream = fake.Stream
     choice.CpuCopier = copier
     OnCpu(fake).__enter__()
 

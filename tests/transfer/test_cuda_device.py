@@ -244,6 +244,16 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_told(cuda, monkeypatc
     assert not cuda.registered
 
 
+def test_the_engines_fence_is_on_its_current_stream_whichever_that_is(cuda, monkeypatch):
+    device = CudaDevice(make_caches([(512, 0)]), Slab(8, 4096))
+    try:
+        for stream in (cuda.Stream(), cuda.Stream()):
+            monkeypatch.setattr(torch.cuda, "current_stream", lambda device, now=stream: now)
+            assert device.engine_event().torch.stream is stream
+    finally:
+        device.close()
+
+
 def test_a_copier_that_cannot_be_made_leaves_no_memory_pinned(cuda, monkeypatch):
     """Memory that is freed while it is registered makes the next registration there fail."""
 

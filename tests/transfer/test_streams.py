@@ -185,7 +185,7 @@ class EngineFenceOnOneLaneOnly(Launcher):
     """The other lanes of a transfer do not wait for compute."""
 
     def fence_engine(self, job, lane):
-        if len(job.fenced) == 1:
+        if lane is job.lanes[0]:
             super().fence_engine(job, lane)
 
 

@@ -43,7 +43,7 @@ def check_tiers(
     A tier that does not answer is only warned about: it may come up later, and a miss does no harm.
     But its call may still write into the slot that it was given.
 
-    The first slots are used: on a GPU they are pinned first, and the start waits for no others.
+    The first slots are used: a GPU pins them first, and the start does not wait for the rest.
 
     Returns:
         The first host slot that may be used: a tier may still touch those before it.

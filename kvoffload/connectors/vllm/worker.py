@@ -108,9 +108,13 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             self._transfers = self._spec.open_engine(ours)
             first_slot = 0
             if self.settings.canary:
-                first_slot = check_tiers(
-                    self._spec, self._transfers, ours, self.settings.blocks_per_chunk
-                )
+                try:
+                    first_slot = check_tiers(
+                        self._spec, self._transfers, ours, self.settings.blocks_per_chunk
+                    )
+                except BaseException:
+                    self._spec.close()  # or its memory stays pinned
+                    raise
         self._tiers = self._spec.tiers
         rank = self.vllm_config.parallel_config.rank
         self._presence = WorkerPresence(rank, self._tiers)

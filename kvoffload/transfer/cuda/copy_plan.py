@@ -38,7 +38,6 @@ class CopyPlan:
         stage_bytes: int,
         direct_page_bytes: int,
     ) -> None:
-        self._layout = layout
         self._slot_bytes = slot_bytes
         self._tensors = [entry.tensor for entry in kv_caches.tensors]
         # One row for each of a group's regions: address, bytes from block to block, place, page.
@@ -69,16 +68,11 @@ class CopyPlan:
         return np.array(rows, np.int64).reshape(-1, 4, 1)
 
     def _cut(self, regions: Sequence[Region], count: int) -> Iterator[Part]:
-        """Cut where staging memory is full, and between regions that are not contiguous."""
+        """Cut where staging memory is full; in a slot, a group's regions are contiguous."""
         begin = 0
         for i in range(1, len(regions) + 1):
             length = sum(region.page_bytes for region in regions[begin : i + 1]) * count
-            before = regions[i - 1]
-            if (
-                i == len(regions)
-                or length > self.stage_bytes
-                or regions[i].offset != before.offset + before.page_bytes * count
-            ):
+            if i == len(regions) or length > self.stage_bytes:
                 mine = tuple(regions[begin:i])
                 num_bytes = sum(region.page_bytes for region in mine) * count
                 yield Part(mine, mine[0].offset, count, num_bytes)
@@ -102,9 +96,8 @@ class CopyPlan:
         device = np.arange(len(moves)) * part.num_bytes + stage
         host = slots * self._slot_bytes
         whole = counts == part.per_chunk
-        copies = Copies(
-            device[whole], host[whole] + part.start, np.full(whole.sum(), part.num_bytes)
-        )
+        sizes = np.full(whole.sum(), part.num_bytes)
+        copies = Copies(device[whole], host[whole] + part.start, sizes)
         if len(copies.sizes) < len(moves):
             # The rest of these chunks must stay as it is, at both ends.
             rest = ~whole

@@ -108,10 +108,11 @@ class Driver:
 
     def copy(self, stream: int, device: int, host: int, num_bytes: int, to_host: bool) -> None:
         """Enqueue one copy; from or to memory that is not pinned, it may block."""
-        ends = (ctypes.c_void_p(host), _ADDRESS(device))
-        name = "cuMemcpyDtoHAsync_v2" if to_host else "cuMemcpyHtoDAsync_v2"
-        targets_and_sources = ends if to_host else ends[::-1]
-        self._call(name, *targets_and_sources, ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream))
+        rest = (ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream))
+        if to_host:
+            self._call("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(host), _ADDRESS(device), *rest)
+        else:
+            self._call("cuMemcpyHtoDAsync_v2", _ADDRESS(device), ctypes.c_void_p(host), *rest)
 
     # ---- streams ----
 

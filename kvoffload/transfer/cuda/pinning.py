@@ -1,17 +1,15 @@
 """Pins the slab for a GPU, portion by portion, while the engine starts.
 
 Registering memory takes some tenths of a second for each gigabyte, with locks of the driver. A
-thread therefore registers it in portions, which delays neither the start nor, much, other calls.
-Copies of slots that are not pinned yet wait on the threads that launch copies.
+thread therefore registers it in portions, without the GIL, while the engine starts and serves.
+Copies of slots that are not pinned yet wait on the thread that launches copies.
 
 ``RLIMIT_MEMLOCK`` is not checked beforehand: NVIDIA's driver pins pages itself and does not count
 them against it, so a container's usual 8 MiB would refuse what works. The warning names it if
 registering fails.
 """
 
-import ctypes
 import logging
-import platform
 import resource
 import threading
 import time
@@ -26,8 +24,6 @@ log = logging.getLogger(__name__)
 PORTION_BYTES = 256 << 20
 PROGRESS_S = 5.0
 """Time between two log lines about progress."""
-_MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
-_MPOL_PREFERRED = 1
 
 
 class Pinning:
@@ -56,12 +52,11 @@ class Pinning:
         self._register = register
         self._unregister = unregister
         self.portion_bytes = portion_bytes
-        self._tried_bytes = 0
         self._is_stopping = self._is_closing = False
         self._progress = threading.Condition()
         slab.keep_from_forks()
         if numa_node is not None:
-            prefer_node(slab.address, slab.num_bytes, numa_node)
+            slab.prefer_node(numa_node)
         self._thread = threading.Thread(target=self._run, name="kvoffload-pin", daemon=True)
         self._thread.start()
 
@@ -84,7 +79,6 @@ class Pinning:
                 return
             with self._progress:
                 self.pinned_bytes += length
-                self._tried_bytes = start + length
                 self._progress.notify_all()
                 if self._is_stopping:
                     return
@@ -109,7 +103,6 @@ class Pinning:
         )
         with self._progress:
             self.error = error
-            self._tried_bytes = self._slab.num_bytes
             self._progress.notify_all()
 
     def _unpin_all(self) -> None:
@@ -125,11 +118,13 @@ class Pinning:
                 log.warning("host memory at %d could not be unpinned: %s", first + start, error)
         self.pinned_bytes = 0
 
-    def wait_for(self, end: int) -> bool:
-        """Wait until the slab's bytes up to ``end`` are pinned; False if they will not be."""
+    def wait_for(self, end: int) -> int:
+        """Wait until bytes up to ``end`` are pinned, or will not be; return how many are."""
         with self._progress:
-            self._progress.wait_for(lambda: self._tried_bytes >= end or self._is_stopping)
-            return end <= self.pinned_bytes
+            self._progress.wait_for(
+                lambda: self.pinned_bytes >= end or self.error is not None or self._is_stopping
+            )
+            return self.pinned_bytes
 
     def stop(self) -> None:
         """Pin no more; nothing waits for it from now on."""
@@ -143,27 +138,6 @@ class Pinning:
             self._is_stopping = self._is_closing = True
             self._progress.notify_all()
         self._thread.join()
-
-
-def prefer_node(address: int, length: int, node: int) -> None:
-    """Ask the kernel to put untouched pages of a range on a NUMA node; no effect elsewhere."""
-    if _MBIND is None:
-        return
-    width = 8 * ctypes.sizeof(ctypes.c_ulong)
-    mask = (ctypes.c_ulong * (node // width + 1))()
-    mask[node // width] = 1 << (node % width)
-    libc = ctypes.CDLL(None, use_errno=True)
-    failed = libc.syscall(
-        ctypes.c_long(_MBIND),
-        ctypes.c_void_p(address),
-        ctypes.c_ulong(length),
-        ctypes.c_long(_MPOL_PREFERRED),
-        mask,
-        ctypes.c_ulong(len(mask) * width + 1),
-        ctypes.c_ulong(0),
-    )
-    if failed:
-        log.info("host memory is not bound to NUMA node %d: errno %d", node, ctypes.get_errno())
 
 
 def numa_node_of(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:

@@ -14,6 +14,7 @@ import logging
 import queue
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -61,8 +62,6 @@ class StreamJob:
     fence: StreamFence = field(default_factory=StreamFence)
     lanes: list[Lane] = field(default_factory=list)
     """The lanes used so far, in the order of their first use."""
-    fenced: list[Lane] = field(default_factory=list)
-    """Those that wait for the engine's work before what is enqueued now."""
     timing: Timing = field(default_factory=Timing)
 
 
@@ -130,7 +129,9 @@ class Launcher:
             try:
                 job.fence.all_enqueued(job.timing, self.fence_end(job), failed)
             except Exception as error:
-                self._end_unmarked(job, failed or error)
+                # The transfer has no end on its streams: it ends when those are empty.
+                _await(job.lanes)
+                job.fence.reach(failed or error)
         self.fence_close()
 
     def _launch(self, job: StreamJob) -> None:
@@ -182,11 +183,8 @@ class Launcher:
         return lane
 
     def _follow_engine(self, job: StreamJob, lane: Lane) -> None:
-        """Fence the lane, once for a job; time the first fence."""
-        if lane in job.fenced:
-            return
-        job.fenced.append(lane)
-        if len(job.fenced) > 1:
+        """Fence the lane; time the first fence of a job."""
+        if job.timing.resumed is not None:
             self.fence_engine(job, lane)
             return
         paused = lane.stream.record_event(timed=True)
@@ -208,15 +206,6 @@ class Launcher:
         except Exception as error:
             # Kernels may read the table for ever: no portion uses it again.
             log.warning("a stream's end is not known: %s", error)
-
-    def _end_unmarked(self, job: StreamJob, error: Exception) -> None:
-        """End a transfer that has no end on its streams: when those are empty."""
-        for lane in job.lanes:
-            try:
-                lane.stream.synchronize()
-            except Exception as another:
-                log.warning("a stream's end is not known: %s", another)
-        job.fence.reach(error)
 
     # ---- the fences ----
 
@@ -248,11 +237,15 @@ class Launcher:
 
     def fence_close(self) -> None:
         """Wait for all copies: host memory is unpinned and freed next."""
-        for lane in (*self._lanes[True], *self._lanes[False]):
-            try:
-                lane.stream.synchronize()
-            except Exception as error:
-                log.warning("a stream's end is not known: %s", error)
+        _await([*self._lanes[True], *self._lanes[False]])
+
+
+def _await(lanes: Sequence[Lane]) -> None:
+    for lane in lanes:
+        try:
+            lane.stream.synchronize()
+        except Exception as error:
+            log.warning("a stream's end is not known: %s", error)
 
 
 class StreamCopier:

@@ -76,12 +76,7 @@ class CudaDevice:
     """
 
     def __init__(
-        self,
-        kv_caches: CanonicalKVCaches,
-        slab: Slab,
-        *,
-        triton: bool = True,
-        batches: bool = True,
+        self, kv_caches: CanonicalKVCaches, slab: Slab, *, triton: bool = True, batches: bool = True
     ) -> None:
         self._device = kv_caches.tensors[0].tensor.device
         self._kv_caches = kv_caches  # keeps the tensors' memory
@@ -89,12 +84,9 @@ class CudaDevice:
         self._driver = Driver(self._device.index)
         self._streams: list[int] = []
         self._kernels: Any = None
-        self._why_not: dict[str, str] = {}
+        self._why_not = {} if triton else {"kernels": "not asked for"}
         """For each choice, why the better way is not taken."""
-        if not triton:
-            self._why_not["kernels"] = "not asked for"
-        why = self._driver.why_no_batches() if batches else "not asked for"
-        if why:
+        if why := self._driver.why_no_batches() if batches else "not asked for":
             self._why_not["copies"] = why
         self._pinning = Pinning(slab, self._pin, self._unpin, self._numa_node())
 
@@ -119,18 +111,16 @@ class CudaDevice:
     # ---- host memory ----
 
     def _pin(self, address: int, length: int) -> None:
-        self.enter_thread()
-        cudart = _cuda.cudart()
-        error = cudart.cudaHostRegister(address, length, _PORTABLE)
-        if int(error) != 0:
-            raise RuntimeError(f"cudaHostRegister: {cudart.cudaGetErrorString(error)}")
+        self._on_host_memory("cudaHostRegister", address, length, _PORTABLE)
 
     def _unpin(self, address: int) -> None:
+        self._on_host_memory("cudaHostUnregister", address)
+
+    def _on_host_memory(self, name: str, *given: int) -> None:
         self.enter_thread()
-        cudart = _cuda.cudart()
-        error = cudart.cudaHostUnregister(address)
+        error = getattr(_cuda.cudart(), name)(*given)
         if int(error) != 0:
-            raise RuntimeError(f"cudaHostUnregister: {cudart.cudaGetErrorString(error)}")
+            raise RuntimeError(f"{name}: {_cuda.cudart().cudaGetErrorString(error)}")
 
     def _numa_node(self) -> int | None:
         properties: Any = torch.cuda.get_device_properties(self._device)
@@ -183,12 +173,9 @@ class CudaDevice:
 
     def copy(self, stream: Stream, copies: Copies, to_host: bool) -> None:
         ends = copies.host + copies.sizes
-        is_pinned = self._pinning.wait_for(int(ends.max(initial=0)))
+        pinned_bytes = self._pinning.wait_for(int(ends.max(initial=0)))
         copies = copies.within_registrations(self._pinning.portion_bytes).of_at_most(COPY_BYTES)
-        if is_pinned:
-            self._enqueue(_handle(stream), copies, to_host)
-            return
-        pinned = copies.host < self._pinning.pinned_bytes
+        pinned = copies.host < pinned_bytes
         self._enqueue(_handle(stream), copies.take(pinned), to_host)
         self._one_by_one(_handle(stream), copies.take(~pinned), to_host)
 
@@ -214,9 +201,8 @@ class CudaDevice:
         self._pinning.stop()
 
     def stats(self) -> dict[str, str | int]:
-        why_not = dict(self._why_not)
-        if self._pinning.error is not None:
-            why_not["pinned"] = str(self._pinning.error)
+        error = self._pinning.error
+        why_not = {**self._why_not, **({"pinned": str(error)} if error else {})}
         return {
             "copier": "cuda",
             "device": torch.cuda.get_device_name(self._device),

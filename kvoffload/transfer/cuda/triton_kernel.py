@@ -6,7 +6,6 @@ compiled when a copier is made, and not again while an engine serves.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -74,19 +73,6 @@ def _move(
             tl.store(page, tl.load(place, mask=inside), mask=inside)
 
 
-class _Shape(NamedTuple):
-    """How a part is moved."""
-
-    width: int
-    """Bytes of a word."""
-    regions: torch.Tensor
-    """Their places, on the device."""
-    tile: int
-    """Words that a program moves at once."""
-    tiles: int
-    """Tiles of the widest page."""
-
-
 class TritonKernels:
     """One launch for each portion. Compiles for all parts at once and moves no page then."""
 
@@ -119,8 +105,12 @@ class TritonKernels:
         )
 
 
-def shape_of(part: Part, tensors: Sequence[torch.Tensor]) -> _Shape:
-    """Choose words and tiles for a part, and upload the places of its regions."""
+def shape_of(part: Part, tensors: Sequence[torch.Tensor]) -> tuple[int, torch.Tensor, int, int]:
+    """Choose how a part is moved, and upload the places of its regions.
+
+    Returns:
+        Bytes of a word, the places on the device, words of a tile, tiles of the widest page.
+    """
     width = word_bytes(part, tensors)
     rows = []
     for tensor_idx, offset, page_bytes in part.regions:
@@ -130,7 +120,7 @@ def shape_of(part: Part, tensors: Sequence[torch.Tensor]) -> _Shape:
     regions = torch.tensor(rows, dtype=torch.int64).t().contiguous().to(tensors[0].device)
     widest = max(region.page_bytes for region in part.regions) // width
     tile = min(MOST_WORDS, max(LEAST_WORDS, triton.next_power_of_2(widest)))
-    return _Shape(width, regions, tile, -(-widest // tile))
+    return width, regions, tile, -(-widest // tile)
 
 
 def word_bytes(part: Part, tensors: Sequence[torch.Tensor]) -> int:

@@ -1,0 +1,249 @@
+"""What the copier enqueues, and when: seen on a device that stands still until it is told to go."""
+
+import numpy as np
+import pytest
+import torch
+from opcodes import count_opcodes
+
+from kvoffload.messages import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+)
+from kvoffload.transfer.cuda.copy_plan import CopyPlan
+from kvoffload.transfer.cuda.device import Device, Event, Stream
+from kvoffload.transfer.cuda.fences import EngineFence
+from kvoffload.transfer.cuda.stream_copier import LANES, Launcher, StreamCopier, StreamJob
+from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.slab import Slab
+from tests.support.interleavings import NUM_SLOTS, PER_CHUNK, small_caches, words
+from tests.support.late_device import LateDevice
+from tests.support.moves import move, moves_of
+
+GIB = 1 << 30
+
+
+class Parts:
+    """A copier on a simulated device that runs nothing before it is told to."""
+
+    def __init__(
+        self, device_type=LateDevice, caches=None, slots=NUM_SLOTS, per_chunk=PER_CHUNK, **how
+    ):
+        self.caches = caches or small_caches()
+        self.layout = ChunkLayout(self.caches, per_chunk)
+        self.slab = Slab(slots, self.layout.slot_bytes)
+        self.device = device_type(self.caches, self.slab, 1)
+        self.copier = StreamCopier(self.caches, self.slab, self.layout, self.device, **how)
+
+    def launch(self, moves, to_host):
+        return self.copier.launch(moves, to_host, self.copier.record_fence())
+
+    def enqueued(self, until, fence):
+        """Wait until the launching thread has done its part."""
+        until(lambda: fence._events is not None)
+
+    def run_lanes(self):
+        """Run what the engine's work does not delay; the engine stands still."""
+        with self.device.lock:
+            while any(
+                lane.step() for lane in self.device.streams if lane is not self.device.engine
+            ):
+                pass
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def make(*given, **how):
+        made.append(Parts(*given, **how))
+        return made[-1]
+
+    yield make
+    for parts in made:
+        parts.copier.close()
+
+
+def passes(blocks, found):
+    """A forward pass that reads these blocks."""
+
+    def run():
+        found.extend(page.clone() for block in blocks for page in block)
+
+    return run
+
+
+def test_a_staged_load_uses_the_bus_during_the_forward_pass_but_writes_no_block(make, until):
+    """The bus would stand idle for a whole pass; only the scatter must wait."""
+    parts = make(stage_bytes=1000)
+    parts.slab.rows[3][:] = 7
+    found = []
+    parts.device.engine.enqueue(passes([words(parts.caches, 5)], found))
+    fence = parts.launch(moves_of(move(3, [5, 6])), to_host=False)
+    parts.enqueued(until, fence)
+    parts.run_lanes()
+    assert not found
+    staged = sum(int((stage == 7).sum()) for stage in parts.device._stages)
+    assert staged >= 1000  # in the first lanes; the noise has sevens too
+    assert not any(page.any() for page in words(parts.caches, 5))
+    assert fence.wait()
+    assert not any(page.any() for page in found)
+    assert all((page.view(torch.int8) == 7).all() for page in words(parts.caches, 5))
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_direct_copies_wait_for_the_forward_pass(make, until, to_host):
+    parts = make(direct_page_bytes=1)
+    parts.slab.rows[:] = 7
+    parts.device.engine.enqueue(lambda: words(parts.caches, 5)[0].fill_(9))
+    fence = parts.launch(moves_of(move(3, [5, 6])), to_host)
+    parts.enqueued(until, fence)
+    parts.run_lanes()
+    assert (parts.slab.rows == 7).all()
+    assert not any(page.any() for page in words(parts.caches, 5))
+    assert fence.wait()
+    assert (parts.slab.rows[3][:8].view(np.int64) == (9 if to_host else 0x0707070707070707)).all()
+    assert (words(parts.caches, 5)[0] == (9 if to_host else 0x0707070707070707)).all()
+
+
+def test_the_fence_is_on_the_stream_that_the_engine_uses_at_the_time(make, until):
+    parts = make()
+    default, side = parts.device.engine, parts.device.new_stream()
+    parts.device.engine = side
+    side.enqueue(lambda: words(parts.caches, 5)[0].fill_(9))
+    fence = parts.launch(moves_of(move(3, [5, 6])), True)
+    default.enqueue(lambda: pytest.fail("work of a stream that the engine does not use"))
+    parts.device.streams.remove(default)
+    assert fence.wait()
+    assert (parts.slab.rows[3][:8].view(np.int64) == 9).all()
+
+
+@pytest.mark.parametrize("direct_page_bytes", [1, 1 << 20])
+def test_a_copier_closed_while_copies_run_lets_them_end_first(make, direct_page_bytes):
+    """The slab is unpinned and freed next: a copy that still ran would write foreign memory."""
+    parts = make(direct_page_bytes=direct_page_bytes, stage_bytes=1000)
+    for block in range(2 * NUM_SLOTS):
+        for page in words(parts.caches, block):
+            page.fill_(block)
+    fences = [
+        parts.launch(moves_of(move(slot, [2 * slot, 2 * slot + 1])), True)
+        for slot in range(NUM_SLOTS)
+    ]
+    parts.copier.close()
+    assert parts.device.is_closed
+    assert not any(stream.work for stream in parts.device.streams)
+    assert all(fence.done() and fence.error is None for fence in fences)
+    for slot in range(NUM_SLOTS):
+        assert (parts.slab.rows[slot][:256].view(np.int64) == 2 * slot).all()
+
+
+class Idle(LateDevice):
+    """A device that notes whether copies were left when it was closed."""
+
+    copies_left = None
+
+    def close(self):
+        self.copies_left = any(stream.work for stream in self.streams)
+        super().close()
+
+
+def test_without_the_last_fence_host_memory_is_given_up_under_copies(make, monkeypatch):
+    assert_left = {}
+    for fenced in (True, False):
+        with monkeypatch.context() as patched:
+            if not fenced:
+                patched.setattr(Launcher, "fence_close", lambda launcher: None)
+            parts = make(Idle)
+            parts.launch(moves_of(move(3, [5, 6])), True)
+            parts.copier.close()
+            assert_left[fenced] = parts.device.copies_left
+    assert assert_left == {True: False, False: True}
+
+
+@pytest.mark.parametrize("direct_page_bytes", [1, 1 << 30])
+def test_blocks_beyond_two_gib_of_a_tensor_come_back(make, direct_page_bytes):
+    """Places in such tensors do not fit 32 bits. The pages between are never touched."""
+    page, num_blocks = 1 << 20, 5 << 10
+    tensor = torch.empty((num_blocks, page), dtype=torch.int8)
+    assert tensor.nbytes == 5 * GIB
+    caches = CanonicalKVCaches(
+        (CanonicalKVCacheTensor(tensor, page),), ((CanonicalKVCacheRef(0, page),),)
+    )
+    parts = make(caches=caches, slots=4, per_chunk=1, direct_page_bytes=direct_page_bytes)
+    blocks = [num_blocks - 1, 2 << 10, (2 << 10) - 1, 0]
+    for block in blocks:
+        tensor[block] = block % 100 + 1
+    moves = parts.layout.moves(GPULoadStoreSpec(blocks), [2, 0, 3, 1])
+    for to_host in (True, False):
+        assert parts.launch(moves, to_host).wait()
+        for block in blocks if to_host else ():
+            tensor[block] = 0
+    assert parts.slab.rows[:, ::4096].tolist() == [
+        [block % 100 + 1] * 256 for block in (2 << 10, 0, num_blocks - 1, (2 << 10) - 1)
+    ]
+    assert all((tensor[block] == block % 100 + 1).all() for block in blocks)
+
+
+def test_the_lanes_of_a_direction_take_turns(make, until):
+    parts = make(stage_bytes=3000)
+    before = [len(stream.work) for stream in parts.device.streams]
+    fences = [
+        parts.launch(moves_of(move(slot, [2 * slot, 2 * slot + 1])), True) for slot in range(LANES)
+    ]
+    for fence in fences:
+        parts.enqueued(until, fence)
+    used = [
+        len(stream.work) > work
+        for stream, work in zip(parts.device.streams, before, strict=True)
+        if stream is not parts.device.engine
+    ]
+    assert sum(used) == LANES
+
+
+class Still:
+    """A device that does nothing: what is counted is the launching thread's own Python."""
+
+    def __getattr__(self, name):
+        assert any(hasattr(kind, name) for kind in (Device, Stream, Event)), name
+        return lambda *given, **named: self
+
+    def new_stage(self, num_bytes):
+        return torch.empty(0)
+
+    def new_tables(self, count, num_blocks):
+        return LateDevice.new_tables(self, count, num_blocks)
+
+    def move(self, *given, **named):
+        self.portions += 1
+
+    portions = 0
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_a_staged_portion_takes_the_same_steps_however_many_chunks_it_has(to_host):
+    pages, chunks = [64] * 8, 8000
+    entries = tuple(
+        CanonicalKVCacheTensor(torch.zeros((chunks, page), dtype=torch.int8), page)
+        for page in pages
+    )
+    refs = tuple(CanonicalKVCacheRef(i, page) for i, page in enumerate(pages))
+    caches = CanonicalKVCaches(entries, (refs,))
+    layout = ChunkLayout(caches, 1)
+    device = Still()
+    launcher = Launcher(device, CopyPlan(caches, layout, layout.slot_bytes, 24 << 20, 1 << 20))
+
+    def steps(count):
+        """Opcodes of a portion."""
+        blocks = np.random.default_rng(0).permutation(chunks)[:count]
+        moves = layout.moves(GPULoadStoreSpec(blocks), blocks)
+        job = StreamJob(moves, to_host, EngineFence(device))
+        device.portions = 0
+        return count_opcodes(lambda: launcher._launch(job), "kvoffload/transfer"), device.portions
+
+    try:
+        (few, one), (many, portions) = steps(8), steps(chunks)
+    finally:
+        assert launcher.end(10)
+    assert (one, portions) == (1, 2)
+    assert many / portions <= few
