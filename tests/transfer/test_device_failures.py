@@ -116,8 +116,8 @@ def test_a_transfer_whose_end_cannot_be_marked_fails_when_its_copies_have_ended(
 
 
 def test_a_table_of_a_portion_whose_end_is_unknown_is_not_used_again(parts, monkeypatch):
-    device, tables = parts.device, parts.copier._launcher._tables
-    assert len(device.tables) == len(tables) == TABLES
+    device, tables = parts.device, parts.copier._launcher._tables[True]
+    assert len(device.tables) == 2 * len(tables) == 2 * TABLES
     copy = device.copy
 
     def last_copy(stream, *given, **named):
@@ -131,14 +131,14 @@ def test_a_table_of_a_portion_whose_end_is_unknown_is_not_used_again(parts, monk
         device.refuses_events = False
     device.copy = copy
     assert parts.store(1, [3, 4]) is None
-    assert len(device.tables) == TABLES + 1
+    assert len(device.tables) == 2 * TABLES + 1
     assert tables[0][0] is device.tables[-1]
 
 
 def test_no_table_is_made_while_transfers_run(parts):
     fences = [parts.launch(i % NUM_SLOTS, [i % 20, 21], i % 2 == 0) for i in range(3 * TABLES)]
     assert all(fence.wait(10) and fence.error is None for fence in fences)
-    assert len(parts.device.tables) == TABLES
+    assert len(parts.device.tables) == 2 * TABLES
 
 
 def test_the_kernels_of_every_part_are_prepared_when_a_copier_is_made(parts):

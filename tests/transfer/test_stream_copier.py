@@ -11,6 +11,7 @@ from kvoffload.messages import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
 )
+from kvoffload.transfer.cuda import stream_copier
 from kvoffload.transfer.cuda.copy_plan import CopyPlan
 from kvoffload.transfer.cuda.device import Device, Event, Stream
 from kvoffload.transfer.cuda.fences import EngineFence
@@ -138,6 +139,32 @@ def test_a_copier_closed_while_copies_run_lets_them_end_first(make, direct_page_
         assert (parts.slab.rows[slot][:256].view(np.int64) == 2 * slot).all()
 
 
+@pytest.mark.parametrize("direct_page_bytes", [1, 1 << 20])
+def test_a_large_store_that_waits_for_the_forward_pass_does_not_hold_up_a_load(
+    make, monkeypatch, direct_page_bytes
+):
+    """The load was submitted before that pass began; its chunks came from a tier only now."""
+    monkeypatch.setattr(stream_copier, "TABLES", 2)
+    parts = make(direct_page_bytes=direct_page_bytes, stage_bytes=1000)
+    device, early = parts.device, parts.copier.record_fence()
+    parts.slab.rows[NUM_SLOTS - 1][:] = 7
+
+    def stand_still():
+        device.engine.work.appendleft(stand_still)
+
+    device.engine.enqueue(stand_still)
+    chunks = [move(slot, [2 * slot, 2 * slot + 1]) for slot in range(NUM_SLOTS - 1)]
+    store = parts.launch(moves_of(*chunks), True)
+    load = parts.copier.launch(moves_of(move(NUM_SLOTS - 1, [20, 21])), False, early)
+    assert load.wait(10)
+    assert load.error is None
+    assert all((page.view(torch.int8) == 7).all() for page in words(parts.caches, 20))
+    assert not store.done()
+    with device.lock:
+        device.engine.work.remove(stand_still)
+    assert store.wait(10)
+
+
 class Idle(LateDevice):
     """A device that notes whether copies were left when it was closed."""
 
@@ -239,7 +266,8 @@ def test_a_staged_portion_takes_the_same_steps_however_many_chunks_it_has(to_hos
         moves = layout.moves(GPULoadStoreSpec(blocks), blocks)
         job = StreamJob(moves, to_host, EngineFence(device))
         device.portions = 0
-        return count_opcodes(lambda: launcher._launch(job), "kvoffload/transfer"), device.portions
+        count = count_opcodes(lambda: list(launcher._launch(job)), "kvoffload/transfer")
+        return count, device.portions
 
     try:
         (few, one), (many, portions) = steps(8), steps(chunks)

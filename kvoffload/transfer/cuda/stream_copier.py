@@ -10,11 +10,12 @@ The engine's thread only queues a transfer. One thread enqueues the work of both
 end of a transfer is an event, which the engine's thread polls.
 """
 
+import contextlib
 import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -39,8 +40,10 @@ LANES = 4
 STAGE_BYTES = 24 << 20
 """Staging memory of a lane. A direction's 96 MiB keep the bus busy for 1.8 ms, as long as a kernel
 may wait on a GPU busy with a prefill."""
-TABLES = 32
-"""Portions in flight before the launching thread waits for the oldest."""
+TABLES = 16
+"""Portions of a direction in flight: enough for 7 ms of the bus."""
+STUCK_POLL_S = 0.001
+"""Time between two polls while no transfer finds a table."""
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -63,6 +66,8 @@ class StreamJob:
     lanes: list[Lane] = field(default_factory=list)
     """The lanes used so far, in the order of their first use."""
     timing: Timing = field(default_factory=Timing)
+    steps: Iterator[bool] = field(default_factory=lambda: iter(()))
+    """Enqueues the rest of the transfer."""
 
 
 class Launcher:
@@ -83,15 +88,20 @@ class Launcher:
             for to_host in (True, False)
         }
         # Each with the event after which no kernel reads it; the leftmost was used longest ago.
-        self._tables: deque[tuple[BlockTable, Event | None]] = deque(
-            (table, None)
-            for table in (device.new_tables(TABLES, plan.table_blocks) if plan.stage_bytes else ())
-        )
-        self._has_ended = False
+        self._tables: dict[bool, deque[tuple[BlockTable, Event | None]]] = {
+            to_host: deque((table, None) for table in self._new_tables(TABLES))
+            for to_host in (True, False)
+        }
+        self._has_ended = self._has_entered = False
         self._ending = threading.Lock()
         self._queued: queue.SimpleQueue[StreamJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvoffload-launch", daemon=True)
         self._thread.start()
+
+    def _new_tables(self, count: int) -> Sequence[BlockTable]:
+        if not self._plan.table_blocks:
+            return ()
+        return self._device.new_tables(count, self._plan.table_blocks)
 
     def submit(self, job: StreamJob) -> None:
         """Queue a transfer; from any thread.
@@ -115,48 +125,76 @@ class Launcher:
     # ---- the thread ----
 
     def _run(self) -> None:
-        has_entered = False
-        while (job := self._queued.get()) is not None:
-            failed: Exception | None = None
-            try:
-                if not has_entered:
-                    self._device.enter_thread()
-                    has_entered = True
-                self._launch(job)
-            except Exception as error:
-                # Work enqueued before the error still runs; its end is marked below.
-                failed = error
-            try:
-                job.fence.all_enqueued(job.timing, self.fence_end(job), failed)
-            except Exception as error:
-                # The transfer has no end on its streams: it ends when those are empty.
-                _await(job.lanes)
-                job.fence.reach(failed or error)
+        begun: dict[bool, deque[StreamJob]] = {True: deque(), False: deque()}
+        is_open, is_stuck = True, False
+        while is_open or any(begun.values()):
+            timeout_s = (STUCK_POLL_S if is_stuck else 0) if any(begun.values()) else None
+            with contextlib.suppress(queue.Empty):
+                job = self._queued.get(timeout=timeout_s)
+                if job is None:
+                    is_open = False
+                else:
+                    job.steps = self._launch(job)
+                    begun[job.to_host].append(job)
+            # Both directions take turns: a large store does not hold up a load.
+            went_on = [self._advance(jobs) for jobs in begun.values() if jobs]
+            is_stuck = not any(went_on)
         self.fence_close()
 
-    def _launch(self, job: StreamJob) -> None:
+    def _advance(self, jobs: deque[StreamJob]) -> bool:
+        """Take the next step of the first transfer; False if it can take none now."""
+        job, failed = jobs[0], None
+        try:
+            if not self._has_entered:
+                self._device.enter_thread()
+                self._has_entered = True
+            for went_on in job.steps:
+                return went_on
+        except Exception as error:
+            # Work enqueued before the error still runs; its end is marked below.
+            failed = error
+        jobs.popleft()
+        try:
+            job.fence.all_enqueued(job.timing, self.fence_end(job), failed)
+        except Exception as error:
+            # The transfer has no end on its streams: it ends when those are empty.
+            _await(job.lanes)
+            job.fence.reach(failed or error)
+        return True
+
+    def _launch(self, job: StreamJob) -> Iterator[bool]:
+        """Enqueue a transfer in steps; tell of each whether it went on or waits for a table."""
         if not isinstance(job.after, EngineFence):
             job.after.wait()
         for group_idx, parts in enumerate(self._plan.parts):
             moves = job.moves.of_group(group_idx)
-            if not len(moves):
-                continue
             for part in parts:
                 for portion in self._plan.portions(part, moves):
+                    while not self._has_table(job.to_host):
+                        yield False
                     self._stage(job, part, portion)
-            if not parts:
+                    yield True
+            if len(moves) and not parts:
                 lane = self._enter(job)
                 self._follow_engine(job, lane)
                 for copies in self._plan.page_copies(group_idx, moves):
                     self._device.copy(lane.stream, copies, job.to_host)
+                    yield True
+
+    def _has_table(self, to_host: bool) -> bool:
+        tables = self._tables[to_host]
+        if not tables:  # all were lost to errors of the device
+            tables.extend((table, None) for table in self._new_tables(1))
+        used = tables[0][1]
+        return used is None or self.fence_table(used)
 
     def _stage(self, job: StreamJob, part: Part, moves: Moves) -> None:
         device, lane = self._device, self._enter(job)
         stream, stage = lane.stream, lane.stage
         copies = self._plan.stage_copies(part, moves, stage.data_ptr())
-        table = self._free_table()
-        table.fill(blocks_of(moves))
+        table, _ = self._tables[job.to_host].popleft()
         try:
+            table.fill(blocks_of(moves))
             if job.to_host:
                 device.upload(stream, table)
                 self._follow_engine(job, lane)
@@ -169,7 +207,8 @@ class Launcher:
                 self._follow_engine(job, lane)
                 device.move(stream, part, table, stage, to_stage=False)
         finally:
-            self._give_back(table, stream)
+            with contextlib.suppress(Exception):  # a table that kernels may read for ever is lost
+                self._tables[job.to_host].append((table, stream.record_event()))
 
     def _enter(self, job: StreamJob) -> Lane:
         """Take the next lane of the job's direction."""
@@ -191,22 +230,6 @@ class Launcher:
         self.fence_engine(job, lane)
         job.timing = Timing(job.timing.begun, paused, lane.stream.record_event(timed=True))
 
-    def _free_table(self) -> BlockTable:
-        if not self._tables:  # all were lost to errors of the device
-            (table,) = self._device.new_tables(1, self._plan.table_blocks)
-            return table
-        table, used = self._tables.popleft()
-        if used is not None:
-            self.fence_table(used)
-        return table
-
-    def _give_back(self, table: BlockTable, stream: Stream) -> None:
-        try:
-            self._tables.append((table, stream.record_event()))
-        except Exception as error:
-            # Kernels may read the table for ever: no portion uses it again.
-            log.warning("a stream's end is not known: %s", error)
-
     # ---- the fences ----
 
     def fence_engine(self, job: StreamJob, lane: Lane) -> None:
@@ -218,13 +241,12 @@ class Launcher:
         if isinstance(job.after, EngineFence):
             lane.stream.wait_event(job.after.event)
 
-    def fence_table(self, used: Event) -> None:
-        """Wait until no kernel reads the table that is written next.
+    def fence_table(self, used: Event) -> bool:
+        """Whether no kernel reads the table that is written next.
 
-        The kernels would otherwise move the blocks of the next transfer. This wait is rare: it
-        needs ``TABLES`` portions in flight.
+        The kernels would otherwise move the blocks of the next portion.
         """
-        used.synchronize()
+        return used.query()
 
     def fence_end(self, job: StreamJob) -> list[Event]:
         """Mark the end of the transfer on all streams that it used.
