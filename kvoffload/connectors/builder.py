@@ -114,6 +114,8 @@ class TieredOffloadingSpec(OffloadingSpec):
 
     def _share_slab(self, setting: str) -> None:
         """Take memory that an I/O process maps as well, and start the process."""
+        if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
+            raise ConfigError("io", "process", 'needs Linux 5.3 or newer; use "thread"')
         num_bytes = self.num_slots * self.slot_bytes
         self._slab_fd = fd = create_shared_memory(num_bytes, setting)
         try:

@@ -20,7 +20,9 @@ class Link:
         """Guards the socket and what it has not taken; the owner may guard more with it."""
         self._sock: socket.socket | None = None
         self._out = bytearray()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._woken_fd, self._wake_fd = os.pipe()
+        os.set_blocking(self._woken_fd, False)
+        os.set_blocking(self._wake_fd, False)
 
     @property
     def is_up(self) -> bool:
@@ -63,9 +65,9 @@ class Link:
 
     def wake(self) -> None:
         """Let :meth:`receive` return; from any thread."""
-        with self.lock:
+        with self.lock, contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
             if self._wake_fd >= 0:
-                os.eventfd_write(self._wake_fd, 1)
+                os.write(self._wake_fd, b"\0")
 
     def receive(self, timeout_s: float) -> tuple[bytes | None, bool]:
         """Wait for bytes; return them, and whether the link was woken.
@@ -74,12 +76,12 @@ class Link:
             None in place of bytes if there are none, b"" if the other end is closed.
         """
         sock, poll = self._sock, select.poll()
-        poll.register(self._wake_fd, select.POLLIN)
+        poll.register(self._woken_fd, select.POLLIN)
         if sock is not None:
             poll.register(sock, select.POLLIN | (select.POLLOUT if self._out else 0))
         ready = dict(poll.poll(1e3 * timeout_s))
-        if is_woken := self._wake_fd in ready:
-            os.eventfd_read(self._wake_fd)
+        if is_woken := self._woken_fd in ready:
+            os.read(self._woken_fd, _READ_BYTES)
         events = ready.get(sock.fileno(), 0) if sock is not None else 0
         if sock is None or not events:
             return None, is_woken
@@ -104,4 +106,5 @@ class Link:
         with self.lock:
             self.detach()
             os.close(self._wake_fd)
+            os.close(self._woken_fd)
             self._wake_fd = -1
