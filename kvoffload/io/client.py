@@ -83,7 +83,10 @@ class IOClient:
         self._load_timeout_s = load_timeout_s
         self._store_timeout_s = store_timeout_s
         self._link = Link()
-        self.tiers = {tier.name: self._new_tier(tier.name) for tier in opening.tiers}
+        self.tiers = {
+            tier.name: RemoteTier(tier.name, opening.lookup_timeout_s, self._link.wake)
+            for tier in opening.tiers
+        }
         """What is known of each tier, by its name."""
         self._numbers = itertools.count(1)
         self._jobs = IOJobs(self._link.lock, lambda number: self._link.send(frame(Cancel(number))))
@@ -129,8 +132,9 @@ class IOClient:
         Raises:
             KeyError: there is no such tier.
         """
-        name = self.tiers[tier].name
-        order = Load(next(self._numbers), name, list(keys), list(slots), sizes)
+        if tier not in self.tiers:
+            raise KeyError(tier)
+        order = Load(next(self._numbers), tier, list(keys), list(slots), sizes)
         self._begin(order, listener, self._load_timeout_s)
 
     def store(
@@ -146,13 +150,20 @@ class IOClient:
         Raises:
             KeyError: there is no such tier.
         """
-        name = self.tiers[tier].name
-        order = Store(next(self._numbers), name, list(keys), list(slots), sizes)
+        self._send_forgotten(self.tiers[tier])  # forgotten after the store, a key would be lost
+        order = Store(next(self._numbers), tier, list(keys), list(slots), sizes)
         self._begin(order, listener, self._store_timeout_s)
 
     def remove(self, tier: str, keys: Sequence[bytes]) -> None:
         """Begin removing chunks from a store; nothing tells when that is done."""
         self._link.send(frame(Remove(tier, list(keys))))
+
+    def _send_forgotten(self, tier: RemoteTier) -> None:
+        with self._link.lock:  # no other thread has taken keys that it has yet to send
+            keys = tier.take_forgotten()
+            must_wake = bool(keys) and self._link.push(frame(Forget(tier.name, keys)))
+        if must_wake:
+            self._link.wake()
 
     def _begin(self, order: Load | Store, listener: Listener, timeout_s: float) -> None:
         data = frame(order)
@@ -215,12 +226,6 @@ class IOClient:
         self._is_opening = True  # first, so that nothing said of the old stores is taken in
         for tier in self.tiers.values():
             tier.reset()
-
-    def _new_tier(self, name: str) -> RemoteTier:
-        def forget(keys: Sequence[bytes]) -> None:
-            self._link.send(frame(Forget(name, list(keys))))
-
-        return RemoteTier(name, self._opening.lookup_timeout_s, self._link.wake, forget)
 
     # ---- the client's thread ----
 
@@ -290,6 +295,7 @@ class IOClient:
 
     def _ask(self) -> None:
         for tier in self.tiers.values():
+            self._send_forgotten(tier)
             if questions := tier.take_questions():
                 self._link.send(frame(Ask(tier.name, questions)))
 

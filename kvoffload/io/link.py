@@ -6,7 +6,7 @@ import select
 import socket
 import threading
 
-_READ_BYTES = 1 << 18
+_READ_BYTES = 1 << 16
 
 
 class Link:

@@ -106,7 +106,7 @@ async def open_stores(wanted: Open, namespace: str, facts: Mapping[str, str]) ->
     places: dict[str, int] = {}
     try:
         for i, tier in enumerate(wanted.tiers):
-            store = OpenStore(tier.name, _open(tier, namespace))
+            store = _open(tier, namespace)
             opened.append(store)
             if store.observable is not None:
                 _check_fit(i, store.observable, wanted.chunk_bytes, places)
@@ -117,9 +117,10 @@ async def open_stores(wanted: Open, namespace: str, facts: Mapping[str, str]) ->
     return opened
 
 
-def _open(tier: TierSettings, namespace: str) -> Backend:
+def _open(tier: TierSettings, namespace: str) -> OpenStore:
     try:
-        return registry.open_backend(tier.type, tier.options, namespace, where=tier.where)
+        backend = registry.open_backend(tier.type, tier.options, namespace, where=tier.where)
+        return OpenStore(tier.name, backend)
     except ConfigError:
         raise
     except Exception as error:

@@ -29,21 +29,13 @@ class RemoteTier:
     Args:
         name: of the tier.
         lookup_timeout_s: how long an answer may be None.
-        ask: called when there are new questions; returns at once.
-        forget: tells the server which keys are forgotten.
+        ask: called when there are new questions, or keys to forget; returns at once.
     """
 
-    def __init__(
-        self,
-        name: str,
-        lookup_timeout_s: float,
-        ask: Callable[[], None],
-        forget: Callable[[Sequence[bytes]], None],
-    ) -> None:
+    def __init__(self, name: str, lookup_timeout_s: float, ask: Callable[[], None]) -> None:
         self.name = name
         self._lookup_timeout_s = lookup_timeout_s
         self._ask = ask
-        self._send_forget = forget
         self._removals: deque[Removal] = deque(maxlen=MAX_REMOVALS)
         self.is_listed = False
         """Whether the store has an index, so that its chunks are listed."""
@@ -76,7 +68,11 @@ class RemoteTier:
             # First, so that no announcement from before this call brings the keys back.
             self._forgetting.update(keys)
             self._keys.difference_update(keys)
-        self._send_forget(keys)
+        # A failed load forgets its chunks one by one: they are sent together.
+        is_first = not self._unsent
+        self._unsent.extend(keys)
+        if is_first:
+            self._ask()
 
     def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
         """Return changes of this listing for one reader, as an index lists them.
@@ -119,6 +115,7 @@ class RemoteTier:
         if was_read:
             self._changes.begin(())
         self._forgetting: set[bytes] = set()
+        self._unsent: deque[bytes] = deque()
         self._cache: PresenceCache | None = None
         self.is_complete = False
         """Whether the copy has all that the index has."""
@@ -167,6 +164,10 @@ class RemoteTier:
             for key, good in zip(keys, ok, strict=True):
                 if good:
                     self._cache.set(key, True)
+
+    def take_forgotten(self) -> list[bytes]:
+        """Return the keys that the server must forget, before it gets any further store."""
+        return [self._unsent.popleft() for _ in range(len(self._unsent))]
 
     def take_questions(self) -> list[bytes]:
         """Return the keys to ask the store for."""

@@ -45,7 +45,7 @@ class Fed(RemoteTier):
     """A tier without a server between: the test says when the store's messages come in."""
 
     def __init__(self, backend):
-        super().__init__("tier", 1.0, lambda: None, lambda keys: None)
+        super().__init__("tier", 1.0, lambda: None)
         self.store = OpenStore("tier", backend)
         self.opened(self.store.index is not None)
 
