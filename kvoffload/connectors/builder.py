@@ -126,11 +126,11 @@ class TieredOffloadingSpec(OffloadingSpec):
             raise
 
     def _start_io(self, start: Form) -> None:
-        config = self.config
-        tiers = [
-            TierSettings(name, wanted.type, wanted.options, f"backends[{i}].")
-            for i, (name, wanted) in enumerate(tier_names(config))
-        ]
+        config, tiers = self.config, []
+        for i, (name, wanted) in enumerate(tier_names(config)):
+            where = f"backends[{i}]."
+            registry.read_options(wanted.type, wanted.options, where)  # before anything is started
+            tiers.append(TierSettings(name, wanted.type, wanted.options, where))
         opening = Open(
             VERSION,
             tiers,
