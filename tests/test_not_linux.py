@@ -87,3 +87,22 @@ def test_direct_io_is_refused_in_one_sentence(monkeypatch, tmp_path):
 
     with pytest.raises(ConfigError, match=r"io = 'direct'.*ENOTSUP"):
         asyncio.run(direct())
+
+
+def test_an_io_process_is_refused_in_one_sentence(run):
+    connect = """if True:
+        import torch
+        from kvoffload import LocalConnector
+        from kvoffload.errors import ConfigError
+        from kvoffload.messages import CanonicalKVCacheRef as Ref
+        from kvoffload.messages import CanonicalKVCaches, CanonicalKVCacheTensor
+
+        tensor = CanonicalKVCacheTensor(torch.zeros((8, 64), dtype=torch.int8), 64)
+        caches = CanonicalKVCaches((tensor,), ((Ref(0, 64),),))
+        config = {"cpu_bytes": "64KiB", "backends": [{"type": "memory"}], "io": "process"}
+        try:
+            LocalConnector(config, caches, block_size=4, facts={"model": "m"})
+        except ConfigError as error:
+            print(error)"""
+    code, printed = run("-c", connect)
+    assert (code, "io = 'process': needs Linux" in printed) == (0, True), printed

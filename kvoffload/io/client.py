@@ -77,7 +77,7 @@ class IOClient:
         self, start: Form, opening: Open, load_timeout_s: float, store_timeout_s: float
     ) -> None:
         self.counters: Counter[str] = Counter()
-        """``io_died``: servers that ended by themselves."""
+        """``died``: servers that ended by themselves."""
         self._start = start
         self._opening = opening
         self._load_timeout_s = load_timeout_s
@@ -328,7 +328,7 @@ class IOClient:
         if not self._is_started:
             self._ready.set()
             return
-        self.counters["io_died"] += 1
+        self.counters["died"] += 1
         log.error("%s died with %d jobs; it is started again", self._peer, len(jobs))
         now_s = time.monotonic()
         if now_s > self._started_s + STEADY_S:

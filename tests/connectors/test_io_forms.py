@@ -181,4 +181,4 @@ def test_an_io_process_that_dies_at_any_moment_costs_only_misses(
     until(lambda: connector.poll() or not connector.stats()["host"]["busy_chunks"])
     connector.check()
     assert loaded
-    assert connector.stats()["io"]["io_died"] >= 3
+    assert connector.stats()["io"]["died"] >= 3

@@ -51,7 +51,7 @@ def test_killed_while_it_reads_it_costs_misses_and_is_started_again(
     process_rig.store(client, "planned", KEYS, until)
     again = process_rig.load(client, "planned", KEYS, first=20)
     assert until(lambda: again.answers) == [([True] * 8, "", True)]
-    assert client.counters["io_died"] == 1
+    assert client.counters["died"] == 1
     assert "is started again" in caplog.text
     assert (len(load.answers), load.releases) == (1, 1)
 
@@ -92,7 +92,7 @@ def test_stopped_and_continued_it_answers_late_and_lives_on(process_rig, until):
     os.kill(pid, signal.SIGCONT)
     until(lambda: load.releases)
     process_rig.store(client, "memory", KEYS, until)
-    assert (client._peer.pid, client.counters["io_died"]) == (pid, 0)
+    assert (client._peer.pid, client.counters["died"]) == (pid, 0)
 
 
 def test_a_socket_that_is_full_holds_up_no_submission(process_rig, until):
@@ -193,4 +193,4 @@ def test_a_ctrl_c_is_for_the_engine(process_rig, until):
     client = process_rig.open()
     os.kill(client._peer.pid, signal.SIGINT)
     process_rig.store(client, "memory", KEYS, until)
-    assert client.counters["io_died"] == 0
+    assert client.counters["died"] == 0

@@ -255,8 +255,11 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         if self._report.is_empty and now_s - self._told_s < COUNTERS_PERIOD_S:
             return
         self._told_s = now_s
-        for name, tier in self._tiers.items():
-            now = Counter({f"{name}_{k}": v for k, v in tier.counters.items()})
+        counters = {name: tier.counters for name, tier in self._tiers.items()}
+        if self._spec is not None and self._spec.io is not None:
+            counters["io"] = self._spec.io.counters
+        for name, counts in counters.items():
+            now = Counter({f"{name}_{k}": v for k, v in counts.items()})
             self._report.counters.update(now - self._told.get(name, Counter()))
             self._told[name] = now
 
