@@ -4,11 +4,12 @@ from collections.abc import Iterable
 
 
 class ChangedKeys:
-    """Keys that changed and that the one reader has not taken, each once. Thread-safe.
+    """Keys that changed and that the one reader has not taken, each once.
 
-    An index without a reader costs nothing: keys are noted from :meth:`begin` on. The owner notes a
-    key after its presence changed. The reader takes a key before it looks up the presence. A change
-    after that is noted again, so the last answer to a key is right.
+    The owner calls all methods under the lock that guards its keys; :func:`len` needs none. An
+    index without a reader costs nothing: keys are noted from :meth:`begin` on. The reader takes a
+    key before it looks up the presence. A change after that is noted again, so the last answer to a
+    key is right.
     """
 
     def __init__(self) -> None:
@@ -23,7 +24,7 @@ class ChangedKeys:
         return self._keys is not None
 
     def begin(self, present: Iterable[bytes]) -> None:
-        """Note all keys that are present; the caller holds the lock under which keys change."""
+        """Note all keys that are present."""
         self._keys = dict.fromkeys(present)
 
     def note(self, key: bytes) -> None:
@@ -36,5 +37,7 @@ class ChangedKeys:
         keys = self._keys
         if not keys:
             return []
-        # One reader: no other thread takes keys, so as many are there.
-        return [keys.popitem()[0] for _ in range(min(limit, len(keys)))]
+        taken = [keys.popitem()[0] for _ in range(min(limit, len(keys)))]
+        if not keys:
+            self._keys = {}  # an emptied dictionary keeps the memory of a long listing
+        return taken
