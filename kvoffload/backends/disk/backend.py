@@ -174,8 +174,7 @@ class DiskBackend(ThreadedBackend, Admin):
 
     def holds(self, key: bytes) -> bool:
         """Return whether the index knows a chunk."""
-        store, name = self._store, name_of(0, key)
-        return self._is_serving and name in store.index and store.uses.is_fresh(name)
+        return self._is_serving and self._store.knows(name_of(0, key))
 
     def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
         """Return what appeared or left, whichever process did it; see :class:`ListedIndex`.
@@ -186,9 +185,9 @@ class DiskBackend(ThreadedBackend, Admin):
         if is_serving != self._was_serving:
             self._was_serving = is_serving
             store.index.list_again()
-        keys = [name[2:] for name in store.index.take_changes(limit)]
+        names = store.index.take_changes(limit)
         self._is_complete = self._is_complete or (is_ready and not store.index.num_changes)
-        return [(key, self.holds(key)) for key in keys]
+        return [(name[2:], is_serving and store.knows(name)) for name in names]
 
     @property
     def is_complete(self) -> bool:

@@ -255,6 +255,10 @@ class DiskStore:
         self.uses.seen([(name, facts.st_atime_ns)])
         return self.uses.is_fresh(name)
 
+    def knows(self, name: Name) -> bool:
+        """Return whether the index has a chunk that has not expired; never does I/O."""
+        return name in self.index and self.uses.is_fresh(name)
+
     # ---- use and expiry --------------------------------------------------------------------
 
     def used(self, names: Sequence[Name]) -> None:

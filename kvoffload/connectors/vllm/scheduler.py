@@ -42,7 +42,7 @@ CORRUPT = "corrupt"
 MAX_FAILED_LOADS = 2
 """Failed loads of one request after which it is computed, whatever the tiers promise."""
 IDLE_S = 1.0
-"""After an engine did not step for so long, a lookup waits one step for the workers' reports."""
+"""After an idle time of this length the first lookups wait one step for the workers' reports."""
 
 
 class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  # untyped base
@@ -69,6 +69,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self._transfer_ids = itertools.count(canary.JOB - 1, -1)
         self._generation: str | None = None
         self._stepped_s = time.monotonic()
+        self._awaits_reports = False
+        """Until the next step: the stores may have changed in a time without reports."""
         self._failed_loads: Counter[str] = Counter()
         self._explained: dict[str, list[dict[OffloadKey, str]]] = {}
         """Request with the hint ``explain`` → for each group, the places of its chunks."""
@@ -115,13 +117,15 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         """See vLLM; a request whose hashes a client may have chosen stays out of all tiers."""
         if not is_trusted(request, self.settings):
             self.adapter.keep_out(request.request_id)
+        if not self._req_status and self.tiers is not None and self.tiers.are_listed:
+            self._awaits_reports |= time.monotonic() - self._stepped_s > IDLE_S
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
         """See vLLM; answers "ask again" only for a bounded time."""
-        if self._was_idle:
+        if self._awaits_reports:
             return None, False
         status = self._req_status[request.request_id]
         hints = self.adapter.hints(status.req_context)
@@ -148,13 +152,6 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         if found is not None:
             self._note_first_look(status, hints.explain)
         return found, bool(found) and is_async
-
-    @property
-    def _was_idle(self) -> bool:
-        """Whether the stores may have changed in a time without reports; until the next step."""
-        if self.tiers is None or not self.tiers.are_listed:
-            return False
-        return time.monotonic() - self._stepped_s > IDLE_S
 
     def _note_first_look(self, status: Any, explain: bool) -> None:
         req_id = status.req.request_id
@@ -254,7 +251,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See vLLM; adds write-through, and begins every job in the table."""
         theirs = super().build_connector_meta(scheduler_output)
-        self._stepped_s = time.monotonic()
+        self._stepped_s, self._awaits_reports = time.monotonic(), False
         self._offer_again()
         orders = StepMetadata(theirs.load_jobs, theirs.store_jobs, theirs.jobs_to_flush)
         if self._table is not None:

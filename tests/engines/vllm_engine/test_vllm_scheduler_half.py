@@ -13,6 +13,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from kvoffload import registry
 from kvoffload.backends.base import Removal
+from kvoffload.connectors.vllm import scheduler
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.presence_messages import Answer, IndexPart
 from kvoffload.connectors.vllm.scheduler import IDLE_S, KVOffloadScheduler
@@ -226,19 +227,30 @@ def test_a_chunk_that_left_in_the_step_of_its_write_is_absent(monkeypatch):
     ]
 
 
-def test_after_an_idle_time_a_lookup_waits_one_step_for_the_reports(monkeypatch):
-    half = half_of([worker(0)], monkeypatch, cpu_bytes=16384, backends=[DISK])
-    half._stepped_s = time.monotonic()
-    assert not half._was_idle
-    half._stepped_s -= 2 * IDLE_S
-    assert half.get_num_new_matched_tokens(None, 0) == (None, False)
-    vllms = KVOffloadScheduler.__mro__[1]
+@pytest.mark.parametrize(
+    ("idle_s", "others", "backends", "waits"),
+    [
+        (2 * IDLE_S, {}, [DISK], True),
+        (0.0, {}, [DISK], False),
+        (2 * IDLE_S, {"r": None}, [DISK], False),  # a step that takes long is no idle time
+        (2 * IDLE_S, {}, [], False),
+    ],
+)
+def test_after_an_idle_time_the_first_lookup_waits_one_step_for_the_reports(
+    monkeypatch, idle_s, others, backends, waits
+):
+    vllms, request = KVOffloadScheduler.__mro__[1], types.SimpleNamespace(request_id="n")
+    monkeypatch.setattr(scheduler, "is_trusted", lambda request, settings: True)
+    monkeypatch.setattr(vllms, "on_new_request", lambda half, request: None)
     monkeypatch.setattr(
         vllms, "build_connector_meta", lambda half, output: StepMetadata({}, {}, set())
     )
-    half.adapter.refused, half._table = {}, None
+    half = half_of([worker(0)], monkeypatch, cpu_bytes=16384, backends=backends)
+    half._req_status, half._awaits_reports, half._table = others, False, None
+    half._stepped_s = time.monotonic() - idle_s
+    half.on_new_request(request)
+    assert half._awaits_reports is waits
+    if waits:
+        assert half.get_num_new_matched_tokens(request, 0) == (None, False)
     half.build_connector_meta(types.SimpleNamespace(finished_req_ids=()))
-    assert not half._was_idle
-    alone = half_of([worker(0)], monkeypatch, cpu_bytes=16384)
-    alone._stepped_s = 0.0
-    assert not alone._was_idle
+    assert not half._awaits_reports
