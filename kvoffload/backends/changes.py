@@ -1,18 +1,19 @@
 """The keys whose presence changed since the reader of an index asked last."""
 
+import threading
 from collections.abc import Iterable
 
 
 class ChangedKeys:
-    """Keys that changed and that the one reader has not taken, each once.
+    """Keys that changed and that the one reader has not taken, each once. Thread-safe.
 
-    The owner calls all methods under the lock that guards its keys; :func:`len` needs none. An
-    index without a reader costs nothing: keys are noted from :meth:`begin` on. The reader takes a
-    key before it looks up the presence. A change after that is noted again, so the last answer to a
-    key is right.
+    An index without a reader costs nothing: keys are noted from :meth:`begin` on. The owner notes a
+    key after its presence changed. The reader takes a key before it looks up the presence. A change
+    after that is noted again, so the last answer to a key is right.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._keys: dict[bytes, None] | None = None
 
     def __len__(self) -> int:
@@ -24,20 +25,23 @@ class ChangedKeys:
         return self._keys is not None
 
     def begin(self, present: Iterable[bytes]) -> None:
-        """Note all keys that are present."""
-        self._keys = dict.fromkeys(present)
+        """Note all keys that are present; the caller holds the lock under which keys change."""
+        with self._lock:
+            self._keys = dict.fromkeys(present)
 
     def note(self, key: bytes) -> None:
         """Note that the presence of a key changed, or may have."""
         if self._keys is not None:
-            self._keys[key] = None
+            with self._lock:
+                self._keys[key] = None
 
     def take(self, limit: int) -> list[bytes]:
         """Take at most so many keys, the latest first."""
-        keys = self._keys
-        if not keys:
+        if not self._keys:
             return []
-        taken = [keys.popitem()[0] for _ in range(min(limit, len(keys)))]
-        if not keys:
-            self._keys = {}  # an emptied dictionary keeps the memory of a long listing
+        with self._lock:
+            keys = self._keys
+            taken = [keys.popitem()[0] for _ in range(min(limit, len(keys)))]
+            if not keys:
+                self._keys = {}  # an emptied dictionary keeps the memory of a long listing
         return taken

@@ -106,10 +106,10 @@ class MemoryBackend(InlineBackend):
                 self._drop(key)
 
     def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
-        with self._lock:
-            if not self._changes.is_read:
+        if not self._changes.is_read:
+            with self._lock:
                 self._changes.begin(self._chunks)
-            keys = self._changes.take(limit)
+        keys = self._changes.take(limit)
         self._is_complete = self._is_complete or not self._changes
         return [(key, key in self._chunks) for key in keys]
 

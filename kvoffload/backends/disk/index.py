@@ -201,10 +201,8 @@ class Index:
         """Take names of the own namespace that appeared or left; the first calls list them all."""
         if not self._changes.is_read:
             self.list_again()
-        if not self._changes:
-            return []  # without the lock, which a copy of all names may hold for long
-        with self._lock:
-            return self._changes.take(limit)
+        # Without the lock of the index, which a copy of all names may hold for long.
+        return self._changes.take(limit)
 
     def list_again(self) -> None:
         """Note all names of the own namespace as changed."""
@@ -214,10 +212,9 @@ class Index:
     def note(self, names: Iterable[Name]) -> None:
         """Note that chunks became fresh, or expired."""
         if self._changes.is_read:
-            with self._lock:
-                for name in names:
-                    if name in self._sizes:
-                        self._note(name)
+            for name in names:
+                if name in self._sizes:
+                    self._note(name)
 
     def _note(self, name: Name) -> None:
         if name.startswith(_OWN):
