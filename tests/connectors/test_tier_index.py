@@ -1,12 +1,18 @@
 """The scheduler's index of a tier against a model: a set of keys a rank, and two sets of flags."""
 
 import random
+from functools import partial
 
 import pytest
+from opcodes import count_opcodes
 
 from kvoffload.backends.base import Removal
 from kvoffload.connectors.vllm import tier_index
 from kvoffload.connectors.vllm.tier_index import TierIndex
+from kvoffload.messages import make_offload_key
+from kvoffload.offload.host_cache import HostCache
+from kvoffload.offload.manager import Tier, TieredOffloadingManager
+from kvoffload.policies.lru import LRUPolicy
 
 KEYS = [bytes([i]) * 36 for i in range(24)]
 
@@ -156,3 +162,22 @@ def test_a_chunk_removed_in_the_step_of_its_write_is_told_of_once():
     assert index.take_removals() == [Removal(KEYS[0], "evicted")]
     assert index.holds(KEYS[0]) is False
     assert len(index._masks) == 0 or index.take_removals() == []
+
+
+def test_a_prompt_costs_a_few_steps_a_chunk_whatever_the_number_of_ranks():
+    costs = []
+    for num_ranks in (1, 8):
+        took = []
+        for count in (100, 600):
+            keys = [make_offload_key(i.to_bytes(32, "big"), 0) for i in range(count)]
+            index = TierIndex(range(num_ranks), 1.0)
+            for rank in range(num_ranks):
+                index.apply(rank, keys, [])
+            manager = TieredOffloadingManager(
+                HostCache(count, LRUPolicy(count)), [Tier("disk", index, index)]
+            )
+            lookup = partial(manager.lookup_prefix, keys)
+            assert lookup() == (count, False)
+            took.append(count_opcodes(lookup, "/kvoffload/"))
+        costs.append((took[1] - took[0]) / 500)
+    assert costs[0] == costs[1] < 25
