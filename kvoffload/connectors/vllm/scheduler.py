@@ -355,11 +355,16 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     # ---- the rest of an engine's life ----
 
     def reset_cache(self) -> None:
-        """Invalidate every tier: other weights computed its chunks."""
+        """Empty host memory; invalidate every tier too, unless the weights never change.
+
+        vLLM resets when it falls asleep and after new weights, and does not say which it is.
+        """
         super().reset_cache()
         if self._table is None or self.tiers is None or self.adapter.ledger is None:
             return
         self._table.mark_stale()
+        if self.settings.fixed_weights:
+            return
         generation = uuid.uuid4().hex
         self.tiers.renew(generation)
         self.adapter.ledger.replace_tiers(self.tiers.tiers)

@@ -21,6 +21,9 @@ class VllmConfigSettings(OffloadConfig, frozen=True, forbid_unknown_fields=True,
     weights_id: str | None = None
     """A name for the exact weights, where several machines with copies of a local model folder
     share a tier. By default a fingerprint of the files, which tells copies apart by their times."""
+    fixed_weights: bool = False
+    """True: the weights never change while the engine runs. A reset or a sleep then empties host
+    memory, and the tiers keep what they hold. By default it gives the tiers a new namespace."""
     canary: bool = True
     """Store and load a pattern through every tier before the first request is served."""
     trust_image_uuids: bool = False
