@@ -1,10 +1,10 @@
 """Jobs in flight, from their order to the answer of the last rank."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvoffload.offload.base import Job
+from kvoffload.offload.base import Job, StoreJob
 from kvoffload.offload.manager import TieredOffloadingManager
 
 
@@ -27,7 +27,7 @@ class Ended(NamedTuple):
     reason: str
     """Why chunks failed, on the last rank that gave a reason."""
     stale: bool
-    """Whether a reset came after the order: the bytes no longer mean anything."""
+    """Whether the bytes mean nothing: a reset came after the order, or blocks were overwritten."""
 
 
 class JobTable:
@@ -61,6 +61,17 @@ class JobTable:
         """Let jobs in flight end as failed: a reset has made their bytes meaningless."""
         for entry in self._jobs.values():
             entry.stale = True
+
+    def fail_stores(self, job_ids: Iterable[int]) -> int:
+        """Let the stores in flight among these jobs end as failed; return how many they are.
+
+        For stores whose blocks may be written before they are copied.
+        """
+        entries = [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]
+        stores = [entry for entry in entries if isinstance(entry.job, StoreJob)]
+        for entry in stores:
+            entry.stale = True
+        return len(stores)
 
     def answer(
         self,

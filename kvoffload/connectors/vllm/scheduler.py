@@ -29,6 +29,7 @@ from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.rank_tiers import RankTiers
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
+from kvoffload.connectors.vllm.versions import writes_before_flush
 from kvoffload.offload.base import LoadJob, OffloadKey, Reason, Transfer
 from kvoffload.offload.hints import PARAM
 from kvoffload.offload.host_cache import HostCache
@@ -66,6 +67,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self._table: JobTable | None = None
         self._workers: dict[int, WorkerInfo] = {}
         self._waits_for_workers = True
+        self._is_runner_v2 = bool(vllm_config.use_v2_model_runner)
         self._transfer_ids = itertools.count(canary.JOB - 1, -1)
         self._generation: str | None = None
         self._stepped_s = time.monotonic()
@@ -260,6 +262,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
                 self._table.begin(job_id, jobs[load.src_spec.job_id])
             for job_id, store in orders.store_jobs.items():
                 self._table.begin(job_id, jobs[store.dst_spec.job_id])
+            if writes_before_flush(scheduler_output, self._is_runner_v2):
+                overwritten = self._table.fail_stores(orders.jobs_to_flush or ())
+                self.adapter.count(Counter(stores_overwritten=overwritten))
         self._order_write_through(orders)
         orders.generation, self._generation = self._generation, None
         if self.tiers is not None:

@@ -69,6 +69,17 @@ def explained(name: str) -> Iterator[None]:
         ) from error
 
 
+def writes_before_flush(scheduler_output: Any, is_runner_v2: bool) -> bool:
+    """Whether blocks given out in this step are written before the stores out of them are over.
+
+    Model Runner V2 zeroes new blocks (recurrent states, caches of mixed precision) and copies
+    shared ones, and calls ``handle_preemptions`` after that. Runner V1 calls it first.
+    """
+    return is_runner_v2 and bool(
+        scheduler_output.new_block_ids_to_zero or scheduler_output.kv_cache_block_copies
+    )
+
+
 def is_synchronous(job: Any) -> bool:
     """Whether a load must be over before this step's forward pass (0.33 has such loads)."""
     return bool(getattr(job, "sync", False))

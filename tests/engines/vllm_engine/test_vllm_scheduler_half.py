@@ -9,6 +9,10 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from kvoffload import registry
@@ -16,7 +20,11 @@ from kvoffload.backends.base import Removal
 from kvoffload.connectors.vllm import scheduler
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.presence_messages import Answer, IndexPart
-from kvoffload.connectors.vllm.scheduler import IDLE_S, KVOffloadScheduler
+from kvoffload.connectors.vllm.scheduler import (
+    IDLE_S,
+    KVOffloadScheduler,
+    OffloadingConnectorScheduler,
+)
 from kvoffload.connectors.vllm.settings import read_settings
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
 from kvoffload.messages import TransferResult, make_offload_key
@@ -69,6 +77,43 @@ def test_it_begins_when_as_many_workers_told_of_themselves_as_vllm_runs():
         half._take_in(report)
         assert ledger.lookup(KEYS[0]) is done
     half._take_in(report)  # of a job that has ended
+
+
+@pytest.mark.parametrize(
+    ("is_runner_v2", "written", "kept"),
+    [
+        (True, {"new_block_ids_to_zero": [3]}, False),
+        (True, {"kv_cache_block_copies": ["3 to 4"]}, False),
+        (True, {}, True),
+        (False, {"new_block_ids_to_zero": [3]}, True),  # it flushes first
+    ],
+)
+def test_a_store_whose_blocks_are_written_before_the_flush_fails(
+    met, monkeypatch, is_runner_v2, written, kept
+):
+    half, ledger = met(cpu_bytes=16384)
+    half._is_runner_v2, half._generation = is_runner_v2, None
+    stored = ledger.prepare_store(KEYS[2:3], OurContext("stored before")).job
+    ledger.complete(stored, (True,))
+    for i in range(2):
+        store = ledger.prepare_store(KEYS[i : i + 1], OurContext(f"r{i}"))
+        half._table.begin(7 + i, store.job)
+    half._table.begin(9, ledger.begin_load(KEYS[2:3], OurContext("r2")))
+    theirs = OffloadingConnectorMetadata({}, {}, jobs_to_flush={7, 9, 11})
+    monkeypatch.setattr(
+        OffloadingConnectorScheduler, "build_connector_meta", lambda half, output: theirs
+    )
+    output = SchedulerOutput.make_empty()
+    for name, value in written.items():
+        setattr(output, name, value)
+    half.build_connector_meta(output)
+    for job_id in (7, 8, 9):
+        report = WorkerReport()
+        report.add(TransferResult(job_id, (True,)))
+        half._take_in(report)
+    # The second is not flushed; the third is a load, which reads no blocks.
+    assert [ledger.lookup(key) for key in KEYS[:3]] == [kept, True, True]
+    assert half.adapter.stats.worker_counters["stores_overwritten"] == (not kept)
 
 
 TWO_TIERS = [{"type": "memory"}, {"type": "memory"}]

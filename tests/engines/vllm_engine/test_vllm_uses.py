@@ -69,6 +69,7 @@ def new_half(settings, *kinds):
         ),
         parallel_config=types.SimpleNamespace(world_size=1, decode_context_parallel_size=1),
         speculative_config=None,
+        use_v2_model_runner=False,
     )
     ours = read_settings(settings)
     half = KVOffloadScheduler(HalvesSpec(config, ours), ours, vllm_config, kv_cache_config)
