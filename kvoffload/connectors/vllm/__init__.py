@@ -13,16 +13,8 @@ from kvoffload.connectors.vllm.versions import explained
 
 if TYPE_CHECKING:
     from kvoffload.connectors.vllm.connector import KVOffloadConnector
-    from kvoffload.connectors.vllm.spec import KVOffloadSpec
-    from kvoffload.connectors.vllm.tier import KVOffloadTier
 
-_HOMES = {
-    "KVOffloadConnector": "kvoffload.connectors.vllm.connector",
-    "KVOffloadSpec": "kvoffload.connectors.vllm.spec",
-    "KVOffloadTier": "kvoffload.connectors.vllm.tier",
-}
-
-__all__ = ["KVOffloadConnector", "KVOffloadSpec", "KVOffloadTier", "register"]
+__all__ = ["KVOffloadConnector", "register"]
 
 
 def register() -> None:
@@ -38,12 +30,10 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'kvoffload.connectors.vllm' has no attribute {name!r}")
+    if name != "KVOffloadConnector":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with explained(name):
-        found = getattr(import_module(_HOMES[name]), name)
-        if name == "KVOffloadConnector":
-            early = import_module("kvoffload.connectors.vllm.early")
-            early.check_asker(sys._getframe(1))
-            register()  # for a process in which plug-ins are switched off
+        found = import_module(f"{__name__}.connector").KVOffloadConnector
+        import_module(f"{__name__}.early").check_asker(sys._getframe(1))
+        register()  # for a process in which plug-ins are switched off
         return found

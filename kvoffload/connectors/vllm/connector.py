@@ -99,8 +99,8 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         described = copy(vllm_config)
         described.kv_transfer_config = copy(vllm_config.kv_transfer_config)
         described.kv_transfer_config.kv_connector_extra_config = {
-            "spec_name": "KVOffloadSpec",
-            "spec_module_path": "kvoffload.connectors.vllm",
+            "spec_name": HalvesSpec.__name__,
+            "spec_module_path": HalvesSpec.__module__,
         }
         return super().build_prom_metrics(
             described, metric_types, labelnames, per_engine_labelvalues

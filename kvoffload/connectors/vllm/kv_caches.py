@@ -11,7 +11,6 @@ from kvoffload.messages import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
 )
-from kvoffload.transfer.layout import PAGE
 
 
 def canonical(theirs: Any, group_ids: Sequence[int]) -> CanonicalKVCaches:
@@ -30,11 +29,6 @@ def canonical(theirs: Any, group_ids: Sequence[int]) -> CanonicalKVCaches:
         tuple(CanonicalKVCacheTensor(t.tensor, t.page_size_bytes) for t in theirs.tensors),
         tuple(refs),
     )
-
-
-def slot_bytes(worker_bytes_per_block: int, blocks_per_chunk: int) -> int:
-    """Bytes of a host slot, as both processes can compute them from vLLM's configuration."""
-    return -(-worker_bytes_per_block * blocks_per_chunk // PAGE) * PAGE
 
 
 class GpuEnd:

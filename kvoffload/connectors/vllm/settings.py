@@ -7,9 +7,6 @@ from kvoffload import registry
 from kvoffload.config import OffloadConfig, parse_config
 from kvoffload.connectors.vllm.versions import check_version
 
-_FOR_VLLM = ("spec_name", "spec_module_path")
-"""Read by vLLM itself to find :class:`KVOffloadSpec`; of no meaning here."""
-
 
 class VllmConfigSettings(OffloadConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What may stand in ``kv_connector_extra_config``."""
@@ -44,8 +41,7 @@ def read_settings(extra: Mapping[str, Any]) -> VllmConfigSettings:
     Raises:
         ConfigError: an unknown key (with a suggestion), a bad value, an untested vLLM.
     """
-    wanted = {key: value for key, value in extra.items() if key not in _FOR_VLLM}
-    settings = parse_config(wanted, VllmConfigSettings)
+    settings = parse_config(extra, VllmConfigSettings)
     check_version(settings.allow_untested_vllm)
     registry.load(registry.POLICIES, settings.policy, "policy")
     for i, tier in enumerate(settings.backends):

@@ -1,6 +1,6 @@
 """Which vLLM this is, and what differs between those we know. Imports nothing of vLLM.
 
-Tested against a running 0.32 and against the Python sources of 0.33. Where the two differ and we
+Tested against running engines of 0.32 and 0.33, both on a CPU. Where the two differ and we
 touch it, the difference is here; all else in this package is written against what they share.
 """
 

@@ -137,18 +137,6 @@ OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
                 "get_stats": ["self"],
             },
         ),
-        (
-            "vllm.v1.kv_offload.tiering.base",
-            "SecondaryTierManager",
-            {
-                "lookup": ["self", "key", "req_context"],
-                "submit_store": ["self", "job_metadata"],
-                "submit_load": ["self", "job_metadata"],
-                "get_finished_jobs": ["self"],
-                "drain_jobs": ["self"],
-                "on_new_request": ["self", "req_context"],
-            },
-        ),
     ],
     ids=lambda value: value if isinstance(value, str) and "." not in value else "",
 )  # fmt: skip

@@ -154,24 +154,3 @@ def test_a_misspelt_setting_stops_the_engine_with_a_sentence(start, tmp_path):
     assert "error" in engine.answer()
     assert "unknown key; did you mean 'cpu_bytes'?" in engine.log
     engine.kill()
-
-
-def test_vllms_own_connector_with_our_host_memory(start, prompts):
-    engine = start(
-        kv_transfer_config={
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "spec_name": "KVOffloadSpec",
-                "spec_module_path": "kvoffload.connectors.vllm",
-                "cpu_bytes": "64MiB",
-            },
-        }
-    )
-    prompt = prompts(2, 1000)
-    told = engine.generate(prompt)["tokens"]
-    engine.ask("quiet")
-    engine.ask("reset")
-    answer = engine.generate(prompt)
-    assert (answer["cached"], answer["tokens"]) == ([992, 992], told)
-    engine.kill()

@@ -1,6 +1,7 @@
 """Settings, versions, and what is said of a configuration that will not do."""
 
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -92,11 +93,6 @@ def test_the_class_can_be_imported_without_settings():
     assert kv_transfer_config is None
 
 
-def test_settings_of_vllm_itself_are_left_to_it():
-    settings = read_settings({"cpu_bytes": "1GiB", "spec_name": "KVOffloadSpec"})
-    assert settings.cpu_bytes == 1 << 30
-
-
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0", "not installed"])
 def test_an_untested_vllm_is_refused_and_the_message_names_range_and_override(version):
     with pytest.raises(ConfigError, match=r"0\.32 to 0\.33.*allow_untested_vllm"):
@@ -184,11 +180,16 @@ def test_json_of_the_documentation_is_accepted():
     text = (Path(__file__).parents[3] / "docs/guides/vllm.md").read_text()
     examples = [part.split("```")[0] for part in text.split("```json")[1:]]
     assert examples
-    extras = [json.loads(example).get("kv_connector_extra_config") for example in examples]
-    ours = [extra for extra in extras if extra and "secondary_tiers" not in extra]
-    assert ours
-    for extra in ours:  # the others are requests, and vLLM's own tiering
-        read_settings(extra)
+    extras = [json.loads(example).get("kv_connector_extra_config", {}) for example in examples]
+    of_several = [extra["connectors"] for extra in extras if "connectors" in extra]
+    inner = [
+        each["kv_connector_extra_config"]
+        for each in itertools.chain(*of_several)
+        if each["kv_connector"] == "KVOffloadConnector"
+    ]
+    assert inner
+    for extra in [each for each in extras if each and "connectors" not in each] + inner:
+        read_settings(extra)  # the others are requests
 
 
 @pytest.fixture
