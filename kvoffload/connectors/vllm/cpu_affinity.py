@@ -33,8 +33,15 @@ def warn_of_cores(device_type: str) -> None:
 
 
 @contextlib.contextmanager
-def unbound() -> Iterator[None]:
-    """Let threads made inside run wherever the parent process may; then bind this one again."""
+def unbound(device_type: str) -> Iterator[None]:
+    """Let threads made inside run wherever the parent process may; then bind this one again.
+
+    Only on the CPU, where vLLM binds a worker to the cores that compute. The worker of a GPU is
+    bound to cores near its device, if at all: these suit our threads as well.
+    """
+    if device_type != "cpu":
+        yield
+        return
     try:
         bound = os.sched_getaffinity(0)
         os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()) | bound)

@@ -65,6 +65,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
     ) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         self.settings = settings
+        self._device_type: str = vllm_config.device_config.device_type
         self._group_ids = get_offloading_group_ids(kv_cache_config)
         self._report = WorkerReport()
         self._loads: dict[int, _Load] = {}
@@ -103,7 +104,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             self.vllm_config, self.kv_cache_config, self._kv_caches, self.settings
         )
         facts["chunk_layout"] = f"tensor-major-1 {pages}"
-        with unbound():
+        with unbound(self._device_type):
             self._spec = TieredOffloadingSpec(self.settings, layout.slot_bytes, facts)
             self._transfers = self._spec.open_engine(ours)
             first_slot = 0
@@ -142,7 +143,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             for load in self._loads.values():
                 load.void = True
             try:
-                with unbound():
+                with unbound(self._device_type):
                     self._spec.renew_stores(orders.generation)
             except Exception:
                 # The old tiers are closed, so every question to them is a miss.

@@ -84,8 +84,7 @@ class Answer:
 
 def test_a_worker_goes_on_with_stores_that_miss(settings, break_storage, until):
     half = object.__new__(KVOffloadWorker)
-    half._unsubmitted_store_jobs, half._loads, half.settings = [], {}, settings
-    half._facts = WorkerInfo(4, 4096, {"rank": 0})
+    half._unsubmitted_store_jobs, half._loads, half._device_type = [], {}, "cpu"
     half._presence = None
     half._spec = TieredOffloadingSpec(settings, 4096, {"rank": 0})
     io, tier = half._spec.io, half._spec.tiers["disk"]
