@@ -51,9 +51,8 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
 
     def __init__(self) -> None:
         self.ledger: TieredOffloadingManager | None = None
-        self.read_whole: Callable[[VllmContext], Iterable[OffloadKey]] | None = None
-        """Lists a request's chunks of full attention, as far as they are full. Set by the owner;
-        without it a request uses the chunks that its first load or store names."""
+        self.read_whole: Callable[[VllmContext], Iterable[OffloadKey]] = lambda req_context: ()
+        """Lists a request's chunks of full attention, as far as they are full. Set by the owner."""
         self._uses: UseCounter | None = None
         self._num_slots = 0
         self.stats = StatsPublisher()
@@ -175,8 +174,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         """Count a request before room is made for what its first load or store names."""
         if self._uses is None:
             return
-        used = loaded if self.read_whole else named
-        self._uses.count(our_context(req_context), lambda: self._in_order(used, req_context))
+        self._uses.count(our_context(req_context), lambda: self._in_order(loaded, req_context))
         state = req_context.get_state(_Named)
         if state is None:
             req_context.set_state(state := _Named())
@@ -184,7 +182,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
 
     def _in_order(self, named: Iterable[OffloadKey], req_context: VllmContext) -> list[OffloadKey]:
         """Return these chunks of a request and those of full attention, from head to tail."""
-        whole = self.read_whole(req_context) if self.read_whole else ()
+        whole = self.read_whole(req_context)
         place = req_context.get_offload_key_position
         return sorted(dict.fromkeys(chain(whole, named)), key=lambda key: place(key) or 0)
 
