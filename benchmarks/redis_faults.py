@@ -25,8 +25,8 @@ from typing import Any
 
 from benchmarks.harness import Row, report, row
 from kvoffload import open_backend
-from kvoffload.connectors.vllm.tier_loop import IOLoop
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, payload_of, slots
+from tests.support.io_loop import IOLoop
 from tests.support.proxy import (
     Corrupt,
     CutAfter,

@@ -344,7 +344,7 @@ from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.vfs import StuckVfs
-from kvoffload.connectors.vllm.tier_loop import IOLoop
+from tests.support.io_loop import IOLoop
 
 call, root = sys.argv[1:]
 hung = False

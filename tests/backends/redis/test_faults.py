@@ -11,8 +11,8 @@ import subprocess
 import pytest
 
 from kvoffload import open_backend
-from kvoffload.connectors.vllm.tier_loop import IOLoop
 from kvoffload.testing.backends import filled, keys_of
+from tests.support.io_loop import IOLoop
 from tests.support.redis_engine import LIMIT_S, RedisEngine, until
 from tests.support.redis_server import BINARY, MISSING, RedisServer, free_port
 

@@ -1,4 +1,4 @@
-"""Presence by probing: batched, bounded in time, never stuck."""
+"""Presence in a store without an index: asked in batches, bounded in time, never stuck."""
 
 import asyncio
 import threading
@@ -7,8 +7,8 @@ import time
 import pytest
 
 from kvoffload.backends import presence as presence_module
-from kvoffload.backends.presence import PresenceCache
-from kvoffload.connectors.vllm.tier_loop import IOLoop, presence_on
+from kvoffload.transfer.slab import Slab
+from tests.support.io_rig import client_over
 
 
 class Store:
@@ -16,8 +16,12 @@ class Store:
         self.held, self.batches = set(held), []
 
     async def contains(self, keys):
-        self.batches.append(list(keys))
+        if keys:
+            self.batches.append(list(keys))
         return [key in self.held for key in keys]
+
+    async def close(self):
+        pass
 
 
 class Silent(Store):
@@ -31,29 +35,40 @@ class Liar(Store):
 
 
 @pytest.fixture
-def io():
-    io = IOLoop()
-    yield io
-    io.close()
+def presence_on():
+    """Open a store behind an I/O client; return what the engine's side knows of it."""
+    clients = []
+
+    def presence(store, timeout_s, clock=None):
+        client = client_over({"t": store}, Slab(1, 4096), lookup_timeout_s=timeout_s)
+        clients.append(client)
+        tier = client.tiers["t"]
+        if clock is not None:
+            tier._cache._clock = clock
+        return tier
+
+    yield presence
+    for client in clients:
+        client.close()
 
 
 def answer(prober, key, until):
     return until(lambda: [a] if (a := prober.holds(key)) is not None else None)[0]
 
 
-def test_a_probe_answers_and_is_believed_for_a_while(io, until):
+def test_a_probe_answers_and_is_believed_for_a_while(presence_on, until):
     store = Store([b"here"])
-    prober = presence_on(io, store, timeout_s=5.0)
+    prober = presence_on(store, timeout_s=5.0)
     assert prober.holds(b"here") is None
     assert answer(prober, b"here", until) is True
     assert answer(prober, b"gone", until) is False
     assert sum(batch.count(b"here") for batch in store.batches) == 1
 
 
-def test_questions_never_stop_being_answered(io, until):
+def test_questions_never_stop_being_answered(presence_on, until):
     """A key that is added while a probe takes the list must not wait for ever."""
     store = Store(str(i).encode() for i in range(0, 4000, 2))
-    prober = presence_on(io, store, timeout_s=30.0)
+    prober = presence_on(store, timeout_s=30.0)
     keys = [str(i).encode() for i in range(4000)]
     for key in keys:
         prober.holds(key)
@@ -62,23 +77,23 @@ def test_questions_never_stop_being_answered(io, until):
     assert [answer(prober, key, until) for key in keys] == [i % 2 == 0 for i in range(4000)]
 
 
-def test_no_answer_in_time_is_no(io):
+def test_no_answer_in_time_is_no(presence_on):
     now = [0.0]
-    prober = presence_on(io, Silent([]), timeout_s=1.0, clock=lambda: now[0])
+    prober = presence_on(Silent([]), timeout_s=1.0, clock=lambda: now[0])
     assert prober.holds(b"a") is None
     now[0] = 1.1
     assert prober.holds(b"a") is False
 
 
-def test_a_wrong_number_of_answers_is_no(io, until):
-    prober = presence_on(io, Liar([]), timeout_s=5.0)
+def test_a_wrong_number_of_answers_is_no(presence_on, until):
+    prober = presence_on(Liar([]), timeout_s=5.0)
     prober.holds(b"a"), prober.holds(b"b"), prober.holds(b"c")
     assert [answer(prober, key, until) for key in (b"a", b"b", b"c")] == [False] * 3
 
 
-def test_a_chunk_that_could_not_be_loaded_is_not_promised_again_soon(io, until):
+def test_a_chunk_that_could_not_be_loaded_is_not_promised_again_soon(presence_on, until):
     now = [0.0]
-    prober = presence_on(io, Store([b"a"]), timeout_s=5.0, clock=lambda: now[0])
+    prober = presence_on(Store([b"a"]), timeout_s=5.0, clock=lambda: now[0])
     assert answer(prober, b"a", until) is True
     prober.forget([b"a"])
     now[0] = 30.0
@@ -87,21 +102,15 @@ def test_a_chunk_that_could_not_be_loaded_is_not_promised_again_soon(io, until):
     assert answer(prober, b"a", until) is True
 
 
-async def test_the_log_names_a_timeout_which_has_no_words(caplog):
-    io = IOLoop()
-    prober = presence_on(io, Silent([]), timeout_s=0.02)
+def test_the_log_names_a_timeout_which_has_no_words(presence_on, until, caplog):
+    prober = presence_on(Silent([]), timeout_s=0.02)
     assert prober.holds(b"k") is None
-    for _ in range(500):
-        if caplog.records:
-            break
-        await asyncio.sleep(0.01)
-    io.close()
-    assert caplog.messages == ["probing 1 keys failed: TimeoutError"]
+    until(lambda: "probing 1 keys failed: TimeoutError" in caplog.messages)
 
 
-def test_an_answer_is_believed_for_two_seconds_and_asked_for_again_after_them(io, until):
+def test_an_answer_is_believed_for_two_seconds_and_asked_for_again_after_them(presence_on, until):
     now, store = [0.0], Store([b"here"])
-    prober = presence_on(io, store, timeout_s=5.0, clock=lambda: now[0])
+    prober = presence_on(store, timeout_s=5.0, clock=lambda: now[0])
     for key, present in ((b"here", True), (b"gone", False)):
         now[0] = 0.0
         assert answer(prober, key, until) is present
@@ -113,17 +122,17 @@ def test_an_answer_is_believed_for_two_seconds_and_asked_for_again_after_them(io
     assert sum(map(len, store.batches)) == 4
 
 
-def test_answers_are_bounded_and_the_oldest_are_dropped_first(io, until, monkeypatch):
+def test_answers_are_bounded_and_the_oldest_are_dropped_first(presence_on, until, monkeypatch):
     monkeypatch.setattr(presence_module, "MAX_ENTRIES", 10)
     store = Store(b"%d" % i for i in range(30))
-    prober = presence_on(io, store, timeout_s=30.0, clock=lambda: 0.0)
+    prober = presence_on(store, timeout_s=30.0, clock=lambda: 0.0)
     for i in range(30):
         assert answer(prober, b"%d" % i, until) is True
     assert [prober.holds(b"%d" % i) for i in range(21, 30)] == [True] * 9
     assert prober.holds(b"0") is None
 
 
-def test_an_answer_that_comes_after_a_chunk_was_forgotten_changes_nothing(io, until):
+def test_an_answer_that_comes_after_a_chunk_was_forgotten_changes_nothing(presence_on, until):
     asked, go_on = threading.Event(), threading.Event()
 
     class Slow(Store):
@@ -132,7 +141,7 @@ def test_an_answer_that_comes_after_a_chunk_was_forgotten_changes_nothing(io, un
             await asyncio.to_thread(go_on.wait)
             return await super().contains(keys)
 
-    prober = presence_on(io, Slow([b"a"]), timeout_s=30.0)
+    prober = presence_on(Slow([b"a"]), timeout_s=30.0)
     assert prober.holds(b"a") is None
     assert asked.wait(10)
     prober.forget([b"a"])
@@ -140,33 +149,3 @@ def test_an_answer_that_comes_after_a_chunk_was_forgotten_changes_nothing(io, un
     assert prober.holds(b"b") is None
     until(lambda: prober.holds(b"b") is not None)
     assert prober.holds(b"a") is False
-
-
-class Indexed(Store):
-    """A store with an index of its own."""
-
-    def holds(self, key):
-        return True
-
-    def forget(self, keys):
-        pass
-
-
-def test_a_store_with_an_index_of_its_own_connects_and_answers_itself(io, until):
-    indexed = Indexed([])
-    assert presence_on(io, indexed, 5.0) is indexed
-    assert until(lambda: indexed.batches) == [[]]
-    assert isinstance(presence_on(io, Store([]), 5.0), PresenceCache)
-
-
-def test_a_store_that_cannot_connect_is_named_in_the_log_and_asked_later(io, until, caplog):
-    class Unreachable(Indexed):
-        async def contains(self, keys):
-            raise self.error
-
-    for error, told in ((OSError("no route"), "no route"), (TimeoutError(), "TimeoutError")):
-        store = Unreachable([])
-        store.error = error
-        caplog.clear()
-        assert presence_on(io, store, 5.0) is store
-        assert until(lambda: caplog.messages) == [f"the first call of a store failed: {told}"]
