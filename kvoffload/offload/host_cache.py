@@ -203,10 +203,6 @@ class HostCache:
         self.end_use(key)
         return (key,)
 
-    def in_abandoned_slots(self) -> set[OffloadKey]:
-        """Return the chunks that are in abandoned slots; mostly there are none."""
-        return {key for uses in self._abandoned.values() for key in uses if key is not None}
-
     # ---- ready chunks, pins ----
 
     def all_ready(self, keys: Sequence[OffloadKey]) -> bool:

@@ -181,6 +181,7 @@ class TieredOffloadingManager(OffloadingManager):
         staged = isinstance(job.spec, StagedLoadStoreSpec)
         # From tail to head, so that the tail of a prompt is the older and leaves first.
         if not staged and all(ok) and self._host.unpin_all(job.keys[::-1]):
+            self._retirement.landed(job.keys)
             return
         ended = self._staging.end_load(job.keys, ok, settled)
         if ended.lost or ended.missed:
@@ -194,6 +195,7 @@ class TieredOffloadingManager(OffloadingManager):
                 for tier in takewhile(partial(is_not, source), tiers):
                     self._write_through.offer(tier, keys)
         self._write_through.begin()
+        self._retirement.landed(job.keys)
 
     # ---- stores ----
 

@@ -1,7 +1,7 @@
 """The order of an ended request's chunks: tails leave before heads, as a tail needs its head."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvoffload.errors import UsageError
@@ -26,14 +26,14 @@ class _Ended:
 class Retirement:
     """Puts chunks in order when their request ends, and again after its last transfer in flight.
 
-    A chunk that is being stored, or written to a tier, is out of the eviction order. After an
+    A chunk that is being stored, loaded or written to a tier is out of the eviction order. After an
     unsettled write it stays out until its slot is released. It returns at the recent end: behind
     its head, if the request has ended meanwhile. All prompts with a chunk have the same chunks
     before it, so one entry a chunk is enough.
 
     Args:
         host: its idle chunks are put in order.
-        write_through: lists the chunks that wait for a tier or are being written.
+        write_through: lists the chunks that wait for a tier.
     """
 
     def __init__(self, host: HostCache, write_through: WriteThrough) -> None:
@@ -45,7 +45,7 @@ class Retirement:
     def retire(self, keys: Sequence[OffloadKey]) -> None:
         """Put an ended request's chunks in order, and again when those in flight have landed."""
         self._host.put_in_order(reversed(keys))
-        places = [place for place in self._places() if not place.isdisjoint(keys)]
+        places = [place for place in self._places() if not place.keys().isdisjoint(keys)]
         if not places:
             return
         late = {key: i for i, key in enumerate(keys) if any(key in place for place in places)}
@@ -85,10 +85,10 @@ class Retirement:
         self._num_listed -= len(ended.chunks)
         return True
 
-    def _places(self) -> list[Set[OffloadKey]]:
-        """Return the sets of chunks that are in flight."""
-        chunks = self._write_through.chunks()
-        return [self._host.incoming.keys(), self._host.in_abandoned_slots(), *chunks]
+    def _places(self) -> list[Mapping[OffloadKey, object]]:
+        """Return the tables of chunks that are out of the order, or soon will be."""
+        host = self._host
+        return [host.incoming, host.fetching, host.pinned, *self._write_through.waiting()]
 
     def _not_in_flight(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         places = self._places()

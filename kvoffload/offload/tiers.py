@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -100,7 +100,6 @@ class _Lane:
         self.pinned_bytes = 0
         # Oldest first. They are not pinned: a chunk evicted before its turn is dropped.
         self.waiting: dict[OffloadKey, None] = {}
-        self.writing: dict[OffloadKey, None] = {}
 
 
 class WriteThrough:
@@ -186,7 +185,6 @@ class WriteThrough:
         slots = list(map(host.pin, batch))
         for key in batch:
             del waiting[key]
-        lane.writing.update(dict.fromkeys(batch))
         if gone:
             self._drop(lane, gone)
         if batch:
@@ -215,8 +213,6 @@ class WriteThrough:
         if lane is None:
             return None
         lane.pinned_bytes -= sum(map(self._host.bytes_of, transfer.keys))
-        for key in transfer.keys:
-            lane.writing.pop(key, None)
         return lane.tier
 
     def forget_waiting(self) -> None:
@@ -224,11 +220,9 @@ class WriteThrough:
         for lane in self._lanes.values():
             lane.waiting.clear()
 
-    def chunks(self) -> Iterator[Set[OffloadKey]]:
-        """Yield for each tier the chunks that wait for it, and the chunks being written to it."""
-        for lane in self._lanes.values():
-            yield lane.waiting.keys()
-            yield lane.writing.keys()
+    def waiting(self) -> list[dict[OffloadKey, None]]:
+        """Return for each tier the chunks that wait for it."""
+        return [lane.waiting for lane in self._lanes.values()]
 
     def in_flight(self, name: str) -> tuple[int, int]:
         """Return the bytes in flight to a tier, and the chunks that wait."""

@@ -240,3 +240,41 @@ def test_a_tier_that_hangs_does_not_let_the_lists_of_ended_requests_grow():
         manager.check()
     waiting = {id(it): it for it in manager._retirement._in_flight.values()}
     assert 0 < sum(len(it.chunks) for it in waiting.values()) <= 8 * 64
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("ok", [True, False])
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_a_load_of_a_tail_that_ends_after_its_request_keeps_the_tail_first(policy, first, ok):
+    manager = new_manager(policy, 4)
+    a = keys("a", 4)
+    manager.touch(a, A)
+    manager.prepare_store(a, A)
+    manager.complete_store(a, A)
+    manager.retire(a, A)
+    manager.touch(a, B)
+    job = manager.begin_load(a[first:], B)  # the head is in GPU memory
+    manager.retire(a, B)
+    manager.complete(job, [True, *[ok] * (3 - first)])
+    manager.check()
+    rest = a if ok else a[: first + 1]
+    assert evicted_one_by_one(manager, 4) == rest[::-1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_fetch_of_a_tail_that_ends_after_its_request_keeps_the_tail_first(policy, settled):
+    a = keys("a", 4)
+    manager = new_manager(policy, 5, [Store(a[2:])])
+    manager.touch(a, A)
+    manager.prepare_store(a[:2], A)
+    manager.complete_store(a[:2], A)
+    written(manager, manager.take_transfers())
+    job = manager.begin_load(a[2:], A)  # the head is in GPU memory
+    manager.retire(a, A)
+    ok = [True, settled]
+    manager.complete(job, ok, settled)
+    manager.release_slots(job.unsettled_slots(ok))
+    manager.check()
+    rest = a if settled else a[:3]
+    assert evicted_one_by_one(manager, 5) == rest[::-1]
