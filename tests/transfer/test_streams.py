@@ -155,7 +155,7 @@ def test_copies_that_do_not_end_are_left_alone_when_the_copier_is_closed(monkeyp
 def _one_thread(monkeypatch):
     """Nor does a wait sleep between two polls: the device runs nothing meanwhile."""
     monkeypatch.setattr(fences, "POLL_S", 0)
-    monkeypatch.setattr(stream_copier, "STUCK_POLL_S", 0)
+    monkeypatch.setattr(stream_copier, "POLL_S", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -81,10 +81,7 @@ class BlockTable:
 
 
 class Device(Protocol):
-    """Enqueues work on the streams given, and allocates streams, events and memory.
-
-    These are freed with their last reference. Errors of the device's library pass through.
-    """
+    """Enqueues work on streams and allocates memory. Errors of its library pass through."""
 
     def prepare(self, parts: Sequence[Part]) -> bool:
         """Compile the kernels for these parts; False if the device has no kernels."""

@@ -22,21 +22,8 @@ _CAPTURE_MODE_RELAXED = 2
 _SOURCE_IN_STREAM_ORDER, _SOURCE_AT_ANY_TIME = 1, 3
 _REGISTERED_MEMORY_HAS_ONE_ADDRESS = 91
 _ADDRESS = ctypes.c_uint64
-
-
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_uint), ("id", ctypes.c_int))
-
-
-class _Attributes(ctypes.Structure):
-    """``CUmemcpyAttributes``."""
-
-    _fields_ = (
-        ("source_access_order", ctypes.c_uint),
-        ("source_hint", _Location),
-        ("target_hint", _Location),
-        ("flags", ctypes.c_uint),
-    )
+_Attributes = ctypes.c_uint * 6
+"""``CUmemcpyAttributes``: the order of access to sources, two hints of two numbers each, flags."""
 
 
 class Driver:

@@ -84,9 +84,8 @@ class Pinning:
                     return
             if time.monotonic() - logged_s > PROGRESS_S:
                 logged_s = time.monotonic()
-                log.info(
-                    "host memory: %s of %s pinned", human_bytes(start + length), human_bytes(total)
-                )
+                done = human_bytes(start + length)
+                log.info("host memory: %s of %s pinned", done, human_bytes(total))
         log.info("host memory: %s pinned in %.1f s", human_bytes(total), time.monotonic() - begun_s)
 
     def _give_up(self, error: Exception, start: int) -> None:

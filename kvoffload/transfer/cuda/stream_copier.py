@@ -23,7 +23,7 @@ from kvoffload.messages import CanonicalKVCaches
 from kvoffload.transfer.base import CopyFence, Fence
 from kvoffload.transfer.cuda.copy_plan import CopyPlan, blocks_of
 from kvoffload.transfer.cuda.device import BlockTable, Device, Event, Part, Stream
-from kvoffload.transfer.cuda.fences import EngineFence, StreamFence, Timing
+from kvoffload.transfer.cuda.fences import POLL_S, EngineFence, StreamFence, Timing
 from kvoffload.transfer.layout import ChunkLayout, Moves
 from kvoffload.transfer.slab import Slab
 
@@ -42,8 +42,6 @@ STAGE_BYTES = 24 << 20
 may wait on a GPU busy with a prefill."""
 TABLES = 16
 """Portions of a direction in flight: enough for 7 ms of the bus."""
-STUCK_POLL_S = 0.001
-"""Time between two polls while no transfer finds a table."""
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -66,8 +64,6 @@ class StreamJob:
     lanes: list[Lane] = field(default_factory=list)
     """The lanes used so far, in the order of their first use."""
     timing: Timing = field(default_factory=Timing)
-    steps: Iterator[bool] = field(default_factory=lambda: iter(()))
-    """Enqueues the rest of the transfer."""
 
 
 class Launcher:
@@ -125,30 +121,29 @@ class Launcher:
     # ---- the thread ----
 
     def _run(self) -> None:
-        begun: dict[bool, deque[StreamJob]] = {True: deque(), False: deque()}
+        begun: dict[bool, deque[tuple[StreamJob, Iterator[bool]]]] = {True: deque(), False: deque()}
         is_open, is_stuck = True, False
         while is_open or any(begun.values()):
-            timeout_s = (STUCK_POLL_S if is_stuck else 0) if any(begun.values()) else None
+            timeout_s = (POLL_S if is_stuck else 0) if any(begun.values()) else None
             with contextlib.suppress(queue.Empty):
                 job = self._queued.get(timeout=timeout_s)
                 if job is None:
                     is_open = False
                 else:
-                    job.steps = self._launch(job)
-                    begun[job.to_host].append(job)
+                    begun[job.to_host].append((job, self._launch(job)))
             # Both directions take turns: a large store does not hold up a load.
             went_on = [self._advance(jobs) for jobs in begun.values() if jobs]
             is_stuck = not any(went_on)
         self.fence_close()
 
-    def _advance(self, jobs: deque[StreamJob]) -> bool:
+    def _advance(self, jobs: deque[tuple[StreamJob, Iterator[bool]]]) -> bool:
         """Take the next step of the first transfer; False if it can take none now."""
-        job, failed = jobs[0], None
+        (job, steps), failed = jobs[0], None
         try:
             if not self._has_entered:
                 self._device.enter_thread()
                 self._has_entered = True
-            for went_on in job.steps:
+            for went_on in steps:
                 return went_on
         except Exception as error:
             # Work enqueued before the error still runs; its end is marked below.

@@ -18,9 +18,8 @@ MOST_WORDS = 2048
 """Words that a program moves at once, if pages have as many."""
 LEAST_WORDS = 128
 PROGRAMS = 64
-"""The most programs, while each moves ``MOST_WORDS`` at once: several times as fast as the bus, and
-few compared to the engine's kernels. Programs of small pages are as many more as they are smaller.
-"""
+"""The most programs, if each moves ``MOST_WORDS`` at once: several times as fast as the bus, and
+few compared to the engine's kernels. For smaller tiles there are as many more."""
 _TRITON_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
