@@ -289,10 +289,27 @@ def models(tmp_path_factory):
     def make(kind="llama", **more):
         if kind not in made:
             folder = tmp_path_factory.mktemp("models") / kind
-            made[kind] = module.make_model(folder, kind, **more)
+            made[kind] = module.make_model(folder, kind.removeprefix("weighted-"), **more)
+            if kind.startswith("weighted-"):
+                add_weights(folder)
         return made[kind]
 
     return make
+
+
+def add_weights(folder):
+    """Write weights with which a model's outputs depend on the whole prompt.
+
+    vLLM's dummy weights are so small that a model repeats the last token, whatever the KV cache
+    holds. Start the model with ``load_format="auto"``.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    config.initializer_range = 0.15
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
