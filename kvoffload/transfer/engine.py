@@ -256,7 +256,8 @@ class TransferEngine(OffloadingHandler):
         return moves
 
     def _check_slots(self, slots: Sequence[int], num_chunks: int) -> None:
-        if len(slots) != num_chunks or not all(0 <= i < self._slab.num_slots for i in slots):
+        in_range = not slots or (min(slots) >= 0 and max(slots) < self._slab.num_slots)
+        if len(slots) != num_chunks or not in_range:
             raise ValueError(f"host slots {slots} for {num_chunks} chunks")
 
 
