@@ -124,7 +124,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     tell of them: allow these where all clients trust each other."""
     io: Literal["thread", "process"] = "thread"
     """Where the tiers' code runs: in a thread of the engine's process, or in a process of its own.
-    A process keeps the engine's steps short while chunks are read and written."""
+    A process keeps the engine's steps short while chunks are read and written; it is the default
+    under vLLM."""
     record: str = ""
     """A file to which each request's chunks are appended, as a trace for ``kvoffload replay``."""
 

@@ -1,7 +1,7 @@
 """``kv_connector_extra_config`` → settings: ours, and the few of vLLM's that still matter."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from kvoffload import registry
 from kvoffload.config import OffloadConfig, parse_config
@@ -11,6 +11,8 @@ from kvoffload.connectors.vllm.versions import check_version
 class VllmConfigSettings(OffloadConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What may stand in ``kv_connector_extra_config``."""
 
+    io: Literal["thread", "process"] = "process"
+    """See :class:`OffloadConfig`; each worker has an I/O server of its own."""
     offload_prompt_only: bool = False
     """True: store prompts but not what the model generates (vLLM's own default)."""
     self_describing_kv_events: bool = False
