@@ -165,6 +165,24 @@ def test_a_large_store_that_waits_for_the_forward_pass_does_not_hold_up_a_load(
     assert store.wait(10)
 
 
+@pytest.mark.parametrize("asks", ["before", "after"])
+def test_a_call_at_the_end_of_a_copy_is_made_though_no_thread_polls_the_fence(make, until, asks):
+    """A load that takes turns in slots goes on by such a call: without it nothing would."""
+    parts = make()
+    called = []
+    if asks == "before":
+        parts.device.lock.acquire()
+    fence = parts.launch(moves_of(move(3, [5, 6])), True)
+    if asks == "before":
+        fence.when_reached(lambda: called.append(1))
+        parts.device.lock.release()
+    else:
+        parts.enqueued(until, fence)
+        fence.when_reached(lambda: called.append(1))
+    until(lambda: called)
+    assert (called, fence.error) == ([1], None)
+
+
 class Idle(LateDevice):
     """A device that notes whether copies were left when it was closed."""
 

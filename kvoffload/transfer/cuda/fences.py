@@ -54,7 +54,8 @@ class Timing(NamedTuple):
 class StreamFence(CopyFence):
     """The end of one transfer on all streams that it used.
 
-    No thread of ours reaches it: a thread that polls it or waits for it asks the device.
+    A thread that polls it or waits for it asks the device. The launching thread asks only for
+    calls of :meth:`when_reached`.
     """
 
     def __init__(self) -> None:
@@ -70,6 +71,10 @@ class StreamFence(CopyFence):
             except Exception as error:
                 self.reach(error)
         return self._is_reached
+
+    def settled(self) -> bool:
+        """Whether it is reached; asks the device only if a call waits for it."""
+        return self.done() if self._calls else self._is_reached
 
     def wait(self, timeout_s: float | None = None) -> bool:
         if timeout_s is not None:

@@ -88,6 +88,7 @@ class Launcher:
             to_host: deque((table, None) for table in self._new_tables(TABLES))
             for to_host in (True, False)
         }
+        self._in_flight: list[StreamFence] = []
         self._has_ended = self._has_entered = False
         self._ending = threading.Lock()
         self._queued: queue.SimpleQueue[StreamJob | None] = queue.SimpleQueue()
@@ -124,7 +125,9 @@ class Launcher:
         begun: dict[bool, deque[tuple[StreamJob, Iterator[bool]]]] = {True: deque(), False: deque()}
         is_open, is_stuck = True, False
         while is_open or any(begun.values()):
-            timeout_s = (POLL_S if is_stuck else 0) if any(begun.values()) else None
+            timeout_s: float | None = POLL_S if self._in_flight else None
+            if any(begun.values()):
+                timeout_s = POLL_S if is_stuck else 0
             with contextlib.suppress(queue.Empty):
                 job = self._queued.get(timeout=timeout_s)
                 if job is None:
@@ -134,7 +137,10 @@ class Launcher:
             # Both directions take turns: a large store does not hold up a load.
             went_on = [self._advance(jobs) for jobs in begun.values() if jobs]
             is_stuck = not any(went_on)
+            self._in_flight = [fence for fence in self._in_flight if not fence.settled()]
         self.fence_close()
+        for fence in self._in_flight:
+            fence.settled()
 
     def _advance(self, jobs: deque[tuple[StreamJob, Iterator[bool]]]) -> bool:
         """Take the next step of the first transfer; False if it can take none now."""
@@ -149,6 +155,7 @@ class Launcher:
             # Work enqueued before the error still runs; its end is marked below.
             failed = error
         jobs.popleft()
+        self._in_flight.append(job.fence)
         try:
             job.fence.all_enqueued(job.timing, self.fence_end(job), failed)
         except Exception as error:
