@@ -17,7 +17,11 @@ import pytest
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
 import yaml
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+
+try:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+except ImportError:  # of 0.33
+    from vllm.entrypoints.common.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvoffload import registry
