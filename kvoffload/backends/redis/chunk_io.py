@@ -119,7 +119,9 @@ class TransferBatch:
         except asyncio.CancelledError:
             self._cancelled = True
             for request in self._requests:
-                request.cancel()
+                # A lookup uses no memory of callers. Its late answer counts against the server.
+                if request.kind != "lookup":
+                    request.cancel()
             while self._computations:
                 try:
                     await asyncio.wait(list(self._computations))

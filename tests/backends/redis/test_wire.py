@@ -1,6 +1,7 @@
 """Redis behind a faulty network: late, cut, changed, hung, garbled; misses, then recovery."""
 
 import asyncio
+import contextlib
 import random
 import threading
 
@@ -123,6 +124,24 @@ async def test_too_slow_for_lookups_it_is_left_alone_until_it_is_quick_again(ser
             await until(opened)
             proxy.to_client = []
             await until(engine.hits)
+
+
+async def test_lookups_that_nobody_waits_for_any_more_open_the_breaker_too(server):
+    """The I/O server ends a lookup at the engine's deadline, which may be the shorter one."""
+    async with FaultProxy("127.0.0.1", server.port) as proxy:
+        options = {"timeout_s": 5.0, "connect_timeout_s": 5.0, "lookup_timeout_s": 0.1}
+        async with RedisEngine(f"redis://127.0.0.1:{proxy.port}", **options) as engine:
+            await engine.back()
+            proxy.to_client = [Latency(0.2)]
+
+            async def opened():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(engine.backend.contains(engine.keys), 0.05)
+                return engine.open
+
+            await until(opened)
+            assert engine.count("lookup_late")
+            assert await engine.backend.contains(engine.keys) == [False] * 8
 
 
 async def test_one_changed_byte_anywhere_is_a_miss_or_harmless(server):
