@@ -1,8 +1,8 @@
 """What a Redis in trouble costs: every fault, its outcome, and the time until hits are back.
 
 ``kvoffload bench redis_faults``. An engine's thread asks for chunks every few milliseconds, as a
-scheduler does. Loads and stores run on the I/O loop. Then the server is broken, and healed.
-Payloads are a function of the key: every byte loaded is checked. The rows are:
+scheduler does, through the I/O client. Loads and stores run on the I/O server's loop. Then Redis is
+broken, and healed. Payloads are a function of the key: every byte loaded is checked. The rows are:
 
 * seconds from healing to the first job that hits throughout (at most 2 s)
 * the longest single call on the engine's thread (at most 20 ms)
@@ -26,7 +26,9 @@ from typing import Any
 from benchmarks.harness import Row, report, row
 from kvoffload import open_backend
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, payload_of, slots
+from kvoffload.transfer.slab import Slab
 from tests.support.io_loop import IOLoop
+from tests.support.io_rig import client_over, loop_of
 from tests.support.proxy import (
     Corrupt,
     CutAfter,
@@ -42,6 +44,8 @@ from tests.support.redis_server import BINARY, MISSING, RedisServer, redis_clust
 OUTAGE_S = 3.0
 TICK_S = 0.005
 LIMIT_S = 60.0
+LOOKUP_TIMEOUT_S = 0.25
+"""The default of the engine's setting."""
 
 
 @dataclass
@@ -72,28 +76,28 @@ class Engine:
 
     def __init__(self, url: str) -> None:
         self.seen = Observed()
-        self._io = IOLoop()
         self._backend = open_backend("redis", {"url": url}, "faults")
-        self._io.call(self._backend.contains([]), LIMIT_S)
+        stores = {"redis": self._backend}
+        self._client = client_over(stores, Slab(1, CHUNK_BYTES), lookup_timeout_s=LOOKUP_TIMEOUT_S)
+        self._tier = self._client.tiers["redis"]
         self._keys = keys_of(16, "faults")
         self._fresh = itertools.count()
         self._job: concurrent.futures.Future[tuple[int, int]] | None = None
 
     def close(self) -> None:
-        self._io.call(self._backend.close(), LIMIT_S)
-        self._io.close()
+        self._client.close(LIMIT_S)
 
     def step(self) -> bool | None:
         """One scheduling step; says of a job that has just ended whether everything hit."""
         for key in self._keys:
             began = time.perf_counter()
-            self._backend.holds(key)
+            self._tier.holds(key)
             self.seen.calls_s.append(time.perf_counter() - began)
         healthy = None
         if self._job is None or self._job.done():
             if self._job is not None:
                 healthy = self._ended(self._job)
-            self._job = asyncio.run_coroutine_threadsafe(self._work(), self._io.loop)
+            self._job = asyncio.run_coroutine_threadsafe(self._work(), loop_of(self._client))
         time.sleep(TICK_S)
         return healthy
 

@@ -7,14 +7,11 @@ from itertools import takewhile
 
 from kvoffload.backends.base import Removal, Usage
 from kvoffload.backends.changes import ChangedKeys
-from kvoffload.backends.presence import PresenceCache
+from kvoffload.io.presence import PresenceCache
 from kvoffload.io.protocol import Figures, Presence, Present
 
 ANSWER_S = 2.0
 """How long an answer of ``contains`` is believed."""
-FORGOTTEN_S = 60.0
-"""How long a chunk that could not be loaded counts as absent in a store without an index. A store
-that keeps announcing it would otherwise cost every request a failed load."""
 MAX_REMOVALS = 1 << 16
 """Removals kept for an engine that may never ask; older ones are lost to it."""
 
@@ -77,7 +74,7 @@ class RemoteTier:
     def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
         """Return changes of this listing for one reader, as an index lists them.
 
-        See :class:`kvoffload.backends.base.ListedIndex`.
+        See :class:`kvoffload.backends.base.LocalIndex`.
         """
         changes, keys = self._changes, self._keys
         if not changes.is_read:
@@ -128,9 +125,7 @@ class RemoteTier:
         self._patient_until_s = time.monotonic() + self._lookup_timeout_s
         self.is_listed = has_index
         if not has_index:
-            self._cache = PresenceCache(
-                self._ask, self._lookup_timeout_s, ANSWER_S, ANSWER_S, FORGOTTEN_S
-            )
+            self._cache = PresenceCache(self._ask, self._lookup_timeout_s, ANSWER_S, ANSWER_S)
 
     def refused(self) -> None:
         """Take in that the store cannot be opened: it has nothing."""

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kvoffload.backends import presence as presence_module
+from kvoffload.io import presence as presence_module
 from kvoffload.transfer.slab import Slab
 from tests.support.io_rig import client_over
 

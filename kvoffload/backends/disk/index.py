@@ -119,7 +119,7 @@ class Index:
                 self._put_back(name)
 
     def _under_lock(self, sizes: Iterable[tuple[Name, int]]) -> Iterator[tuple[Name, int]]:
-        """Yield under the lock, in slices: the engine's thread may be waiting for it."""
+        """Yield under the lock, in slices: the I/O loop may be waiting for it."""
         remaining = iter(sizes)
         while part := list(islice(remaining, _SLICE)):
             with self._lock:

@@ -7,12 +7,11 @@ misses and never time: see :mod:`~kvoffload.backends.redis.circuit_breaker`. Ope
 
 Modules from the wire up: ``resp`` is the wire format, ``channel`` and ``connection`` are sockets.
 ``handshake``, ``circuit_breaker`` and ``node`` are one server, ``discovery`` and ``topology`` are
-several. ``chunk_io`` has loads and stores, ``presence_cache`` has lookups. ``options`` has the
-settings, ``namespace_info`` the names of values, ``admin`` and ``doctor`` operators' commands.
+several. ``chunk_io`` has loads, stores and lookups. ``options`` has the settings,
+``namespace_info`` the names of values, ``admin`` and ``doctor`` operators' commands.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,6 @@ from kvoffload.backends.admin import Finding
 from kvoffload.backends.base import Observable, ReadResult, Usage, check_lengths
 from kvoffload.backends.header import check_key, namespace_digest
 from kvoffload.backends.log_rate import Throttle
-from kvoffload.backends.presence import PresenceCache
 from kvoffload.backends.redis.admin import RedisAdmin, usage_of
 from kvoffload.backends.redis.chunk_io import ChunkIO, Sealer, TransferBatch
 from kvoffload.backends.redis.connection import RedisRequest
@@ -59,10 +57,6 @@ class RedisBackend(RedisAdmin, Observable):
             log.warning("redis: %s; %s", problem, remedy)
         self._sealer = Sealer(namespace_digest(namespace), value_key(options.secret_file))
         self._counters: Counter[str] = Counter()
-        self._presence = PresenceCache(
-            self._ask, options.lookup_timeout_s, options.present_s, options.absent_s
-        )
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._topology: Topology | None = None
         self._io: ChunkIO | None = None
         self._closed = False
@@ -104,11 +98,8 @@ class RedisBackend(RedisAdmin, Observable):
                 arrived(i)
                 return
             self._counters[f"read_{why}"] += 1
-            if why == "missing":
-                self._presence.set(keys[i], False)
-            elif why.startswith("corrupt_"):
+            if why.startswith("corrupt_"):
                 self._damaged.warning("redis: a value is not the chunk asked for (%s)", why)
-                self._presence.set(keys[i], False)
                 self._check_again(keys[i], into[i].nbytes)
 
         batch = TransferBatch()
@@ -125,10 +116,7 @@ class RedisBackend(RedisAdmin, Observable):
         prolonged = await self._count(keys, b"PEXPIRE", self._ttl_ms)
         io = await self._ready()
         ok = [answer == 1 for answer in prolonged]
-        for key, present in zip(keys, ok, strict=True):
-            if present:
-                self._counters["write_present"] += 1
-                self._presence.set(key, True)
+        self._counters["write_present"] += sum(ok)
         if io is None:
             return ok
         self._info.note_use()
@@ -137,7 +125,6 @@ class RedisBackend(RedisAdmin, Observable):
             self._counters[f"write_{why}" if why else "write_ok"] += 1
             if not why:
                 ok[i] = True
-                self._presence.set(keys[i], True)
 
         batch = TransferBatch()
         for i, (key, view) in enumerate(zip(keys, chunks, strict=True)):
@@ -147,8 +134,6 @@ class RedisBackend(RedisAdmin, Observable):
         return ok
 
     async def remove(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self._presence.set(key, False)
         await self._count(keys, b"UNLINK")
 
     async def close(self) -> None:
@@ -161,16 +146,7 @@ class RedisBackend(RedisAdmin, Observable):
             ending += self._topology.close()
         await asyncio.gather(*ending, return_exceptions=True)
 
-    # On the engine's thread.
-
-    def holds(self, key: bytes) -> bool | None:
-        topology = self._topology
-        if self._closed or (topology is not None and topology.is_open(key.hex().encode())):
-            return False
-        return self._presence.holds(key)
-
-    def forget(self, keys: Sequence[bytes]) -> None:
-        self._presence.forget(keys)
+    # What it tells of itself.
 
     def usage(self) -> Usage:
         """Return the servers' totals from the last handshake, for all their data."""
@@ -181,7 +157,6 @@ class RedisBackend(RedisAdmin, Observable):
         counts = dict(self._counters)
         counts["connections"] = sum(node.num_connections for node in self._nodes())
         counts["breakers_open"] = sum(node.is_open for node in self._nodes())
-        counts["verdicts"] = len(self._presence)
         return counts
 
     async def describe(self, facts: Mapping[str, str]) -> None:
@@ -195,19 +170,15 @@ class RedisBackend(RedisAdmin, Observable):
     async def diagnose(self) -> list[Finding]:
         return await diagnose(self._access, self)
 
-    # On the loop's thread.
-
     async def _ready(self) -> ChunkIO | None:
         """Connect at the first call; return None once closed."""
         if self._closed:
             return None
         if self._topology is None:
-            self._loop = asyncio.get_running_loop()
-            self._topology = open_topology(self._access, self._counters, self._presence.clear)
+            self._topology = open_topology(self._access, self._counters)
             # A secret changes the names: an engine without it must not see damaged values.
             prefix = f"{namespace_prefix(self._namespace)}{self._sealer.scheme}:".encode()
             self._io = ChunkIO(self._topology, self._sealer, prefix, self._ttl_ms)
-            self._spawn(self._look_up())  # keys asked for before the loop ran
         await self._topology.ready()
         return None if self._closed else self._io
 
@@ -233,19 +204,6 @@ class RedisBackend(RedisAdmin, Observable):
                 await self.remove([key])
         finally:
             self._suspects.discard(key)
-
-    def _ask(self) -> None:
-        """Start a lookup. Called on the engine's thread."""
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed; the deadline answers
-                self._loop.call_soon_threadsafe(lambda: self._spawn(self._look_up()))
-
-    async def _look_up(self) -> None:
-        if self._topology is None:
-            return  # the first call will look up
-        keys = self._presence.take_questions()
-        if keys:
-            self._presence.answer(keys, await self.contains(keys))
 
     async def _count(
         self, keys: Sequence[bytes], command: bytes, *arguments: bytes

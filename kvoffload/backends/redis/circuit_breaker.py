@@ -32,7 +32,7 @@ class CircuitBreaker:
     Repeated relapses without a success make probes rarer: a server that answers probes and fails
     requests does not get new requests each second.
 
-    Any thread may read ``is_open``. Everything else belongs to the I/O loop.
+    It belongs to the I/O loop.
     """
 
     max_failures: int = 3

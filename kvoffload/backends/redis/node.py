@@ -5,7 +5,7 @@ and stores wait in two queues, loads first, for a data connection with room. A b
 flight holds for all connections together. An opening circuit breaker drops every connection and
 fails every queued request. A task then probes the server with the kind of request that failed.
 
-All code here runs on the I/O loop's thread, except ``is_open``, which any thread may read.
+All code here runs on the I/O loop's thread.
 """
 
 import asyncio
@@ -48,7 +48,6 @@ class Node:
             the master.
         access: Credentials and options.
         counters: The backend's.
-        on_restart: Runs when the server may have lost its chunks.
         on_trouble: Runs when the server may no longer be in charge of its keys.
     """
 
@@ -57,7 +56,6 @@ class Node:
         resolve: Resolve,
         access: Access,
         counters: Counter[str],
-        on_restart: Callable[[], None],
         on_trouble: Callable[[], None],
     ) -> None:
         self.breaker = CircuitBreaker()
@@ -66,7 +64,6 @@ class Node:
         self._access = access
         self._options = access.options
         self._counters = counters
-        self._on_restart = on_restart
         self._on_trouble = on_trouble
         self._loop = asyncio.get_running_loop()
         self._probe_request: HealthProbe | None = None
@@ -256,13 +253,9 @@ class Node:
         return connection
 
     def _identify(self, address: Address, server: ServerInfo) -> None:
-        """Notice a failover or a restart, which invalidates the presence cache."""
-        moved = self._address is not None and address != self._address
-        if moved:  # the old connections lead to a server that is no longer the master
+        """Notice a failover: the old connections lead to a server that is the master no more."""
+        if self._address is not None and address != self._address:
             self._drop_connections("moved")
-        run_id = server.get("run_id")
-        if moved or not run_id or run_id != self.server.get("run_id"):
-            self._on_restart()
         self._address, self.server = address, server
 
     def _lost(
@@ -276,8 +269,6 @@ class Node:
             return  # still in its handshake: the code that awaits it handles the loss
         if reason in ("shutdown", "moved", "breaker_open"):
             return
-        if reason == "closed" and not self.server.get("run_id"):
-            self._on_restart()  # possibly: without a run id the next handshake cannot tell
         self._counters[f"connection_lost_{reason.partition(':')[0].lower()}"] += 1
         log.debug("redis at %s: connection lost: %s", self._label, reason)
         # No failure: an idle connection closed by the server, a cancel, one damaged value.
@@ -311,7 +302,6 @@ class Node:
                 self._on_trouble()
                 continue
             self.breaker.probe_succeeded()
-            self._on_restart()  # the presence cache has the misses of the outage
             self._counters["breaker_closed"] += 1
             log.warning("redis at %s is back", self._label)
             self._join(self._lookup, connection)

@@ -75,16 +75,10 @@ class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     min_bandwidth: ByteSize = ByteSize(4 << 20)
     """Bytes a second; a slower connection counts as hung."""
     lookup_timeout_s: float = 0.25
-    """Deadline of a lookup; a later answer counts as absent."""
-    present_s: float = 5.0
-    """How long a lookup's "present" stays valid; not read under vLLM, where it is 5 s."""
-    absent_s: float = 1.0
-    """How long a lookup's "absent" stays valid; not read under vLLM, where it is 1 s."""
+    """A lookup, or a PING at a connect, that takes longer counts as a failure of the server."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "ttl_s", "connect_timeout_s", "timeout_s", "lookup_timeout_s", "present_s", "absent_s",
-        ):  # fmt: skip
+        for name in ("ttl_s", "connect_timeout_s", "timeout_s", "lookup_timeout_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(name, getattr(self, name), "must be a positive number of seconds")
         if not 0.001 <= self.ttl_s <= _TEN_YEARS_S:

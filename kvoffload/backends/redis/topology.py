@@ -33,8 +33,7 @@ _SHOWN_SERVERS = 5
 class SingleServer:
     """One server at a time: always the same one, or the master that Sentinels name.
 
-    :class:`Cluster` has the same methods. They run on the I/O loop's thread, except
-    :meth:`is_open`.
+    :class:`Cluster` has the same methods. They run on the I/O loop's thread.
     """
 
     def __init__(self, node: Node) -> None:
@@ -57,10 +56,6 @@ class SingleServer:
             self._warned = True
             log.error("this Redis is a cluster: write redis+cluster:// (%s)", error.code)
         return None
-
-    def is_open(self, key: bytes) -> bool:
-        """Return True if the circuit breaker of the key's server is open. On any thread."""
-        return self._node.is_open
 
     def close(self) -> list[asyncio.Task[None]]:
         return self._node.close()
@@ -125,10 +120,6 @@ class Cluster:
             self._stale.set()
         return node, error.code == "ASK"
 
-    def is_open(self, key: bytes) -> bool:
-        node = self._slots[key_slot(key)]
-        return node.is_open if node is not None else self._failing
-
     def close(self) -> list[asyncio.Task[None]]:
         self._refresher.cancel()
         return [self._refresher, *(task for node in self._nodes.values() for task in node.close())]
@@ -181,20 +172,16 @@ class Cluster:
 Topology = SingleServer | Cluster
 
 
-def open_topology(
-    access: Access, counters: Counter[str], on_restart: Callable[[], None]
-) -> Topology:
+def open_topology(access: Access, counters: Counter[str]) -> Topology:
     """Make the topology of a URL. Call it on the I/O loop's thread."""
     target = access.target
     if target.kind == "cluster":
         return Cluster(
             access,
-            lambda address, on_trouble: Node(
-                _fixed(address), access, counters, on_restart, on_trouble
-            ),
+            lambda address, on_trouble: Node(_fixed(address), access, counters, on_trouble),
         )
     resolve = SentinelResolver(access) if target.kind == "sentinel" else _fixed(target.addresses[0])
-    return SingleServer(Node(resolve, access, counters, on_restart, lambda: None))
+    return SingleServer(Node(resolve, access, counters, lambda: None))
 
 
 def _fixed(address: Address) -> Resolve:

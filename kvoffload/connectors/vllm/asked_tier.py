@@ -8,15 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvoffload.backends.base import Removal
-from kvoffload.backends.presence import PresenceCache
 from kvoffload.connectors.vllm.presence_messages import Question
+from kvoffload.io.presence import PresenceCache
 
 PRESENT_S = 5.0
 """How long an answer "present" is believed; a new one takes two steps of the engine."""
 ABSENT_S = 1.0
-FORGOTTEN_S = 60.0
-"""How long a chunk that could not be loaded counts as absent. A store that keeps announcing it
-would otherwise cost every request a failed load."""
 MAX_ANNOUNCED = 1_000_000
 """Chunks whose removal this engine tells of; of older ones it does not."""
 
@@ -46,9 +43,7 @@ class AskedTier:
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
         self._clock = clock
-        self._cache = PresenceCache(
-            self._note_question, timeout_s, PRESENT_S, ABSENT_S, FORGOTTEN_S, clock
-        )
+        self._cache = PresenceCache(self._note_question, timeout_s, PRESENT_S, ABSENT_S, clock)
         self._has_questions = False
         self._open: dict[int, _Open] = {}
         self._number = 0

@@ -38,7 +38,7 @@ async def test_a_wrong_number_of_buffers_is_an_error_before_any_connect():
         await backend.read(keys_of(2), slots(1))
     with pytest.raises(ValueError, match="1 keys, but 2 buffers"):
         await backend.write(keys_of(1), slots(2))
-    assert backend.counters() == {"connections": 0, "breakers_open": 0, "verdicts": 0}
+    assert backend.counters() == {"connections": 0, "breakers_open": 0}
     await backend.close()
 
 
@@ -53,11 +53,9 @@ async def test_stores_and_misses_are_counted_once_each():
         backend = open_backend("redis", options, "n")
         assert await backend.write(keys, filled(keys)) == [True] * 5
         assert await backend.read(keys, slots(5)) == [False] * 5
-        assert [backend.holds(key) for key in keys] == [False] * 5  # without another question
         counts = backend.counters()
         shown = {name: counts.get(name) for name in ("write_present", "write_ok", "read_missing")}
         assert shown == {"write_present": 1, "write_ok": 4, "read_missing": 5}
-        assert counts["verdicts"] == 5
         assert sent(server, b"PSETEX") == 4
         await backend.close()
 

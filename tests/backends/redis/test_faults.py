@@ -10,10 +10,8 @@ import subprocess
 
 import pytest
 
-from kvoffload import open_backend
-from kvoffload.testing.backends import filled, keys_of
-from tests.support.io_loop import IOLoop
-from tests.support.redis_engine import LIMIT_S, RedisEngine, until
+from kvoffload.testing.backends import keys_of
+from tests.support.redis_engine import RedisEngine, until
 from tests.support.redis_server import BINARY, MISSING, RedisServer, free_port
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
@@ -34,7 +32,6 @@ async def test_killed_it_is_left_alone_and_found_again(server):
         assert await engine.load() == [False] * 8
         assert await engine.store() == [False] * 8
         assert await engine.backend.contains(engine.keys) == [False] * 8
-        assert engine.backend.holds(engine.keys[0]) is False
         connects = engine.count("connect_failed")
         await engine.load()
         assert engine.count("connect_failed") == connects  # open means: not even tried
@@ -48,18 +45,13 @@ async def test_never_there_at_all_it_is_a_miss():
         assert await engine.store() == [False] * 8
 
 
-async def test_restarted_empty_old_verdicts_are_dropped(server):
-    async with RedisEngine(server.url, present_s=3600.0) as engine:
+async def test_restarted_empty_it_has_nothing(server):
+    async with RedisEngine(server.url) as engine:
         await engine.store()
-        assert engine.backend.holds(engine.keys[0]) is True
+        assert await engine.backend.contains(engine.keys) == [True] * 8
         server.kill()
         server.start()
-
-        async def noticed():
-            await engine.backend.contains(engine.keys)
-            return engine.backend.holds(engine.keys[0]) is not True
-
-        await until(noticed)
+        assert await engine.backend.contains(engine.keys) == [False] * 8
         assert not any(await engine.load())
         await engine.back()
 
@@ -77,15 +69,13 @@ async def test_restarted_and_used_again_the_facts_are_back(server):
         await until(known)
 
 
-async def test_connections_closed_for_idleness_change_no_verdict(server):
-    """The run id shows that the process is still the same."""
-    async with RedisEngine(server.url, present_s=3600.0) as engine:
+async def test_connections_closed_for_idleness_lose_no_lookup(server):
+    async with RedisEngine(server.url) as engine:
         await engine.store()
         server.cli("client", "kill", "type", "normal")
         await until(lambda: disconnected(engine))
-        assert engine.backend.holds(engine.keys[0]) is True
+        assert await engine.backend.contains(engine.keys) == [True] * 8
         assert await engine.hits()
-        assert engine.backend.holds(engine.keys[0]) is True
 
 
 async def disconnected(engine):
@@ -230,43 +220,6 @@ async def test_clients_killed_all_the_time(server):
             await asyncio.to_thread(server.cli, "client", "kill", "type", "normal")
             await calls
         await engine.back()
-
-
-async def test_lookups_on_the_engines_thread_end_by_themselves_while_the_server_is_paused(server):
-    """As in an engine: the loop has a thread of its own, lookups run on this one."""
-    io = IOLoop()
-    backend = open_backend("redis", {"url": server.url, "timeout_s": 0.3}, "faults")
-    io.call(backend.contains([]), LIMIT_S)
-    keys = keys_of(20, "faults")
-    try:
-        assert all(io.call(backend.write(keys[:10], filled(keys[:10])), LIMIT_S))
-        assert await answers(backend, keys) == [True] * 10 + [False] * 10
-        server.pause()
-        unknown = keys_of(50, "unknown")
-        assert await answers(backend, unknown) == [False] * 50
-        server.resume()
-
-        async def known_again():
-            return await answers(backend, keys) == [True] * 10 + [False] * 10
-
-        await until(known_again)
-    finally:
-        io.call(backend.close(), LIMIT_S)
-        io.close()
-
-
-async def answers(backend, keys):
-    """Look up like a scheduler: each step again until every key has an answer."""
-    found = {}
-
-    async def all_answered():
-        for key in keys:
-            if found.get(key) is None:
-                found[key] = backend.holds(key)
-        return None not in found.values()
-
-    await until(all_answered)
-    return [found[key] for key in keys]
 
 
 async def test_sentinels_lead_to_the_new_master_after_a_failover(tmp_path):

@@ -1,8 +1,9 @@
 """A presence cache: which chunks a store has, as far as that was known a short while ago.
 
-The engine's thread asks and never waits; the I/O loop's thread answers. A key is asked for once, in
-one batch with the other keys of that moment. Until the answer comes the presence is None; after the
-deadline it is False. Entries expire quickly, because other engines store and stores evict.
+It serves stores without an index. The engine's thread asks and never waits; another thread answers.
+A key is asked for once, in one batch with the other keys of that moment. Until the answer comes the
+presence is None; after the deadline it is False. Entries expire quickly, because other engines
+store and stores evict.
 """
 
 import time
@@ -11,8 +12,9 @@ from typing import NamedTuple
 
 MAX_ENTRIES = 200_000
 """The oldest entries beyond this number are dropped; their keys are asked for again."""
-FORGOTTEN_S = 10.0
-"""How long a chunk whose load failed counts as absent, unless it is written again."""
+FORGOTTEN_S = 60.0
+"""How long a chunk that could not be loaded counts as absent, unless it is written again. A store
+that keeps announcing it would otherwise cost every request a failed load."""
 
 
 class PresenceEntry(NamedTuple):
@@ -23,7 +25,7 @@ class PresenceEntry(NamedTuple):
 
 
 class PresenceCache:
-    """Answers :class:`~kvoffload.backends.base.LocalIndex` from memory.
+    """Answers lookups from memory.
 
     Two threads share one dictionary without a lock, because each step on it is atomic. The later of
     two answers stands. An answer to a question never replaces an entry made after the question.
@@ -33,7 +35,6 @@ class PresenceCache:
         timeout_s: how long a key may stay at None.
         present_s: how long a True is believed.
         absent_s: how long a False is believed.
-        forgotten_s: how long a chunk whose load failed counts as absent.
         clock: seconds, monotonic.
     """
 
@@ -43,22 +44,18 @@ class PresenceCache:
         timeout_s: float,
         present_s: float,
         absent_s: float,
-        forgotten_s: float = FORGOTTEN_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ask = ask
         self._timeout_s = timeout_s
         self._present_s = present_s
         self._absent_s = absent_s
-        self._forgotten_s = forgotten_s
         self._clock = clock
         self._entries: dict[bytes, PresenceEntry] = {}
         self._questions: list[bytes] = []
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def holds(self, key: bytes) -> bool | None:
+        """Return True, False, or None for "ask again"; ask the store for an unknown key."""
         now = self._clock()
         entry = self._entries.get(key)
         if entry is not None:
@@ -78,11 +75,12 @@ class PresenceCache:
         return None
 
     def forget(self, keys: Sequence[bytes]) -> None:
+        """Count chunks that could not be loaded as absent."""
         for key in keys:
-            self._put(key, False, self._forgotten_s)
+            self._put(key, False, FORGOTTEN_S)
 
     def take_questions(self) -> list[bytes]:
-        """Return the keys asked for since the last call; on the I/O loop's thread."""
+        """Return the keys asked for since the last call; on the answering thread."""
         taken: list[bytes] = []
         # Until none is left: only the first key of a batch causes a call.
         while questions := self._questions[:]:
@@ -100,12 +98,6 @@ class PresenceCache:
     def set(self, key: bytes, present: bool) -> None:
         """Note that a chunk was written, found, or found missing."""
         self._put(key, present, self._present_s if present else self._absent_s)
-
-    def clear(self) -> None:
-        """Drop all answers, not the open questions: the store is another one now."""
-        for key, entry in list(self._entries.items()):
-            if entry.present is not None:
-                self._entries.pop(key, None)
 
     def _put(self, key: bytes, present: bool | None, seconds: float) -> None:
         while len(self._entries) >= MAX_ENTRIES:
