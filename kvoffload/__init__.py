@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from kvoffload.backends.admin import Admin
     from kvoffload.backends.base import (
         Backend,
-        ListedIndex,
         LocalIndex,
         Observable,
         ReadResult,
@@ -44,8 +43,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "backends.admin": ("Admin",),
     "backends.base": (
-        "Backend", "ListedIndex", "LocalIndex", "Observable", "ReadResult", "ReadsEach", "Removal",
-        "Usage",
+        "Backend", "LocalIndex", "Observable", "ReadResult", "ReadsEach", "Removal", "Usage",
     ),
     "backends.threaded": ("InlineBackend", "ThreadedBackend"),
     "config": ("BackendConfig", "ByteSize", "OffloadConfig", "parse_config"),
@@ -67,7 +65,7 @@ _HOMES = {name: f"kvoffload.{module}" for module, names in _MODULES.items() for 
 
 __all__ = [
     "Admin", "Backend", "BackendConfig", "ByteSize", "CanonicalKVCaches", "ChunksRemoved",
-    "ChunksStored", "ConfigError", "Exporter", "InlineBackend", "KVOffloadError", "ListedIndex",
+    "ChunksStored", "ConfigError", "Exporter", "InlineBackend", "KVOffloadError",
     "LoadOutcome", "LocalConnector", "LocalIndex", "Observable", "OffloadConfig", "OffloadKey",
     "OffloadRequest", "OffloadingEvent", "OffloadingManager", "OffloadingSpec", "Policy",
     "ReadResult", "ReadsEach", "Removal", "ThreadedBackend", "Usage", "UsageError", "__version__",

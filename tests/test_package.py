@@ -35,7 +35,7 @@ PUBLIC = {
     "ConfigError", "KVOffloadError", "UsageError",
     "LocalConnector", "OffloadRequest", "LoadOutcome", "canonicalize_kv_caches",
     "CanonicalKVCaches", "OffloadKey", "make_offload_key", "namespace",
-    "Backend", "ThreadedBackend", "InlineBackend", "LocalIndex", "ListedIndex", "Observable",
+    "Backend", "ThreadedBackend", "InlineBackend", "LocalIndex", "Observable",
     "ReadsEach", "Admin", "ReadResult", "Removal", "Usage", "Policy",
     "OffloadingManager", "OffloadingSpec", "OffloadingEvent", "ChunksStored", "ChunksRemoved",
     "Exporter",

@@ -7,7 +7,6 @@ blocking functions: see :class:`kvoffload.backends.threaded.ThreadedBackend`.
 
 Four protocols are optional: :class:`LocalIndex`, :class:`Observable`, :class:`ReadsEach` and
 :class:`kvoffload.backends.admin.Admin`. Inherit one and define what differs from its defaults.
-:class:`ListedIndex` is a :class:`LocalIndex` that other processes can follow.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -130,23 +129,19 @@ class BackendFactory(Protocol):
 
 @runtime_checkable
 class LocalIndex(Protocol):
-    """Optional: answers "is this chunk here?" at once, on the engine's thread, without I/O."""
+    """Optional: an index in memory of all chunks of a store, which lists them for one reader.
 
-    def holds(self, key: bytes) -> bool | None:
-        """Return True, False, or None for "ask again" until the lookup deadline at most."""
+    The reader is the engine's process: it keeps a copy, and need not ask through ``contains``. All
+    methods are called on the I/O loop and do no I/O.
+    """
+
+    def holds(self, key: bytes) -> bool:
+        """Return whether a read would probably find the chunk."""
         ...
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Answer False for these keys, whose load just failed, until they are written again."""
         ...
-
-
-@runtime_checkable
-class ListedIndex(LocalIndex, Protocol):
-    """Optional: a local index that knows all its chunks, and lists them for one reader.
-
-    The reader keeps a copy, in another process for example. Its calls do no I/O.
-    """
 
     def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
         """Return keys whose presence changed since they were last returned, with the presence.

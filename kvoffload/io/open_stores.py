@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from kvoffload import registry
 from kvoffload.backends.admin import Admin
-from kvoffload.backends.base import Backend, ListedIndex, LocalIndex, Observable, Removal
+from kvoffload.backends.base import Backend, LocalIndex, Observable, Removal
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
 from kvoffload.io.protocol import Figures, Open, Presence, TierSettings
@@ -26,7 +26,7 @@ class OpenStore:
     def __init__(self, name: str, backend: Backend) -> None:
         self.name = name
         self.backend = backend
-        self.index = backend if isinstance(backend, ListedIndex) else None
+        self.index = backend if isinstance(backend, LocalIndex) else None
         self.observable = backend if isinstance(backend, Observable) else None
         self.is_told = False
         """Whether the engine knows all that the index knew at some time."""
@@ -59,8 +59,8 @@ class OpenStore:
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Let the index answer False for these."""
-        if isinstance(self.backend, LocalIndex):
-            self._tried("forget", partial(self.backend.forget, keys), None)
+        if self.index is not None:
+            self._tried("forget", partial(self.index.forget, keys), None)
 
     def removals(self) -> list[Removal]:
         """Return the chunks that the store removed since the last call."""
@@ -84,7 +84,7 @@ class OpenStore:
         return now
 
     @property
-    def _index(self) -> ListedIndex:
+    def _index(self) -> LocalIndex:
         assert self.index is not None
         return self.index
 

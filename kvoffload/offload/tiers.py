@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from kvoffload.backends.base import LocalIndex, Removal
+from kvoffload.backends.base import Removal
 from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKey
 from kvoffload.offload.base import Transfer
 from kvoffload.offload.host_cache import HostCache
@@ -15,6 +15,18 @@ log = logging.getLogger(__name__)
 
 WHILE_LOADING = 4
 """While a load from a tier is in flight, write-through gets this part of its limit."""
+
+
+class Presence(Protocol):
+    """What the manager asks about a tier's chunks; it answers at once, without I/O."""
+
+    def holds(self, key: bytes) -> bool | None:
+        """Return True, False, or None for "ask again" until the lookup deadline at most."""
+        ...
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Answer False for these keys, whose load just failed, until they are written again."""
+        ...
 
 
 class RemovalSource(Protocol):
@@ -37,7 +49,7 @@ class Tier:
     """A store below host memory; an exception of a plug-in counts as a miss."""
 
     name: str
-    presence: LocalIndex
+    presence: Presence
     removals: RemovalSource | None = None
 
     @property

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvoffload.backends.admin import Admin
-from kvoffload.backends.base import ListedIndex, LocalIndex, Observable, ReadsEach
+from kvoffload.backends.base import LocalIndex, Observable, ReadsEach
 from kvoffload.testing.harness import (
     CHUNK_BYTES,
     LONG_S,
@@ -258,7 +258,7 @@ class BackendSuite(IndexSuite, HazardSuite):
     async def test_optional_protocols_are_whole(self) -> None:
         """An engine calls no method of a protocol that is incomplete."""
         backend = await self.opened()
-        for protocol in (LocalIndex, ListedIndex, Observable, Admin):
+        for protocol in (LocalIndex, Observable, Admin):
             names = [name for name in vars(protocol) if not name.startswith("_")]
             own = [name for name in names if name != "close" and hasattr(backend, name)]
             remedy = f"{protocol.__name__} is incomplete beside {own}: inherit it"
@@ -314,15 +314,15 @@ class PersistentBackendSuite(BackendSuite):
     async def test_a_new_reader_gets_the_chunks_of_earlier_processes(self) -> None:
         """Where changes are listed, all stored chunks are listed before ``is_complete``."""
         one, two, keys = await self.opened(), self.open("two"), keys_of(6)
-        if not isinstance(one, ListedIndex):
-            pytest.skip("lists no changes")
+        if not isinstance(one, LocalIndex):
+            pytest.skip("has no index")
         await self.closed_later(two)
         await one.write(keys, filled(keys))
         await two.write(keys_of(3, "two"), filled(keys_of(3, "two")))
         await one.close()
         again = self.open("suite")
         self._opened.append(again)
-        assert isinstance(again, ListedIndex)
+        assert isinstance(again, LocalIndex)
         copy: set[bytes] = set()
         while not again.is_complete:
             await asyncio.sleep(0)

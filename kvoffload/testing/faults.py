@@ -14,7 +14,6 @@ import msgspec
 from kvoffload.backends.base import (
     Answers,
     Backend,
-    ListedIndex,
     LocalIndex,
     Observable,
     ReadsEach,
@@ -57,7 +56,7 @@ class FaultyBackend:
         self._calls: dict[tuple[int, str], int] = {}
         self._released = asyncio.Event()
         # From Python 3.12 on, isinstance() of a protocol finds attributes but no __getattr__.
-        protocols: tuple[Any, ...] = (LocalIndex, ListedIndex, Observable)
+        protocols: tuple[Any, ...] = (LocalIndex, Observable)
         for protocol in protocols:
             if isinstance(inner, protocol):
                 for name in vars(protocol):
@@ -72,7 +71,7 @@ class FaultyBackend:
 
     @property
     def is_complete(self) -> bool:
-        """Of the inner backend, which must be a :class:`ListedIndex`; changes while it is open."""
+        """Of the inner backend, which must be a :class:`LocalIndex`; changes while it is open."""
         return bool(self.inner.is_complete)  # type: ignore[attr-defined]
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:

@@ -177,7 +177,7 @@ class DiskBackend(ThreadedBackend, Admin):
         return self._is_serving and self._store.knows(name_of(0, key))
 
     def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
-        """Return what appeared or left, whichever process did it; see :class:`ListedIndex`.
+        """Return what appeared or left, whichever process did it; see :class:`LocalIndex`.
 
         A chunk that expires is reported up to a minute later, at the next search for such chunks.
         """
