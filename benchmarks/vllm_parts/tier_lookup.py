@@ -1,12 +1,10 @@
 """Lookups of a prompt whose chunks are on a tier, by the number of ranks; needs no vLLM."""
 
-import asyncio
 import tempfile
 import time
 from collections.abc import Callable
 
 from benchmarks.harness import Row, row
-from kvoffload.backends.base import Backend
 from kvoffload.connectors.vllm.tier_index import TierIndex
 from kvoffload.connectors.vllm.worker_presence import WorkerPresence
 from kvoffload.messages import OffloadKey, make_offload_key
@@ -15,6 +13,8 @@ from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.registry import open_backend
+from kvoffload.transfer.slab import Slab
+from tests.support.io_rig import client_over
 
 CHUNKS = 8_000
 INDEXED = 200_000
@@ -58,8 +58,8 @@ def _lookup_row(num_ranks: int) -> Row:
 def _idle_row() -> Row:
     with tempfile.TemporaryDirectory() as folder:
         options = {"root": f"{folder}/kv", "min_free": 0}
-        store: Backend = open_backend("disk", options, "bench")
-        presence = WorkerPresence(0, {"disk": store}, lambda work: None, 1.0)
+        client = client_over({"disk": open_backend("disk", options, "bench")}, Slab(1, 4096))
+        presence = WorkerPresence(0, client.tiers)
 
         def step() -> float:
             started = time.perf_counter()
@@ -69,7 +69,7 @@ def _idle_row() -> Row:
             return (time.perf_counter() - started) / 1000
 
         best = _best(step)
-        asyncio.run(store.close())
+        client.close()
     return row("a worker's step in which no store changed", best * 1e6, "us", GOAL_US, "goal")
 
 
