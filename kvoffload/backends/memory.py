@@ -1,6 +1,5 @@
 """A backend in this process's memory: the shortest complete one. Read it before writing yours."""
 
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
@@ -44,8 +43,6 @@ class MemoryBackend(InlineBackend):
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self._changes = ChangedKeys()
         self._is_complete = False
-        # holds() and forget() come from the engine's thread while the loop's thread writes.
-        self._lock = threading.Lock()
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return [key in self._chunks for key in keys]  # no turn of the loop for each key
@@ -56,12 +53,11 @@ class MemoryBackend(InlineBackend):
         return key in self._chunks
 
     def get(self, key: bytes, into: memoryview) -> ReadResult:
-        with self._lock:
-            chunk = self._chunks.get(key)
-            if chunk is None or len(chunk) != into.nbytes:
-                self.count("read_missing" if chunk is None else "read_length")
-                return ReadResult.MISSING
-            self._chunks.move_to_end(key)
+        chunk = self._chunks.get(key)
+        if chunk is None or len(chunk) != into.nbytes:
+            self.count("read_missing" if chunk is None else "read_length")
+            return ReadResult.MISSING
+        self._chunks.move_to_end(key)
         into[:] = chunk
         return ReadResult.HIT
 
@@ -69,30 +65,25 @@ class MemoryBackend(InlineBackend):
         if chunk.nbytes > self._capacity:
             self.count("refused_size")
             return False
-        with self._lock:
-            if key in self._chunks:
-                self._chunks.move_to_end(key)
-                return True
-        copy = bytes(chunk)
-        with self._lock:
-            self._drop(key)
-            while self._resident_bytes + len(copy) > self._capacity:
-                victim = next(iter(self._chunks))
-                self._drop(victim)
-                self._removals.append(Removal(victim, "evicted"))
-                self.count("evicted")
-            self._chunks[key] = copy
-            self._resident_bytes += len(copy)
-            self._changes.note(key)
+        if key in self._chunks:
+            self._chunks.move_to_end(key)
+            return True
+        while self._resident_bytes + chunk.nbytes > self._capacity:
+            victim = next(iter(self._chunks))
+            self._drop(victim)
+            self._removals.append(Removal(victim, "evicted"))
+            self.count("evicted")
+        self._chunks[key] = bytes(chunk)
+        self._resident_bytes += chunk.nbytes
+        self._changes.note(key)
         return True
 
     def delete(self, key: bytes) -> None:
         self.forget([key])
 
     def release(self) -> None:
-        with self._lock:
-            for key in list(self._chunks):
-                self._drop(key)
+        for key in list(self._chunks):
+            self._drop(key)
 
     # ---- optional protocols ----------------------------------------------------------------
 
@@ -101,14 +92,12 @@ class MemoryBackend(InlineBackend):
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Drop these chunks: a load of them failed, so they are of no use."""
-        with self._lock:
-            for key in keys:
-                self._drop(key)
+        for key in keys:
+            self._drop(key)
 
     def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
         if not self._changes.is_read:
-            with self._lock:
-                self._changes.begin(self._chunks)
+            self._changes.begin(self._chunks)
         keys = self._changes.take(limit)
         self._is_complete = self._is_complete or not self._changes
         return [(key, key in self._chunks) for key in keys]
