@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvoffload.backends.threaded import InlineBackend, ThreadedBackend
     from kvoffload.config import BackendConfig, ByteSize, OffloadConfig, parse_config
     from kvoffload.connectors.local import LocalConnector
-    from kvoffload.connectors.requests import OffloadRequest
+    from kvoffload.connectors.offload_requests import OffloadRequest
     from kvoffload.connectors.transfers import LoadOutcome
     from kvoffload.core.tensors import canonicalize_kv_caches
     from kvoffload.errors import ConfigError, KVOffloadError, UsageError
@@ -49,7 +49,7 @@ _MODULES = {
     "config": ("BackendConfig", "ByteSize", "OffloadConfig", "parse_config"),
     "connectors.local": ("LocalConnector",),
     "connectors.transfers": ("LoadOutcome",),
-    "connectors.requests": ("OffloadRequest",),
+    "connectors.offload_requests": ("OffloadRequest",),
     "core.tensors": ("canonicalize_kv_caches",),
     "errors": ("ConfigError", "KVOffloadError", "UsageError"),
     "messages": ("CanonicalKVCaches", "OffloadKey", "make_offload_key"),

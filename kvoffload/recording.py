@@ -66,7 +66,8 @@ def _append(path: str, line: bytes) -> None:
     # Block hashes confirm a guessed prompt, so the file is for its owner alone.
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
-        # One write a line: a killed process leaves whole lines, and several processes may append.
-        os.write(file, line)
+        if line:
+            # One write a line: a killed process leaves whole lines, and several may append.
+            os.write(file, line)
     finally:
         os.close(file)

@@ -36,14 +36,14 @@ from kvoffload.connectors.chunking import (
     to_load,
     to_store,
 )
-from kvoffload.connectors.prefix_search import longest
-from kvoffload.connectors.requests import (
+from kvoffload.connectors.offload_requests import (
     LoadBackoff,
     OffloadRequest,
     RequestState,
     UseCounter,
     new_state,
 )
+from kvoffload.connectors.prefix_search import longest
 from kvoffload.connectors.transfers import Load, LoadOutcome, Transfers
 from kvoffload.core.interface import KVCacheConfig
 from kvoffload.errors import ConfigError

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from kvoffload.connectors.chunking import ChunkGroups, Piece
 from kvoffload.connectors.jobs import JobTable
-from kvoffload.connectors.requests import LoadBackoff, RequestState
+from kvoffload.connectors.offload_requests import LoadBackoff, RequestState
 from kvoffload.messages import TransferResult, TransferSpec
 from kvoffload.offload.base import Job, LoadJob, Transfer
 from kvoffload.offload.manager import TieredOffloadingManager

@@ -14,7 +14,7 @@ import torch
 from kvoffload import registry
 from kvoffload.connectors.chunking import ChunkGroups
 from kvoffload.connectors.local import LocalConnector
-from kvoffload.connectors.requests import LoadBackoff
+from kvoffload.connectors.offload_requests import LoadBackoff
 from kvoffload.core.hashing import BlockHasher, HashChain
 from kvoffload.core.interface import (
     ChunkedLocalAttentionSpec,

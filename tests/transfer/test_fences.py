@@ -33,7 +33,7 @@ class Event:
 
 @pytest.fixture
 def fence():
-    return StreamFence()
+    return StreamFence(lambda fence: None)
 
 
 # ---- the engine's fence --------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from kvoffload.messages import (
 from kvoffload.transfer.cuda import stream_copier
 from kvoffload.transfer.cuda.copy_plan import CopyPlan
 from kvoffload.transfer.cuda.device import Device, Event, Stream
-from kvoffload.transfer.cuda.fences import EngineFence
+from kvoffload.transfer.cuda.fences import EngineFence, StreamFence
 from kvoffload.transfer.cuda.stream_copier import LANES, Launcher, StreamCopier, StreamJob
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
@@ -282,7 +282,7 @@ def test_a_staged_portion_takes_the_same_steps_however_many_chunks_it_has(to_hos
         """Opcodes of a portion."""
         blocks = np.random.default_rng(0).permutation(chunks)[:count]
         moves = layout.moves(GPULoadStoreSpec(blocks), blocks)
-        job = StreamJob(moves, to_host, EngineFence(device))
+        job = StreamJob(moves, to_host, EngineFence(device), StreamFence(launcher.watch))
         device.portions = 0
         count = count_opcodes(lambda: list(launcher._launch(job)), "kvoffload/transfer")
         return count, device.portions

@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import PrepareStoreOutput as VllmStoreOutput
 from vllm.v1.kv_offload.base import ReqContext as VllmContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvoffload.connectors.requests import UseCounter
+from kvoffload.connectors.offload_requests import UseCounter
 from kvoffload.connectors.vllm.engine_metrics import ManagerFigures, StatsPublisher
 from kvoffload.offload.base import (
     ChunksRemoved,

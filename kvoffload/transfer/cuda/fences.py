@@ -54,12 +54,15 @@ class Timing(NamedTuple):
 class StreamFence(CopyFence):
     """The end of one transfer on all streams that it used.
 
-    A thread that polls it or waits for it asks the device. The launching thread asks only for
-    calls of :meth:`when_reached`.
+    A thread that polls it or waits for it asks the device.
+
+    Args:
+        watch: has the fence polled from now on, because a call of :meth:`when_reached` waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watch: "Callable[[StreamFence], None]") -> None:
         super().__init__()
+        self._watch = watch
         self._timing = Timing()
         self._events: Sequence[Event] | None = None
 
@@ -72,9 +75,10 @@ class StreamFence(CopyFence):
                 self.reach(error)
         return self._is_reached
 
-    def settled(self) -> bool:
-        """Whether it is reached; asks the device only if a call waits for it."""
-        return self.done() if self._calls else self._is_reached
+    def when_reached(self, call: Callable[[], None]) -> None:
+        super().when_reached(call)
+        if not self._is_reached:
+            self._watch(self)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         if timeout_s is not None:

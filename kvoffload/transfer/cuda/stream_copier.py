@@ -60,7 +60,7 @@ class StreamJob:
     moves: Moves
     to_host: bool
     after: Fence
-    fence: StreamFence = field(default_factory=StreamFence)
+    fence: StreamFence
     lanes: list[Lane] = field(default_factory=list)
     """The lanes used so far, in the order of their first use."""
     timing: Timing = field(default_factory=Timing)
@@ -88,10 +88,9 @@ class Launcher:
             to_host: deque((table, None) for table in self._new_tables(TABLES))
             for to_host in (True, False)
         }
-        self._in_flight: list[StreamFence] = []
         self._has_ended = self._has_entered = False
         self._ending = threading.Lock()
-        self._queued: queue.SimpleQueue[StreamJob | None] = queue.SimpleQueue()
+        self._queued: queue.SimpleQueue[StreamJob | StreamFence | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvoffload-launch", daemon=True)
         self._thread.start()
 
@@ -111,6 +110,10 @@ class Launcher:
                 raise RuntimeError("the copier is closed")
             self._queued.put(job)
 
+    def watch(self, fence: StreamFence) -> None:
+        """Poll a fence until it is reached; from any thread."""
+        self._queued.put(fence)
+
     def end(self, timeout_s: float) -> bool:
         """Refuse new transfers and finish the queued ones; False if the time passed first."""
         with self._ending:
@@ -123,24 +126,27 @@ class Launcher:
 
     def _run(self) -> None:
         begun: dict[bool, deque[tuple[StreamJob, Iterator[bool]]]] = {True: deque(), False: deque()}
+        watched: list[StreamFence] = []
         is_open, is_stuck = True, False
         while is_open or any(begun.values()):
-            timeout_s: float | None = POLL_S if self._in_flight else None
+            timeout_s: float | None = POLL_S if watched else None
             if any(begun.values()):
                 timeout_s = POLL_S if is_stuck else 0
             with contextlib.suppress(queue.Empty):
                 job = self._queued.get(timeout=timeout_s)
                 if job is None:
                     is_open = False
+                elif isinstance(job, StreamFence):
+                    watched.append(job)
                 else:
                     begun[job.to_host].append((job, self._launch(job)))
             # Both directions take turns: a large store does not hold up a load.
             went_on = [self._advance(jobs) for jobs in begun.values() if jobs]
             is_stuck = not any(went_on)
-            self._in_flight = [fence for fence in self._in_flight if not fence.settled()]
+            watched = [fence for fence in watched if not fence.done()]
         self.fence_close()
-        for fence in self._in_flight:
-            fence.settled()
+        for fence in watched:
+            fence.done()
 
     def _advance(self, jobs: deque[tuple[StreamJob, Iterator[bool]]]) -> bool:
         """Take the next step of the first transfer; False if it can take none now."""
@@ -155,7 +161,6 @@ class Launcher:
             # Work enqueued before the error still runs; its end is marked below.
             failed = error
         jobs.popleft()
-        self._in_flight.append(job.fence)
         try:
             job.fence.all_enqueued(job.timing, self.fence_end(job), failed)
         except Exception as error:
@@ -311,7 +316,7 @@ class StreamCopier:
         return EngineFence(self._device.engine_event())
 
     def launch(self, moves: Moves, to_host: bool, after: Fence) -> CopyFence:
-        job = StreamJob(moves, to_host, after)
+        job = StreamJob(moves, to_host, after, StreamFence(self._launcher.watch))
         self._launcher.submit(job)
         return job.fence
 
