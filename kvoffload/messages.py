@@ -33,6 +33,11 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
     return OffloadKey(block_hash + group_idx.to_bytes(4, "big"))
 
 
+def get_offload_block_hash(key: OffloadKey) -> bytes:
+    """Return the block hash in a key."""
+    return key[:-4]
+
+
 def get_offload_group_idx(key: OffloadKey) -> int:
     """Return the KV cache group index in a key."""
     return int.from_bytes(key[-4:], "big")

@@ -26,6 +26,7 @@ from kvoffload.messages import (
     StagedLoadStoreSpec,
     TransferResult,
     TransferSpec,
+    get_offload_block_hash,
     get_offload_group_idx,
     make_offload_key,
 )
@@ -37,7 +38,8 @@ __all__ = [
     "OffloadKey", "OffloadingEvent", "OffloadingHandler", "OffloadingManager",
     "OffloadingSpec", "PrepareStoreOutput", "Reason", "ReqContext", "StagedLoadStoreSpec",
     "StoreJob", "Transfer", "TransferResult", "TransferSpec",
-    "get_offload_group_idx", "make_offload_key",
+    "get_offload_block_hash", "get_offload_group_idx",
+    "make_offload_key",
 ]  # fmt: skip
 
 
