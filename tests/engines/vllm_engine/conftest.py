@@ -341,6 +341,7 @@ def faulty_tier(tmp_path_factory):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-tier\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[kvoffload.backends]\nfaulty = faulty_tier:FaultyTier\nshy = faulty_tier:ShyTier\n"
+        "[vllm.general_plugins]\nfaulty_copies = faulty_tier:strike_copies\n"
     )
     plan = site / "plan.json"
 
@@ -351,7 +352,7 @@ def faulty_tier(tmp_path_factory):
 
     set_plan()
     paths = os.pathsep.join([str(site), str(Path(__file__).parent)])
-    return {"PYTHONPATH": paths}, str(plan), set_plan
+    return {"PYTHONPATH": paths, "FAULTY_COPIES": str(plan)}, str(plan), set_plan
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 ``faulty`` is a disk store, ``shy`` one that cannot say at once what it holds. The plan is JSON:
 ``{"tier": [plans of kvoffload.testing.faults], "copy": {"fault": "fail" or "raise", "every": 3}}``;
-``copy`` strikes the copies between the KV cache and host memory of the same process.
+``copy`` strikes the copies between the KV cache and host memory in vLLM's processes.
 """
 
 import os
@@ -52,7 +52,6 @@ class FaultyTier(FaultyBackend):
     def __init__(self, options, namespace):
         super().__init__(self._below(options, namespace))
         self._file = PlanFile(options.plan)
-        FaultyCopies.follow(self._file)
 
     def _below(self, options, namespace):
         return DiskBackend(DiskBackend.Options(root=options.root, min_free=0), namespace)
@@ -78,6 +77,11 @@ class OnlyVerbs:
     def __init__(self, inner):
         self.contains, self.read, self.write = inner.contains, inner.read, inner.write
         self.remove, self.close = inner.remove, inner.close
+
+
+def strike_copies():
+    """Follow the plan of ``FAULTY_COPIES``; vLLM calls it in each of its processes."""
+    FaultyCopies.follow(PlanFile(os.environ["FAULTY_COPIES"]))
 
 
 class FaultyCopies:

@@ -66,7 +66,8 @@ def attached(tmp_path, faulty):
             [CanonicalKVCacheTensor(tensor, 4096)], [[CanonicalKVCacheRef(0, 4096)]]
         )
         ours = canonical(theirs, [0])
-        settings = read_settings({"cpu_bytes": 1 << 20, "backends": faulty(plans)})
+        backends = faulty(plans)  # registered in this process alone
+        settings = read_settings({"cpu_bytes": 1 << 20, "io": "thread", "backends": backends})
         spec = TieredOffloadingSpec(settings, 4096, {"test": "canary"})
         made.append(spec)
         return spec, spec.open_engine(ours), ours, tensor
