@@ -4,6 +4,9 @@
 :class:`LocalConnector` with a disk tier and copies on the CPU. It counts calls, distinct functions
 and files of ``kvoffload`` by step, without comprehensions and without the disk's housekeeper. The
 numbers are the same on every machine, up to a few calls that depend on the timing of threads.
+
+It counts twice. With ``io: "process"`` only the engine's process is counted: what an engine pays.
+With ``io: "thread"`` both ends of the I/O server's socket are: the whole path.
 """
 
 import sys
@@ -91,17 +94,27 @@ def _until(done: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def _connector(root: str) -> LocalConnector:
+def _connector(root: str, form: str) -> LocalConnector:
     tensor = torch.zeros((8, 4096), dtype=torch.int8)
     caches = CanonicalKVCaches(
         (CanonicalKVCacheTensor(tensor, 4096),), ((CanonicalKVCacheRef(0, 4096),),)
     )
     disk = {"type": "disk", "root": root, "capacity": "1GiB", "min_free": 0}
-    settings = {"cpu_bytes": "1MiB", "policy": "lru", "backends": [disk]}
+    settings = {"cpu_bytes": "1MiB", "policy": "lru", "backends": [disk], "io": form}
     return LocalConnector(settings, caches, block_size=BLOCK, facts={"model": "m"})
 
 
-def _measure(root: str) -> dict[str, tuple[dict[str, int], list[str]]]:
+def measured() -> dict[str, tuple[dict[str, int], list[str]]]:
+    """Count each step: in the engine's process, and on the whole path."""
+    counted = {}
+    for form, what in (("process", "engine's process"), ("thread", "whole path")):
+        with tempfile.TemporaryDirectory() as root:
+            for step, counts in _measured(root, form).items():
+                counted[f"{step}, {what}"] = counts
+    return counted
+
+
+def _measured(root: str, form: str) -> dict[str, tuple[dict[str, int], list[str]]]:
     hops = Hops()
     counted = {}
 
@@ -109,7 +122,7 @@ def _measure(root: str) -> dict[str, tuple[dict[str, int], list[str]]]:
         counted[name] = hops.during(action), hops.listed()
 
     try:
-        connector = _connector(root)
+        connector = _connector(root, form)
         request = Request("store")
         time.sleep(0.3)  # the store of chunks reads its folder first
 
@@ -123,7 +136,7 @@ def _measure(root: str) -> dict[str, tuple[dict[str, int], list[str]]]:
         step("store to host memory and disk", store)
         connector.request_finished(request)
         connector.close()
-        connector = _connector(root)
+        connector = _connector(root, form)
         request = Request("load")
         _until(lambda: connector.get_num_new_matched_tokens(request, 0))
         step("lookup", lambda: connector.get_num_new_matched_tokens(request, 0))
@@ -143,23 +156,20 @@ def _measure(root: str) -> dict[str, tuple[dict[str, int], list[str]]]:
 
 def run() -> dict[str, Any]:
     """Count the hops of a store, a lookup and a load."""
-    with tempfile.TemporaryDirectory() as root:
-        counted = _measure(root)
     return report(
         "hops",
         [
             row(f"{step}: {what}", count, "", GOALS[what], "goal")
             if what in GOALS
             else row(f"{step}: {what}", count, "")
-            for step, (counts, _) in counted.items()
+            for step, (counts, _) in measured().items()
             for what, count in counts.items()
         ],
     )
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        for name, (counts, functions) in _measure(folder).items():
-            print(f"{name}: {counts}")
-            if "--list" in sys.argv:
-                print("  " + "\n  ".join(functions))
+    for name, (counts, functions) in measured().items():
+        print(f"{name}: {counts}")
+        if "--list" in sys.argv:
+            print("  " + "\n  ".join(functions))

@@ -24,7 +24,10 @@ NEED_MORE = ("vllm",)
 LINUX_ONLY = ("disk", "e2e", "vllm")
 """Benches that empty the page cache or read past it; ``all`` leaves them out elsewhere."""
 
-NAMES_HELP = "copy, core, disk, e2e, load, manager, redis, redis_faults, vllm; or all (not vllm)."
+NAMES_HELP = (
+    "copy, core, disk, e2e, engine_step, hops, load, manager, redis, redis_faults, vllm; or all "
+    "(not vllm)."
+)
 
 
 def command(
