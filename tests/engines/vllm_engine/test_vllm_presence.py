@@ -56,9 +56,10 @@ def test_two_ranks_hit_after_a_restart_and_the_scheduler_opens_no_store(start, p
     processes = processes_below(engine.process.pid)
     cores = [pid for pid, command in processes.items() if "EngineCore" in command]
     workers = [pid for pid, command in processes.items() if "Worker" in command]
-    assert [len(cores), len(workers)] == [1, 2], processes
-    assert opens(cores[0], root) == []
-    assert all(opens(pid, root) for pid in workers)
+    servers = [pid for pid, command in processes.items() if "kvoffload.io.process" in command]
+    assert [len(cores), len(workers), len(servers)] == [1, 2, 2], processes
+    assert [opens(pid, root) for pid in cores + workers] == [[]] * 3
+    assert all(opens(pid, root) for pid in servers)
     engine.kill()
     again = start(settings(root), **options)
     time.sleep(5)  # nothing is asked of it

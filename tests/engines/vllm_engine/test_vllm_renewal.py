@@ -26,7 +26,8 @@ KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(2)]
 @pytest.fixture
 def settings(tmp_path):
     disk = {"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}
-    return read_settings({"cpu_bytes": 1 << 20, "backends": [disk]})
+    # In a thread, where `break_storage` takes effect.
+    return read_settings({"cpu_bytes": 1 << 20, "io": "thread", "backends": [disk]})
 
 
 @pytest.fixture
