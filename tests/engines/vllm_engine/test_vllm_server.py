@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections import Counter
 
 import pytest
 
@@ -128,12 +127,11 @@ def test_lines_stand_in_a_servers_log_as_vllms_own_do(serve, prompts):
     server.wait_ready()
     assert lines_with(server.log, "host slots on each of 1 ranks") == [("EngineCore", "INFO")]
     until = time.monotonic() + 120
-    while len(lines_with(server.log, AWAY)) < 2:
+    while not lines_with(server.log, AWAY):
         assert time.monotonic() < until, server.log[-3000:]
         server.ask(prompts(1, 200, seed=time.monotonic_ns())[0])
-    # One line a process, which its name tells apart.
-    said = Counter(lines_with(server.log, AWAY))
-    assert said == {("EngineCore", "WARNING"): 1, ("Worker", "WARNING"): 1}
+    # The I/O process says it once; its worker logs it.
+    assert lines_with(server.log, AWAY) == [("Worker", "WARNING")]
 
 
 def test_where_one_process_has_both_halves_a_stores_state_is_said_once(start, prompts):
