@@ -49,6 +49,8 @@ class Housekeeper:
         self._expire_at = 0.0
         self._saved_changes = store.root.quota.changes
         self._repairs = 0
+        self._others = 0
+        """Other writers at the last tick."""
         self._thread = threading.Thread(target=self._run, name="kvoffload-disk", daemon=True)
         self._thread.start()
 
@@ -130,6 +132,9 @@ class Housekeeper:
             self._repairs = root.repairs
             self._recount_now()
         root.clean_up()
+        if root.other_writers != self._others:
+            # Alone, the next scan may be a minute away; and what the last of them stored is there.
+            self._others, self._scan_at = root.other_writers, 0.0
         store.record_use()
         if root.quota.refresh() is None and root.evictor.held:
             self._recount_now()  # damaged: it refuses all stores until a full scan

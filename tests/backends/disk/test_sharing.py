@@ -96,6 +96,21 @@ async def test_the_owner_sees_what_others_use(tmp_path):
     await owner.close()
 
 
+async def test_a_process_long_alone_soon_sees_what_a_new_one_stores(tmp_path):
+    alone = open_disk(tmp_path)
+    housekeeper = alone._housekeeper
+    assert await until(lambda: housekeeper._scan_at > time.monotonic() + 30)
+    other = open_disk(tmp_path)
+    keys = keys_of(3)
+    await write(other, keys[:2])
+    assert await until(lambda: all(map(alone.holds, keys[:2])))
+    # ... and what it stored last, however short its life.
+    await write(other, keys[2:])
+    await other.close()
+    assert await until(lambda: alone.holds(keys[2]))
+    await alone.close()
+
+
 @pytest.mark.parametrize("drift", [5 * ON_DISK, -3 * ON_DISK])
 async def test_a_figure_gone_astray_among_several_writers_is_counted_anew(
     tmp_path, monkeypatch, drift
