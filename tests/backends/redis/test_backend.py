@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import pytest
 
 from kvoffload import open_backend
-from kvoffload.backends.redis.chunk_io import INLINE_BYTES, Sealer
 from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import (
     CHUNK_BYTES,
@@ -31,22 +30,6 @@ from tests.support.redis_server import (
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 PATIENT = {"timeout_s": 5.0, "connect_timeout_s": 5.0, "lookup_timeout_s": 5.0}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """One plain server, also on a Unix socket."""
-    folder = tmp_path_factory.mktemp("redis")
-    server = RedisServer(folder, "--unixsocket", str(folder / "sock"))
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def empty(server):
-    """The plain server, empty."""
-    server.cli("flushall")
-    return server
 
 
 TURN_THE_LAST_BYTE = """
@@ -284,173 +267,6 @@ async def test_a_changed_password_file_is_read_again(empty, tmp_path):
     assert await stores_and_loads(options)
 
 
-async def test_every_name_has_our_prefix_and_a_life_span(empty):
-    options = {"url": empty.url, "ttl_s": 100.0}
-    backend = open_backend("redis", options, "model/a:{b}*")
-    await backend.describe({"model": "m"})
-    keys = keys_of(3)
-    await backend.write(keys, filled(keys))
-    names = empty.cli("keys", "*").splitlines()
-    assert len(names) == 4
-    assert all(name.startswith("kvoffload:model%2Fa%3A%7Bb%7D%2A:") for name in names)
-    assert all(90 < int(empty.cli("ttl", name)) <= 100 for name in names)
-    await backend.close()
-
-
-async def test_reading_and_storing_again_prolong_a_chunks_life(empty):
-    backend = open_backend("redis", {"url": empty.url, "ttl_s": 100.0}, "n")
-    keys = keys_of(2)
-    await backend.write(keys, filled(keys))
-    names = empty.cli("keys", "*").splitlines()
-    for name in names:
-        empty.cli("pexpire", name, "5000")
-    await backend.read(keys[:1], slots(1))
-    assert sorted(int(empty.cli("ttl", name)) > 50 for name in names) == [False, True]
-    await backend.write(keys, filled(keys))
-    assert all(int(empty.cli("ttl", name)) > 50 for name in names)
-    assert backend.counters()["write_present"] == 2  # and nothing was sent again
-    await backend.close()
-
-
-def set_to(server, name, value):
-    """Replace a chunk by another value, around the backend."""
-    import redis
-
-    with redis.Redis(port=server.port) as client:
-        client.set(name, value)
-
-
-def tamper(server, change):
-    """Change the value of the only key by a function of its bytes, around the backend."""
-    import redis
-
-    with redis.Redis(port=server.port) as client:
-        (name,) = client.keys("kvoffload:*")
-        client.set(name, change(bytearray(client.get(name))))
-
-
-@pytest.mark.parametrize(
-    ("what", "change"),
-    [
-        ("payload", lambda v: v[:-1] + bytes([v[-1] ^ 1])),
-        ("header", lambda v: bytes([v[0] ^ 0x80]) + v[1:]),
-        ("size", lambda v: v[:-1]),
-        ("size", lambda v: v + b"x"),
-        ("size", lambda v: b""),
-        ("payload", lambda v: v[:300] + bytes(len(v) - 300)),
-    ],
-)
-async def test_a_damaged_value_is_a_miss_is_removed_and_can_be_stored_again(empty, what, change):
-    backend = open_backend("redis", {"url": empty.url, **PATIENT}, "n")
-    keys = keys_of(1)
-    await backend.write(keys, filled(keys))
-    tamper(empty, change)
-    assert await backend.read(keys, slots(1)) == [False], what
-    while empty.cli("dbsize") != "0":  # noqa: ASYNC110 - it happens in the server
-        await asyncio.sleep(0.01)
-    assert await backend.write(keys, filled(keys)) == [True]
-    assert await backend.read(keys, slots(1)) == [True]
-    assert backend.counters()["breakers_open"] == 0
-    await backend.close()
-
-
-async def test_a_value_under_another_key_is_a_miss(empty):
-    backend = open_backend("redis", {"url": empty.url, **PATIENT}, "n")
-    a, b = keys_of(2)
-    await backend.write([a], filled([a]))
-    (name,) = empty.cli("keys", "*").splitlines()
-    empty.cli("copy", name, name.replace(a.hex(), b.hex()))
-    assert await backend.contains([b]) == [True]
-    assert await backend.read([a, b], slots(2)) == [True, False]
-    assert backend.counters()["read_corrupt_key"] == 1
-    await backend.close()
-
-
-def test_seals_that_take_long_are_made_off_the_loop():
-    small, large = memoryview(bytes(CHUNK_BYTES)), memoryview(bytes(INLINE_BYTES + 1))
-    plain, keyed = Sealer(bytes(32), None), Sealer(bytes(32), bytes(32))
-    assert [plain.slow(small), plain.slow(large)] == [False, True]
-    assert [keyed.slow(small), keyed.slow(large)] == [True, True]
-
-
-def with_secrets(server, folder, *names):
-    """Backends that each have a secret of their own."""
-    for name in names:
-        (folder / name).write_text(name * 4 + "0123456789abcdef" * 2)
-        options = {"url": server.url, "secret_file": str(folder / name), **PATIENT}
-        yield open_backend("redis", options, "n")
-
-
-async def test_engines_with_different_secrets_keep_out_of_each_others_way(empty, tmp_path):
-    """As while a secret is changed on one engine after the other."""
-    old, new = with_secrets(empty, tmp_path, "old", "new")
-    keys = keys_of(8)
-    assert all(await old.write(keys, filled(keys)))
-    assert not any(await new.contains(keys))
-    assert not any(await new.read(keys, slots(8)))
-    assert all(await new.write(keys, filled(keys)))
-    assert all(await new.read(keys, slots(8)))
-    assert all(await old.read(keys, slots(8)))
-    assert empty.cli("dbsize") == "16"
-    await old.close()
-    await new.close()
-
-
-async def test_values_of_someone_without_the_secret_are_misses(empty, tmp_path):
-    """Every field and checksum is right, but the author did not have the secret."""
-    attacker, victim = with_secrets(empty, tmp_path, "theirs", "mine")
-    keys = keys_of(1)
-    await victim.write(keys, filled(keys))
-    (name,) = empty.cli("keys", "*").splitlines()
-    await attacker.write(keys, filled(keys))
-    (forged,) = set(empty.cli("keys", "*").splitlines()) - {name}
-    assert await attacker.read(keys, slots(1)) == [True]
-    empty.cli("copy", forged, name, "replace")
-    assert await victim.read(keys, slots(1)) == [False]
-    assert victim.counters()["read_corrupt_mac"] == 1
-    await attacker.close()
-    await victim.close()
-
-
-async def test_a_key_of_another_type_is_a_miss(empty):
-    backend = open_backend("redis", {"url": empty.url, **PATIENT}, "n")
-    keys = keys_of(2)
-    await backend.write(keys, filled(keys))
-    name = next(n for n in empty.cli("keys", "*").splitlines() if keys[0].hex() in n)
-    empty.cli("del", name)
-    empty.cli("rpush", name, "x")
-    assert await backend.read(keys, slots(2)) == [False, True]
-    while name in empty.cli("keys", "*"):  # noqa: ASYNC110 - it happens in the server
-        await asyncio.sleep(0.01)
-    assert await backend.contains(keys) == [False, True]
-    assert await backend.write(keys, filled(keys)) == [True, True]
-    assert await backend.read(keys, slots(2)) == [True, True]
-    assert backend.counters()["read_corrupt_type"] == 1
-    await backend.close()
-
-
-@pytest.mark.parametrize(
-    ("value", "misses"),
-    [("", 1), ("short", 1), ("x" * 3 * CHUNK_BYTES, 24)],
-    ids=["empty", "short", "far too long"],
-)
-async def test_a_value_of_a_wrong_size_costs_no_other_chunk(empty, value, misses):
-    """At most the next requests on the connection are misses, once."""
-    backend = open_backend("redis", {"url": empty.url, "connections": 1, **PATIENT}, "n")
-    keys = keys_of(24)
-    await backend.write(keys, filled(keys))
-    name = next(n for n in empty.cli("keys", "*").splitlines() if keys[5].hex() in n)
-    set_to(empty, name, value)
-    assert (await backend.read(keys, slots(24))).count(False) <= misses
-    while empty.cli("exists", name) == "1":  # noqa: ASYNC110 - it happens in the server
-        await asyncio.sleep(0.01)
-    assert empty.cli("dbsize") == "23"
-    assert (await backend.read(keys, slots(24))).count(False) == 1
-    assert backend.counters()["read_corrupt_size"] == 1
-    assert backend.counters()["breakers_open"] == 0
-    await backend.close()
-
-
 async def test_a_cluster_url_is_needed_for_a_cluster(cluster):
     assert not await stores_and_loads({"url": cluster[0].url}, count=8)
 
@@ -493,47 +309,6 @@ async def test_a_slot_that_moves_is_followed(cluster):
     assert backend.counters()["refused_moved"] == 1
     assert await backend.read(keys, slots(1)) == [True]
     assert backend.counters()["refused_moved"] == 1  # the table was corrected
-    await backend.close()
-
-
-async def test_usage_and_facts_can_be_read(empty):
-    backend = open_backend("redis", {"url": empty.url}, "n")
-    await backend.describe({"model": "llama", "dtype": "bf16"})
-    keys = keys_of(2)
-    await backend.write(keys, filled(keys))
-    assert backend.usage().resident_bytes > 0
-    assert backend.counters()["write_ok"] == 2
-    assert "llama" in empty.cli("get", "kvoffload:n:facts")
-    await backend.close()
-
-
-async def facts_are_there(server, namespace):
-    while "llama" not in server.cli("get", f"kvoffload:{namespace}:facts"):  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
-
-
-async def test_facts_are_back_soon_after_a_flush(empty):
-    backend = open_backend("redis", {"url": empty.url}, "n")
-    await backend.describe({"model": "llama"})
-    await facts_are_there(empty, "n")
-    empty.cli("flushall")
-    keys = keys_of(2)
-    await backend.write(keys, filled(keys))
-    await facts_are_there(empty, "n")
-    await backend.close()
-
-
-async def test_loads_alone_keep_the_facts_alive(empty):
-    backend = open_backend("redis", {"url": empty.url, "ttl_s": 100.0}, "n")
-    keys = keys_of(2)
-    await backend.describe({"model": "llama"})
-    await backend.write(keys, filled(keys))
-    await facts_are_there(empty, "n")
-    while int(empty.cli("pttl", "kvoffload:n:facts")) > 99_000:  # noqa: ASYNC110
-        await asyncio.sleep(0.05)
-    await backend.read(keys, slots(2))
-    while int(empty.cli("pttl", "kvoffload:n:facts")) < 99_000:  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
     await backend.close()
 
 

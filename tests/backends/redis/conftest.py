@@ -1,0 +1,21 @@
+"""One plain Redis server for a module of tests."""
+
+import pytest
+
+from tests.support.redis_server import RedisServer
+
+
+@pytest.fixture(scope="module")
+def plain_server(tmp_path_factory):
+    """One plain server, also on a Unix socket."""
+    folder = tmp_path_factory.mktemp("redis")
+    server = RedisServer(folder, "--unixsocket", str(folder / "sock"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def empty(plain_server):
+    """The plain server, empty."""
+    plain_server.cli("flushall")
+    return plain_server
