@@ -15,19 +15,17 @@ class ChangedKeys:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._keys: dict[bytes, None] | None = None
+        self.is_read = False
+        """Whether there is a reader."""
 
     def __len__(self) -> int:
         return len(self._keys or ())
-
-    @property
-    def is_read(self) -> bool:
-        """Whether there is a reader."""
-        return self._keys is not None
 
     def begin(self, present: Iterable[bytes]) -> None:
         """Note all keys that are present; the caller holds the lock under which keys change."""
         with self._lock:
             self._keys = dict.fromkeys(present)
+        self.is_read = True
 
     def note(self, key: bytes) -> None:
         """Note that the presence of a key changed, or may have."""

@@ -125,15 +125,6 @@ class LoadJob(Job):
     tiers: tuple[str, ...] | None
     """Tiers that the request may use; None for all."""
 
-    def media(self) -> list[str]:
-        """Return the medium that each chunk comes from."""
-        media = ["CPU"] * len(self.keys)
-        if isinstance(self.spec, StagedLoadStoreSpec):
-            for fetch in self.spec.fetches:
-                for i in fetch.positions:
-                    media[i] = fetch.tier.upper()
-        return media
-
 
 @dataclass(frozen=True, eq=False)
 class StoreJob(Job):

@@ -83,11 +83,6 @@ class Slab:
         start = slot * self.slot_bytes
         return self._bytes[start : start + length]
 
-    def array(self, slot: int, length: int) -> HostBytes:
-        """Return the first ``length`` bytes of a slot as an array, not a copy."""
-        start = slot * self.slot_bytes
-        return self.flat[start : start + length]
-
     def keep_from_forks(self) -> None:
         """Leave this memory out of children forked from now on; called before it is pinned.
 

@@ -207,7 +207,7 @@ def test_copies_leave_the_interpreter_to_others():
         PagesOfTensor(tensor.tensor.numpy(), region.offset)
         for tensor, region in zip(caches.tensors, layout.regions[0], strict=True)
     ]
-    slot = slab.array(0, layout.slot_bytes)
+    slot = slab.flat[: layout.slot_bytes]
     ids = np.random.default_rng(0).permutation(NUM_BLOCKS)
     copies = [*gathers(parts, NUM_BLOCKS, 0), *scatters(parts, NUM_BLOCKS, 0)]
     assert len({type(part) for part in copies}) == 2

@@ -50,7 +50,7 @@ def test_a_slab_maps_what_was_asked_for_and_takes_it_as_it_is_used():
     slab.slot(7, 3)[:] = b"abc"
     slab.populate(0, slab.num_bytes)
     assert bytes(slab.slot(7, 4)) == b"abc\0"
-    assert slab.array(7, 3).tolist() == [97, 98, 99]
+    assert slab.rows[7, :3].tolist() == [97, 98, 99]
 
 
 def test_a_core_file_has_no_cache_of_clients_in_it():

@@ -94,10 +94,12 @@ class CpuCopier:
                 fence.reach(copy_time_s=time.perf_counter() - begun_s)
 
     def _copy(self, moves: Moves, to_host: bool) -> None:
+        slab, payload_bytes = self._slab, self._layout.payload_bytes
         ends: list[list[tuple[Indices, int, HostBytes]]] = [[] for _ in self._layout.regions]
         for move in moves:
             ids = move.block_ids.astype(np.intp)
-            slot = self._slab.array(move.host_slot, self._layout.payload_bytes[move.group_idx])
+            start = move.host_slot * slab.slot_bytes
+            slot = slab.flat[start : start + payload_bytes[move.group_idx]]
             ends[move.group_idx].append((ids, move.first, slot))
         for copies, mine in zip(self._copies[to_host], ends, strict=True):
             # Tensor by tensor: one tensor's pages stay in the processor's caches and TLB.
