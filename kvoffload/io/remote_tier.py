@@ -58,16 +58,22 @@ class RemoteTier:
         return sum(1 for _ in takewhile(self._keys.__contains__, keys))
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Answer False for these keys until they are stored again."""
-        if self._cache is not None:
-            self._cache.forget(keys)
+        """Answer False for these keys until they are stored again.
+
+        A closed store has nothing to forget: whatever failed, failed because it was closed.
+        """
+        cache, known, forgetting, unsent = self._cache, self._keys, self._forgetting, self._unsent
+        if not self._is_open:  # read last: a reset from now on concerns none of these sets
+            return
+        if cache is not None:
+            cache.forget(keys)
         else:
             # First, so that no announcement from before this call brings the keys back.
-            self._forgetting.update(keys)
-            self._keys.difference_update(keys)
+            forgetting.update(keys)
+            known.difference_update(keys)
         # A failed load forgets its chunks one by one: they are sent together.
-        is_first = not self._unsent
-        self._unsent.extend(keys)
+        is_first = not unsent
+        unsent.extend(keys)
         if is_first:
             self._ask()
 
@@ -106,6 +112,7 @@ class RemoteTier:
 
     def reset(self) -> None:
         """Forget everything: the store is closed, or is another one now."""
+        self._is_open = False  # first: see :meth:`forget`
         self.listing += 1
         self._keys: set[bytes] = set()
         was_read, self._changes = self._changes.is_read, ChangedKeys()
@@ -126,6 +133,7 @@ class RemoteTier:
         self.is_listed = has_index
         if not has_index:
             self._cache = PresenceCache(self._ask, self._lookup_timeout_s, ANSWER_S, ANSWER_S)
+        self._is_open = True
 
     def refused(self) -> None:
         """Take in that the store cannot be opened: it has nothing."""

@@ -1,9 +1,5 @@
 """The local connector over the I/O thread and process: the same bytes, the same failures."""
 
-import os
-import random
-import signal
-
 import pytest
 import torch
 
@@ -143,42 +139,3 @@ def test_nothing_old_is_found_after_a_reset(connect, new_request, until, tmp_pat
     push_out(connector, new_request)
     assert begin_load(connector, new_request("p", PROMPT), until) == TOKENS
     assert until(connector.poll)[0].ok
-
-
-@pytest.mark.parametrize("io_form", ["process"], indirect=True)
-@pytest.mark.parametrize("seed", range(3))
-def test_an_io_process_that_dies_at_any_moment_costs_only_misses(
-    connect, new_kv_caches, new_request, until, tmp_path, seed
-):
-    """Stores and loads go on while it is killed; what comes back is what was stored."""
-    draw = random.Random(seed)
-    caches = new_kv_caches(seed=seed)
-    disk = {"type": "disk", "root": str(tmp_path), "min_free": 0}
-    connector = connect(disk, caches=caches, slots=6, lookup_timeout_s=1.0, load_timeout_s=2.0)
-    names = [f"p{i}" for i in range(3)]
-    truth = {}
-    for name in names:
-        for t in caches.tensors:
-            t.tensor[STORED] = torch.randint(-128, 127, t.tensor[STORED].shape, dtype=torch.int8)
-        truth[name] = [t.tensor[STORED].clone() for t in caches.tensors]
-        store(connector, new_request(name, PROMPT))
-    client, loaded = connector._spec.io, 0
-    for turn in range(12):
-        name = draw.choice(names)
-        request = new_request(name, PROMPT, request_id=f"{name} {turn}")
-        tokens = begin_load(connector, request, until)
-        if turn % 3 == 1:
-            os.kill(client._peer.pid, signal.SIGKILL)
-        if tokens:
-            (outcome,) = until(connector.poll)
-            blocks = outcome.num_loaded_tokens // BLOCK
-            loaded += blocks
-            for t, original in zip(caches.tensors, truth[name], strict=True):
-                assert torch.equal(t.tensor[LOADED[:blocks]], original[:blocks])
-        connector.request_finished(request)
-        if turn % 3 == 2:
-            until(lambda: client.tiers["disk"].is_complete)
-    until(lambda: connector.poll() or not connector.stats()["host"]["busy_chunks"])
-    connector.check()
-    assert loaded
-    assert connector.stats()["io"]["died"] >= 3

@@ -64,6 +64,16 @@ def test_jobs_submitted_while_it_is_away_are_misses_at_once(process_rig, until):
     assert until(lambda: load.answers) == [([False] * 8, "io_died", True)]
 
 
+def test_what_is_forgotten_while_it_is_away_is_found_again(process_rig, until, tmp_path):
+    """A load that ends with its process says nothing of the chunks in the store."""
+    client = process_rig.open(("disk", "disk", {"root": str(tmp_path), "min_free": 0}))
+    process_rig.store(client, "disk", KEYS, until)
+    client._peer.kill()
+    until(lambda: client.counters["died"])
+    client.tiers["disk"].forget(KEYS)
+    until(lambda: all(client.tiers["disk"].holds(key) for key in KEYS))
+
+
 def test_stopped_it_is_answered_for_at_the_deadline_and_killed_when_silent(
     process_rig, until, monkeypatch
 ):

@@ -1,0 +1,104 @@
+"""The I/O process killed at a named point: misses by value, and hits again soon."""
+
+import os
+import signal
+
+import pytest
+
+from kvoffload.testing import Plan
+from kvoffload.testing.backends import keys_of
+from tests.support import kill_points
+from tests.support.small_engine import SmallEngine
+
+ACTS = {
+    "Load": "load", "preadv": "load", "Arrived": "load", "Answered": "load",
+    "Store": "store", "pwritev": "store", "Figures": "store",
+    "Ask": "ask", "Present": "ask", "Forget": "forget", "Remove": "remove", "Cancel": "cancel",
+    "Open": "reopen", "store": "reopen", "Opened": "reopen", "greet": "reopen",
+    "Presence": "reopen", "Alive": "reopen",
+    "Renew": "renew", "retire": "renew",
+    "end": "close", "close": "close",
+}  # fmt: skip
+"""What an engine does for a point to be reached, by the point's first half."""
+
+RECOVERY_S = 5.0
+"""Two seconds, and what other tests take of two cores."""
+ALWAYS = ("preadv:half", "Arrived:sent", "pwritev:half", "Opened:unsent", "Renew:received")
+"""The points of ``make test``; ``make chaos`` has all."""
+
+
+@pytest.fixture
+def kill_point(tmp_path, monkeypatch):
+    return kill_points.installed(tmp_path, monkeypatch)
+
+
+def act(engine, planned, what):
+    if what == "load":
+        engine.load("p")
+    elif what == "store":
+        engine.store(f"new {len(engine.truth)}")
+    elif what == "ask":
+        engine.load("unknown")
+    elif what == "remove":
+        engine.client.remove("planned", keys_of(1))
+    elif what == "forget":
+        planned.set(Plan("miss", frozenset({"read"})))
+        engine.load("p")
+    elif what == "cancel":
+        planned.set(Plan("hang", frozenset({"read"})))
+        engine.load("p")
+    elif what == "reopen":
+        os.kill(engine.pid, signal.SIGKILL)
+    elif what == "renew":
+        engine.connector.reset_cache()
+        engine.forget()
+    elif what == "close":
+        engine.connector.close()
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param(point, marks=[] if point in ALWAYS else pytest.mark.chaos)
+        for point in kill_points.POINTS
+    ],
+)
+def test_killed_at_a_named_point_it_costs_only_misses(
+    kv_caches, new_request, until, tmp_path, kill_point, planned, point
+):
+    def start():
+        disk = {"type": "planned", "root": str(tmp_path / "kv"), **planned.options}
+        shy = {"type": "shy", **planned.options}
+        return SmallEngine(kv_caches, new_request, disk, shy, load_timeout_s=0.5)
+
+    engine, what = start(), ACTS[point.split(":")[0]]
+    engine.store("p")
+    engine.store("q")
+    held = engine.held()
+    kill_point.arm(point, 2 if point in ("store:opened", "Presence:sent") else 1)
+    for _ in range(50):
+        act(engine, planned, what)
+        if kill_point.killed_s or what not in ("load", "store"):
+            break
+    killed_s = until(lambda: kill_point.killed_s)
+    planned.set()
+    if what == "close":
+        assert not engine.held().children & held.children
+        truth, engine = engine.truth, start()
+        engine.truth = truth
+    if what == "renew":
+        engine.store("p")
+    assert engine.await_hits("p") - killed_s < RECOVERY_S
+    engine.store("p2")
+    assert engine.load("p2") == 10
+    engine.check()
+    if what != "close":
+        assert engine.died == 1 + (what == "reopen")
+        now = engine.held()
+        assert (now.fds, now.threads, len(now.children)) == (
+            held.fds,
+            held.threads,
+            len(held.children),
+        )
+    engine.connector.close()
+    assert not engine.held().children

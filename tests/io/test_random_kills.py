@@ -1,0 +1,87 @@
+"""The I/O process killed at random moments, over and over, while an engine loads and stores."""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+
+from kvoffload.io import client as io_client
+from tests.support.small_engine import SmallEngine
+
+RECOVERY_S = 2.0
+"""From a kill to the next whole hit, with nothing else running; make test has other tests."""
+
+
+def kill_while_it_works(engine, draw):
+    """Kill after some milliseconds of work; return when."""
+    killed_s = []
+
+    def kill(pid):
+        killed_s.append(time.monotonic())
+        os.kill(pid, signal.SIGKILL)
+
+    died = engine.died
+    threading.Timer(0.04 * draw.random(), kill, [engine.pid]).start()
+    while engine.died == died:
+        name = f"n{draw.randrange(40)}"
+        if draw.random() < 0.3 or name not in engine.truth:
+            engine.store(name)
+        else:
+            engine.load(name)
+    return killed_s[0]
+
+
+def kill_while_it_starts(engine, draw):
+    """Kill the next process after some milliseconds; return when."""
+    died = engine.died
+    while not engine.client._link.is_up:
+        engine.load("p")
+    time.sleep(0.5 * draw.random() ** 2)
+    os.kill(engine.pid, signal.SIGKILL)
+    killed_s = time.monotonic()
+    while engine.died == died:
+        engine.load("p")
+    return killed_s
+
+
+@pytest.mark.parametrize(
+    ("slots", "kills"),
+    [
+        (6, 10),
+        *(
+            pytest.param(slots, 250, marks=[pytest.mark.chaos, pytest.mark.timeout(3600)])
+            for slots in (3, 6, 12, 40)
+        ),
+    ],
+)
+def test_killed_at_random_it_costs_only_misses(
+    kv_caches, new_request, tmp_path, monkeypatch, slots, kills
+):
+    monkeypatch.setattr(io_client, "STEADY_S", 0.0)  # each death counts as a first one
+    disk = {"type": "disk", "root": str(tmp_path), "capacity": "64MiB", "min_free": 0}
+    engine, draw = SmallEngine(kv_caches, new_request, disk, slots=slots), random.Random(slots)
+    engine.store("p")
+    held, times_s = engine.held(), []
+    while len(times_s) < kills:
+        if len(times_s) % 25 == 20:
+            engine.connector.reset_cache()
+            engine.store("p")
+        killed_s = kill_while_it_works(engine, draw)
+        if draw.random() < 0.2:
+            killed_s = kill_while_it_starts(engine, draw)
+        times_s.append(engine.await_hits("p") - killed_s)
+        engine.check()
+    now = engine.held()
+    assert (now.fds, now.threads, len(now.children)) == (held.fds, held.threads, 1)
+    engine.connector.close()
+    assert not engine.held().children
+    times_s.sort()
+    print(
+        f"{engine.died} deaths, {engine.connector.stats()['transfers']}; hits again after "
+        f"{times_s[len(times_s) // 2]:.2f} s (median), {times_s[-1]:.2f} s (longest)"
+    )
+    if kills > 10:
+        assert times_s[-1] < RECOVERY_S

@@ -1,0 +1,165 @@
+"""SIGKILL the I/O process at a named point, from inside it.
+
+:func:`installed` puts a ``sitecustomize`` module on the path of the I/O processes started from
+here, so each of them hooks itself by :func:`hook`. An armed point kills one process, once.
+"""
+
+import os
+import signal
+import time
+
+POINTS = (
+    # a message is read, and acted on
+    "Load:received", "Load:taken", "Store:received", "Store:taken", "Ask:received",
+    "Forget:received", "Remove:taken", "Cancel:received", "Cancel:taken",
+    # a load: half a slot is filled; some chunks are told; all are, and no answer is sent
+    "preadv:half", "Arrived:sent", "Answered:unsent", "Answered:half", "Answered:sent",
+    # a store
+    "pwritev:half", "Present:unsent", "Figures:unsent",
+    # stores are opened, and list what they have
+    "Open:received", "store:opening", "store:opened", "Opened:unsent", "Opened:sent",
+    "greet:begun", "Presence:sent", "Alive:sent",
+    # stores are renewed
+    "Renew:received", "retire:begun", "Renew:taken",
+    # the session ends
+    "end:begun", "close:begun", "close:ended",
+)  # fmt: skip
+"""``<message or call>:<moment>``."""
+
+_SITE = """
+import pathlib
+from tests.support import kill_points
+kill_points.hook(pathlib.Path(__file__).parent)
+"""
+KEYS_PER_MESSAGE = 8
+
+
+class KillPoints:
+    """The armed point, and when it killed: files that both processes see."""
+
+    def __init__(self, folder):
+        self._armed, self._died = folder / "armed", folder / "died"
+        self._seen = 0
+
+    def arm(self, point, nth=1):
+        assert point in POINTS, point
+        self._armed.write_text(f"{point} {nth}")
+
+    @property
+    def killed_s(self):
+        """When the armed point killed, on the monotonic clock; None: not yet."""
+        return None if self._armed.exists() else float(self._died.read_text())
+
+    def is_due(self, point):
+        try:
+            wanted, nth = self._armed.read_text().split()
+        except FileNotFoundError:
+            return False
+        self._seen += point == wanted
+        return point == wanted and self._seen >= int(nth)
+
+    def die(self):
+        self._died.write_text(str(time.monotonic()))
+        self._armed.unlink(missing_ok=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def reached(self, point):
+        if self.is_due(point):
+            self.die()
+
+
+def installed(folder, monkeypatch):
+    """Let all I/O processes started from here have kill points."""
+    site = folder / "kill_points"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(_SITE)
+    monkeypatch.syspath_prepend(str(site))
+    return KillPoints(site)
+
+
+def hook(folder):
+    """Hook this process."""
+    from kvoffload.backends.disk.vfs import Vfs
+    from kvoffload.io import open_stores, server
+    from kvoffload.io.server import Session
+
+    points = KillPoints(folder)
+    # Lists of few chunks, too, are told in several messages.
+    server.KEYS_PER_MESSAGE = open_stores.KEYS_PER_MESSAGE = KEYS_PER_MESSAGE
+    _hook_session(Session, points)
+    _hook_calls(Vfs, points)
+    open_stores._open = _around(open_stores._open, points, "store:opening", "store:opened")
+    server.greet = _around(server.greet, points, "greet:begun")
+    server.retire = _around(server.retire, points, "retire:begun")
+    server.close_stores = _around_async(server.close_stores, points, "close:begun", "close:ended")
+    Session._end = _around(Session._end, points, "end:begun")
+
+
+def _around(call, points, before, after=""):
+    def hooked(*args):
+        points.reached(before)
+        result = call(*args)
+        points.reached(after)
+        return result
+
+    return hooked
+
+
+def _around_async(call, points, before, after):
+    async def hooked(*args):
+        points.reached(before)
+        result = await call(*args)
+        points.reached(after)
+        return result
+
+    return hooked
+
+
+def _hook_session(session, points):
+    take, send, flush = session._take, session.send, session._flush
+
+    async def hooked_take(self, message):
+        name = type(message).__name__
+        points.reached(f"{name}:received")
+        await take(self, message)
+        points.reached(f"{name}:taken")
+
+    def hooked_send(self, message):
+        name = type(message).__name__
+        points.reached(f"{name}:unsent")
+        send(self, message)
+        vars(self).setdefault("names", []).append(name)
+
+    def hooked_flush(self):
+        names, self.names = self.names, []
+        if self._out and any(points.is_due(f"{name}:half") for name in names):
+            data = b"".join(self._out)
+            os.write(self._writer.get_extra_info("socket").fileno(), data[: len(data) - 3])
+            points.die()
+        flush(self)
+        for name in names:
+            points.reached(f"{name}:sent")
+
+    session._take, session.send, session._flush = hooked_take, hooked_send, hooked_flush
+
+
+def _hook_calls(vfs, points):
+    read, write = vfs.preadv, vfs.pwritev
+
+    def is_chunk(fd):
+        return os.path.dirname(os.readlink(f"/proc/self/fd/{fd}"))[-3:-2] == "/"
+
+    def hooked_read(fd, buffers, offset):
+        if is_chunk(fd) and points.is_due("preadv:half"):
+            half = buffers[1][: len(buffers[1]) // 2]
+            half[:] = b"\xee" * len(half)
+            points.die()
+        return read(fd, buffers, offset)
+
+    def hooked_write(fd, buffers, offset):
+        if len(buffers) > 1 and points.is_due("pwritev:half"):
+            write(fd, buffers[:1], offset)  # the header, without the chunk
+            points.die()
+        return write(fd, buffers, offset)
+
+    vfs.preadv, vfs.pwritev = staticmethod(hooked_read), staticmethod(hooked_write)
