@@ -53,6 +53,8 @@ LISTING_S = 0.001
 """Time between two messages while a store lists what it has."""
 FIGURES_S = 0.5
 """Time between two messages of figures while no job ends; they also show that the server lives."""
+END_S = 1.0
+"""How long calls of stores may take to end, after their cancellation, before stores are closed."""
 CLOSE_S = 5.0
 
 
@@ -73,12 +75,15 @@ class Session:
         """Set by the first message."""
         self._stores: dict[str, OpenStore] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._telling: set[asyncio.Task[Any]] = set()
+        """Those of no use once the engine's end is closed."""
 
     async def serve(self, sock: socket.socket) -> None:
         """Serve until the engine's end is closed; then end its jobs and close the stores."""
         reader, self._writer = await asyncio.open_connection(sock=sock)
         frames = Frames(to_server=True)
-        reports = [self._spawn(self._tell_changes()), self._spawn(self._tell_figures())]
+        self._spawn_telling(self._tell_changes())
+        self._spawn_telling(self._tell_figures())
         try:
             while data := await reader.read(1 << 18):
                 for message in frames.feed(data):
@@ -86,8 +91,6 @@ class Session:
         except ConnectionError:
             pass
         finally:
-            for task in reports:
-                task.cancel()
             await self._end()
 
     def send(self, message: ToClient) -> None:
@@ -108,7 +111,7 @@ class Session:
             case Cancel():
                 self._jobs.cancel(message.job)
             case Ask():
-                self._spawn(self._ask(message))
+                self._spawn_telling(self._ask(message))
             case Forget():
                 if store := self._stores.get(message.tier):
                     store.forget(message.keys)
@@ -145,7 +148,7 @@ class Session:
             if store.index is not None:
                 self.send(store.changes() or Presence(store.name, [], [], False))
             self._tell_figures_of(store)
-            self._spawn(greet(store, facts))
+            self._spawn_telling(greet(store, facts))
 
     async def _renew(self, message: Renew) -> None:
         """Open new stores; calls still running on the old ones end on those."""
@@ -215,8 +218,10 @@ class Session:
 
     async def _end(self) -> None:
         self._jobs.cancel_all()
+        for task in self._telling:
+            task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSE_S)
+            await asyncio.wait(self._tasks, timeout=END_S)
         await close_stores(list(self._stores.values()), CLOSE_S)
         self._stores = {}
         if self._writer is not None:
@@ -228,6 +233,11 @@ class Session:
         self._tasks.add(task)  # the loop has only weak references to tasks
         task.add_done_callback(self._ended)
         return task
+
+    def _spawn_telling(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._spawn(work)
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)

@@ -217,6 +217,17 @@ def test_the_end_answers_every_job_and_does_not_wait_for_a_hung_store(rig, until
     client.close()
 
 
+def test_a_hung_store_does_not_keep_another_from_closing(rig, until, tmp_path, planned):
+    disk = ("disk", "disk", {"root": str(tmp_path / "kv"), "min_free": 0})
+    client = rig.open(("planned", "planned", planned.options), disk)
+    rig.store(client, "disk", KEYS[:1], until)
+    planned.set(process=Process("stubborn", 3.0))
+    rig.load(client, "planned", KEYS[:1])
+    time.sleep(0.1)
+    client.close(2.0)
+    assert not list((tmp_path / "kv" / ".writers").iterdir()), "the disk store was left open"
+
+
 def test_logs_of_the_server_are_logs_of_the_engine(rig, until, planned, caplog):
     with caplog.at_level(logging.WARNING, "kvoffload"):
         client = rig.open(("planned", "planned", planned.options))
