@@ -1,9 +1,11 @@
 """vLLM's view of its KV cache → ours: canonical tensors, GPU ends of transfers, chunk by chunk."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from vllm.v1.kv_cache_interface import group_kernel_blocks
 
 from kvoffload.messages import (
     CanonicalKVCacheRef,
@@ -29,6 +31,19 @@ def canonical(theirs: Any, group_ids: Sequence[int]) -> CanonicalKVCaches:
         tuple(CanonicalKVCacheTensor(t.tensor, t.page_size_bytes) for t in theirs.tensors),
         tuple(refs),
     )
+
+
+def layers_of_groups(
+    kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, group_ids: Sequence[int]
+) -> dict[int, list[torch.Tensor]]:
+    """Return the tensors of each group's layers, with vLLM's blocks as dimension 0."""
+    return {
+        group_id: [
+            group_kernel_blocks(kv_caches[layer], kv_cache_config.num_blocks)
+            for layer in kv_cache_config.kv_cache_groups[group_id].layer_names
+        ]
+        for group_id in group_ids
+    }
 
 
 class GpuEnd:

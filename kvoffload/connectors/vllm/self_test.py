@@ -2,12 +2,13 @@
 
 The self-test writes a pattern through every tier and reads it back. It finds errors of layout, copy
 and storage before they corrupt the model's output. It runs at the start, on unused blocks, through
-the handlers that carry all later transfers.
+the handlers that carry all later transfers. The pattern is written and compared through the layers'
+own tensors, as attention uses them. So a canonical view that shows the wrong bytes is found too.
 """
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -30,12 +31,14 @@ log = logging.getLogger(__name__)
 JOB = -1
 """The id of all jobs of the self-test, and of no other job. A job whose call hangs in a tier is
 named by it when the call ends."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_tiers(
     spec: TieredOffloadingSpec,
     transfers: TransferEngine,
     caches: CanonicalKVCaches,
+    layers: Mapping[int, Sequence[torch.Tensor]],
     blocks_per_chunk: int,
 ) -> int:
     """Carry a pattern out and back for each KV cache group and each tier.
@@ -44,6 +47,13 @@ def check_tiers(
     But its call may still write into the slot that it was given.
 
     The first slots are used: a GPU pins them first, and the start does not wait for the rest.
+
+    Args:
+        spec: names the tiers.
+        transfers: carry the pattern.
+        caches: the canonical views.
+        layers: for each KV cache group, the tensors of its layers; dimension 0 counts blocks.
+        blocks_per_chunk: blocks in a chunk.
 
     Returns:
         The first host slot that may be used: a tier may still touch those before it.
@@ -62,7 +72,7 @@ def check_tiers(
     for group_idx, refs in enumerate(caches.group_data_refs):
         if not refs:
             continue
-        check = _GroupCheck(transfers, caches, group_idx, source, target)
+        check = _GroupCheck(transfers, caches, layers[group_idx], group_idx, source, target)
         try:
             check.host(slot)
             for name in spec.tiers:
@@ -89,6 +99,7 @@ class _GroupCheck:
         self,
         transfers: TransferEngine,
         caches: CanonicalKVCaches,
+        layers: Sequence[torch.Tensor],
         group_idx: int,
         source: Sequence[int],
         target: Sequence[int],
@@ -99,17 +110,21 @@ class _GroupCheck:
         self._slot = 0
         self.is_unsettled = False
         """Whether a call of the last step may still touch the host slot."""
-        self._views = [
+        self._source, self._target = list(source), list(target)
+        # As integers, of which equal bits are equal. A view of the same width needs no other shape.
+        self._views = [layer.view(_INTEGERS[layer.element_size()]) for layer in layers]
+        rows = [
             caches.tensors[ref.tensor_idx].tensor[:, : ref.page_size_bytes]
             for ref in caches.group_data_refs[group_idx]
         ]
-        self._source, self._target = list(source), list(target)
-        self._before = [view[: self._target[-1] + 1].clone() for view in self._views]
+        # Rows of a packed layout have bytes of other groups as well, which a load overwrites.
+        used = target[-1] + 1
+        self._before = [(view, view[:used].clone()) for view in (*rows, *self._views)]
         noise = torch.Generator().manual_seed(1 + group_idx)
         for view in self._views:
-            shape = (len(self._source), view.shape[1])
+            shape = (len(self._source), *view.shape[1:], view.element_size())
             pattern = torch.randint(-128, 128, shape, dtype=torch.int8, generator=noise)
-            view[self._source] = pattern.to(view.device)
+            view[self._source] = pattern.view(view.dtype).squeeze(-1).to(view.device)
             view[self._target] = 0
 
     def host(self, slot_id: int) -> None:
@@ -145,7 +160,7 @@ class _GroupCheck:
 
     def restore(self) -> None:
         """Restore the bytes that the blocks had before."""
-        for view, before in zip(self._views, self._before, strict=True):
+        for view, before in self._before:
             view[: len(before)] = before
 
     def _end(self, blocks: Sequence[int]) -> GPULoadStoreSpec:

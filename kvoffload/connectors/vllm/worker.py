@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.vllm.cpu_affinity import unbound
 from kvoffload.connectors.vllm.fingerprint import resolve_facts
-from kvoffload.connectors.vllm.kv_caches import GpuEnd, canonical
+from kvoffload.connectors.vllm.kv_caches import GpuEnd, canonical, layers_of_groups
 from kvoffload.connectors.vllm.self_test import check_tiers
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
@@ -111,7 +111,11 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             if self.settings.canary:
                 try:
                     first_slot = check_tiers(
-                        self._spec, self._transfers, ours, self.settings.blocks_per_chunk
+                        self._spec,
+                        self._transfers,
+                        ours,
+                        layers_of_groups(self._kv_caches, self.kv_cache_config, self._group_ids),
+                        self.settings.blocks_per_chunk,
                     )
                 except BaseException:
                     self._spec.close()  # or its memory stays pinned

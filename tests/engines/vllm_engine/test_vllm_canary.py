@@ -1,6 +1,7 @@
 """vLLM's blocks as our chunks, and the canary that is carried through them."""
 
 import logging
+import threading
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
 import torch
+from cuda_stand_in import install
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -17,12 +19,15 @@ from vllm.v1.kv_offload.base import (
 
 from kvoffload import registry
 from kvoffload.backends.memory import MemoryBackend
+from kvoffload.connectors import builder
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.vllm.kv_caches import GpuEnd, canonical
 from kvoffload.connectors.vllm.self_test import check_tiers
 from kvoffload.connectors.vllm.settings import read_settings
 from kvoffload.errors import ConfigError
 from kvoffload.testing.faults import FaultyBackend, Plan
+from kvoffload.transfer.cuda.stream_copier import StreamCopier
+from kvoffload.transfer.cuda.torch_device import CudaDevice
 
 
 def gpu_end(blocks, sizes, indices, group_ids, per_chunk):
@@ -70,7 +75,7 @@ def attached(tmp_path, faulty):
         settings = read_settings({"cpu_bytes": 1 << 20, "io": "thread", "backends": backends})
         spec = TieredOffloadingSpec(settings, 4096, {"test": "canary"})
         made.append(spec)
-        return spec, spec.open_engine(ours), ours, tensor
+        return spec, spec.open_engine(ours), ours, {0: [tensor]}
 
     yield make
     for spec in made:
@@ -100,14 +105,53 @@ def faulty(monkeypatch):
 
 
 def test_the_canary_is_content_and_leaves_no_trace(attached):
-    spec, transfers, ours, tensor = attached()
-    assert check_tiers(spec, transfers, ours, 1) == 0
-    assert not tensor.any()
+    spec, transfers, ours, layers = attached()
+    assert check_tiers(spec, transfers, ours, layers, 1) == 0
+    assert not layers[0][0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64])
+def test_the_canary_passes_through_layers_of_any_type_in_any_order(attached, dtype):
+    """Heads, tokens and contents of a block may lie in any order inside of it."""
+    spec, transfers, ours, layers = attached()
+    blocks = layers[0][0].view(dtype).unflatten(1, (4, 8, -1)).permute(0, 2, 1, 3)
+    assert check_tiers(spec, transfers, ours, {0: [blocks]}, 1) == 0
+    assert not layers[0][0].any()
+
+
+def test_the_canary_finds_layers_whose_blocks_are_not_rows(attached):
+    """As with a layout that has all blocks of one head before those of the next."""
+    spec, transfers, ours, layers = attached()
+    heads_first = layers[0][0].view(torch.bfloat16).flatten().unflatten(0, (4, 8, 16, -1))
+    with pytest.raises(ConfigError, match="other bytes"):
+        check_tiers(spec, transfers, ours, {0: [heads_first.transpose(0, 1)]}, 1)
+    assert not layers[0][0].any()
+
+
+def test_the_canary_does_not_wait_until_all_host_memory_is_pinned(attached, monkeypatch, request):
+    """200 GiB take a minute: the engine starts meanwhile."""
+    cuda = install(monkeypatch.setattr, 4096)
+    register, goes_on = cuda.cudaHostRegister, threading.Event()
+    request.addfinalizer(goes_on.set)  # before the spec is closed
+
+    def first_alone(address, *given):
+        assert not cuda.registered or goes_on.wait(60)
+        return register(address, *given)
+
+    monkeypatch.setattr(cuda, "cudaHostRegister", first_alone)
+    monkeypatch.setattr(
+        builder,
+        "make_copier",
+        lambda caches, slab, layout: StreamCopier(caches, slab, layout, CudaDevice(caches, slab)),
+    )
+    spec, transfers, ours, layers = attached()
+    assert check_tiers(spec, transfers, ours, layers, 1) == 0
+    assert len(cuda.registered) == 1
 
 
 def test_the_canary_uses_the_slot_that_is_pinned_first(attached, monkeypatch):
     """The last slot of a large slab is pinned after a minute; the engine's start would wait."""
-    spec, transfers, ours, _ = attached()
+    spec, transfers, ours, layers = attached()
     assert spec.num_slots > 1
     moves, slots = transfers._layout.moves, set()
 
@@ -116,18 +160,18 @@ def test_the_canary_uses_the_slot_that_is_pinned_first(attached, monkeypatch):
         return moves(gpu, host_slots)
 
     monkeypatch.setattr(transfers._layout, "moves", seen)
-    check_tiers(spec, transfers, ours, 1)
+    check_tiers(spec, transfers, ours, layers, 1)
     assert slots == {0}
 
 
 def test_the_canary_refuses_a_store_that_returns_other_bytes(attached):
-    spec, transfers, ours, _ = attached([Plan("flip", frozenset({"read"}))])
+    spec, transfers, ours, layers = attached([Plan("flip", frozenset({"read"}))])
     with pytest.raises(ConfigError, match="other bytes"):
-        check_tiers(spec, transfers, ours, 1)
+        check_tiers(spec, transfers, ours, layers, 1)
 
 
 def test_a_store_that_is_down_at_the_start_is_only_warned_about(attached, caplog):
     caplog.set_level(logging.WARNING)
-    spec, transfers, ours, _ = attached([Plan("raise")])
-    check_tiers(spec, transfers, ours, 1)
+    spec, transfers, ours, layers = attached([Plan("raise")])
+    check_tiers(spec, transfers, ours, layers, 1)
     assert "took no chunk" in caplog.text
