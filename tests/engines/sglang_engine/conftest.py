@@ -1,0 +1,174 @@
+"""A real SGLang on the CPU, with a tiny model made on the spot; ``make test-sglang`` runs these.
+
+Each engine is a process group of its own, so that it can be killed. Starting one takes about half a
+minute of CPU time: tests share engines where they can.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+CHILD = Path(__file__).parent / "child.py"
+MARK = "@@answer "
+PAGE = 16
+VOCABULARY = 2000
+
+
+def pytest_collection_modifyitems(items):
+    if importlib.util.find_spec("sglang"):
+        return
+    for item in items:
+        if Path(__file__).parent in Path(item.fspath).parents:
+            item.add_marker(pytest.mark.skip(reason="SGLang is not installed: make test-sglang"))
+
+
+class Engine:
+    """A SGLang in another process; every call waits for its answer."""
+
+    def __init__(self, model, log_file, storage=None, extra=None, env=None, **options):
+        settings = {
+            "model_path": model,
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "skip_tokenizer_init": True,
+            "disable_overlap_schedule": True,
+            "grammar_backend": "none",
+            "max_total_tokens": 2048,
+            "max_running_requests": 4,
+            "dtype": "bfloat16",
+            "page_size": PAGE,
+            "mem_fraction_static": 0.3,
+            "random_seed": 1,
+        }
+        if storage is not None:
+            settings |= {
+                "enable_hierarchical_cache": True,
+                "hicache_ratio": 2.0,
+                "hicache_io_backend": "direct",
+                "hicache_mem_layout": "page_first_direct",
+                "hicache_write_policy": "write_through",
+                "hicache_storage_prefetch_policy": "wait_complete",
+                "hicache_storage_backend": storage,
+                "hicache_storage_backend_extra_config": json.dumps(extra or {}),
+                "enable_cache_report": True,
+            }
+        self.log_file = Path(log_file)
+        self._log = open(log_file, "w")  # noqa: SIM115 - closed when the engine is
+        self.process = subprocess.Popen(
+            [sys.executable, str(CHILD), json.dumps(settings | options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={
+                **os.environ,
+                "SGLANG_USE_CPU_ENGINE": "1",
+                "HF_HUB_OFFLINE": "1",
+                "OMP_NUM_THREADS": "2",
+                **(env or {}),
+            },
+            start_new_session=True,
+        )
+        self._answers = []
+        self._came = threading.Condition()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self):
+        for line in self.process.stdout:
+            if line.startswith(MARK):
+                with self._came:
+                    self._answers.append(json.loads(line[len(MARK) :])["ok"])
+                    self._came.notify()
+            else:
+                self._log.write(line)
+        with self._came:
+            self._answers.append({"error": "the engine's process has ended"})
+            self._came.notify()
+
+    def answer(self, timeout_s=300):
+        with self._came:
+            assert self._came.wait_for(lambda: self._answers, timeout_s), "no answer in time"
+            return self._answers.pop(0)
+
+    def wait_ready(self):
+        started = self.answer()
+        assert "ready" in started, f"{started}; see {self.log_file}\n{self.log[-3000:]}"
+        return self
+
+    def ask(self, verb, **arguments):
+        self.process.stdin.write(json.dumps({"do": verb, **arguments}) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def generate(self, *prompts, **more):
+        answer = self.ask("generate", prompts=prompts, **more)
+        assert "tokens" in answer, answer
+        return answer
+
+    def forget(self):
+        """Empty the device and the host: what a prompt finds after this comes from storage."""
+        assert self.ask("flush") is True
+
+    @property
+    def log(self):
+        self._log.flush()
+        return self.log_file.read_text()
+
+    def kill(self):
+        """The whole process group, at once: nothing can be tidied up."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._log.close()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """The folder of a tiny Llama, whose outputs depend on the whole prompt."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=32, max_position_embeddings=4096,
+        initializer_range=0.15,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def start(model, tmp_path_factory):
+    """Start an engine; all are killed at the end of the module."""
+    running = []
+
+    def begin(storage=None, extra=None, **options):
+        log = tmp_path_factory.mktemp("log") / "engine.log"
+        running.append(Engine(model, log, storage, extra, **options))
+        return running[-1].wait_ready()
+
+    yield begin
+    for engine in running:
+        engine.kill()
+
+
+def make_prompt(seed, length=600):
+    """Return a prompt of random tokens; the same for the same seed."""
+    return random.Random(seed).choices(range(10, VOCABULARY - 10), k=length)
+
+
+@pytest.fixture(scope="session")
+def prompt():
+    return make_prompt

@@ -1,0 +1,110 @@
+"""Lets SGLang 0.5.23 and its HiCache run where there is no GPU, with tensors of CPU memory.
+
+A ``.pth`` file of the environment imports this at the start of each process; see
+``tools/sglang_on_cpu.py``. Each change is made to a module when it has been imported: pages are
+copied by torch, no memory is pinned, and the attention kernels are torch's own.
+"""
+
+import importlib.util
+import sys
+from importlib.abc import MetaPathFinder
+
+POOLS = "sglang.srt.mem_cache.pool_host"
+
+
+def transfer_kv_direct(src_layers, dst_layers, src_indices, dst_indices, page_size):
+    """Copy the rows of some tokens from tensors to tensors of the same shape."""
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices]
+
+
+def transfer_kv_per_layer_direct_pf_lf(
+    src_ptrs, dst_ptrs, src_indices, dst_indices, layer_id, page_size
+):
+    """Copy a layer of some pages (page, layer, token, ...) to rows (token, ...)."""
+    pages = first_pages(src_indices, page_size)
+    for source, target in zip(src_ptrs, dst_ptrs, strict=True):
+        target[dst_indices] = source[pages, layer_id].reshape(-1, *target.shape[1:])
+
+
+def transfer_kv_all_layer_direct_lf_pf(src_ptrs, dst_ptrs, src_indices, dst_indices, page_size):
+    """Copy the rows (token, ...) of all layers to pages (page, layer, token, ...)."""
+    pages = first_pages(dst_indices, page_size)
+    layers = len(src_ptrs) // len(dst_ptrs)
+    for i, target in enumerate(dst_ptrs):
+        for layer in range(layers):
+            rows = src_ptrs[i * layers + layer][src_indices]
+            target[pages, layer] = rows.reshape(-1, page_size, *rows.shape[1:])
+
+
+def first_pages(indices, page_size):
+    """Return the pages that the indices of their tokens name."""
+    return indices.reshape(-1, page_size)[:, 0] // page_size
+
+
+def copy_with_torch(module):
+    """Put the three copies above in the place of kernels."""
+    for copy in (
+        transfer_kv_direct,
+        transfer_kv_per_layer_direct_pf_lf,
+        transfer_kv_all_layer_direct_lf_pf,
+    ):
+        setattr(module, copy.__name__, copy)
+
+
+def register_nothing(module):
+    """Allocate host pools without pinning them."""
+    module._cuda_host_register = lambda buffer, registration_granularity_bytes=None: None
+    module.ALLOC_MEMORY_FUNCS["cpu"] = module.alloc_with_host_register
+
+
+def pin_nothing(module):
+    """Let host pools say that they are not pinned."""
+    module.HostKVCache.pin_memory = property(lambda pool: False, lambda pool, value: None)
+
+
+def declare_operators():
+    """Declare the operators that torchvision's build for CUDA defines in compiled code."""
+    import torch
+
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library  # its end would take the operators away
+
+
+AFTER = {
+    f"{POOLS}.common": register_nothing,
+    f"{POOLS}.base": pin_nothing,
+    **dict.fromkeys((f"{POOLS}.mha", f"{POOLS}.mla"), copy_with_torch),
+}
+
+
+class Changes(MetaPathFinder):
+    """Finds modules as before, and changes some when they have been executed."""
+
+    def __init__(self):
+        self.kept = []
+        self._finding = False
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchvision" and not self.kept:
+            self.kept.append(declare_operators())
+        if name not in AFTER or self._finding:
+            return None
+        self._finding = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._finding = False
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            AFTER[name](module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Changes())
