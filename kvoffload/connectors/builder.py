@@ -1,15 +1,13 @@
 """Builds both halves from settings: the manager, and the handlers with what they run on."""
 
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvoffload import registry
-from kvoffload.config import BackendConfig, OffloadConfig, human_bytes
+from kvoffload.config import OffloadConfig, human_bytes
+from kvoffload.connectors.tier_io import TierIO
 from kvoffload.errors import ConfigError
 from kvoffload.io.client import IOClient
-from kvoffload.io.forms import Form, ServerProcess, ServerThread
-from kvoffload.io.protocol import VERSION, Open, TierSettings
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.offload.base import (
     CanonicalKVCaches,
@@ -26,17 +24,8 @@ from kvoffload.transfer.base import Copier
 from kvoffload.transfer.engine import ROUTES, TransferEngine
 from kvoffload.transfer.factory import make_copier
 from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.slab import Slab, create_shared_memory
 
 log = logging.getLogger(__name__)
-
-
-def tier_names(config: OffloadConfig) -> list[tuple[str, BackendConfig]]:
-    """Name each configured tier: by its type; a second one of a type by its place as well."""
-    named: dict[str, BackendConfig] = {}
-    for i, wanted in enumerate(config.backends):
-        named[wanted.type if wanted.type not in named else f"{wanted.type}{i}"] = wanted
-    return list(named.items())
 
 
 def make_manager(
@@ -102,45 +91,9 @@ class TieredOffloadingSpec(OffloadingSpec):
         self._policy = registry.load(registry.POLICIES, config.policy, "policy")
         self._facts = dict(facts)
         self._copier: Copier | None = None
-        self._io: IOClient | None = None
-        self._slab_fd: int | None = None
-        if not config.backends:
-            self._slab = Slab(self.num_slots, slot_bytes, setting=setting)
-        elif config.io == "process":
-            self._share_slab(setting)
-        else:
-            self._slab = slab = Slab(self.num_slots, slot_bytes, setting=setting)
-            self._start_io(lambda: ServerThread(slab.slot(0, slab.num_bytes)))
-
-    def _share_slab(self, setting: str) -> None:
-        """Take memory that an I/O process maps as well, and start the process."""
-        if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
-            raise ConfigError("io", "process", 'needs Linux 5.3 or newer; use "thread"')
-        num_bytes = self.num_slots * self.slot_bytes
-        self._slab_fd = fd = create_shared_memory(num_bytes, setting)
-        try:
-            self._slab = Slab(self.num_slots, self.slot_bytes, fd)
-            self._start_io(lambda: ServerProcess(fd))
-        except BaseException:
-            os.close(fd)
-            raise
-
-    def _start_io(self, start: Form) -> None:
-        config, tiers = self.config, []
-        for i, (name, wanted) in enumerate(tier_names(config)):
-            where = f"backends[{i}]."
-            registry.read_options(wanted.type, wanted.options, where)  # before anything is started
-            tiers.append(TierSettings(name, wanted.type, wanted.options, where))
-        opening = Open(
-            VERSION,
-            tiers,
-            self.namespace,
-            readable(self._facts),
-            max(self._layout.payload_bytes) if self._layout else self.slot_bytes,
-            self.slot_bytes,
-            config.lookup_timeout_s,
-        )
-        self._io = IOClient(start, opening, config.load_timeout_s, config.store_timeout_s)
+        chunk_bytes = max(layout.payload_bytes) if layout else slot_bytes
+        self._tier_io = TierIO(config, self.num_slots, slot_bytes, chunk_bytes, self._facts)
+        self._slab, self._io = self._tier_io.slab, self._tier_io.client
 
     @property
     def namespace(self) -> str:
@@ -226,11 +179,7 @@ class TieredOffloadingSpec(OffloadingSpec):
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Close the stores, the I/O server and the copier. Idempotent."""
-        if self._io is not None:
-            self._io.close(timeout_s)
-        if self._slab_fd is not None:
-            os.close(self._slab_fd)
-            self._slab_fd = None
+        self._tier_io.close(timeout_s)
         if self._copier is not None:
             self._copier.close()
             self._copier = None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvoffload.config import OffloadConfig
-from kvoffload.connectors.builder import tier_names
+from kvoffload.connectors.tier_io import tier_names
 from kvoffload.connectors.vllm.asked_tier import AskedTier
 from kvoffload.connectors.vllm.presence_messages import Answer, IndexPart, Question
 from kvoffload.connectors.vllm.tier_index import TierIndex

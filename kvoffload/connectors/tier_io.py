@@ -1,0 +1,89 @@
+"""Host memory that chunks pass through, and the I/O server between it and the tiers."""
+
+import os
+from collections.abc import Mapping
+
+from kvoffload import registry
+from kvoffload.config import BackendConfig, OffloadConfig
+from kvoffload.errors import ConfigError
+from kvoffload.io.client import IOClient
+from kvoffload.io.forms import Form, ServerProcess, ServerThread
+from kvoffload.io.protocol import VERSION, Open, TierSettings
+from kvoffload.offload.namespace import Fact, namespace, readable
+from kvoffload.transfer.slab import Slab, create_shared_memory
+
+
+def tier_names(config: OffloadConfig) -> list[tuple[str, BackendConfig]]:
+    """Name each configured tier: by its type; a second one of a type by its place as well."""
+    named: dict[str, BackendConfig] = {}
+    for i, wanted in enumerate(config.backends):
+        named[wanted.type if wanted.type not in named else f"{wanted.type}{i}"] = wanted
+    return list(named.items())
+
+
+class TierIO:
+    """A slab, and the client of an I/O server that serves its slots; its maker closes it.
+
+    Args:
+        config: the settings.
+        num_slots: of the slab.
+        slot_bytes: of a slot.
+        chunk_bytes: of the largest chunk.
+        facts: everything that decides what the bytes mean; see :mod:`kvoffload.offload.namespace`.
+
+    Raises:
+        ConfigError: a tier cannot be opened, or there is not that much memory.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        num_slots: int,
+        slot_bytes: int,
+        chunk_bytes: int,
+        facts: Mapping[str, Fact],
+    ) -> None:
+        self.client: IOClient | None = None
+        """None if there are no tiers."""
+        self._config = config
+        self._opening = (chunk_bytes, slot_bytes)
+        self._fd: int | None = None
+        setting, _ = config.host_memory
+        if not config.backends or config.io == "thread":
+            self.slab = slab = Slab(num_slots, slot_bytes, setting=setting)
+            if config.backends:
+                self._start(lambda: ServerThread(slab.slot(0, slab.num_bytes)), facts)
+            return
+        if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
+            raise ConfigError("io", "process", 'needs Linux 5.3 or newer; use "thread"')
+        self._fd = fd = create_shared_memory(num_slots * slot_bytes, setting)
+        try:
+            self.slab = Slab(num_slots, slot_bytes, fd)
+            self._start(lambda: ServerProcess(fd), facts)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def _start(self, start: Form, facts: Mapping[str, Fact]) -> None:
+        config, tiers = self._config, []
+        for i, (name, wanted) in enumerate(tier_names(config)):
+            where = f"backends[{i}]."
+            registry.read_options(wanted.type, wanted.options, where)  # before anything is started
+            tiers.append(TierSettings(name, wanted.type, wanted.options, where))
+        opening = Open(
+            VERSION,
+            tiers,
+            namespace(**facts),
+            readable(facts),
+            *self._opening,
+            config.lookup_timeout_s,
+        )
+        self.client = IOClient(start, opening, config.load_timeout_s, config.store_timeout_s)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Close the stores and end the I/O server. Idempotent."""
+        if self.client is not None:
+            self.client.close(timeout_s)
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
