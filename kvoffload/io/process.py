@@ -5,6 +5,7 @@ socket or with the engine's process, whichever ends first.
 """
 
 import contextlib
+import ctypes
 import logging
 import mmap
 import os
@@ -19,6 +20,7 @@ import traceback
 from kvoffload.io.protocol import Logged
 from kvoffload.io.server import Session, run_server
 
+_PR_SET_PDEATHSIG = 1
 LAST_S = 3.0
 """How long the process goes on after its engine died, to close the stores."""
 
@@ -31,17 +33,19 @@ class ToEngine(logging.Handler):
         self._session = session
 
     def emit(self, record: logging.LogRecord) -> None:
-        message = Logged(record.name, record.levelno, self.format(record))
         try:
+            message = Logged(record.name, record.levelno, self.format(record))
             self._session.loop.call_soon_threadsafe(self._session.send, message)
-        except RuntimeError:  # the loop is closed
-            print(message.text, file=sys.stderr)
+        except Exception:  # a record that cannot be formatted, or the loop is closed
+            self.handleError(record)
 
 
 def main() -> None:
     """Serve, and end the process without waiting for threads that hang."""
     socket_fd, slab_fd, engine_pid, level = map(int, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the engine
+    # The death of the engine continues a stopped process, which then ends.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     sock = socket.socket(fileno=socket_fd)
     memory = memoryview(mmap.mmap(slab_fd, 0))
     os.close(slab_fd)

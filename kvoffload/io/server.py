@@ -107,7 +107,8 @@ class Session:
     async def _take(self, message: Any) -> None:
         match message:
             case Load() | Store():
-                self._spawn(self._jobs.begin(message, self._stores.get(message.tier)))
+                answer = self._jobs.begin(message, self._stores.get(message.tier))
+                self._spawn(self._answer(answer))
             case Cancel():
                 self._jobs.cancel(message.job)
             case Ask():
@@ -128,6 +129,15 @@ class Session:
                     await self._open(message.namespace, message.facts)
             case Renew():
                 await self._renew(message)
+
+    async def _answer(self, answer: Coroutine[Any, Any, None]) -> None:
+        """Answer a job; end the session if that fails, or the job's slots would never be free."""
+        try:
+            await answer
+        except BaseException:
+            if self._writer is not None:
+                self._writer.transport.abort()
+            raise
 
     # ---- stores ----
 

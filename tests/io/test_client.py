@@ -7,6 +7,7 @@ import time
 import pytest
 
 from kvoffload.errors import ConfigError
+from kvoffload.io import chunk_jobs
 from kvoffload.testing import Plan
 from kvoffload.testing.backends import keys_of
 from tests.support.planned_store import Process
@@ -215,6 +216,24 @@ def test_the_end_answers_every_job_and_does_not_wait_for_a_hung_store(rig, until
     assert after.answers == [([False], "io_died", True)]
     client.tiers["planned"].forget(KEYS[:1])
     client.close()
+
+
+@pytest.mark.parametrize("rig", ["thread"], indirect=True)
+def test_an_answer_that_fails_ends_the_server_and_frees_the_slots(rig, until, monkeypatch):
+    client = rig.open(load_timeout_s=0.2)
+    rig.store(client, "memory", KEYS, until)
+
+    def no_memory(*_):
+        monkeypatch.undo()
+        raise MemoryError
+
+    monkeypatch.setattr(chunk_jobs, "Answered", no_memory)
+    load = rig.load(client, "memory", KEYS)
+    until(lambda: load.answers and load.releases)
+    assert load.answers[0][1:] == ("io_died", False)
+    until(lambda: not client._is_opening)
+    rig.store(client, "memory", KEYS, until)
+    assert client.counters["died"] == 1
 
 
 def test_a_hung_store_does_not_keep_another_from_closing(rig, until, tmp_path, planned):

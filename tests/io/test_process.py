@@ -1,5 +1,6 @@
 """The I/O process under everything that can happen to it and to its engine."""
 
+import logging
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from kvoffload.io import client as io_client
+from kvoffload.io.process import ToEngine
 from kvoffload.testing.backends import keys_of
 from tests.support.planned_store import Process
 
@@ -191,12 +193,15 @@ def test_it_ends_with_its_engine_although_another_child_has_the_socket(until, is
         os.kill(pid, signal.SIGSTOP)
     engine.kill()
     engine.wait()
-    if is_stopped:
-        os.kill(pid, signal.SIGCONT)
     until(lambda: has_ended(pid))
     for child in children:
         if child.pid != pid:
             child.kill()
+
+
+def test_a_record_that_cannot_be_formatted_raises_nothing(capsys):
+    ToEngine(None).handle(logging.LogRecord("theirs", 30, "", 1, "%d chunks", ("no",), None))
+    assert "TypeError" in capsys.readouterr().err
 
 
 def test_a_ctrl_c_is_for_the_engine(process_rig, until):

@@ -1,9 +1,14 @@
 """Open stores: a plug-in's exceptions are logged and cost only what they concern."""
 
+import threading
+
 import pytest
 
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.io.open_stores import OpenStore, close_stores, greet, retire
+from kvoffload.io.remote_tier import RemoteTier
+from kvoffload.transfer.slab import Slab
+from tests.support.io_rig import client_over
 
 KEYS = [b"a" * 36, b"b" * 36]
 
@@ -74,3 +79,34 @@ async def test_figures_are_told_when_they_change():
     assert store.figures() is None
     await store.backend.write(KEYS, [memoryview(b"x")] * 2)
     assert store.figures().usage == (2, 1 << 30, 2)
+
+
+class Listing(MemoryBackend):
+    """Lists very many chunks that are not there."""
+
+    left = 40_000
+
+    def take_changes(self, limit):
+        start = self.left
+        self.left = max(0, start - limit)
+        return [(i.to_bytes(36, "big"), True) for i in range(self.left, start)]
+
+    is_complete = property(lambda self: not self.left)
+
+
+def test_an_engine_that_reads_nothing_is_told_no_more_than_its_socket_takes(until, monkeypatch):
+    store, go_on, real = Listing(MemoryOptions(), "n"), threading.Event(), RemoteTier.announced
+
+    def announced(self, *message):
+        go_on.wait(20)
+        real(self, *message)
+
+    monkeypatch.setattr(RemoteTier, "announced", announced)
+    threading.Timer(1.0, go_on.set).start()
+    threading.Timer(0.9, lambda: lefts.append(store.left)).start()
+    lefts = []
+    client = client_over({"t": store}, Slab(1, 4096))
+    until(lambda: client.tiers["t"].is_complete)
+    assert all(client.tiers["t"].holds(i.to_bytes(36, "big")) for i in range(40_000))
+    assert lefts[0] > 20_000, "the rest of the list waits in the server's memory"
+    client.close()
