@@ -97,5 +97,20 @@ class GpuEnd:
             start += size
         return GPULoadStoreSpec(np.concatenate(pieces), sizes, indices)
 
+    def whole(self) -> tuple[GPULoadStoreSpec, tuple[bool, ...]]:
+        """Return the whole chunks as one end of a transfer, and which of all chunks are whole."""
+        sizes, indices = [0] * self._num_groups, [0] * self._num_groups
+        pieces, whole = [], []
+        start = 0
+        for group_id, size, index in self._groups:
+            skipped = min(size, -index % self._per_chunk)
+            count = (size - skipped) // self._per_chunk
+            sizes[group_id], indices[group_id] = count * self._per_chunk, index + skipped
+            pieces.append(self._block_ids[start + skipped :][: sizes[group_id]])
+            whole += [False] * bool(skipped) + [True] * count
+            whole += [False] * (self._chunks(size, index) - bool(skipped) - count)
+            start += size
+        return GPULoadStoreSpec(np.concatenate(pieces), sizes, indices), tuple(whole)
+
     def _chunks(self, size: int, index: int) -> int:
         return -(-(index % self._per_chunk + size) // self._per_chunk) if size else 0

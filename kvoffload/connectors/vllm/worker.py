@@ -9,9 +9,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
     get_offloading_group_ids,
 )
@@ -29,7 +30,7 @@ from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, Wo
 from kvoffload.connectors.vllm.versions import is_synchronous
 from kvoffload.connectors.vllm.worker_presence import WorkerPresence
 from kvoffload.io.remote_tier import RemoteTier
-from kvoffload.messages import TransferResult
+from kvoffload.messages import CPULoadStoreSpec, TransferResult
 from kvoffload.transfer.engine import TransferEngine
 from kvoffload.transfer.layout import ChunkLayout
 
@@ -69,7 +70,8 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         self._group_ids = get_offloading_group_ids(kv_cache_config)
         self._report = WorkerReport()
         self._loads: dict[int, _Load] = {}
-        self._stores: set[int] = set()
+        self._stores: dict[int, tuple[bool, ...]] = {}
+        """Stores in flight → for each chunk, whether it is whole; empty if all are."""
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._told: dict[str, Counter[str]] = {}
@@ -141,8 +143,9 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         self._submit_stores()
         if flush:
             # A request was preempted, or a block is given to another one: the copy out of its
-            # blocks must be over before they are written.
-            self._transfers.wait(flush)
+            # blocks must be over before they are written. A reset names loads too. vLLM keeps
+            # their blocks until they are answered, and a read of a disk may take long.
+            self._transfers.wait(flush & self._stores.keys())
         if orders.generation is not None and self._spec is not None:
             for load in self._loads.values():
                 load.void = True
@@ -179,13 +182,22 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         self._unsubmitted_store_jobs.clear()
         for job_id, source, target in waiting:
             end = GpuEnd(source, self._group_ids, self.settings.blocks_per_chunk)
-            num_chunks = len(target.host_slots)
-            self._stores.add(job_id)
+            self._stores[job_id] = ()
             if end.is_whole:
-                self._transfers.submit(job_id, (end.leading(end.num_chunks), target), num_chunks)
+                ends = (end.leading(end.num_chunks), target)
+                self._transfers.submit(job_id, ends, end.num_chunks)
             else:
-                # Part of a chunk has left the sliding window; only whole chunks are stored.
-                self._end(TransferResult(job_id, (False,) * num_chunks, reason="partial_chunk"))
+                self._submit_whole_chunks(job_id, end, target)
+
+    def _submit_whole_chunks(self, job_id: int, end: GpuEnd, target: CPULoadStoreSpec) -> None:
+        """Store without the chunks of which blocks have left the sliding window."""
+        source, whole = end.whole()
+        self._stores[job_id] = whole
+        slots = target.host_slots[np.array(whole)]
+        if len(slots):
+            self._transfers.submit(job_id, (source, CPULoadStoreSpec(slots)), len(slots))
+        else:
+            self._end(TransferResult(job_id, ()))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Take in what ended; returns no sends, and the requests whose loads ended, well or not."""
@@ -201,13 +213,17 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
 
     def _end(self, result: TransferResult) -> str | None:
         """Note the end of a job; return the request that waited for it, if one did."""
+        whole = self._stores.pop(result.job_id, None)
+        if whole:
+            answers = iter(result.ok)
+            stored = tuple(fine and next(answers) for fine in whole)
+            result = replace(result, ok=stored, reason=result.reason or "partial_chunk")
         self._report.add(result)
         if result.reason:
             self._report.counters[f"failed_{result.reason}"] += result.ok.count(False)
         load = self._loads.pop(result.job_id, None)
-        if load is None and result.job_id not in self._stores:
+        if load is None and whole is None:
             return None  # write-through: no one in vLLM waits for it
-        self._stores.discard(result.job_id)
         self._report.mark_completed(result.job_id)
         stats = self._report.transfer_stats
         (stats.store if load is None else stats.load).record(

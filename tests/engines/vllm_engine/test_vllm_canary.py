@@ -44,6 +44,25 @@ def test_the_gpu_end_is_cut_into_chunks_the_first_of_a_group_may_be_a_part():
     assert part.block_indices == (1, 0, 0)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "indices", "blocks", "whole"),
+    [
+        ([3, 2], [1, 0], [2, 3, 4, 5], (False, True, True)),
+        ([3, 2], [0, 1], [1, 2], (True, False, False, False)),
+        ([1, 4], [1, 2], [2, 3, 4, 5], (False, True, True)),
+        ([1, 0], [2, 0], [], (False,)),
+        ([0, 1], [0, 3], [], (False,)),
+    ],
+)
+def test_the_whole_chunks_of_a_gpu_end(sizes, indices, blocks, whole):
+    end = gpu_end(list(range(1, 1 + sum(sizes))), sizes, indices, [0, 2], per_chunk=2)
+    part, flags = end.whole()
+    assert (part.block_ids.tolist(), flags) == (blocks, whole)
+    assert not any(each % 2 for each in (*part.group_sizes, *part.block_indices))
+    assert not end.is_whole
+    assert len(flags) == end.num_chunks
+
+
 def test_block_ids_travel_as_plain_numbers():
     end = gpu_end(np.array([3, 4]).tolist(), [2], [0], [0], per_chunk=1)
     assert all(type(block) is int for _, blocks in end.chunks for block in blocks)
