@@ -8,6 +8,7 @@ from collections.abc import Callable
 from kvoffload.backends.disk.quarantine import QUARANTINE_S
 from kvoffload.backends.disk.scanner import Scanner
 from kvoffload.backends.disk.store import DiskStore
+from kvoffload.config import human_bytes
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class Housekeeper:
             self._guarded(self._scanner.load_snapshot)
             self._guarded(self._first_scan)
             self._store.set_ready()
+            self._guarded(self._say_whose)
         next_tick = 0.0
         while not self._stop.is_set():
             self._guarded(self._evict)
@@ -104,6 +106,20 @@ class Housekeeper:
     def _first_scan(self) -> None:
         self._is_exact = self._scanner.scan(full=True, by_age=True)
         self._has_order = True
+
+    def _say_whose(self) -> None:
+        """Log what the root holds that this engine does not use, as after an upgrade."""
+        own_bytes = self._store.index.own_bytes()
+        other_bytes = self._store.root.quota.resident_bytes - own_bytes
+        if other_bytes > 0:
+            log.info(
+                "disk: %s holds %s of this namespace, %s, and %s of others, which leave when room "
+                "is needed; kvoffload inspect lists them",
+                self._store.path,
+                human_bytes(own_bytes),
+                self._store.namespaces[0],
+                human_bytes(other_bytes),
+            )
 
     def _evict(self) -> None:
         root, space = self._store.root, self._store.space

@@ -190,6 +190,10 @@ class Index:
         with self._lock:
             return list(self._sizes.items())
 
+    def own_bytes(self) -> int:
+        """Return the bytes of the chunks of the own namespace."""
+        return sum(size for name, size in self.sizes() if name.startswith(_OWN))
+
     # ---- for the reader of changes ----
 
     @property

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
-from kvoffload.connectors.vllm.versions import installed_version
+from kvoffload.connectors.vllm.versions import installed_version, release_series
 from kvoffload.errors import ConfigError
 from kvoffload.offload.namespace import Fact
 
@@ -45,7 +45,7 @@ def resolve_facts(
         weights = f"known to {vllm_config.kv_transfer_config.engine_id} alone"
     facts: dict[str, Fact] = {
         "engine": "vllm",
-        "engine_version": installed_version(),
+        "engine_version": release_series(installed_version()),
         "model": model.model,
         "revision": revision,
         "weights": weights,

@@ -35,6 +35,16 @@ def is_tested(text: str) -> bool:
     return match is not None and FIRST <= (int(match[1]), int(match[2])) <= LAST
 
 
+def release_series(text: str) -> str:
+    """Name a release by the first release of its series, ``0.33.1+cu130`` by ``0.33.0``.
+
+    Patch releases and builds change neither layouts nor what a backend puts where. A development
+    version, or one that is not tested, may: it is named by its whole version.
+    """
+    match = re.fullmatch(r"(\d+)\.(\d+)\.\d+(\.post\d+)?(\+.*)?", text)
+    return f"{match[1]}.{match[2]}.0" if match and is_tested(text) else text
+
+
 def check_version(allow_untested: bool, text: str | None = None) -> None:
     """Refuse a vLLM outside the tested range, unless told to go on.
 

@@ -20,7 +20,7 @@ from kvoffload.backends.disk.snapshot import load
 from kvoffload.backends.disk.space import Space
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import namespace_digest
-from kvoffload.config import ByteSize
+from kvoffload.config import ByteSize, human_bytes
 from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.vfs import FailingVfs, HookedVfs, kind_of
@@ -386,3 +386,35 @@ async def test_only_removals_that_no_caller_asked_for_are_reported_and_each_once
     assert backend.take_removals() == []
     assert backend.counters() == {"removed": 1, "evicted": 1}
     await backend.close()
+
+
+# ---- what the log says of other namespaces -------------------------------------------------------
+
+
+async def test_the_start_says_how_much_of_the_root_other_namespaces_hold(tmp_path, caplog):
+    """After an upgrade that changes the namespace, the folder is full and nothing is found."""
+    caplog.set_level(logging.INFO)
+    old = open_disk(tmp_path, namespace="ab" * 32)
+    assert await write(old, keys_of(3)) == [True] * 3
+    await old.close()
+    for stored in (0, 1):
+        caplog.clear()
+        new = open_disk(tmp_path, namespace="cd" * 32)
+        assert await until(lambda: messages(caplog, "of others"))
+        (said,) = messages(caplog, "of others")
+        assert said.args[1:2] + said.args[3:] == (
+            human_bytes(stored * ON_DISK),
+            human_bytes(3 * ON_DISK),
+        )
+        assert await write(new, keys_of(1)) == [True]
+        await new.close()
+
+
+async def test_a_root_of_one_namespace_is_not_spoken_of(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        backend = open_disk(tmp_path)
+        assert backend.wait_ready(10)
+        assert await write(backend, keys_of(1)) == [True]
+        await backend.close()
+    assert not messages(caplog, "of others")

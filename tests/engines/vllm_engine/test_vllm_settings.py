@@ -250,6 +250,19 @@ def test_weights_that_nothing_tells_apart_are_shared_with_nobody(facts, caplog):
     assert facts("a", weights_id="v7")["weights"] == facts("b", weights_id="v7")["weights"]
 
 
+def test_an_upgrade_that_keeps_what_bytes_mean_keeps_the_namespace(facts, monkeypatch):
+    def known(version):
+        monkeypatch.setattr(
+            "kvoffload.connectors.vllm.fingerprint.installed_version", lambda: version
+        )
+        return namespace(**facts(weights_id="v7"))
+
+    series = ("0.33.0", "0.33.1", "0.33.0+cu130", "0.33.2.post1+cpu")
+    assert len({known(version) for version in series}) == 1
+    others = ("0.32.0", "0.33.0rc1", "0.33.1.dev4+gabcdef", "0.34.0", "0.34.1", "not installed")
+    assert len({known(version) for version in others} - {known("0.33.0")}) == len(others)
+
+
 def test_how_context_parallel_ranks_interleave_tokens_is_part_of_the_identity(facts):
     assert facts(interleave=16) != facts(interleave=1)
     # The stores of engines that leave the default do not go cold.
