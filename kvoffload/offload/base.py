@@ -6,7 +6,7 @@ both.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -49,6 +49,8 @@ class ReqContext:
 
     req_id: str = ""
     kv_transfer_params: Mapping[str, Any] | None = None
+    reads_tier: Callable[[str], bool] | None = None
+    """Whether the request may load from the tier of a name; None: from all."""
 
 
 class Reason(StrEnum):

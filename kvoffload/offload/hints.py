@@ -39,10 +39,16 @@ class Hints(msgspec.Struct, frozen=True):
     """Of the chunks it stores: those below 0 leave host memory first, those above 0 last."""
     explain: bool = False
     """True: say with its output where each chunk of its prompt was found, or why it was not."""
+    load_tiers: tuple[str, ...] | None = None
+    """Those of ``tiers`` that are read for it; from :attr:`ReqContext.reads_tier`."""
 
 
 NO_HINTS = Hints()
-_FIELDS = {field.encode_name: field for field in msgspec.structs.fields(Hints)}
+_FIELDS = {
+    field.encode_name: field
+    for field in msgspec.structs.fields(Hints)
+    if field.name != "load_tiers"
+}
 
 
 class HintReader:
@@ -76,6 +82,10 @@ class HintReader:
         if known is not None or not context.kv_transfer_params:
             return known or NO_HINTS
         hints = self._parse(context.kv_transfer_params, tier_names)
+        read = hints.tiers
+        if context.reads_tier is not None:
+            read = tuple(filter(context.reads_tier, tier_names if read is None else read))
+        hints = msgspec.structs.replace(hints, load_tiers=read)
         if context.req_id:
             self.known[context.req_id] = hints
             if len(self.known) > REMEMBERED_REQUESTS:

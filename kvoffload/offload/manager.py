@@ -119,13 +119,13 @@ class TieredOffloadingManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
         if self._host.is_ready(key):
             return True
-        return self._lookups.find(key, self._tiers_for(self.hints(req_context).tiers))
+        return self._lookups.find(key, self._tiers_for(self.hints(req_context).load_tiers))
 
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> tuple[int, bool]:
         """Look up a prompt; hits on tiers count as far as host memory has room to receive them."""
-        return self._lookups.find_prefix(keys, self._tiers_for(self.hints(req_context).tiers))
+        return self._lookups.find_prefix(keys, self._tiers_for(self.hints(req_context).load_tiers))
 
     def has_room(self, keys: Sequence[OffloadKey]) -> bool:
         """Return whether host memory can take all these chunks at once, as a load needs it."""
@@ -140,7 +140,7 @@ class TieredOffloadingManager(OffloadingManager):
             ``CPU`` or the medium of a tier; ``storing``, ``fetching`` or ``pending`` if that is not
             decided yet; else the reason of the miss, see ``docs/reference/counters.md``.
         """
-        tiers = self._tiers_for(self.hints(req_context).tiers)
+        tiers = self._tiers_for(self.hints(req_context).load_tiers)
         places = [self._lookups.place(key, tiers) for key in keys]
         reason = self._events.reasons.reason
         return [place or reason(key) for key, place in zip(keys, places, strict=True)]
@@ -150,16 +150,16 @@ class TieredOffloadingManager(OffloadingManager):
     def begin_load(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> LoadJob:
-        names = self.hints(req_context).tiers
+        hints = self.hints(req_context)
         slots = self._host.pin_all(keys)
         if slots is not None:
             spec, covered = CPULoadStoreSpec(slots), tuple(keys)
         else:
-            spec = self._staging.plan(keys, self._tiers_for(names))
+            spec = self._staging.plan(keys, self._tiers_for(hints.load_tiers))
             covered = tuple(keys[: len(spec.host_slots)])
             self.counters["load_refused"] += len(keys) - len(covered)
         spec.job_id = next(self._job_ids)
-        job = LoadJob(spec.job_id, covered, spec, req_context, len(keys), names)
+        job = LoadJob(spec.job_id, covered, spec, req_context, len(keys), hints.tiers)
         if covered:
             self._jobs[job.id] = job
         return job

@@ -55,6 +55,21 @@ def test_by_default_a_request_may_use_only_the_hints_that_cost_others_nothing():
     assert reader._counters == {"hints_not_allowed": 3}
 
 
+def test_an_engine_may_name_the_tiers_that_a_request_reads():
+    def tiers(hint, reads_tier):
+        context = ReqContext("r", {"kvoffload": hint}, reads_tier)
+        known = frozenset(["disk", "redis"])
+        hints = HintReader(Counter(), KNOWN_HINTS).hints(context, known)
+        return hints.tiers, hints.load_tiers and sorted(hints.load_tiers)
+
+    assert tiers({}, None) == (None, None)
+    assert tiers({}, lambda name: name != "disk") == (None, ["redis"])
+    assert tiers({"tiers": ["disk"]}, lambda name: name == "disk") == (("disk",), ["disk"])
+    assert tiers({"tiers": ["disk"]}, lambda name: False) == (("disk",), ())
+    # A client cannot name it: the hint ``tiers`` has its own rules.
+    assert ask(HintReader(Counter(), KNOWN_HINTS), {"load_tiers": ["disk"]}).load_tiers is None
+
+
 def test_the_manager_obeys_the_setting():
     def priority(**settings):
         manager = TieredOffloadingManager(HostCache(4, LRUPolicy(4)), **settings)
@@ -65,7 +80,8 @@ def test_the_manager_obeys_the_setting():
 
 
 def test_the_settings_name_every_hint_and_no_other():
-    assert set(KNOWN_HINTS) == {field.name for field in msgspec.structs.fields(Hints)}
+    fields = {field.name for field in msgspec.structs.fields(Hints)}
+    assert set(KNOWN_HINTS) == fields - {"load_tiers"}  # which the engine says, not a client
     with pytest.raises(ConfigError, match=r"client_hints = 'explian'.*explain"):
         parse_config({"cpu_bytes": 1, "client_hints": ["explian"]})
 

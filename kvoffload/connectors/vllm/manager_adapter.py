@@ -1,8 +1,10 @@
 """Our manager behind the interface that vLLM's offloading scheduler calls."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -11,6 +13,7 @@ from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
     RequestOffloadingContext,
+    TierFilter,
 )
 from vllm.v1.kv_offload.base import OffloadingEvent as VllmEvent
 from vllm.v1.kv_offload.base import OffloadingManager as VllmManager
@@ -31,6 +34,10 @@ from kvoffload.offload.base import (
 from kvoffload.offload.hints import NO_HINTS, Hints
 from kvoffload.offload.manager import CPU, TieredOffloadingManager
 
+log = logging.getLogger(__name__)
+
+_OF_OTHER_TIERS = ("remote_prefiller", "remote_decoder", "remote_kv_source")
+"""In ``kv_transfer_params``: where vLLM's tier between engines (P2P) finds its peer."""
 _ANSWERS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
 
 
@@ -62,6 +69,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         self.refused: dict[str, tuple[OffloadKey, ...]] = {}
         """For each request, chunks of this step that may be offered again; taken by the owner."""
         self._kept_out: set[str] = set()
+        self._refused_wishes: set[str] = set()
 
     def attach(self, ledger: TieredOffloadingManager, num_slots: int) -> None:
         """Use this ledger from now on; before, lookups are to be repeated and nothing is stored."""
@@ -83,7 +91,23 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
 
     def on_new_request(self, req_context: VllmContext) -> RequestOffloadingContext:
         """See vLLM: chunks are offered as they are computed."""
+        self._refuse_wishes(req_context)
         return RequestOffloadingContext()
+
+    def _refuse_wishes(self, req_context: VllmContext) -> None:
+        """Count what a request wishes of vLLM's other tiers; log each wish once."""
+        asked = [name for name in _OF_OTHER_TIERS if name in (req_context.kv_transfer_params or ())]
+        if req_context.kv_hints is not None:
+            asked.append("kv_hints")
+        for name in asked:
+            self.count(Counter(wishes_refused=1))
+            if name not in self._refused_wishes:
+                self._refused_wishes.add(name)
+                log.warning(
+                    "kvoffload: %s of a request is ignored: it is for a tier of vLLM's own "
+                    "offloading; further ones count as wishes_refused",
+                    name,
+                )
 
     def lookup(self, key: OffloadKey, req_context: VllmContext) -> LookupResult:
         """See vLLM; RETRY never lasts beyond the lookup deadline of the tiers."""
@@ -231,5 +255,14 @@ def _locality(medium: str) -> Locality:
 
 
 def our_context(req_context: VllmContext) -> ReqContext:
-    """Translate vLLM's context of a request."""
-    return ReqContext(req_context.req_id, req_context.kv_transfer_params)
+    """Translate vLLM's context of a request, its wish ``kv_load_tiers`` among it."""
+    wished = req_context.load_tier_filter
+    return ReqContext(
+        req_context.req_id,
+        req_context.kv_transfer_params,
+        None if wished is TierFilter.ALL else partial(_allows, wished),
+    )
+
+
+def _allows(wished: TierFilter, tier: str) -> bool:
+    return bool(wished.allows(Medium.STORAGE, _locality(tier.upper())))

@@ -1,10 +1,13 @@
 """What ranks report and what vLLM's scheduler asks, as the ledger is told of it."""
 
+from types import SimpleNamespace
+
 import pytest
 from opcodes import count_opcodes
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _create_req_context
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from kvoffload.connectors.jobs import JobTable
@@ -19,6 +22,59 @@ from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
 
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(8)]
+
+
+class Holds:
+    """A tier that has every chunk."""
+
+    def holds(self, key):
+        return True
+
+    def forget(self, keys):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("wished", "media"),
+    [
+        (None, {"DISK"}),
+        ([{"medium": "storage"}], {"DISK"}),
+        ([{"locality": "remote"}], {"REDIS1"}),
+        ([{"medium": "storage", "locality": "local"}, {"locality": "remote"}], {"DISK"}),
+        ([{"medium": "cpu"}], None),
+        ([], None),
+        ([{"medium": "tape"}], {"DISK"}),  # wrong: vLLM's own parser warns and takes all
+    ],
+)
+def test_a_request_loads_from_the_tiers_that_it_names_to_vllm(wished, media):
+    tiers = [Tier("disk", Holds()), Tier("redis1", Holds())]
+    ledger = TieredOffloadingManager(HostCache(4, LRUPolicy(4)), tiers)
+    adapter = ManagerAdapter()
+    adapter.attach(ledger, 4)
+    params = {} if wished is None else {"kv_load_tiers": wished}
+    context = _create_req_context(
+        SimpleNamespace(request_id="r", kv_transfer_params=params, kv_hints=None)
+    )
+    adapter.on_new_request(context)
+    assert adapter.lookup(KEYS[0], context) is (LookupResult.HIT if media else LookupResult.MISS)
+    assert adapter.lookup_prefix(KEYS[:2], context) == (2 if media else 0, False)
+    if media:
+        adapter.prepare_load(KEYS[:2], context)
+        (job,) = adapter.take_jobs().values()
+        assert set(job.media()) == media
+    # Host memory is read whatever the request wishes, and every tier is written.
+    job = adapter.prepare_store(KEYS[2:4], context)
+    assert adapter.take_jobs()[job.store_spec.job_id].tiers is None
+
+
+def test_wishes_of_tiers_that_vllm_has_and_we_do_not_are_told_once_and_counted(caplog):
+    adapter = ManagerAdapter()
+    for name in "abc":
+        params = {"remote_prefiller": {"remote_host": "h"}, "do_remote_prefill": True}
+        adapter.on_new_request(ReqContext(name, params, kv_hints=object() if name == "b" else None))
+    said = [record.args[0] for record in caplog.records]
+    assert said == ["remote_prefiller", "kv_hints"]
+    assert adapter.stats.worker_counters == {"wishes_refused": 4}
 
 
 def report(job_id, ok, settled=True):
