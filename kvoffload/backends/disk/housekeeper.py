@@ -113,8 +113,8 @@ class Housekeeper:
         other_bytes = self._store.root.quota.resident_bytes - own_bytes
         if other_bytes > 0:
             log.info(
-                "disk: %s holds %s of this namespace, %s, and %s of others, which leave when room "
-                "is needed; kvoffload inspect lists them",
+                "disk: %s holds %s of this namespace, %s, and %s of other ones, which leave when "
+                "room is needed; kvoffload inspect lists them",
                 self._store.path,
                 human_bytes(own_bytes),
                 self._store.namespaces[0],

@@ -400,8 +400,8 @@ async def test_the_start_says_how_much_of_the_root_other_namespaces_hold(tmp_pat
     for stored in (0, 1):
         caplog.clear()
         new = open_disk(tmp_path, namespace="cd" * 32)
-        assert await until(lambda: messages(caplog, "of others"))
-        (said,) = messages(caplog, "of others")
+        assert await until(lambda: messages(caplog, "of other ones"))
+        (said,) = messages(caplog, "of other ones")
         assert said.args[1:2] + said.args[3:] == (
             human_bytes(stored * ON_DISK),
             human_bytes(3 * ON_DISK),
@@ -417,4 +417,4 @@ async def test_a_root_of_one_namespace_is_not_spoken_of(tmp_path, caplog):
         assert backend.wait_ready(10)
         assert await write(backend, keys_of(1)) == [True]
         await backend.close()
-    assert not messages(caplog, "of others")
+    assert not messages(caplog, "of other ones")
