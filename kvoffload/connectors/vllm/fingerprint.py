@@ -1,13 +1,12 @@
 """Everything that decides what one rank's stored bytes mean, as vLLM has resolved it."""
 
 import hashlib
-import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvoffload.connectors.model_identity import config_digest, files_digest
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.versions import installed_version, release_series
 from kvoffload.errors import ConfigError
@@ -15,10 +14,8 @@ from kvoffload.offload.namespace import Fact
 
 log = logging.getLogger(__name__)
 
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _REFUSED_LAYOUTS = ("LHBNC",)
 """Where the heads of a block lie apart from each other, outside of the block."""
-_NOT_IDENTITY = ("_name_or_path", "transformers_version", "_commit_hash")
 
 
 def resolve_facts(
@@ -115,47 +112,7 @@ def weights_fingerprint(vllm_config: Any) -> str | None:
     folder = Path(model.model)
     if not folder.is_dir():
         return None  # a name on a hub: the revision says it
-    digest = hashlib.sha256()
-    files = [file for pattern in _WEIGHT_FILES for file in sorted(folder.glob(pattern))]
-    for file in files:
-        facts = os.stat(file)  # follows links: hubs keep the files elsewhere
-        digest.update(f"{file.name} {facts.st_size} {facts.st_mtime_ns}\n".encode())
-        with open(file, "rb") as data:
-            digest.update(data.read(1 << 16))
-    # Of weights that are streamed from elsewhere the folder has the configuration only.
-    return digest.hexdigest() if files else None
-
-
-def config_digest(hf_config: Any) -> str:
-    """Digest a model's configuration without what does not change what it computes."""
-    plain = {k: v for k, v in hf_config.to_dict().items() if k not in _NOT_IDENTITY}
-    try:
-        text = json.dumps(plain, sort_keys=True, default=_spelled)
-    except ValueError:  # an object that contains itself
-        text = json.dumps(plain, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _spelled(value: Any) -> Any:
-    """Spell what JSON cannot, alike in every process: sets in order, objects by their contents.
-
-    The text of a plain object is its address: with that in a digest each start finds nothing.
-    """
-    if isinstance(value, set | frozenset):
-        return sorted(map(str, value))
-    text = str(value)
-    if " at 0x" not in text:
-        return text
-    if hasattr(value, "__qualname__"):  # a function
-        return f"{value.__module__}.{value.__qualname__}"
-    if hasattr(value, "__dict__"):
-        return [type(value).__qualname__, vars(value)]
-    log.warning(
-        "kvoffload: %s in the model's configuration shows nothing but its address, so NOTHING "
-        "STORED WILL BE FOUND after a restart or by another instance.",
-        text,
-    )
-    return text
+    return files_digest(folder)
 
 
 def attention_backends(vllm_config: Any, kv_caches: Mapping[str, Any]) -> str:

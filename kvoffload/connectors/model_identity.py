@@ -1,0 +1,58 @@
+"""Which model this is, told by its files and its configuration, in any engine."""
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_NOT_IDENTITY = ("_name_or_path", "transformers_version", "_commit_hash")
+
+
+def files_digest(folder: Path) -> str | None:
+    """Digest the weight files of a folder, by their facts and beginnings; None without files."""
+    digest = hashlib.sha256()
+    files = [file for pattern in _WEIGHT_FILES for file in sorted(folder.glob(pattern))]
+    for file in files:
+        facts = os.stat(file)  # follows links: hubs keep the files elsewhere
+        digest.update(f"{file.name} {facts.st_size} {facts.st_mtime_ns}\n".encode())
+        with open(file, "rb") as data:
+            digest.update(data.read(1 << 16))
+    # Of weights that are streamed from elsewhere the folder has the configuration only.
+    return digest.hexdigest() if files else None
+
+
+def config_digest(hf_config: Any) -> str:
+    """Digest a model's configuration without what does not change what it computes."""
+    plain = {k: v for k, v in hf_config.to_dict().items() if k not in _NOT_IDENTITY}
+    try:
+        text = json.dumps(plain, sort_keys=True, default=_spelled)
+    except ValueError:  # an object that contains itself
+        text = json.dumps(plain, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _spelled(value: Any) -> Any:
+    """Spell what JSON cannot, alike in every process: sets in order, objects by their contents.
+
+    The text of a plain object is its address: with that in a digest each start finds nothing.
+    """
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    text = str(value)
+    if " at 0x" not in text:
+        return text
+    if hasattr(value, "__qualname__"):  # a function
+        return f"{value.__module__}.{value.__qualname__}"
+    if hasattr(value, "__dict__"):
+        return [type(value).__qualname__, vars(value)]
+    log.warning(
+        "kvoffload: %s in the model's configuration shows nothing but its address, so NOTHING "
+        "STORED WILL BE FOUND after a restart or by another instance.",
+        text,
+    )
+    return text

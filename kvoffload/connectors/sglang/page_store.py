@@ -1,0 +1,312 @@
+"""Stores and loads pages of an engine's own host memory, through a slab, in bounded time.
+
+The engine's pages are never given to a store. A read that hangs would write into a page after the
+call has answered and the engine has reused the page. So a call copies each page between the
+engine's memory and a slot, without the GIL, and a late read keeps the slot only. All parts of a
+page lie in one slot: they are one chunk.
+"""
+
+import ctypes
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from kvoffload.backends.log_rate import Throttle
+from kvoffload.config import OffloadConfig, human_bytes
+from kvoffload.connectors.sglang.staging_slots import Lease, StagingSlots
+from kvoffload.connectors.tier_io import TierIO
+from kvoffload.errors import ConfigError
+from kvoffload.io.remote_tier import RemoteTier
+from kvoffload.offload.namespace import Fact, namespace, readable
+
+log = logging.getLogger(__name__)
+
+Page = Sequence[tuple[int, int]]
+"""The parts of a page in the engine's memory: address and bytes of each."""
+PAGES_PER_JOB = 16
+ASK_AGAIN_S = 0.001
+"""Time between two looks for an answer of a store without an index."""
+
+
+@dataclass(frozen=True)
+class News:
+    """What a job told: pages that arrived, or its end."""
+
+    job: "PageJob"
+    numbers: Sequence[int]
+    has_ended: bool
+    reason: str = ""
+
+
+class PageJob:
+    """A load or store of some pages of a call; a listener of the I/O client.
+
+    Args:
+        places: of its pages in the call.
+        lease: their slots, released here once the server does not use them any more.
+        news: tells the thread of the call.
+    """
+
+    def __init__(self, places: Sequence[int], lease: Lease, news: "SimpleQueue[News]") -> None:
+        self.places = places
+        self.lease = lease
+        self._news = news
+
+    def arrived(self, numbers: Sequence[int]) -> None:
+        self._news.put(News(self, numbers, has_ended=False))
+
+    def ended(self, ok: bytes, reason: str, settled: bool, io_time_s: float) -> None:
+        good = [i for i, fine in enumerate(ok) if fine]
+        self._news.put(News(self, good, has_ended=True, reason=reason))
+        if settled:
+            self.lease.release()
+
+    def released(self) -> None:
+        self.lease.release()
+
+
+class PageStore:
+    """Pages on tiers. All methods may be called by several threads at once.
+
+    Args:
+        config: the settings.
+        page_bytes: of the largest page.
+        facts: everything that decides what the bytes mean.
+
+    Raises:
+        ConfigError: a tier cannot be opened, or the staging memory cannot be had.
+    """
+
+    def __init__(self, config: OffloadConfig, page_bytes: int, facts: Mapping[str, Fact]) -> None:
+        num_slots = config.staging_bytes // page_bytes
+        if num_slots < 2:
+            remedy = f"must hold at least two pages, which take {human_bytes(2 * page_bytes)}"
+            raise ConfigError("staging_bytes", human_bytes(config.staging_bytes), remedy)
+        self.counters: Counter[str] = Counter()
+        """Pages by what became of them: ``loaded``, ``load_missing``, ``stored``..."""
+        self._config = config
+        self._facts = dict(facts)
+        self._page_bytes = page_bytes
+        self._io = TierIO(config, num_slots, page_bytes, page_bytes, facts)
+        assert self._io.client is not None, "the settings name a tier"
+        self._client = self._io.client
+        self._tiers = list(self._client.tiers.values())
+        self._staging = StagingSlots(num_slots)
+        self._asking = threading.Lock()
+        """Held while a tier is asked or told: its methods are for one thread."""
+        self._warnings = Throttle(log)
+
+    @property
+    def namespace(self) -> str:
+        """The digest that the stores were opened with."""
+        return namespace(**self._facts)
+
+    # ---- lookups ----
+
+    def num_leading(self, keys: Sequence[bytes]) -> int:
+        """Count the leading pages that tiers have; wait for a store at most its lookup timeout."""
+        until_s = time.monotonic() + self._config.lookup_timeout_s
+        count = before = 0
+        while True:
+            for tier in self._tiers:
+                count += self._num_leading_on(tier, keys[count:], until_s)
+            if count in (before, len(keys)) or len(self._tiers) == 1:
+                return count
+            before = count
+
+    def _num_leading_on(self, tier: RemoteTier, keys: Sequence[bytes], until_s: float) -> int:
+        count = 0
+        while True:
+            with self._asking:
+                if tier.is_listed:
+                    count += tier.num_leading(keys[count:])
+                    rest = [tier.holds(key) for key in keys[count : count + 1]]
+                else:
+                    rest = [tier.holds(key) for key in keys[count:]]
+            known = next((i for i, held in enumerate(rest) if not held), len(rest))
+            count += known
+            is_known = known == len(rest) or rest[known] is False
+            if is_known or time.monotonic() >= until_s:
+                return count
+            time.sleep(ASK_AGAIN_S)
+
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        """Tell of each page whether a tier has it; wait as :meth:`num_leading` does."""
+        until_s = time.monotonic() + self._config.lookup_timeout_s
+        found = [False] * len(keys)
+        for tier in self._tiers:
+            while None in (held := self._holds(tier, keys)) and time.monotonic() < until_s:
+                time.sleep(ASK_AGAIN_S)
+            found = [bool(before or here) for before, here in zip(found, held, strict=True)]
+        return found
+
+    def _holds(self, tier: RemoteTier, keys: Sequence[bytes]) -> list[bool | None]:
+        with self._asking:
+            return [tier.holds(key) for key in keys]
+
+    # ---- loads ----
+
+    def load(self, keys: Sequence[bytes], pages: Sequence[Page]) -> list[bool]:
+        """Fill pages with what is stored under their keys, verified; False where nothing is."""
+        self._check(keys, pages)
+        ok = [False] * len(keys)
+        until_s = time.monotonic() + self._config.load_timeout_s
+        for tier in self._tiers:
+            held = self._holds(tier, keys)
+            wanted = [i for i, here in enumerate(held) if not ok[i] and here is not False]
+            self._load_from(tier, deque(wanted), keys, pages, ok, until_s)
+        self.counters["loaded"] += sum(ok)
+        return ok
+
+    def _load_from(
+        self,
+        tier: RemoteTier,
+        left: "deque[int]",
+        keys: Sequence[bytes],
+        pages: Sequence[Page],
+        ok: list[bool],
+        until_s: float,
+    ) -> None:
+        news: SimpleQueue[News] = SimpleQueue()
+        running: set[PageJob] = set()
+        while left or running:
+            if left and (job := self._lend(left, news, until_s, running, storing=False)):
+                asked = [keys[i] for i in job.places]
+                sizes = [self._size(pages[i]) for i in job.places]
+                self._client.load(tier.name, asked, job.lease.slots, sizes, job)
+                continue
+            told = self._next(news, until_s) if running else None
+            if told is None:
+                break
+            for number in told.numbers:
+                place = told.job.places[number]
+                if not ok[place]:
+                    self._copy(pages[place], told.job.lease.slots[number], into_slot=False)
+                    ok[place] = True
+            if told.has_ended:
+                running.remove(told.job)
+                told.job.lease.release()
+                self._forget(tier, [keys[i] for i in told.job.places if not ok[i]], told.reason)
+        unloaded = [*left, *(i for job in running for i in job.places)]
+        for job in running:
+            job.lease.release()
+        self._forget(tier, [keys[i] for i in unloaded if not ok[i]], "deadline")
+
+    def _forget(self, tier: RemoteTier, keys: Sequence[bytes], reason: str) -> None:
+        """Let a tier answer False for pages that it could not load; count why."""
+        if keys:
+            self.counters[f"load_{reason}"] += len(keys)
+            self._warnings.warning("%s: %d pages not loaded: %s", tier.name, len(keys), reason)
+            with self._asking:
+                tier.forget(keys)
+
+    # ---- stores ----
+
+    def save(self, keys: Sequence[bytes], pages: Sequence[Page]) -> list[bool]:
+        """Store pages on all tiers; True where one tier has the page. The head is stored first."""
+        self._check(keys, pages)
+        until_s = time.monotonic() + self._config.store_timeout_s
+        held = [self._holds(tier, keys) for tier in self._tiers]
+        ok = [all(here) for here in zip(*held, strict=True)]
+        self.counters["already_stored"] += sum(ok)
+        left = deque(i for i, stored in enumerate(ok) if not stored)
+        news: SimpleQueue[News] = SimpleQueue()
+        running: set[PageJob] = set()
+        while left or running:
+            if left and (job := self._lend(left, news, until_s, running, storing=True)):
+                for place, slot in zip(job.places, job.lease.slots, strict=True):
+                    self._copy(pages[place], slot, into_slot=True)
+                job.lease.release()
+                running.remove(job)
+                running |= self._store(job, keys, pages, news)
+                continue
+            told = self._next(news, until_s) if running else None
+            if told is None:
+                break
+            running.remove(told.job)
+            for number in told.numbers:
+                ok[told.job.places[number]] = True
+            if missing := len(told.job.places) - len(told.numbers):
+                self.counters[f"store_{told.reason}"] += missing
+        if late := len({*left, *(i for job in running for i in job.places)}):
+            self.counters["store_deadline"] += late
+        self.counters["stored"] += sum(ok)
+        return ok
+
+    def _store(
+        self,
+        job: PageJob,
+        keys: Sequence[bytes],
+        pages: Sequence[Page],
+        news: "SimpleQueue[News]",
+    ) -> set[PageJob]:
+        """Begin the stores of copied pages on all tiers."""
+        asked = [keys[i] for i in job.places]
+        sizes = [self._size(pages[i]) for i in job.places]
+        begun = set()
+        for tier in self._tiers:
+            begun.add(each := PageJob(job.places, job.lease, news))
+            self._client.store(tier.name, asked, job.lease.slots, sizes, each)
+        return begun
+
+    # ---- both ----
+
+    def _check(self, keys: Sequence[bytes], pages: Sequence[Page]) -> None:
+        """Refuse what does not fit into slots; raises ValueError."""
+        if len(keys) != len(pages):
+            raise ValueError(f"{len(keys)} keys, but {len(pages)} pages")
+        if (most := max(map(self._size, pages), default=0)) > self._page_bytes:
+            raise ValueError(f"a page of {most} bytes, slots have {self._page_bytes}")
+
+    def _lend(
+        self,
+        left: "deque[int]",
+        news: "SimpleQueue[News]",
+        until_s: float,
+        running: set[PageJob],
+        *,
+        storing: bool,
+    ) -> PageJob | None:
+        """Take slots for the next pages; wait for them only if no job runs that will give some."""
+        count = min(len(left), PAGES_PER_JOB)
+        slots = self._staging.take(count, storing=storing, until_s=0.0 if running else until_s)
+        if not slots:
+            return None
+        holders = 1 + (len(self._tiers) if storing else 1)
+        lease = Lease(self._staging, slots, holders, storing=storing)
+        job = PageJob([left.popleft() for _ in slots], lease, news)
+        running.add(job)
+        return job
+
+    @staticmethod
+    def _next(news: "SimpleQueue[News]", until_s: float) -> News | None:
+        try:
+            return news.get(timeout=max(0.0, until_s - time.monotonic()))
+        except Empty:
+            return None
+
+    def _copy(self, page: Page, slot: int, *, into_slot: bool) -> None:
+        """Copy a page between the engine's memory and a slot; ctypes releases the GIL."""
+        at = self._io.slab.address + slot * self._page_bytes
+        for address, size in page:
+            ctypes.memmove(*((at, address) if into_slot else (address, at)), size)
+            at += size
+
+    @staticmethod
+    def _size(page: Page) -> int:
+        return sum(size for _, size in page)
+
+    # ---- resets and the end ----
+
+    def clear(self) -> None:
+        """Remove all pages of this namespace, whichever engine stored them."""
+        with self._asking:
+            self._client.renew(self.namespace, readable(self._facts), [self.namespace])
+
+    def close(self) -> None:
+        """Close the stores. Idempotent; from now on every page is a miss."""
+        self._io.close()

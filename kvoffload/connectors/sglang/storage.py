@@ -1,0 +1,328 @@
+"""``KVOffloadHiCache``: what SGLang's HiCache calls as its storage.
+
+SGLang calls from its backup thread and its prefetch thread at once. Each call ends in bounded time,
+and answers False or None for what it could not do: an exception would end a batch of SGLang.
+"""
+
+import hashlib
+import logging
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransferResult,
+)
+from sglang.srt.observability.metrics_collector import StorageMetrics
+from sglang.srt.runtime_context import get_server_args
+
+from kvoffload.backends.log_rate import Throttle
+from kvoffload.connectors.sglang.hicache_settings import read_settings
+from kvoffload.connectors.sglang.page_facts import (
+    check_version,
+    model_facts,
+    pool_facts,
+    rank_facts,
+)
+from kvoffload.connectors.sglang.page_store import Page, PageStore
+from kvoffload.errors import ConfigError
+from kvoffload.offload.namespace import namespace
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_OF_KV, _OF_SIDE_POOL, _GENERIC = (number.to_bytes(4, "big") for number in range(3))
+"""Ends of keys: a page of the KV pool, a page of a side pool, a key of a generic call."""
+_PAGE_HASH = re.compile("[0-9a-f]{64}")
+MAX_FIGURES = 10_000
+"""Figures kept for metrics that SGLang may never ask for."""
+
+
+class HostPool:
+    """A host pool of SGLang, as pages.
+
+    Args:
+        pool: SGLang's.
+        is_v1: whether its pages are taken in place, as parts, or as flat copies of SGLang's.
+
+    Raises:
+        ConfigError: the pool does not tell where its pages are.
+    """
+
+    def __init__(self, pool: Any, is_v1: bool = True) -> None:
+        import torch
+
+        self.pool = pool
+        if is_v1:
+            page = torch.arange(pool.page_size, dtype=torch.int64)
+            addresses, sizes = pool.get_page_buffer_meta(page) or ((), ())
+        else:
+            flat = pool.get_dummy_flat_data_page()
+            addresses, sizes = [flat.data_ptr()], [flat.nbytes]
+        if not addresses:
+            remedy = "has no memory of its own, and its model is not supported"
+            raise ConfigError("mem_pool_host", type(pool).__name__, remedy)
+        self.page_bytes = sum(sizes)
+        self.facts = pool_facts(pool, self.page_bytes, len(addresses), is_v1)
+        self.digest = b""
+        """Of a side pool: decides, with a page's hash, the key of the page."""
+
+    def pages(self, host_indices: Any, count: int) -> list[Page]:
+        """Return the parts of the pages that these tokens are in."""
+        addresses, sizes = self.pool.get_page_buffer_meta(host_indices)
+        parts = list(zip(addresses, sizes, strict=True))
+        each = len(parts) // count
+        return [parts[i * each : (i + 1) * each] for i in range(count)]
+
+    def keys(self, hashes: Sequence[str]) -> list[bytes]:
+        """Return the keys of pages of a side pool."""
+        digest = hashlib.sha256
+        return [digest(self.digest + bytes.fromhex(h)).digest() + _OF_SIDE_POOL for h in hashes]
+
+
+class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]
+    """HiCache's storage on kvoffload's tiers; see ``docs/guides/sglang.md``.
+
+    Args:
+        storage_config: SGLang's ranks, and the extra config.
+        kwargs: SGLang's; not used.
+
+    Raises:
+        ConfigError: a setting is wrong, or this SGLang is not supported.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
+        extra = dict(storage_config.extra_config or {})
+        self._settings = read_settings(extra)
+        check_version(self._settings.allow_untested_sglang)
+        self._config = storage_config
+        self._is_v1 = bool(extra.get("interface_v1"))
+        self._kv: HostPool
+        self._side_pools: dict[str, HostPool] = {}
+        self._store: PageStore | None = None
+        self._metrics = StorageMetrics()
+        self._warnings = Throttle(log)
+
+    # ---- attach and detach ----
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        self._kv = HostPool(mem_pool_host, self._is_v1)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        name = str(host_pool_name)
+        if name == PoolName.KV:
+            return
+        pool = self._side_pools[name] = HostPool(host_pool)
+        facts = {**pool.facts, "name": name}
+        if name == PoolName.MAMBA:  # sharded, also where the KV cache is the same on all ranks
+            facts |= {"rank": self._config.tp_rank, "tensor_parallel": self._config.tp_size}
+        pool.digest = bytes.fromhex(namespace(**facts))
+
+    def on_host_pools_registered(self) -> None:
+        """Open the tiers, for the pages of all pools.
+
+        Raises:
+            ConfigError: a tier cannot be opened.
+        """
+        facts = rank_facts(self._config) | self._kv.facts
+        facts |= model_facts(get_server_args(), self._settings)
+        page_bytes = max(pool.page_bytes for pool in (self._kv, *self._side_pools.values()))
+        self._store = PageStore(self._settings, page_bytes, facts)
+        log.info("kvoffload: namespace %s", self._store.namespace)
+
+    def close(self) -> None:
+        """Close the tiers; from now on everything is a miss. Idempotent."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+            log.info("kvoffload: detached; pages %s", dict(store.counters))
+
+    # ---- lookups ----
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """Count the leading pages that tiers have."""
+        return self._tried(lambda store: store.num_leading(_page_keys(keys)), 0)
+
+    def exists(self, key: str) -> bool:
+        return self._tried(lambda store: store.num_leading(self._value_keys([key])) == 1, False)
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        """Find the prefixes that all pools can restore, by each pool's policy."""
+        none = PoolTransferResult(0, {}, [])
+        return self._tried(lambda store: self._find(store, keys, pool_transfers or ()), none)
+
+    def _find(
+        self, store: PageStore, keys: list[str], transfers: Sequence[Any]
+    ) -> PoolTransferResult:
+        count = store.num_leading(_page_keys(keys))
+        found = {PoolName.KV: count} if count else {}
+        restorable = set(range(1, count + 1))
+        for transfer in transfers:
+            pool = self._side_pools.get(str(transfer.name))
+            if pool is None or not restorable or transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
+                continue  # groups of blocks never limit a hit
+            held = store.present(pool.keys(keys[:count]))
+            needed = count
+            if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                needed = max(1, len(transfer.keys or ()))
+            ends, run = set(), 0
+            for end, is_held in enumerate(held, 1):
+                run = run + 1 if is_held else 0
+                if run >= min(needed, end):
+                    ends.add(end)
+            if ends:
+                found[transfer.name] = max(ends)
+            restorable &= ends
+        return PoolTransferResult(max(restorable, default=0), found, sorted(restorable))
+
+    # ---- pages of the KV pool, in place ----
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
+        """Load pages into the host pool."""
+        failed = [False] * len(keys)
+        return self._tried(lambda store: self._get(store, keys, host_indices), failed)
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
+        """Store pages of the host pool."""
+        failed = [False] * len(keys)
+        return self._tried(lambda store: self._set(store, keys, host_indices), failed)
+
+    def _get(self, store: PageStore, keys: list[str], host_indices: Any) -> list[bool]:
+        begun_s = time.monotonic()
+        ok = store.load(_page_keys(keys), self._kv.pages(host_indices, len(keys)))
+        metrics = self._metrics
+        self._measure(metrics.prefetch_pgs, metrics.prefetch_bandwidth, sum(ok), begun_s)
+        return ok
+
+    def _set(self, store: PageStore, keys: list[str], host_indices: Any) -> list[bool]:
+        begun_s = time.monotonic()
+        ok = store.save(_page_keys(keys), self._kv.pages(host_indices, len(keys)))
+        metrics = self._metrics
+        self._measure(metrics.backup_pgs, metrics.backup_bandwidth, sum(ok), begun_s)
+        return ok
+
+    # ---- pages of side pools ----
+
+    def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Load pages into the host pools of several kinds of state."""
+        return self._each_pool(transfers, lambda store, keys, pages: store.load(keys, pages))
+
+    def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Store pages of the host pools of several kinds of state."""
+        return self._each_pool(transfers, lambda store, keys, pages: store.save(keys, pages))
+
+    def _each_pool(
+        self, transfers: list[Any], move: Callable[[PageStore, list[bytes], list[Page]], list[bool]]
+    ) -> dict[str, list[bool]]:
+        answers = {}
+        for transfer in transfers:
+            hashes = transfer.keys or []
+
+            def move_pages(
+                store: PageStore, transfer: Any = transfer, hashes: list[str] = hashes
+            ) -> list[bool]:
+                is_kv = transfer.name == PoolName.KV
+                pool = self._kv if is_kv else self._side_pools[str(transfer.name)]
+                keys = _page_keys(hashes) if is_kv else pool.keys(hashes)
+                return move(store, keys, pool.pages(transfer.host_indices, len(keys)))
+
+            failed = [False] * len(hashes)
+            answers[transfer.name] = self._tried(move_pages, failed) if hashes else []
+        return answers
+
+    # ---- flat copies of pages, and single values ----
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[Any]:
+        """Load values into tensors; return those that were loaded, and None for the rest."""
+        targets = list(target_locations or [])
+
+        def get(store: PageStore) -> list[Any]:
+            pages = [[(target.data_ptr(), target.nbytes)] for target in targets]
+            ok = store.load(self._value_keys(keys), pages)
+            return [target if good else None for target, good in zip(targets, ok, strict=True)]
+
+        return self._tried(get, [None] * len(keys))
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Store the values of tensors; True if all are stored."""
+        tensors = [value.contiguous() for value in values or []]
+
+        def store_all(store: PageStore) -> bool:
+            pages = [[(tensor.data_ptr(), tensor.nbytes)] for tensor in tensors]
+            return all(store.save(self._value_keys(keys), pages))
+
+        return self._tried(store_all, False)
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        return self.batch_get([key], [target_location])[0]
+
+    def set(
+        self,
+        key: str,
+        value: Any = None,
+        target_location: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        return self.batch_set([key], [value])
+
+    # ---- the rest ----
+
+    def clear(self) -> None:
+        """Remove all pages of this model and form from the tiers."""
+        self._tried(lambda store: store.clear(), None)
+
+    def get_stats(self) -> StorageMetrics | None:
+        """Return what was stored and loaded since the last call."""
+        if not self._config.enable_storage_metrics:
+            return None
+        metrics, self._metrics = self._metrics, StorageMetrics()
+        return metrics
+
+    def _value_keys(self, names: Sequence[str]) -> list[bytes]:
+        """Return the keys of generic calls: those of pages, where SGLang stores pages by them."""
+        if not self._is_v1 and all(map(_PAGE_HASH.fullmatch, names)):
+            return _page_keys(names)
+        return [hashlib.sha256(name.encode()).digest() + _GENERIC for name in names]
+
+    def _measure(self, pages: list[int], rates: list[float], count: int, begun_s: float) -> None:
+        if self._config.enable_storage_metrics and len(pages) < MAX_FIGURES:
+            seconds = max(time.monotonic() - begun_s, 1e-9)
+            pages.append(count)
+            rates.append(count * self._kv.page_bytes / 1e9 / seconds)
+
+    def _tried(self, call: Callable[[PageStore], T], failed: T) -> T:
+        """Return a call's answer; that of a failure if it raises, or if there are no tiers."""
+        store = self._store
+        if store is None:
+            return failed
+        try:
+            return call(store)
+        except Exception as error:
+            store.counters["raised"] += 1
+            self._warnings.warning("a call of HiCache failed: %r", error, traceback=True)
+            return failed
+
+
+def _page_keys(hashes: Sequence[str]) -> list[bytes]:
+    return [bytes.fromhex(page) + _OF_KV for page in hashes]

@@ -1,0 +1,217 @@
+"""Pages of an engine's memory on tiers: exact bytes, bounded calls, slots that late reads keep."""
+
+import ctypes
+import threading
+import time
+
+import pytest
+
+from kvoffload import registry
+from kvoffload.config import parse_config
+from kvoffload.connectors.sglang.page_store import PageStore
+from kvoffload.errors import ConfigError
+from kvoffload.testing import Plan
+from tests.support.planned_store import Process, installed
+
+PART = 1000
+PAGE = 2 * PART
+NUM_PAGES = 64
+
+
+class Pool:
+    """An engine's host memory: the two parts of a page lie far from each other."""
+
+    def __init__(self):
+        self.memory = bytearray(NUM_PAGES * PAGE)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    def page(self, i):
+        half = NUM_PAGES * PART
+        return [(self._address + i * PART, PART), (self._address + half + i * PART, PART)]
+
+    def pages(self, numbers):
+        return [self.page(i) for i in numbers]
+
+    def fill(self, numbers, seed=0):
+        for i in numbers:
+            for address, size in self.page(i):
+                text = f"{seed} {i} {address - self._address} ".encode() * size
+                ctypes.memmove(address, text[:size], size)
+
+    def read(self, numbers):
+        return [b"".join(ctypes.string_at(*part) for part in self.page(i)) for i in numbers]
+
+
+@pytest.fixture
+def pool():
+    return Pool()
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    yield installed(tmp_path, monkeypatch)
+    monkeypatch.undo()
+    registry._named.cache_clear()
+
+
+@pytest.fixture
+def opened():
+    made = []
+
+    def begin(*backends, slots=8, facts=None, **settings):
+        config = {"cpu_bytes": 0, "staging_bytes": slots * PAGE, "backends": backends, **settings}
+        made.append(PageStore(parse_config(config), PAGE, facts or {"model": "m"}))
+        return made[-1]
+
+    yield begin
+    for store in made:
+        store.close()
+
+
+def keys(count, start=0):
+    return [f"key {i}".encode() for i in range(start, start + count)]
+
+
+def disk(root, **more):
+    return {"type": "disk", "root": str(root), "capacity": "64MiB", "min_free": 0, **more}
+
+
+@pytest.mark.parametrize("form", ["thread", "process"])
+def test_pages_come_back_whole_in_a_new_store(pool, opened, tmp_path, form, until):
+    source, target = range(20), range(30, 50)
+    pool.fill(source)
+    first = opened(disk(tmp_path), io=form)
+    assert first.num_leading(keys(20)) == 0
+    assert first.save(keys(20), pool.pages(source)) == [True] * 20
+    until(lambda: first.num_leading(keys(21)) == 20)
+    assert sum(1 for _ in tmp_path.glob("*/??/*")) == 20  # a page is one file
+    first.close()
+    again = opened(disk(tmp_path), io=form)
+    until(lambda: again.num_leading(keys(21)) == 20)
+    assert again.load(keys(21), pool.pages(range(30, 51))) == [True] * 20 + [False]
+    assert pool.read(target) == pool.read(source)
+    other = opened(disk(tmp_path), io=form, facts={"model": "other"})
+    assert other.num_leading(keys(20)) == 0
+
+
+def test_a_page_that_all_tiers_have_is_not_written_again(pool, opened, tmp_path, until):
+    store = opened(disk(tmp_path))
+    assert store.save(keys(4), pool.pages(range(4))) == [True] * 4
+    until(lambda: store.num_leading(keys(4)) == 4)
+    assert store.save(keys(5), pool.pages(range(5))) == [True] * 5
+    assert store.counters["already_stored"] == 4
+
+
+def test_what_one_tier_lost_the_next_one_serves(pool, opened, tmp_path, until):
+    pool.fill(range(6))
+    both = opened(disk(tmp_path / "a"), disk(tmp_path / "b"))
+    assert all(both.save(keys(6), pool.pages(range(6))))
+    until(lambda: both.num_leading(keys(6)) == 6)
+    for file in list((tmp_path / "a").glob("*/??/*"))[:3]:
+        file.unlink()
+    assert both.load(keys(6), pool.pages(range(10, 16))) == [True] * 6
+    assert pool.read(range(10, 16)) == pool.read(range(6))
+    assert both.counters["load_missing"] == 3
+
+
+def test_a_damaged_page_is_a_miss_and_is_stored_again(pool, opened, tmp_path, until):
+    pool.fill(range(4))
+    store = opened(disk(tmp_path))
+    assert all(store.save(keys(4), pool.pages(range(4))))
+    until(lambda: store.num_leading(keys(4)) == 4)
+    for file in tmp_path.glob("*/??/*"):
+        with open(file, "r+b") as damaged:
+            damaged.seek(-1, 2)
+            damaged.write(b"?")
+    assert store.load(keys(4), pool.pages(range(10, 14))) == [False] * 4
+    assert store.num_leading(keys(4)) == 0
+    assert all(store.save(keys(4), pool.pages(range(4))))
+    until(lambda: store.num_leading(keys(4)) == 4)
+    assert store.load(keys(4), pool.pages(range(10, 14))) == [True] * 4
+    assert pool.read(range(10, 14)) == pool.read(range(4))
+
+
+def test_a_late_read_does_not_write_into_the_engines_page(pool, opened, planned):
+    pool.fill(range(8))
+    backend = {"type": "planned", **planned.options}
+    store = opened(backend, slots=4, load_timeout_s=0.3)
+    assert all(store.save(keys(4), pool.pages(range(4))))
+    planned.set(process=Process("stubborn", 1.0))
+    begun = time.monotonic()
+    assert store.load(keys(2), pool.pages(range(10, 12))) == [False] * 2
+    assert time.monotonic() - begun < 0.8
+    pool.fill(range(10, 12), seed=1)  # the engine uses its pages for another prompt
+    now = pool.read(range(10, 12))
+    time.sleep(1.5)
+    assert pool.read(range(10, 12)) == now
+    planned.set()
+    assert all(store.save(keys(4, 50), pool.pages(range(4))))  # all slots are free again
+    assert all(store.load(keys(4, 50), pool.pages(range(10, 14))))
+
+
+def test_a_store_in_a_hurry_loses_the_end_of_a_batch(pool, opened, planned):
+    backend = {"type": "planned", **planned.options}
+    store = opened(backend, slots=4, store_timeout_s=0.5)
+    planned.set(Plan("delay", frozenset({"write"}), seconds=0.2))
+    ok = store.save(keys(32), pool.pages(range(32)))
+    assert ok == [True] * sum(ok) + [False] * (32 - sum(ok))
+    assert 0 < sum(ok) < 32
+    assert store.counters["store_deadline"] == 32 - sum(ok)
+
+
+def test_threads_store_and_load_at_once(pool, opened, tmp_path, until):
+    store = opened(disk(tmp_path), slots=4)
+    pool.fill(range(20))
+    assert all(store.save(keys(20), pool.pages(range(20))))
+    until(lambda: store.num_leading(keys(20)) == 20)
+    wrong = []
+
+    def backup():
+        for round in range(10):
+            if not all(store.save(keys(20, 100 + 20 * round), pool.pages(range(20)))):
+                wrong.append(round)
+
+    def prefetch():
+        for _ in range(10):
+            if not all(store.load(keys(20), pool.pages(range(30, 50)))):
+                wrong.append("load")
+
+    threads = [threading.Thread(target=each) for each in (backup, prefetch)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+    assert pool.read(range(30, 50)) == pool.read(range(20))
+
+
+def test_a_cleared_store_serves_nothing_and_takes_pages_again(pool, opened, tmp_path, until):
+    store = opened(disk(tmp_path))
+    assert all(store.save(keys(4), pool.pages(range(4))))
+    store.clear()
+    until(lambda: store.num_leading(keys(4)) == 0 and not list(tmp_path.glob("*/??/*")))
+    assert all(store.save(keys(4), pool.pages(range(4))))
+    until(lambda: store.num_leading(keys(4)) == 4)
+
+
+def test_two_thousand_keys_are_looked_up_quickly(pool, opened, tmp_path, until):
+    store = opened(disk(tmp_path))
+    many = keys(2000)
+    for start in range(0, 2000, 50):
+        part = many[start : start + 50]
+        assert all(store.save(part, pool.pages(range(50))))
+    until(lambda: store.num_leading(many) == 2000)
+
+
+def test_a_closed_store_misses(pool, opened, tmp_path):
+    store = opened(disk(tmp_path))
+    store.close()
+    store.close()
+    assert store.num_leading(keys(2)) == 0
+    assert store.load(keys(2), pool.pages(range(2))) == [False] * 2
+    assert store.save(keys(2), pool.pages(range(2))) == [False] * 2
+
+
+def test_too_little_staging_memory_is_refused(opened, tmp_path):
+    with pytest.raises(ConfigError, match="at least two pages"):
+        opened(disk(tmp_path), slots=1)

@@ -1,0 +1,274 @@
+"""What HiCache calls, on host pools made here: each answer, each key, each form of a page."""
+
+import hashlib
+import threading
+
+import pytest
+
+pytest.importorskip("sglang.srt.mem_cache.hicache_storage")
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorageConfig,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+from kvoffload.connectors.sglang import KVOffloadHiCache, storage
+from kvoffload.connectors.sglang.page_facts import check_version
+from kvoffload.errors import ConfigError
+
+PAGE, NUM_PAGES, WIDTH = 4, 64, 32
+
+
+class Pool:
+    """A host pool of two buffers, K and V, in pages of four tokens."""
+
+    page_size, layout, dtype = PAGE, "page_first", torch.bfloat16
+
+    def __init__(self, width=WIDTH):
+        self.buffer = torch.randn(2, NUM_PAGES, PAGE, width).to(self.dtype)
+
+    def get_page_buffer_meta(self, indices):
+        pages = [int(i) // PAGE for i in indices[::PAGE]]
+        parts = [self.buffer[half, page] for page in pages for half in range(2)]
+        return [part.data_ptr() for part in parts], [part.nbytes for part in parts]
+
+    def get_dummy_flat_data_page(self):
+        return torch.zeros_like(self.buffer[:, 0]).flatten()
+
+
+def tokens(pages):
+    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+def hashes(count, start=0):
+    return [hashlib.sha256(str(i).encode()).hexdigest() for i in range(start, start + count)]
+
+
+@pytest.fixture(autouse=True)
+def _known_model(monkeypatch):
+    monkeypatch.setattr(storage, "get_server_args", lambda: None)
+    monkeypatch.setattr(storage, "model_facts", lambda args, settings: {"weights": "w"})
+
+
+@pytest.fixture
+def attach(tmp_path):
+    made = []
+
+    def begin(pool, side_pools=None, backends=None, v1=1, extra=None, **ranks):
+        disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
+        wanted = {
+            "backend_name": "kvoffload",
+            "module_path": "kvoffload.connectors.sglang",
+            "class_name": "KVOffloadHiCache",
+            "interface_v1": v1,
+            "io": "thread",
+            "staging_bytes": "1MiB",
+            "backends": [disk] if backends is None else backends,
+            **(extra or {}),
+        }
+        config = {
+            "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0,
+            "attn_cp_size": 1, "is_mla_model": False, "enable_storage_metrics": True,
+            "is_page_first_layout": True, "model_name": "m",
+        }  # fmt: skip
+        config = HiCacheStorageConfig(**(config | ranks), extra_config=wanted)
+        made.append(StorageBackendFactory.create_backend("dynamic", config, pool))
+        made[-1].register_mem_pool_host(pool)
+        for name, each in (side_pools or {}).items():
+            made[-1].register_mem_host_pool_v2(each, name)
+        made[-1].on_host_pools_registered()
+        return made[-1]
+
+    yield begin
+    for each in made:
+        each.close()
+
+
+def stored(hicache, count, until, start=0):
+    keys = hashes(count, start)
+    assert hicache.batch_set_v1(keys, tokens(range(count))) == [True] * count
+    until(lambda: hicache.batch_exists(keys) == count)
+    return keys
+
+
+def test_pages_come_back_in_place_in_another_engine(attach, until):
+    first, second = Pool(), Pool()
+    keys = stored(attach(first), 10, until)
+    again = attach(second)
+    assert isinstance(again, KVOffloadHiCache)
+    until(lambda: again.batch_exists([*keys, *hashes(1, 90)]) == 10)
+    assert again.batch_get_v1([*keys, *hashes(1, 90)], tokens(range(20, 31))) == [True] * 10 + [
+        False
+    ]
+    assert torch.equal(second.buffer[:, 20:30], first.buffer[:, :10])
+    told = again.get_stats()
+    assert told.prefetch_pgs == [10]
+    assert told.prefetch_bandwidth[0] > 0
+    assert again.get_stats().prefetch_pgs == []
+
+
+def test_pages_without_v1_are_flat_and_kept_apart(attach, until):
+    hicache, in_place = attach(Pool(), v1=0), attach(Pool())
+    keys = hashes(5)
+    values = [torch.randn(2 * PAGE * WIDTH).to(torch.bfloat16) for _ in keys]
+    assert hicache.batch_set(keys, values) is True
+    until(lambda: hicache.batch_exists(keys) == 5)
+    into = [torch.zeros_like(value) for value in values]
+    got = hicache.batch_get([*keys, *hashes(1, 90)], [*into, torch.zeros_like(values[0])])
+    assert got[-1] is None
+    assert all(map(torch.equal, got[:5], values))
+    assert in_place.batch_exists(keys) == 0
+
+
+def test_a_single_value_has_any_name(attach, until):
+    hicache = attach(Pool())
+    value = torch.arange(64, dtype=torch.uint8)
+    assert not hicache.exists("a name")
+    assert hicache.set("a name", value)
+    until(lambda: hicache.exists("a name"))
+    assert torch.equal(hicache.get("a name", torch.zeros_like(value)), value)
+    assert hicache.get("another", torch.zeros_like(value)) is None
+    assert not hicache.set("too large", torch.zeros(1 << 20))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"tp_rank": 1, "tp_size": 2},
+        {"pp_rank": 1, "pp_size": 2},
+        {"model_name": "n"},
+        {"is_mla_model": True},
+    ],
+)
+def test_another_rank_or_model_hits_nothing(attach, until, other):
+    keys = stored(attach(Pool()), 4, until)
+    hicache = attach(Pool(), **other)
+    assert hicache.batch_exists(keys) == 0
+    assert hicache.batch_get_v1(keys, tokens(range(4))) == [False] * 4
+
+
+def test_another_form_of_a_page_hits_nothing(attach, until):
+    keys = stored(attach(Pool()), 4, until)
+    for change in ({"layout": "layer_first"}, {"dtype": torch.float16}):
+        pool = Pool()
+        vars(pool).update(change)
+        assert attach(pool).batch_exists(keys) == 0
+    assert attach(Pool(width=2 * WIDTH)).batch_exists(keys) == 0
+
+
+def test_all_ranks_of_a_mla_model_share_pages(attach, until):
+    keys = stored(attach(Pool(), is_mla_model=True, tp_size=2), 4, until)
+    reader = attach(Pool(), is_mla_model=True, tp_rank=1, tp_size=2)
+    until(lambda: reader.batch_exists(keys) == 4)
+
+
+def test_side_pools_restore_prefixes_by_their_policies(attach, until):
+    kv, state, index = Pool(), Pool(), Pool()
+    hicache = attach(kv, {PoolName.MAMBA: state, PoolName.INDEXER: index})
+    keys = stored(hicache, 8, until)
+    trailing = PoolTransfer(
+        PoolName.MAMBA, tokens([2, 5]), keys=[keys[2], keys[5]],
+        hit_policy=PoolHitPolicy.TRAILING_PAGES,
+    )  # fmt: skip
+    every = PoolTransfer(PoolName.INDEXER, tokens(range(7)), keys=keys[:7])
+    assert hicache.batch_set_v2([trailing, every]) == {
+        PoolName.MAMBA: [True] * 2,
+        PoolName.INDEXER: [True] * 7,
+    }
+    asked = [
+        PoolTransfer(PoolName.MAMBA, keys=[keys[-1]], hit_policy=PoolHitPolicy.TRAILING_PAGES),
+        PoolTransfer(PoolName.INDEXER),
+    ]
+
+    def found():
+        result = hicache.batch_exists_v2(keys, asked)
+        return (result.kv_hit_pages, result.restorable_prefix_pages) == (6, [3, 6]) and result
+
+    pools = until(found).extra_pool_hit_pages
+    assert pools == {PoolName.KV: 8, PoolName.MAMBA: 6, PoolName.INDEXER: 7}
+    wanted = PoolTransfer(PoolName.MAMBA, tokens([30, 31]), keys=[keys[5], keys[4]])
+    assert hicache.batch_get_v2([wanted]) == {PoolName.MAMBA: [True, False]}
+    assert torch.equal(state.buffer[:, 30], state.buffer[:, 5])
+
+
+def test_one_call_looks_up_thousands_of_keys(attach, until):
+    hicache = attach(Pool())
+    keys = stored(hicache, 50, until)
+    assert hicache.batch_exists([*keys, *hashes(5000, 1000)]) == 50
+
+
+def test_clear_removes_and_detach_ends_it(attach, until):
+    hicache = attach(Pool())
+    keys = stored(hicache, 4, until)
+    hicache.clear()
+    until(lambda: hicache.batch_exists(keys) == 0)
+    stored(hicache, 4, until)
+    hicache.close()
+    hicache.close()
+    assert hicache.batch_exists(keys) == 0
+    assert hicache.batch_get_v1(keys, tokens(range(4))) == [False] * 4
+    assert hicache.batch_set_v1(keys, tokens(range(4))) == [False] * 4
+    again = attach(Pool())
+    until(lambda: again.batch_exists(keys) == 4)
+
+
+def test_calls_on_two_threads_while_the_store_is_cleared(attach, until):
+    pool = Pool()
+    hicache = attach(pool)
+    keys, wrong = hashes(16), []
+
+    def use(call):
+        try:
+            for _ in range(30):
+                call()
+        except Exception as error:
+            wrong.append(error)
+
+    calls = [
+        lambda: hicache.batch_set_v1(keys, tokens(range(16))),
+        lambda: hicache.batch_get_v1(keys, tokens(range(16, 32))),
+        lambda: hicache.batch_exists(keys),
+    ]
+    threads = [threading.Thread(target=use, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    hicache.clear()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
+    assert hicache._store.counters["raised"] == 0
+
+
+def test_a_call_that_cannot_be_meant_is_a_miss(attach):
+    hicache = attach(Pool())
+    assert hicache.batch_get_v1(["not a hash"], tokens([0])) == [False]
+    assert hicache.batch_get_v1(hashes(2), None) == [False, False]
+    assert hicache.batch_exists(["not a hash"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"cpu_bytes": "1GiB"}, "host memory is HiCache's own"),
+        ({"load_timeout": 3}, "did you mean 'load_timeout_s'"),
+        ({"backends": []}, "name a tier"),
+        ({"backends": [{"type": "disc"}]}, "did you mean 'disk'"),
+        ({"blocks_per_chunk": 2}, "--page-size"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(attach, extra, says):
+    with pytest.raises(ConfigError, match=says):
+        attach(Pool(), extra=extra)
+
+
+def test_versions_whose_keys_are_not_seeded_are_refused():
+    check_version(False)
+    with pytest.raises(ConfigError, match="cache_salt"):
+        check_version(True, "0.5.22")
+    with pytest.raises(ConfigError, match="allow_untested_sglang"):
+        check_version(False, "0.6.0")
+    check_version(True, "0.6.0")

@@ -1,0 +1,170 @@
+"""HiCache over kvoffload's tiers in a real engine: same outputs, hits after a kill, faults."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import redis_server
+from tests.support.planned_store import Process, installed
+
+pytestmark = pytest.mark.timeout(900)
+
+STORED = 592
+"""Tokens of a prompt of 600 that lie in whole pages before its last one."""
+
+
+def tiers(*backends, **more):
+    return {
+        "backend_name": "kvoffload",
+        "module_path": "kvoffload.connectors.sglang",
+        "class_name": "KVOffloadHiCache",
+        "interface_v1": 1,
+        "staging_bytes": "4MiB",
+        "load_timeout_s": 2.0,
+        "backends": backends,
+        **more,
+    }
+
+
+def disk(root):
+    return {"type": "disk", "root": str(root), "capacity": "256MiB", "min_free": 0}
+
+
+@pytest.fixture(scope="module")
+def told(start, prompt):
+    """What an engine without HiCache answers to ten prompts."""
+    plain = start()
+    answers = [plain.generate(prompt(i))["tokens"] for i in range(10)]
+    plain.kill()
+    return answers
+
+
+def wait_stored(engine, prompt, told, number, hit=STORED):
+    """Ask until the whole prompt comes from storage; each answer is the right one."""
+    until = time.monotonic() + 30
+    while True:
+        engine.forget()
+        answer = engine.generate(prompt(number))
+        assert answer["tokens"] == told[number]
+        if answer["storage"] == [hit]:
+            return answer
+        assert time.monotonic() < until, (answer, engine.log[-3000:])
+        time.sleep(0.2)
+
+
+def io_process(engine):
+    """The number of the engine's I/O process."""
+    listed = subprocess.run(
+        ["ps", "-eo", "pid,pgid,args"], capture_output=True, text=True, check=True
+    ).stdout
+    (found,) = [
+        int(line.split()[0])
+        for line in listed.splitlines()
+        if "kvoffload.io.process" in line and line.split()[1] == str(engine.process.pid)
+    ]
+    return found
+
+
+def test_disk_serves_after_a_flush_a_kill_and_another_page_size_never(
+    start, prompt, told, tmp_path
+):
+    first = start("dynamic", tiers(disk(tmp_path / "kv")))
+    for i in range(3):
+        assert first.generate(prompt(i))["tokens"] == told[i]
+    for i in range(3):
+        wait_stored(first, prompt, told, i)
+    first.kill()
+    second = start("dynamic", tiers(disk(tmp_path / "kv")))
+    for i in range(3):
+        answer = second.generate(prompt(i))
+        assert answer["tokens"] == told[i]
+        assert answer["storage"] == [STORED]
+
+    # Files are damaged while the engine runs: each request is answered, and computed again.
+    files = [file for file in (tmp_path / "kv").glob("*/??/*") if file.is_file()]
+    for i, file in enumerate(sorted(files)):
+        if i % 3 == 0:
+            file.unlink()
+        elif i % 3 == 1:
+            os.truncate(file, 100)
+        else:
+            with open(file, "r+b") as damaged:
+                damaged.seek(-10, 2)
+                damaged.write(b"?")
+    for i in range(3):
+        second.forget()
+        answer = second.generate(prompt(i))
+        assert answer["tokens"] == told[i]
+        assert answer["storage"] == [0]
+    wait_stored(second, prompt, told, 0)
+
+    # The I/O process is killed: a miss, and hits again once it is back.
+    os.kill(io_process(second), signal.SIGKILL)
+    second.forget()
+    assert second.generate(prompt(1))["tokens"] == told[1]
+    wait_stored(second, prompt, told, 1)
+    second.kill()
+
+    other = start("dynamic", tiers(disk(tmp_path / "kv")), page_size=32)
+    answer = other.generate(prompt(1))
+    assert answer["tokens"] == told[1]
+    assert answer["storage"] == [0]
+    other.kill()
+    coarser = start("dynamic", tiers(disk(tmp_path / "kv")), dtype="float16")
+    assert coarser.generate(prompt(1))["storage"] == [0]
+
+
+@pytest.mark.skipif(redis_server.BINARY is None, reason=redis_server.MISSING)
+def test_redis_serves_a_new_process_and_may_die(start, prompt, told, tmp_path):
+    server = redis_server.RedisServer(tmp_path / "redis")
+    backend = {"type": "redis", "url": server.url}
+    first = start("dynamic", tiers(backend))
+    assert first.generate(prompt(0))["tokens"] == told[0]
+    wait_stored(first, prompt, told, 0)
+    first.kill()
+    second = start("dynamic", tiers(backend))
+    answer = second.generate(prompt(0))
+    assert answer["tokens"] == told[0]
+    assert answer["storage"] == [STORED]
+    server.kill()
+    for i in range(2):
+        second.forget()
+        answer = second.generate(prompt(i))
+        assert answer["tokens"] == told[i]
+        assert answer["storage"] == [0]
+        assert answer["time_s"] < 10
+
+
+def test_hanging_reads_cost_a_timeout_and_no_output(start, prompt, told, tmp_path, monkeypatch):
+    planned = installed(tmp_path, monkeypatch)
+    backend = {"type": "planned", **planned.options, "root": str(tmp_path / "kv")}
+    root = str(Path(__file__).parents[3])
+    paths = os.pathsep.join([str(tmp_path / "site"), root])
+    engine = start("dynamic", tiers(backend), env={"PYTHONPATH": paths})
+    assert engine.generate(prompt(0))["tokens"] == told[0]
+    wait_stored(engine, prompt, told, 0)
+    planned.set(process=Process("stubborn", 60.0))
+    engine.forget()
+    answer = engine.generate(prompt(0))
+    assert answer["tokens"] == told[0]
+    assert answer["storage"] == [0]
+    assert answer["time_s"] < 2.0 + 5.0
+    planned.set()
+    assert engine.generate(prompt(2))["tokens"] == told[2]
+    wait_stored(engine, prompt, told, 2)
+
+
+def test_random_delays_and_failures_of_sglangs_own_injector(start, prompt, told, tmp_path):
+    faults = {
+        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.05",
+        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.3",
+    }
+    engine = start("dynamic", tiers(disk(tmp_path / "kv")), env=faults)
+    for _ in range(3):
+        engine.forget()
+        for i in range(4):
+            assert engine.generate(prompt(i))["tokens"] == told[i]
