@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 SUDO    = $$([ "$$(id -u)" = 0 ] || echo "sudo -n")
 INSTALL = sh -c '$(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$$0"'
 
-.PHONY: demo test test-package check chaos bench setup redis-server clean demo-vllm test-vllm test-sglang
+.PHONY: demo test test-package check chaos bench setup redis-server clean demo-vllm demo-sglang test-vllm test-sglang
 .PHONY: test-gpu bench-gpu mutate
 
 demo: $(READY)
@@ -95,6 +95,9 @@ $(VLLM)/.ready: pyproject.toml
 
 # A real SGLang 0.5.23 on the CPU, in an environment of its own: about 2 minutes and 3.5 GB, once.
 SGLANG := .venv-sglang
+demo-sglang: $(SGLANG)/.ready
+	$(SGLANG)/bin/python examples/sglang/demo.py $(DEMO_ARGS)
+
 test-sglang: $(SGLANG)/.ready redis-server
 	$(SGLANG)/$(PYTEST) tests/engines/sglang_engine
 

@@ -77,6 +77,7 @@ def texts() -> dict[str, Any]:
 def settings() -> Iterator[str]:
     """Yield the lines of the page of settings."""
     from kvoffload.config import OffloadConfig
+    from kvoffload.connectors.sglang.hicache_settings import HiCacheSettings
     from kvoffload.connectors.vllm.settings import VllmConfigSettings
 
     yield from _begin(
@@ -98,6 +99,14 @@ dictionary. `msgspec.json.schema(kvoffload.OffloadConfig)` is their JSON schema.
     yield from _section("vLLM only", "The same object takes these keys under vLLM.")
     engine = set(OffloadConfig.__struct_fields__)
     yield from struct_table(VllmConfigSettings, leave_out=engine)
+    yield from _section(
+        "SGLang only",
+        """
+`--hicache-storage-backend-extra-config` takes these keys, and `backends`, `staging_bytes`, `io`,
+`load_timeout_s`, `store_timeout_s` and `lookup_timeout_s`. The timeouts are of one call of SGLang.
+""",
+    )
+    yield from struct_table(HiCacheSettings, leave_out=engine)
     for name, options in sorted(_backend_options().items()):
         yield from _section(
             f"Backend `{name}`",
