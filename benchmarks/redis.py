@@ -276,7 +276,7 @@ class Bench:
             options = {"url": "redis://127.0.0.1:1", "lookup_timeout_s": 0.2}
             backend = open_backend("redis", options, "bench")
             keys = [b"%036d" % i for i in range(LOOKUP_KEYS)]
-            while not backend.counters()["breakers_open"]:
+            while not backend.usage().gauges["breakers_open"]:
                 await backend.read(keys[:1], [memoryview(bytearray(1))])
             started = time.perf_counter()
             await backend.contains(keys)

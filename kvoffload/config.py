@@ -46,21 +46,18 @@ class ByteSize(int):
         raise ConfigError(field, value, _SIZE_REMEDY)
 
 
-Bytes = Annotated[
-    ByteSize,
-    msgspec.Meta(
-        extra_json_schema={
-            "anyOf": [
-                {"type": "integer", "minimum": 0, "maximum": _LARGEST},
-                {
-                    "type": "string",
-                    "pattern": r"^\s*[0-9]{1,20}(\.[0-9]{1,20})?\s*"
-                    r"([kKmMgGtTpPeE]([iI]?[bB]?)|[bB])?\s*$",
-                },
-            ]
-        }
-    ),
-]
+SIZE_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "integer", "minimum": 0, "maximum": _LARGEST},
+        {
+            "type": "string",
+            "pattern": r"^\s*[0-9]{1,20}(\.[0-9]{1,20})?\s*"
+            r"([kKmMgGtTpPeE]([iI]?[bB]?)|[bB])?\s*$",
+        },
+    ]
+}
+"""The JSON Schema of a size."""
+Bytes = Annotated[ByteSize, msgspec.Meta(extra_json_schema=SIZE_SCHEMA)]
 """A size as a field of settings, with what ``msgspec.json.schema`` says of it."""
 # What __post_init__ refuses in its own words is told to schemas here.
 _AtLeastOne = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 1})]
@@ -126,6 +123,14 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Where the tiers' code runs: in a thread of the engine's process, or in a process of its own.
     A process keeps the engine's steps short while chunks are read and written; it is the default
     under vLLM."""
+    metrics_port: Annotated[
+        int | None, msgspec.Meta(extra_json_schema={"minimum": 1, "maximum": 65535})
+    ] = None
+    """A port for an HTTP endpoint with metrics for Prometheus; needs the extra ``metrics``. Under
+    vLLM each worker has one, at this port plus its rank. By default there is none."""
+    metrics_host: str = "127.0.0.1"
+    """The address of that endpoint. It has no password: keep it on the machine, or in a network
+    whose members may all read it."""
     record: str = ""
     """A file to which each request's chunks are appended, as a trace for ``kvoffload replay``."""
 
@@ -142,6 +147,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             if not 0 < getattr(self, name) < math.inf:
                 remedy = "must be a positive, finite number of seconds"
                 raise ConfigError(name, getattr(self, name), remedy)
+        if self.metrics_port is not None and not 1 <= self.metrics_port <= 65535:
+            raise ConfigError("metrics_port", self.metrics_port, "must be 1 to 65535, or null")
         setting, host_bytes = self.host_memory
         if self.max_inflight_bytes is not None and self.max_inflight_bytes > host_bytes:
             remedy = f"write-through pins host memory: at most {setting}, {human_bytes(host_bytes)}"

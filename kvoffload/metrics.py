@@ -1,7 +1,7 @@
 """Statistics for Prometheus; needs the extra ``metrics``.
 
-The engine's thread passes the result of a connector's ``stats()``, as often as it likes. The thread
-that answers scrapes sees the last of these::
+The setting ``metrics_port`` serves them over HTTP. An engine with an endpoint of its own registers
+a collector, and passes the result of a connector's ``stats()`` as often as it likes::
 
     exporter = Exporter()
     prometheus_client.REGISTRY.register(exporter)
@@ -9,13 +9,20 @@ that answers scrapes sees the last of these::
     exporter.update(connector.stats())
 """
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 try:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+        Metric,
+    )
     from prometheus_client.registry import Collector
 except ImportError as error:
     raise ImportError(
@@ -23,104 +30,123 @@ except ImportError as error:
     ) from error
 
 import kvoffload
-from kvoffload.offload.stats import LookupFigures, ManagerStats
+from kvoffload.errors import ConfigError
+from kvoffload.figures import BUCKETS_S, Durations, WorkerFigures
+from kvoffload.metric_list import METRICS, Sample, samples_of_manager, samples_of_worker
+from kvoffload.offload.stats import ManagerStats
+
+log = logging.getLogger(__name__)
+
+TRIES = 5
+"""Readings of figures for one scrape: the engine's thread may change a dictionary meanwhile."""
+_FAMILIES = {
+    "gauge": GaugeMetricFamily,
+    "counter": CounterMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 
 class Snapshot(ManagerStats, frozen=True):
     """The statistics of a connector."""
 
-    tiers: dict[str, dict[str, Any]]
-    """Usage and ``counters`` of each tier, by name."""
+    loaded_tokens: dict[str, int]
+    """By medium."""
+    worker: WorkerFigures
 
 
 class Exporter(Collector):
-    """A Prometheus collector over the last snapshot of figures.
+    """A Prometheus collector; see :data:`kvoffload.metric_list.METRICS`. No label is a request.
 
-    Labels are tier, result and reason; the metric's name has the direction. No label is a key or a
-    request.
+    Args:
+        read: returns the samples of a scrape, on any thread; None: those of the last update.
     """
 
-    def __init__(self) -> None:
-        self._stats: Snapshot | None = None
+    def __init__(self, read: Callable[[], Iterable[Sample]] | None = None) -> None:
+        self._read = read
+        self._samples: tuple[Sample, ...] = ()
 
     def update(self, stats: Mapping[str, Any]) -> None:
         """Take a snapshot: the result of a connector's ``stats()``."""
-        self._stats = msgspec.convert({**stats, "counters": stats["manager"]}, Snapshot)
+        self._samples = tuple(samples_of(stats))
 
     def collect(self) -> Iterator[Metric]:
         """See prometheus_client."""
         build = GaugeMetricFamily("kvoffload_build_info", "Version.", labels=["version"])
         build.add_metric([kvoffload.__version__], 1)
         yield build
-        stats = self._stats
-        if stats is None:
-            return
-        yield from _occupancy(stats)
-        yield from _lookups(stats.lookups)
-        yield from _movements(stats)
-        yield _reasons("evictions", "Chunks that left a tier.", stats.removed)
-        yield _reasons("stores_dropped", "Chunks that were not stored.", stats.not_stored)
-        saved = CounterMetricFamily(
-            "kvoffload_saved_prefill_tokens", "Tokens loaded instead of computed."
-        )
-        saved.add_metric([], stats.saved_prefill_tokens)
-        yield saved
-        yield _reasons("tier_events", "What tiers counted, by name.", _tier_counters(stats))
+        families: dict[str, Any] = {}
+        for name, labels, value in self._latest():
+            family = families.get(name)
+            if family is None:
+                metric = METRICS[name]
+                family = _FAMILIES[metric.kind](name, metric.text, labels=metric.labels)
+                families[name] = family
+            if isinstance(value, Durations):
+                family.add_metric(labels, _buckets(value), sum(value.sums))
+            else:
+                family.add_metric(labels, value)
+        yield from families.values()
+
+    def _latest(self) -> tuple[Sample, ...]:
+        for _ in range(TRIES if self._read else 0):
+            try:
+                self._samples = tuple(self._read()) if self._read else ()
+                break
+            except RuntimeError:  # a dictionary grew while it was read
+                continue
+        return self._samples
 
 
-def _occupancy(stats: Snapshot) -> Iterator[Metric]:
-    figures: dict[str, dict[str, float | None]] = {"CPU": msgspec.structs.asdict(stats.host)}
-    for name, usage in stats.tiers.items():
-        figures[name.upper()] = dict(usage)
-    for medium, lane in stats.write_through.items():
-        figures.setdefault(medium, {})["inflight_bytes"] = lane.inflight_bytes
-    for name, text in (
-        ("resident_bytes", "Bytes of chunks that can be loaded."),
-        ("inflight_bytes", "Bytes being written, or held by a transfer."),
-        ("capacity_bytes", "Bytes that may be resident."),
-    ):
-        gauge = GaugeMetricFamily(f"kvoffload_{name}", text, labels=["tier"])
-        for medium, values in figures.items():
-            if (value := values.get(name)) is not None:
-                gauge.add_metric([medium.lower()], value)
-        yield gauge
+def samples_of(stats: Mapping[str, Any]) -> Iterator[Sample]:
+    """Yield the samples of a connector's ``stats()``."""
+    snapshot = msgspec.convert({**stats, "counters": stats["manager"]}, Snapshot)
+    yield from samples_of_manager(snapshot, snapshot.loaded_tokens)
+    yield from samples_of_worker(snapshot.worker)
 
 
-def _lookups(lookups: LookupFigures) -> Iterator[Metric]:
-    total = CounterMetricFamily(
-        "kvoffload_lookups",
-        "Chunks found by tier; lookups that ended with a miss, or have no answer yet.",
-        labels=["tier", "result"],
-    )
-    for medium, hits in lookups.hits.items():
-        total.add_metric([medium.lower(), "hit"], hits)
-    for medium, declined in lookups.declined.items():
-        total.add_metric([medium.lower(), "declined"], declined)
-    total.add_metric(["", "miss"], lookups.misses)
-    total.add_metric(["", "pending"], lookups.pending)
-    yield total
+def _buckets(durations: Durations) -> list[tuple[str, float]]:
+    total, buckets = 0, []
+    for bound, count in zip((*BUCKETS_S, "+Inf"), durations.counts, strict=True):
+        total += count
+        buckets.append((str(bound), float(total)))
+    return buckets
 
 
-def _movements(stats: Snapshot) -> Iterator[Metric]:
-    for verb, moves in (("load", stats.loads), ("store", stats.stores)):
-        for unit, name, text in (
-            ("bytes", f"kvoffload_{verb}_bytes", "Bytes moved."),
-            ("seconds", f"kvoffload_{verb}_seconds", "Durations of transfers, added up."),
-            ("chunks", f"kvoffload_{verb}_chunks", "Chunks moved."),
-        ):
-            family = CounterMetricFamily(name, text, labels=["tier"])
-            for medium, moved in moves.items():
-                family.add_metric([medium.lower()], getattr(moved, unit))
-            yield family
+class MetricsServer:
+    """An HTTP endpoint with the path ``/metrics``, on threads of its own.
+
+    Args:
+        host: the address to listen on.
+        port: the port.
+        read: returns the samples of a scrape, on any thread.
+
+    Raises:
+        ConfigError: nothing can listen there.
+    """
+
+    def __init__(self, host: str, port: int, read: Callable[[], Iterable[Sample]]) -> None:
+        registry = CollectorRegistry()
+        registry.register(Exporter(read))
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            remedy = f"cannot be listened on at {host}: {error.strerror or error}; take another"
+            raise ConfigError("metrics_port", port, remedy) from error
+        log.info("metrics at http://%s:%d/metrics", host, self._server.server_port)
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
 
 
-def _reasons(name: str, text: str, table: Mapping[str, Mapping[str, int]]) -> Metric:
-    family = CounterMetricFamily(f"kvoffload_{name}", text, labels=["tier", "reason"])
-    for medium, reasons in table.items():
-        for reason, count in reasons.items():
-            family.add_metric([medium.lower(), reason], count)
-    return family
+def serve(
+    host: str, port: int | None, read: Callable[[], Iterable[Sample]]
+) -> MetricsServer | None:
+    """Open an endpoint if a port is set.
 
-
-def _tier_counters(stats: Snapshot) -> dict[str, Mapping[str, int]]:
-    return {name: usage["counters"] for name, usage in stats.tiers.items()}
+    Raises:
+        ConfigError: nothing can listen there.
+    """
+    return None if port is None else MetricsServer(host, port, read)

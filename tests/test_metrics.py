@@ -1,11 +1,19 @@
 """What Prometheus scrapes after real stores, loads and evictions."""
 
+import os
+import signal
 import subprocess
 import sys
+import urllib.request
 
 import pytest
 
 from kvoffload.connectors.local import LocalConnector
+from kvoffload.errors import ConfigError
+from kvoffload.figures import BUCKETS_S, Durations, Traffic, WorkerFigures, packed, total
+from kvoffload.metric_list import METRICS, samples_of_worker
+from tests.support import redis_server
+from tests.support.redis_server import free_port
 
 prometheus_client = pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
 
@@ -60,7 +68,7 @@ def test_lookups_moves_and_what_left_are_counted(scraped):
     assert scraped("load_bytes_total", tier="memory") > 0
     assert scraped("store_chunks_total", tier="cpu") == 10
     assert scraped("store_bytes_total", tier="memory") == 10 * 4096
-    assert scraped("store_seconds_total", tier="memory") > 0
+    assert scraped("store_seconds_sum", tier="memory") > 0
     assert scraped("evictions_total", tier="cpu", reason="evicted") == 10
     assert scraped("stores_dropped_total", tier="memory", reason="back_pressure") == 0
     assert scraped("saved_prefill_tokens_total") == 40
@@ -80,3 +88,168 @@ def test_without_its_extra_the_module_names_it():
         "ImportError: kvoffload.metrics needs its extra: pip install 'kvoffload[metrics]'"
         in (done.stderr.splitlines()[-1])
     )
+
+
+# ---- the endpoint ----
+
+FAST = {"timeout_s": 0.2, "connect_timeout_s": 0.2}
+
+
+@pytest.fixture
+def serving(kv_caches):
+    """Starts connectors with an endpoint; returns one, and a function that scrapes it."""
+    connectors = []
+
+    def start(**settings):
+        port = free_port()
+        settings = {"cpu_bytes": "20KiB", "blocks_per_chunk": 2, "metrics_port": port, **settings}
+        connector = LocalConnector(settings, kv_caches, block_size=4, facts={"model": "m"})
+        connectors.append(connector)
+        return connector, lambda: scrape(port)
+
+    yield start
+    for connector in connectors:
+        connector.close()
+
+
+def scrape(port):
+    """Return the value of each series, by its name and labels as they are written."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
+
+
+def test_the_endpoint_has_every_metric_from_the_start_and_counters_begin_at_zero(serving):
+    _, scraped = serving(backends=[{"type": "memory", "capacity": "1MiB"}])
+    found = scraped()
+    for name, metric in METRICS.items():
+        ending = {"counter": "_total", "histogram": "_count", "gauge": ""}[metric.kind]
+        series = [v for k, v in found.items() if k.split("{")[0] == name + ending]
+        if name == "kvoffload_tier_events":  # its reasons are the tier's own
+            continue
+        assert series, name
+        if metric.kind == "counter":
+            assert set(series) == {0.0}, name
+    assert found['kvoffload_tier_up{tier="memory"}'] == 1
+    assert found['kvoffload_evictions_total{reason="evicted",tier="memory"}'] == 0
+    assert found['kvoffload_corrupt_chunks_total{kind="payload",tier="memory"}'] == 0
+
+
+def test_the_endpoint_shows_what_happened_without_a_call_of_the_engine(serving, new_request, until):
+    connector, scraped = serving(backends=[{"type": "memory", "capacity": "1MiB"}])
+    request = new_request("a", 41)
+    connector.after_forward(request, [list(range(5, 15))], 40)
+    assert connector.flush()
+    found = scraped()
+    assert found['kvoffload_store_chunks_total{tier="cpu"}'] == 5
+    assert found['kvoffload_store_bytes_total{tier="memory"}'] == 5 * 4096
+    assert found['kvoffload_store_seconds_count{tier="memory"}'] >= 1
+    assert found['kvoffload_store_seconds_bucket{le="+Inf",tier="memory"}'] >= 1
+    until(lambda: scraped()['kvoffload_resident_bytes{tier="memory"}'] == 5 * 4096)
+    until(lambda: scraped()["kvoffload_io_loop_delay_seconds_count"] >= 2)
+
+
+def test_the_endpoint_listens_on_this_machine_alone_and_ends_with_the_connector(serving):
+    connector, scraped = serving()
+    port = connector.config.metrics_port
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"http://127.0.0.2:{port}/metrics", timeout=2)
+    assert scraped()
+    connector.close()
+    with pytest.raises(OSError, match="refused"):
+        scraped()
+
+
+def test_a_port_in_use_is_an_error_that_names_it(serving):
+    first, _ = serving()
+    port = first.config.metrics_port
+    with pytest.raises(ConfigError, match=f"metrics_port = {port}: cannot be listened on"):
+        serving(metrics_port=port)
+
+
+@pytest.mark.parametrize("port", [0, 65536, -1])
+def test_a_port_that_is_none_is_an_error(serving, port):
+    with pytest.raises(ConfigError, match="metrics_port"):
+        serving(metrics_port=port)
+
+
+def test_an_io_process_that_died_is_counted_and_its_tiers_are_down_meanwhile(serving, until):
+    connector, scraped = serving(backends=[{"type": "memory"}], io="process")
+    up, restarts = 'kvoffload_tier_up{tier="memory"}', "kvoffload_io_restarts_total"
+    assert scraped()[up] == 1
+    pid = connector.stats()["io"]["server"].split()[-1]
+    os.kill(int(pid), signal.SIGKILL)
+    until(lambda: scraped()[restarts] == 1)
+    until(lambda: scraped()[up] == 1)
+    assert scraped()[restarts] == 1
+
+
+@pytest.mark.skipif(redis_server.BINARY is None, reason=redis_server.MISSING)
+def test_a_killed_redis_is_down_with_an_open_breaker_and_up_when_it_is_back(
+    serving, new_request, until, tmp_path
+):
+    server = redis_server.RedisServer(tmp_path)
+    up, breakers = 'kvoffload_tier_up{tier="redis"}', 'kvoffload_breakers_open{tier="redis"}'
+    try:
+        connector, scraped = serving(backends=[{"type": "redis", "url": server.url}])
+        until(lambda: scraped()[up] == 1)
+        server.kill()
+
+        def is_down():
+            connector.get_num_new_matched_tokens(new_request("a", 41), 0)
+            found = scraped()
+            return (found[up], found[breakers]) == (0, 1)
+
+        until(is_down)
+        server.start()
+        until(lambda: (scraped()[up], scraped()[breakers]) == (1, 0), 30)
+    finally:
+        server.stop()
+
+
+# ---- figures ----
+
+
+def test_counters_of_a_tier_go_on_when_its_store_is_opened_again(serving, new_request, until):
+    connector, scraped = serving(backends=[{"type": "memory", "capacity": "8KiB"}])
+    evicted = 'kvoffload_tier_events_total{reason="evicted",tier="memory"}'
+    request = new_request("a", 41)
+    connector.after_forward(request, [list(range(5, 15))], 40)
+    assert connector.flush()
+    until(lambda: scraped().get(evicted, 0) == 3)
+    connector.reset_cache()
+    assert scraped()[evicted] == 3
+
+
+def test_durations_fall_into_buckets_and_ranks_add_up():
+    one, other = Durations(), Durations()
+    for seconds in (0.0001, 0.0005, 0.003, 99.0):
+        one.add(seconds)
+    other.add(0.003)
+    figures = total(packed(WorkerFigures(loads=Traffic(3, 30, each))) for each in (one, other))
+    assert figures.loads.chunks == 6
+    assert figures.loads.seconds.counts[:4] == [2, 0, 0, 2]
+    assert figures.loads.seconds.counts[len(BUCKETS_S)] == 1
+    assert sum(figures.loads.seconds.sums) == pytest.approx(99.0066)
+
+
+def test_a_failed_verification_is_counted_by_its_check(serving):
+    connector, _ = serving(backends=[{"type": "memory"}])
+    figures = figures_of(connector)
+    figures.tiers["memory"].counters |= {
+        "read_corrupt_mac": 2,
+        "corrupt_key": 1,
+        "corrupt": 9,
+        "corrupt_removed": 1,
+    }
+    corrupt = {
+        labels[1]: value
+        for name, labels, value in samples_of_worker(figures)
+        if name == "kvoffload_corrupt_chunks" and value
+    }
+    assert corrupt == {"mac": 2, "key": 1}
+
+
+def figures_of(connector):
+    return total([packed(connector._worker.figures())])

@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import cache
 from importlib import import_module
@@ -206,70 +206,27 @@ def shown_default(field: Any) -> str:
 
 def metrics() -> Iterator[str]:
     """Yield the lines of the page of metrics."""
+    from kvoffload.metric_list import METRICS
+
     yield from _begin("Metrics", "What a Prometheus server scrapes, and what the labels mean.")
     yield from _section(
-        "Under vLLM",
+        "All engines",
         """
-vLLM's own `/metrics` has these. Counters have the ending `_total` there. Where vLLM has a metric of
-the same meaning, its name is used.
+Every engine has these. Counters begin at 0, and end in `_total` where Prometheus reads them.
+Histograms end in `_bucket`, `_sum` and `_count`. Under vLLM the names begin with `vllm:`.
 """,
     )
-    yield from table(("metric", "meaning"), texts()["metrics"]["vllm"])
-    yield from _section(
-        "With `LocalConnector`",
-        """
-`kvoffload.metrics.Exporter` is a Prometheus collector. It needs the extra `metrics`. The engine's
-thread passes the statistics now and then:
-""",
-    )
-    yield from (*texts()["metrics"]["exporter"].splitlines(), "")
-    yield from table(("metric", "kind", "labels", "meaning"), _families())
+    rows = ((f"`{name}`", m.kind, _codes(m.labels), m.unit, m.text) for name, m in METRICS.items())
+    yield from table(("metric", "kind", "labels", "unit", "meaning"), rows)
     yield from ("", "The labels:", "")
     yield from table(("label", "values"), texts()["metrics"]["labels"])
+    for part in texts()["metrics"]["sections"]:
+        yield from ("", f"## {part['title']}", "", *part["text"].strip().splitlines(), "")
+        yield from table(("metric", "meaning"), part["rows"]) if part["rows"] else ()
 
 
-def _families() -> Iterator[Sequence[str]]:
-    """Yield name, kind, labels and text of each metric family of the exporter."""
-    from kvoffload.metrics import Exporter
-
-    exporter = Exporter()
-    exporter.update(_statistics())
-    for family in exporter.collect():
-        labels = getattr(family, "_labelnames", ())
-        ending = "_total" if family.type == "counter" else ""
-        names = ", ".join(f"`{label}`" for label in labels)
-        yield f"`{family.name}{ending}`", family.type, names, family.documentation
-
-
-def _statistics() -> Mapping[str, Any]:
-    """Return the statistics of a connector with one tier that has seen no request."""
-    import torch
-
-    from kvoffload.connectors.local import LocalConnector
-    from kvoffload.core.interface import FullAttentionSpec, ModelLimits
-    from kvoffload.core.planning import get_kv_cache_config
-    from kvoffload.core.sdpa import SdpaPagedBackend
-    from kvoffload.core.tensors import (
-        allocate_kv_cache,
-        canonicalize_kv_caches,
-        reshape_kv_cache,
-    )
-
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
-    limits = ModelLimits(max_model_len=64, max_num_batched_tokens=64)
-    plan = get_kv_cache_config(limits, {"0": spec}, available_memory_bytes=1 << 20)
-    attention = {"0": SdpaPagedBackend()}
-    caches = reshape_kv_cache(plan, allocate_kv_cache(plan, torch.device("cpu")), attention)
-    connector = LocalConnector(
-        {"cpu_bytes": "1MiB", "backends": [{"type": "memory"}]},
-        canonicalize_kv_caches(plan, caches, attention),
-        block_size=16,
-        facts={"model": "reference"},
-    )
-    try:
-        return connector.stats()
-    finally:
-        connector.close()
+def _codes(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 # ---- counters and reasons ----

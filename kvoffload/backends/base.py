@@ -11,6 +11,7 @@ Four protocols are optional: :class:`LocalIndex`, :class:`Observable`, :class:`R
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from kvoffload.config import human_bytes
@@ -171,6 +172,8 @@ class Usage(NamedTuple):
     resident_bytes: int
     capacity_bytes: int | None
     chunks: int
+    gauges: Mapping[str, int] = MappingProxyType({})
+    """Numbers that rise and fall: ``up`` (0 while the store cannot be reached), ``connections``."""
 
 
 @runtime_checkable

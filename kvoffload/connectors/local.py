@@ -24,8 +24,6 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from kvoffload.config import OffloadConfig, parse_config
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.chunking import (
@@ -36,6 +34,8 @@ from kvoffload.connectors.chunking import (
     to_load,
     to_store,
 )
+from kvoffload.connectors.local_stats import LocalStats
+from kvoffload.connectors.metrics_port import serve_metrics
 from kvoffload.connectors.offload_requests import (
     LoadBackoff,
     OffloadRequest,
@@ -123,6 +123,13 @@ class LocalConnector:
             self._manager, self._worker, self._groups, self._requests, self._short_loads
         )
         self._outcomes: list[LoadOutcome] = []
+        loaded_tokens = self._transfers.loaded_tokens
+        self._stats = LocalStats(self._spec, self._manager, self._worker, loaded_tokens)
+        try:
+            self._metrics = serve_metrics(self.config, self._stats.samples)
+        except ConfigError:
+            self._spec.close()
+            raise
 
     # ---- a waiting request ----
 
@@ -315,6 +322,8 @@ class LocalConnector:
         """End transfers in flight, as far as time allows, and release threads and memory."""
         if not self.flush(timeout_s):
             log.warning("%d transfers had not ended at shutdown", len(self._transfers.jobs))
+        if self._metrics is not None:
+            self._metrics.close()
         self._spec.close(timeout_s)
         self._manager.shutdown()
 
@@ -324,26 +333,7 @@ class LocalConnector:
 
     def stats(self) -> dict[str, Any]:
         """Return counters since the start, and what is resident now."""
-        tiers: dict[str, Any] = {}
-        manager: dict[str, Any] = msgspec.to_builtins(self._manager.stats())
-        for name, tier in self._spec.tiers.items():
-            if usage := tier.usage:
-                tiers[name] = {**usage._asdict(), "counters": dict(tier.counters)}
-        return {
-            "namespace": self._spec.namespace,
-            "host": {
-                **manager.pop("host"),
-                "capacity_chunks": self._spec.num_slots,
-                "slot_bytes": self._spec.slot_bytes,
-            },
-            "tiers": tiers,
-            "loaded_tokens": dict(self._transfers.loaded_tokens),
-            "manager": manager.pop("counters"),
-            "transfers": dict(self._worker.counters),
-            "copies": self._spec.copies,
-            "io": self._spec.io.stats if self._spec.io else {},
-            **manager,
-        }
+        return self._stats.collect()
 
     def explain(self, request: OffloadRequest) -> list[list[str]]:
         """Say where each chunk of a request is or why it is not there, for each KV cache group.

@@ -15,10 +15,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from kvoffload.errors import ConfigError
+from kvoffload.figures import Durations
 from kvoffload.io.deadlines import IOJobs, Listener
 from kvoffload.io.forms import Form, Peer
 from kvoffload.io.link import Link
 from kvoffload.io.protocol import (
+    Alive,
     Answered,
     Arrived,
     Ask,
@@ -78,6 +80,8 @@ class IOClient:
     ) -> None:
         self.counters: Counter[str] = Counter()
         """``died``: servers that ended by themselves."""
+        self.loop_delays = Durations()
+        """By how much the server's event loop was late."""
         self._start = start
         self._opening = opening
         self._load_timeout_s = load_timeout_s
@@ -254,8 +258,8 @@ class IOClient:
                 self._jobs.arrived(message)
             case Answered():
                 job = self._jobs.answered(message)
-                if job is not None and isinstance(job.order, Store):
-                    self.tiers[job.order.tier].stored(job.order.keys, message.ok)
+                if job is not None:
+                    self.tiers[job.order.tier].moved(job.order, message)
             case Opened():
                 for opened in message.tiers:
                     self.tiers[opened.name].opened(opened.has_index)
@@ -263,6 +267,8 @@ class IOClient:
                 self._check_ready()
             case Refused():
                 self._refuse(ConfigError(message.field, message.value, message.remedy))
+            case Alive():
+                self.loop_delays.add(message.late_s)
             case Logged():
                 logging.getLogger(message.name).log(message.level, "%s", message.text)
             case _ if self._is_opening:

@@ -75,7 +75,7 @@ class OpenStore:
             return None
         now = self._tried(
             "usage and counters",
-            lambda: Figures(self.name, (*store.usage(),), dict(store.counters())),
+            lambda: _figures(self.name, store),
             self._told,
         )
         if now == self._told:
@@ -174,6 +174,11 @@ async def retire(store: OpenStore, heir: Any, forgotten: Sequence[str]) -> None:
         await heir.purge(forgotten)
     except OSError as error:
         log.warning("what an old generation stored stays until it is evicted: %s", error)
+
+
+def _figures(name: str, store: Observable) -> Figures:
+    resident, capacity, chunks, gauges = store.usage()
+    return Figures(name, (resident, capacity, chunks, dict(gauges)), dict(store.counters()))
 
 
 def text_of(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 _LENGTH_BYTES = 4
 
 
@@ -175,15 +175,18 @@ class Removed(_Message):
 
 
 class Figures(_Message):
-    """A store's usage (bytes, capacity, chunks) and counters."""
+    """A store's usage (bytes, capacity, chunks, gauges) and counters."""
 
     tier: str
-    usage: tuple[int, int | None, int]
+    usage: tuple[int, int | None, int, dict[str, int]]
     counters: dict[str, int]
 
 
 class Alive(_Message):
     """The server runs; sent every half a second."""
+
+    late_s: float
+    """By how much its event loop was late to send this."""
 
 
 class Logged(_Message):

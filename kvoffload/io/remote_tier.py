@@ -1,14 +1,15 @@
 """What the engine's process knows of a tier: which chunks it has, and its figures."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 
 from kvoffload.backends.base import Removal, Usage
 from kvoffload.backends.changes import ChangedKeys
+from kvoffload.figures import TierFigures, Traffic
 from kvoffload.io.presence import PresenceCache
-from kvoffload.io.protocol import Figures, Presence, Present
+from kvoffload.io.protocol import Answered, Figures, Load, Presence, Present, Store
 
 ANSWER_S = 2.0
 """How long an answer of ``contains`` is believed."""
@@ -37,6 +38,10 @@ class RemoteTier:
         self.is_listed = False
         """Whether the store has an index, so that its chunks are listed."""
         self._changes = ChangedKeys()
+        self._loads, self._stores = Traffic(), Traffic()
+        self._figures: Figures | None = None
+        self._counted: Counter[str] = Counter()
+        """What earlier openings of the store have counted."""
         self.listing = 0
         """Counts the listings: each begins with nothing, when the store is opened again."""
         self.reset()
@@ -100,8 +105,24 @@ class RemoteTier:
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """The store's counters as they were last told."""
-        return self._figures.counters if self._figures else {}
+        """The store's counters since this process began, as they were last told."""
+        now = self._figures.counters if self._figures else {}
+        return self._counted + Counter(now) if self._counted else now
+
+    @property
+    def figures(self) -> TierFigures:
+        """All that is known of the tier now, but which chunks it has."""
+        usage = self.usage
+        gauges = dict(usage.gauges) if usage else {}
+        return TierFigures(
+            self._is_open and gauges.get("up", 1) > 0,
+            usage.resident_bytes if usage else None,
+            usage.capacity_bytes if usage else None,
+            gauges,
+            dict(self.counters),
+            self._loads,
+            self._stores,
+        )
 
     # ---- on the client's thread ----
 
@@ -125,11 +146,15 @@ class RemoteTier:
         """Whether the copy has all that the index has."""
         self._is_met = False
         self._patient_until_s = time.monotonic() + self._lookup_timeout_s
-        self._figures: Figures | None = None
+        self._is_open = False
+        if self._figures is not None:
+            self._counted.update(self._figures.counters)
+        self._figures = None
 
     def opened(self, has_index: bool) -> None:
         """Take in that the store is open."""
         self._patient_until_s = time.monotonic() + self._lookup_timeout_s
+        self._is_open = True
         self.is_listed = has_index
         if not has_index:
             self._cache = PresenceCache(self._ask, self._lookup_timeout_s, ANSWER_S, ANSWER_S)
@@ -161,11 +186,19 @@ class RemoteTier:
         """Take in that later announcements of these keys count again."""
         self._forgetting.difference_update(keys)
 
-    def stored(self, keys: Sequence[bytes], ok: bytes) -> None:
-        """Take in the answer of a store; an index announces the keys by itself."""
-        if self._cache is not None:
-            for key, good in zip(keys, ok, strict=True):
-                if good:
+    def moved(self, order: Load | Store, answer: Answered) -> None:
+        """Take in the answer of a load or store; an index announces stored keys by itself."""
+        sizes, ok = order.sizes, answer.ok
+        good = ok.count(1)
+        if isinstance(sizes, int):
+            num_bytes = sizes * good
+        else:
+            num_bytes = sum(size for size, fine in zip(sizes, ok, strict=True) if fine)
+        traffic = self._loads if isinstance(order, Load) else self._stores
+        traffic.add(good, num_bytes, answer.io_time_s)
+        if self._cache is not None and isinstance(order, Store):
+            for key, fine in zip(order.keys, ok, strict=True):
+                if fine:
                     self._cache.set(key, True)
 
     def take_forgotten(self) -> list[bytes]:

@@ -205,11 +205,14 @@ class Session:
             await asyncio.sleep(LISTING_S if any(is_listing) else CHANGES_S)
 
     async def _tell_figures(self) -> None:
+        late_s = 0.0
         while True:
             for store in list(self._stores.values()):
                 self._tell_figures_of(store)
-            self.send(Alive())
+            self.send(Alive(late_s))
+            due_s = self.loop.time() + FIGURES_S
             await asyncio.sleep(FIGURES_S)
+            late_s = max(0.0, self.loop.time() - due_s)
 
     def _tell_changes_of(self, store: OpenStore) -> bool:
         """Tell a message's worth of changes and all removals; return whether there may be more."""

@@ -73,7 +73,7 @@ class HazardSuite(OpensBackends):
         assert isinstance(backend, Observable)
         for key in keys:
             answers += await backend.write([key], filled([key]))
-            resident_bytes, capacity_bytes, _ = backend.usage()
+            resident_bytes, capacity_bytes, *_ = backend.usage()
             assert capacity_bytes is not None
             assert resident_bytes <= capacity_bytes
             into = slots(1)

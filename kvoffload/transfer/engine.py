@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from kvoffload.figures import Traffic, WorkerFigures
 from kvoffload.io.client import IOClient
 from kvoffload.messages import (
     BackendLoadStoreSpec,
@@ -65,6 +66,8 @@ class EngineJob:
     fences: list[tuple[CopyFence, Sequence[int]]] = field(default_factory=list)
     """Launched copies, each with the positions of its chunks."""
     settled: bool = True
+    traffic: Traffic | None = None
+    """Where a copy between the KV cache and host memory counts."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def done(self) -> bool:
@@ -141,6 +144,7 @@ class TransferEngine(OffloadingHandler):
     ) -> None:
         self.counters: Counter[str] = Counter()
         """Chunks that failed, by reason."""
+        self._loads, self._stores = Traffic(), Traffic()
         self._io = io
         self._slab = slab
         self._layout = layout
@@ -178,10 +182,26 @@ class TransferEngine(OffloadingHandler):
     def get_finished(self) -> list[TransferResult]:
         done = [job for job in self._jobs.values() if job.done()]
         results = [self._jobs.pop(job.job_id).result() for job in done]
-        for result in results:
+        for job, result in zip(done, results, strict=True):
+            good = result.ok.count(True)
             if result.reason:
-                self.counters[f"failed_{result.reason}"] += result.ok.count(False)
+                self.counters[f"failed_{result.reason}"] += len(result.ok) - good
+            if job.traffic is not None and good:
+                num_bytes = result.transfer_bytes * good // len(result.ok)
+                job.traffic.add(good, num_bytes, result.transfer_time_s)
         return results
+
+    def figures(self) -> WorkerFigures:
+        """Return what this engine and its tiers have measured so far; parts of it go on counting.
+
+        Any thread may call it.
+        """
+        figures = WorkerFigures(loads=self._loads, stores=self._stores, failed=dict(self.counters))
+        if self._io is not None:
+            figures.tiers = {name: tier.figures for name, tier in self._io.tiers.items()}
+            figures.io_restarts = self._io.counters["died"]
+            figures.loop_delays = self._io.loop_delays
+        return figures
 
     def get_settled(self) -> list[int]:
         return [self._settled.popleft() for _ in range(len(self._settled))]
@@ -206,6 +226,7 @@ class TransferEngine(OffloadingHandler):
         after = self._copier.record_fence()
         fence = self._copier.launch(moves, to_host, after)
         job.fences.append((fence, range(len(moves))))
+        job.traffic = self._stores if to_host else self._loads
         self._jobs[job_id] = job
 
     def _load(self, job_id: int, host: StagedLoadStoreSpec, gpu: GPULoadStoreSpec) -> None:
@@ -217,6 +238,7 @@ class TransferEngine(OffloadingHandler):
         def copy(positions: Sequence[int]) -> CopyFence:
             return self._copier.launch(moves.take(positions), to_host=False, after=after)
 
+        job.traffic = self._loads
         slots = moves.host_slots.tolist()
         load = None
         if fetched:

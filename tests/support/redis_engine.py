@@ -94,10 +94,10 @@ class RedisEngine:
         return self.count("breakers_open") > 0
 
     def count(self, name: str) -> int:
-        """One of the backend's counters."""
+        """One of the backend's counters or gauges."""
         if not isinstance(self.backend, Observable):
             raise TypeError(f"{self.backend!r} counts nothing")
-        return self.backend.counters().get(name, 0)
+        return {**self.backend.counters(), **self.backend.usage().gauges}.get(name, 0)
 
     async def _whole(self) -> bool:
         return all(await self.store()) and await self.hits()

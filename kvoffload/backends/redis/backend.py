@@ -150,14 +150,18 @@ class RedisBackend(RedisAdmin, Observable):
 
     def usage(self) -> Usage:
         """Return the servers' totals from the last handshake, for all their data."""
-        infos = [node.server for node in self._nodes()]
-        return usage_of(infos, self._access.target.db)
+        nodes = self._nodes()
+        infos = [node.server for node in nodes]
+        breakers_open = sum(node.is_open for node in nodes)
+        gauges = {
+            "connections": sum(node.num_connections for node in nodes),
+            "breakers_open": breakers_open,
+            "up": int(not nodes or breakers_open < len(nodes)),
+        }
+        return usage_of(infos, self._access.target.db)._replace(gauges=gauges)
 
     def counters(self) -> Mapping[str, int]:
-        counts = dict(self._counters)
-        counts["connections"] = sum(node.num_connections for node in self._nodes())
-        counts["breakers_open"] = sum(node.is_open for node in self._nodes())
-        return counts
+        return dict(self._counters)
 
     async def describe(self, facts: Mapping[str, str]) -> None:
         """Store the description of the namespace; it lives as long as the chunks."""

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from kvoffload.connectors.vllm.client_images import refuse_weak_hashes, warn_of_images
 from kvoffload.connectors.vllm.cpu_affinity import warn_of_cores
 from kvoffload.connectors.vllm.early import check_settings
+from kvoffload.connectors.vllm.engine_metrics import EngineStats
 from kvoffload.connectors.vllm.fingerprint import check_layout, hash_root
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
@@ -86,6 +87,11 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         """
         check_settings(extra_config)
         return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> EngineStats:
+        """See vLLM; for its log line."""
+        return EngineStats() if data is None else EngineStats(data=data)
 
     @classmethod
     def build_prom_metrics(

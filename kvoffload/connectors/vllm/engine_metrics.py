@@ -1,11 +1,13 @@
 """Statistics through vLLM's own channel: its Prometheus endpoint and its periodic log line.
 
-Where vLLM's host tier has a metric of equal meaning, its name is used. Ours are counters by reason:
-``vllm:kvoffload_events`` (the ledger's) and ``vllm:kvoffload_worker_events`` (transfers and tiers).
+The names are those of :data:`kvoffload.metric_list.METRICS` after ``vllm:``. Where vLLM's host tier
+has a metric of equal meaning, that one is set too. A step publishes a part of the metrics.
 """
 
+import math
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -14,20 +16,35 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
 from vllm.v1.kv_offload.base import (
     OffloadingCounterMetadata,
     OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
     OffloadingMetricMetadata,
 )
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
+
+from kvoffload.figures import BUCKETS_S, Durations
+from kvoffload.metric_list import METRICS, Sample
+from kvoffload.offload.base import LoadJob, get_offload_group_idx
 
 LEDGER_EVENTS = "vllm:kvoffload_events"
 WORKER_EVENTS = "vllm:kvoffload_worker_events"
 RESIDENT = "vllm:kvoffload_host_chunks"
 BUSY = "vllm:kvoffload_host_chunks_busy"
 USAGE = CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC
+PREFIX = "vllm:"
+
+PERIOD_S = 1.0
+"""Time between two publications of all metrics of the list."""
+SAMPLES_PER_STEP = 8
+"""Series that one step looks at, so that a step takes less than 10 microseconds more."""
+MAX_OBSERVED = 256
+"""Durations of one bucket that one publication tells; vLLM takes each by itself."""
+_KINDS = {"gauge": OffloadingGaugeMetadata, "counter": OffloadingCounterMetadata}
+_PUBLISHED = {name: (PREFIX + name, metric.kind) for name, metric in METRICS.items()}
 
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """Every metric that :class:`StatsPublisher` may emit."""
-    return {
+    definitions: dict[str, OffloadingMetricMetadata] = {
         LEDGER_EVENTS: OffloadingCounterMetadata(
             documentation="Chunks by what happened to them in the ledger (hits, evicted...).",
             labelnames=("event",),
@@ -44,6 +61,38 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
             documentation="Fraction of host slots that active transfers use (0 idle, 1 saturated)."
         ),
     }
+    for name, metric in METRICS.items():
+        if metric.kind == "histogram":
+            definitions[PREFIX + name] = OffloadingHistogramMetadata(
+                metric.text, metric.labels, BUCKETS_S
+            )
+        else:
+            definitions[PREFIX + name] = _KINDS[metric.kind](metric.text, metric.labels)
+    return definitions
+
+
+class EngineStats(OffloadingConnectorStats):  # type: ignore[misc]  # untyped base
+    """vLLM's statistics, whose log line leaves out the metrics of the list."""
+
+    def reduce(self) -> dict[str, int | float]:
+        """See vLLM."""
+        listed = tuple(PREFIX + name for name in METRICS)
+        return {k: v for k, v in super().reduce().items() if not k.startswith(listed)}
+
+
+def hit_tokens(job: LoadJob, ok: Sequence[bool], groups: Sequence[Any]) -> Counter[str]:
+    """Count the tokens of an ended load up to its first failed chunk, by medium.
+
+    The chunks of one group of the KV cache count: one that reads whole prompts, if there is one.
+    """
+    group = next((g for g in groups if not g.sliding_window_size_in_chunks), groups[0])
+    tokens: Counter[str] = Counter()
+    for key, medium, fine in zip(job.keys, job.spec.media(), ok, strict=True):
+        if get_offload_group_idx(key) == group.group_idx:
+            if not fine:
+                break
+            tokens[medium] += group.tokens_per_chunk
+    return tokens
 
 
 class ManagerFigures(NamedTuple):
@@ -56,15 +105,34 @@ class ManagerFigures(NamedTuple):
 
 
 class StatsPublisher:
-    """Turns monotonic counters into what changed since the last report."""
+    """Turns monotonic counters into what changed since the last report.
 
-    def __init__(self) -> None:
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.worker_counters: Counter[str] = Counter()
+        self._clock = clock
         self._told: Counter[str] = Counter()
         self._gauges: tuple[int, int] | None = None
+        self._due_s = 0.0
+        self._samples: Iterator[Sample] | None = None
+        """The rest of the publication that has begun."""
+        self._published: dict[tuple[str, tuple[str, ...]], Any] = {}
 
-    def collect(self, figures: ManagerFigures) -> Any:
-        """Return vLLM's stats object; None if nothing changed."""
+    @property
+    def is_midway(self) -> bool:
+        """Whether a publication has begun and not ended."""
+        return self._samples is not None
+
+    def collect(self, figures: ManagerFigures, samples: Callable[[], Iterable[Sample]]) -> Any:
+        """Return vLLM's stats object; None if nothing changed.
+
+        Args:
+            figures: what each step tells.
+            samples: returns the samples of the list; called once in :data:`PERIOD_S`.
+        """
         stats = OffloadingConnectorStats()
         for name, count in figures.counters.items():
             change = count - self._told[name]
@@ -81,4 +149,45 @@ class StatsPublisher:
             stats.set_gauge(RESIDENT, figures.resident)
             stats.set_gauge(BUSY, figures.busy)
             stats.set_gauge(USAGE, figures.busy / max(1, figures.num_slots))
+        self._publish(stats, samples)
         return None if stats.is_empty() else stats
+
+    def _publish(self, stats: Any, samples: Callable[[], Iterable[Sample]]) -> None:
+        """Add the next few samples of the list that changed."""
+        if self._samples is None:
+            now_s = self._clock()
+            if now_s < self._due_s:
+                return
+            self._due_s = now_s + PERIOD_S
+            self._samples = iter(samples())
+        for _ in range(SAMPLES_PER_STEP):
+            sample = next(self._samples, None)
+            if sample is None:
+                self._samples = None
+                return
+            self._add(stats, *sample)
+
+    def _add(self, stats: Any, name: str, labels: tuple[str, ...], value: Any) -> None:
+        told = self._published.get((name, labels))
+        if value == told:
+            return
+        self._published[name, labels] = value
+        name, kind = _PUBLISHED[name]
+        if kind == "gauge":
+            stats.set_gauge(name, value, labels)
+        elif kind == "counter":  # the first 0 makes the series
+            stats.increase_counter(name, max(0, value - (told or 0)), labels)
+        else:
+            # The empty list makes the series. One call for each duration would take too long.
+            stats.observe_histogram(name, 0.0, labels)
+            stats.data["data"][name][labels] = _added(value, told or Durations())
+
+
+def _added(now: Durations, told: Durations) -> list[float]:
+    """Return the durations that were added, each as the mean of those of its bucket."""
+    added: list[float] = []
+    for i, bound_s in enumerate((*BUCKETS_S, math.inf)):
+        if new := now.counts[i] - told.counts[i]:
+            mean_s = (now.sums[i] - told.sums[i]) / new
+            added += [min(mean_s, bound_s)] * min(new, MAX_OBSERVED)
+    return added

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -23,6 +23,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffload.connectors.offload_requests import UseCounter
 from kvoffload.connectors.vllm.engine_metrics import ManagerFigures, StatsPublisher
+from kvoffload.figures import total
+from kvoffload.metric_list import Sample, samples_of_manager, samples_of_worker
 from kvoffload.offload.base import (
     ChunksRemoved,
     CPULoadStoreSpec,
@@ -63,6 +65,10 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         self._uses: UseCounter | None = None
         self._num_slots = 0
         self.stats = StatsPublisher()
+        self.worker_figures: dict[int, bytes] = {}
+        """Rank → its figures, as its last report had them; set by the owner."""
+        self.hit_tokens: Counter[str] = Counter()
+        """Tokens of loads that succeeded, by medium; counted by the owner."""
         self._jobs: dict[int, LoadJob | StoreJob] = {}
         self._media: dict[OffloadKey, str] = {}
         """The medium of each chunk of the last load."""
@@ -241,8 +247,13 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
             return None
         ledger = self.ledger
         return self.stats.collect(
-            ManagerFigures(ledger.counters, ledger.resident, ledger.busy_slots, self._num_slots)
+            ManagerFigures(ledger.counters, ledger.resident, ledger.busy_slots, self._num_slots),
+            lambda: self._samples(ledger),
         )
+
+    def _samples(self, ledger: TieredOffloadingManager) -> Iterator[Sample]:
+        yield from samples_of_manager(ledger.stats(), self.hit_tokens)
+        yield from samples_of_worker(total(self.worker_figures.values()))
 
     def count(self, counters: Counter[str]) -> None:
         """Add the workers' counts."""

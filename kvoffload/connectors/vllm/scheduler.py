@@ -25,6 +25,7 @@ from kvoffload.connectors.builder import make_manager
 from kvoffload.connectors.jobs import Ended, JobTable
 from kvoffload.connectors.vllm import self_test as canary
 from kvoffload.connectors.vllm.client_images import is_trusted
+from kvoffload.connectors.vllm.engine_metrics import hit_tokens
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.rank_tiers import RankTiers
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
@@ -306,6 +307,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             return True
         if self.tiers is not None and self.tiers.is_waiting:
             return True
+        if self.adapter.stats.is_midway:
+            return True
         return bool(super().has_pending_push_work())
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -328,6 +331,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
                 # Last: the stores are as they were when the report was made.
                 self.tiers.apply(report.presence, report.answers)
             self.adapter.count(report.counters)
+            self.adapter.worker_figures.update(report.figures)
 
     def _note(self, ended: Ended) -> None:
         job, ok = ended.job, ended.ok
@@ -336,7 +340,11 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
                 good = [key for key, fine in zip(job.keys, ok, strict=True) if fine]
                 if presence := self.tiers.presences.get(job.tier):
                     presence.written(good)
-        elif isinstance(job, LoadJob) and not (len(job.keys) == job.num_asked and all(ok)):
+            return
+        if not isinstance(job, LoadJob):
+            return
+        self.adapter.hit_tokens.update(hit_tokens(job, ok, self.config.kv_group_configs))
+        if not (len(job.keys) == job.num_asked and all(ok)):
             req_id = job.context.req_id if job.context else ""
             status = self._req_status.get(req_id)
             if status is not None and not status.finished_signaled:

@@ -79,6 +79,8 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
     """Each rank's answers to the scheduler's questions."""
     workers: dict[int, WorkerInfo] = field(default_factory=dict)
     """Rank → what it tells of itself, where the scheduler asked."""
+    figures: dict[int, bytes] = field(default_factory=dict)
+    """Rank → what it has measured since its start (:mod:`kvoffload.figures`)."""
 
     def add(self, result: TransferResult) -> None:
         """Note this rank's answer to a job."""
@@ -101,6 +103,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
             or self.presence
             or self.answers
             or self.workers
+            or self.figures
         )
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
@@ -126,6 +129,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
             report.presence += source.presence
             report.answers += source.answers
             report.workers.update(source.workers)
+            report.figures.update(source.figures)
         return report
 
     def answer(self, jobs: JobTable) -> list[Ended]:

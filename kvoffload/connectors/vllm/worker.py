@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 )
 
 from kvoffload.connectors.builder import TieredOffloadingSpec
+from kvoffload.connectors.metrics_port import serve_metrics
 from kvoffload.connectors.vllm.cpu_affinity import unbound
 from kvoffload.connectors.vllm.fingerprint import resolve_facts
 from kvoffload.connectors.vllm.kv_caches import GpuEnd, canonical, layers_of_groups
@@ -29,10 +30,15 @@ from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
 from kvoffload.connectors.vllm.versions import is_synchronous
 from kvoffload.connectors.vllm.worker_presence import WorkerPresence
+from kvoffload.figures import packed
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.messages import CPULoadStoreSpec, TransferResult
+from kvoffload.metric_list import samples_of_worker
 from kvoffload.transfer.engine import TransferEngine
 from kvoffload.transfer.layout import ChunkLayout
+
+if TYPE_CHECKING:
+    from kvoffload.metrics import MetricsServer
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +82,8 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         self._failed_requests: set[str] = set()
         self._told: dict[str, Counter[str]] = {}
         self._told_s = 0.0
+        self._figured_s = 0.0
+        """When the report last had this rank's figures."""
         self._tiers: Mapping[str, RemoteTier] = {}
         self._presence: WorkerPresence | None = None
         self._is_met = False
@@ -83,6 +91,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         self._spec: TieredOffloadingSpec | None = None
         self._transfers: TransferEngine
         """Set by :meth:`_init_worker`."""
+        self._metrics: MetricsServer | None = None
         self._info: WorkerInfo
         """Set by :meth:`_init_worker`."""
 
@@ -124,6 +133,12 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
                     raise
         self._tiers = self._spec.tiers
         rank = self.vllm_config.parallel_config.rank
+        try:
+            figures = self._transfers.figures
+            self._metrics = serve_metrics(self.settings, lambda: samples_of_worker(figures()), rank)
+        except BaseException:
+            self._spec.close()
+            raise
         self._presence = WorkerPresence(rank, self._tiers)
         listed = self._presence.listed
         self._info = WorkerInfo(
@@ -273,6 +288,9 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             if removals := tier.take_removals():
                 self._report.removals[name] = removals
         now_s = time.monotonic()
+        if self._spec is not None and now_s - self._figured_s >= COUNTERS_PERIOD_S:
+            self._figured_s = now_s
+            self._report.figures[self._info.rank] = packed(self._transfers.figures())
         if self._report.is_empty and now_s - self._told_s < COUNTERS_PERIOD_S:
             return
         self._told_s = now_s
@@ -289,6 +307,9 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         self._unsubmitted_store_jobs.clear()
         self._loads.clear()
         self._report = WorkerReport()
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
         if self._spec is not None:
             self._tiers = {}
             self._presence = None

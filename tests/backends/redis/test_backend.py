@@ -207,7 +207,7 @@ async def test_a_right_that_is_missing_is_named_once_and_costs_no_connection(emp
         assert await backend.contains(keys) == [right != "exists"] * 4
         await backend.remove(keys[:1])
     assert backend.counters()["connected"] <= 5
-    assert backend.counters()["breakers_open"] == 0
+    assert backend.usage().gauges["breakers_open"] == 0
     assert caplog.text.count(f"+{right} ~kvoffload:* allows it") == 1
     await backend.close()
 
@@ -216,7 +216,7 @@ async def test_a_user_who_may_not_load_is_told_so(empty, caplog):
     backend, keys = lacking(empty, "getex"), keys_of(4)
     for _ in range(3):
         assert not any(await backend.read(keys, slots(4)))
-    assert backend.counters()["breakers_open"] == 1
+    assert backend.usage().gauges["breakers_open"] == 1
     assert caplog.text.count("+getex ~kvoffload:* allows it") == 1
     await backend.close()
 

@@ -60,7 +60,7 @@ class Engine:
 
     def counted(self, name):
         async def count():
-            return self.backend.counters().get(name, 0)
+            return {**self.backend.counters(), **self.backend.usage().gauges}.get(name, 0)
 
         return call(self.client, count())
 

@@ -52,7 +52,7 @@ async def test_failed_connects_hours_apart_do_not_open_the_breaker(server, backe
         assert not node.is_open
         server.start()
         assert await ask(backend) == 0
-        assert backend.counters()["connections"] > 0
+        assert backend.usage().gauges["connections"] > 0
         now_s += 3600.0
 
 
@@ -67,4 +67,4 @@ async def test_tasks_that_connected_are_forgotten(server, backend):
 
 
 async def disconnected(backend):
-    return backend.counters()["connections"] == 0
+    return backend.usage().gauges["connections"] == 0

@@ -79,7 +79,7 @@ async def test_a_damaged_value_is_a_miss_is_removed_and_can_be_stored_again(empt
         await asyncio.sleep(0.01)
     assert await backend.write(keys, filled(keys)) == [True]
     assert await backend.read(keys, slots(1)) == [True]
-    assert backend.counters()["breakers_open"] == 0
+    assert backend.usage().gauges["breakers_open"] == 0
     await backend.close()
 
 
@@ -176,7 +176,7 @@ async def test_a_value_of_a_wrong_size_costs_no_other_chunk(empty, value, misses
     assert empty.cli("dbsize") == "23"
     assert (await backend.read(keys, slots(24))).count(False) == 1
     assert backend.counters()["read_corrupt_size"] == 1
-    assert backend.counters()["breakers_open"] == 0
+    assert backend.usage().gauges["breakers_open"] == 0
     await backend.close()
 
 

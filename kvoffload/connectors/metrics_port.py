@@ -1,0 +1,33 @@
+"""Opens the endpoint with metrics that the settings ask for."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from kvoffload.config import OffloadConfig
+from kvoffload.errors import ConfigError
+from kvoffload.metric_list import Sample
+
+if TYPE_CHECKING:
+    from kvoffload.metrics import MetricsServer
+
+
+def serve_metrics(
+    config: OffloadConfig, read: Callable[[], Iterable[Sample]], rank: int = 0
+) -> "MetricsServer | None":
+    """Open an endpoint if the settings name a port.
+
+    Args:
+        config: the settings.
+        read: returns the samples of a scrape, on any thread.
+        rank: added to the port.
+
+    Raises:
+        ConfigError: nothing can listen there, or the extra ``metrics`` is not installed.
+    """
+    if config.metrics_port is None:
+        return None
+    try:
+        from kvoffload.metrics import MetricsServer
+    except ImportError as error:
+        raise ConfigError("metrics_port", config.metrics_port, error.msg) from error
+    return MetricsServer(config.metrics_host, config.metrics_port + rank, read)

@@ -1,0 +1,152 @@
+"""The list of metrics on vLLM's own page: what one step costs, and what a real engine shows."""
+
+import time
+import urllib.request
+from collections import Counter
+from itertools import count
+
+import pytest
+
+from kvoffload.connectors.vllm.engine_metrics import (
+    SAMPLES_PER_STEP,
+    EngineStats,
+    ManagerFigures,
+    StatsPublisher,
+    metric_definitions,
+)
+from kvoffload.figures import Durations
+from kvoffload.metric_list import METRICS
+from tests.support.redis_server import free_port
+
+pytestmark = pytest.mark.timeout(900)
+
+IDLE = ManagerFigures(Counter(), 0, 0, 4)
+FRESH = ("kvoffload_load_bytes", ("disk",))
+
+
+@pytest.fixture
+def publisher():
+    return StatsPublisher(clock=count(0.0, 10.0).__next__)
+
+
+def publish(publisher, samples):
+    """Let steps publish all samples once; return what vLLM would be told, added up."""
+    stats = EngineStats()
+    while True:
+        if step := publisher.collect(IDLE, lambda: samples):
+            stats.aggregate(step)
+        if not publisher.is_midway:
+            return stats.data["data"]
+
+
+def test_a_counter_begins_at_zero_and_then_tells_what_was_added(publisher):
+    name, labels = FRESH
+    assert publish(publisher, [(*FRESH, 0)])["vllm:" + name] == {labels: 0}
+    assert publish(publisher, [(*FRESH, 5)])["vllm:" + name] == {labels: 5}
+    assert "vllm:" + name not in publish(publisher, [(*FRESH, 5)])
+    assert publish(publisher, [(*FRESH, 7)])["vllm:" + name] == {labels: 2}
+
+
+def test_a_gauge_falls_again(publisher):
+    name = "kvoffload_breakers_open"
+    for value in (1, 0, 3):
+        told = publish(publisher, [(name, ("redis",), value)])
+        assert told["vllm:" + name] == {("redis",): value}
+
+
+def test_durations_arrive_in_their_buckets_with_their_sum(publisher):
+    name, labels, now = "vllm:kvoffload_load_seconds", ("disk",), Durations()
+    assert publish(publisher, [("kvoffload_load_seconds", labels, Durations())])[name] == {
+        labels: []
+    }
+    for seconds in (0.003, 0.004, 0.3, 70.0):
+        now.add(seconds)
+    told = publish(publisher, [("kvoffload_load_seconds", labels, now)])[name][labels]
+    assert told == pytest.approx([0.0035, 0.0035, 0.3, 70.0])
+
+
+def test_figures_that_did_not_change_are_not_told_again(publisher):
+    samples = [("kvoffload_tier_events", ("disk", str(i)), i) for i in range(200)]
+    assert publish(publisher, samples)
+    assert publish(publisher, samples) == {}
+
+
+def test_a_step_looks_at_a_bounded_number_of_metrics_whatever_there_are(publisher):
+    """The operations count, not the time: 10,000 series cost a step as much as 8."""
+    seen, calls = [], []
+    samples = (("kvoffload_tier_events", ("disk", str(i)), i) for i in range(10_000))
+
+    def observed():
+        calls.append(1)
+        for sample in samples:
+            seen.append(sample)
+            yield sample
+
+    assert SAMPLES_PER_STEP <= 8
+    for step in range(1, 5):
+        stats = publisher.collect(IDLE, observed)
+        assert len(seen) == step * SAMPLES_PER_STEP
+        assert len(stats.data["data"]["vllm:kvoffload_tier_events"]) <= SAMPLES_PER_STEP
+    assert calls == [1]
+
+
+def test_between_publications_a_step_reads_no_figure():
+    clock = iter((0.0, 0.5, 0.9, 1.1)).__next__
+    publisher, calls = StatsPublisher(clock), []
+    for _ in range(4):
+        publisher.collect(IDLE, lambda: calls.append(1) or [(*FRESH, len(calls))])
+    assert len(calls) == 2
+
+
+def test_the_log_line_of_vllm_leaves_the_list_out():
+    stats = EngineStats()
+    stats.increase_counter("vllm:kvoffload_events", 1, ("evicted",))
+    stats.increase_counter("vllm:kvoffload_load_bytes", 1, ("disk",))
+    assert list(stats.reduce()) == ["vllm:kvoffload_events:('evicted',)"]
+
+
+def test_every_metric_of_the_list_is_declared():
+    assert {"vllm:" + name for name in METRICS} <= set(metric_definitions())
+
+
+def test_a_real_engine_shows_its_tiers_on_the_page_of_vllm(start, prompts, tmp_path):
+    port = free_port()
+    engine = start(
+        {
+            "cpu_bytes": 40 * 65536,
+            "backends": [{"type": "disk", "root": str(tmp_path / "root"), "capacity": "64MiB"}],
+            "metrics_port": port,
+        }
+    )
+    for prompt in prompts(4, 1000):
+        engine.generate([prompt])
+    engine.ask("counted")
+    engine.generate([prompts(1, 1000)[0]])
+    until_s = time.monotonic() + 60
+    while True:
+        page = engine.ask("counted")
+        if page.get("vllm:kvoffload_hit_tokens disk") or time.monotonic() > until_s:
+            break
+    assert page["vllm:kvoffload_tier_up disk"] == 1
+    assert page["vllm:kvoffload_capacity_bytes disk"] == 64 << 20
+    assert page["vllm:kvoffload_resident_bytes disk"] > 0
+    assert page["vllm:kvoffload_resident_bytes cpu"] > 0
+    assert page["vllm:kvoffload_evictions cpu evicted"] > 0
+    assert page["vllm:kvoffload_corrupt_chunks disk payload"] == 0
+    assert page["vllm:kvoffload_io_restarts"] == 0
+    assert page["vllm:kvoffload_store_bytes disk"] > 0
+    assert page["vllm:kvoffload_store_seconds disk"] > 0
+    assert page["vllm:kvoffload_hit_tokens disk"] % 32 == 0
+    saved = page["vllm:kvoffload_saved_prefill_tokens"]
+    assert saved == page["vllm:kvoffload_hit_tokens disk"] + page["vllm:kvoffload_hit_tokens cpu"]
+    own = scrape(port)
+    assert own['kvoffload_tier_up{tier="disk"}'] == 1
+    assert own['kvoffload_store_bytes_total{tier="disk"}'] > 0
+
+
+def scrape(port):
+    """Return the value of each series at the worker's own endpoint."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
