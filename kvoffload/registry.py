@@ -6,7 +6,7 @@ from typing import Any
 
 from kvoffload.backends.admin import Admin
 from kvoffload.backends.base import Backend, BackendFactory
-from kvoffload.config import convert, did_you_mean
+from kvoffload.config import OffloadConfig, convert, did_you_mean
 from kvoffload.errors import ConfigError
 from kvoffload.policies.base import refusal
 
@@ -51,6 +51,17 @@ def read_options(type: str, options: dict[str, Any], where: str = "") -> Any:
     """
     factory: BackendFactory = load(BACKENDS, type, f"{where}type")
     return convert(options, factory.Options, where)
+
+
+def check_plugins(config: OffloadConfig) -> None:
+    """Check the policy and the options of each tier; no store is opened.
+
+    Raises:
+        ConfigError: no such plug-in, unknown or bad option.
+    """
+    load(POLICIES, config.policy, "policy")
+    for i, tier in enumerate(config.backends):
+        read_options(tier.type, tier.options, f"backends[{i}].")
 
 
 def open_backend(

@@ -92,7 +92,13 @@ error that names the field, the value and the remedy. A size is a number of byte
         "Engine",
         """
 Under vLLM these keys are in `kv_connector_extra_config`; `LocalConnector` takes them as a
-dictionary. `msgspec.json.schema(kvoffload.OffloadConfig)` is their JSON schema.
+dictionary. A setting that the dictionary lacks may come from the environment, as
+`KVOFFLOAD_SETTING_` and its name in upper case: JSON, or plain text. What both lack may come from
+the TOML, JSON or YAML file that `KVOFFLOAD_CONFIG` names. A list is taken whole from one of them.
+
+[`kvoffload config`](command-line.md#kvoffload-config) checks settings, shows where each comes from,
+and prints their JSON Schema. Passwords belong in the variable or file that `password_env` and
+`password_file` name.
 """,
     )
     yield from struct_table(OffloadConfig)
@@ -284,6 +290,8 @@ def _click_command(name: str) -> Any:
     import typer
 
     module = import_module(f"kvoffload.cli.{name}")
+    if hasattr(module, "app"):
+        return typer.main.get_command(module.app)
     app = typer.Typer(add_completion=False)
     app.command(name)(module.command)
     return typer.main.get_command(app)

@@ -16,13 +16,14 @@ COMMANDS: dict[str, str] = {
     "demo": "Serve long prompts again from host memory and, after a kill, from disk.",
     "bench": "Measure, each row beside the limit taken in the same run.",
     "replay": "Replay a trace through eviction policies, beside Belady's bound.",
+    "config": "Check, show or describe the settings of an engine.",
     "doctor": "Examine a Redis (or a folder): verdicts and remedies.",
     "inspect": "Show what a folder or a Redis holds.",
     "verify": "Read every chunk of a folder and say what is damaged.",
     "gc": "Remove chunks and leftovers from a folder, or a namespace from a Redis.",
     "size": "Say how much memory a trace and a model need for what hit rate.",
 }
-"""Command → one-line help. The module ``kvoffload.cli.<command>`` has ``command``."""
+"""Command → one-line help. ``kvoffload.cli.<command>`` has ``command``, or ``app`` with several."""
 
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
@@ -68,7 +69,11 @@ def main() -> None:
         if asked is None or asked not in COMMANDS:
             app.command(name, help=summary)(lambda: None)  # listed in --help without its imports
         elif asked == name:
-            app.command(name)(import_module(f"kvoffload.cli.{name}").command)
+            module = import_module(f"kvoffload.cli.{name}")
+            if hasattr(module, "app"):
+                app.add_typer(module.app, name=name)
+            else:
+                app.command(name)(module.command)
     _never_fail_to_print()
     try:
         try:

@@ -24,7 +24,8 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvoffload.config import OffloadConfig, parse_config
+from kvoffload.config import OffloadConfig
+from kvoffload.config_sources import read_config
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.chunking import (
     BlockTables,
@@ -66,7 +67,8 @@ class LocalConnector:
     """Attaches offloading to an engine in the same process; see the module's table of calls.
 
     Args:
-        config: settings, or plain data to read them from.
+        config: settings; or plain data, to which the environment and a file may add
+            (:mod:`kvoffload.config_sources`).
         kv_caches: canonical views of the engine's KV cache; the engine owns the memory and keeps it
             until :meth:`close`.
         block_size: tokens that one of a request's block hashes stands for. This is a GPU block;
@@ -90,7 +92,7 @@ class LocalConnector:
         facts: Mapping[str, Fact],
         kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
-        self.config = config if isinstance(config, OffloadConfig) else parse_config(config)
+        self.config = config if isinstance(config, OffloadConfig) else read_config(config)
         if block_size < 1:
             raise ConfigError("block_size", block_size, "must be at least 1 token")
         if not facts:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from kvoffload import registry
 from kvoffload.config import OffloadConfig, parse_config
+from kvoffload.config_sources import gather
 from kvoffload.connectors.vllm.versions import check_version
 
 
@@ -37,15 +38,15 @@ class VllmConfigSettings(OffloadConfig, frozen=True, forbid_unknown_fields=True,
 def read_settings(extra: Mapping[str, Any]) -> VllmConfigSettings:
     """Read and check the extra config of a KV transfer config, the options of each tier among it.
 
-    No store is opened. What only a store can tell is found out when it is: a folder that belongs to
+    What it lacks may be in the environment or in a file: see :mod:`kvoffload.config_sources`. No
+    store is opened. What only a store can tell is found out when it is: a folder that belongs to
     another user, a server that is away.
 
     Raises:
         ConfigError: an unknown key (with a suggestion), a bad value, an untested vLLM.
     """
-    settings = parse_config(extra, VllmConfigSettings)
+    merged, _ = gather(extra, VllmConfigSettings.__struct_fields__)
+    settings = parse_config(merged, VllmConfigSettings)
     check_version(settings.allow_untested_vllm)
-    registry.load(registry.POLICIES, settings.policy, "policy")
-    for i, tier in enumerate(settings.backends):
-        registry.read_options(tier.type, tier.options, f"backends[{i}].")
+    registry.check_plugins(settings)
     return settings

@@ -1,0 +1,249 @@
+"""``kvoffload config``: are these settings right, what is in force, and what may they be?"""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from importlib.metadata import entry_points
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.table import Table
+
+from kvoffload.backends.admin import Finding, offers
+from kvoffload.cli.output import console, plain
+from kvoffload.cli.stores import AsJson
+from kvoffload.config import (
+    SIZE_SCHEMA,
+    BackendConfig,
+    ByteSize,
+    OffloadConfig,
+    human_bytes,
+    parse_config,
+)
+from kvoffload.config_sources import gather, read_file
+from kvoffload.connectors.vllm.settings import VllmConfigSettings
+from kvoffload.errors import ConfigError, shown
+from kvoffload.registry import BACKENDS, check_plugins, load, open_admin
+
+app = typer.Typer(
+    help="Check, show or describe the settings of an engine.\n\n"
+    "Exit codes: 0 done; 1 a tier failed; 2 a setting is wrong.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+class Engine(Enum):
+    """Whose settings they are."""
+
+    VLLM = "vllm"
+    LOCAL = "local"
+
+
+SETTINGS: dict[Engine, type[OffloadConfig]] = {
+    Engine.VLLM: VllmConfigSettings,
+    Engine.LOCAL: OffloadConfig,
+}
+Given = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[FILE|JSON]",
+        help="A TOML, JSON or YAML file; or the engine's dictionary as JSON, also the whole of "
+        "vLLM's --kv-transfer-config. By default, the environment alone.",
+    ),
+]
+ForEngine = Annotated[Engine, typer.Option("--engine", help="Whose settings they are.")]
+_INNER = "kv_connector_extra_config"
+_SECRET = re.compile(r"://[^/@]*:[^/@]+@")
+
+
+@app.command()
+def check(
+    given: Given = None,
+    engine: ForEngine = Engine.VLLM,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Examine each tier as `kvoffload doctor` does.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check all settings, those of each tier among them, as an engine does at its start.
+
+    Without --probe no store is opened. With it nothing that is stored is changed.
+
+    Exit codes: 0 right, perhaps with warnings; 1 a tier failed; 2 a setting is wrong.
+    """
+    config, _, whole = _read(given, engine)
+    check_plugins(config)
+    warnings = list(_warnings(config, whole))
+    findings = _probe(config) if probe else {}
+    if as_json:
+        found = {name: [each._asdict() for each in tier] for name, tier in findings.items()}
+        print(json.dumps({"warnings": warnings, "tiers": found}))
+    else:
+        out = console()
+        for warning in warnings:
+            out.print(plain(f"warning: {warning}"), soft_wrap=True)
+        for name, tier in findings.items():
+            for each in tier:
+                text = f"{name}: {each.check} {each.verdict}: {each.detail}. {each.remedy}"
+                out.print(plain(text.removesuffix(" ")), soft_wrap=True)
+        tiers = ", ".join(tier.type for tier in config.backends) or "none"
+        host = human_bytes(config.host_memory[1])
+        out.print(plain(f"the settings are right; host memory: {host}, tiers: {tiers}"))
+    if any(each.verdict == "failed" for tier in findings.values() for each in tier):
+        raise typer.Exit(1)
+
+
+@app.command()
+def show(given: Given = None, engine: ForEngine = Engine.VLLM, as_json: AsJson = False) -> None:
+    """Show each setting in force, and where it comes from. Secrets are hidden.
+
+    Exit codes: 0 shown; 2 a setting is wrong.
+    """
+    config, sources, _ = _read(given, engine)
+    rows = [
+        (field.name, _plain_data(field.name, getattr(config, field.name)))
+        for field in msgspec.structs.fields(config)
+    ]
+    if as_json:
+        told = {
+            name: {"value": value, "source": sources.get(name, "default")} for name, value in rows
+        }
+        print(json.dumps(told))
+        return
+    table = Table()
+    for title in ("setting", "value", "from"):
+        table.add_column(title, overflow="fold")
+    for name, value in rows:
+        text = human_bytes(value) if name.endswith("_bytes") and value else json.dumps(value)
+        table.add_row(name, plain(text), plain(sources.get(name, "default")))
+    console().print(table)
+
+
+@app.command()
+def schema(engine: ForEngine = Engine.VLLM) -> None:
+    """Print the JSON Schema of the settings, with those of each installed backend.
+
+    Exit codes: 0 printed.
+    """
+    print(json.dumps(json_schema(SETTINGS[engine]), indent=2))
+
+
+def json_schema(settings: type[OffloadConfig]) -> dict[str, Any]:
+    """Return the JSON Schema of the settings; tiers are objects by their type."""
+    types = sorted(point.name for point in entry_points(group=BACKENDS))
+    options = {name: load(BACKENDS, name).Options for name in types}
+    schemas, parts = msgspec.json.schema_components(
+        [settings, *map(_with_plain_defaults, options.values())],
+        schema_hook=_size,
+        ref_template="#/$defs/{name}",
+    )
+    for name, reference in zip(types, schemas[1:], strict=True):
+        part = parts[reference["$ref"].rpartition("/")[2]]
+        part["properties"] = {"type": {"const": name}, **part["properties"]}
+        part["required"] = ["type", *part.get("required", ())]
+        part["additionalProperties"] = False
+    parts[BackendConfig.__name__] = {"anyOf": schemas[1:]}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schemas[0],
+        "$defs": parts,
+    }
+
+
+def _with_plain_defaults(options: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """Return a struct of the same fields, whose defaults a schema can show."""
+    fields: list[Any] = []
+    for field in msgspec.structs.fields(options):
+        default = int(field.default) if isinstance(field.default, ByteSize) else field.default
+        if field.required:
+            fields.append((field.encode_name, field.type))
+        elif field.default_factory is not msgspec.NODEFAULT:
+            made = msgspec.field(default_factory=field.default_factory)
+            fields.append((field.encode_name, field.type, made))
+        else:
+            fields.append((field.encode_name, field.type, default))
+    return msgspec.defstruct(options.__name__, fields, kw_only=True)
+
+
+def _size(kind: type) -> dict[str, Any]:
+    """Return the schema of a type that msgspec does not know."""
+    if issubclass(kind, ByteSize):
+        return SIZE_SCHEMA
+    raise NotImplementedError(kind)
+
+
+def _read(
+    given: str | None, engine: Engine
+) -> tuple[OffloadConfig, dict[str, str], Mapping[str, Any]]:
+    """Return the settings, the source of each, and all that was given."""
+    source = "the command line"
+    if given is None:
+        whole: Any = {}
+    elif given.lstrip().startswith("{"):
+        try:
+            whole = json.loads(given)
+        except ValueError as error:
+            raise ConfigError("JSON", given[:40], f"is damaged: {error}") from error
+    else:
+        whole, source = read_file(given), given
+    kind = SETTINGS[engine]
+    extra = whole.get(_INNER, {}) if _INNER in whole or "kv_connector" in whole else whole
+    settings, sources = gather(extra, kind.__struct_fields__, source=source)
+    return parse_config(settings, kind), sources, whole
+
+
+def _warnings(config: OffloadConfig, whole: Mapping[str, Any]) -> Iterator[str]:
+    if "kv_connector" in whole:
+        if whole["kv_connector"] != "KVOffloadConnector":
+            yield f"kv_connector is {whole['kv_connector']!r}: this is KVOffloadConnector's check"
+        if whole.get("kv_load_failure_policy") != "recompute":
+            yield 'without "kv_load_failure_policy": "recompute" a failed load fails its request'
+    for i, tier in enumerate(config.backends):
+        for name, value in tier.options.items():
+            if isinstance(value, str) and _SECRET.search(value):
+                yield (
+                    f"backends[{i}].{name} has a password, which ps and logs may show: "
+                    "name a variable in password_env, or a file in password_file"
+                )
+
+
+def _probe(config: OffloadConfig) -> dict[str, list[Finding]]:
+    """Examine each tier, as far as its backend offers it."""
+
+    async def examine(tier: BackendConfig) -> list[Finding]:
+        store = open_admin(tier.type, tier.options)
+        try:
+            return await store.diagnose()
+        finally:
+            await store.close()
+
+    findings = {}
+    for i, tier in enumerate(config.backends):
+        factory = load(BACKENDS, tier.type)
+        factory = getattr(factory, "admin", factory)
+        if isinstance(factory, type) and not offers(factory, "doctor"):
+            continue
+        try:
+            findings[f"backends[{i}] {tier.type}"] = asyncio.run(examine(tier))
+        except OSError as error:
+            failed = Finding("reachable", "failed", str(error), "check address, rights and path")
+            findings[f"backends[{i}] {tier.type}"] = [failed]
+    return findings
+
+
+def _plain_data(name: str, value: Any) -> Any:
+    """Return a setting as JSON has it, without its secrets."""
+    if name == "backends":
+        return [{"type": tier.type, **shown_options(tier)} for tier in value]
+    if isinstance(value, ByteSize):
+        return int(value)
+    return shown(list(value) if isinstance(value, tuple) else value, name)
+
+
+def shown_options(tier: BackendConfig) -> dict[str, Any]:
+    """Return a tier's options without their secrets."""
+    return {name: shown(value, name) for name, value in tier.options.items()}

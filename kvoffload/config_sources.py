@@ -1,0 +1,116 @@
+"""Settings from a file, the environment and the engine's dictionary, and where each comes from.
+
+The engine's dictionary precedes the environment, which precedes the file. A setting is taken whole
+from one of them: lists are not joined.
+"""
+
+import json
+import os
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvoffload.config import OffloadConfig, did_you_mean, parse_config
+from kvoffload.errors import ConfigError
+
+FILE = "KVOFFLOAD_CONFIG"
+"""The environment variable that names a file of settings."""
+PREFIX = "KVOFFLOAD_SETTING_"
+"""Before the upper-case name of a setting; the value is JSON, or else plain text."""
+
+
+def gather(
+    given: Mapping[str, Any],
+    known: Iterable[str],
+    environ: Mapping[str, str] = os.environ,
+    source: str = "engine",
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the settings of all sources, and the source of each.
+
+    Args:
+        given: the engine's dictionary.
+        known: names of the settings that the environment may have.
+        environ: the environment.
+        source: what the engine's dictionary is called.
+
+    Raises:
+        ConfigError: a file cannot be read, or a variable names no setting.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigError("config", given, "must be an object of settings")
+    settings: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    if path := environ.get(FILE):
+        _add(read_file(path, FILE), f"file {path}", settings, sources)
+    _add(_from_environment(known, environ), "environment", settings, sources)
+    _add(given, source, settings, sources)
+    return settings, sources
+
+
+def read_config(given: Mapping[str, Any]) -> OffloadConfig:
+    """Read the settings of an engine from all sources.
+
+    Raises:
+        ConfigError: see :func:`gather` and :func:`kvoffload.config.parse_config`.
+    """
+    return parse_config(gather(given, OffloadConfig.__struct_fields__)[0])
+
+
+def _add(
+    new: Mapping[str, Any], source: str, settings: dict[str, Any], sources: dict[str, str]
+) -> None:
+    settings.update(new)
+    sources.update(dict.fromkeys(new, source))
+
+
+def _from_environment(known: Iterable[str], environ: Mapping[str, str]) -> dict[str, Any]:
+    names = {PREFIX + name.upper(): name for name in known}
+    found = {}
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX):
+            continue
+        if variable not in names:
+            hint = did_you_mean(variable, names) or "no setting has this name"
+            raise ConfigError(variable, text, hint)
+        try:
+            found[names[variable]] = json.loads(text)
+        except ValueError:
+            found[names[variable]] = text
+    return found
+
+
+def read_file(path: str, field: str = "file") -> dict[str, Any]:
+    """Read a file of settings: TOML, JSON, or YAML where PyYAML is installed.
+
+    Raises:
+        ConfigError: it cannot be read, is damaged, or has no object of settings.
+    """
+    ending = Path(path).suffix.lower()
+    if ending not in _READERS:
+        raise ConfigError(field, path, f"must end in {', '.join(_READERS)}")
+    try:
+        found = _READERS[ending](Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(field, path, f"cannot be read: {error.strerror}") from error
+    except ImportError as error:
+        raise ConfigError(field, path, "needs PyYAML; or write it as TOML") from error
+    except Exception as error:  # each reader has exceptions of its own
+        raise ConfigError(field, path, f"is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(field, path, "must be an object of settings")
+    return found
+
+
+def _yaml(text: str) -> Any:
+    import yaml  # type: ignore[import-untyped, unused-ignore]
+
+    return yaml.safe_load(text)
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    ".toml": tomllib.loads,
+    ".json": json.loads,
+    ".yaml": _yaml,
+    ".yml": _yaml,
+}

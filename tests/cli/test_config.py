@@ -1,0 +1,196 @@
+"""``kvoffload config``: what it refuses, what it shows, and where settings come from."""
+
+import json
+import os
+
+import fastjsonschema
+import pytest
+
+from kvoffload.cli.config import Engine, json_schema
+from kvoffload.cli.main import main
+from kvoffload.config import OffloadConfig
+from kvoffload.config_sources import gather, read_file
+from kvoffload.connectors.vllm.settings import VllmConfigSettings
+from kvoffload.errors import ConfigError
+from tests.support import redis_server
+
+GOOD = {"cpu_bytes": "1GiB", "backends": [{"type": "memory", "capacity": "2GiB"}]}
+
+
+@pytest.fixture
+def kvoffload(monkeypatch, capsys):
+    """Runs the command in this process; returns exit code, output and errors."""
+    for name in [name for name in os.environ if name.startswith("KVOFFLOAD_")]:
+        monkeypatch.delenv(name)
+
+    def run(*words, **env):
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("sys.argv", ["kvoffload", "config", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return ended.value.code or 0, printed.out, printed.err
+
+    return run
+
+
+# ---- check ----
+
+
+@pytest.mark.parametrize("ending", ["json", "toml", "yaml"])
+def test_a_right_file_is_right(kvoffload, tmp_path, ending):
+    path = tmp_path / f"settings.{ending}"
+    path.write_text(
+        {
+            "json": json.dumps(GOOD),
+            "toml": 'cpu_bytes = "1GiB"\n[[backends]]\ntype = "memory"\ncapacity = "2GiB"\n',
+            "yaml": "cpu_bytes: 1GiB\nbackends:\n- {type: memory, capacity: 2GiB}\n",
+        }[ending]
+    )
+    if ending == "yaml":
+        pytest.importorskip("yaml", reason="PyYAML is not installed")
+    code, out, _ = kvoffload("check", str(path))
+    assert (code, out) == (0, "the settings are right; host memory: 1.0 GiB, tiers: memory\n")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cpu_byte": 1}, "did you mean 'cpu_bytes'?"),
+        ({"cpu_bytes": "1GiB", "policy": "LUR"}, "did you mean"),
+        ({"cpu_bytes": 1, "backends": [{"type": "disk", "capacty": 1}]}, "backends[0].capacty"),
+        ({}, "cpu_bytes = None: is required"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_remedy_and_exit_code_2(kvoffload, settings, message):
+    code, out, err = kvoffload("check", json.dumps(settings))
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.ini", "", "must end in .toml"),
+        ("a.toml", "x = ", "is damaged"),
+        ("a.json", "[1]", "must be an object of settings"),
+        ("a.json", None, "cannot be read"),
+    ],
+)
+def test_a_file_that_is_none_is_named(kvoffload, tmp_path, name, text, message):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    code, _, err = kvoffload("check", str(tmp_path / name))
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_the_whole_transfer_config_of_vllm_is_checked_too(kvoffload):
+    whole = {"kv_connector": "KVOffloadConnector", "kv_connector_extra_config": GOOD}
+    code, out, _ = kvoffload("check", json.dumps(whole))
+    assert code == 0
+    assert out.startswith('warning: without "kv_load_failure_policy": "recompute"')
+    whole["kv_load_failure_policy"] = "recompute"
+    assert "warning" not in kvoffload("check", json.dumps(whole))[1]
+
+
+def test_a_password_in_a_url_is_warned_of_and_never_printed(kvoffload):
+    settings = {"cpu_bytes": 1, "backends": [{"type": "redis", "url": "redis://:hunter2@h"}]}
+    code, out, _ = kvoffload("check", json.dumps(settings))
+    assert code == 0
+    assert "backends[0].url has a password" in out
+    out += kvoffload("show", json.dumps(settings))[1]
+    assert "hunter2" not in out
+
+
+def test_a_probe_examines_each_tier(kvoffload, tmp_path):
+    (tmp_path / "root").mkdir(0o700)
+    disk = {"type": "disk", "root": str(tmp_path / "root"), "capacity": "1GiB"}
+    dead = {"type": "redis", "url": f"redis://127.0.0.1:{redis_server.free_port()}"}
+    right = {"cpu_bytes": "1GiB", "backends": [disk]}
+    code, out, _ = kvoffload("check", json.dumps(right), "--probe", "--json")
+    assert code == 0, out
+    assert {each["check"] for each in json.loads(out)["tiers"]["backends[0] disk"]} >= {"space"}
+    wrong = {"cpu_bytes": "1GiB", "backends": [disk, dead]}
+    code, out, _ = kvoffload("check", json.dumps(wrong), "--probe")
+    assert code == 1
+    assert "backends[1] redis: " in out
+    assert "failed" in out
+
+
+# ---- sources ----
+
+
+def test_dictionary_precedes_environment_precedes_file_precedes_default(kvoffload, tmp_path):
+    path = tmp_path / "settings.toml"
+    path.write_text('cpu_bytes = "1GiB"\npolicy = "lru"\nblocks_per_chunk = 2\n')
+    env = {
+        "KVOFFLOAD_CONFIG": str(path),
+        "KVOFFLOAD_SETTING_POLICY": "arc",
+        "KVOFFLOAD_SETTING_BLOCKS_PER_CHUNK": "4",
+    }
+    code, out, _ = kvoffload("show", '{"blocks_per_chunk": 8}', "--json", **env)
+    assert code == 0
+    told = json.loads(out)
+    assert told["blocks_per_chunk"] == {"value": 8, "source": "the command line"}
+    assert told["policy"] == {"value": "arc", "source": "environment"}
+    assert told["cpu_bytes"] == {"value": 1 << 30, "source": f"file {path}"}
+    assert told["promote"] == {"value": True, "source": "default"}
+
+
+def test_a_variable_that_names_no_setting_is_an_error():
+    with pytest.raises(ConfigError, match="did you mean 'KVOFFLOAD_SETTING_POLICY'"):
+        gather({}, ["policy"], {"KVOFFLOAD_SETTING_POLCY": "lru"})
+
+
+def test_connectors_read_the_same_sources(kv_caches, monkeypatch, tmp_path):
+    from kvoffload.connectors.local import LocalConnector
+
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"cpu_bytes": "20KiB"}))
+    monkeypatch.setenv("KVOFFLOAD_CONFIG", str(path))
+    connector = LocalConnector({"policy": "lru"}, kv_caches, block_size=4, facts={"model": "m"})
+    assert (connector.config.cpu_bytes, connector.config.policy) == (20 << 10, "lru")
+    connector.close()
+
+
+def test_a_list_in_the_environment_is_json(tmp_path):
+    settings, _ = gather({}, ["backends"], {"KVOFFLOAD_SETTING_BACKENDS": '[{"type": "memory"}]'})
+    assert settings == {"backends": [{"type": "memory"}]}
+    with pytest.raises(ConfigError, match="must end in"):
+        read_file("nothing")
+
+
+# ---- show and schema ----
+
+
+def test_show_has_every_setting_and_fits_eighty_columns(kvoffload):
+    code, out, _ = kvoffload("show", json.dumps(GOOD), COLUMNS="80")
+    assert code == 0
+    assert all(name in out for name in ("cpu_bytes", "1.0 GiB", "load_timeout_s", "default"))
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind"), [(Engine.VLLM, VllmConfigSettings), (Engine.LOCAL, OffloadConfig)]
+)
+def test_the_schema_takes_right_settings_and_refuses_wrong_ones(engine, kind):
+    check = fastjsonschema.compile(json_schema(kind), use_default=False)
+    check(GOOD)
+    check({"cpu_bytes": 0, "backends": [{"type": "disk", "root": "/kv", "capacity": "1TiB"}]})
+    for wrong in (
+        {"cpu_bytes": "1 parsec"},
+        {"cpu_bytes": 1, "backends": [{"type": "disk", "root": "/kv", "capacty": 1}]},
+        {"cpu_bytes": 1, "backends": [{"type": "none"}]},
+        {"cpu_bytes": 1, "unknown": 1},
+    ):
+        with pytest.raises(fastjsonschema.JsonSchemaValueException):
+            check(wrong)
+
+
+def test_the_schema_is_printed(kvoffload):
+    code, out, _ = kvoffload("schema", "--engine", "local")
+    assert code == 0
+    assert "canary" not in json.loads(out)["$defs"]["OffloadConfig"]["properties"]
