@@ -104,7 +104,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     policy: str = "handicap"
     """Which host chunks leave first; a name of the ``kvoffload.policies`` entry-point group."""
     load_timeout_s: _Seconds = 5.0
-    """A load is a miss when no chunk of it arrives for so long; the engine recomputes."""
+    """A load is a miss when no chunk arrives for so long, of it or of loads that it waits behind;
+    the engine recomputes."""
     store_timeout_s: _Seconds = 30.0
     """A store or write-through not finished by then is dropped."""
     lookup_timeout_s: _Seconds = 0.25

@@ -67,7 +67,8 @@ class IOClient:
     Args:
         start: starts a server of the wanted form.
         opening: what to open.
-        load_timeout_s: how long a load may go on without a chunk that arrives.
+        load_timeout_s: how long a load may go on without a chunk that arrives; see
+            :mod:`kvoffload.io.deadlines`.
         store_timeout_s: how long a store may take.
 
     Raises:

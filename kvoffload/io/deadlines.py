@@ -1,7 +1,9 @@
 """The jobs of an I/O client and their deadlines: each job is answered exactly once.
 
-A load may take any time while chunks arrive, and a store a fixed time. A job that is late is
-cancelled, and answered as unsettled if that does not end it within ``CANCEL_GRACE_S``.
+A load may take any time while chunks arrive. Until its first chunk, those of loads that began
+before it from the same tier count: a store reads one load after the other. A store may take a fixed
+time. A job that is late is cancelled, and answered as unsettled if that does not end it within
+``CANCEL_GRACE_S``.
 """
 
 import threading
@@ -41,6 +43,8 @@ class IOJob:
     timeout_s: float
     begun_s: float
     due_s: float
+    has_arrived: bool = False
+    """Whether a chunk of it has arrived."""
     cancelled_s: float = 0.0
 
     def fail(self, reason: str, *, settled: bool) -> None:
@@ -81,18 +85,34 @@ class IOJobs:
     def arrived(self, message: Arrived) -> None:
         """Take in that chunks of a load arrived, unless it is answered."""
         if job := self._jobs.get(message.job):
-            job.due_s = time.monotonic() + job.timeout_s
+            job.has_arrived = True
+            self._has_moved(job)
             job.listener.arrived(message.numbers)
 
     def answered(self, message: Answered) -> IOJob | None:
         """Take in an answer; return the job unless it was answered before."""
         if late := self._late.pop(message.job, None):
             late.listener.released()
-        if job := self._jobs.pop(message.job, None):
+        if job := self._jobs.get(message.job):
+            if isinstance(job.order, Load) and any(message.ok):
+                self._has_moved(job)
+            del self._jobs[message.job]
             is_late = job.cancelled_s and not all(message.ok)
             reason = "deadline" if is_late else message.reason
             job.listener.ended(message.ok, reason, True, message.io_time_s)
         return job
+
+    def _has_moved(self, job: IOJob) -> None:
+        """Defer the deadlines of a load whose chunk arrived, and of loads that wait behind it."""
+        now_s, order = time.monotonic(), job.order
+        job.due_s = now_s + job.timeout_s
+        with self._lock:
+            jobs = list(self._jobs.values())
+        for other in jobs:
+            theirs = other.order
+            is_behind = isinstance(theirs, Load) and theirs.job > order.job
+            if is_behind and theirs.tier == order.tier and not other.has_arrived:
+                other.due_s = now_s + other.timeout_s
 
     def look(self, now_s: float) -> None:
         """Cancel the jobs that are late; answer those that were cancelled and do not end."""

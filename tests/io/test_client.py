@@ -203,6 +203,28 @@ def test_a_load_that_goes_on_may_take_longer_than_its_timeout(rig, until, tmp_pa
     assert time.monotonic() - begun > 0.5
 
 
+@pytest.mark.parametrize("is_hung", [False, True])
+def test_a_load_that_waits_behind_another_has_time_while_that_one_goes_on(
+    rig, until, planned, is_hung
+):
+    client = rig.open(("planned", "planned", planned.options), load_timeout_s=0.5)
+    keys = keys_of(56)
+    rig.store(client, "planned", keys, until)
+    hang = [Plan("hang", frozenset({"read"}), keys=frozenset(keys[48:]))] if is_hung else []
+    planned.set(*hang, process=Process("queue", 0.12))  # eight chunks at a time
+    first = rig.load(client, "planned", keys[:48])
+    begun = time.monotonic()
+    second = rig.load(client, "planned", keys[48:], first=48)
+    until(lambda: first.answers)
+    ended = time.monotonic()
+    assert first.answers == [([True] * 48, "", True)]
+    assert ended - begun > 0.5
+    until(lambda: second.answers)
+    assert second.answers == [([not is_hung] * 8, "deadline" if is_hung else "", True)]
+    if is_hung:
+        assert 0.3 < time.monotonic() - ended < 2.0
+
+
 def test_the_end_answers_every_job_and_does_not_wait_for_a_hung_store(rig, until, planned):
     client = rig.open(("planned", "planned", planned.options))
     planned.set(process=Process("stubborn", 3.0))
