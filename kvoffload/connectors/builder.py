@@ -41,6 +41,7 @@ def make_manager(
         store_threshold=config.store_threshold,
         promote=config.promote,
         client_hints=config.client_hints,
+        load_timeout_s=config.load_timeout_s,
     )
 
 

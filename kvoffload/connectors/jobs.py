@@ -15,6 +15,7 @@ class _InFlight:
     ranks_unsettled: int = 0
     ok: tuple[bool, ...] | None = None
     reason: str = ""
+    seconds: float = 0.0
     stale: bool = False
 
 
@@ -81,6 +82,7 @@ class JobTable:
         *,
         ranks: int = 1,
         unsettled: int = 0,
+        seconds: float = 0.0,
     ) -> Ended | None:
         """Add the answer of some ranks; return the job if it was the last one.
 
@@ -92,6 +94,7 @@ class JobTable:
             reason: why chunks failed.
             ranks: how many ranks answer.
             unsettled: ranks on which a late transfer may still touch the job's host slots.
+            seconds: the transfer's own time, on the slowest of these ranks.
 
         An answer that fits no job is counted. One of the wrong length fails all chunks of its job.
         """
@@ -104,12 +107,14 @@ class JobTable:
             ok = (False,) * len(entry.job.keys)
         entry.ok = ok if entry.ok is None else well_on_both(entry.ok, ok)
         entry.reason = reason or entry.reason
+        entry.seconds = max(entry.seconds, seconds)
         entry.ranks_unsettled += unsettled
         entry.ranks_left -= ranks
         if entry.ranks_left > 0:
             return None
         del self._jobs[job_id]
         job, ok = entry.job, entry.ok
+        self._manager.promises.measured(job.id, ok, entry.seconds, entry.reason)
         if entry.stale:
             ok = (False,) * len(job.keys)
         self._manager.complete(job, ok, not entry.ranks_unsettled, entry.reason)

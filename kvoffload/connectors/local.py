@@ -22,6 +22,7 @@ import logging
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvoffload.config import OffloadConfig
@@ -184,9 +185,9 @@ class LocalConnector:
             answer = manager.lookup(key, context)
             return answer if waits else answer is True
 
-        return longest(
-            self._groups, state.keys, state.start, limit, find_prefix, find, manager.has_room
-        )
+        is_worth = partial(manager.promises.is_worth_loading, req_context=context)
+        most = self._groups, state.keys, state.start, limit
+        return longest(*most, find_prefix, find, manager.has_room, is_worth)
 
     def update_state_after_alloc(
         self, request: OffloadRequest, block_ids: BlockTables, num_external_tokens: int

@@ -18,6 +18,8 @@ Find = Callable[[OffloadKey], bool | None]
 """Looks up one chunk; None: it may come soon."""
 HasRoom = Callable[[Sequence[OffloadKey]], bool]
 """Whether chunks can be loaded all at once."""
+IsWorth = Callable[[Sequence[OffloadKey], int], bool]
+"""Whether chunks are worth loading, for so many tokens; if not, lookups find fewer from now on."""
 
 
 def longest(
@@ -28,8 +30,9 @@ def longest(
     find_prefix: Prefix,
     find: Find,
     has_room: HasRoom,
+    is_worth: IsWorth,
 ) -> tuple[int, bool]:
-    """Find how far a prompt can be loaded.
+    """Find how far a prompt can be loaded, with chunks that are worth it.
 
     Args:
         groups: of the cache.
@@ -39,11 +42,27 @@ def longest(
         find_prefix: looks up consecutive chunks.
         find: looks up one chunk.
         has_room: asked about the chunks of all groups together; ``find_prefix`` asks for its.
+        is_worth: asked about the chunks of all groups together.
 
     Returns:
         ``(end, pending)``: tokens up to which all is there, ``start`` for nothing; and whether
         it may become more soon.
     """
+    while True:
+        end, pending = _longest(groups, keys, start, limit, find_prefix, find, has_room)
+        if end == start or is_worth(_to_load(groups, keys, start, end), end - start):
+            return end, pending
+
+
+def _longest(
+    groups: ChunkGroups,
+    keys: Keys,
+    start: int,
+    limit: int,
+    find_prefix: Prefix,
+    find: Find,
+    has_room: HasRoom,
+) -> tuple[int, bool]:
     end = groups.aligned(limit)
     has = cache(find)
     for group in groups.by_reach:

@@ -145,7 +145,11 @@ class Transfers:
             result = replace(result, ok=tuple(moved[i] for i in range(len(order))))
         # The manager forgets failed chunks before the engine can look them up again.
         ended = self.jobs.answer(
-            result.job_id, result.ok, result.reason, unsettled=int(not result.settled)
+            result.job_id,
+            result.ok,
+            result.reason,
+            unsettled=int(not result.settled),
+            seconds=result.transfer_time_s,
         )
         if ended is None:
             return None

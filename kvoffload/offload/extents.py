@@ -153,6 +153,9 @@ class ExtentLedger(HostCache):
     def bytes_of(self, key: OffloadKey) -> int:
         return self._size_of(key).rows * self.slot_bytes
 
+    def bytes_of_all(self, keys: Sequence[OffloadKey]) -> int:
+        return sum(map(self.bytes_of, keys))
+
     @property
     def resident_bytes(self) -> int:
         return sum(size.num_ready * size.rows for size in self._sizes) * self.slot_bytes

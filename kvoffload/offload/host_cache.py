@@ -115,6 +115,10 @@ class HostCache:
         """Bytes of the slot that a chunk takes."""
         return self.slot_bytes
 
+    def bytes_of_all(self, keys: Sequence[OffloadKey]) -> int:
+        """Bytes of the slots that chunks take."""
+        return self.slot_bytes * len(keys)
+
     @property
     def capacity_bytes(self) -> int:
         """Bytes of all slots."""

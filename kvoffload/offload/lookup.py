@@ -1,14 +1,13 @@
-"""Finds where a chunk is: in host memory, in flight to it, or on a tier that is worth reading."""
+"""Finds where a chunk is: in host memory, in flight to it, or on a tier."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import indexOf
 
 from kvoffload.messages import OffloadKey
 from kvoffload.offload.events import CPU
 from kvoffload.offload.host_cache import HostCache
-from kvoffload.offload.stats import Stats
 from kvoffload.offload.tiers import Tier, first_holder
 
 ASKED_AHEAD = 1024
@@ -20,26 +19,15 @@ class Lookups:
 
     Args:
         host: host memory.
-        figures: the tiers' rates, by which a slow tier is declined.
         counters: the manager's counters.
         caching: False if chunks only pass through host memory: a load then needs one slot, and
             without a free slot the answer is "ask again".
     """
 
-    def __init__(
-        self, host: HostCache, figures: Stats, counters: Counter[str], caching: bool
-    ) -> None:
+    def __init__(self, host: HostCache, counters: Counter[str], caching: bool) -> None:
         self._host = host
-        self._figures = figures
         self._counters = counters
         self._caching = caching
-
-    def _worth_reading(self, tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
-        """Leave out tiers from which loading takes longer than computing."""
-        if not self._figures.load_rates:
-            return tiers
-        slow = self._figures.slower_than_computing
-        return tuple(tier for tier in tiers if not slow(tier.medium))
 
     # ---- one chunk ----
 
@@ -54,13 +42,13 @@ class Lookups:
             return None
         if host.moving(key):
             return False
-        answer = first_holder(key, self._worth_reading(tiers))[1]
+        answer = first_holder(key, tiers)[1]
         if answer and not self._caching and not host.room_for(key):
             return None
         return answer
 
-    def place(self, key: OffloadKey, tiers: tuple[Tier, ...]) -> str:
-        """Name the place of a chunk; "" if it is nowhere."""
+    def place(self, key: OffloadKey, tiers: tuple[Tier, ...], declined: Mapping[Tier, str]) -> str:
+        """Name the place of a chunk, or why the tier that has it is declined; "" for nowhere."""
         host = self._host
         if host.is_ready(key):
             return CPU
@@ -68,21 +56,18 @@ class Lookups:
             return "fetching"
         if host.moving(key):
             return "storing"
-        quick = self._worth_reading(tiers)
-        tier, answer = first_holder(key, quick)
+        tier, answer = first_holder(key, tiers)
         if tier is not None:
             return tier.medium
         if answer is None:
             return "pending"
-        return "too_slow" if any(t.holds(key) for t in tiers if t not in quick) else ""
+        return next((why for tier, why in declined.items() if tier.holds(key)), "")
 
     # ---- a prompt ----
 
-    def find_prefix(
-        self, keys: Sequence[OffloadKey], allowed: tuple[Tier, ...]
-    ) -> tuple[int, bool]:
+    def find_prefix(self, keys: Sequence[OffloadKey], tiers: tuple[Tier, ...]) -> tuple[int, bool]:
         """Count the leading chunks that can be loaded; return also whether the next may follow."""
-        if not self._caching and keys and self._waits_for_slot(keys[0], allowed):
+        if not self._caching and keys and self._waits_for_slot(keys[0], tiers):
             self._counters["lookup_pending"] += 1
             return 0, True
         hits = self._ready_prefix(keys)
@@ -91,7 +76,6 @@ class Lookups:
             return hits, False
         in_host = hits
         answer: bool | None = False
-        tiers = self._worth_reading(allowed)
         if tiers or self._host.fetching:
             hits, answer = self._find_below(keys, hits, tiers)
         self._counters["lookup_hits"] += in_host
@@ -99,15 +83,13 @@ class Lookups:
             return hits, False
         pending = answer is None
         self._counters["lookup_pending" if pending else "lookup_misses"] += 1
-        if len(tiers) < len(allowed) and not pending:
-            self._note_declined(keys[hits], [tier for tier in allowed if tier not in tiers])
         return hits, pending
 
     def _waits_for_slot(self, key: OffloadKey, tiers: tuple[Tier, ...]) -> bool:
         host = self._host
         if host.room_for(key) or host.moving(key):
             return False
-        return first_holder(key, self._worth_reading(tiers))[0] is not None
+        return first_holder(key, tiers)[0] is not None
 
     def _ready_prefix(self, keys: Sequence[OffloadKey]) -> int:
         host = self._host
@@ -174,10 +156,3 @@ class Lookups:
             return self._host.has_room(keys)
         # Chunks of one size take turns in a slot.
         return self._host.has_room(list({self._host.bytes_of(key): key for key in keys}.values()))
-
-    def _note_declined(self, key: OffloadKey, slow: Iterable[Tier]) -> None:
-        """Count a lookup that ended at this chunk although a tier that is too slow has it."""
-        for tier in slow:
-            if tier.holds(key):
-                self._counters[f"load_declined_{tier.name}"] += 1
-                self._figures.declined(tier.medium)

@@ -10,9 +10,7 @@ Nothing here does I/O. Each transfer is one job, which the caller answers once w
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from functools import partial
-from itertools import count, takewhile
-from operator import is_not
+from itertools import count
 
 from kvoffload.config import HARMLESS_HINTS
 from kvoffload.errors import UsageError
@@ -37,6 +35,7 @@ from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.in_flight import JobsInFlight, request_id
 from kvoffload.offload.lookup import Lookups
 from kvoffload.offload.passthrough import PassThrough
+from kvoffload.offload.promises import Promises
 from kvoffload.offload.retirement import Retirement
 from kvoffload.offload.staging import Staging
 from kvoffload.offload.stats import ManagerStats, Stats, collect
@@ -61,6 +60,7 @@ class TieredOffloadingManager(OffloadingManager):
         store_threshold: requests a chunk must be seen in to be stored.
         promote: whether a chunk loaded from a tier is also written to the nearer ones.
         client_hints: names of the hints that requests may use.
+        load_timeout_s: how long a load may wait for its first chunk.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class TieredOffloadingManager(OffloadingManager):
         store_threshold: int = 1,
         promote: bool = True,
         client_hints: Iterable[str] = HARMLESS_HINTS,
+        load_timeout_s: float = float("inf"),
     ) -> None:
         if max_persisting_slots is None:
             max_persisting_slots = max(1, host.num_slots // 2)
@@ -84,11 +85,11 @@ class TieredOffloadingManager(OffloadingManager):
         self._caching = caching
         self._promote = promote
         self._hints = HintReader(self.counters, client_hints)
-        remembered = max(MIN_REMEMBERED_FOR_ADMISSION, 2 * host.num_slots)
-        self._admission = (
-            AdmissionFilter(store_threshold, remembered) if store_threshold > 1 else None
-        )
-        self._lookups = Lookups(host, self.figures, self.counters, caching)
+        limit = max(MIN_REMEMBERED_FOR_ADMISSION, 2 * host.num_slots)
+        self._admission = AdmissionFilter(store_threshold, limit) if store_threshold > 1 else None
+        self._lookups = Lookups(host, self.counters, caching)
+        self.promises = Promises(host, self._tiers_of, self.figures, self.counters, load_timeout_s)
+        """Which loads are worth their time; connectors ask, and report how long loads take."""
         self._events = EventLog(REMEMBERED_MISSES, self.counters)
         self._jobs = JobsInFlight(self.counters)
         self._job_ids = count(1)
@@ -100,7 +101,8 @@ class TieredOffloadingManager(OffloadingManager):
         )
         self._write_through.use(self.tiers)
         self._passthrough = PassThrough(host, self._write_through, promote)
-        take_slots = self._evict_for if caching else self._passthrough.take_turns
+        take_turns = self._passthrough.take_turns
+        take_slots = (lambda keys: self._reserve(keys)[0]) if caching else take_turns
         self._staging = Staging(host, take_slots, caching)
         self._retirement = Retirement(host, self._write_through)
 
@@ -116,16 +118,21 @@ class TieredOffloadingManager(OffloadingManager):
         """Return the tiers of these names; all for None."""
         return tuple(t for t in self.tiers if t.name in names) if names is not None else self.tiers
 
+    def _tiers_of(self, req_context: ReqContext | None) -> tuple[Tier, ...]:
+        """Return the tiers that a request may load from."""
+        tiers = self._tiers_for(self.hints(req_context).load_tiers)
+        return self.promises.allowed(tiers, request_id(req_context))
+
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
         if self._host.is_ready(key):
             return True
-        return self._lookups.find(key, self._tiers_for(self.hints(req_context).load_tiers))
+        return self._lookups.find(key, self._tiers_of(req_context))
 
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> tuple[int, bool]:
         """Look up a prompt; hits on tiers count as far as host memory has room to receive them."""
-        return self._lookups.find_prefix(keys, self._tiers_for(self.hints(req_context).load_tiers))
+        return self._lookups.find_prefix(keys, self._tiers_of(req_context))
 
     def has_room(self, keys: Sequence[OffloadKey]) -> bool:
         """Return whether host memory can take all these chunks at once, as a load needs it."""
@@ -137,13 +144,11 @@ class TieredOffloadingManager(OffloadingManager):
         """Say for each chunk where it is or why it is not; for people, not for every step.
 
         Returns:
-            ``CPU`` or the medium of a tier; ``storing``, ``fetching`` or ``pending`` if that is not
-            decided yet; else the reason of the miss, see ``docs/reference/counters.md``.
+            ``CPU`` or the medium of a tier; or a reason, see ``docs/reference/counters.md``.
         """
-        tiers = self._tiers_for(self.hints(req_context).load_tiers)
-        places = [self._lookups.place(key, tiers) for key in keys]
-        reason = self._events.reasons.reason
-        return [place or reason(key) for key, place in zip(keys, places, strict=True)]
+        tiers, reason = self._tiers_of(req_context), self._events.reasons.reason
+        declined = self.promises.declined(self.tiers, request_id(req_context))
+        return [self._lookups.place(key, tiers, declined) or reason(key) for key in keys]
 
     # ---- loads ----
 
@@ -155,13 +160,14 @@ class TieredOffloadingManager(OffloadingManager):
         if slots is not None:
             spec, covered = CPULoadStoreSpec(slots), tuple(keys)
         else:
-            spec = self._staging.plan(keys, self._tiers_for(hints.load_tiers))
+            spec = self._staging.plan(keys, self._tiers_of(req_context))
             covered = tuple(keys[: len(spec.host_slots)])
             self.counters["load_refused"] += len(keys) - len(covered)
         spec.job_id = next(self._job_ids)
         job = LoadJob(spec.job_id, covered, spec, req_context, len(keys), hints.tiers)
         if covered:
             self._jobs[job.id] = job
+            self.promises.begun(job)
         return job
 
     def _reserve(
@@ -174,10 +180,8 @@ class TieredOffloadingManager(OffloadingManager):
             self._events.evicted(evicted)
         return slots, evicted
 
-    def _evict_for(self, keys: Sequence[OffloadKey]) -> list[int]:
-        return self._reserve(keys)[0]
-
     def _load_ended(self, job: LoadJob, ok: Sequence[bool], settled: bool, reason: str) -> None:
+        self.promises.ended(job)
         staged = isinstance(job.spec, StagedLoadStoreSpec)
         # From tail to head, so that the tail of a prompt is the older and leaves first.
         if not staged and all(ok) and self._host.unpin_all(job.keys[::-1]):
@@ -189,11 +193,7 @@ class TieredOffloadingManager(OffloadingManager):
             self._events.removed(ended.lost, CPU, Reason.FAILED)
         self._events.stored(ended.arrived)
         if self._promote and ended.fetched:
-            tiers = self._tiers_for(job.tiers)
-            for source, keys in ended.fetched.items():
-                # Tiers nearer than the source get the chunks too: the next load is faster.
-                for tier in takewhile(partial(is_not, source), tiers):
-                    self._write_through.offer(tier, keys)
+            self._write_through.promote(ended.fetched, self._tiers_for(job.tiers))
         self._write_through.begin()
         self._retirement.landed(job.keys)
 
@@ -373,6 +373,7 @@ class TieredOffloadingManager(OffloadingManager):
     def retire(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         if req_context is not None:
             self._hints.forget(req_context.req_id)
+            self.promises.forget(req_context.req_id)
         self._retirement.retire(keys)
 
     # ---- figures, self-check ----

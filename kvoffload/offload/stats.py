@@ -14,8 +14,6 @@ FORGET_PER_SAMPLE = 0.8
 """Weight of the earlier samples of a rate at each new sample."""
 MIN_SAMPLES = 4
 """Samples before a rate counts as known."""
-RETRY_AFTER_DECLINES = 64
-"""Declined lookups after which a slow tier is tried again, as it may have become faster."""
 
 
 class Moved(msgspec.Struct):
@@ -52,7 +50,7 @@ class LookupFigures(msgspec.Struct, frozen=True):
     misses: int
     pending: int
     declined: dict[str, int]
-    """Lookups that ended because a tier is slower than computing, by medium."""
+    """Requests that did not load what a tier has, by medium: too slow, or too much in its queue."""
 
 
 class ManagerStats(msgspec.Struct, frozen=True):
@@ -105,7 +103,6 @@ class Stats:
         self.saved_prefill_tokens = 0
         self.prefill = Rate()
         self.load_rates: dict[str, Rate] = {}
-        self._declines: dict[str, int] = {}
 
     def loaded(
         self,
@@ -130,7 +127,6 @@ class Stats:
         self.saved_prefill_tokens += tokens
         if rated and tokens and seconds > 0:
             self.load_rates.setdefault(medium, Rate()).add(tokens, seconds)
-        self._declines.pop(medium, None)
 
     def stored(self, medium: str, chunks: int, num_bytes: int, seconds: float) -> None:
         """Count a store to host memory (``CPU``) or a write-through to a tier."""
@@ -140,23 +136,6 @@ class Stats:
         """Add a sample of the rate at which the engine computes prompts."""
         if tokens and seconds > 0:
             self.prefill.add(tokens, seconds)
-
-    def slower_than_computing(self, medium: str) -> bool:
-        """Whether loading a token from there takes longer than computing it; False if unknown.
-
-        Returns False every :data:`RETRY_AFTER_DECLINES` calls, to notice a tier that became faster.
-        """
-        rate = self.load_rates.get(medium)
-        if rate is None:
-            return False
-        load, prefill = rate.tokens_per_s, self.prefill.tokens_per_s
-        if load is None or prefill is None or load >= prefill:
-            return False
-        return self._declines.get(medium, 0) < RETRY_AFTER_DECLINES
-
-    def declined(self, medium: str) -> None:
-        """Count a declined load from there."""
-        self._declines[medium] = self._declines.get(medium, 0) + 1
 
 
 def _add(table: dict[str, Moved], medium: str, chunks: int, num_bytes: int, seconds: float) -> None:
@@ -205,7 +184,11 @@ def collect(
             {"CPU": count["lookup_hits"] - sum(below.values()), **below},
             count["lookup_misses"],
             count["lookup_pending"],
-            {tier.medium: count[f"load_declined_{tier.name}"] for tier in tiers},
+            {
+                tier.medium: count[f"load_declined_{tier.name}"]
+                + count[f"load_not_in_time_{tier.name}"]
+                for tier in tiers
+            },
         ),
         not_stored=not_stored,
         loads={medium: copy(moved) for medium, moved in figures.loads.items()},

@@ -2,8 +2,11 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from operator import is_not
 from typing import Protocol, runtime_checkable
 
 from kvoffload.backends.base import Removal
@@ -162,6 +165,12 @@ class WriteThrough:
         if too_many > 0:  # not all of them can be resident any more
             self._drop(lane, [key for key, _ in zip(lane.waiting, range(too_many), strict=False)])
         self._begin(lane)
+
+    def promote(self, fetched: Mapping[Tier, Sequence[OffloadKey]], tiers: Sequence[Tier]) -> None:
+        """Queue fetched chunks for the tiers nearer than their source: the next load is faster."""
+        for source, keys in fetched.items():
+            for tier in takewhile(partial(is_not, source), tiers):
+                self.offer(tier, keys)
 
     def begin(self) -> None:
         """Begin the transfers that the limits allow now."""

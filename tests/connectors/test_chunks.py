@@ -41,6 +41,10 @@ def keys_of(groups, tokens):
     return keys
 
 
+def worth(chunks, num_tokens):
+    return True
+
+
 def longest(groups, keys, start, limit, there, room=None):
     """Return how far a prompt can be loaded if only these chunks are there."""
 
@@ -51,7 +55,8 @@ def longest(groups, keys, start, limit, there, room=None):
     def has_room(wanted):
         return room is None or len(wanted) <= room
 
-    return sought(groups, keys, start, limit, find_prefix, there.__contains__, has_room)
+    find = there.__contains__
+    return sought(groups, keys, start, limit, find_prefix, find, has_room, worth)
 
 
 def test_chunks_of_full_attention_are_asked_for_together_and_only_those_of_windows_one_by_one():
@@ -70,7 +75,7 @@ def test_chunks_of_full_attention_are_asked_for_together_and_only_those_of_windo
         alone.append(key)
         return True
 
-    assert sought(groups, keys, 0, 40, find_prefix, find, lambda _: True) == (
+    assert sought(groups, keys, 0, 40, find_prefix, find, lambda _: True, worth) == (
         40,
         False,
     )
@@ -116,7 +121,7 @@ def test_an_answer_that_may_come_soon_leaves_all_of_it_open():
     calls = []
 
     def ask(prefix, find):
-        return sought(groups, keys, 8, 40, lambda _: prefix, find, lambda _: True)
+        return sought(groups, keys, 8, 40, lambda _: prefix, find, lambda _: True, worth)
 
     assert ask((3, True), calls.append) == (8, True)
     assert calls == []
@@ -140,7 +145,7 @@ def test_a_prompt_without_a_full_chunk_is_not_asked_for_and_not_waited_for():
     groups = groups_of(FULL, per_chunk=16)
     assert keys_of(groups, 40) == [[]]
     asked = []
-    assert sought(groups, [[]], 0, 40, asked.append, asked.append, asked.append) == (
+    assert sought(groups, [[]], 0, 40, asked.append, asked.append, asked.append, worth) == (
         0,
         False,
     )

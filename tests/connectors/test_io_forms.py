@@ -1,10 +1,13 @@
 """The local connector over the I/O thread and process: the same bytes, the same failures."""
 
+from itertools import count
+
 import pytest
 import torch
 
 from kvoffload import registry
 from kvoffload.connectors.local import LocalConnector
+from kvoffload.offload import promises
 from kvoffload.testing import Plan
 from tests.support.planned_store import Process, installed
 
@@ -128,6 +131,40 @@ def test_a_failed_load_is_not_promised_again_and_frees_its_slots(
     planned.set()
     until(lambda: connector.poll() or not connector.stats()["host"]["busy_chunks"])
     connector.check()
+
+
+def load(connector, request, until):
+    """Load a prompt as far as it is promised; return how many tokens came from the tier."""
+    if not begin_load(connector, request, until):
+        return 0
+    (outcome,) = until(connector.poll)
+    connector.request_finished(request)
+    return outcome.tokens_by_medium.get("PLANNED", 0)
+
+
+def test_a_tier_slower_than_the_engine_is_declined_until_it_is_found_to_be_fast(
+    connect, new_request, until, planned, monkeypatch
+):
+    monkeypatch.setattr(promises, "PROBE_DECLINES", 3)
+    monkeypatch.setattr(promises, "PROBE_S", 0.2)
+    connector = connect({"type": "planned", **planned.options}, slots=20)
+    store(connector, new_request("p", PROMPT))
+    for _ in range(4):
+        connector.note_prefill(num_tokens=80_000, seconds=1.0)
+    planned.set(Plan("delay", frozenset({"read"}), seconds=0.2))
+    loaded = [load(connector, new_request("p", PROMPT, request_id=str(i)), until) for i in range(4)]
+    assert loaded == [TOKENS] * 4  # the tier's speed is measured with loads
+    waiting = new_request("p", PROMPT, request_id="waiting")
+    answers = [connector.get_num_new_matched_tokens(waiting, 0) for _ in range(20)]
+    assert answers == [0] * 20
+    assert set(connector.explain(waiting)[0]) == {"too_slow"}
+    assert connector.stats()["lookups"]["declined"]["PLANNED"] == 1
+    planned.set()
+    asked = (new_request("p", PROMPT, request_id=f"again {i}") for i in count())
+    until(lambda: load(connector, next(asked), until))
+    assert [load(connector, next(asked), until) for _ in range(8)] == [TOKENS] * 8
+    assert connector.get_num_new_matched_tokens(waiting, 0) == 0
+    connector.request_finished(waiting)
 
 
 def test_nothing_old_is_found_after_a_reset(connect, new_request, until, tmp_path):

@@ -97,7 +97,10 @@ class Walk:
             caching=not staging,
             store_threshold=threshold,
             client_hints=KNOWN_HINTS,
+            load_timeout_s=30.0,
         )
+        self.now_s = 0.0
+        self.manager.promises._clock = lambda: self.now_s
         self.threshold = threshold
         self.seen = {key: set() for prompt in KEYS for key in prompt}
         self.requests = self.checks = 0
@@ -135,8 +138,13 @@ class Walk:
         assert [self.manager.lookup(key, context) for key in keys[:hits]] == [True] * hits
         if hits < len(keys) and pending:
             assert self.manager.lookup(keys[hits], context) is None
+        while hits and not self.manager.promises.is_worth_loading(keys[:hits], hits, context):
+            assert self.manager.promises.declined(self.manager.tiers, context.req_id)
+            hits, pending = self.manager.lookup_prefix(keys, context)
         if not hits:
             return
+        declined = self.manager.promises.declined(self.manager.tiers, context.req_id)
+        declined = [tier.name for tier in declined]
         job = self.manager.begin_load(keys[:hits], context)
         spec = job.spec
         slots = spec.host_slots.tolist()
@@ -145,6 +153,7 @@ class Walk:
         for fetch in spec.fetches if isinstance(spec, StagedLoadStoreSpec) else ():
             assert fetch.keys == tuple(keys[i] for i in fetch.positions)
             assert not hint or fetch.tier in hint.get("tiers", fetch.tier)
+            assert fetch.tier not in declined
             fetched.update(dict.fromkeys(fetch.positions, self.stores[fetch.tier]))
         for i, slot in enumerate(slots):
             if i not in fetched:
@@ -169,6 +178,8 @@ class Walk:
         bad = [key for key, fine in zip(keys, ok, strict=True) if not fine]
         by_job = self.requests % 2
         if by_job:
+            self.now_s += which
+            self.manager.promises.measured(job.id, ok, which, "missing")
             self.answer(self.manager.complete, job, ok, settled, "missing")
         else:
             self.answer(self.manager.complete_load, bad, context, False, settled, "missing")
@@ -306,11 +317,11 @@ class Walk:
             self.seen[key].add(context.req_id)
         self.manager.touch(KEYS[prompt], context)
 
-    def measure(self, tier, tokens):
-        """A tier, and the engine, turn out to be so fast."""
+    def compute(self, tokens):
+        """The engine turns out to be so fast."""
+        self.now_s += 1
         for _ in range(4):
-            self.manager.figures.loaded(f"T{tier}", tokens, 1, 4096, 0.1)
-            self.manager.figures.prefilled(100, 0.1)
+            self.manager.figures.prefilled(tokens, 10.0)
 
     def replace_tiers(self):
         self.stores = self.new_stores()
@@ -387,9 +398,8 @@ class Walk:
             assert self.manager.lookup_prefix(keys, context) == promised
 
     def tiers_to_read(self, hint):
-        slow = self.manager.figures.slower_than_computing
         wanted = hint["tiers"] if hint else self.stores
-        return [s for name, s in self.stores.items() if name in wanted and not slow(name.upper())]
+        return [store for name, store in self.stores.items() if name in wanted]
 
     def expected(self, key, tiers):
         if key in self.replayed["CPU"]:

@@ -13,7 +13,7 @@ from kvoffload.offload.admission import AdmissionFilter
 from kvoffload.offload.base import Reason, ReqContext
 from kvoffload.offload.events import MissReasons
 from kvoffload.offload.hints import NO_HINTS, HintReader
-from kvoffload.offload.stats import MIN_SAMPLES, RETRY_AFTER_DECLINES, Moved, Rate, Stats
+from kvoffload.offload.stats import Moved, Rate
 from kvoffload.offload.tiers import Tier, first_holder
 
 # ---- rates ---------------------------------------------------------------------------------------
@@ -29,28 +29,6 @@ def test_a_rate_is_known_after_four_samples_and_forgets_a_fifth_with_each():
     rate.add(1000, 1.0)
     weight = sum(0.8**i for i in range(1, 5))
     assert rate.tokens_per_s == pytest.approx((100 * weight + 1000) / (weight + 1))
-
-
-def learn(rate_of, tokens):
-    for _ in range(MIN_SAMPLES):
-        rate_of(tokens)
-
-
-def test_a_tier_is_slow_below_the_speed_of_computing_and_tried_again_after_64_refusals():
-    stats = Stats()
-    learn(lambda tokens: stats.loaded("FAR", tokens, 1, 10, 1.0), 100)
-    assert not stats.slower_than_computing("FAR")
-    learn(lambda tokens: stats.prefilled(tokens, 1.0), 100)
-    assert not stats.slower_than_computing("FAR")  # equal is not slower
-    stats.prefilled(200, 1.0)
-    assert stats.slower_than_computing("FAR")
-    assert not stats.slower_than_computing("NEAR")
-    for _ in range(RETRY_AFTER_DECLINES):
-        assert stats.slower_than_computing("FAR")
-        stats.declined("FAR")
-    assert not stats.slower_than_computing("FAR")
-    stats.loaded("FAR", 1, 1, 10, 1.0)
-    assert stats.slower_than_computing("FAR")
 
 
 def test_a_load_without_tokens_or_time_is_no_sample_of_speed():

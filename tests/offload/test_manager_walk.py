@@ -126,9 +126,9 @@ class ManagerMachine(RuleBasedStateMachine):
     def tier_answers(self, t, answer):
         self.walk.tier_answers(t, answer)
 
-    @rule(t=st.integers(0, 1), tokens=st.sampled_from([10, 1000]))
-    def measure(self, t, tokens):
-        self.walk.measure(t, tokens)
+    @rule(tokens=st.sampled_from([10, 1000]))
+    def compute(self, tokens):
+        self.walk.compute(tokens)
 
     @rule(prompt=st.integers(0, PROMPTS - 1))
     def touch(self, prompt):
@@ -220,7 +220,7 @@ def seldom(walk, rng, a, prompt):
     elif a < 40:
         walk.tier_answers(a, rng.choice([True, True, False, None]))
     elif a < 50:
-        walk.measure(a % 2, rng.choice([10, 1000]))
+        walk.compute(rng.choice([10, 1000]))
     elif a < 60:
         walk.explain(prompt)
     elif a < 80:

@@ -112,37 +112,6 @@ def test_good_hints_beside_bad_ones_are_obeyed():
     assert hints.priority == 3
 
 
-# ---- loading costs ----
-
-
-def measure(manager, medium, load_tokens_per_s, prefill_tokens_per_s=1000):
-    for _ in range(5):
-        manager.figures.loaded(medium, load_tokens_per_s, 1, 1 << 20, 1.0)
-        manager.figures.prefilled(prefill_tokens_per_s, 1.0)
-
-
-def test_a_tier_slower_than_computing_is_not_read():
-    a = keys("a", 4)
-    manager = new_manager(stores=[Store(a)])
-    put(manager, a[:2])
-    assert manager.lookup_prefix(a) == (4, False)  # rates are unknown: nothing is declined
-    measure(manager, "TIER0", 10)
-    assert manager.lookup_prefix(a) == (2, False)  # what host memory has is still used
-    assert manager.lookup(a[3]) is False
-    assert manager.counters["load_declined_tier0"] == 1
-    assert manager.explain(a) == ["CPU", "CPU", "too_slow", "too_slow"]
-
-
-def test_a_slow_tier_is_tried_again_after_a_while():
-    a = keys("a", 1)
-    manager = new_manager(stores=[Store(a)])
-    measure(manager, "TIER0", 10)
-    answers = [manager.lookup_prefix(a)[0] for _ in range(80)]
-    assert 0 < answers.index(1) < 80
-    measure(manager, "TIER0", 100_000)  # it has become fast
-    assert manager.lookup_prefix(a) == (1, False)
-
-
 class Asked(Store):
     """Does not know yet; remembers what it was asked."""
 

@@ -137,6 +137,20 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         """See :meth:`TieredOffloadingManager.has_room`."""
         return self.ledger is None or self.ledger.has_room(keys)
 
+    def is_worth_loading(
+        self, keys: Sequence[OffloadKey], num_tokens: int, req_context: VllmContext
+    ) -> bool:
+        """See :class:`kvoffload.offload.promises.Promises`."""
+        if self.ledger is None:
+            return True
+        promises = self.ledger.promises
+        return promises.is_worth_loading(keys, num_tokens, our_context(req_context))
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Note how long the engine took to compute tokens of prompts."""
+        if self.ledger is not None:
+            self.ledger.figures.prefilled(num_tokens, seconds)
+
     def hints(self, req_context: VllmContext) -> Hints:
         """Return what a request asks for."""
         return NO_HINTS if self.ledger is None else self.ledger.hints(our_context(req_context))

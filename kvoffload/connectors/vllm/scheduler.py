@@ -30,6 +30,7 @@ from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.rank_tiers import RankTiers
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
+from kvoffload.connectors.vllm.step_meter import StepMeter
 from kvoffload.connectors.vllm.versions import writes_before_flush
 from kvoffload.offload.base import LoadJob, OffloadKey, Reason, Transfer
 from kvoffload.offload.hints import PARAM
@@ -74,6 +75,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self._stepped_s = time.monotonic()
         self._awaits_reports = False
         """Until the next step: the stores may have changed in a time without reports."""
+        self._meter = StepMeter(self.adapter.computed)
         self._failed_loads: Counter[str] = Counter()
         self._explained: dict[str, list[dict[OffloadKey, str]]] = {}
         """Request with the hint ``explain`` → for each group, the places of its chunks."""
@@ -137,15 +139,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             wanted = wished if max_num_new_tokens is None else min(wished, max_num_new_tokens)
             # Whole chunks, or a load would end inside one.
             max_num_new_tokens = wanted // self._chunk_tokens * self._chunk_tokens
-        found, is_async = super().get_num_new_matched_tokens(
-            request, num_computed_tokens, max_num_new_tokens
-        )
-        while found and not self._lookup_counts_room:
-            # A load that host memory cannot take whole would fail, each time it is tried.
-            most = self._most_with_room(status, num_computed_tokens, found)
-            if most == found:
-                break
-            found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, most)
+        found, is_async = self._find(request, num_computed_tokens, max_num_new_tokens)
+        while found and not self._is_worth_loading(status, num_computed_tokens, found):
+            found, is_async = self._find(request, num_computed_tokens, max_num_new_tokens)
         if found != 0:
             if self._failed_loads[request.request_id] >= MAX_FAILED_LOADS:
                 # The stores promised these chunks twice and failed.
@@ -155,6 +151,21 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         if found is not None:
             self._note_first_look(status, hints.explain)
         return found, bool(found) and is_async
+
+    def _find(self, request: Any, start: int, most: int | None) -> tuple[int | None, bool]:
+        """Look up a prompt, as far as host memory can take what is found."""
+        found, is_async = super().get_num_new_matched_tokens(request, start, most)
+        while found and not self._lookup_counts_room:
+            # A load that host memory cannot take whole would fail, each time it is tried.
+            most = self._most_with_room(self._req_status[request.request_id], start, found)
+            if most == found:
+                break
+            found, is_async = super().get_num_new_matched_tokens(request, start, most)
+        return found, is_async
+
+    def _is_worth_loading(self, status: Any, start: int, found: int) -> bool:
+        keys = self._keys_to_load(status, start, start + found)
+        return self.adapter.is_worth_loading(keys, found, status.req_context)
 
     def _note_first_look(self, status: Any, explain: bool) -> None:
         req_id = status.req.request_id
@@ -254,6 +265,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See vLLM; adds write-through, and begins every job in the table."""
         theirs = super().build_connector_meta(scheduler_output)
+        self._meter.scheduled(
+            scheduler_output.total_num_scheduled_tokens, len(scheduler_output.num_scheduled_tokens)
+        )
         self._stepped_s, self._awaits_reports = time.monotonic(), False
         self._offer_again()
         orders = StepMetadata(theirs.load_jobs, theirs.store_jobs, theirs.jobs_to_flush)
@@ -310,6 +324,11 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         if self.adapter.stats.is_midway:
             return True
         return bool(super().has_pending_push_work())
+
+    def get_stats(self) -> Any:
+        """See vLLM, which asks once at the end of each step."""
+        self._meter.ended()
+        return super().get_stats()
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in the workers' report, first our part and then vLLM's."""

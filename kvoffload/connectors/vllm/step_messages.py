@@ -65,6 +65,8 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
     """Job id → for each chunk, whether its transfer succeeded on every rank that answered."""
     reasons: dict[int, str] = field(default_factory=dict)
     """Job id → why chunks of it failed."""
+    seconds: dict[int, float] = field(default_factory=dict)
+    """Job id → the transfer's own time, on the slowest rank."""
     unsettled: dict[int, int] = field(default_factory=dict)
     """Job id → ranks on which a late transfer may still touch its host slots."""
     settled: dict[int, int] = field(default_factory=dict)
@@ -86,6 +88,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
         """Note this rank's answer to a job."""
         self.ended[result.job_id] = 1
         self.ok[result.job_id] = result.ok
+        self.seconds[result.job_id] = result.transfer_time_s
         if result.reason:
             self.reasons[result.job_id] = result.reason
         if not result.settled:
@@ -123,6 +126,8 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
             for job_id, ok in source.ok.items():
                 report.ok[job_id] = well_on_both(report.ok.get(job_id), ok)
             report.reasons.update(source.reasons)
+            for job_id, seconds in source.seconds.items():
+                report.seconds[job_id] = max(seconds, report.seconds.get(job_id, 0.0))
             for tier, removals in source.removals.items():
                 report.removals.setdefault(tier, []).extend(removals)
             report.counters.update(source.counters)
@@ -144,6 +149,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
                 self.reasons.get(job_id, ""),
                 ranks=ranks,
                 unsettled=self.unsettled.get(job_id, 0),
+                seconds=self.seconds.get(job_id, 0.0),
             )
             for job_id, ranks in self.ended.items()
         ]

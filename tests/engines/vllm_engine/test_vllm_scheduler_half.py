@@ -27,6 +27,7 @@ from kvoffload.connectors.vllm.scheduler import (
 )
 from kvoffload.connectors.vllm.settings import read_settings
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
+from kvoffload.connectors.vllm.step_meter import StepMeter
 from kvoffload.messages import TransferResult, make_offload_key
 from kvoffload.offload.base import ReqContext as OurContext
 
@@ -40,7 +41,7 @@ def met():
     def meet(**settings):
         half = object.__new__(KVOffloadScheduler)  # vLLM's part of it wants a whole configuration
         half.adapter = ManagerAdapter()
-        half.settings = read_settings(settings)
+        half.settings, half._meter = read_settings(settings), StepMeter(half.adapter.computed)
         half.meet_workers([WorkerInfo(4, 4096, {"rank": 0})])
         return half, half.adapter.ledger
 
@@ -185,6 +186,7 @@ def half_of(ranks, monkeypatch, **settings):
     half = object.__new__(KVOffloadScheduler)
     half.adapter, half.settings = ManagerAdapter(), read_settings(settings)
     half._generation, half._explained = None, {}
+    half._meter = StepMeter(half.adapter.computed)
     half.meet_workers(ranks)
     return half
 
@@ -297,5 +299,5 @@ def test_after_an_idle_time_the_first_lookup_waits_one_step_for_the_reports(
     assert half._awaits_reports is waits
     if waits:
         assert half.get_num_new_matched_tokens(request, 0) == (None, False)
-    half.build_connector_meta(types.SimpleNamespace(finished_req_ids=()))
+    half.build_connector_meta(SchedulerOutput.make_empty())
     assert not half._awaits_reports

@@ -1,0 +1,227 @@
+"""Promises of loads: a lookup promises chunks of a tier that arrive in time, and are worth it.
+
+A load is declined if it would begin too late, or would take longer than computing its tokens. Both
+follow from measured times and from what the tier has yet to load. Unknown times decline nothing.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvoffload.messages import OffloadKey, StagedLoadStoreSpec
+from kvoffload.offload.base import LoadJob, ReqContext
+from kvoffload.offload.host_cache import HostCache
+from kvoffload.offload.stats import FORGET_PER_SAMPLE, MIN_SAMPLES, Stats
+from kvoffload.offload.tiers import Tier, first_holder
+
+TOO_SLOW = "too_slow"
+"""Loading takes longer than computing."""
+NOT_IN_TIME = "not_in_time"
+"""The first chunk would arrive after ``load_timeout_s``."""
+_COUNTERS = {TOO_SLOW: "load_declined", NOT_IN_TIME: "load_not_in_time"}
+LEAST_S = 0.05
+"""A load that takes no longer than this is worth it, however fast the engine computes."""
+LATE_S = 0.5
+"""A tier that is later than this with what it loads is taken to be as late again."""
+PROBE_DECLINES = 16
+PROBE_S = 10.0
+"""A tier is tried again after so many declined requests, and so long after its last load."""
+MAX_DECLINED = 4096
+"""Requests whose declined tiers are remembered; more only if an engine never ends them."""
+
+
+class LoadTimes:
+    """How long a tier's loads take: a start, and a time per byte, fitted to the recent loads."""
+
+    def __init__(self) -> None:
+        self._samples = 0
+        self._weight = self._bytes = self._seconds = 0.0
+        self._squares = self._products = 0.0
+        self._largest = 0.0
+
+    def add(self, num_bytes: float, seconds: float) -> None:
+        """Add a load."""
+        keep = FORGET_PER_SAMPLE
+        self._samples += 1
+        self._weight = self._weight * keep + 1
+        self._bytes = self._bytes * keep + num_bytes
+        self._seconds = self._seconds * keep + seconds
+        self._squares = self._squares * keep + num_bytes * num_bytes
+        self._products = self._products * keep + num_bytes * seconds
+        self._largest = max(num_bytes, self._largest * keep)
+
+    def seconds(self, num_bytes: int) -> float | None:
+        """Return how long a load takes; None if no recent load tells, nor one half as large."""
+        if self._samples < MIN_SAMPLES or not 0 < num_bytes <= 2 * self._largest:
+            return None
+        mean_bytes, mean_s = self._bytes / self._weight, self._seconds / self._weight
+        spread = self._squares / self._weight - mean_bytes**2
+        slope = per_byte = mean_s / mean_bytes
+        if spread > 1e-6 * mean_bytes**2:
+            slope = (self._products / self._weight - mean_bytes * mean_s) / spread
+        return mean_s + min(max(slope, 0.0), per_byte) * (num_bytes - mean_bytes)
+
+
+@dataclass
+class _TierLoads:
+    """The loads of one tier."""
+
+    times: LoadTimes = field(default_factory=LoadTimes)
+    in_flight: int = 0
+    free_s: float = 0.0
+    """When all that is in flight should have arrived."""
+    ended_s: float = -math.inf
+    declines: int = 0
+    """Requests declined since a load last began."""
+    is_probing: bool = False
+    """Whether the last load began to show if the tier has become faster."""
+
+    def wait_s(self, now_s: float) -> float:
+        """Return how long a further load waits for those in flight."""
+        if not self.in_flight:
+            return 0.0
+        late_s = now_s - self.free_s
+        return late_s if late_s > LATE_S else max(0.0, -late_s)
+
+    def is_to_probe(self, now_s: float) -> bool:
+        """Whether the next load must show if the tier has become faster."""
+        if self.in_flight or self.declines < PROBE_DECLINES:
+            return False
+        return now_s >= self.ended_s + PROBE_S
+
+
+class Promises:
+    """Measures the loads from all tiers, and declines tiers for requests.
+
+    A declined tier stays declined for its request, so that the next lookup answers alike.
+
+    Args:
+        host: tells the sizes of chunks, and which are in host memory.
+        tiers: returns the tiers that a request may load from.
+        figures: tell the rate at which the engine computes prompts.
+        counters: of the manager.
+        load_timeout_s: how long a load may wait for its first chunk.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        host: HostCache,
+        tiers: Callable[[ReqContext], tuple[Tier, ...]],
+        figures: Stats,
+        counters: Counter[str],
+        load_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._host = host
+        self._tiers_of = tiers
+        self._figures = figures
+        self._counters = counters
+        self._load_timeout_s = load_timeout_s
+        self._clock = clock
+        self._loads: dict[str, _TierLoads] = {}
+        self._in_flight: dict[int, dict[str, int]] = {}
+        """Job → bytes that it loads from each tier."""
+        self._declined: dict[str, dict[str, str]] = {}
+        """Request → reason for each of its declined tiers."""
+
+    # ---- what loads take ----
+
+    def begun(self, job: LoadJob) -> None:
+        """Note a load that has begun."""
+        if not isinstance(job.spec, StagedLoadStoreSpec):
+            return
+        now_s = self._clock()
+        num_bytes = {f.tier: self._host.bytes_of_all(f.keys) for f in job.spec.fetches}
+        self._in_flight[job.id] = num_bytes
+        for name, count in num_bytes.items():
+            loads = self._loads.setdefault(name, _TierLoads())
+            loads.is_probing = loads.is_to_probe(now_s)
+            loads.free_s = max(now_s, loads.free_s) + (loads.times.seconds(count) or 0.0)
+            loads.in_flight += 1
+            loads.declines = 0
+
+    def measured(self, job_id: int, ok: Sequence[bool], seconds: float, reason: str) -> None:
+        """Note how long a job took that is about to end; one that brought nothing tells nothing."""
+        now_s, arrived = self._clock(), sum(ok) / max(1, len(ok))
+        for name, count in self._in_flight.get(job_id, {}).items():
+            loads = self._loads[name]
+            # Loads that run at the same time share the tier: a second counts for one of them.
+            busy_s = min(seconds, now_s - loads.ended_s)
+            if seconds > 0 and (arrived or reason == "deadline"):
+                if loads.is_probing and 2 * busy_s < (loads.times.seconds(count) or 0.0):
+                    loads.times = LoadTimes()
+                loads.times.add(count * arrived, busy_s)
+            loads.ended_s = now_s
+
+    def ended(self, job: LoadJob) -> None:
+        """Note that a load has ended."""
+        for name in self._in_flight.pop(job.id, ()):
+            self._loads[name].in_flight -= 1
+
+    # ---- decisions ----
+
+    def is_worth_loading(
+        self, keys: Sequence[OffloadKey], num_tokens: int, req_context: ReqContext
+    ) -> bool:
+        """Decide whether a load that lookups found is promised to a request.
+
+        False: a tier was declined for the request, and its lookups leave it out from now on. Look
+        up again for what host memory and the other tiers have.
+
+        Args:
+            keys: what the load would read.
+            num_tokens: what the engine need not compute then.
+            req_context: of the request.
+        """
+        if not self._loads:
+            return True
+        tiers, num_bytes = self._tiers_of(req_context), self._host.bytes_of_all(keys)
+        if not any(self._reason(tier, num_bytes, 0) for tier in tiers):
+            return True  # as for most loads: even if all of it came from one tier
+        by_tier: Counter[Tier] = Counter()
+        for key in self._host.absent(keys):
+            if tier := first_holder(key, tiers)[0]:
+                by_tier[tier] += self._host.bytes_of(key)
+        tokens_per_byte = num_tokens / max(1, num_bytes)
+        declined = {
+            tier: reason
+            for tier, count in by_tier.items()
+            if (reason := self._reason(tier, count, count * tokens_per_byte))
+        }
+        for tier, reason in declined.items():
+            self._declined.setdefault(req_context.req_id, {})[tier.name] = reason
+            self._loads[tier.name].declines += 1
+            self._counters[f"{_COUNTERS[reason]}_{tier.name}"] += 1
+        if len(self._declined) > MAX_DECLINED:
+            del self._declined[next(iter(self._declined))]
+        return not declined
+
+    def _reason(self, tier: Tier, num_bytes: int, num_tokens: float) -> str:
+        """Return why a load from a tier is declined; "" if it is promised."""
+        loads, now_s = self._loads.get(tier.name), self._clock()
+        if loads is None or loads.is_to_probe(now_s):
+            return ""
+        wait_s = loads.wait_s(now_s)
+        if wait_s > self._load_timeout_s:
+            return NOT_IN_TIME
+        load_s, tokens_per_s = loads.times.seconds(num_bytes), self._figures.prefill.tokens_per_s
+        if load_s is None or tokens_per_s is None:
+            return ""
+        return TOO_SLOW if wait_s + load_s > max(LEAST_S, num_tokens / tokens_per_s) else ""
+
+    def allowed(self, tiers: tuple[Tier, ...], req_id: str) -> tuple[Tier, ...]:
+        """Return those of these tiers that are not declined for a request."""
+        declined = self._declined.get(req_id) if self._declined else None
+        return tuple(tier for tier in tiers if tier.name not in declined) if declined else tiers
+
+    def declined(self, tiers: tuple[Tier, ...], req_id: str) -> dict[Tier, str]:
+        """Return those of these tiers that are declined for a request, with the reasons."""
+        declined = self._declined.get(req_id, {})
+        return {tier: declined[tier.name] for tier in tiers if tier.name in declined}
+
+    def forget(self, req_id: str) -> None:
+        """Forget a request."""
+        self._declined.pop(req_id, None)
