@@ -28,13 +28,15 @@ def machine() -> str:
 def best_of(*sides: Callable[[], object], rounds: int = 7) -> list[float]:
     """Let the sides take turns; return each one's best time in seconds.
 
-    Taking turns makes a disturbance by other work on the machine hit all sides alike.
+    Taking turns makes a disturbance by other work on the machine hit all sides alike. Each round
+    begins with another side, because a device may be quicker after a pause.
     """
     best = [float("inf")] * len(sides)
-    for _ in range(rounds):
-        for i, side in enumerate(sides):
+    for start in range(rounds):
+        for turn in range(len(sides)):
+            i = (start + turn) % len(sides)
             started = time.perf_counter()
-            side()
+            sides[i]()
             best[i] = min(best[i], time.perf_counter() - started)
     return best
 
