@@ -1,17 +1,19 @@
-"""A pytest plugin for vLLM's own tests of its offloading connector: with our scheduler half.
+"""A pytest plugin for vLLM's own tests of its offloading connector: with our two halves.
 
 vLLM's suite drives a real scheduler with a mocked manager and worker. With this plugin the
-connector's scheduler half is ours; the mocks stay. What is tested is that all vLLM expects of the
-half it wrote is true of the one we made of it.
+connector's halves are ours; the mocks stay. What is tested is that all vLLM expects of the halves
+it wrote is true of those we made of them. ``own_suite_files.py`` lists the rest.
 """
 
 import os
 
+import vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker as their_worker
 import vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector as theirs
 from vllm.v1.kv_offload.base import LookupResult
 
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.connectors.vllm.settings import read_settings
+from kvoffload.connectors.vllm.worker import KVOffloadWorker
 from kvoffload.offload.hints import NO_HINTS
 
 
@@ -52,7 +54,21 @@ class OurScheduler(KVOffloadScheduler):
         self._waits_for_workers = False  # the mocked ones tell nothing
 
 
+class OurWorker(KVOffloadWorker):
+    """Registers KV caches as ours does; what they are given to is vLLM's mocked worker."""
+
+    made = 0
+
+    def __init__(self, spec, vllm_config, kv_cache_config):
+        OurWorker.made += 1
+        super().__init__(spec, read_settings({"cpu_bytes": 1 << 20}), vllm_config, kv_cache_config)
+
+    def _init_worker(self, kv_caches):
+        self.worker = self.spec.get_worker(kv_caches)
+
+
 theirs.OffloadingConnectorScheduler = OurScheduler
+their_worker.OffloadingConnectorWorker = OurWorker
 
 
 def pytest_configure(config):
@@ -64,4 +80,5 @@ def pytest_configure(config):
 
 
 def pytest_terminal_summary(terminalreporter):
-    terminalreporter.write_line(f"our scheduler half was made {OurScheduler.made} times")
+    made = f"{OurScheduler.made} and {OurWorker.made}"
+    terminalreporter.write_line(f"our halves were made {made} times")
