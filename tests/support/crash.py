@@ -206,7 +206,7 @@ async def _life(
     os.write(tell, b".")
     for _ in range(rng.randrange(1, 12)):
         await _work(backend, keys, shared, rng)
-        if capacity is not None and _allocated(root) > capacity + options.write_threads * SIZE * 2:
+        if capacity is not None and allocated(root) > capacity + options.write_threads * SIZE * 2:
             shared.figures[8] += 1
     await backend.close()
 
@@ -261,7 +261,7 @@ async def _work(
                 shared.figures[1] += bytes(slot) != payload_of(key, SIZE)
 
 
-def _allocated(root: str) -> int:
+def allocated(root: str) -> int:
     """Bytes under a root, as the file system counts them."""
     total = 0
     for folder, _, files in os.walk(root):
