@@ -345,9 +345,9 @@ def faulty_tier(tmp_path_factory):
     )
     plan = site / "plan.json"
 
-    def set_plan(*tier, copy=None):
+    def set_plan(*tier, **more):
         partial = site / "plan.tmp"
-        partial.write_text(json.dumps({"tier": tier, "copy": copy}))
+        partial.write_text(json.dumps({"tier": tier, **more}))
         partial.replace(plan)
 
     set_plan()

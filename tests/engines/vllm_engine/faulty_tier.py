@@ -2,9 +2,11 @@
 
 ``faulty`` is a disk store, ``shy`` one that cannot say at once what it holds. The plan is JSON:
 ``{"tier": [plans of kvoffload.testing.faults], "copy": {"fault": "fail" or "raise", "every": 3}}``;
-``copy`` strikes the copies between the KV cache and host memory in vLLM's processes.
+``copy`` strikes the copies between the KV cache and host memory in vLLM's processes. ``trickle``
+lets chunks come one after the other, those of a later load after those of an earlier one.
 """
 
+import asyncio
 import os
 from typing import Literal
 
@@ -21,9 +23,17 @@ class CopyPlan(msgspec.Struct):
     every: int = 1
 
 
+class Trickle(msgspec.Struct):
+    seconds: float
+    """Before each chunk."""
+    chunks: int = 1 << 30
+    """How many chunks of a load come; then the store hangs."""
+
+
 class Plans(msgspec.Struct):
     tier: list[Plan] = []
     copy: CopyPlan | None = None
+    trickle: Trickle | None = None
 
 
 class PlanFile:
@@ -52,6 +62,22 @@ class FaultyTier(FaultyBackend):
     def __init__(self, options, namespace):
         super().__init__(self._below(options, namespace))
         self._file = PlanFile(options.plan)
+        self._turn = asyncio.Lock()
+        if hasattr(self, "read_each"):
+            self._read_whole, self.read_each = self.read_each, self._read_each
+
+    async def _read_each(self, keys, into, arrived):
+        trickle = self._file.now().trickle
+        if trickle is None:
+            return await self._read_whole(keys, into, arrived)
+        answers = [False] * len(keys)
+        async with self._turn:
+            for i in range(len(keys)):
+                await asyncio.sleep(trickle.seconds if i < trickle.chunks else 3600)
+                (answers[i],) = await self.inner.read(keys[i : i + 1], into[i : i + 1])
+                if answers[i]:
+                    arrived(i)
+        return answers
 
     def _below(self, options, namespace):
         return DiskBackend(DiskBackend.Options(root=options.root, min_free=0), namespace)
