@@ -14,8 +14,9 @@ class VllmConfigSettings(OffloadConfig, frozen=True, forbid_unknown_fields=True,
 
     io: Literal["thread", "process"] = "process"
     """See :class:`OffloadConfig`; each worker has an I/O server of its own."""
-    offload_prompt_only: bool = False
-    """True: store prompts but not what the model generates (vLLM's own default)."""
+    offload_prompt_only: bool = True
+    """True: store prompts but not what the model generates, as vLLM's own connector does. An answer
+    that a later prompt repeats is computed once more there, and then stored."""
     self_describing_kv_events: bool = False
     """True: events of stored chunks carry their tokens, as vLLM's own connector offers."""
     weights_id: str | None = None
