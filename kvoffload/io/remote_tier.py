@@ -82,6 +82,11 @@ class RemoteTier:
         if is_first:
             self._ask()
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether :meth:`take_changes` has something to return."""
+        return bool(self._changes)
+
     def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
         """Return changes of this listing for one reader, as an index lists them.
 
@@ -96,6 +101,8 @@ class RemoteTier:
 
     def take_removals(self) -> list[Removal]:
         """Return the chunks that the store removed by itself since the last call."""
+        if not self._removals:
+            return []
         return [self._removals.popleft() for _ in range(len(self._removals))]
 
     @property

@@ -328,6 +328,11 @@ class TieredOffloadingManager(OffloadingManager):
 
     # ---- write-through, events, reset ----
 
+    @property
+    def has_transfers(self) -> bool:
+        """Whether transfers wait to be taken."""
+        return self._write_through.has_begun
+
     def take_transfers(self) -> list[Transfer]:
         return self._write_through.take()
 

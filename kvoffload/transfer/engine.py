@@ -180,6 +180,8 @@ class TransferEngine(OffloadingHandler):
         return True
 
     def get_finished(self) -> list[TransferResult]:
+        if not self._jobs:
+            return []
         done = [job for job in self._jobs.values() if job.done()]
         results = [self._jobs.pop(job.job_id).result() for job in done]
         for job, result in zip(done, results, strict=True):
@@ -204,6 +206,8 @@ class TransferEngine(OffloadingHandler):
         return figures
 
     def get_settled(self) -> list[int]:
+        if not self._settled:
+            return []
         return [self._settled.popleft() for _ in range(len(self._settled))]
 
     def wait(self, job_ids: Collection[int]) -> None:

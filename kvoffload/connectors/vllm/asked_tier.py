@@ -44,7 +44,8 @@ class AskedTier:
         self._timeout_s = timeout_s
         self._clock = clock
         self._cache = PresenceCache(self._note_question, timeout_s, PRESENT_S, ABSENT_S, clock)
-        self._has_questions = False
+        self.has_questions = False
+        """Whether :meth:`take_question` has something to return."""
         self._open: dict[int, _Open] = {}
         self._number = 0
         self._until_s = 0.0
@@ -57,15 +58,15 @@ class AskedTier:
         return self._cache.holds(key)
 
     def _note_question(self) -> None:
-        self._has_questions = True
+        self.has_questions = True
 
     def take_question(self) -> Question | None:
         """Return the chunks to ask for with this step; None for none."""
         now = self._clock()
         if now >= self._until_s:
             self._open.clear()
-        keys = self._cache.take_questions() if self._has_questions else []
-        self._has_questions = False
+        keys = self._cache.take_questions() if self.has_questions else []
+        self.has_questions = False
         if not keys:
             return None
         self._number += 1
@@ -87,7 +88,7 @@ class AskedTier:
     @property
     def is_waiting(self) -> bool:
         """Whether a question is to be sent or has no answer yet, nor is lost."""
-        return self._has_questions or (bool(self._open) and self._clock() < self._until_s)
+        return self.has_questions or (bool(self._open) and self._clock() < self._until_s)
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Count chunks as absent for a while, unless they are written again."""

@@ -1,6 +1,8 @@
 """The connector that vLLM loads: ``KVOffloadConnector``."""
 
 import logging
+import time
+from collections.abc import Iterable
 from copy import copy
 from typing import Any
 
@@ -20,9 +22,11 @@ from kvoffload.connectors.vllm.cpu_affinity import warn_of_cores
 from kvoffload.connectors.vllm.early import check_settings
 from kvoffload.connectors.vllm.engine_metrics import EngineStats
 from kvoffload.connectors.vllm.fingerprint import check_layout, hash_root
+from kvoffload.connectors.vllm.quiet_steps import KnownLookups
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.spec import HalvesSpec
+from kvoffload.connectors.vllm.step_messages import IDLE_STEP, StepMetadata
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
 from kvoffload.transfer.slab import check_host_memory
 
@@ -44,6 +48,10 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         settings = check_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         config = build_offloading_config(vllm_config, kv_cache_config)
         self._canonical_layout = False
+        self._known = KnownLookups(settings.lookup_timeout_s)
+        self._has_stats = True
+        """Whether the scheduler half did something since it was last asked for statistics."""
+        self._has_events = True
         self.connector_scheduler: KVOffloadScheduler | None = None
         self.connector_worker: KVOffloadWorker | None = None
         spec = HalvesSpec(config, settings)
@@ -58,6 +66,69 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         else:
             check_memory_of_ranks(settings, vllm_config.parallel_config.local_world_size)
             self.connector_worker = KVOffloadWorker(spec, settings, vllm_config, kv_cache_config)
+
+    # ---- every step; without vLLM's checks of types, which cost more than the calls ----
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Look up a waiting request, unless nothing changed since it was looked up last."""
+        half = self.scheduler
+        most = self._max_loadable_tokens(request, num_computed_tokens)
+        asked = half.adapter.changes, num_computed_tokens, request.num_tokens, most
+        now_s = time.monotonic()
+        answer = self._known.get(request.request_id, asked, now_s)
+        if answer is None:
+            answer = half.get_num_new_matched_tokens(request, num_computed_tokens, most)
+            self._known.note(request.request_id, asked, answer, now_s)
+            self._has_stats = True
+        return answer
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See vLLM; the request waits no more."""
+        self._known.forget(request.request_id)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """Return a step's orders to the workers."""
+        assert self.connector_scheduler is not None
+        orders = self.connector_scheduler.build_connector_meta(scheduler_output)
+        if orders is not IDLE_STEP:
+            self._has_stats = self._has_events = True
+            for req_id in scheduler_output.finished_req_ids or ():
+                self._known.forget(req_id)
+        return orders
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take in the workers' report, if there is one."""
+        if connector_output.kv_connector_worker_meta is not None:
+            self._has_stats = self._has_events = True
+            self.scheduler.update_connector_output(connector_output)
+
+    def take_events(self) -> Iterable[Any]:
+        """Return what was stored and removed since the last call."""
+        had_events, self._has_events = self._has_events, False
+        return self.scheduler.take_events() if had_events else ()
+
+    def reset_cache(self) -> bool | None:
+        """See vLLM."""
+        self._has_stats = self._has_events = True
+        return bool(super().reset_cache())
+
+    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
+        """See :meth:`KVOffloadWorker.handle_preemptions`."""
+        assert self.connector_worker is not None
+        self.connector_worker.handle_preemptions(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """See :meth:`KVOffloadWorker.start_kv_transfers`."""
+        assert self.connector_worker is not None
+        self.connector_worker.start_kv_transfers(self._connector_metadata)
+
+    def wait_for_save(self) -> None:
+        """Take in the stores of this step; they begin in the next."""
+        assert self.connector_worker is not None
+        self.connector_worker.prepare_store_kv(self._connector_metadata)
 
     # ---- failures ----
 
@@ -77,6 +148,11 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         return self.connector_worker.take_failed_blocks() if self.connector_worker else set()
 
     # ---- statistics ----
+
+    def get_kv_connector_stats(self) -> Any:
+        """Return the scheduler half's statistics; None if it did nothing since the last call."""
+        had_stats, self._has_stats = self._has_stats, False
+        return super().get_kv_connector_stats() if had_stats else None
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -69,6 +69,8 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         """Rank → its figures, as its last report had them; set by the owner."""
         self.hit_tokens: Counter[str] = Counter()
         """Tokens of loads that succeeded, by medium; counted by the owner."""
+        self.changes = 0
+        """Rises with each change after which a lookup may be answered otherwise."""
         self._jobs: dict[int, LoadJob | StoreJob] = {}
         self._media: dict[OffloadKey, str] = {}
         """The medium of each chunk of the last load."""
@@ -80,6 +82,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     def attach(self, ledger: TieredOffloadingManager, num_slots: int) -> None:
         """Use this ledger from now on; before, lookups are to be repeated and nothing is stored."""
         self.ledger = ledger
+        self.changes += 1
         self._uses = UseCounter(ledger)
         self._num_slots = num_slots
 
@@ -182,6 +185,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
             return CPULoadStoreSpec(())
         self._count_use(wanted, req_context, wanted)
         job = self.ledger.begin_load(wanted, our_context(req_context))
+        self.changes += 1
         self._media = dict(zip(job.keys, job.spec.media(), strict=True))
         self._jobs[job.id] = job
         return job.spec
@@ -202,6 +206,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         if output.refused_keys:
             self.refused[req_context.req_id] = output.refused_keys
         if output.job is not None:
+            self.changes += 1
             self._jobs[output.job.id] = output.job
         return VllmStoreOutput(
             list(output.keys_to_store), output.store_spec, list(output.evicted_keys)
@@ -252,6 +257,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
 
     def reset_cache(self) -> None:
         """Forget everything in host memory; the tiers' owner renews them."""
+        self.changes += 1
         if self.ledger is not None:
             self.ledger.reset_cache()
 

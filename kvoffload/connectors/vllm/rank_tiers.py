@@ -85,6 +85,11 @@ class RankTiers:
             if asked is not None and answer.generation == self._generation:
                 asked.answer(answer.number, answer.present)
 
+    @property
+    def has_questions(self) -> bool:
+        """Whether workers must ask their stores."""
+        return any(asked.has_questions for asked in self._asked.values())
+
     def take_questions(self) -> dict[str, Question]:
         """Return what workers must ask their stores with this step, by tier."""
         taken = ((name, asked.take_question()) for name, asked in self._asked.items())

@@ -27,9 +27,15 @@ from kvoffload.connectors.vllm import self_test as canary
 from kvoffload.connectors.vllm.client_images import is_trusted
 from kvoffload.connectors.vllm.engine_metrics import hit_tokens
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
+from kvoffload.connectors.vllm.quiet_steps import DueRequests, has_orders
 from kvoffload.connectors.vllm.rank_tiers import RankTiers
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
-from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
+from kvoffload.connectors.vllm.step_messages import (
+    IDLE_STEP,
+    StepMetadata,
+    WorkerInfo,
+    WorkerReport,
+)
 from kvoffload.connectors.vllm.step_meter import StepMeter
 from kvoffload.connectors.vllm.versions import writes_before_flush
 from kvoffload.offload.base import LoadJob, OffloadKey, Reason, Transfer
@@ -81,6 +87,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         """Request with the hint ``explain`` → for each group, the places of its chunks."""
         self._log = RequestLog(settings.record, self.config.kv_group_configs[0].tokens_per_chunk)
         self._logged: set[str] = set()
+        self._due = DueRequests(self.config)
 
     def _meet(self, workers: Mapping[int, WorkerInfo]) -> None:
         """Note what some workers told of themselves; begin when all have."""
@@ -264,11 +271,20 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See vLLM; adds write-through, and begins every job in the table."""
-        theirs = super().build_connector_meta(scheduler_output)
         self._meter.scheduled(
             scheduler_output.total_num_scheduled_tokens, len(scheduler_output.num_scheduled_tokens)
         )
-        self._stepped_s, self._awaits_reports = time.monotonic(), False
+        if self._awaits_reports:
+            self._awaits_reports = False
+            self.adapter.changes += 1
+        self._stepped_s = time.monotonic()
+        due = self._due.of_step(
+            scheduler_output, has_orders(self), all_blocks=bool(self._block_id_to_pending_jobs)
+        )
+        if due is None:
+            return IDLE_STEP
+        theirs = super().build_connector_meta(due)
+        self._due.visited(due, self._req_status)
         self._offer_again()
         orders = StepMetadata(theirs.load_jobs, theirs.store_jobs, theirs.jobs_to_flush)
         if self._table is not None:
@@ -303,6 +319,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
                 first = next((i for i, k in enumerate(group.offload_keys) if k in wanted), None)
                 if first is not None:
                     group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, first)
+            self._due.again([req_id])
 
     def _order_write_through(self, orders: StepMetadata) -> None:
         if self._table is None or self.adapter.ledger is None:
@@ -338,6 +355,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         super().update_connector_output(connector_output)
 
     def _take_in(self, report: WorkerReport) -> None:
+        self.adapter.changes += 1
         self._meet(report.workers)
         if self._table is not None:
             for ended in report.answer(self._table):
@@ -392,6 +410,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         vLLM resets when it falls asleep and after new weights, and does not say which it is.
         """
         super().reset_cache()
+        self._due.again(self._req_status)
         if self._table is None or self.tiers is None or self.adapter.ledger is None:
             return
         self._table.mark_stale()

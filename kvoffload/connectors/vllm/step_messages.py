@@ -52,6 +52,16 @@ class StepMetadata(OffloadingConnectorMetadata):  # type: ignore[misc]  # untype
     """Set until the scheduler knows all workers: each answers with its :class:`WorkerInfo`."""
 
 
+class _IdleStep(StepMetadata):
+    """The message of a step without orders; there is one in each process."""
+
+    def __reduce__(self) -> str:
+        return "IDLE_STEP"
+
+
+IDLE_STEP = _IdleStep({}, {})
+
+
 @dataclass
 class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped base
     """Workers → scheduler: how each job ended, chunk by chunk.

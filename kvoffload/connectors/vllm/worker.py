@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,11 +28,12 @@ from kvoffload.connectors.vllm.kv_caches import GpuEnd, canonical, layers_of_gro
 from kvoffload.connectors.vllm.self_test import check_tiers
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
+from kvoffload.connectors.vllm.store_batch import PARTIAL_CHUNK, Store, StoreBatch
 from kvoffload.connectors.vllm.versions import is_synchronous
 from kvoffload.connectors.vllm.worker_presence import WorkerPresence
 from kvoffload.figures import packed
 from kvoffload.io.remote_tier import RemoteTier
-from kvoffload.messages import CPULoadStoreSpec, TransferResult
+from kvoffload.messages import TransferResult
 from kvoffload.metric_list import samples_of_worker
 from kvoffload.transfer.engine import TransferEngine
 from kvoffload.transfer.layout import ChunkLayout
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COUNTERS_PERIOD_S = 0.5
-"""How often tiers are asked for their counters while no job ends: a step may take only 2 ms."""
+"""How often tiers are asked for their counters: a step may take only 2 ms."""
 
 
 @dataclass
@@ -76,14 +77,13 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         self._group_ids = get_offloading_group_ids(kv_cache_config)
         self._report = WorkerReport()
         self._loads: dict[int, _Load] = {}
-        self._stores: dict[int, tuple[bool, ...]] = {}
-        """Stores in flight → for each chunk, whether it is whole; empty if all are."""
+        self._stores: dict[int, StoreBatch] = {}
+        """The stores of each step in flight, by the job id of their transfer."""
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._told: dict[str, Counter[str]] = {}
         self._told_s = 0.0
-        self._figured_s = 0.0
-        """When the report last had this rank's figures."""
+        """When the report last had this rank's counters and figures."""
         self._tiers: Mapping[str, RemoteTier] = {}
         self._presence: WorkerPresence | None = None
         self._is_met = False
@@ -151,8 +151,8 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         """Before the forward pass: nothing it overwrites may still be read by a store."""
         orders = kv_connector_metadata
-        flush = orders.jobs_to_flush or set()
-        for job_id in flush:
+        flush = orders.jobs_to_flush
+        for job_id in flush or ():
             if job := orders.store_jobs.pop(job_id, None):
                 self._unsubmitted_store_jobs.append((job_id, job.src_spec, job.dst_spec))
         self._submit_stores()
@@ -160,7 +160,9 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             # A request was preempted, or a block is given to another one: the copy out of its
             # blocks must be over before they are written. A reset names loads too. vLLM keeps
             # their blocks until they are answered, and a read of a disk may take long.
-            self._transfers.wait(flush & self._stores.keys())
+            batches = self._stores.values()
+            stores = [it.job_id for it in batches if not flush.isdisjoint(it.job_ids)]
+            self._transfers.wait(stores)
         if orders.generation is not None and self._spec is not None:
             for load in self._loads.values():
                 load.void = True
@@ -193,26 +195,25 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             self._transfers.submit(job_id, (transfer.spec, transfer.dst), len(transfer.keys))
 
     def _submit_stores(self) -> None:
+        """Begin all stores that wait, with one launch."""
+        if not self._unsubmitted_store_jobs:
+            return
         waiting = list(self._unsubmitted_store_jobs)
         self._unsubmitted_store_jobs.clear()
+        stores = []
         for job_id, source, target in waiting:
             end = GpuEnd(source, self._group_ids, self.settings.blocks_per_chunk)
-            self._stores[job_id] = ()
-            if end.is_whole:
-                ends = (end.leading(end.num_chunks), target)
-                self._transfers.submit(job_id, ends, end.num_chunks)
+            blocks, whole = end.whole()
+            slots = target.host_slots
+            if any(whole) and len(whole) == len(slots):
+                stores.append(Store(job_id, blocks, slots[np.array(whole)], whole))
             else:
-                self._submit_whole_chunks(job_id, end, target)
-
-    def _submit_whole_chunks(self, job_id: int, end: GpuEnd, target: CPULoadStoreSpec) -> None:
-        """Store without the chunks of which blocks have left the sliding window."""
-        source, whole = end.whole()
-        self._stores[job_id] = whole
-        slots = target.host_slots[np.array(whole)]
-        if len(slots):
-            self._transfers.submit(job_id, (source, CPULoadStoreSpec(slots)), len(slots))
-        else:
-            self._end(TransferResult(job_id, ()))
+                bad = (False,) * len(slots)
+                self._store_ended(TransferResult(job_id, bad, reason=PARTIAL_CHUNK))
+        if stores:
+            batch = StoreBatch(stores, self.settings.blocks_per_chunk)
+            self._stores[batch.job_id] = batch
+            self._transfers.submit(batch.job_id, batch.spec, batch.num_chunks)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Take in what ended; returns no sends, and the requests whose loads ended, well or not."""
@@ -220,32 +221,36 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         # Read first: a job that settles while its result is taken in is settled the next time.
         settled = self._transfers.get_settled()
         for result in self._transfers.get_finished():
-            if req_id := self._end(result):
-                received.add(req_id)
+            if (batch := self._stores.pop(result.job_id, None)) is not None:
+                for part in batch.results(result):
+                    self._store_ended(part)
+                stats = self._report.transfer_stats.store
+                stats.record(result.transfer_bytes, result.transfer_time_s)
+            elif (load := self._loads.pop(result.job_id, None)) is not None:
+                if self._load_ended(load, result):
+                    received.add(load.req_id)
+            else:
+                self._end(result)  # write-through: no one in vLLM waits for it
         for job_id in settled:
             self._report.settled[job_id] = 1
         return set(), received
 
-    def _end(self, result: TransferResult) -> str | None:
-        """Note the end of a job; return the request that waited for it, if one did."""
-        whole = self._stores.pop(result.job_id, None)
-        if whole:
-            answers = iter(result.ok)
-            stored = tuple(fine and next(answers) for fine in whole)
-            result = replace(result, ok=stored, reason=result.reason or "partial_chunk")
+    def _end(self, result: TransferResult) -> None:
+        """Note the end of a job."""
         self._report.add(result)
         if result.reason:
             self._report.counters[f"failed_{result.reason}"] += result.ok.count(False)
-        load = self._loads.pop(result.job_id, None)
-        if load is None and whole is None:
-            return None  # write-through: no one in vLLM waits for it
+
+    def _store_ended(self, result: TransferResult) -> None:
+        self._end(result)
         self._report.mark_completed(result.job_id)
-        stats = self._report.transfer_stats
-        (stats.store if load is None else stats.load).record(
-            result.transfer_bytes, result.transfer_time_s
-        )
-        if load is None:
-            return None
+
+    def _load_ended(self, load: _Load, result: TransferResult) -> bool:
+        """Note the end of a load; return whether its request waits for it."""
+        self._end(result)
+        self._report.mark_completed(result.job_id)
+        stats = self._report.transfer_stats.load
+        stats.record(result.transfer_bytes, result.transfer_time_s)
         ok = () if load.void else result.ok
         arrived = all(ok) and len(ok) >= load.end.num_chunks
         bad = [
@@ -260,7 +265,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
                 self._failed_blocks.update(bad)
             else:
                 self._failed_requests.add(load.req_id)
-        return None if load.is_synchronous else load.req_id
+        return not load.is_synchronous
 
     def take_failed_blocks(self) -> set[int]:
         """Return blocks of loads that failed since the last call."""
@@ -274,28 +279,31 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Return what happened since the last call; None for nothing."""
-        self._report_on_stores()
-        if self._presence is not None and self._is_met:
-            self._report.presence = self._presence.take_parts()
-            self._report.answers = self._presence.take_answers()
+        if self._tiers:
+            self._report_on_tiers()
+        now_s = time.monotonic()
+        if now_s - self._told_s >= COUNTERS_PERIOD_S:
+            self._told_s = now_s
+            self._report_counters()
         if self._report.is_empty:
             return None
         report, self._report = self._report, WorkerReport()
         return report
 
-    def _report_on_stores(self) -> None:
+    def _report_on_tiers(self) -> None:
         for name, tier in self._tiers.items():
             if removals := tier.take_removals():
                 self._report.removals[name] = removals
-        now_s = time.monotonic()
-        if self._spec is not None and now_s - self._figured_s >= COUNTERS_PERIOD_S:
-            self._figured_s = now_s
-            self._report.figures[self._info.rank] = packed(self._transfers.figures())
-        if self._report.is_empty and now_s - self._told_s < COUNTERS_PERIOD_S:
+        if self._presence is not None and self._is_met:
+            self._report.presence = self._presence.take_parts()
+            self._report.answers = self._presence.take_answers()
+
+    def _report_counters(self) -> None:
+        if self._spec is None:
             return
-        self._told_s = now_s
+        self._report.figures[self._info.rank] = packed(self._transfers.figures())
         counters = {name: tier.counters for name, tier in self._tiers.items()}
-        if self._spec is not None and self._spec.io is not None:
+        if self._spec.io is not None:
             counters["io"] = self._spec.io.counters
         for name, counts in counters.items():
             now = Counter({f"{name}_{k}": v for k, v in counts.items()})

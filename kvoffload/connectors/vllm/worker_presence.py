@@ -45,8 +45,11 @@ class WorkerPresence:
     def _part(self, name: str) -> IndexPart | None:
         """Return the next changes of a tier; None if there is nothing to say."""
         tier = self._tiers[name]
-        part = IndexPart(self._rank, name, self._generation)
         listing, is_complete = tier.listing, tier.is_complete
+        is_known = self._listings.get(name) == listing and is_complete == (name in self._completed)
+        if is_known and not tier.has_changes:
+            return None
+        part = IndexPart(self._rank, name, self._generation)
         if self._listings.get(name) != listing:
             # The first listing, or the tier's server was started again: all of it is told again.
             self._listings[name], part.is_first = listing, True
@@ -66,6 +69,8 @@ class WorkerPresence:
 
     def take_answers(self) -> list[Answer]:
         """Return the answers that are known by now."""
+        if not self._questions:
+            return []
         waiting, self._questions = self._questions, []
         answers = []
         for name, generation, question in waiting:

@@ -7,13 +7,13 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
+from bare_half import bare_half
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvoffload import registry
 from kvoffload.backends.base import Removal
 from kvoffload.connectors.builder import TieredOffloadingSpec
-from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
-from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler, OffloadingConnectorScheduler
+from kvoffload.connectors.vllm.scheduler import OffloadingConnectorScheduler
 from kvoffload.connectors.vllm.settings import read_settings
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
@@ -44,9 +44,8 @@ def test_the_scheduler_goes_on_without_tiers(settings, break_storage, monkeypatc
     vllms = OffloadingConnectorScheduler
     monkeypatch.setattr(vllms, "reset_cache", lambda half: half.adapter.reset_cache())
     monkeypatch.setattr(vllms, "update_connector_output", lambda half, output: None)
-    half = object.__new__(KVOffloadScheduler)  # vLLM's part of it wants a whole configuration
-    half.adapter, half.settings = ManagerAdapter(), settings
-    half._generation, half._transfer_ids, half._explained = None, itertools.count(-2, -1), {}
+    half = bare_half(cpu_bytes=16384)
+    half.settings, half._transfer_ids = settings, itertools.count(-2, -1)
     half.meet_workers([WorkerInfo(4, 4096, {"rank": 0})])
     ledger, old = half.adapter.ledger, half.tiers.presences["disk"]
     old.written(KEYS)

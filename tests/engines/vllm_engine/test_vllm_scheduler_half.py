@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
+from bare_half import bare_half
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
 )
@@ -18,16 +19,13 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from kvoffload import registry
 from kvoffload.backends.base import Removal
 from kvoffload.connectors.vllm import scheduler
-from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.presence_messages import Answer, IndexPart
 from kvoffload.connectors.vllm.scheduler import (
     IDLE_S,
     KVOffloadScheduler,
     OffloadingConnectorScheduler,
 )
-from kvoffload.connectors.vllm.settings import read_settings
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
-from kvoffload.connectors.vllm.step_meter import StepMeter
 from kvoffload.messages import TransferResult, make_offload_key
 from kvoffload.offload.base import ReqContext as OurContext
 
@@ -39,9 +37,7 @@ def met():
     """Make a scheduler half that has met one worker, from settings; return it and its ledger."""
 
     def meet(**settings):
-        half = object.__new__(KVOffloadScheduler)  # vLLM's part of it wants a whole configuration
-        half.adapter = ManagerAdapter()
-        half.settings, half._meter = read_settings(settings), StepMeter(half.adapter.computed)
+        half = bare_half(**settings)
         half.meet_workers([WorkerInfo(4, 4096, {"rank": 0})])
         return half, half.adapter.ledger
 
@@ -49,10 +45,9 @@ def met():
 
 
 def test_it_begins_when_as_many_workers_told_of_themselves_as_vllm_runs():
-    half = object.__new__(KVOffloadScheduler)
-    half.adapter, half.settings = ManagerAdapter(), read_settings({"cpu_bytes": 16384})
+    half = bare_half(cpu_bytes=16384)
     half._table, half._workers, half._waits_for_workers = None, {}, True
-    half.tiers = half._generation = None
+    half.tiers = None
     half.config = types.SimpleNamespace(num_workers=4)  # context parallel: four of one (pp, tp)
     context = ReqContext("r")
 
@@ -93,7 +88,7 @@ def test_a_store_whose_blocks_are_written_before_the_flush_fails(
     met, monkeypatch, is_runner_v2, written, kept
 ):
     half, ledger = met(cpu_bytes=16384)
-    half._is_runner_v2, half._generation = is_runner_v2, None
+    half._is_runner_v2, half._current_batch_jobs_to_flush = is_runner_v2, {7, 9, 11}
     stored = ledger.prepare_store(KEYS[2:3], OurContext("stored before")).job
     ledger.complete(stored, (True,))
     for i in range(2):
@@ -183,10 +178,7 @@ def half_of(ranks, monkeypatch, **settings):
     monkeypatch.setattr(vllms, "update_connector_output", lambda half, output: None)
     monkeypatch.setattr(vllms, "has_pending_push_work", lambda half: False)
     monkeypatch.setattr(vllms, "reset_cache", lambda half: half.adapter.reset_cache())
-    half = object.__new__(KVOffloadScheduler)
-    half.adapter, half.settings = ManagerAdapter(), read_settings(settings)
-    half._generation, half._explained = None, {}
-    half._meter = StepMeter(half.adapter.computed)
+    half = bare_half(**settings)
     half.meet_workers(ranks)
     return half
 
@@ -293,7 +285,7 @@ def test_after_an_idle_time_the_first_lookup_waits_one_step_for_the_reports(
         vllms, "build_connector_meta", lambda half, output: StepMetadata({}, {}, set())
     )
     half = half_of([worker(0)], monkeypatch, cpu_bytes=16384, backends=backends)
-    half._req_status, half._awaits_reports, half._table = others, False, None
+    half._req_status, half._table = others, None
     half._stepped_s = time.monotonic() - idle_s
     half.on_new_request(request)
     assert half._awaits_reports is waits

@@ -1,0 +1,158 @@
+"""Steps in which nothing changes: what vLLM's halves would do in them in vain is left out."""
+
+from collections.abc import Iterable, Mapping
+from copy import copy
+from typing import Any
+
+
+class DueRequests:
+    """The running requests that may have chunks to store.
+
+    vLLM's scheduler half visits each request of each step. A visit changes something only in a step
+    that gives the request blocks, or that fills a chunk.
+
+    Args:
+        config: of vLLM's scheduler half.
+    """
+
+    def __init__(self, config: Any) -> None:
+        first, *others = config.kv_group_configs
+        self._chunk_tokens: int = first.tokens_per_chunk
+        self._prompt_only: bool = config.offload_prompt_only
+        # Blocks of windows leave between two chunks, and states are handed over by other messages.
+        self._visits_all = bool(
+            others or first.sliding_window_size_in_chunks is not None or first.requires_cow_source
+        )
+        self._full_at: dict[str, int] = {}
+        """For each request that may store more: the tokens that fill its next chunk."""
+
+    def of_step(self, output: Any, is_wanted: bool, *, all_blocks: bool) -> Any | None:
+        """Return vLLM's output of a step with the due requests alone.
+
+        Args:
+            output: vLLM's ``SchedulerOutput``.
+            is_wanted: False to return None if no request is due, and none came or went.
+            all_blocks: whether blocks given to any request matter, because stores still read them.
+        """
+        if self._visits_all:
+            return output
+        running = output.scheduled_cached_reqs
+        self.again(running.resumed_req_ids)
+        places = self._due(output)
+        blocks = running.new_block_ids
+        if all_blocks:
+            given = {i for i, new in enumerate(blocks) if new is not None}
+            places = sorted(given.union(places))
+        if not (
+            is_wanted
+            or places
+            or output.scheduled_new_reqs
+            or output.finished_req_ids
+            or output.preempted_req_ids
+            or output.kv_cache_block_copies
+        ):
+            return None
+        names = [running.req_ids[i] for i in places]
+        due, due.scheduled_cached_reqs = copy(output), copy(running)
+        due.scheduled_cached_reqs.req_ids = names
+        due.scheduled_cached_reqs.new_block_ids = [blocks[i] for i in places]
+        visited = (*(new.req_id for new in output.scheduled_new_reqs), *names)
+        due.num_scheduled_tokens = {name: output.num_scheduled_tokens[name] for name in visited}
+        return due
+
+    def _due(self, output: Any) -> list[int]:
+        full_at, tokens = self._full_at, output.num_scheduled_tokens
+        if not full_at:
+            return []
+        running = output.scheduled_cached_reqs
+        rows = zip(running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True)
+        return [
+            i
+            for i, (name, new_blocks, computed) in enumerate(rows)
+            if name in full_at
+            and (new_blocks is not None or computed + tokens[name] >= full_at[name])
+        ]
+
+    def visited(self, output: Any, statuses: Mapping[str, Any]) -> None:
+        """Note how far vLLM's half has come with the requests of an output.
+
+        Args:
+            output: as :meth:`of_step` returned it.
+            statuses: vLLM's state of each request.
+        """
+        if self._visits_all:
+            return
+        for name in output.num_scheduled_tokens:
+            status = statuses.get(name)
+            if status is None:
+                continue
+            most = status.max_offload_tokens
+            if self._prompt_only:
+                prompt = status.req.num_prompt_tokens
+                most = prompt if most is None else min(most, prompt)
+            full_at = (status.group_states[0].next_stored_chunk_idx + 1) * self._chunk_tokens
+            if most is None or full_at <= most:
+                self._full_at[name] = full_at
+            else:
+                self._full_at.pop(name, None)
+        for name in output.finished_req_ids or ():
+            self._full_at.pop(name, None)
+
+    def again(self, names: Iterable[str]) -> None:
+        """Visit these requests in the next step: chunks of them are to be offered again."""
+        self._full_at.update(dict.fromkeys(names, 0))
+
+
+def has_orders(half: Any) -> bool:
+    """Whether a step without a due request has something to order all the same.
+
+    Args:
+        half: our scheduler half.
+    """
+    ledger, tiers = half.adapter.ledger, half.tiers
+    return bool(
+        ledger is None
+        or half._current_batch_load_jobs
+        or half._current_batch_jobs_to_flush
+        or half._current_batch_allocated_block_ids
+        or getattr(half, "_step_region", None) is not None  # 0.33: a lookup opened it
+        or half._generation
+        or ledger.has_transfers
+        or (tiers is not None and tiers.has_questions)
+    )
+
+
+class KnownLookups:
+    """Answers to waiting requests; each is valid until something changes.
+
+    vLLM looks a waiting request up again in each step.
+
+    Args:
+        patience_s: how long "ask again" is valid, because lookups end at a deadline.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._answers: dict[str, tuple[Any, tuple[int | None, bool], float]] = {}
+
+    def get(self, req_id: str, asked: Any, now_s: float) -> tuple[int | None, bool] | None:
+        """Return the answer to an equal question; None if there is none.
+
+        Args:
+            req_id: of the request.
+            asked: all that the answer depends on.
+            now_s: monotonic.
+        """
+        known = self._answers.get(req_id)
+        if known is None or known[0] != asked or now_s >= known[2]:
+            return None
+        return known[1]
+
+    def note(self, req_id: str, asked: Any, answer: tuple[int | None, bool], now_s: float) -> None:
+        """Keep an answer."""
+        until_s = now_s + self._patience_s if answer[0] is None else float("inf")
+        self._answers[req_id] = asked, answer, until_s
+
+    def forget(self, req_id: str) -> None:
+        """Forget the answer to a request."""
+        self._answers.pop(req_id, None)

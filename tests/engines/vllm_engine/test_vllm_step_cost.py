@@ -1,0 +1,170 @@
+"""What a step costs the hooks of both halves, in functions called; driven by vLLM's scheduler."""
+
+import importlib.util
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
+
+from benchmarks.vllm_parts.halves import BLOCK, Halves, ours
+
+ROOT = Path(__file__).parents[3]
+IDLE_SCHEDULER, IDLE_WORKER, A_TIER = 14, 23, 8
+"""Functions a step without anything to do may call, and how many more for a tier."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    spec = importlib.util.spec_from_file_location(
+        "tiny_model", ROOT / "examples/vllm/tiny_model.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.make_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture
+def halves(model, tmp_path):
+    """Make halves that have met, with a disk tier if wanted."""
+    made = []
+
+    def begin(*, disk=False, **settings):
+        tier = {"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}
+        more = {"backends": [tier]} if disk else {}
+        extra = {"cpu_bytes": "16MiB", "weights_id": "w", **more, **settings}
+        blocks = settings.pop("num_blocks", 2048)
+        extra.pop("num_blocks", None)
+        rig = Halves(model, ours(extra), num_blocks=blocks)
+        made.append(rig.__enter__())
+        rig.quiet()
+        return rig
+
+    yield begin
+    for rig in made:
+        rig.__exit__()
+
+
+def prompt(length, seed=0):
+    return random.Random(seed).choices(range(3, 512), k=length)
+
+
+def decoding(rig, count, length=BLOCK + 1):
+    """Begin so many requests and step until their stores are over."""
+    for seed in range(count):
+        rig.add(prompt(length, seed), 600)
+    for _ in range(BLOCK):
+        rig.step()
+        time.sleep(0.01)  # copies and writes end, and tiers tell of them
+    rig.reports = 0
+
+
+def counted(rig, steps):
+    """Return for each of so many steps the functions called in the scheduler half and the other."""
+    rig.meter.is_counting = True
+    found = []
+    for _ in range(steps):
+        rig.meter.take()
+        rig.step()
+        calls = rig.meter.take()[1]
+        found.append((calls["scheduler"], calls["worker"]))
+    rig.meter.is_counting = False
+    return found
+
+
+@pytest.mark.parametrize(("count", "disk"), [(1, False), (200, False), (1, True)])
+def test_a_step_with_nothing_to_do_calls_a_few_functions(halves, count, disk):
+    rig = halves(disk=disk)
+    decoding(rig, count)
+    messages = len(rig.messages)
+    found = counted(rig, 3 * BLOCK)
+    assert max(scheduler for scheduler, _ in found) <= IDLE_SCHEDULER
+    quiet = sorted(worker for _, worker in found)[len(found) // 2]
+    assert quiet <= IDLE_WORKER + disk * A_TIER
+    # A tier's counters are told now and then.
+    assert rig.reports <= disk * 2
+    assert max(rig.messages[messages:]) < 100, "bytes of a message without orders"
+
+
+def test_where_answers_are_stored_too_a_request_is_visited_when_a_chunk_is_full(halves):
+    rig = halves(offload_prompt_only=False)
+    decoding(rig, 200)
+    found = [scheduler for scheduler, _ in counted(rig, 2 * BLOCK)]
+    quiet = sorted(found)[len(found) // 2]
+    assert quiet <= IDLE_SCHEDULER + 2
+    assert sum(calls > quiet for calls in found) <= 2 * 4
+    assert max(found) > 200
+
+
+@pytest.mark.parametrize("prompt_only", [True, False])
+def test_all_that_is_to_be_stored_is_stored(halves, prompt_only):
+    rig = halves(offload_prompt_only=prompt_only)
+    requests = [rig.add(prompt(40 + i, i), 70 + i) for i in range(8)]
+    rig.quiet()
+    ledger = rig.scheduler.connector.connector_scheduler.adapter.ledger
+    # The last token of an answer is never computed.
+    tokens = [r.num_prompt_tokens if prompt_only else r.num_tokens - 1 for r in requests]
+    assert ledger.resident == sum(count // BLOCK for count in tokens)
+
+
+def test_all_stores_of_a_step_are_one_transfer(halves):
+    rig = halves()
+    submitted = []
+    engine = rig.worker.connector_worker._transfers
+    submit = engine.submit
+
+    def note(job_id, spec, num_chunks):
+        submitted.append(num_chunks)
+        submit(job_id, spec, num_chunks)
+
+    engine.submit = note
+    for seed in range(16):
+        rig.add(prompt(2 * BLOCK + 1 + seed % 2 * BLOCK, seed), 4)
+    rig.quiet()
+    assert submitted == [16 * 2 + 8]
+    assert rig.scheduler.connector.connector_scheduler.adapter.ledger.resident == 40
+
+
+def test_a_waiting_request_is_looked_up_once_until_something_changes(halves):
+    rig = halves(num_blocks=64)
+    half = rig.scheduler.connector.connector_scheduler
+    first = rig.add(prompt(BLOCK * 40, 0), 200)  # leaves no room for the second
+    rig.step()
+    second = rig.add(prompt(BLOCK * 40, 1), 4)
+    looked_up = []
+    look_up = half.get_num_new_matched_tokens
+
+    def note(request, *rest):
+        looked_up.append(half.adapter.changes)
+        return look_up(request, *rest)
+
+    half.get_num_new_matched_tokens = note
+    for _ in range(BLOCK):
+        rig.step()
+        time.sleep(0.005)
+    before = len(looked_up)
+    assert before == len(set(looked_up)), "twice without a change"
+    for _ in range(50):
+        rig.step()
+    assert len(looked_up) == before, "the first request decodes: nothing changes"
+    half.adapter.changes += 1
+    rig.step()
+    assert len(looked_up) == before + 1
+    assert (first.num_computed_tokens, second.num_computed_tokens) > (BLOCK * 40, 0)
+    rig.quiet()
+    assert not rig.scheduler.requests
+
+
+def test_a_store_costs_few_functions_a_chunk(halves):
+    rig = halves(cpu_bytes="64MiB")
+    decoding(rig, 1)
+    took = []
+    for chunks in (100, 400):
+        rig.add(prompt(chunks * BLOCK + 1, chunks), 2)
+        found = counted(rig, 3)
+        took.append(sum(worker for _, worker in found))
+        rig.quiet(0.2)
+    assert (took[1] - took[0]) / 300 < 0.1, json.dumps(took)
