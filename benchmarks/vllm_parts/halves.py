@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
@@ -38,6 +39,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 BLOCK, LAYERS, HEADS, HEAD = 16, 4, 2, 64
+PEER = Path(__file__).parents[2] / "tests/engines/vllm_engine"
+"""Has ``peer.py``, with which vLLM's own connector runs on a CPU."""
 SCHEDULER_HOOKS = (
     "on_new_request",
     "get_num_new_matched_tokens",
@@ -72,6 +75,18 @@ def ours(extra: Mapping[str, Any]) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
+    }
+
+
+def theirs(num_bytes: int, **more: Any) -> dict[str, Any]:
+    """Return the same for vLLM's own connector with so much host memory; torch copies there."""
+    sys.path.insert(0, str(PEER))
+    extra = {"spec_name": "CpuTieringSpec", "spec_module_path": "peer", "secondary_tiers": []}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {**extra, "cpu_bytes_to_use": num_bytes, **more},
     }
 
 
@@ -187,11 +202,9 @@ class Halves:
                 setattr(connector, name, self.meter.metered(side, name, getattr(connector, name)))
 
     def __enter__(self) -> Self:
-        kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
         return self
 
     def __exit__(self, *_: object) -> None:
-        kv_transfer_state._KV_CONNECTOR_AGENT = None
         self.worker.shutdown()
         self.scheduler.connector.shutdown()
 
@@ -217,6 +230,7 @@ class Halves:
         # Runner V1 does so first, before it touches its own state.
         self.worker.handle_preemptions(metadata)
         runner = KVConnectorModelRunnerMixin
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
         with (
             set_forward_context(None, self._config),
             runner.maybe_get_kv_connector_output(output) as told,

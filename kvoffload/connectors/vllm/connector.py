@@ -52,6 +52,8 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         self._has_stats = True
         """Whether the scheduler half did something since it was last asked for statistics."""
         self._has_events = True
+        events = vllm_config.kv_events_config
+        self._publishes = events is not None and bool(events.enable_kv_cache_events)
         self.connector_scheduler: KVOffloadScheduler | None = None
         self.connector_worker: KVOffloadWorker | None = None
         spec = HalvesSpec(config, settings)
@@ -108,6 +110,9 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
     def take_events(self) -> Iterable[Any]:
         """Return what was stored and removed since the last call."""
         had_events, self._has_events = self._has_events, False
+        if had_events and not self._publishes:
+            self.scheduler.adapter.drop_events()
+            return ()
         return self.scheduler.take_events() if had_events else ()
 
     def reset_cache(self) -> bool | None:

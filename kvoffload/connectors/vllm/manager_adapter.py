@@ -243,6 +243,11 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         named = req_context.get_state(_Named) or _Named()
         self._uses.end(our_context(req_context), lambda: self._in_order(named.keys, req_context))
 
+    def drop_events(self) -> None:
+        """Forget the events: vLLM publishes none, and a message a chunk takes long to make."""
+        if self.ledger is not None:
+            self.ledger.take_events()
+
     def take_events(self) -> Iterable[VllmEvent]:
         """Translate the manager's events."""
         for event in self.ledger.take_events() if self.ledger else ():
