@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvoffload.connectors.sglang.storage import KVOffloadHiCache
 
-__all__ = ["KVOffloadHiCache"]
+__all__ = ["KVOffloadHiCache", "register"]
+
+
+def register() -> None:
+    """Let SGLang check the settings before it loads a model.
+
+    SGLang calls this in each of its processes, by the entry-point group ``sglang.srt.plugins``.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from kvoffload.connectors.sglang.start_check import check_settings
+
+    HookRegistry.register("sglang.srt.server_args.ServerArgs.resolve_once", check_settings)
 
 
 def __getattr__(name: str) -> Any:

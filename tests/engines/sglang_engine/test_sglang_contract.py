@@ -1,6 +1,8 @@
 """What HiCache calls, on host pools made here: each answer, each key, each form of a page."""
 
 import hashlib
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -272,3 +274,20 @@ def test_versions_whose_keys_are_not_seeded_are_refused():
     with pytest.raises(ConfigError, match="allow_untested_sglang"):
         check_version(False, "0.6.0")
     check_version(True, "0.6.0")
+
+
+def test_a_wrong_setting_ends_the_start_before_a_model_is_loaded(tmp_path):
+    extra = '{"backend_name": "k", "module_path": "kvoffload.connectors.sglang", "cpu_bytes": 1,'
+    extra += ' "class_name": "KVOffloadHiCache", "backends": [{"type": "memory"}]}'
+    code = f"""
+import sglang.srt.server_args as module
+from sglang.srt.plugins import load_plugins
+module.ServerArgs.resolve_once = lambda args: None
+load_plugins()
+args = module.ServerArgs(model_path="none", hicache_storage_backend="dynamic",
+                         hicache_storage_backend_extra_config={extra!r})
+args.resolve_once()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert "host memory is HiCache's own" in done.stderr
