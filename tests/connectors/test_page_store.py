@@ -59,7 +59,7 @@ def opened():
     made = []
 
     def begin(*backends, slots=8, facts=None, **settings):
-        config = {"cpu_bytes": 0, "staging_bytes": slots * PAGE, "backends": backends, **settings}
+        config = {"cpu_bytes": 0, "staging_bytes": slots * 4096, "backends": backends, **settings}
         made.append(PageStore(parse_config(config), PAGE, facts or {"model": "m"}))
         return made[-1]
 

@@ -22,6 +22,7 @@ from kvoffload.connectors.tier_io import TierIO
 from kvoffload.errors import ConfigError
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.offload.namespace import Fact, namespace, readable
+from kvoffload.transfer.slab import page_rounded
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ Page = Sequence[tuple[int, int]]
 PAGES_PER_JOB = 16
 ASK_AGAIN_S = 0.001
 """Time between two looks for an answer of a store without an index."""
+CLEAR_S = 5.0
+"""How long the tiers may take to open again when they are cleared."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +85,16 @@ class PageStore:
     """
 
     def __init__(self, config: OffloadConfig, page_bytes: int, facts: Mapping[str, Fact]) -> None:
-        num_slots = config.staging_bytes // page_bytes
+        self._slot_bytes = slot_bytes = page_rounded(page_bytes)  # for direct I/O
+        num_slots = config.staging_bytes // slot_bytes
         if num_slots < 2:
-            remedy = f"must hold at least two pages, which take {human_bytes(2 * page_bytes)}"
+            remedy = f"must hold at least two pages, which take {human_bytes(2 * slot_bytes)}"
             raise ConfigError("staging_bytes", human_bytes(config.staging_bytes), remedy)
         self.counters: Counter[str] = Counter()
         """Pages by what became of them: ``loaded``, ``load_missing``, ``stored``..."""
         self._config = config
         self._facts = dict(facts)
-        self._page_bytes = page_bytes
-        self._io = TierIO(config, num_slots, page_bytes, page_bytes, facts)
+        self._io = TierIO(config, num_slots, slot_bytes, page_bytes, facts)
         assert self._io.client is not None, "the settings name a tier"
         self._client = self._io.client
         self._tiers = list(self._client.tiers.values())
@@ -259,8 +262,8 @@ class PageStore:
         """Refuse what does not fit into slots; raises ValueError."""
         if len(keys) != len(pages):
             raise ValueError(f"{len(keys)} keys, but {len(pages)} pages")
-        if (most := max(map(self._size, pages), default=0)) > self._page_bytes:
-            raise ValueError(f"a page of {most} bytes, slots have {self._page_bytes}")
+        if (most := max(map(self._size, pages), default=0)) > self._slot_bytes:
+            raise ValueError(f"a page of {most} bytes, slots have {self._slot_bytes}")
 
     def _lend(
         self,
@@ -291,7 +294,7 @@ class PageStore:
 
     def _copy(self, page: Page, slot: int, *, into_slot: bool) -> None:
         """Copy a page between the engine's memory and a slot; ctypes releases the GIL."""
-        at = self._io.slab.address + slot * self._page_bytes
+        at = self._io.slab.address + slot * self._slot_bytes
         for address, size in page:
             ctypes.memmove(*((at, address) if into_slot else (address, at)), size)
             at += size
@@ -305,7 +308,8 @@ class PageStore:
     def clear(self) -> None:
         """Remove all pages of this namespace, whichever engine stored them."""
         with self._asking:
-            self._client.renew(self.namespace, readable(self._facts), [self.namespace])
+            facts = readable(self._facts)
+            self._client.renew(self.namespace, facts, [self.namespace], CLEAR_S)
 
     def close(self) -> None:
         """Close the stores. Idempotent; from now on every page is a miss."""
