@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,7 @@ class Engine:
                 "hicache_storage_backend_extra_config": json.dumps(extra or {}),
                 "enable_cache_report": True,
             }
+        self.page = options.get("page_size", PAGE)
         self.log_file = Path(log_file)
         self._log = open(log_file, "w")  # noqa: SIM115 - closed when the engine is
         self.process = subprocess.Popen(
@@ -115,9 +117,25 @@ class Engine:
         assert "tokens" in answer, answer
         return answer
 
+    def wait_stored(self, prompt, told):
+        """Ask until all whole pages of a prompt come from storage; each answer must be right."""
+        hit = (len(prompt) - 1) // self.page * self.page
+        until = time.monotonic() + 30
+        while True:
+            self.forget()
+            answer = self.generate(prompt)
+            assert answer["tokens"] == told
+            if answer["storage"] == [hit]:
+                return answer
+            assert time.monotonic() < until, (answer, self.log[-3000:])
+            time.sleep(0.2)
+
     def forget(self):
         """Empty the device and the host: what a prompt finds after this comes from storage."""
-        assert self.ask("flush") is True
+        until = time.monotonic() + 10
+        while self.ask("flush") is not True:  # not while it still backs up
+            assert time.monotonic() < until, "the caches cannot be emptied"
+            time.sleep(0.1)
 
     @property
     def log(self):
@@ -149,14 +167,39 @@ def model(tmp_path_factory):
     return str(folder)
 
 
+def our_storage(*backends, **more):
+    return {
+        "backend_name": "kvoffload",
+        "module_path": "kvoffload.connectors.sglang",
+        "class_name": "KVOffloadHiCache",
+        "interface_v1": 1,
+        "staging_bytes": "4MiB",
+        "load_timeout_s": 2.0,
+        "backends": backends,
+        **more,
+    }
+
+
+@pytest.fixture(scope="session")
+def tiers():
+    """The extra config with these backends."""
+    return our_storage
+
+
+@pytest.fixture(scope="session")
+def disk():
+    """A disk tier in a folder."""
+    return lambda root: {"type": "disk", "root": str(root), "capacity": "256MiB", "min_free": 0}
+
+
 @pytest.fixture(scope="module")
 def start(model, tmp_path_factory):
     """Start an engine; all are killed at the end of the module."""
     running = []
 
-    def begin(storage=None, extra=None, **options):
+    def begin(storage=None, extra=None, folder=model, **options):
         log = tmp_path_factory.mktemp("log") / "engine.log"
-        running.append(Engine(model, log, storage, extra, **options))
+        running.append(Engine(folder, log, storage, extra, **options))
         return running[-1].wait_ready()
 
     yield begin

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -17,23 +16,6 @@ STORED = 592
 """Tokens of a prompt of 600 that lie in whole pages before its last one."""
 
 
-def tiers(*backends, **more):
-    return {
-        "backend_name": "kvoffload",
-        "module_path": "kvoffload.connectors.sglang",
-        "class_name": "KVOffloadHiCache",
-        "interface_v1": 1,
-        "staging_bytes": "4MiB",
-        "load_timeout_s": 2.0,
-        "backends": backends,
-        **more,
-    }
-
-
-def disk(root):
-    return {"type": "disk", "root": str(root), "capacity": "256MiB", "min_free": 0}
-
-
 @pytest.fixture(scope="module")
 def told(start, prompt):
     """What an engine without HiCache answers to ten prompts."""
@@ -41,19 +23,6 @@ def told(start, prompt):
     answers = [plain.generate(prompt(i))["tokens"] for i in range(10)]
     plain.kill()
     return answers
-
-
-def wait_stored(engine, prompt, told, number, hit=STORED):
-    """Ask until the whole prompt comes from storage; each answer is the right one."""
-    until = time.monotonic() + 30
-    while True:
-        engine.forget()
-        answer = engine.generate(prompt(number))
-        assert answer["tokens"] == told[number]
-        if answer["storage"] == [hit]:
-            return answer
-        assert time.monotonic() < until, (answer, engine.log[-3000:])
-        time.sleep(0.2)
 
 
 def io_process(engine):
@@ -70,13 +39,13 @@ def io_process(engine):
 
 
 def test_disk_serves_after_a_flush_a_kill_and_another_page_size_never(
-    start, prompt, told, tmp_path
+    start, prompt, told, tiers, disk, tmp_path
 ):
     first = start("dynamic", tiers(disk(tmp_path / "kv")))
     for i in range(3):
         assert first.generate(prompt(i))["tokens"] == told[i]
     for i in range(3):
-        wait_stored(first, prompt, told, i)
+        first.wait_stored(prompt(i), told[i])
     first.kill()
     second = start("dynamic", tiers(disk(tmp_path / "kv")))
     for i in range(3):
@@ -100,13 +69,13 @@ def test_disk_serves_after_a_flush_a_kill_and_another_page_size_never(
         answer = second.generate(prompt(i))
         assert answer["tokens"] == told[i]
         assert answer["storage"] == [0]
-    wait_stored(second, prompt, told, 0)
+    second.wait_stored(prompt(0), told[0])
 
     # The I/O process is killed: a miss, and hits again once it is back.
     os.kill(io_process(second), signal.SIGKILL)
     second.forget()
     assert second.generate(prompt(1))["tokens"] == told[1]
-    wait_stored(second, prompt, told, 1)
+    second.wait_stored(prompt(1), told[1])
     second.kill()
 
     other = start("dynamic", tiers(disk(tmp_path / "kv")), page_size=32)
@@ -119,12 +88,12 @@ def test_disk_serves_after_a_flush_a_kill_and_another_page_size_never(
 
 
 @pytest.mark.skipif(redis_server.BINARY is None, reason=redis_server.MISSING)
-def test_redis_serves_a_new_process_and_may_die(start, prompt, told, tmp_path):
+def test_redis_serves_a_new_process_and_may_die(start, prompt, told, tiers, disk, tmp_path):
     server = redis_server.RedisServer(tmp_path / "redis")
     backend = {"type": "redis", "url": server.url}
     first = start("dynamic", tiers(backend))
     assert first.generate(prompt(0))["tokens"] == told[0]
-    wait_stored(first, prompt, told, 0)
+    first.wait_stored(prompt(0), told[0])
     first.kill()
     second = start("dynamic", tiers(backend))
     answer = second.generate(prompt(0))
@@ -139,14 +108,16 @@ def test_redis_serves_a_new_process_and_may_die(start, prompt, told, tmp_path):
         assert answer["time_s"] < 10
 
 
-def test_hanging_reads_cost_a_timeout_and_no_output(start, prompt, told, tmp_path, monkeypatch):
+def test_hanging_reads_cost_a_timeout_and_no_output(
+    start, prompt, told, tiers, tmp_path, monkeypatch
+):
     planned = installed(tmp_path, monkeypatch)
     backend = {"type": "planned", **planned.options, "root": str(tmp_path / "kv")}
     root = str(Path(__file__).parents[3])
     paths = os.pathsep.join([str(tmp_path / "site"), root])
     engine = start("dynamic", tiers(backend), env={"PYTHONPATH": paths})
     assert engine.generate(prompt(0))["tokens"] == told[0]
-    wait_stored(engine, prompt, told, 0)
+    engine.wait_stored(prompt(0), told[0])
     planned.set(process=Process("stubborn", 60.0))
     engine.forget()
     answer = engine.generate(prompt(0))
@@ -155,10 +126,12 @@ def test_hanging_reads_cost_a_timeout_and_no_output(start, prompt, told, tmp_pat
     assert answer["time_s"] < 2.0 + 5.0
     planned.set()
     assert engine.generate(prompt(2))["tokens"] == told[2]
-    wait_stored(engine, prompt, told, 2)
+    engine.wait_stored(prompt(2), told[2])
 
 
-def test_random_delays_and_failures_of_sglangs_own_injector(start, prompt, told, tmp_path):
+def test_random_delays_and_failures_of_sglangs_own_injector(
+    start, prompt, told, tiers, disk, tmp_path
+):
     faults = {
         "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.05",
         "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.3",
