@@ -50,7 +50,9 @@ def test_each_setting_hint_and_command_has_a_text():
         assert f"## kvoffload {command}\n" in page("command-line.md")
 
 
-@pytest.mark.parametrize("part", ["offload", "backends/redis", "transfer", "connectors/vllm"])
+@pytest.mark.parametrize(
+    "part", ["offload", "backends/redis", "transfer", "connectors/vllm", "connectors/sglang"]
+)
 def test_each_counter_that_the_code_names_is_on_the_page(part):
     """Names with a variable part need a row that begins alike."""
     text = page("counters.md")

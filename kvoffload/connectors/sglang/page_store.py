@@ -108,6 +108,13 @@ class PageStore:
         """The digest that the stores were opened with."""
         return namespace(**self._facts)
 
+    def counts(self) -> dict[str, int]:
+        """Return all counters: pages, the tiers' own after their names, the I/O server's."""
+        found = {**self.counters, "io_died": self._client.counters["died"]}
+        for tier in self._tiers:
+            found |= {f"{tier.name}_{name}": count for name, count in tier.counters.items()}
+        return found
+
     # ---- lookups ----
 
     def num_leading(self, keys: Sequence[bytes]) -> int:

@@ -23,6 +23,7 @@ from sglang.srt.runtime_context import get_server_args
 
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.connectors.sglang.hicache_settings import read_settings
+from kvoffload.connectors.sglang.page_events import PageEvents
 from kvoffload.connectors.sglang.page_facts import (
     check_version,
     model_facts,
@@ -106,6 +107,7 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]
         self._side_pools: dict[str, HostPool] = {}
         self._store: PageStore | None = None
         self._metrics = StorageMetrics()
+        self._events = PageEvents(storage_config.tp_rank, storage_config.pp_rank)
         self._warnings = Throttle(log)
 
     # ---- attach and detach ----
@@ -142,7 +144,7 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]
         store, self._store = self._store, None
         if store is not None:
             store.close()
-            log.info("kvoffload: detached; pages %s", dict(store.counters))
+            log.info("kvoffload: detached; pages %s", store.counts())
 
     # ---- lookups ----
 
@@ -296,6 +298,7 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]
         """Return what was stored and loaded since the last call."""
         if not self._config.enable_storage_metrics:
             return None
+        self._tried(lambda store: self._events.tell(store.counts()), None)
         metrics, self._metrics = self._metrics, StorageMetrics()
         return metrics
 

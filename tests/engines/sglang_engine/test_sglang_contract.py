@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("sglang.srt.mem_cache.hicache_storage")
 import torch
+from prometheus_client import REGISTRY
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
     PoolHitPolicy,
@@ -110,6 +111,10 @@ def test_pages_come_back_in_place_in_another_engine(attach, until):
     assert told.prefetch_pgs == [10]
     assert told.prefetch_bandwidth[0] > 0
     assert again.get_stats().prefetch_pgs == []
+    found = REGISTRY.get_sample_value(
+        "sglang:kvoffload_events_total", {"event": "loaded", "tp_rank": "0", "pp_rank": "0"}
+    )
+    assert found == 10
 
 
 def test_pages_without_v1_are_flat_and_kept_apart(attach, until):
