@@ -59,7 +59,8 @@ def register_nothing(module):
 
 
 def pin_nothing(module):
-    """Let host pools say that they are not pinned."""
+    """Let host pools say that they are not pinned, and take the last 10 GB of memory as well."""
+    module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
     module.HostKVCache.pin_memory = property(lambda pool: False, lambda pool, value: None)
 
 
