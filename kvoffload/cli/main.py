@@ -16,6 +16,7 @@ COMMANDS: dict[str, str] = {
     "demo": "Serve long prompts again from host memory and, after a kill, from disk.",
     "bench": "Measure, each row beside the limit taken in the same run.",
     "replay": "Replay a trace through eviction policies, beside Belady's bound.",
+    "top": "Show what an engine's tiers do now, or how full a store is.",
     "config": "Check, show or describe the settings of an engine.",
     "doctor": "Examine a Redis (or a folder): verdicts and remedies.",
     "inspect": "Show what a folder or a Redis holds.",

@@ -1,0 +1,242 @@
+"""``kvoffload top``: what an engine's tiers do now, or how full a store is."""
+
+import json
+import re
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+
+from kvoffload.backends.admin import Admin, counted
+from kvoffload.cli.output import console, plain
+from kvoffload.cli.stores import AsJson, Settings, run_on
+from kvoffload.config import human_bytes
+from kvoffload.errors import ConfigError
+
+TIMEOUT_S = 5.0
+LARGEST = 64 << 20
+"""Bytes of a page of metrics that are read at most."""
+_SERIES = re.compile(r"(?:vllm:)?(kvoffload_\w+)(?:\{(.*)\})? (\S+)(?: \d+)?")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+COLUMNS: dict[str, tuple[str, str]] = {
+    "hit_tokens": ("kvoffload_hit_tokens_total", "hit tokens"),
+    "load_bytes": ("kvoffload_load_bytes_total", "loaded"),
+    "store_bytes": ("kvoffload_store_bytes_total", "stored"),
+    "evictions": ("kvoffload_evictions_total", "evicted"),
+    "dropped": ("kvoffload_stores_dropped_total", "dropped"),
+    "corrupt": ("kvoffload_corrupt_chunks_total", "corrupt"),
+}
+"""Counter of a tier → its metric, and its title."""
+GAUGES = {
+    "up": "kvoffload_tier_up",
+    "resident_bytes": "kvoffload_resident_bytes",
+    "capacity_bytes": "kvoffload_capacity_bytes",
+    "inflight_bytes": "kvoffload_inflight_bytes",
+    "waiting_chunks": "kvoffload_waiting_chunks",
+    "breakers_open": "kvoffload_breakers_open",
+}
+TOTALS = {
+    "saved_prefill_tokens": "kvoffload_saved_prefill_tokens_total",
+    "io_restarts": "kvoffload_io_restarts_total",
+    "transfer_failures": "kvoffload_transfer_failures_total",
+}
+
+
+@dataclass
+class Reading:
+    """Figures at one moment, since the engine's start."""
+
+    when_s: float = field(default_factory=time.monotonic)
+    tiers: dict[str, dict[str, float]] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The figures as JSON has them."""
+        return {"tiers": self.tiers, **self.totals}
+
+
+def command(
+    target: Annotated[
+        str, typer.Argument(help="http://HOST:PORT of an engine's metrics; a folder, redis://...")
+    ],
+    option: Settings = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print the figures since the start, and end.")
+    ] = False,
+    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two readings.")] = 2.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show tiers, fill, hits, traffic, evictions and faults, a second each. Changes nothing.
+
+    Of a folder or a server it shows how full it is. Without a terminal it prints once. Control-C
+    ends it.
+
+    Exit codes: 0 done, 1 the target cannot be reached, 2 wrong usage or settings.
+    """
+    reading = _read(target, option)
+    out = console()
+    if as_json:
+        print(json.dumps(reading.plain))
+    elif once or not out.is_terminal:
+        out.print(_shown(reading, None))
+    else:
+        _follow(target, option, reading, interval)
+
+
+def _follow(target: str, option: list[str] | None, last: Reading, interval_s: float) -> None:
+    with Live(_shown(last, None), console=console(), auto_refresh=False) as live:
+        try:
+            while True:
+                time.sleep(interval_s)
+                try:
+                    now = _read(target, option)
+                except typer.Exit:
+                    continue  # the reason is printed; the next reading may succeed
+                live.update(_shown(now, last), refresh=True)
+                last = now
+        except KeyboardInterrupt:
+            return
+
+
+# ---- reading ----
+
+
+def _read(target: str, option: list[str] | None) -> Reading:
+    """Read the figures of an engine or a store.
+
+    Raises:
+        ConfigError: the target is wrong.
+        typer.Exit: with code 1 when it cannot be reached; the reason is printed.
+    """
+    if not target.startswith(("http://", "https://")):
+        return run_on("inspect", target, None, option, _of_store)
+    try:
+        page = fetch(target)
+    except (OSError, HTTPException, ValueError) as error:
+        reason = plain(f"kvoffload: {target} cannot be read: {error}")
+        console(stderr=True).print(reason, soft_wrap=True)
+        raise typer.Exit(1) from None
+    reading = of_page(page)
+    if not reading.tiers:
+        raise ConfigError("target", target, "has no metric of kvoffload; is it the engine's port?")
+    return reading
+
+
+def fetch(url: str) -> str:
+    """Return a page of metrics; without a path, that of ``/metrics``."""
+    if urlsplit(url).path in ("", "/"):
+        url = url.rstrip("/") + "/metrics"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(url, timeout=TIMEOUT_S) as answer:
+        page: bytes = answer.read(LARGEST)
+    return page.decode(errors="replace")
+
+
+def of_page(page: str) -> Reading:
+    """Read a page of metrics; engines of one page are added up."""
+    sums: dict[tuple[str, str], float] = {}
+    for name, labels, value in _series(page):
+        series = name, labels.get("tier", "")
+        sums[series] = sums.get(series, 0.0) + value
+    reading = Reading()
+    wanted = {**GAUGES, **{name: metric for name, (metric, _) in COLUMNS.items()}}
+    for (metric, tier), value in sums.items():
+        for name, known in wanted.items():
+            if tier and metric == known:
+                reading.tiers.setdefault(tier, {})[name] = value
+        for name, known in TOTALS.items():
+            if metric == known:
+                reading.totals[name] = value
+    return reading
+
+
+def _series(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    for line in page.splitlines():
+        if match := _SERIES.fullmatch(line.strip()):
+            yield match[1], dict(_LABEL.findall(match[2] or "")), float(match[3])
+
+
+async def _of_store(store: Admin) -> Reading:
+    held = await store.survey()
+    figures = (await store.overview(held)).figures
+    tier = {
+        "resident_bytes": float(sum(each.stored_bytes for each in held)),
+        "chunks": float(sum(each.chunks for each in held)),
+        "namespaces": float(len(held)),
+    }
+    if isinstance(capacity := figures.get("capacity_bytes"), int):
+        tier["capacity_bytes"] = float(capacity)
+    return Reading(tiers={"store": tier})
+
+
+# ---- showing ----
+
+
+def _shown(now: Reading, last: Reading | None) -> RenderableType:
+    """Return tables of the figures: since the start, or a second since the last reading."""
+    seconds = max(1e-6, now.when_s - last.when_s) if last else 1.0
+    state, moves = Table(), Table()
+    for title in ("tier", "state", "resident", "capacity", "full", "waiting"):
+        state.add_column(title, justify="left" if title in ("tier", "state") else "right")
+    moves.add_column("tier")
+    for _, title in COLUMNS.values():
+        moves.add_column(f"{title}/s" if last else title, justify="right")
+    for name, tier in now.tiers.items():
+        before = (last.tiers.get(name, {}) if last else {}) or {}
+        state.add_row(plain(name), _state(tier), *_fill(tier))
+        if any(column in tier for column in COLUMNS):
+            cells = (
+                _number(column, (tier.get(column, 0.0) - before.get(column, 0.0)) / seconds)
+                for column in COLUMNS
+            )
+            moves.add_row(plain(name), *cells)
+    parts: list[RenderableType] = [state]
+    if moves.row_count:
+        parts.append(moves)
+    parts += [plain(line) for line in _lines(now)]
+    return Group(*parts)
+
+
+def _state(tier: Mapping[str, float]) -> str:
+    if "up" not in tier:
+        return ""
+    if not tier["up"]:
+        return "DOWN"
+    return "breaker open" if tier.get("breakers_open") else "up"
+
+
+def _fill(tier: Mapping[str, float]) -> tuple[str, str, str, str]:
+    resident, capacity = tier.get("resident_bytes"), tier.get("capacity_bytes")
+    full = f"{resident / capacity:.0%}" if capacity and resident is not None else ""
+    waiting = f"{tier['waiting_chunks']:,.0f}" if "waiting_chunks" in tier else ""
+    sizes = ["" if size is None else human_bytes(size) for size in (resident, capacity)]
+    return sizes[0], sizes[1], full, waiting
+
+
+def _number(column: str, value: float) -> str:
+    return human_bytes(value) if column.endswith("_bytes") else f"{value:,.0f}"
+
+
+def _lines(now: Reading) -> Iterator[str]:
+    totals, tiers = now.totals, now.tiers.values()
+    if "saved_prefill_tokens" in totals:
+        yield f"{totals['saved_prefill_tokens']:,.0f} tokens were loaded instead of computed"
+    if totals.get("io_restarts"):
+        yield f"the I/O process was started again {totals['io_restarts']:,.0f} times"
+    if totals.get("transfer_failures"):
+        yield f"transfers of {totals['transfer_failures']:,.0f} chunks failed"
+    for tier in tiers:
+        if "chunks" in tier:
+            yield (
+                f"{counted(int(tier['chunks']), 'chunk')} in "
+                f"{counted(int(tier['namespaces']), 'namespace')}"
+            )

@@ -1,0 +1,132 @@
+"""``kvoffload top``: an engine by its endpoint, and a store by itself."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvoffload.cli.top import of_page
+from kvoffload.connectors.local import LocalConnector
+from tests.cli.test_main import kvoffload
+from tests.support import redis_server
+from tests.support.redis_server import free_port
+
+pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
+ASCII = {"PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+
+
+@pytest.fixture
+def engine(kv_caches, new_request, tmp_path):
+    """An engine with a full host memory and a disk; returns its port."""
+    port = free_port()
+    disk = {"type": "disk", "root": str(tmp_path / "root"), "capacity": "64MiB"}
+    settings = {
+        "cpu_bytes": "20KiB",
+        "blocks_per_chunk": 2,
+        "backends": [disk],
+        "metrics_port": port,
+    }
+    connector = LocalConnector(settings, kv_caches, block_size=4, facts={"model": "m"})
+    for name in ("a", "b"):
+        connector.after_forward(new_request(name, 41), [list(range(5, 15))], 40)
+        assert connector.flush()
+    deadline_s = time.monotonic() + 10
+    while connector.stats()["tiers"]["disk"]["chunks"] != 10:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    yield port
+    connector.close()
+
+
+def test_once_as_json_has_raw_numbers(engine):
+    done = kvoffload("top", f"http://127.0.0.1:{engine}", "--once", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    disk, cpu = told["tiers"]["disk"], told["tiers"]["cpu"]
+    assert (disk["up"], disk["capacity_bytes"]) == (1, 64 << 20)
+    assert disk["store_bytes"] == 10 * 4096
+    assert disk["corrupt"] == 0
+    assert cpu["evictions"] == 5
+    assert told["saved_prefill_tokens"] == told["io_restarts"] == 0
+
+
+@pytest.mark.parametrize("columns", ["80", "60"])
+def test_once_fits_the_terminal_and_survives_ascii(engine, columns):
+    done = kvoffload("top", f"http://127.0.0.1:{engine}/", "--once", COLUMNS=columns, **ASCII)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+    assert "disk" in done.stdout
+    if columns == "80":
+        assert max(map(len, done.stdout.splitlines())) <= 80
+        assert re.search(r"disk +\S+ +up", done.stdout)
+
+
+def test_a_folder_and_its_fill(engine, tmp_path):
+    done = kvoffload("top", str(tmp_path / "root"), "--json")
+    assert done.returncode == 0, done.stderr
+    store = json.loads(done.stdout)["tiers"]["store"]
+    assert (store["chunks"], store["namespaces"]) == (10, 1)
+    text = kvoffload("top", str(tmp_path / "root")).stdout
+    assert "10 chunks in 1 namespace" in text
+
+
+@pytest.mark.skipif(redis_server.BINARY is None, reason=redis_server.MISSING)
+def test_a_redis_by_itself(tmp_path):
+    server = redis_server.RedisServer(tmp_path)
+    try:
+        done = kvoffload("top", server.url, "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["tiers"]["store"]["chunks"] == 0
+    finally:
+        server.stop()
+
+
+def test_what_cannot_be_reached_or_is_none_of_ours_is_said(tmp_path):
+    dead = kvoffload("top", f"http://127.0.0.1:{free_port()}")
+    assert (dead.returncode, dead.stdout) == (1, "")
+    assert "cannot be read" in dead.stderr
+    assert "Traceback" not in dead.stderr
+    assert kvoffload("top", str(tmp_path)).returncode in (0, 2)
+    assert kvoffload("top", "ftp://x").returncode == 2
+
+
+def test_live_it_shows_rates_and_ends_with_control_c(engine):
+    program = "import sys; sys.argv[0] = 'kvoffload'\nfrom kvoffload.cli.main import main; main()"
+    here, there = pty.openpty()
+    words = ["top", f"http://127.0.0.1:{engine}", "--interval", "0.2"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *words],
+        stdin=there,
+        stdout=there,
+        stderr=there,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
+    )
+    os.close(there)
+    shown, until_s = b"", time.monotonic() + 30
+    while b"loaded/s" not in shown and time.monotonic() < until_s:
+        if select.select([here], [], [], 0.5)[0]:
+            shown += os.read(here, 1 << 16)
+    assert b"loaded/s" in shown
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 0
+    os.close(here)
+
+
+def test_pages_of_vllm_are_read_and_engines_are_added_up():
+    page = """
+# HELP vllm:kvoffload_load_bytes_total x
+vllm:kvoffload_load_bytes_total{engine="0",model_name="a \\"b\\"",tier="disk"} 5.0
+vllm:kvoffload_load_bytes_total{engine="1",model_name="m",tier="disk"} 7.0
+vllm:kvoffload_io_restarts_total{engine="0",model_name="m"} 2.0
+vllm:num_requests{engine="0"} 3
+"""
+    reading = of_page(page)
+    assert reading.tiers == {"disk": {"load_bytes": 12.0}}
+    assert reading.totals == {"io_restarts": 2.0}
