@@ -6,31 +6,25 @@ import shutil
 import subprocess
 import time
 import tomllib
-import urllib.parse
-import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.metric_list import METRICS
+from tests.support.prometheus import EXAMPLE, NEEDED, RULES, scraping
 from tests.support.redis_server import free_port
 
 ROOT = Path(__file__).parents[1]
-EXAMPLE = ROOT / "examples" / "observability"
-RULES = (EXAMPLE / "kvoffload.rules.yml").read_text()
 RUNBOOK = (ROOT / "docs" / "guides" / "runbook.md").read_text()
 BOARD = json.loads((EXAMPLE / "grafana" / "kvoffload.json").read_text())
 ALERTS = re.findall(r"alert: (\w+)", RULES)
 QUERIES = [target["expr"] for panel in BOARD["panels"] for target in panel["targets"]]
 ENDINGS = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
 SCRAPED = {name + ending for name, metric in METRICS.items() for ending in ENDINGS[metric.kind]}
-needs = {
-    name: pytest.mark.skipif(
-        shutil.which(name) is None, reason=f"{name} is missing (Debian's package prometheus)"
-    )
-    for name in ("promtool", "prometheus")
-}
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason=NEEDED)
+needs_prometheus = pytest.mark.skipif(shutil.which("prometheus") is None, reason=NEEDED)
 
 
 @pytest.mark.parametrize("text", [RULES, RUNBOOK, "\n".join(QUERIES)])
@@ -61,7 +55,7 @@ def test_each_command_of_the_runbook_exists():
     assert set(re.findall(r"`kvoffload (\w+)", RUNBOOK)) <= set(COMMANDS)
 
 
-@needs["promtool"]
+@needs_promtool
 @pytest.mark.parametrize(
     "words",
     [
@@ -78,48 +72,8 @@ def test_promtool_accepts_the_rules_and_their_tests(words):
 @pytest.fixture
 def prometheus(tmp_path):
     """Starts a Prometheus with our rules that scrapes a port; returns a function that queries."""
-    processes = []
-
-    def start(target):
-        port = free_port()
-        config = (EXAMPLE / "prometheus.yml").read_text()
-        config = config.replace("localhost:9401", f"127.0.0.1:{target}").replace(": 5s", ": 1s")
-        (tmp_path / "prometheus.yml").write_text(config)
-        # In seconds, not minutes; what the rules ask for is the same.
-        rules = re.sub(r"for: \d+m", "for: 1s", RULES)
-        (tmp_path / "kvoffload.rules.yml").write_text(rules)
-        words = [
-            "prometheus",
-            f"--config.file={tmp_path}/prometheus.yml",
-            f"--storage.tsdb.path={tmp_path}/data",
-            f"--web.listen-address=127.0.0.1:{port}",
-        ]
-        log = (tmp_path / "prometheus.log").open("w")
-        processes.append(subprocess.Popen(words, stdout=log, stderr=log))
-        log.close()
-
-        def query(expression):
-            words = urllib.parse.urlencode({"query": expression})
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{words}") as answer:
-                return json.load(answer)["data"]["result"]
-
-        def ask(expression, limit_s=30.0):
-            until_s = time.monotonic() + limit_s
-            while True:
-                try:
-                    found = query(expression)
-                except OSError:
-                    found = []
-                if found or time.monotonic() > until_s:
-                    return found
-                time.sleep(0.2)
-
-        return ask
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.wait()
+    with ExitStack() as running:
+        yield lambda port: running.enter_context(scraping(port, tmp_path))
 
 
 @pytest.fixture
@@ -150,7 +104,7 @@ def used(engine, new_request, until, name="a"):
     return until(engine.poll)
 
 
-@needs["prometheus"]
+@needs_prometheus
 def test_each_query_of_the_dashboard_brings_something(engine, prometheus, new_request, until):
     ask = prometheus(engine.config.metrics_port)
     assert ask('up{job="kvoffload"} == 1')
@@ -166,26 +120,3 @@ def test_each_query_of_the_dashboard_brings_something(engine, prometheus, new_re
         if not ask(shown.replace("$instance", ".*"), 5):
             empty.append(query)
     assert empty == []
-
-
-@needs["prometheus"]
-def test_flipped_bits_raise_the_alert_that_the_runbook_describes(
-    engine, prometheus, new_request, until, tmp_path
-):
-    used(engine, new_request, until)
-    ask = prometheus(engine.config.metrics_port)
-    assert ask("kvoffload_corrupt_chunks_total == 0")
-    time.sleep(3)
-    for path in (tmp_path / "root").rglob("*"):
-        if path.is_file() and path.stat().st_size > 4096:
-            data = bytearray(path.read_bytes())
-            data[-100] ^= 1
-            path.write_bytes(data)
-    # Other prompts leave host memory to the disk alone.
-    engine.after_forward(new_request("b", 41), [list(range(5, 15))], 40)
-    assert engine.flush()
-    request = new_request("a", 41, request_id="later")
-    assert until(lambda: engine.get_num_new_matched_tokens(request, 0))
-    engine.update_state_after_alloc(request, [list(range(5, 16))], 40)
-    assert not until(engine.poll)[0].ok
-    assert ask('ALERTS{alertname="KVOffloadCorruptChunks", alertstate="firing", tier="disk"}', 15)

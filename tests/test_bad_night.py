@@ -1,0 +1,186 @@
+"""A night of an operator: each fault raises the alert of the runbook, and its remedy ends it.
+
+Real files, a real redis-server, a real I/O process and a real Prometheus with the example's rules.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from kvoffload.connectors.local import LocalConnector
+from tests.support import redis_server
+from tests.support.prometheus import NEEDED, scraping
+from tests.support.redis_server import RedisServer, free_port
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason=NEEDED),
+]
+needs_redis = pytest.mark.skipif(redis_server.BINARY is None, reason=redis_server.MISSING)
+SHOWN_S = 15.0
+"""By when a fault must show."""
+
+
+class Night:
+    """An engine that serves, and a Prometheus that watches it."""
+
+    def __init__(self, connector, ask, new_request):
+        self.connector, self.ask, self._new_request = connector, ask, new_request
+        self._served = 0
+
+    def serve(self, name=None):
+        """Store one prompt; return the tokens of it that could be loaded before."""
+        self._served += 1
+        name = name or f"prompt {self._served}"
+        request = self._new_request(name, 41, request_id=f"{name} {self._served}")
+        until_s = time.monotonic() + 5
+        while (found := self.connector.get_num_new_matched_tokens(request, 0)) is None:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        if found:
+            self.connector.update_state_after_alloc(request, [list(range(5, 16))], found)
+            while not (ended := self.connector.poll()):
+                assert time.monotonic() < until_s
+                time.sleep(0.01)
+            found = ended[0].num_loaded_tokens
+        self.connector.after_forward(request, [list(range(5, 15))], 40)
+        self.connector.flush(5)
+        self.connector.request_finished(request)
+        return found
+
+    def shows(self, expression):
+        """Serve until a query has an answer, for as long as a fault may take to show."""
+        until_s = time.monotonic() + SHOWN_S
+        while time.monotonic() < until_s:
+            self.serve()
+            if self.ask(expression, 0.0):
+                return True
+        return False
+
+    def fires(self, alert):
+        """Serve until an alert fires."""
+        return self.shows(f'ALERTS{{alertname="{alert}", alertstate="firing"}}')
+
+
+@pytest.fixture
+def night(kv_caches, new_request, tmp_path):
+    """Returns a function that begins a night with these tiers."""
+    connectors, watchers = [], []
+
+    def begin(*tiers, **settings):
+        settings = {
+            "cpu_bytes": "40KiB",
+            "blocks_per_chunk": 2,
+            "io": "process",
+            "backends": tiers,
+            "metrics_port": free_port(),
+            "store_timeout_s": 2.0,
+            "load_timeout_s": 1.0,
+            **settings,
+        }
+        connector = LocalConnector(settings, kv_caches, block_size=4, facts={"model": "m"})
+        connectors.append(connector)
+        watcher = scraping(settings["metrics_port"], tmp_path)
+        ask = watcher.__enter__()
+        watchers.append(watcher)
+        assert ask('up{job="kvoffload"} == 1')
+        one = Night(connector, ask, new_request)
+        one.serve()
+        time.sleep(2.5)  # rates need scrapes before the fault
+        return one
+
+    yield begin
+    for watcher in watchers:
+        watcher.__exit__(None, None, None)
+    for connector in connectors:
+        connector.close()
+
+
+def disk(root, capacity="64MiB", **more):
+    return {"type": "disk", "root": str(root), "capacity": capacity, **more}
+
+
+def redis(server, **more):
+    return {"type": "redis", "url": server.url, "timeout_s": 0.5, **more}
+
+
+@needs_redis
+def test_a_killed_redis(night, tmp_path):
+    server = RedisServer(tmp_path)
+    try:
+        night = night(redis(server))
+        server.kill()
+        assert night.fires("KVOffloadTierDown")
+        assert night.ask('ALERTS{alertname="KVOffloadBreakerOpen", alertstate="firing"}', 5)
+        server.start()
+        assert night.shows("kvoffload_tier_up == 1")
+    finally:
+        server.stop()
+
+
+@needs_redis
+def test_a_wrong_password(night, tmp_path):
+    server, secret = RedisServer(tmp_path), tmp_path / "password"
+    try:
+        secret.write_text("wrong")
+        secret.chmod(0o600)
+        server.cli("config", "set", "requirepass", "right")
+        night = night(redis(server, password_file=str(secret)))
+        assert night.fires("KVOffloadTierDown")
+        secret.write_text("right")
+        assert night.shows("kvoffload_tier_up == 1")
+    finally:
+        server.stop()
+
+
+def test_a_killed_io_process(night):
+    night = night({"type": "memory", "capacity": "1MiB"})
+    os.kill(int(night.connector.stats()["io"]["server"].split()[-1]), signal.SIGKILL)
+    assert night.fires("KVOffloadIOProcessRestarts")
+    assert night.shows("kvoffload_tier_up == 1")
+
+
+def test_a_full_disk(night, tmp_path):
+    where = tmp_path / "small"
+    where.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=0700", "none", str(where)]
+    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        night = night(disk(where / "root", "3MiB", min_free=0))
+        filler = where / "filler"
+        filler.write_bytes(bytes(shutil.disk_usage(where).free))
+        assert night.fires("KVOffloadWritesRefused")
+        filler.unlink()
+        stored = night.ask('kvoffload_store_chunks_total{tier="disk"}')[0]["value"][1]
+        assert night.shows(f'kvoffload_store_chunks_total{{tier="disk"}} > {stored}')
+        night.connector.close()
+    finally:
+        subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+def test_a_removed_folder(night, tmp_path):
+    root = tmp_path / "root"
+    night = night(disk(root))
+    for entry in root.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    assert night.shows('kvoffload_tier_events_total{reason="remade"} > 0')
+    stored = night.ask('kvoffload_store_chunks_total{tier="disk"}')[0]["value"][1]
+    assert night.shows(f'kvoffload_store_chunks_total{{tier="disk"}} > {stored}')
+
+
+def test_flipped_bits(night, tmp_path):
+    night = night(disk(tmp_path / "root"))
+    for path in (tmp_path / "root").rglob("*"):
+        if path.is_file() and path.stat().st_size > 4096:
+            data = bytearray(path.read_bytes())
+            data[-100] ^= 1
+            path.write_bytes(data)
+    night.serve()
+    night.serve()  # host memory has room for two prompts
+    assert night.serve("prompt 1") < 40
+    assert night.fires("KVOffloadCorruptChunks")
