@@ -275,7 +275,11 @@ def command_line() -> Iterator[str]:
         "Command line",
         """
 The commands need the extra `cli`. `kvoffload COMMAND --help` prints the same. Each command takes
-`--json` and then prints JSON alone.
+`--json` and then prints JSON alone; `config schema` prints nothing else.
+
+Scripts may rely on the exit codes. 0: done, and all is well. 1: the command found something wrong,
+or could not do a part; it says what. 2: wrong usage or settings, and nothing was done. 130: ended
+by Control-C.
 """,
     )
     yield from table(

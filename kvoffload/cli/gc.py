@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from typing import Annotated
 
 import typer
@@ -31,14 +32,18 @@ def command(
     ] = None,
     option: Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Ask nothing; on a terminal gc asks otherwise.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove chunks, leftovers of dead processes and damaged files; safe while engines run.
 
-    --dry-run lists every path that would go, and changes nothing.
+    --dry-run lists every path that would go, and changes nothing. On a terminal gc first says how
+    much would go, and asks; in a script it does not ask.
 
-    Exit codes: 0 done, 1 something could not be removed, 2 no such store, one of another user, or
-    wrong options.
+    Exit codes: 0 done, or the answer was no; 1 something could not be removed, 2 no such store, one
+    of another user, or wrong options.
     """
     wanted = Garbage(
         namespace,
@@ -46,6 +51,14 @@ def command(
         None if capacity is None else size_with_unit(capacity, "capacity"),
         dry_run,
     )
+    out = console()
+    if not (dry_run or yes or as_json) and out.is_terminal and sys.stdin.isatty():
+        planned = run_on(
+            "gc", root, kind, option, lambda store: store.collect(wanted._replace(dry_run=True))
+        )
+        out.print(plain(f"would remove {planned.summary}"), soft_wrap=True)
+        if not typer.confirm("Remove it?"):
+            return
     found = run_on("gc", root, kind, option, lambda store: store.collect(wanted))
     if as_json:
         print(json.dumps(found.figures))
@@ -54,7 +67,7 @@ def command(
         lines = [*found.going, f"{verb} {found.summary}"]
         lines += [f"cannot be removed: {each}" for each in found.failures]
         for line in lines:
-            console().print(plain(line), soft_wrap=True)
+            out.print(plain(line), soft_wrap=True)
     if found.failures:
         raise typer.Exit(1)
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvoffload.backends.admin import counted
 from kvoffload.cli.output import console, print_numbers
 from kvoffload.cli.replay import (
     SAMPLE_HELP,
@@ -45,11 +46,18 @@ def command(
         float | None,
         typer.Option(help="Tokens that the engine computes a second: adds the seconds saved."),
     ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Without a trace: tokens of a session to keep.", min=1)
+    ] = None,
+    sessions: Annotated[
+        int, typer.Option(help="Without a trace: sessions to keep, with --context.", min=1)
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print how much memory a trace and a model need for what hit rate.
 
-    Without a trace: the KV cache bytes of a token, and the tokens in a GiB.
+    Without a trace: the KV cache bytes of a token, and the tokens in a GiB; with --context, the
+    memory that so many sessions take.
 
     Exit codes: 0 done; 2 wrong usage, or a trace or config.json that cannot be used.
     """
@@ -64,8 +72,10 @@ def command(
         raise ConfigError("prefill_tokens_per_s", prefill_tokens_per_s, "must be above 0")
     token_bytes = bytes_per_token(read_config(model), kv_dtype or None, tensor_parallel)
     if trace is None and not synthetic:
-        _print_token(token_bytes, tensor_parallel, as_json)
+        _print_token(token_bytes, tensor_parallel, context, sessions, as_json)
         return
+    if context is not None:
+        raise ConfigError("context", context, "a trace says how long its sessions are")
     whole = open_trace(trace, synthetic)
     loaded = sampled(whole, sample)
     tokens = _tokens(loaded, block_tokens)
@@ -110,14 +120,24 @@ def command(
     to.print(f"memory: on {ranks}; cpu_bytes: the setting, which is for each rank", soft_wrap=True)
 
 
-def _print_token(token_bytes: int, ranks: int, as_json: bool) -> None:
+def _print_token(
+    token_bytes: int, ranks: int, context: int | None, sessions: int, as_json: bool
+) -> None:
     tokens_per_gib = (1 << 30) // token_bytes
+    whole = token_bytes * (context or 0) * sessions
     if as_json:
-        print(json.dumps({"bytes_per_token": token_bytes, "tokens_per_gib": tokens_per_gib}))
+        told = {"bytes_per_token": token_bytes, "tokens_per_gib": tokens_per_gib}
+        if context is not None:
+            told |= {"bytes": whole, "bytes_per_rank": math.ceil(whole / ranks)}
+        print(json.dumps(told))
         return
     where = "one rank" if ranks == 1 else f"all {ranks} ranks together"
     text = f"{human_bytes(token_bytes)} of KV cache a token on {where}; {tokens_per_gib:,} tokens"
     console().print(f"{text} in a GiB", soft_wrap=True, highlight=False)
+    if context is not None:
+        text = f"{counted(sessions, 'session')} of {context:,} tokens: {human_bytes(whole)}"
+        each = human_bytes(whole / ranks)
+        console().print(f"{text}; cpu_bytes of each rank: {each}", soft_wrap=True, highlight=False)
 
 
 def _tokens(trace: Trace, asked: int | None) -> int:

@@ -282,6 +282,17 @@ def test_size_says_the_bytes_of_a_token_without_a_trace(kvoffload, tmp_path):
     assert json.loads(done.stdout) == {"bytes_per_token": 131072, "tokens_per_gib": 8192}
 
 
+def test_size_says_what_sessions_of_a_length_take(kvoffload, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    words = ("size", "--model", str(tmp_path), "--context", "8192", "--sessions", "50")
+    done = kvoffload(*words, "--tensor-parallel", "2")
+    assert done.returncode == 0, done.stderr
+    assert "50 sessions of 8,192 tokens: 50.0 GiB; cpu_bytes of each rank: 25.0 GiB" in done.stdout
+    told = json.loads(kvoffload(*words, "--tensor-parallel", "2", "--json").stdout)
+    assert (told["bytes"], told["bytes_per_rank"]) == (50 << 30, 25 << 30)
+    assert kvoffload(*words[:-2], "--sessions", "0").returncode == 2
+
+
 def test_size_says_the_seconds_of_prefill_that_a_size_saves(kvoffload, trace, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     words = ("size", str(trace), "--model", str(tmp_path), "--block-tokens", "16")
