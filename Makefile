@@ -63,8 +63,8 @@ VLLM  := .venv-vllm
 demo-vllm: $(VLLM)/.ready
 	$(VLLM)/bin/python examples/vllm/demo.py $(DEMO_ARGS)
 
-# Both versions with Model Runner V1, 12 minutes each on two cores; then a part with V2, which is
-# vLLM's default on GPUs. V2 needs Triton: its interpreter is enough. CI runs a part: see .ci/run.
+# Both versions with Model Runner V1, and then a part with V2, which is vLLM's default on GPUs. V2
+# needs Triton: its interpreter is enough. All of it takes about an hour; CI runs a part: .ci/run.
 NEWER       := .venv-vllm033
 VLLM_TESTS  ?= tests/engines/vllm_engine $(wildcard tests/engines/test_vllm_*.py)
 NEWER_TESTS ?= $(VLLM_TESTS)

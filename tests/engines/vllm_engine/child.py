@@ -71,7 +71,10 @@ def main() -> None:
                 if at == step:
                     engine.abort_request([names[int(number)]])
                     reasons[int(number)] = "aborted"
-            for out in engine.step():
+            outputs = engine.step()
+            if not outputs:
+                time.sleep(0.001)  # as vLLM's own loop: threads that load need the GIL
+            for out in outputs:
                 i = _number(numbers, out.request_id)
                 if out.finished:
                     tokens[i] = list(out.outputs[0].token_ids)

@@ -1,7 +1,8 @@
 """A real vLLM on the CPU, with tiny models made on the spot; ``make test-vllm`` runs these.
 
-Each engine is a process of its own, so that it can be killed. Starting one takes about half a
-minute of CPU time: tests share engines where they can.
+Each engine is a process of its own, so that it can be killed. Its frontend, scheduler and worker
+share that process, because the start of each further process costs ten seconds. vLLM's own
+processes, one for each, are asked for with ``distributed_executor_backend="mp"``.
 """
 
 import contextlib
@@ -19,6 +20,8 @@ import threading
 from pathlib import Path
 
 import pytest
+
+from tests.engines.vllm_engine.traffic import Traffic
 
 ROOT = Path(__file__).parents[3]
 CHILD = Path(__file__).parent / "child.py"
@@ -53,13 +56,14 @@ class Engine:
     def __init__(self, model, log_file, extra=None, env=None, policy="recompute", **options):
         settings = {
             "model": model,
-            "load_format": "dummy",
+            "dtype": "float32",
             "enforce_eager": True,
             "block_size": BLOCK,
             "enable_prefix_caching": True,
             "max_model_len": 4096,
             "seed": 0,
             "disable_log_stats": False,
+            "distributed_executor_backend": "uni",
             **options,
         }
         if extra is not None:
@@ -85,6 +89,9 @@ class Engine:
                 "VLLM_CPU_KVCACHE_SPACE": "1",
                 "VLLM_NO_USAGE_STATS": "1",
                 "OMP_NUM_THREADS": "2",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": str(
+                    int(settings["distributed_executor_backend"] == "mp")
+                ),
                 **self._joined(env or {}),
             },
             start_new_session=True,
@@ -203,73 +210,6 @@ def _download(number, cache):
         pytest.skip(f"vLLM's source distribution cannot be had: {done.stderr[-300:]}")
 
 
-class Traffic:
-    """Requests that go on by themselves, two at a time; each answer is compared with what is right.
-
-    GPU memory is made to forget before each pair, so that it is asked of the tiers below. Limits
-    are for what never ends: they are far beyond what the slowest machine takes.
-    """
-
-    def __init__(self, engine, prompts, told):
-        self.engine, self.prompts, self.told = engine, prompts, told
-        self.finished = 0
-        self.cached = 0
-        """Prompt tokens that were not computed, of all requests so far."""
-        self._stop = False
-        self._failure = None
-        self._news = threading.Condition()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind, *_):
-        self._stop = True
-        self._thread.join(400)
-        assert not self._thread.is_alive(), "a request never finished"
-        if kind is None:
-            self._raise()
-
-    def wait_for(self, count, limit_s=600):
-        """Wait until so many more requests have finished, all of them rightly."""
-        goal = self.finished + count
-        self._wait(lambda: self.finished >= goal, limit_s)
-
-    def wait_for_hits(self, tokens, limit_s=600):
-        """Wait until so many prompt tokens have been loaded instead of computed."""
-        self._wait(lambda: self.cached >= tokens, limit_s)
-
-    def _wait(self, reached, limit_s):
-        with self._news:
-            in_time = self._news.wait_for(lambda: reached() or self._failure, limit_s)
-        self._raise()
-        assert in_time, f"{self.finished} requests finished, {self.cached} tokens loaded"
-
-    def _raise(self):
-        if self._failure is not None:
-            raise AssertionError("a request failed under way") from self._failure
-
-    def _run(self):
-        at = 0
-        try:
-            while not self._stop:
-                pair = [(at + i) % len(self.prompts) for i in range(2)]
-                at += 2
-                self.engine.ask("reset")
-                answer = self.engine.generate([self.prompts[i] for i in pair], limit_s=300)
-                assert answer["reasons"] == ["length"] * 2
-                assert answer["tokens"] == [self.told[i] for i in pair]
-                with self._news:
-                    self.finished += 2
-                    self.cached += sum(answer["cached"])
-                    self._news.notify()
-        except Exception as error:
-            with self._news:
-                self._failure = error
-                self._news.notify()
-
-
 @pytest.fixture(scope="session")
 def traffic():
     """Keep requests running in the background: ``with traffic(engine, prompts, answers) as t``."""
@@ -286,30 +226,40 @@ def models(tmp_path_factory):
     spec.loader.exec_module(module)
     made = {}
 
-    def make(kind="llama", **more):
+    def make(kind="llama"):
         if kind not in made:
             folder = tmp_path_factory.mktemp("models") / kind
-            made[kind] = module.make_model(folder, kind.removeprefix("weighted-"), **more)
-            if kind.startswith("weighted-"):
-                add_weights(folder)
+            made[kind] = module.make_model(folder, kind)
+            add_weights(folder)
         return made[kind]
 
     return make
 
 
 def add_weights(folder):
-    """Write weights with which a model's outputs depend on the whole prompt.
+    """Write weights with which every token of a model's outputs depends on the whole prompt.
 
-    vLLM's dummy weights are so small that a model repeats the last token, whatever the KV cache
-    holds. Start the model with ``load_format="auto"``.
+    With the dummy weights of vLLM, which are small, a model repeats the last token, whatever its
+    KV cache holds. In 32 bits, outputs do not depend on which requests were computed together.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
-    config = AutoConfig.from_pretrained(folder)
-    config.initializer_range = 0.15
+    file = folder / "config.json"
+    sizes = json.loads(file.read_text())
+    for part in (sizes, sizes.get("text_config", {})):
+        part["torch_dtype"] = "float32"
+        if "kv_lora_rank" not in part and "head_dim" in part:
+            part["head_dim"] = 32  # the bytes of a block stay those of 64 values of 16 bits
+    file.write_text(json.dumps(sizes))
+    config = transformers.AutoConfig.from_pretrained(folder)
+    (architecture,) = config.architectures
+    model = getattr(transformers, architecture)(config).float()
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    for weights in model.parameters():
+        if weights.dim() > 1:
+            torch.nn.init.normal_(weights, std=0.15)
+    model.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -326,6 +276,21 @@ def start(models, tmp_path_factory):
     yield begin
     for engine in running:
         engine.kill()
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory):
+    """Make ``install`` of a module in this folder a plug-in of vLLM; returns the environment."""
+
+    def register(name):
+        site = tmp_path_factory.mktemp("site")
+        info = site / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {name}:install\n")
+        return {"PYTHONPATH": f"{site}:{Path(__file__).parent}"}
+
+    return register
 
 
 @pytest.fixture(scope="module")

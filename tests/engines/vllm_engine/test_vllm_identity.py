@@ -1,12 +1,12 @@
 """Who may hit whose chunks: salts, adapters, ranks; what the engine says when set up wrongly."""
 
-import json
 import tempfile
 import threading
 import time
-from pathlib import Path
 
 import pytest
+
+from tests.engines.vllm_engine.adapters import make_adapter
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -79,37 +79,6 @@ def listen(endpoint):
 
     threading.Thread(target=run, daemon=True).start()
     return collected
-
-
-def make_adapter(folder, model, seed):
-    """Write a LoRA adapter with random weights for the tiny model."""
-    import torch
-    from safetensors.torch import save_file
-
-    folder.mkdir()
-    sizes = json.loads((Path(model) / "config.json").read_text())
-    hidden, layers = sizes["hidden_size"], sizes["num_hidden_layers"]
-    noise = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(layers):
-        for name, width in (("q_proj", 256), ("v_proj", 128)):
-            base = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{base}.lora_A.weight"] = torch.randn(8, hidden, generator=noise)
-            weights[f"{base}.lora_B.weight"] = torch.randn(width, 8, generator=noise)
-    save_file(weights, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(
-        json.dumps(
-            {
-                "peft_type": "LORA",
-                "r": 8,
-                "lora_alpha": 8,
-                "target_modules": ["q_proj", "v_proj"],
-                "bias": "none",
-                "task_type": "CAUSAL_LM",
-            }
-        )
-    )
-    return str(folder)
 
 
 @pytest.mark.long

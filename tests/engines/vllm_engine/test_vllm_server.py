@@ -135,11 +135,7 @@ def test_lines_stand_in_a_servers_log_as_vllms_own_do(serve, prompts):
 
 
 def test_where_one_process_has_both_halves_a_stores_state_is_said_once(start, prompts):
-    engine = start(
-        settings(unreachable()),
-        distributed_executor_backend="uni",
-        env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-    )
+    engine = start(settings(unreachable()))
     for seed in range(3):
         engine.generate(prompts(2, 200, seed=seed))
     engine.ask("quiet")

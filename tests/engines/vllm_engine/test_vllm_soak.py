@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.long]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.long), "sliding"])
+@pytest.mark.parametrize("kind", ["llama", "sliding"])
 def test_five_hundred_requests_with_aborts_and_preemptions(start, prompts, kind, tmp_path):
     extra = {
         "cpu_bytes": "4MiB",
