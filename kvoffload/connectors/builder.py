@@ -28,6 +28,30 @@ from kvoffload.transfer.layout import ChunkLayout
 log = logging.getLogger(__name__)
 
 
+def make_host_cache(
+    policy: str,
+    num_rows: int,
+    row_bytes: int,
+    payload_bytes: Sequence[int],
+    first_row: int = 0,
+) -> HostCache:
+    """Make the cache of a slab: with slots of one size, or of several where chunks differ in it.
+
+    Args:
+        policy: its name.
+        num_rows: rows of the slab, those before ``first_row`` among them.
+        row_bytes: bytes of a row.
+        payload_bytes: bytes of a chunk of each KV cache group; empty where a row holds any chunk.
+        first_row: the first row that may be used.
+    """
+    new_policy = registry.load(registry.POLICIES, policy, "policy")
+    if len({size for size in payload_bytes if size}) > 1:
+        geometry = HostGeometry.plan(num_rows * row_bytes, payload_bytes)
+        return ExtentLedger(geometry, new_policy, first_row)
+    num_slots = num_rows - first_row
+    return HostCache(num_slots, new_policy(num_slots), row_bytes, first_row)
+
+
 def make_manager(
     config: OffloadConfig, host: HostCache, tiers: Sequence[Tier], slot_bytes: int
 ) -> TieredOffloadingManager:
@@ -89,12 +113,17 @@ class TieredOffloadingSpec(OffloadingSpec):
                 human_bytes(inflight),
                 f"must hold at least one chunk, which takes {human_bytes(slot_bytes)}",
             )
-        self._policy = registry.load(registry.POLICIES, config.policy, "policy")
+        registry.load(registry.POLICIES, config.policy, "policy")  # before memory is taken
         self._facts = dict(facts)
         self._copier: Copier | None = None
         chunk_bytes = max(layout.payload_bytes) if layout else slot_bytes
         self._tier_io = TierIO(config, self.num_slots, slot_bytes, chunk_bytes, self._facts)
         self._slab, self._io = self._tier_io.slab, self._tier_io.client
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether slots are rows, of which chunks take several."""
+        return self._geometry is not None
 
     @property
     def namespace(self) -> str:
@@ -118,10 +147,8 @@ class TieredOffloadingSpec(OffloadingSpec):
 
     def get_manager(self) -> TieredOffloadingManager:
         """See :meth:`OffloadingSpec.get_manager`."""
-        if self._geometry is None:
-            host = HostCache(self.num_slots, self._policy(self.num_slots), self.slot_bytes)
-        else:
-            host = ExtentLedger(self._geometry, self._policy)
+        payloads = self._layout.payload_bytes if self._layout else ()
+        host = make_host_cache(self.config.policy, self.num_slots, self.slot_bytes, payloads)
         return make_manager(self.config, host, self._manager_tiers(), self.slot_bytes)
 
     def get_handlers(

@@ -90,10 +90,14 @@ class ExtentLedger(HostCache):
     Args:
         geometry: with extents.
         new_policy: makes the order of a size, given the most chunks of it that could ever fit.
+        first_row: the first row that may be used.
     """
 
-    def __init__(self, geometry: HostGeometry, new_policy: Callable[[int], Policy]) -> None:
+    def __init__(
+        self, geometry: HostGeometry, new_policy: Callable[[int], Policy], first_row: int = 0
+    ) -> None:
         self._extent_rows = extent_rows = geometry.extent_rows
+        self._first_extent = -(-first_row // extent_rows)
         self._num_extents = geometry.num_extents
         by_rows = {}
         for rows in geometry.sizes:
@@ -108,7 +112,7 @@ class ExtentLedger(HostCache):
         }
         self._by_size = _OrderBySize(self._size_of, self._sizes)
         super().__init__(geometry.num_rows, self._by_size, geometry.row_bytes)
-        self._unowned = list(range(geometry.num_extents - 1, -1, -1))
+        self._unowned = list(range(geometry.num_extents - 1, self._first_extent - 1, -1))
         self._owner: list[_Size | None] = [None] * geometry.num_extents
         # Slot → the ready chunk in it, so that an extent can be emptied.
         self._key_in: dict[int, OffloadKey] = {}
@@ -145,8 +149,9 @@ class ExtentLedger(HostCache):
 
     @property
     def busy_slots(self) -> int:
+        """See :meth:`HostCache.busy_slots`; in rows."""
         return sum(
-            size.num_extents * size.per_extent - size.num_free - len(size.policy)
+            (size.num_extents * size.per_extent - size.num_free - len(size.policy)) * size.rows
             for size in self._sizes
         )
 
@@ -382,6 +387,7 @@ class ExtentLedger(HostCache):
             for i in range(owner.per_extent)
         ]
         unowned = [extent for extent, owner in enumerate(self._owner) if owner is None]
+        del unowned[: self._first_extent]
         return (
             sorted([*free, *set(self._uses())]) == sorted(owned)
             and sorted(self._unowned) == unowned

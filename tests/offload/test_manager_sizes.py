@@ -1,7 +1,10 @@
 """Host memory shared by chunks of several sizes."""
 
+from math import gcd
+
 import pytest
 
+from kvoffload.connectors.builder import make_host_cache
 from kvoffload.errors import ConfigError
 from kvoffload.offload.base import make_offload_key
 from kvoffload.offload.extents import ExtentLedger
@@ -171,3 +174,44 @@ def test_what_is_to_be_loaded_makes_no_room_for_the_rest_of_it():
         assert not manager.has_room(others)
         assert manager.has_room(others[1:])
         manager.complete_load(prompt[:1])
+
+
+def test_rows_that_something_may_still_write_into_are_never_given_out():
+    geometry = HostGeometry.plan(4096 * KIB, [4 * KIB, 36 * KIB])
+    host = ExtentLedger(geometry, LRUPolicy, first_row=10)
+    manager = TieredOffloadingManager(host)
+    for i in range(30):
+        put(manager, keys(i % 2, i, 40))
+    taken = [slot for _, slot in host.ready()]
+    assert min(taken) >= 10
+    assert sum(host.bytes_of(key) for key, _ in host.ready()) > 0.9 * (4096 - 40) * KIB
+
+
+KINDS = {
+    # 36 layers of 8 heads of 64: windows and full attention in turn
+    "gpt-oss": [18 * 32, 18 * 32],
+    # 62 layers of 16 heads of 128: 10 of full attention, 52 of windows in groups of 10
+    "Gemma": [10 * 128] * 6 + [2 * 128],
+    # wide groups of latent caches, and narrow ones of the index that selects tokens
+    "GLM": [3584, 64],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hybrids_use_the_host_memory_that_they_are_given(kind):
+    """Each prompt stores one chunk of each group for each position."""
+    chunk_kib, total_kib = KINDS[kind], 512 << 10
+    used = {}
+    for slots in ("of sizes", "of one size"):
+        sizes = chunk_kib if slots == "of sizes" else [max(chunk_kib)]
+        rows = total_kib * KIB // (max(sizes) if len(set(sizes)) == 1 else gcd(*sizes)) // KIB
+        host = make_host_cache("lru", rows, total_kib * KIB // rows, [s * KIB for s in sizes])
+        manager = TieredOffloadingManager(host)
+        for i in range(4 * total_kib // sum(chunk_kib) // 8):
+            for group in range(len(chunk_kib)):
+                put(manager, keys(group, i, 8))
+        groups = [int.from_bytes(key[-4:], "big") for key, _ in host.ready()]
+        used[slots] = sum(map(chunk_kib.__getitem__, groups)) / total_kib
+    print(f"{kind}: {chunk_kib} KiB a chunk; of host memory hold bytes of the KV cache: {used}")
+    assert used["of sizes"] > 0.9
+    assert used["of sizes"] >= used["of one size"]

@@ -19,9 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
 
-from kvoffload import registry
 from kvoffload.backends.base import Removal
-from kvoffload.connectors.builder import make_manager
+from kvoffload.connectors.builder import make_host_cache, make_manager
 from kvoffload.connectors.jobs import Ended, JobTable
 from kvoffload.connectors.vllm import self_test as canary
 from kvoffload.connectors.vllm.client_images import is_trusted
@@ -38,9 +37,9 @@ from kvoffload.connectors.vllm.step_messages import (
 )
 from kvoffload.connectors.vllm.step_meter import StepMeter
 from kvoffload.connectors.vllm.versions import writes_before_flush
+from kvoffload.errors import ConfigError
 from kvoffload.offload.base import LoadJob, OffloadKey, Reason, Transfer
 from kvoffload.offload.hints import PARAM
-from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.namespace import namespace
 from kvoffload.recording import RequestLog
 
@@ -101,23 +100,27 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         """Build the manager from all workers' messages; what tiers hold comes with their reports.
 
         Raises:
-            ConfigError: two workers have the same number.
+            ConfigError: two workers have the same number, or sizes of chunks differ.
         """
         ranks = list(ranks)
         first_slot = max(rank.first_slot for rank in ranks)
-        num_slots = min(rank.num_slots for rank in ranks) - first_slot
+        num_slots = min(rank.num_slots for rank in ranks)
         listed = frozenset.intersection(*(rank.listed for rank in ranks))
         self.tiers = RankTiers(self.settings, [rank.rank for rank in ranks], listed)
-        policy = registry.load(registry.POLICIES, self.settings.policy, "policy")
         slot_bytes = max(rank.slot_bytes for rank in ranks)
-        host = HostCache(num_slots, policy(num_slots), slot_bytes, first_slot)
+        payloads = {rank.payload_bytes for rank in ranks}
+        if len(payloads) > 1:
+            raise ConfigError("payload_bytes", payloads, "must be equal on all ranks")
+        host = make_host_cache(
+            self.settings.policy, num_slots, slot_bytes, payloads.pop(), first_slot
+        )
         ledger = make_manager(self.settings, host, self.tiers.tiers, slot_bytes)
-        self.adapter.attach(ledger, num_slots)
+        self.adapter.attach(ledger, host.num_slots)
         self._table = JobTable(ledger, len(ranks))
         self._waits_for_workers = False
         log.info(
             "kvoffload: %d host slots on each of %d ranks; tiers: %s; namespace %s",
-            num_slots,
+            host.num_slots,
             len(ranks),
             ", ".join(tier.name for tier in self.tiers.tiers) or "none",
             namespace(**ranks[0].facts),

@@ -25,6 +25,7 @@ from kvoffload.messages import (
     make_offload_key,
 )
 from kvoffload.transfer.engine import TransferEngine
+from kvoffload.transfer.layout import ChunkLayout
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +57,15 @@ def check_tiers(
         blocks_per_chunk: blocks in a chunk.
 
     Returns:
-        The first host slot that may be used: a tier may still touch those before it.
+        The first host slot (row, if chunks differ in size) that may be used: a tier may still
+        touch those before it.
 
     Raises:
         ConfigError: other bytes came back than were sent, or a tier has the only slot; offloading
             must not begin.
     """
     slot = 0
+    slot_rows = -(-ChunkLayout(caches, blocks_per_chunk).slot_bytes // spec.slot_bytes)
     num_blocks = min(len(tensor.tensor) for tensor in caches.tensors)
     source = range(1, 1 + blocks_per_chunk)
     target = range(1 + blocks_per_chunk, 1 + 2 * blocks_per_chunk)
@@ -78,8 +81,8 @@ def check_tiers(
             for name in spec.tiers:
                 check.tier(name)
                 if check.is_unsettled:
-                    slot += 1
-                    if slot == spec.num_slots:
+                    slot += slot_rows
+                    if slot + slot_rows > spec.num_slots:
                         raise ConfigError("canary", name, "still uses the only host slot")
                     log.warning(
                         "kvoffload: tier %s still uses a host slot; the slot stays out of use", name

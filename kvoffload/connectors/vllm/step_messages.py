@@ -36,6 +36,8 @@ class WorkerInfo:
     """The tiers whose chunks this worker's reports list."""
     first_slot: int = 0
     """The first slot that may be used: a tier may still touch those before it."""
+    payload_bytes: tuple[int, ...] = ()
+    """Bytes of a chunk of each KV cache group, if slots differ in size; a slot is then a row."""
 
 
 @dataclass

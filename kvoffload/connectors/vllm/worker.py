@@ -74,6 +74,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         super().__init__(spec, vllm_config, kv_cache_config)
         self.settings = settings
         self._device_type: str = vllm_config.device_config.device_type
+        self._num_stages: int = vllm_config.parallel_config.pipeline_parallel_size
         self._group_ids = get_offloading_group_ids(kv_cache_config)
         self._report = WorkerReport()
         self._loads: dict[int, _Load] = {}
@@ -116,7 +117,9 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         )
         facts["chunk_layout"] = f"tensor-major-1 {pages}"
         with unbound(self._device_type):
-            self._spec = TieredOffloadingSpec(self.settings, layout.slot_bytes, facts)
+            # Stages of a pipeline have other layers each, so their slots are of one size.
+            sizes = layout if self._num_stages == 1 else None
+            self._spec = TieredOffloadingSpec(self.settings, layout.slot_bytes, facts, sizes)
             self._transfers = self._spec.open_engine(ours)
             first_slot = 0
             if self.settings.canary:
@@ -142,7 +145,13 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         self._presence = WorkerPresence(rank, self._tiers)
         listed = self._presence.listed
         self._info = WorkerInfo(
-            self._spec.num_slots, layout.slot_bytes, facts, rank, listed, first_slot
+            self._spec.num_slots,
+            self._spec.slot_bytes,
+            facts,
+            rank,
+            listed,
+            first_slot,
+            tuple(layout.payload_bytes) if self._spec.has_sizes else (),
         )
         self.worker = self._transfers
 

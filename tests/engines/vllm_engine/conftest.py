@@ -262,6 +262,12 @@ def add_weights(folder):
     model.save_pretrained(folder)
 
 
+@pytest.fixture(scope="session")
+def weigh():
+    """Write weights into the folder of a model that a test has made; see :func:`add_weights`."""
+    return add_weights
+
+
 @pytest.fixture(scope="module")
 def start(models, tmp_path_factory):
     """Start an engine; all are killed at the end of the module."""

@@ -72,7 +72,11 @@ def half(monkeypatch):
     monkeypatch.setattr(
         "kvoffload.connectors.vllm.worker.get_offloading_group_ids", lambda config: (0, 1)
     )
-    made = KVOffloadWorker(spec, settings, types.SimpleNamespace(device_config=device), config)
+    vllm_config = types.SimpleNamespace(
+        device_config=device,
+        parallel_config=types.SimpleNamespace(pipeline_parallel_size=1),
+    )
+    made = KVOffloadWorker(spec, settings, vllm_config, config)
     made._spec = TieredOffloadingSpec(settings, 2 * PAGE, {"test": "worker"})
     made._transfers = made._spec.open_engine(caches)
     made._tiers = made._spec.tiers
