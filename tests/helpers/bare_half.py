@@ -9,7 +9,7 @@ from kvoffload.connectors.vllm.settings import read_settings
 from kvoffload.connectors.vllm.step_meter import StepMeter
 
 GROUP = types.SimpleNamespace(
-    tokens_per_chunk=16, sliding_window_size_in_chunks=None, requires_cow_source=False
+    group_idx=0, tokens_per_chunk=16, sliding_window_size_in_chunks=None, requires_cow_source=False
 )
 CONFIG = types.SimpleNamespace(
     kv_group_configs=(GROUP,), blocks_per_chunk=1, offload_prompt_only=True
@@ -20,7 +20,7 @@ def bare_half(**settings):
     """Make a half that has met no worker."""
     half = object.__new__(KVOffloadScheduler)
     half.adapter, half.settings = ManagerAdapter(), read_settings(settings)
-    half._meter = StepMeter(half.adapter.computed)
+    half.config, half._meter = CONFIG, StepMeter(half.adapter.computed)
     half._generation, half._explained, half._awaits_reports = None, {}, False
     half._due, half._req_status, half._block_id_to_pending_jobs = DueRequests(CONFIG), {}, {}
     half._current_batch_load_jobs, half._current_batch_jobs_to_flush = {}, set()
