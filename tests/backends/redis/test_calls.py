@@ -254,10 +254,10 @@ def test_a_master_that_is_down_has_no_address():
 def test_usage_is_the_sum_of_the_servers_and_unlimited_if_one_has_no_limit():
     one = {"used_memory": "10", "maxmemory": "100", "db0": "keys=3,expires=3", "db1": "keys=9"}
     two = {"used_memory": "5", "maxmemory": "50"}
-    assert usage_of([one, two], 0) == (15, 150, 3)
-    assert usage_of([one], 1) == (10, 100, 9)
-    assert usage_of([one, two | {"maxmemory": "0"}], 0) == (15, None, 3)
-    assert usage_of([], 0) == (0, None, 0)
+    assert usage_of([one, two], 0)[:3] == (15, 150, 3)
+    assert usage_of([one], 1)[:3] == (10, 100, 9)
+    assert usage_of([one, two | {"maxmemory": "0"}], 0)[:3] == (15, None, 3)
+    assert usage_of([], 0)[:3] == (0, None, 0)
     assert [count_of(text) for text in ("", "x", "-5", "9" * 18, "9" * 19)] == [
         0, 0, 0, 10**18 - 1, 0,
     ]  # fmt: skip
