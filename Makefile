@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 SUDO    = $$([ "$$(id -u)" = 0 ] || echo "sudo -n")
 INSTALL = sh -c '$(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$$0"'
 
-.PHONY: demo test test-package check chaos bench setup redis-server clean demo-vllm demo-sglang test-vllm test-sglang
+.PHONY: demo docs test test-package check chaos bench setup redis-server clean demo-vllm demo-sglang test-vllm test-sglang
 .PHONY: test-gpu bench-gpu mutate
 
 demo: $(READY)
@@ -40,6 +40,17 @@ bench: $(READY)
 	$(BIN)/kvoffload bench all
 
 setup: $(READY)
+
+# The site in build/site, with search, for reading without a network. A warning is an error.
+DOCS := .venv-docs
+docs: $(DOCS)/.ready
+	$(DOCS)/bin/python tools/site.py build/docs
+	$(DOCS)/bin/zensical build --strict
+
+$(DOCS)/.ready:
+	@$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check zensical==0.0.73
+	@touch $@
 
 # Rebuilt when the dependencies or the entry points change.
 $(READY): pyproject.toml constraints.txt
@@ -118,7 +129,7 @@ bench-gpu:
 	$(FIRST_RUN)
 
 clean:
-	rm -rf $(VENV) demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(DOCS) build demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Lines that could be wrong and no test would notice: 20 mutants of each group take about two hours.
 # ARGS="--group offload --seed 7 --sample 40" chooses them; the same seed draws the same mutants.
