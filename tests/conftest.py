@@ -7,11 +7,13 @@ import pytest
 import torch
 from until import until  # noqa: F401
 
+from kvoffload import registry
 from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
 )
+from tests.support.planned_store import installed
 
 
 @dataclass
@@ -57,6 +59,14 @@ def new_kv_caches():
 @pytest.fixture
 def new_request():
     return FakeRequest
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """A store whose faults a file plans, registered as ``planned``."""
+    yield installed(tmp_path, monkeypatch)
+    monkeypatch.undo()
+    registry._named.cache_clear()
 
 
 MEASURE_TIME = ("test_no_call_blocks_the_loop",)

@@ -5,24 +5,16 @@ from itertools import count
 import pytest
 import torch
 
-from kvoffload import registry
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.offload import promises
 from kvoffload.testing import Plan
-from tests.support.planned_store import Process, installed
+from tests.support.planned_store import Process
 
 BLOCK = 4
 SLOT = 4096
 PROMPT = 81
 TOKENS = 80
 STORED, LOADED = list(range(5, 25)), list(range(30, 51))
-
-
-@pytest.fixture
-def planned(tmp_path, monkeypatch):
-    yield installed(tmp_path, monkeypatch)
-    monkeypatch.undo()
-    registry._named.cache_clear()
 
 
 @pytest.fixture(params=["thread", "process"])

@@ -47,10 +47,23 @@ def total():
     return Counter()
 
 
-@pytest.mark.parametrize("first", range(0, RANDOM, PER_TEST))
-def test_random_workloads_give_the_tokens_and_pages_of_no_offloading(tiny, tmp_path, total, first):
-    for seed in range(first, first + PER_TEST):
+def in_both_forms(count, few):
+    """Ranges of seeds: all of them in a thread, few in a process; ``make chaos`` has the rest."""
+    ranges = [range(first, first + PER_TEST) for first in range(0, count, PER_TEST)]
+    chaos = [pytest.param("process", each, marks=pytest.mark.chaos) for each in ranges]
+    in_process = [("process", few)] if few else []
+    return pytest.mark.parametrize(
+        ("form", "seeds"), [*(("thread", each) for each in ranges), *in_process, *chaos], ids=str
+    )
+
+
+@in_both_forms(RANDOM, few=range(3))
+def test_random_workloads_give_the_tokens_and_pages_of_no_offloading(
+    tiny, tmp_path, total, form, seeds
+):
+    for seed in seeds:
         workload, truth = Workload(tiny, seed, tmp_path / str(seed)), {}
+        workload.in_form(form)
         expected = workload.expected(truth)
         results, counts = workload.run(truth, restarts=seed % 2)
         same_outputs(results, expected)
@@ -90,11 +103,12 @@ def test_without_a_host_cache_tokens_and_pages_are_those_of_no_offloading(
     assert (sum(store.struck for store in opened) > 0) == misbehaving
 
 
-@pytest.mark.parametrize("first", range(0, DAMAGED, PER_TEST))
-def test_files_damaged_meanwhile_change_no_token(tiny, tmp_path, total, first):
-    for seed in range(1000 + first, 1000 + first + PER_TEST):
+@in_both_forms(DAMAGED, few=None)
+def test_files_damaged_meanwhile_change_no_token(tiny, tmp_path, total, form, seeds):
+    for seed in range(1000 + seeds.start, 1000 + seeds.stop):
         root = tmp_path / str(seed)
         workload, truth = Workload(tiny, seed, root), {}
+        workload.in_form(form)
         expected = workload.expected(truth)
         draw = random.Random(seed)
         results, counts = workload.run(

@@ -4,12 +4,10 @@ import os
 
 import pytest
 
-from kvoffload import registry
 from kvoffload.io.client import IOClient
 from kvoffload.io.forms import ServerProcess, ServerThread
 from kvoffload.transfer.slab import Slab, create_shared_memory
 from tests.support.io_rig import opening
-from tests.support.planned_store import installed
 
 SLOT = 4096
 NUM_SLOTS = 64
@@ -96,10 +94,3 @@ def process_rig():
     rig = Rig("process")
     yield rig
     rig.close()
-
-
-@pytest.fixture
-def planned(tmp_path, monkeypatch):
-    yield installed(tmp_path, monkeypatch)
-    monkeypatch.undo()
-    registry._named.cache_clear()

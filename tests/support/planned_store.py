@@ -13,7 +13,7 @@ import time
 
 import msgspec
 
-from kvoffload import open_backend
+from kvoffload import open_backend, registry
 from kvoffload.errors import ConfigError
 from kvoffload.testing.faults import FaultyBackend, Plan
 
@@ -118,8 +118,6 @@ class Planned:
 
 def installed(folder, monkeypatch):
     """Register the store as ``planned`` here, and in the I/O processes started from here."""
-    from kvoffload import registry
-
     info = folder / "site" / "planned_store-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planned-store\nVersion: 1.0\n")
