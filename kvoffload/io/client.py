@@ -263,7 +263,7 @@ class IOClient:
                     self.tiers[job.order.tier].moved(job.order, message)
             case Opened():
                 for opened in message.tiers:
-                    self.tiers[opened.name].opened(opened.has_index)
+                    self.tiers[opened.name].opened(opened.has_index, opened.is_shared)
                 self._is_opening = False
                 self._check_ready()
             case Refused():

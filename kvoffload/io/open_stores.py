@@ -28,6 +28,8 @@ class OpenStore:
         self.backend = backend
         self.index = backend if isinstance(backend, LocalIndex) else None
         self.observable = backend if isinstance(backend, Observable) else None
+        self.is_shared = bool(getattr(backend, "is_shared", False))
+        """Whether processes of this host that open it alike see each other's chunks."""
         self.is_told = False
         """Whether the engine knows all that the index knew at some time."""
         self._told: Figures | None = None

@@ -110,6 +110,7 @@ class TierOpened(msgspec.Struct, array_like=True, frozen=True):
     name: str
     has_index: bool
     is_observable: bool
+    is_shared: bool
 
 
 class Opened(_Message):

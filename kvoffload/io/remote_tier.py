@@ -37,6 +37,8 @@ class RemoteTier:
         self._removals: deque[Removal] = deque(maxlen=MAX_REMOVALS)
         self.is_listed = False
         """Whether the store has an index, so that its chunks are listed."""
+        self.is_shared = False
+        """Whether processes of this host that open the store alike see each other's chunks."""
         self._changes = ChangedKeys()
         self._loads, self._stores = Traffic(), Traffic()
         self._figures: Figures | None = None
@@ -158,11 +160,10 @@ class RemoteTier:
             self._counted.update(self._figures.counters)
         self._figures = None
 
-    def opened(self, has_index: bool) -> None:
+    def opened(self, has_index: bool, is_shared: bool = False) -> None:
         """Take in that the store is open."""
         self._patient_until_s = time.monotonic() + self._lookup_timeout_s
-        self._is_open = True
-        self.is_listed = has_index
+        self.is_listed, self.is_shared = has_index, is_shared
         if not has_index:
             self._cache = PresenceCache(self._ask, self._lookup_timeout_s, ANSWER_S, ANSWER_S)
         self._is_open = True

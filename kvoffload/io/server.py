@@ -150,7 +150,10 @@ class Session:
         self._stores = {store.name: store for store in stores}
         self.send(
             Opened(
-                [TierOpened(s.name, s.index is not None, s.observable is not None) for s in stores]
+                [
+                    TierOpened(s.name, s.index is not None, s.observable is not None, s.is_shared)
+                    for s in stores
+                ]
             )
         )
         for store in stores:

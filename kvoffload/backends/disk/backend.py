@@ -46,6 +46,7 @@ class DiskBackend(ThreadedBackend, Admin):
 
     Options = DiskOptions
     admin = DiskAdmin
+    is_shared = True
 
     def __init__(self, options: DiskOptions, namespace: str, *, vfs: Vfs | None = None) -> None:
         """Open at once; the housekeeping thread finds the chunks that are already on disk.

@@ -48,6 +48,7 @@ class RedisBackend(RedisAdmin, Observable):
     """
 
     Options = RedisOptions
+    is_shared = True
 
     def __init__(self, options: RedisOptions, namespace: str) -> None:
         self._options = options

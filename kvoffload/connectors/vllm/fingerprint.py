@@ -23,8 +23,12 @@ def resolve_facts(
     kv_cache_config: Any,
     kv_caches: Mapping[str, Any],
     settings: VllmConfigSettings,
+    is_replicated: bool = False,
 ) -> dict[str, Fact]:
-    """Collect the facts of this rank; the caller adds how chunks are laid out in a slot."""
+    """Collect the facts of this rank; the caller adds how chunks are laid out in a slot.
+
+    Ranks that all have the same bytes, which ``is_replicated`` says, have the facts of rank 0.
+    """
     model, cache, parallel = (
         vllm_config.model_config,
         vllm_config.cache_config,
@@ -57,7 +61,7 @@ def resolve_facts(
         "attention": attention_backends(vllm_config, kv_caches),
         "block_size": cache.block_size,
         "blocks_per_chunk": settings.blocks_per_chunk,
-        "rank": parallel.rank,
+        "rank": 0 if is_replicated else parallel.rank,
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "prefill_context_parallel": parallel.prefill_context_parallel_size,

@@ -27,6 +27,7 @@ from kvoffload.connectors.vllm.fingerprint import resolve_facts
 from kvoffload.connectors.vllm.kv_caches import GpuEnd, canonical, layers_of_groups
 from kvoffload.connectors.vllm.self_test import check_tiers
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
+from kvoffload.connectors.vllm.shared_writes import SharedWrites
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
 from kvoffload.connectors.vllm.store_batch import PARTIAL_CHUNK, Store, StoreBatch
 from kvoffload.connectors.vllm.versions import is_synchronous
@@ -87,6 +88,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         """When the report last had this rank's counters and figures."""
         self._tiers: Mapping[str, RemoteTier] = {}
         self._presence: WorkerPresence | None = None
+        self._writes = SharedWrites(0, 1, ())
         self._is_met = False
         """Whether the scheduler knows all workers; it takes in what tiers hold only then."""
         self._spec: TieredOffloadingSpec | None = None
@@ -112,8 +114,10 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         ours = canonical(kv_caches, self._group_ids)
         layout = ChunkLayout(ours, self.settings.blocks_per_chunk)
         pages = [[region.page_bytes for region in regions] for regions in layout.regions]
+        # vLLM says so of tensor parallel ranks of one host alone.
+        is_replicated = self.spec.config.replicated_layout
         facts = resolve_facts(
-            self.vllm_config, self.kv_cache_config, self._kv_caches, self.settings
+            self.vllm_config, self.kv_cache_config, self._kv_caches, self.settings, is_replicated
         )
         facts["chunk_layout"] = f"tensor-major-1 {pages}"
         with unbound(self._device_type):
@@ -142,6 +146,10 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         except BaseException:
             self._spec.close()
             raise
+        if is_replicated:
+            shared = [name for name, tier in self._tiers.items() if tier.is_shared]
+            num_ranks = self.vllm_config.parallel_config.tensor_parallel_size
+            self._writes = SharedWrites(rank, num_ranks, shared)
         self._presence = WorkerPresence(rank, self._tiers)
         listed = self._presence.listed
         self._info = WorkerInfo(
@@ -201,7 +209,11 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             if sync:
                 self._transfers.wait([job_id])
         for job_id, transfer in metadata.write_through.items():
-            self._transfers.submit(job_id, (transfer.spec, transfer.dst), len(transfer.keys))
+            ends, num_chunks = self._writes.begin(job_id, transfer)
+            if num_chunks:
+                self._transfers.submit(job_id, ends, num_chunks)
+            else:
+                self._end(TransferResult(job_id, ()))
 
     def _submit_stores(self) -> None:
         """Begin all stores that wait, with one launch."""
@@ -246,6 +258,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
 
     def _end(self, result: TransferResult) -> None:
         """Note the end of a job."""
+        result = self._writes.end(result)
         self._report.add(result)
         if result.reason:
             self._report.counters[f"failed_{result.reason}"] += result.ok.count(False)

@@ -118,6 +118,44 @@ def test_two_ranks_hit_after_a_restart_and_lose_a_chunk_when_one_rank_does(
 
 
 @pytest.mark.long
+def test_two_ranks_with_the_same_bytes_store_one_copy(start, prompts, tmp_path):
+    """With latent attention each rank has the whole KV cache."""
+    root = tmp_path / "kv"
+    options = {
+        "kind": "weighted-mla",
+        "load_format": "auto",
+        "dtype": "float32",
+        "block_size": 16,
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+    }
+    asked = prompts(3, 1000)
+    plain = start(**options)
+    told = plain.generate(asked)["tokens"]
+    plain.kill()
+    assert len({tuple(tokens) for tokens in told}) == 3
+    engine = start(settings(root), **options)
+    assert engine.generate(asked)["tokens"] == told
+    engine.ask("quiet")
+    engine.ask("reset")
+    # Host memory of both ranks has it all.
+    answer = engine.generate(asked)
+    assert (answer["cached"], answer["tokens"]) == ([992] * 3, told)
+    engine.ask("quiet")
+    engine.kill()
+    (folder,) = (folder for folder in root.iterdir() if len(folder.name) == 64)
+    files = list(folder.glob("??/*"))
+    # 62 chunks of each prompt, and what was generated: each of them once.
+    assert len(files) == len({file.name for file in files}) >= 3 * 62
+    again = start(settings(root), **options)
+    for prompt, right in zip(asked, told, strict=True):
+        answer = again.generate([prompt])
+        assert (answer["cached"], answer["tokens"]) == ([992], [right])
+    again.kill()
+
+
+@pytest.mark.long
 def test_a_misspelt_setting_stops_the_engine_with_a_sentence(start, tmp_path):
     engine = start({"cpu_bites": "1GiB"}, ready=False)
     assert "error" in engine.answer()

@@ -203,7 +203,7 @@ def facts(tmp_path, monkeypatch):
     )
     some = types.SimpleNamespace
 
-    def resolve(engine="engine", groups=(), interleave=1, **more):
+    def resolve(engine="engine", groups=(), interleave=1, rank=1, replicated=False, **more):
         # As vLLM has it for a URL: a folder with the configuration alone, named after the URL.
         model = some(
             model=str(tmp_path),
@@ -238,8 +238,9 @@ def facts(tmp_path, monkeypatch):
             lora_config=None,
             kv_transfer_config=some(engine_id=engine),
         )
+        config.parallel_config.rank = rank
         settings = read_settings({"cpu_bytes": 1, **more})
-        return resolve_facts(config, some(kv_cache_groups=groups), {}, settings)
+        return resolve_facts(config, some(kv_cache_groups=groups), {}, settings, replicated)
 
     return resolve
 
@@ -261,6 +262,15 @@ def test_an_upgrade_that_keeps_what_bytes_mean_keeps_the_namespace(facts, monkey
     assert len({known(version) for version in series}) == 1
     others = ("0.32.0", "0.33.0rc1", "0.33.1.dev4+gabcdef", "0.34.0", "0.34.1", "not installed")
     assert len({known(version) for version in others} - {known("0.33.0")}) == len(others)
+
+
+def test_ranks_with_the_same_bytes_have_one_namespace(facts):
+    def known(rank, replicated):
+        return namespace(**facts(weights_id="v7", rank=rank, replicated=replicated))
+
+    assert len({known(rank, replicated=False) for rank in range(4)}) == 4
+    # What rank 0 of an earlier version stored is served.
+    assert {known(rank, replicated=True) for rank in range(4)} == {known(0, replicated=False)}
 
 
 def test_how_context_parallel_ranks_interleave_tokens_is_part_of_the_identity(facts):

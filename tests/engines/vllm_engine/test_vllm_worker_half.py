@@ -68,7 +68,9 @@ def half(monkeypatch):
     nothing = types.SimpleNamespace()
     config = types.SimpleNamespace(kv_cache_groups=[nothing, nothing])
     device = types.SimpleNamespace(device_type="cpu")
-    spec = types.SimpleNamespace(replicated_layout=False)
+    spec = types.SimpleNamespace(
+        replicated_layout=False, config=types.SimpleNamespace(replicated_layout=False)
+    )
     monkeypatch.setattr(
         "kvoffload.connectors.vllm.worker.get_offloading_group_ids", lambda config: (0, 1)
     )
