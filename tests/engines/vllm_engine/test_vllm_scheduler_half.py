@@ -26,6 +26,7 @@ from kvoffload.connectors.vllm.scheduler import (
     OffloadingConnectorScheduler,
 )
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
+from kvoffload.errors import ConfigError
 from kvoffload.messages import TransferResult, make_offload_key
 from kvoffload.offload.base import ReqContext as OurContext
 
@@ -133,6 +134,30 @@ def test_a_slot_that_a_tier_may_still_touch_on_one_rank_is_given_to_no_chunk(met
     slots = ledger.prepare_store(keys, ReqContext("a")).store_spec.host_slots.tolist()
     assert sorted(slots) == [1, 2, 3]
     assert ledger.stats().host.capacity_bytes == 3 * 4096
+
+
+def test_chunks_of_several_sizes_take_the_rows_that_they_need(met):
+    half, _ = met(cpu_bytes=1 << 20)
+    sizes = (4096, 16384)
+    ranks = [
+        WorkerInfo(64, 4096, {"rank": rank}, rank, first_slot=4 * rank, payload_bytes=sizes)
+        for rank in range(2)
+    ]
+    half.meet_workers(ranks)
+    ledger = half.adapter.ledger
+    keys = [make_offload_key(bytes([i]) * 32, i % 2) for i in range(8)]
+    job = ledger.prepare_store(keys, ReqContext("a")).job
+    rows = [
+        row
+        for key, slot in zip(job.keys, job.spec.host_slots.tolist(), strict=True)
+        for row in range(slot, slot + 1 + 3 * (key[-1] == 1))
+    ]
+    assert len(job.keys) == 8
+    assert len(set(rows)) == len(rows) == 4 * 1 + 4 * 4
+    assert 4 <= min(rows) <= max(rows) < 64
+    ranks[1].payload_bytes = (4096, 32768)
+    with pytest.raises(ConfigError, match="must be equal on all ranks"):
+        half.meet_workers(ranks)
 
 
 def test_the_store_threshold_and_the_size_of_slots_reach_the_ledger(met):
