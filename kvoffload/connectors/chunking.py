@@ -6,7 +6,7 @@ last window. A recurrent layer reads the state at a token.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
 from kvoffload.config import OffloadConfig
@@ -100,11 +100,12 @@ class ChunkGroup:
 
     def pieces(self, blocks: range) -> list[Piece]:
         """Cut blocks at the ends of chunks."""
-        per = self.per_chunk
-        return [
-            Piece(self.index, c, max(c * per, blocks.start), min((c + 1) * per, blocks.stop))
-            for c in self.chunks(blocks)
-        ]
+        per, index = self.per_chunk, self.index
+        pieces = [Piece(index, c, c * per, (c + 1) * per) for c in self.chunks(blocks)]
+        if pieces:  # only the ends may be parts
+            pieces[0] = replace(pieces[0], first_block=blocks.start)
+            pieces[-1] = replace(pieces[-1], end_block=blocks.stop)
+        return pieces
 
 
 Keys = Sequence[Sequence[OffloadKey]]

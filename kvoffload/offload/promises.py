@@ -182,7 +182,10 @@ class Promises:
         if not any(self._reason(tier, num_bytes, 0) for tier in tiers):
             return True  # as for most loads: even if all of it came from one tier
         by_tier: Counter[Tier] = Counter()
-        for key in self._host.absent(keys):
+        left = self._host.absent(keys)
+        if run := left[: tiers[0].num_leading(left)]:
+            by_tier[tiers[0]], left = self._host.bytes_of_all(run), left[len(run) :]
+        for key in left:
             if tier := first_holder(key, tiers)[0]:
                 by_tier[tier] += self._host.bytes_of(key)
         tokens_per_byte = num_tokens / max(1, num_bytes)

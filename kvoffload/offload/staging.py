@@ -75,6 +75,8 @@ class Staging:
     def _find_sources(self, keys: Sequence[OffloadKey], tiers: Sequence[Tier]) -> list[Tier | None]:
         """Return for the leading loadable keys the tier to fetch from; None for host memory."""
         host = self._host
+        if tiers and len(host.absent(keys)) == len(keys) == tiers[0].num_leading(keys):
+            return [tiers[0]] * len(keys)
         sources: list[Tier | None] = []
         named: set[OffloadKey] = set()
         for key in keys:
@@ -92,6 +94,14 @@ class Staging:
     def end_load(self, keys: Sequence[OffloadKey], ok: Sequence[bool], settled: bool) -> LoadEnd:
         """End a load of chunks, from tail to head: the tail of a prompt leaves first."""
         host, ended = self._host, LoadEnd([], [], [], {})
+        if self._caching and all(ok) and all(map(host.fetching.__contains__, keys)):
+            slots = [host.fetching.pop(key) for key in reversed(keys)]
+            host.make_evictable(keys[::-1], slots)
+            for key in keys:
+                if source := self._sources.pop(key, None):
+                    ended.fetched.setdefault(source, []).append(key)
+            ended.arrived.extend(keys)
+            return ended
         for key, fine in zip(reversed(keys), reversed(ok), strict=True):
             source = self._sources.pop(key, None)
             if source and not fine:

@@ -47,7 +47,7 @@ class PrefixCount(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tier:
     """A store below host memory; an exception of a plug-in counts as a miss."""
 
