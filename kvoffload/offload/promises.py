@@ -21,7 +21,7 @@ TOO_SLOW = "too_slow"
 NOT_IN_TIME = "not_in_time"
 """The first chunk would arrive after ``load_timeout_s``."""
 _COUNTERS = {TOO_SLOW: "load_declined", NOT_IN_TIME: "load_not_in_time"}
-LEAST_S = 0.05
+LEAST_S = 0.1
 """A load that takes no longer than this is worth it, however fast the engine computes."""
 LATE_S = 0.5
 """A tier that is later than this with what it loads is taken to be as late again."""
@@ -144,13 +144,16 @@ class Promises:
             loads.declines = 0
 
     def measured(self, job_id: int, ok: Sequence[bool], seconds: float, reason: str) -> None:
-        """Note how long a job took that is about to end; one that brought nothing tells nothing."""
+        """Note how long a job took that is about to end.
+
+        A load that brought nothing tells nothing, nor does one that ended at its deadline.
+        """
         now_s, arrived = self._clock(), sum(ok) / max(1, len(ok))
         for name, count in self._in_flight.get(job_id, {}).items():
             loads = self._loads[name]
             # Loads that run at the same time share the tier: a second counts for one of them.
             busy_s = min(seconds, now_s - loads.ended_s)
-            if seconds > 0 and (arrived or reason == "deadline"):
+            if seconds > 0 and arrived and reason != "deadline":
                 if loads.is_probing and 2 * busy_s < (loads.times.seconds(count) or 0.0):
                     loads.times = LoadTimes()
                 loads.times.add(count * arrived, busy_s)
