@@ -26,6 +26,7 @@ HostBytes = npt.NDArray[np.int8]
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
 _MPOL_PREFERRED = 1
+_SHARED_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _MADV_POPULATE_WRITE = 23
 """Python's mmap does not name it; Linux has it since 5.14."""
 
@@ -154,6 +155,10 @@ def create_shared_memory(num_bytes: int, setting: str = "cpu_bytes") -> int:
     except BaseException:
         os.close(fd)
         raise
+    with contextlib.suppress(OSError):
+        if "[never]" in (allowed := _SHARED_HUGE_PAGES.read_text()) or "[deny]" in allowed:
+            text = "host memory gets no huge pages, and copies take longer; to allow them: %s"
+            log.info(text, f"echo advise > {_SHARED_HUGE_PAGES}")
     return fd
 
 

@@ -259,3 +259,23 @@ def test_the_kernel_is_asked_for_the_node_of_the_device(node, monkeypatch):
     monkeypatch.setattr(slab_module.ctypes, "CDLL", lambda *_, **__: Libc())
     slab.prefer_node(node)
     assert asked == [[node]]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "is_told"),
+    [
+        ("always within_size advise [never] deny force", True),
+        ("always within_size [advise] never deny force", False),
+        (None, False),
+    ],
+)
+def test_shared_memory_without_huge_pages_is_made_and_told_of(
+    monkeypatch, tmp_path, caplog, allowed, is_told
+):
+    file = tmp_path / "shmem_enabled"
+    if allowed:
+        file.write_text(allowed)
+    monkeypatch.setattr(slab_module, "_SHARED_HUGE_PAGES", file)
+    with caplog.at_level("INFO", "kvoffload"):
+        os.close(create_shared_memory(SLOT))
+    assert (f"echo advise > {file}" in caplog.text) is is_told
