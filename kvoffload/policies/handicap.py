@@ -216,4 +216,5 @@ class HandicapPolicy:
         return sum(map(len, self._queues))
 
     def __contains__(self, key: object) -> bool:
-        return any(key in queue for queue in self._queues)
+        once, twice, thrice, more = self._queues
+        return key in more or key in once or key in twice or key in thrice
