@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[2]
 """Of the checkout."""
 CHILD = "examples/vllm/bench_child.py"
 TINY_MODEL = "examples/vllm/tiny_model.py"
+PEER = ROOT / "tests/engines/vllm_engine"
+"""Has ``peer.py``, with which vLLM's own connector runs on a CPU."""
 MARK = "@@answer "
 SHAPE = {
     "num_hidden_layers": 24,
@@ -26,6 +28,28 @@ SHAPE = {
 vocabulary, 12 KB of KV a token. Smaller models make steps of a few milliseconds."""
 
 
+def ours(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return vLLM's ``kv_transfer_config`` for our connector with these settings."""
+    return {
+        "kv_connector": "KVOffloadConnector",
+        "kv_connector_module_path": "kvoffload.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def theirs(num_bytes: int, **more: Any) -> dict[str, Any]:
+    """Return the same for vLLM's own connector with so much host memory; torch copies there."""
+    extra = {"spec_name": "CpuTieringSpec", "spec_module_path": "peer", "secondary_tiers": []}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {**extra, "cpu_bytes_to_use": num_bytes, **more},
+    }
+
+
 class Engine:
     """A vLLM in another process.
 
@@ -35,9 +59,15 @@ class Engine:
     Args:
         model: folder of the model.
         extra: our settings; None for no connector.
+        transfer: vLLM's ``kv_transfer_config`` in the place of ours.
     """
 
-    def __init__(self, model: str, extra: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        model: str,
+        extra: Mapping[str, Any] | None,
+        transfer: Mapping[str, Any] | None = None,
+    ) -> None:
         options: dict[str, Any] = {
             "model": model,
             "load_format": "dummy",
@@ -48,13 +78,9 @@ class Engine:
             "distributed_executor_backend": "mp",
         }
         if extra is not None:
-            options["kv_transfer_config"] = {
-                "kv_connector": "KVOffloadConnector",
-                "kv_connector_module_path": "kvoffload.connectors.vllm",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": extra,
-            }
+            transfer = ours(extra)
+        if transfer is not None:
+            options["kv_transfer_config"] = transfer
         self.process = subprocess.Popen(
             [_python(), str(ROOT / CHILD), json.dumps(options)],
             stdin=subprocess.PIPE,
@@ -69,6 +95,7 @@ class Engine:
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                 "VLLM_NO_USAGE_STATS": "1",
                 "THP_MEM_ALLOC_ENABLE": "1",
+                "PYTHONPATH": os.pathsep.join((str(ROOT), str(PEER))),
             },
         )
         self._answer()

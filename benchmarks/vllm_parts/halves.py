@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
@@ -39,8 +38,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 BLOCK, LAYERS, HEADS, HEAD = 16, 4, 2, 64
-PEER = Path(__file__).parents[2] / "tests/engines/vllm_engine"
-"""Has ``peer.py``, with which vLLM's own connector runs on a CPU."""
 SCHEDULER_HOOKS = (
     "on_new_request",
     "get_num_new_matched_tokens",
@@ -65,29 +62,6 @@ WORKER_HOOKS = (
     "build_connector_worker_meta",
     "clear_connector_metadata",
 )
-
-
-def ours(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return vLLM's ``kv_transfer_config`` for our connector with these settings."""
-    return {
-        "kv_connector": "KVOffloadConnector",
-        "kv_connector_module_path": "kvoffload.connectors.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
-
-
-def theirs(num_bytes: int, **more: Any) -> dict[str, Any]:
-    """Return the same for vLLM's own connector with so much host memory; torch copies there."""
-    sys.path.insert(0, str(PEER))
-    extra = {"spec_name": "CpuTieringSpec", "spec_module_path": "peer", "secondary_tiers": []}
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {**extra, "cpu_bytes_to_use": num_bytes, **more},
-    }
 
 
 class Meter:

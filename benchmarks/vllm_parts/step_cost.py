@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Row, report, row
-from benchmarks.vllm_parts.halves import BLOCK, Halves, ours, theirs
+from benchmarks.vllm_parts.engine import PEER, ROOT, ours, theirs
+from benchmarks.vllm_parts.halves import BLOCK, Halves
 
-ROOT = Path(__file__).parents[2]
 SIDES = ("scheduler", "worker")
 STEPS = 12
 """Of a block's steps those that begin and end no block."""
@@ -36,6 +36,7 @@ Cost = dict[str, float]
 def run() -> dict[str, Any]:
     """Measure every case with both connectors."""
     found: dict[tuple[str, str], list[Cost]] = {}
+    sys.path.insert(0, str(PEER))
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         script = str(ROOT / "examples/vllm/tiny_model.py")

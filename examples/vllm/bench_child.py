@@ -9,6 +9,7 @@ The orders, of which all but the first two need VLLM_ENABLE_V1_MULTIPROCESSING=0
 * ``lookup``: time the scheduler half's answer for a long prompt.
 * ``switch``: switch the connector off and on again while no request runs.
 * ``decode``: decode a prompt with the connector in some steps only.
+* ``busy``: decode a prompt while further prompts arrive.
 * ``our_cpu``: return the CPU time of our threads.
 """
 
@@ -68,6 +69,29 @@ def main() -> None:
             switch(True)
         return {"steps": steps}
 
+    def busy(prompt: list[int], max_tokens: int, arrivals: list[list[int]], every: int) -> Any:
+        """Serve a prompt; another one arrives after each ``every`` steps and wants one token.
+
+        Returns the seconds between the tokens of the first prompt.
+        """
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        name = f"b{next(numbers)}"
+        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        waiting, steps, last = list(reversed(arrivals)), 0, 0.0
+        times: list[float] = []
+        while engine.has_unfinished_requests():
+            if times and steps % every == 0 and waiting:
+                arrived = {"prompt_token_ids": waiting.pop()}
+                engine.add_request(f"b{next(numbers)}", arrived, one)
+            steps += 1
+            for out in engine.step():
+                if out.request_id.split("-", 1)[0] == name:
+                    now = time.perf_counter()
+                    times.append(now - last)
+                    last = now
+        return {"times": times[1:], "left": len(waiting)}
+
     def reset() -> bool:
         return llm.reset_prefix_cache()
 
@@ -116,6 +140,7 @@ def main() -> None:
     calls: dict[str, Callable[..., Any]] = {
         "serve": serve,
         "decode": decode,
+        "busy": busy,
         "reset": reset,
         "lookup": lookup,
         "switch": switch,

@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
-from benchmarks.vllm_parts.halves import BLOCK, Halves, ours
+from benchmarks.vllm_parts.engine import ours
+from benchmarks.vllm_parts.halves import BLOCK, Halves
 
 ROOT = Path(__file__).parents[3]
 IDLE_SCHEDULER, IDLE_WORKER, A_TIER = 15, 23, 8

@@ -128,6 +128,13 @@ class Vllm:
             for request, tables in new
         ]
         output.num_scheduled_tokens = scheduled or {}
+        running = output.scheduled_cached_reqs
+        running.req_ids = list(output.num_scheduled_tokens.keys() - {r.request_id for r, _ in new})
+        running.new_block_ids = [None] * len(running.req_ids)
+        statuses = self.half._req_status
+        running.num_computed_tokens = [
+            statuses[name].req.num_computed_tokens for name in running.req_ids
+        ]
         output.finished_req_ids = set(finished)
         orders = self.half.build_connector_meta(output)
         report = WorkerReport()

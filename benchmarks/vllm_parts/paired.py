@@ -1,0 +1,129 @@
+"""Time between tokens with a connector and without, for ours and for vLLM's own; CPU.
+
+    python -m benchmarks.vllm_parts.paired        about 5 minutes on two idle cores
+
+A tiny model, so that a step takes about 3 ms. Each engine is compared with itself: its connector is
+removed and put back (see :mod:`benchmarks.vllm_parts.cost`). Of vLLM's own connector torch does the
+copies, because its copies need a GPU.
+
+* Nothing to reuse: one request decodes; the connector is in every other two steps.
+* Under load: a request decodes, and every few steps a prompt arrives. Prompts that are computed and
+  stored alternate with prompts that begin with a stored prefix, which is loaded. Without the
+  connector the prefix is left out. So both sides compute as many tokens.
+"""
+
+import itertools
+import json
+import random
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Row, report, row
+from benchmarks.vllm_parts import cost
+from benchmarks.vllm_parts.engine import Engine, make_model, ours, prompt, theirs
+
+REQUESTS = 20
+ROUNDS = 12
+PREFIX, TAIL = 512, 32
+PREFIXES = 8
+EVERY = 6
+TOKENS = 2 * PREFIXES * EVERY + 1
+HOST, SMALL_HOST = 1 << 30, 12 << 20
+"""Host memory for all prefixes, and for less than half of them, so that a disk is read."""
+CALM_S = 0.3
+GOALS = {"host memory": 1.02, "host memory and disk": 1.03}
+LOAD_GOAL = 1.10
+
+
+def run() -> dict[str, Any]:
+    """Measure all engines."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = make_model(folder / "tiny")
+        for case, transfers in _transfers(folder).items():
+            for who, transfer in transfers.items():
+                with Engine(model, None, transfer) as engine:
+                    rows += _measure(engine, f"{case}, {who}", GOALS[case])
+    return report("vllm_paired", rows)
+
+
+def _transfers(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    disk = {"type": "disk", "root": str(folder / "ours"), "min_free": 0}
+    files = {"type": "fs", "root_dir": str(folder / "theirs")}
+    return {
+        "host memory": {"ours": ours({"cpu_bytes": HOST}), "vLLM's": theirs(HOST)},
+        "host memory and disk": {
+            "ours": ours({"cpu_bytes": SMALL_HOST, "backends": [disk]}),
+            "vLLM's": theirs(SMALL_HOST, secondary_tiers=[files]),
+        },
+    }
+
+
+def _measure(engine: Engine, case: str, goal: float) -> list[Row]:
+    rng = random.Random(1)
+    found = cost.nothing_yet()
+    engine.serve(prompt(rng, PREFIX), 8, CALM_S)
+    cost.measure_tokens(engine, rng, found, REQUESTS)
+    quiet = [pair.one / pair.other for pair in found.per_token]
+    noise = [pair.one / pair.other for pair in found.per_token_noise]
+    step_s = statistics.median(pair.other for pair in found.per_token) / ((cost.ANSWER - 1) / 2)
+    return [
+        _row(f"nothing to reuse, {case} (a step takes {step_s * 1e3:.1f} ms)", quiet, goal),
+        _row(f"noise of it, {case}", noise, goal),
+        *_under_load(engine, rng, case),
+    ]
+
+
+def _under_load(engine: Engine, rng: random.Random, case: str) -> list[Row]:
+    prefixes = [prompt(rng, PREFIX) for _ in range(PREFIXES)]
+    for prefix in prefixes:
+        engine.serve(prefix, 8, CALM_S)
+    times: dict[bool, list[float]] = {True: [], False: []}
+    loaded = []
+    for order in itertools.islice(itertools.cycle(cost.REQUEST_ORDERS), ROUNDS // 2):
+        for on in order:
+            engine.ask("switch", on=True)
+            engine.ask("reset")
+            engine.ask("switch", on=on)
+            arrivals = []
+            for prefix in prefixes:
+                known = [*prefix, *prompt(rng, TAIL)] if on else prompt(rng, TAIL)
+                arrivals += [known, prompt(rng, PREFIX)]
+            asked = {"prompt": prompt(rng, PREFIX), "max_tokens": TOKENS, "every": EVERY}
+            answer = engine.ask("busy", arrivals=arrivals, **asked)
+            times[on] += answer["times"]
+            loaded.append(answer["left"])
+            engine.serve(prompt(rng, TAIL), 4, CALM_S)
+    engine.ask("switch", on=True)
+    with_s, without_s = (sorted(times[on]) for on in (True, False))
+    p99 = _at(with_s, 0.99) / _at(without_s, 0.99)
+    middle = _at(with_s, 0.5) / _at(without_s, 0.5)
+    total = sum(with_s) / sum(without_s)
+    return [
+        row(
+            f"p99 under stores and loads, {case} (without {_at(without_s, 0.99) * 1e3:.1f} ms; "
+            f"median {middle:.3f}, sum {total:.3f}; {len(with_s)} steps each)",
+            p99,
+            "×",
+            LOAD_GOAL,
+            "goal",
+        )
+    ]
+
+
+def _at(ordered: Sequence[float], part: float) -> float:
+    return ordered[min(len(ordered) - 1, int(len(ordered) * part))]
+
+
+def _row(case: str, ratios: Sequence[float], goal: float) -> Row:
+    low, high = cost.interval_of_median(ratios)
+    name = f"{case}; {len(ratios)} pairs, 95 % interval {low:.4f} to {high:.4f}"
+    return row(name, statistics.median(ratios), "×", goal, "goal")
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(), indent=1))
