@@ -119,7 +119,7 @@ class IOClient:
         try:
             self._await_stores(OPEN_S)
         except BaseException:
-            self.close()
+            self.close(KILLED_S)
             raise
 
     # ---- on any thread ----
@@ -258,9 +258,10 @@ class IOClient:
             case Arrived():
                 self._jobs.arrived(message)
             case Answered():
-                job = self._jobs.answered(message)
-                if job is not None:
-                    self.tiers[job.order.tier].moved(job.order, message)
+                order = self._jobs.order(message.job)
+                if order is not None:  # known before it is answered
+                    self.tiers[order.tier].moved(order, message)
+                self._jobs.answered(message)
             case Opened():
                 for opened in message.tiers:
                     self.tiers[opened.name].opened(opened.has_index, opened.is_shared)
@@ -356,7 +357,7 @@ class IOClient:
         self._is_restarted = True
         try:
             self._connect()
-        except OSError as error:
+        except Exception as error:  # no descriptors, no memory, no threads
             log.error("the I/O server cannot be started again: %s", error)
             self._restart_later(now_s)
 

@@ -76,6 +76,11 @@ class IOJobs:
         """When the oldest job was cancelled whose slots are not released."""
         return next((job.cancelled_s for job in self._late.values()), None)
 
+    def order(self, number: int) -> Load | Store | None:
+        """Return what a job that is not answered was asked for."""
+        job = self._jobs.get(number)
+        return job.order if job else None
+
     def add(self, order: Load | Store, listener: Listener, timeout_s: float) -> bool:
         """Expect the answer to a job, on any thread; return whether no other is in flight."""
         was_idle, now_s = not self._jobs, time.monotonic()
@@ -89,18 +94,23 @@ class IOJobs:
             self._has_moved(job)
             job.listener.arrived(message.numbers)
 
-    def answered(self, message: Answered) -> IOJob | None:
-        """Take in an answer; return the job unless it was answered before."""
+    def answered(self, message: Answered) -> None:
+        """Take in an answer, unless the job was answered before.
+
+        Raises:
+            ValueError: it is no answer to this job; the job still has none.
+        """
         if late := self._late.pop(message.job, None):
             late.listener.released()
         if job := self._jobs.get(message.job):
+            if len(message.ok) != len(job.order.keys):
+                raise ValueError(f"{len(message.ok)} answers for {len(job.order.keys)} chunks")
             if isinstance(job.order, Load) and any(message.ok):
                 self._has_moved(job)
             del self._jobs[message.job]
             is_late = job.cancelled_s and not all(message.ok)
             reason = "deadline" if is_late else message.reason
             job.listener.ended(message.ok, reason, True, message.io_time_s)
-        return job
 
     def _has_moved(self, job: IOJob) -> None:
         """Defer the deadlines of a load whose chunk arrived, and of loads that wait behind it."""

@@ -12,6 +12,8 @@ import msgspec
 
 VERSION = 2
 _LENGTH_BYTES = 4
+MOST_BYTES = 1 << 28
+"""A longer message is none of ours: its length is garbage."""
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -247,7 +249,9 @@ class Frames:
         with memoryview(self._buffer) as view:
             while end - start >= _LENGTH_BYTES:
                 body = start + _LENGTH_BYTES
-                after = body + int.from_bytes(view[start:body], "little")
+                after = body + (length := int.from_bytes(view[start:body], "little"))
+                if length > MOST_BYTES:
+                    raise msgspec.DecodeError(f"a message of {length} bytes")
                 if after > end:
                     break
                 message = self._decoder.decode(view[body:after])

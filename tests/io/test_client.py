@@ -119,6 +119,15 @@ def test_a_store_without_an_index_is_asked_in_one_question(rig, until, planned, 
     assert tier.holds(KEYS[0]) is False
 
 
+def test_a_chunk_is_there_when_its_store_is_answered(rig, until, planned, listener):
+    client = rig.open(("shy", "shy", planned.options))
+    tier, seen = client.tiers["shy"], []
+    until(lambda: tier.holds(KEYS[0]) is False)
+    listener.ended = lambda *_: seen.append(tier.holds(KEYS[0]))
+    client.store("shy", KEYS[:1], [0], 4096, listener)
+    assert until(lambda: seen) == [True]
+
+
 def test_evictions_and_figures_are_known_when_the_store_is_answered(rig, until, listener):
     client = rig.open(("memory", "memory", {"capacity": 3 * 4096}))
     client.store("memory", KEYS[:5], range(5), 4096, listener)

@@ -123,19 +123,20 @@ def test_a_socket_that_is_full_holds_up_no_submission(process_rig, until):
     assert until(lambda: again.answers) == [([True] * 8, "", True)]
 
 
-def test_it_is_started_again_when_there_are_descriptors_again(
-    process_rig, until, monkeypatch, caplog
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("no thread")])
+def test_it_is_started_again_when_that_is_possible_again(
+    process_rig, until, monkeypatch, caplog, error
 ):
     client = process_rig.open()
     real, tries = client._start, []
 
-    def out_of_descriptors():
+    def cannot():
         tries.append(1)
         if len(tries) < 3:
-            raise OSError(24, "Too many open files")
+            raise error
         return real()
 
-    monkeypatch.setattr(client, "_start", out_of_descriptors)
+    monkeypatch.setattr(client, "_start", cannot)
     client._peer.kill()
     until(lambda: len(tries) == 3 and not client._is_opening)
     process_rig.store(client, "memory", KEYS, until)
@@ -159,6 +160,21 @@ def test_killed_before_it_opened_it_is_an_error_of_the_start(process_rig, monkey
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ConfigError, match="ended before it had opened the tiers"):
         process_rig.open()
+
+
+def test_a_store_that_hangs_while_it_is_opened_is_an_error_of_the_start(
+    process_rig, planned, monkeypatch
+):
+    from kvoffload.errors import ConfigError
+
+    monkeypatch.setattr(io_client, "OPEN_S", 0.5)
+    planned.set(process=Process("hung_open", 60))
+    real, begun_s, peers = process_rig.start, time.monotonic(), []
+    monkeypatch.setattr(process_rig, "start", lambda: peers.append(real()) or peers[-1])
+    with pytest.raises(ConfigError, match="to open the tiers"):
+        process_rig.open(("planned", "planned", planned.options))
+    assert time.monotonic() - begun_s < 10
+    assert has_ended(peers[0].pid)
 
 
 ENGINE = """

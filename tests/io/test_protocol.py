@@ -34,3 +34,8 @@ def test_sizes_are_one_number_or_one_for_each_chunk():
     for sizes in (4096, [1, 2]):
         (load,) = Frames(to_server=True).feed(frame(Load(1, "t", [b"a", b"b"], [0, 1], sizes)))
         assert load.sizes == sizes
+
+
+def test_a_message_that_is_too_long_to_be_one_is_refused_at_once():
+    with pytest.raises(msgspec.DecodeError, match="1347703880 bytes"):
+        list(Frames(to_server=True).feed(b"HTTP/1.1 200 OK"))

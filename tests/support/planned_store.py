@@ -1,9 +1,9 @@
 """A store whose faults a file plans: also in an I/O process, which a test cannot reach into.
 
 Register it with :func:`installed`, and set the plan with :meth:`Planned.set`. Beside the faults of
-:mod:`kvoffload.testing.faults` the plan knows ``stop`` and ``kill`` of the process, ``queue``:
-reads sleep one after the other, and ``stubborn``: a read ignores its cancellation and writes to its
-memory at the end.
+:mod:`kvoffload.testing.faults` the plan knows ``stop`` and ``kill`` of the process, ``hung_open``,
+``queue``: reads sleep one after the other, and ``stubborn``: a read ignores its cancellation and
+writes to its memory at the end.
 """
 
 import asyncio
@@ -42,6 +42,8 @@ class PlannedStore(FaultyBackend):
         self._file = options.plan
         if refuse := self._plans().refuse:
             raise ConfigError("root", refuse, "must be better")
+        if (plan := self._plans().process) and plan.fault == "hung_open":
+            time.sleep(plan.seconds)
         kind, wanted = "memory", {"capacity": "64MiB"}
         if options.root:
             kind, wanted = "disk", {"root": options.root, "capacity": "64MiB", "min_free": 0}
