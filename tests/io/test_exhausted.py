@@ -39,7 +39,9 @@ def test_stopped(engine, monkeypatch, is_continued):
     assert (engine.died, engine.pid == pid) == (not is_continued, is_continued)
 
 
-@pytest.mark.parametrize("room_bytes", [0, 1 << 20, 4 << 20])
+@pytest.mark.parametrize(
+    "room_bytes", [0, *(pytest.param(n << 20, marks=pytest.mark.chaos) for n in (1, 4))]
+)
 def test_out_of_memory(engine, room_bytes):
     pid = engine.pid
     limit = psutil.Process(pid).memory_info().vms + room_bytes

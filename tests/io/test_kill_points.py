@@ -23,7 +23,7 @@ ACTS = {
 
 RECOVERY_S = 5.0
 """Two seconds, and what other tests take of two cores."""
-ALWAYS = ("preadv:half", "Arrived:sent", "pwritev:half", "Opened:unsent", "Renew:received")
+ALWAYS = ("preadv:half", "Arrived:sent", "pwritev:half", "Opened:unsent")
 """The points of ``make test``; ``make chaos`` has all."""
 
 

@@ -50,7 +50,7 @@ def kill_while_it_starts(engine, draw):
 @pytest.mark.parametrize(
     ("slots", "kills"),
     [
-        (6, 10),
+        (6, 4),
         *(
             pytest.param(slots, 250, marks=[pytest.mark.chaos, pytest.mark.timeout(3600)])
             for slots in (3, 6, 12, 40)
@@ -81,5 +81,5 @@ def test_killed_at_random_it_costs_only_misses(
     times_s.sort()
     print(f"{engine.died} deaths, {engine.connector.stats()['transfers']}")
     print("seconds to hits again: median", times_s[len(times_s) // 2], "longest", times_s[-5:])
-    if kills > 10:
+    if kills == 250:
         assert times_s[len(times_s) * 99 // 100] < RECOVERY_S
