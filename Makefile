@@ -18,7 +18,8 @@ test: check redis-server
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal -m 'not chaos and not alone'
 	$(BIN)/python -m pytest -m 'alone and not chaos'
 
-# The long forms: 10,000 lives of a folder, most ended by SIGKILL, a million steps of the manager, every fault at full length.
+# The long forms: 10,000 lives of a folder, most ended by SIGKILL, 1,000 deaths of an I/O process,
+# a million steps of the manager, every fault at full length.
 chaos: $(READY) redis-server
 	@$(BIN)/python -c 'import atheris' 2>/dev/null \
 	  || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'atheris>=3.0,<4' \
