@@ -72,6 +72,8 @@ class _TierLoads:
     in_flight: int = 0
     free_s: float = 0.0
     """When all that is in flight should have arrived."""
+    queue_s: float = 0.0
+    """What the loads in flight were expected to take, one after the other."""
     ended_s: float = -math.inf
     declines: int = 0
     """Requests declined since a load last began."""
@@ -122,8 +124,8 @@ class Promises:
         self._load_timeout_s = load_timeout_s
         self._clock = clock
         self._loads: dict[str, _TierLoads] = {}
-        self._in_flight: dict[int, dict[str, int]] = {}
-        """Job → bytes that it loads from each tier."""
+        self._in_flight: dict[int, dict[str, tuple[int, float]]] = {}
+        """Job → bytes that it loads from each tier, and the seconds expected for them."""
         self._declined: dict[str, dict[str, str]] = {}
         """Request → reason for each of its declined tiers."""
 
@@ -134,12 +136,15 @@ class Promises:
         if not isinstance(job.spec, StagedLoadStoreSpec):
             return
         now_s = self._clock()
-        num_bytes = {f.tier: self._host.bytes_of_all(f.keys) for f in job.spec.fetches}
-        self._in_flight[job.id] = num_bytes
-        for name, count in num_bytes.items():
-            loads = self._loads.setdefault(name, _TierLoads())
+        parts = self._in_flight[job.id] = {}
+        for fetch in job.spec.fetches:
+            loads = self._loads.setdefault(fetch.tier, _TierLoads())
+            num_bytes = self._host.bytes_of_all(fetch.keys)
+            seconds = loads.times.seconds(num_bytes) or 0.0
+            parts[fetch.tier] = num_bytes, seconds
             loads.is_probing = loads.is_to_probe(now_s)
-            loads.free_s = max(now_s, loads.free_s) + (loads.times.seconds(count) or 0.0)
+            loads.free_s = max(now_s, loads.free_s) + seconds
+            loads.queue_s += seconds
             loads.in_flight += 1
             loads.declines = 0
 
@@ -149,20 +154,23 @@ class Promises:
         A load that brought nothing tells nothing, nor does one that ended at its deadline.
         """
         now_s, arrived = self._clock(), sum(ok) / max(1, len(ok))
-        for name, count in self._in_flight.get(job_id, {}).items():
+        for name, (num_bytes, expected_s) in self._in_flight.get(job_id, {}).items():
             loads = self._loads[name]
             # Loads that run at the same time share the tier: a second counts for one of them.
             busy_s = min(seconds, now_s - loads.ended_s)
             if seconds > 0 and arrived and reason != "deadline":
-                if loads.is_probing and 2 * busy_s < (loads.times.seconds(count) or 0.0):
+                if loads.is_probing and 2 * busy_s < expected_s:
                     loads.times = LoadTimes()
-                loads.times.add(count * arrived, busy_s)
+                loads.times.add(num_bytes * arrived, busy_s)
             loads.ended_s = now_s
 
     def ended(self, job: LoadJob) -> None:
         """Note that a load has ended."""
-        for name in self._in_flight.pop(job.id, ()):
-            self._loads[name].in_flight -= 1
+        for name, (_, expected_s) in self._in_flight.pop(job.id, {}).items():
+            loads = self._loads[name]
+            loads.in_flight -= 1
+            loads.queue_s -= expected_s
+            loads.free_s = min(loads.free_s, self._clock() + loads.queue_s)
 
     # ---- decisions ----
 

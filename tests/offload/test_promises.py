@@ -134,6 +134,22 @@ def test_what_waits_in_the_queue_of_a_tier_counts():
     assert engine.find(c, engine.context()) == 100
 
 
+def test_a_load_that_ends_early_leaves_the_queue_early():
+    a, b, c = keys("a", 100), keys("b", 100), keys("c", 100)
+    engine = Engine([*a, *b, *c])
+    engine.learn(a)
+    engine.compute(700)  # 2.3 s for a prompt
+    first, second = engine.begin(a), engine.begin(b)
+    assert engine.find(c, engine.context()) == 0
+    engine.now_s += 0.1
+    engine.end(first, 0.1)
+    assert engine.find(c, engine.context()) == 100  # one second for the other, and one for it
+    engine.now_s += 0.1
+    engine.end(second, 0.2)
+    engine.begin(a)
+    assert engine.find(c, engine.context()) == 100
+
+
 def test_loads_that_run_at_the_same_time_do_not_make_a_tier_look_slow():
     a, b = keys("a", 100), keys("b", 100)
     engine = Engine([*a, *b])
