@@ -1,7 +1,7 @@
 """Third parties' backends that misbehave by a plan in a file, for engines in other processes.
 
 ``faulty`` is a disk store, ``shy`` one that cannot say at once what it holds. The plan is JSON:
-``{"tier": [plans of kvoffload.testing.faults], "copy": {"fault": "fail" or "raise", "every": 3}}``;
+``{"tier": [plans of kvoffload.testing.faults], "copy": {"fault": "fail", "every": 3}}``;
 ``copy`` strikes the copies between the KV cache and host memory in vLLM's processes. ``trickle``
 lets chunks come one after the other, those of a later load after those of an earlier one.
 """
@@ -11,15 +11,19 @@ import os
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from kvoffload.backends.disk.backend import DiskBackend
 from kvoffload.testing.faults import FaultyBackend, Plan
 from kvoffload.transfer.cpu.copier import CpuCopier
+from kvoffload.transfer.layout import Moves
 
 
 class CopyPlan(msgspec.Struct):
-    fault: Literal["fail", "raise"]
-    """``fail``: nothing is copied, and the fence says so. ``raise``: it cannot even begin."""
+    fault: Literal["fail", "raise", "repeat"]
+    """``fail``: nothing is copied, and the fence says so. ``raise``: it cannot even begin.
+    ``repeat``: a load copies its first chunk into the blocks of all, and the fence says nothing.
+    Chunks exchanged with one another would be no fault: keys hold their positions."""
     every: int = 1
 
 
@@ -127,6 +131,10 @@ class FaultyCopies:
                 if cls.calls % plan.every == 0:
                     if plan.fault == "raise":
                         raise cls.error
+                    if plan.fault == "repeat":
+                        return cls.real(
+                            copier, moves if to_host else repeated(moves), to_host, after
+                        )
                     return cls()  # a fence, and nothing has been copied
             return cls.real(copier, moves, to_host, after)
 
@@ -137,3 +145,12 @@ class FaultyCopies:
 
     def wait(self, timeout_s=None):
         return True
+
+
+def repeated(moves):
+    """Return moves of the first chunk of each group into the blocks of all its chunks."""
+    chunks = moves.chunks.copy()
+    slots, groups = chunks[0], chunks[1]
+    for group in np.unique(groups):
+        slots[groups == group] = slots[groups == group][0]
+    return Moves(chunks, moves.block_ids)
