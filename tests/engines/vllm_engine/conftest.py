@@ -21,7 +21,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.vllm_engine.outcomes import pytest_runtest_logreport, pytest_sessionfinish
 from tests.engines.vllm_engine.traffic import Traffic
+
+__all__ = ["pytest_runtest_logreport", "pytest_sessionfinish"]
 
 ROOT = Path(__file__).parents[3]
 CHILD = Path(__file__).parent / "child.py"
