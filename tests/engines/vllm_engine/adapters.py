@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-
 
 def make_adapter(folder, model, seed):
     """Write a LoRA adapter with random weights for a tiny model."""
+    import torch
+    from safetensors.torch import save_file
+
     folder.mkdir()
     sizes = json.loads((Path(model) / "config.json").read_text())
     hidden, layers, head = (
