@@ -128,7 +128,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         int | None, msgspec.Meta(extra_json_schema={"minimum": 1, "maximum": 65535})
     ] = None
     """A port for an HTTP endpoint with metrics for Prometheus; needs the extra ``metrics``. Under
-    vLLM each worker has one, at this port plus its rank. By default there is none."""
+    vLLM each worker has one: rank 0 at this port, rank 1 at the next, those of the second
+    data-parallel replica after them. By default there is none."""
     metrics_host: str = "127.0.0.1"
     """The address of that endpoint. It has no password: keep it on the machine, or in a network
     whose members may all read it."""

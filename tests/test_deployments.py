@@ -14,10 +14,8 @@ from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.registry import check_plugins
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-UNITS = [
-    *sorted(path.name for path in (EXAMPLES / "systemd").glob("kvoffload-*.*")),
-    "vllm.service",
-]
+UNITS = ["vllm.service"]
+UNITS += sorted(path.name for path in (EXAMPLES / "systemd").glob("kvoffload-*.*"))
 
 
 def is_right(settings):

@@ -12,7 +12,6 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import cache
-from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import NoneType
@@ -293,7 +292,9 @@ by Control-C.
 def _click_command(name: str) -> Any:
     import typer
 
-    module = import_module(f"kvoffload.cli.{name}")
+    from kvoffload.cli.main import module_of
+
+    module = module_of(name)
     if hasattr(module, "app"):
         return typer.main.get_command(module.app)
     app = typer.Typer(add_completion=False)

@@ -8,6 +8,7 @@ import io
 import os
 import sys
 from importlib import import_module
+from types import ModuleType
 from typing import Annotated
 
 import kvoffload
@@ -24,7 +25,7 @@ COMMANDS: dict[str, str] = {
     "gc": "Remove chunks and leftovers from a folder, or a namespace from a Redis.",
     "size": "Say how much memory a trace and a model need for what hit rate.",
 }
-"""Command → one-line help. ``kvoffload.cli.<command>`` has ``command``, or ``app`` with several."""
+"""Command → one-line help. Its module has ``command``, or ``app`` with several."""
 
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
@@ -70,7 +71,7 @@ def main() -> None:
         if asked is None or asked not in COMMANDS:
             app.command(name, help=summary)(lambda: None)  # listed in --help without its imports
         elif asked == name:
-            module = import_module(f"kvoffload.cli.{name}")
+            module = module_of(name)
             if hasattr(module, "app"):
                 app.add_typer(module.app, name=name)
             else:
@@ -91,6 +92,12 @@ def main() -> None:
         if error.errno != errno.EPIPE:
             print(f"kvoffload: the output cannot be written: {error.strerror}", file=sys.stderr)
         sys.exit(1)
+
+
+def module_of(command: str) -> ModuleType:
+    """Import the module of a command: it has the command's name, where no other module has it."""
+    name = "config_command" if command == "config" else command
+    return import_module(f"kvoffload.cli.{name}")
 
 
 def _asked() -> str | None:

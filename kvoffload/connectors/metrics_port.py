@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def serve_metrics(
-    config: OffloadConfig, read: Callable[[], Iterable[Sample]], rank: int = 0
+    config: OffloadConfig, read: Callable[[], Iterable[Sample]], number: int = 0
 ) -> "MetricsServer | None":
     """Open an endpoint if the settings name a port.
 
     Args:
         config: the settings.
         read: returns the samples of a scrape, on any thread.
-        rank: added to the port.
+        number: of the worker among all; added to the port.
 
     Raises:
         ConfigError: nothing can listen there, or the extra ``metrics`` is not installed.
@@ -30,4 +30,4 @@ def serve_metrics(
         from kvoffload.metrics import MetricsServer
     except ImportError as error:
         raise ConfigError("metrics_port", config.metrics_port, error.msg) from error
-    return MetricsServer(config.metrics_host, config.metrics_port + rank, read)
+    return MetricsServer(config.metrics_host, config.metrics_port + number, read)

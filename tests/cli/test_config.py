@@ -6,7 +6,7 @@ import os
 import fastjsonschema
 import pytest
 
-from kvoffload.cli.config import Engine, json_schema
+from kvoffload.cli.config_command import Engine, json_schema
 from kvoffload.cli.main import main
 from kvoffload.config import OffloadConfig
 from kvoffload.config_sources import gather, read_file
@@ -117,6 +117,11 @@ def test_a_probe_examines_each_tier(kvoffload, tmp_path):
     code, out, _ = kvoffload("check", json.dumps(wrong), "--probe")
     assert code == 1
     assert "backends[1] redis: " in out
+    absent = {"cpu_bytes": 1, "backends": [disk | {"root": str(tmp_path / "absent")}, disk]}
+    code, out, _ = kvoffload("check", json.dumps(absent), "--probe", "--json")
+    assert code == 1
+    assert next(each[0]["verdict"] for each in json.loads(out)["tiers"].values()) == "failed"
+    assert "backends[1] disk" in out
     assert "failed" in out
 
 

@@ -139,10 +139,15 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
                     self._spec.close()  # or its memory stays pinned
                     raise
         self._tiers = self._spec.tiers
-        rank = self.vllm_config.parallel_config.rank
+        parallel = self.vllm_config.parallel_config
+        rank = parallel.rank
         try:
-            figures = self._transfers.figures
-            self._metrics = serve_metrics(self.settings, lambda: samples_of_worker(figures()), rank)
+            figures, number = self._transfers.figures, rank
+            if self.settings.metrics_port is not None:  # replicas of a machine have equal ranks
+                number += parallel.data_parallel_index * parallel.world_size
+            self._metrics = serve_metrics(
+                self.settings, lambda: samples_of_worker(figures()), number
+            )
         except BaseException:
             self._spec.close()
             raise

@@ -227,11 +227,14 @@ def _probe(config: OffloadConfig) -> dict[str, list[Finding]]:
         factory = getattr(factory, "admin", factory)
         if isinstance(factory, type) and not offers(factory, "doctor"):
             continue
+        name = f"backends[{i}] {tier.type}"
         try:
-            findings[f"backends[{i}] {tier.type}"] = asyncio.run(examine(tier))
+            findings[name] = asyncio.run(examine(tier))
+        except ConfigError as error:
+            findings[name] = [Finding(error.field, "failed", f"{error.value!r}", error.remedy)]
         except OSError as error:
             failed = Finding("reachable", "failed", str(error), "check address, rights and path")
-            findings[f"backends[{i}] {tier.type}"] = [failed]
+            findings[name] = [failed]
     return findings
 
 
