@@ -41,8 +41,8 @@ class Pool:
 class File:
     """The ``file`` backend, called as HiCache calls it."""
 
-    def __init__(self, config: HiCacheStorageConfig, pool: Pool, folder: Path) -> None:
-        self.backend = HiCacheFile(config, str(folder))
+    def __init__(self, pool: Pool, folder: Path) -> None:
+        self.backend = HiCacheFile(make_config(), str(folder))
         self.pool = pool
 
     def save(self, keys: list[str], pages: range) -> bool:
@@ -66,8 +66,9 @@ class File:
 class Ours:
     """KVOffloadHiCache, with pages of the host pool in place."""
 
-    def __init__(self, config: HiCacheStorageConfig, pool: Pool, folder: Path, form: str) -> None:
-        disk = {"type": "disk", "root": str(folder), "capacity": "8GiB", "min_free": 0}
+    def __init__(self, pool: Pool, folder: Path, form: str, **disk: Any) -> None:
+        disk |= {"type": "disk", "root": str(folder), "capacity": "8GiB", "min_free": 0}
+        config = make_config()
         config.extra_config = {"interface_v1": 1, "backends": [disk], "io": form}
         self.backend = storage.KVOffloadHiCache(config, {})
         self.backend.register_mem_pool_host(pool)
@@ -94,7 +95,7 @@ def tokens(pages: range) -> torch.Tensor:
     return torch.arange(pages.start * TOKENS, pages.stop * TOKENS)
 
 
-def config() -> HiCacheStorageConfig:
+def make_config() -> HiCacheStorageConfig:
     return HiCacheStorageConfig(
         tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1,
         is_mla_model=False, enable_storage_metrics=False, is_page_first_layout=True, model_name="m",
@@ -125,9 +126,10 @@ def main() -> None:
     pool = Pool(options.pages, options.page_bytes)
     with tempfile.TemporaryDirectory() as folder:
         stores = {
-            "file": File(config(), pool, Path(folder, "file")),
-            "kvoffload, I/O process": Ours(config(), pool, Path(folder, "process"), "process"),
-            "kvoffload, I/O thread": Ours(config(), pool, Path(folder, "thread"), "thread"),
+            "file": File(pool, Path(folder, "file")),
+            "kvoffload": Ours(pool, Path(folder, "process"), "process"),
+            "kvoffload, io thread": Ours(pool, Path(folder, "thread"), "thread"),
+            "kvoffload, buffered": Ours(pool, Path(folder, "buffered"), "process", io="buffered"),
         }
         times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in stores}
         for turn in range(options.rounds):

@@ -35,9 +35,9 @@ def main() -> None:
         done = engine.flush_cache()
         return bool(getattr(done, "success", done))
 
-    def storage(verb: str, **arguments: Any) -> bool:
+    def storage(action: str, **arguments: Any) -> bool:
         """Attach, detach or clear the storage while the engine serves."""
-        call = getattr(engine.tokenizer_manager, f"{verb}_hicache_storage")
+        call = getattr(engine.tokenizer_manager, f"{action}_hicache_storage")
         return bool(engine.loop.run_until_complete(call(**arguments)).success)
 
     verbs = {"generate": generate, "flush": flush, "storage": storage}

@@ -50,6 +50,7 @@ class Engine:
             "page_size": PAGE,
             "mem_fraction_static": 0.3,
             "random_seed": 1,
+            "log_level": "warning",
         }
         if storage is not None:
             settings |= {

@@ -16,7 +16,7 @@ def test_flat_pages_and_storage_attached_while_serving(start, prompt, tiers, dis
     asked = prompt(1)
     told = engine.generate(asked)["tokens"]
     engine.wait_stored(asked, told)
-    assert engine.ask("storage", verb="detach") is True
+    assert engine.ask("storage", action="detach") is True
     engine.forget()
     answer = engine.generate(asked)
     assert answer["tokens"] == told
@@ -25,9 +25,9 @@ def test_flat_pages_and_storage_attached_while_serving(start, prompt, tiers, dis
         "hicache_storage_backend": "dynamic",
         "hicache_storage_backend_extra_config_json": json.dumps(extra),
     }
-    assert engine.ask("storage", verb="attach", **attach) is True
+    assert engine.ask("storage", action="attach", **attach) is True
     engine.wait_stored(asked, told)
-    assert engine.ask("storage", verb="clear") is True
+    assert engine.ask("storage", action="clear") is True
     other = prompt(2)
     told = engine.generate(other)["tokens"]
     engine.wait_stored(other, told)
