@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 from kvoffload.messages import OffloadKey
 
+MIN_REMEMBERED = 1 << 16
+
 
 class AdmissionFilter:
     """Counts the requests that each chunk was seen in, for a bounded number of chunks.
@@ -48,3 +50,9 @@ class AdmissionFilter:
     def clear(self) -> None:
         """Forget everything."""
         self._seen.clear()
+
+
+def make_filter(threshold: int, num_slots: int) -> AdmissionFilter | None:
+    """Make the filter of a host cache with so many slots; None if each chunk is to be stored."""
+    limit = max(MIN_REMEMBERED, 2 * num_slots)
+    return AdmissionFilter(threshold, limit) if threshold > 1 else None

@@ -13,6 +13,8 @@ DROPPED = "dropped"
 NOT_ADMITTED = "not_admitted"
 NOT_WANTED = "not_wanted"
 OTHER_NAMESPACE = "other_namespace"
+REMEMBERED_MISSES = 1 << 15
+"""Chunks whose reasons are remembered."""
 MAX_EVENTS = 1 << 16
 """Events kept for a consumer that may never take them. The oldest are dropped, and the consumer
 gets an event with the reason LOST."""
@@ -67,12 +69,11 @@ class EventLog:
     """Keeps events until a consumer takes them, and remembers the reasons of misses.
 
     Args:
-        remembered: chunks whose reasons are remembered.
         counters: where ``events_lost`` is counted.
     """
 
-    def __init__(self, remembered: int, counters: Counter[str]) -> None:
-        self.reasons = MissReasons(remembered)
+    def __init__(self, counters: Counter[str]) -> None:
+        self.reasons = MissReasons(REMEMBERED_MISSES)
         self._counters = counters
         self._events: deque[OffloadingEvent] = deque()
         # Media of events that were dropped since events were last taken.

@@ -14,7 +14,7 @@ from itertools import count
 
 from kvoffload.config import HARMLESS_HINTS
 from kvoffload.errors import UsageError
-from kvoffload.offload.admission import AdmissionFilter
+from kvoffload.offload.admission import make_filter
 from kvoffload.offload.base import (
     CPULoadStoreSpec,
     Job,
@@ -42,9 +42,6 @@ from kvoffload.offload.stats import ManagerStats, Stats, collect
 from kvoffload.offload.tiers import Tier, WriteThrough
 
 __all__ = ["CPU", "Tier", "TieredOffloadingManager"]
-
-REMEMBERED_MISSES = 1 << 15
-MIN_REMEMBERED_FOR_ADMISSION = 1 << 16
 
 
 class TieredOffloadingManager(OffloadingManager):
@@ -85,12 +82,11 @@ class TieredOffloadingManager(OffloadingManager):
         self._caching = caching
         self._promote = promote
         self._hints = HintReader(self.counters, client_hints)
-        limit = max(MIN_REMEMBERED_FOR_ADMISSION, 2 * host.num_slots)
-        self._admission = AdmissionFilter(store_threshold, limit) if store_threshold > 1 else None
+        self._admission = make_filter(store_threshold, host.num_slots)
         self._lookups = Lookups(host, self.counters, caching)
         self.promises = Promises(host, self._tiers_of, self.figures, self.counters, load_timeout_s)
         """Which loads are worth their time; connectors ask, and report how long loads take."""
-        self._events = EventLog(REMEMBERED_MISSES, self.counters)
+        self._events = EventLog(self.counters)
         self._jobs = JobsInFlight(self.counters)
         self._job_ids = count(1)
         self.unexpected = self._jobs.unexpected
@@ -101,9 +97,8 @@ class TieredOffloadingManager(OffloadingManager):
         )
         self._write_through.use(self.tiers)
         self._passthrough = PassThrough(host, self._write_through, promote)
-        take_turns = self._passthrough.take_turns
-        take_slots = (lambda keys: self._reserve(keys)[0]) if caching else take_turns
-        self._staging = Staging(host, take_slots, caching)
+        take = (lambda keys: self._reserve(keys)[0]) if caching else self._passthrough.take_turns
+        self._staging = Staging(host, take, caching)
         self._retirement = Retirement(host, self._write_through)
 
     # ---- lookups ----

@@ -97,7 +97,7 @@ def test_a_failed_load_is_explained_by_what_the_transfer_said():
 
 
 def test_the_memory_of_departures_is_bounded(monkeypatch):
-    monkeypatch.setattr("kvoffload.offload.manager.REMEMBERED_MISSES", 8)
+    monkeypatch.setattr("kvoffload.offload.events.REMEMBERED_MISSES", 8)
     manager = new_manager(slots=4)
     for i in range(20):
         put(manager, keys(f"prompt {i} ", 4))

@@ -38,7 +38,7 @@ def test_without_names_each_call_counts_as_another_request():
 
 
 def test_the_memory_of_sightings_is_bounded(monkeypatch):
-    monkeypatch.setattr("kvoffload.offload.manager.MIN_REMEMBERED_FOR_ADMISSION", 16)
+    monkeypatch.setattr("kvoffload.offload.admission.MIN_REMEMBERED", 16)
     manager = new_manager(slots=4, store_threshold=2)
     for i in range(100):
         put(manager, keys(f"prompt {i} ", 4), name=f"r{i}")
