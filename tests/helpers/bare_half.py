@@ -2,6 +2,7 @@
 
 import types
 
+from kvoffload.connectors.vllm.explained_requests import ExplainedRequests
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.quiet_steps import DueRequests
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
@@ -21,7 +22,8 @@ def bare_half(**settings):
     half = object.__new__(KVOffloadScheduler)
     half.adapter, half.settings = ManagerAdapter(), read_settings(settings)
     half.config, half._meter = CONFIG, StepMeter(half.adapter.computed)
-    half._generation, half._explained, half._awaits_reports = None, {}, False
+    half._generation, half._awaits_reports = None, False
+    half._explained = ExplainedRequests(half.adapter.explain)
     half._due, half._req_status, half._block_id_to_pending_jobs = DueRequests(CONFIG), {}, {}
     half._current_batch_load_jobs, half._current_batch_jobs_to_flush = {}, set()
     half._current_batch_allocated_block_ids = set()

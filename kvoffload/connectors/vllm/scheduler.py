@@ -19,12 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
 
-from kvoffload.backends.base import Removal
 from kvoffload.connectors.builder import make_host_cache, make_manager
 from kvoffload.connectors.jobs import Ended, JobTable
 from kvoffload.connectors.vllm import self_test as canary
 from kvoffload.connectors.vllm.client_images import is_trusted
 from kvoffload.connectors.vllm.engine_metrics import hit_tokens
+from kvoffload.connectors.vllm.explained_requests import ExplainedRequests
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.quiet_steps import DueRequests, has_orders
 from kvoffload.connectors.vllm.rank_tiers import RankTiers
@@ -38,15 +38,12 @@ from kvoffload.connectors.vllm.step_messages import (
 from kvoffload.connectors.vllm.step_meter import StepMeter
 from kvoffload.connectors.vllm.versions import writes_before_flush
 from kvoffload.errors import ConfigError
-from kvoffload.offload.base import LoadJob, OffloadKey, Reason, Transfer
-from kvoffload.offload.hints import PARAM
+from kvoffload.offload.base import LoadJob, OffloadKey, Transfer
 from kvoffload.offload.namespace import namespace
 from kvoffload.recording import RequestLog
 
 log = logging.getLogger(__name__)
 
-CORRUPT = "corrupt"
-"""The reason that stores give for a chunk that failed verification."""
 MAX_FAILED_LOADS = 2
 """Failed loads of one request after which it is computed, whatever the tiers promise."""
 IDLE_S = 1.0
@@ -82,8 +79,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         """Until the next step: the stores may have changed in a time without reports."""
         self._meter = StepMeter(self.adapter.computed)
         self._failed_loads: Counter[str] = Counter()
-        self._explained: dict[str, list[dict[OffloadKey, str]]] = {}
-        """Request with the hint ``explain`` → for each group, the places of its chunks."""
+        self._explained = ExplainedRequests(self.adapter.explain)
         self._log = RequestLog(settings.record, self.config.kv_group_configs[0].tokens_per_chunk)
         self._logged: set[str] = set()
         self._due = DueRequests(self.config)
@@ -184,10 +180,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self._logged.add(req_id)
         self._log.asked_for(status.group_states[0].offload_keys)
         if explain:
-            self._explained[req_id] = [
-                self._explain(group.offload_keys, status.req_context)
-                for group in status.group_states
-            ]
+            groups = (group.offload_keys for group in status.group_states)
+            self._explained.add(req_id, groups, status.req_context)
 
     @property
     def _chunk_tokens(self) -> int:
@@ -260,15 +254,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         """See vLLM; the result goes out with the request's output."""
         delayed, params = super().request_finished(request)
         self._logged.discard(request.request_id)
-        explained = self._explained.pop(request.request_id, None)
-        if explained is not None:
-            chunks = [list(group.values()) for group in explained]
-            params = {**(params or {}), PARAM: {"chunks": chunks}}
-        return delayed, params
-
-    def _explain(self, keys: Iterable[OffloadKey], req_context: Any) -> dict[OffloadKey, str]:
-        wanted = list(keys)
-        return dict(zip(wanted, self.adapter.explain(wanted, req_context), strict=True))
+        return delayed, self._explained.finish(request.request_id, params)
 
     # ---- every step ----
 
@@ -367,7 +353,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
                 for tier, removals in report.removals.items():
                     if presence := self.tiers.presences.get(tier):
                         presence.removed(removals)
-                    self._explain_removals(removals)
+                    self._explained.removed(removals)
                 # Last: the stores are as they were when the report was made.
                 self.tiers.apply(report.presence, report.answers)
             self.adapter.count(report.counters)
@@ -389,21 +375,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             status = self._req_status.get(req_id)
             if status is not None and not status.finished_signaled:
                 self._failed_loads[req_id] += 1
-                self._explain_failure(req_id, ended)
-
-    def _explain_failure(self, req_id: str, ended: Ended) -> None:
-        for group in self._explained.get(req_id, ()):
-            for key, fine in zip(ended.job.keys, ended.ok, strict=True):
-                # A store that found the chunk damaged has reported it before, and more exactly.
-                if not fine and group.get(key, CORRUPT) != CORRUPT:
-                    group[key] = ended.reason or Reason.FAILED
-
-    def _explain_removals(self, removals: Iterable[Removal]) -> None:
-        if not self._explained:
-            return
-        damaged = [OffloadKey(it.key) for it in removals if it.reason == CORRUPT]
-        for group in itertools.chain.from_iterable(self._explained.values()):
-            group.update((key, CORRUPT) for key in damaged if key in group)
+                self._explained.load_failed(req_id, ended)
 
     # ---- the rest of an engine's life ----
 
