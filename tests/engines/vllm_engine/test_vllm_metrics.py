@@ -4,6 +4,7 @@ import time
 import urllib.request
 from collections import Counter
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,9 +13,11 @@ from kvoffload.connectors.vllm.engine_metrics import (
     EngineStats,
     ManagerFigures,
     StatsPublisher,
+    hit_tokens,
     metric_definitions,
 )
 from kvoffload.figures import Durations
+from kvoffload.messages import make_offload_key
 from kvoffload.metric_list import METRICS
 from tests.support.redis_server import free_port
 
@@ -103,6 +106,17 @@ def test_the_log_line_of_vllm_leaves_the_list_out():
     stats.increase_counter("vllm:kvoffload_events", 1, ("evicted",))
     stats.increase_counter("vllm:kvoffload_load_bytes", 1, ("disk",))
     assert list(stats.reduce()) == ["vllm:kvoffload_events:('evicted',)"]
+
+
+def test_hit_tokens_end_at_the_first_failed_chunk_of_the_group_that_reads_whole_prompts():
+    window = SimpleNamespace(group_idx=0, tokens_per_chunk=16, sliding_window_size_in_chunks=2)
+    whole = SimpleNamespace(group_idx=1, tokens_per_chunk=32, sliding_window_size_in_chunks=None)
+    keys = [make_offload_key(bytes([i]) * 32, group) for i in range(4) for group in (0, 1)]
+    spec = SimpleNamespace(media=lambda: ["CPU", "CPU"] + ["DISK"] * 6)
+    job = SimpleNamespace(keys=keys, spec=spec)
+    ok = (False, True, True, True, True, False, True, True)
+    assert hit_tokens(job, ok, (window, whole)) == {"CPU": 32, "DISK": 32}
+    assert hit_tokens(job, ok, (window,)) == {}
 
 
 def test_every_metric_of_the_list_is_declared():
