@@ -134,14 +134,14 @@ class Halves:
         init_none_hash(sha256)
         self._config = _vllm_config(model, transfer, max_num_seqs)
         self._config.cache_config.num_gpu_blocks = num_blocks
-        self._caches = {
+        self.caches = {
             f"layer.{i}": torch.zeros(num_blocks, 2, BLOCK, HEADS, HEAD, dtype=torch.bfloat16)
             for i in range(LAYERS)
         }
         spec = FullAttentionSpec(
             block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.bfloat16
         )
-        groups = [KVCacheGroupSpec(list(self._caches), spec)]
+        groups = [KVCacheGroupSpec(list(self.caches), spec)]
         cache_config = KVCacheConfig(
             num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups
         )
@@ -161,7 +161,7 @@ class Halves:
             self.worker = KVConnectorFactory.create_connector(
                 self._config, KVConnectorRole.WORKER, cache_config
             )
-            self.worker.register_kv_caches(self._caches)
+            self.worker.register_kv_caches(self.caches)
         self._meter_hooks()
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self._numbers = iter(range(1 << 30))

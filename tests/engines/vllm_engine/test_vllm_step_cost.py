@@ -10,6 +10,9 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
+import torch
+from vllm.v1.request import RequestStatus
+
 from benchmarks.vllm_parts.engine import ours
 from benchmarks.vllm_parts.halves import BLOCK, Halves
 
@@ -169,3 +172,37 @@ def test_a_store_costs_few_functions_a_chunk(halves):
         took.append(sum(worker for _, worker in found))
         rig.quiet(0.2)
     assert (took[1] - took[0]) / 300 < 0.1, json.dumps(took)
+
+
+def test_what_one_transfer_stored_comes_back_block_by_block(halves):
+    rig = halves()
+    for cache in rig.caches.values():
+        cache.view(torch.int16).random_()
+    prompts = [prompt((1 + seed) * BLOCK + 1, seed) for seed in range(6)]
+
+    def blocks_of(requests):
+        found = []
+        for request in requests:
+            (table,) = rig.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            whole = table[: request.num_prompt_tokens // BLOCK]
+            found.append([cache[whole].view(torch.int16) for cache in rig.caches.values()])
+        return found
+
+    first = [rig.add(tokens, 8) for tokens in prompts]
+    rig.step()
+    stored = blocks_of(first)
+    rig.quiet()
+    assert rig.scheduler.reset_prefix_cache()
+    for cache in rig.caches.values():
+        cache.zero_()
+    second = [rig.add(tokens, 400) for tokens in prompts]
+    for _ in range(100):
+        rig.step()
+        time.sleep(0.002)
+        if all(request.num_computed_tokens > request.num_prompt_tokens for request in second):
+            break
+    loaded = blocks_of(second)
+    for one, other in zip(stored, loaded, strict=True):
+        assert all(map(torch.equal, one, other))
+    rig.scheduler.finish_requests([r.request_id for r in second], RequestStatus.FINISHED_ABORTED)
+    rig.quiet()

@@ -1,0 +1,75 @@
+"""Stores of a step as one transfer: every chunk keeps its blocks and its slot, and its answer."""
+
+import random
+
+import numpy as np
+import pytest
+
+from kvoffload.connectors.vllm.quiet_steps import KnownLookups
+from kvoffload.connectors.vllm.store_batch import Store, StoreBatch
+from kvoffload.messages import GPULoadStoreSpec, TransferResult
+
+
+def store(rng, job_id, counts, per_chunk, numbers):
+    """Make a store of so many chunks of each group; return it and its chunks in order."""
+    blocks, slots, chunks = [], [], []
+    for group, count in enumerate(counts):
+        for _ in range(count):
+            taken = [next(numbers) for _ in range(per_chunk)]
+            chunks.append((group, tuple(taken), slot := rng.randrange(1 << 20)))
+            blocks += taken
+            slots.append(slot)
+    sizes = [count * per_chunk for count in counts]
+    # Where a store begins in its request matters no more: its chunks are whole.
+    indices = [per_chunk * rng.randrange(4) for _ in counts]
+    return Store(job_id, GPULoadStoreSpec(blocks, sizes, indices), np.array(slots)), chunks
+
+
+@pytest.mark.parametrize("per_chunk", [1, 4])
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_every_chunk_keeps_blocks_slot_and_answer(per_chunk, num_groups):
+    rng, numbers = random.Random(num_groups), iter(range(1, 1 << 20))
+    for _ in range(50):
+        made = [
+            store(rng, 7 + i, [rng.randrange(3) for _ in range(num_groups)], per_chunk, numbers)
+            for i in range(rng.randrange(1, 6))
+        ]
+        made = [one for one in made if one[1]]
+        if not made:
+            continue
+        batch = StoreBatch([one for one, _ in made], per_chunk)
+        gpu, host = batch.spec
+        assert gpu.block_indices == (0,) * num_groups
+        found, start = [], 0
+        blocks = gpu.block_ids.tolist()
+        for group, size in enumerate(gpu.group_sizes):
+            for at in range(start, start + size, per_chunk):
+                found.append((group, tuple(blocks[at : at + per_chunk])))
+            start += size
+        slots = host.host_slots.tolist()
+        moved = [(*chunk, slot) for chunk, slot in zip(found, slots, strict=True)]
+        assert sorted(moved) == sorted(chunk for _, chunks in made for chunk in chunks)
+        good = [rng.random() < 0.5 for _ in moved]
+        result = TransferResult(batch.job_id, tuple(good), True, 64 * len(moved), 0.5, "copy_error")
+        answers = dict(zip(moved, good, strict=True))
+        for part, (one, chunks) in zip(batch.results(result), made, strict=True):
+            assert part.job_id == one.job_id
+            assert part.ok == tuple(answers[chunk] for chunk in chunks)
+            assert part.transfer_bytes == 64 * len(chunks)
+            assert (part.settled, part.reason) == (True, "copy_error")
+
+
+def test_an_answer_is_valid_until_something_changes():
+    known = KnownLookups(0.25)
+    assert known.get("r", (1, 0), 0.0) is None
+    known.note("r", (1, 0), (32, True), 0.0)
+    assert known.get("r", (1, 0), 1e6) == (32, True)
+    assert known.get("r", (2, 0), 0.0) is None
+    assert known.get("s", (1, 0), 0.0) is None
+    known.note("r", (2, 0), (None, False), 5.0)
+    assert known.get("r", (2, 0), 5.2) == (None, False)
+    assert known.get("r", (2, 0), 5.25) is None, "lookups end at a deadline"
+    known.note("r", (2, 0), (0, False), 6.0)
+    known.forget("r")
+    known.forget("r")
+    assert known.get("r", (2, 0), 6.0) is None
