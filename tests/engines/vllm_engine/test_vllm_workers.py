@@ -1,0 +1,174 @@
+"""Worker halves over KV caches that vLLM has planned and allocated, without an engine around them.
+
+Their stores are those of a real configuration, with an I/O process for each rank.
+"""
+
+import copy
+import os
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    group_kernel_blocks,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
+from vllm.v1.worker.utils import allocate_kv_cache
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:  # 0.32
+    from vllm.v1.core import kv_cache_utils as planning
+
+from kvoffload.connectors.vllm.connector import KVOffloadConnector
+from kvoffload.connectors.vllm.step_messages import StepMetadata
+from kvoffload.messages import (
+    BackendLoadStoreSpec,
+    CPULoadStoreSpec,
+    Fetch,
+    StagedLoadStoreSpec,
+    make_offload_key,
+)
+from kvoffload.offload.base import Transfer
+
+pytestmark = pytest.mark.timeout(600)
+CHUNKS = 6
+"""Of each KV cache group."""
+
+
+@pytest.fixture
+def workers(models, tmp_path, monkeypatch):
+    """Make the worker halves of all ranks for layers of these specs."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    made = []
+
+    def make(kind, layers, num_ranks=1):
+        disk = {"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}
+        transfer = {
+            "kv_connector": "KVOffloadConnector",
+            "kv_connector_module_path": "kvoffload.connectors.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes": 16 << 20, "backends": [disk]},
+        }
+        config = EngineArgs(
+            model=models(kind),
+            load_format="dummy",
+            enforce_eager=True,
+            block_size=16,
+            max_model_len=512,
+            tensor_parallel_size=num_ranks,
+            distributed_executor_backend="mp" if num_ranks > 1 else None,
+            kv_transfer_config=transfer,
+        ).create_engine_config()
+        config.cache_config.kv_cache_layout = "LBHNC"
+        groups = planning.get_kv_cache_groups(config, layers)
+        caches = planning.get_kv_cache_config_from_groups(config, groups, 8 << 20)
+        caches.kv_tp_replicas = planning.kv_cache_groups_tp_replicas(groups, num_ranks)
+        for rank in range(num_ranks):
+            mine = copy.copy(config)
+            mine.parallel_config = copy.copy(config.parallel_config)
+            mine.parallel_config.rank = rank
+            connector = KVOffloadConnector(mine, KVConnectorRole.WORKER, caches)
+            tensors = allocate_kv_cache(caches, torch.device("cpu"), KVCacheLayout.LBHNC)
+            for tensor in tensors.values():
+                noise = torch.Generator().manual_seed(1)  # ranks have the same bytes
+                tensor.view(torch.int8).random_(-128, 127, generator=noise)
+            connector.register_kv_caches(tensors)
+            made.append(connector.connector_worker)
+        return made
+
+    yield make
+    for worker in made:
+        worker.shutdown()
+
+
+def step(worker, metadata):
+    worker.handle_preemptions(metadata)
+    worker.start_kv_transfers(metadata)
+
+
+def drive(workers, until):
+    """Store chunks of all groups, write them through, and load them into other blocks."""
+    info, groups = workers[0]._info, workers[0].kv_cache_config.kv_cache_groups
+    sizes, starts = [CHUNKS] * len(groups), [0] * len(groups)
+    keys = [
+        make_offload_key(os.urandom(32), group)
+        for group in range(len(groups))
+        for _ in range(CHUNKS)
+    ]
+    rows = [size // info.slot_bytes for size in info.payload_bytes] or [1] * len(groups)
+    slots, free = [], 0
+    for group in range(len(groups)):
+        slots += [free + i * rows[group] for i in range(CHUNKS)]
+        free += CHUNKS * rows[group]
+    host, target = CPULoadStoreSpec(slots), BackendLoadStoreSpec("disk", keys)
+    source = GPULoadStoreSpec(
+        list(range(1, 1 + len(keys))), group_sizes=sizes, block_indices=starts
+    )
+    for worker in workers:
+        store = TransferJob(req_id="r", src_spec=source, dst_spec=host)
+        step(worker, StepMetadata({}, {1: store}, {1}))
+        orders = StepMetadata({}, {}, set())
+        orders.write_through[-7] = Transfer(1, tuple(keys), host, target, "disk")
+        step(worker, orders)
+    for worker in workers:
+        until(lambda worker=worker: worker.get_finished(set()) and -7 in worker._report.ok)
+        report = worker.build_connector_worker_meta()
+        assert report.ok == {1: (True,) * len(keys), -7: (True,) * len(keys)}
+    first = workers[0].kv_cache_config.num_blocks // 2
+    blocks = list(range(first, first + len(keys)))
+    for worker in workers:
+        staged = StagedLoadStoreSpec(slots, [Fetch("disk", tuple(range(len(keys))), tuple(keys))])
+        end = GPULoadStoreSpec(blocks, group_sizes=sizes, block_indices=starts)
+        step(
+            worker,
+            StepMetadata({2: TransferJob(req_id="q", src_spec=staged, dst_spec=end)}, {}, set()),
+        )
+        until(lambda worker=worker: worker.get_finished(set())[1] == {"q"})
+        assert not worker.take_failed_blocks() | worker.take_failed_requests()
+        for i, group in enumerate(groups):
+            mine = slice(i * CHUNKS, (i + 1) * CHUNKS)
+            for layer in group.layer_names:
+                tensor = worker._kv_caches[layer]
+                bits = group_kernel_blocks(tensor, worker.kv_cache_config.num_blocks).view(
+                    torch.int16
+                )
+                assert torch.equal(bits[blocks[mine]], bits[1 + mine.start : 1 + mine.stop])
+
+
+def named(spec, number):
+    return {f"model.layers.{i}.self_attn.attn": spec(i) for i in range(number)}
+
+
+def test_ranks_of_latent_attention_store_one_copy(workers, tmp_path, until):
+    spec = MLAAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, max_tp_shards=1
+    )
+    mine = workers("mla", named(lambda i: spec, 2), num_ranks=2)
+    assert len({worker._spec.namespace for worker in mine}) == 1
+    drive(mine, until)
+    files = list((tmp_path / "kv").glob("*/??/*"))
+    assert len(files) == CHUNKS
+    assert len({file.parent.parent for file in files}) == 1
+
+
+def test_groups_of_different_widths_take_the_rows_that_they_need(workers, tmp_path, until):
+    """vLLM makes groups of two layers of windows, of one, and of two of full attention."""
+    heads = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    full, window = FullAttentionSpec(**heads), SlidingWindowSpec(**heads, sliding_window=128)
+    mine = workers("sliding", named(lambda i: full if i % 2 else window, 5))
+    info = mine[0]._info
+    assert (info.slot_bytes, sorted(info.payload_bytes)) == (8192, [8192, 16384, 16384])
+    drive(mine, until)
+    sizes = [file.stat().st_size for file in (tmp_path / "kv").glob("*/??/*")]
+    assert sorted(sizes) == [8192 + 4096] * CHUNKS + [16384 + 4096] * 2 * CHUNKS
