@@ -19,9 +19,9 @@ STORED = 592
 
 @pytest.fixture(scope="module")
 def told(start, prompt):
-    """What an engine without HiCache answers to ten prompts."""
+    """What an engine without HiCache answers to four prompts."""
     plain = start()
-    answers = [plain.generate(prompt(i))["tokens"] for i in range(10)]
+    answers = [plain.generate(prompt(i))["tokens"] for i in range(4)]
     plain.kill()
     return answers
 
