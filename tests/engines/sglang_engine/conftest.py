@@ -198,9 +198,9 @@ def start(model, tmp_path_factory):
     """Start an engine; all are killed at the end of the module."""
     running = []
 
-    def begin(storage=None, extra=None, folder=model, **options):
+    def begin(storage=None, extra=None, **options):
         log = tmp_path_factory.mktemp("log") / "engine.log"
-        running.append(Engine(folder, log, storage, extra, **options))
+        running.append(Engine(model, log, storage, extra, **options))
         return running[-1].wait_ready()
 
     yield begin
