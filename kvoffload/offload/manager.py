@@ -96,6 +96,7 @@ class TieredOffloadingManager(OffloadingManager):
             host, limit_bytes, self.counters, self._job_ids, self._dropped
         )
         self._write_through.use(self.tiers)
+        self.has_transfers = self._write_through.has_begun
         self._passthrough = PassThrough(host, self._write_through, promote)
         take = (lambda keys: self._reserve(keys)[0]) if caching else self._passthrough.take_turns
         self._staging = Staging(host, take, caching)
@@ -322,11 +323,6 @@ class TieredOffloadingManager(OffloadingManager):
             self._store_ended(job, (success,) * len(job.keys), settled)
 
     # ---- write-through, events, reset ----
-
-    @property
-    def has_transfers(self) -> bool:
-        """Whether transfers wait to be taken."""
-        return self._write_through.has_begun
 
     def take_transfers(self) -> list[Transfer]:
         return self._write_through.take()

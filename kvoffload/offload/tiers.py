@@ -223,7 +223,6 @@ class WriteThrough:
         self._counters[f"persist_dropped_{lane.tier.name}"] += len(keys)
         self._dropped(keys)
 
-    @property
     def has_begun(self) -> bool:
         """Whether transfers were begun since they were last taken."""
         return bool(self._begun)

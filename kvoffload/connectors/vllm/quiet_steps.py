@@ -117,7 +117,7 @@ def has_orders(half: Any) -> bool:
         or half._current_batch_allocated_block_ids
         or getattr(half, "_step_region", None) is not None  # 0.33: a lookup opened it
         or half._generation
-        or ledger.has_transfers
+        or ledger.has_transfers()
         or (tiers is not None and tiers.has_questions)
     )
 
