@@ -8,6 +8,7 @@ from kvoffload.io.client import IOClient
 from kvoffload.io.forms import ServerProcess, ServerThread
 from kvoffload.transfer.slab import Slab, create_shared_memory
 from tests.support.io_rig import opening
+from tests.support.small_engine import SmallEngine
 
 SLOT = 4096
 NUM_SLOTS = 64
@@ -94,3 +95,17 @@ def process_rig():
     rig = Rig("process")
     yield rig
     rig.close()
+
+
+@pytest.fixture
+def small_engine(new_kv_caches, new_request):
+    """Start engines, which are closed after the test."""
+    made = []
+
+    def make(*backends, **settings):
+        made.append(SmallEngine(new_kv_caches(), new_request, *backends, **settings))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.connector.close()

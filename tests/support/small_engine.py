@@ -107,7 +107,7 @@ class SmallEngine:
         """Take in that nothing stored so far can be loaded."""
         self.truth.clear()
 
-    def await_hits(self, name, limit_s=10.0):
+    def await_hits(self, name, limit_s=30.0):
         """Try until the whole prompt comes from a tier; return the time of that moment."""
         end_s = time.monotonic() + limit_s
         while self.load(name) < 10:
