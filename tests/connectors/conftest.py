@@ -2,8 +2,6 @@
 
 import pytest
 
-from kvoffload.connectors import local
-
 BOTH = (
     "test_local",
     "test_local_groups",
@@ -26,7 +24,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(autouse=True)
 def default_form(request):
-    form, parse = getattr(request, "param", "thread"), local.parse_config
+    form = getattr(request, "param", "thread")
     with pytest.MonkeyPatch.context() as patched:  # one of its own, which ends last
-        patched.setattr(local, "parse_config", lambda config: parse({"io": form, **config}))
+        patched.setenv("KVOFFLOAD_SETTING_IO", form)
         yield
