@@ -111,7 +111,7 @@ def test_a_tier_that_is_declined_leaves_the_load_to_the_next_one():
     context = engine.context()
     assert engine.find(a, context) == 60
     job = engine.manager.begin_load(a[:60], context)
-    assert job.media() == ["TIER1"] * 60
+    assert job.spec.media() == ["TIER1"] * 60
     assert engine.manager.explain(a, context)[59:61] == ["fetching", "too_slow"]
 
 

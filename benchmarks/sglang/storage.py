@@ -1,6 +1,6 @@
 """HiCache's storage calls: kvoffload's disk tier, and SGLang's own ``file`` backend.
 
-    .venv-sglang/bin/python -m benchmarks.sglang_storage [--pages 512] [--page-bytes 524288]
+    .venv-sglang/bin/python -m benchmarks.sglang.storage [--pages 512] [--page-bytes 524288]
 
 Both store and load the same pages of one host pool, in batches of 128 as HiCache does, in one
 process and by turns. Reads come from the page cache. ``file`` verifies nothing.
