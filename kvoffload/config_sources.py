@@ -103,7 +103,7 @@ def read_file(path: str, field: str = "file") -> dict[str, Any]:
 
 
 def _yaml(text: str) -> Any:
-    import yaml  # type: ignore[import-untyped, unused-ignore]
+    import yaml  # type: ignore[import-untyped, unused-ignore]  # its types are a package
 
     return yaml.safe_load(text)
 

@@ -37,18 +37,14 @@ class OpenStore:
 
     def changes(self) -> Presence | None:
         """Return the next changes of the index; None if there are none."""
-        if self.index is None:
+        if (index := self.index) is None:
             return None
         none: list[tuple[bytes, bool]] = []
-        changes = self._tried(
-            "take_changes", lambda: self._index.take_changes(KEYS_PER_MESSAGE), none
-        )
+        changes = self._tried("take_changes", lambda: index.take_changes(KEYS_PER_MESSAGE), none)
         was_told = self.is_told
         # An index that failed will tell no more: nothing need wait for it.
         has_failed = changes is none
-        self.is_told = has_failed or self._tried(
-            "is_complete", lambda: self._index.is_complete, True
-        )
+        self.is_told = has_failed or self._tried("is_complete", lambda: index.is_complete, True)
         if not changes and was_told == self.is_told:
             return None
         added = [key for key, present in changes if present]
@@ -57,7 +53,9 @@ class OpenStore:
 
     def held(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return the keys that the index holds."""
-        return self._tried("holds", lambda: [key for key in keys if self._index.holds(key)], [])
+        if (index := self.index) is None:
+            return []
+        return self._tried("holds", lambda: [key for key in keys if index.holds(key)], [])
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Let the index answer False for these."""
@@ -84,11 +82,6 @@ class OpenStore:
             return None
         self._told = now
         return now
-
-    @property
-    def _index(self) -> LocalIndex:
-        assert self.index is not None
-        return self.index
 
     def _tried(self, what: str, call: Callable[[], T], failed: T) -> T:
         try:

@@ -95,7 +95,8 @@ class PageStore:
         self._config = config
         self._facts = dict(facts)
         self._io = TierIO(config, num_slots, slot_bytes, page_bytes, facts)
-        assert self._io.client is not None, "the settings name a tier"
+        if self._io.client is None:
+            raise ConfigError("backends", [], "must name a tier")
         self._client = self._io.client
         self._tiers = list(self._client.tiers.values())
         self._staging = StagingSlots(num_slots)

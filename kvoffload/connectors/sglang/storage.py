@@ -86,7 +86,7 @@ class HostPool:
         return [digest(self.digest + bytes.fromhex(h)).digest() + _OF_SIDE_POOL for h in hashes]
 
 
-class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]
+class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
     """HiCache's storage on kvoffload's tiers; see ``docs/guides/sglang.md``.
 
     Args:

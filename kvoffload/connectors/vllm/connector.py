@@ -54,8 +54,9 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         self._has_events = True
         events = vllm_config.kv_events_config
         self._publishes = events is not None and bool(events.enable_kv_cache_events)
-        self.connector_scheduler: KVOffloadScheduler | None = None
-        self.connector_worker: KVOffloadWorker | None = None
+        # One of them is made: vLLM asks a role for its own calls alone.
+        self.connector_scheduler: Any = None
+        self.connector_worker: Any = None
         spec = HalvesSpec(config, settings)
         if role == KVConnectorRole.SCHEDULER:
             refuse_weak_hashes(vllm_config, settings)
@@ -93,8 +94,7 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """Return a step's orders to the workers."""
-        assert self.connector_scheduler is not None
-        orders = self.connector_scheduler.build_connector_meta(scheduler_output)
+        orders: StepMetadata = self.connector_scheduler.build_connector_meta(scheduler_output)
         if orders is not IDLE_STEP:
             self._has_stats = self._has_events = True
             for req_id in scheduler_output.finished_req_ids or ():
@@ -122,17 +122,14 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         """See :meth:`KVOffloadWorker.handle_preemptions`."""
-        assert self.connector_worker is not None
         self.connector_worker.handle_preemptions(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See :meth:`KVOffloadWorker.start_kv_transfers`."""
-        assert self.connector_worker is not None
         self.connector_worker.start_kv_transfers(self._connector_metadata)
 
     def wait_for_save(self) -> None:
         """Take in the stores of this step; they begin in the next."""
-        assert self.connector_worker is not None
         self.connector_worker.prepare_store_kv(self._connector_metadata)
 
     # ---- failures ----
