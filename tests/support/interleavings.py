@@ -211,7 +211,7 @@ class Interleaving:
         self.compared += 1
 
     def _slot_words(self, slot: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-        return self.slab.array(slot, self.layout.payload_bytes[0]).view(np.int64)
+        return self.slab.rows[slot, : self.layout.payload_bytes[0]].view(np.int64)
 
     def _blocks(self, to_host: bool) -> set[int]:
         """Return the blocks that stores read (True) or loads write."""

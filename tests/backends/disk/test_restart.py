@@ -334,7 +334,7 @@ async def test_folders_removed_under_a_running_engine_are_made_anew(tmp_path, re
         await backend.close()
     assert not os.listdir(root / WRITERS)
     backend = open_disk(root)
-    assert backend.usage() == (on_disk, 64 << 20, len(there))
+    assert backend.usage()[:3] == (on_disk, 64 << 20, len(there))
     await backend.close()
 
 

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
+
 from kvoffload.connectors.vllm.engine_metrics import (
     SAMPLES_PER_STEP,
     EngineStats,
