@@ -166,7 +166,7 @@ def test_the_state_we_read_of_vllms_scheduler_half_is_there(tree):
 
 def test_the_http_request_of_the_documentation_resets_the_connector(tree):
     documented = (Path(__file__).parents[3] / "docs/guides/vllm.md").read_text()
-    (asked,) = re.findall(r"POST /reset_prefix_cache\?(\w+)=true", documented)
+    (asked,) = re.findall(r"/reset_prefix_cache\?(\w+)=true", documented)
     router = ast.parse((tree / "entrypoints/serve/dev/cache/api_router.py").read_text())
     (handler,) = (node for node in router.body if getattr(node, "name", "") == "reset_prefix_cache")
     # What it does not know is passed over: only GPU memory would forget.
