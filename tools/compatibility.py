@@ -19,6 +19,11 @@ EQUAL = "test_vllm_outputs.py::test_outputs_are_those_of_vllm_alone"
 ROWS: dict[str, tuple[str, ...]] = {
     "full attention: outputs of vLLM alone": (f"{EQUAL}[full attention]",),
     "sliding windows: outputs of vLLM alone": (f"{EQUAL}[sliding windows]",),
+    "MLA: outputs of vLLM alone": (f"{EQUAL}[MLA]",),
+    "MLA, tensor parallel 2: outputs of vLLM alone": (
+        f"{EQUAL}[MLA on two ranks]",
+        "test_vllm_identity.py::test_two_ranks_with_the_same_bytes",
+    ),
     "chunked prefill: outputs of vLLM alone": (f"{EQUAL}[chunked prefill",),
     "speculative decoding, n-grams: outputs of vLLM alone": (f"{EQUAL}[speculative decoding]",),
     "FP8 KV cache: outputs of vLLM alone": (f"{EQUAL}[8 bits a value]",),

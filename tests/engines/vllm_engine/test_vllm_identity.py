@@ -122,10 +122,7 @@ def test_two_ranks_with_the_same_bytes_store_one_copy(start, prompts, tmp_path):
     """With latent attention each rank has the whole KV cache."""
     root = tmp_path / "kv"
     options = {
-        "kind": "weighted-mla",
-        "load_format": "auto",
-        "dtype": "float32",
-        "block_size": 16,
+        "kind": "mla",
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "mp",
         "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},

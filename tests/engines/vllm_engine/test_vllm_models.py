@@ -179,7 +179,7 @@ def test_an_image_under_the_hash_of_another_is_served_to_no_other_client(start, 
 @pytest.mark.long
 def test_multi_head_latent_attention(start, prompts, tmp_path):
     extra = {"cpu_bytes": "64MiB", "backends": disk(tmp_path / "kv")}
-    engine = start(extra, kind="mla", block_size=16)
+    engine = start(extra, kind="mla")
     prompt = prompts(2, LENGTH)
     told = engine.generate(prompt)["tokens"]
     forget(engine)

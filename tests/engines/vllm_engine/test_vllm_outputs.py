@@ -11,6 +11,11 @@ from tests.engines.vllm_engine.adapters import make_adapter
 
 pytestmark = pytest.mark.timeout(1800)
 LENGTH, COUNT, TOKENS = 600, 3, 24
+TWO_RANKS = {
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+    "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+}
 
 
 def a_case(name, kind="llama", marks=pytest.mark.long, **options):
@@ -22,6 +27,8 @@ def a_case(name, kind="llama", marks=pytest.mark.long, **options):
     [
         a_case("full attention", marks=()),
         a_case("sliding windows", "sliding", marks=()),
+        a_case("MLA", "mla"),
+        a_case("MLA on two ranks", "mla", **TWO_RANKS),
         a_case("chunked prefill", max_num_batched_tokens=128),
         a_case(
             "speculative decoding",
@@ -42,7 +49,7 @@ def test_outputs_are_those_of_vllm_alone(
     start, models, prompts, faulty_tier, tmp_path, kind, options
 ):
     env, _, set_plan = faulty_tier
-    options = {**options, "env": env}
+    options = {**options, "env": {**env, **options.get("env", {})}}
     more = {}
     if kind == "blip2":
         more["images"] = list(range(COUNT))
