@@ -281,7 +281,8 @@ def start(models, tmp_path_factory):
 
     def begin(extra=None, *, kind="llama", ready=True, **options):
         log = tmp_path_factory.mktemp("log") / "engine.log"
-        engine = Engine(models(kind), log, extra, **OF_KIND.get(kind, {}), **options)
+        options = {"model": models(kind), **OF_KIND.get(kind, {}), **options}
+        engine = Engine(log_file=log, extra=extra, **options)
         running.append(engine)
         return engine.wait_ready() if ready else engine
 

@@ -26,7 +26,7 @@ def test_groups_of_different_widths_share_host_memory(
         "cpu_bytes": 4 << 20,
         "backends": [{"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}],
     }
-    options = {"model": str(folder), "load_format": "auto", "dtype": "float32"}
+    options = {"model": str(folder)}
     if ranks > 1:
         options |= {
             "tensor_parallel_size": ranks,
