@@ -22,8 +22,9 @@ def test_groups_of_different_widths_share_host_memory(
     config["layer_types"] = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
     (folder / "config.json").write_text(json.dumps(config))
     weigh(folder)
+    cpu_bytes = (4 << 20) // ranks  # of each rank, which has a part of every chunk
     extra = {
-        "cpu_bytes": 4 << 20,
+        "cpu_bytes": cpu_bytes,
         "backends": [{"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}],
     }
     options = {"model": str(folder)}
@@ -48,7 +49,7 @@ def test_groups_of_different_widths_share_host_memory(
     assert len(sizes) == 2, "chunks of two sizes"
     # Narrow chunks take half a slot: more chunks than slots of the widest are in host memory.
     widest = max(sizes)
-    assert engine.ask("quiet")["vllm:kvoffload_host_chunks"] > (4 << 20) // (widest - 4096)
+    assert engine.ask("quiet")["vllm:kvoffload_host_chunks"] > cpu_bytes // (widest - 4096)
     engine.kill()
     again = start(extra, **options)
     for prompt, right in zip(asked, told, strict=True):
