@@ -152,7 +152,12 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
     # ---- statistics ----
 
     def get_kv_connector_stats(self) -> Any:
-        """Return the scheduler half's statistics; None if it did nothing since the last call."""
+        """Return the scheduler half's statistics; None if it did nothing since the last call.
+
+        vLLM asks once at the end of each step.
+        """
+        if self.connector_scheduler is not None:
+            self.connector_scheduler.step_ended()
         had_stats, self._has_stats = self._has_stats, False
         return super().get_kv_connector_stats() if had_stats else None
 

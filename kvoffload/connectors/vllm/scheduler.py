@@ -331,10 +331,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             return True
         return bool(super().has_pending_push_work())
 
-    def get_stats(self) -> Any:
-        """See vLLM, which asks once at the end of each step."""
+    def step_ended(self) -> None:
+        """Note that vLLM has taken in the output of a step."""
         self._meter.ended()
-        return super().get_stats()
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in the workers' report, first our part and then vLLM's."""

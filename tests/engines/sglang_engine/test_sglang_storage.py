@@ -109,6 +109,7 @@ def test_redis_serves_a_new_process_and_may_die(start, prompt, told, tiers, disk
         assert answer["time_s"] < 10
 
 
+@pytest.mark.long
 def test_hanging_reads_cost_a_timeout_and_no_output(
     start, prompt, told, tiers, tmp_path, monkeypatch
 ):
@@ -130,6 +131,7 @@ def test_hanging_reads_cost_a_timeout_and_no_output(
     engine.wait_stored(prompt(2), told[2])
 
 
+@pytest.mark.long
 def test_random_delays_and_failures_of_sglangs_own_injector(
     start, prompt, told, tiers, disk, tmp_path
 ):

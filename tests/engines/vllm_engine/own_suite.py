@@ -6,6 +6,7 @@ it wrote is true of those we made of them. ``own_suite_files.py`` lists the rest
 """
 
 import os
+import types
 
 import vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker as their_worker
 import vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector as theirs
@@ -21,10 +22,15 @@ class _Mocked:
     """The part of our adapter that our scheduler calls, over vLLM's mocked manager."""
 
     ledger = None
+    changes = 0
+    stats = types.SimpleNamespace(is_midway=False)
 
     def __init__(self, half):
         self.half = half
         self.refused = {}
+
+    def is_worth_loading(self, keys, num_tokens, context):
+        return True
 
     def hints(self, context):
         return NO_HINTS
@@ -49,6 +55,9 @@ class OurScheduler(KVOffloadScheduler):
     def __init__(self, spec, vllm_config, kv_cache_config):
         OurScheduler.made += 1
         settings = read_settings({"cpu_bytes": 1 << 20})
+        manager = spec.get_manager()
+        manager.computed = manager.explain = lambda *of_ours: None  # no verbs of vLLM's
+        spec.get_manager = lambda: manager
         super().__init__(spec, settings, vllm_config, kv_cache_config)
         self.adapter = _Mocked(self)
         self._waits_for_workers = False  # the mocked ones tell nothing

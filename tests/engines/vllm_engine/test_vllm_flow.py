@@ -8,7 +8,7 @@ from kvoffload.config import KNOWN_HINTS
 
 pytestmark = pytest.mark.timeout(900)
 LENGTH, CACHED, CHUNKS = 1000, 992, 31  # whole blocks of 32 tokens in a prompt
-TIMEOUT_S = 1.0
+TIMEOUT_S = 1.5
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def events(engine):
 
 
 def test_loads_at_a_slow_but_steady_rate_never_time_out(engine, prompts, told, set_plan):
-    """The second load waits for the first one, which alone takes three times the timeout."""
+    """The second load waits for the first one, which alone takes twice the timeout."""
     set_plan(trickle={"seconds": 0.1})
     answer, took_s = generate(engine, prompts(4, LENGTH)[:2])
     set_plan()
@@ -79,7 +79,7 @@ def test_a_tier_slower_than_computing_is_declined_until_it_is_fast(engine, promp
     for seed in range(1, 6):  # the speed of computing is measured
         engine.generate(prompts(1, LENGTH, seed=seed))
     engine.ask("quiet")
-    set_plan({"fault": "delay", "verbs": ["read"], "seconds": 0.5})
+    set_plan({"fault": "delay", "verbs": ["read"], "seconds": 1.2})
     for _ in range(4):
         if not generate(engine, wanted[:1])[0]["cached"][0]:
             break

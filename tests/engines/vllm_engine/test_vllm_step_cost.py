@@ -17,7 +17,7 @@ from benchmarks.vllm_parts.engine import ours
 from benchmarks.vllm_parts.halves import BLOCK, Halves
 
 ROOT = Path(__file__).parents[3]
-IDLE_SCHEDULER, IDLE_WORKER, A_TIER = 15, 23, 8
+IDLE_SCHEDULER, IDLE_WORKER, A_TIER = 16, 23, 8
 """Functions a step without anything to do may call, and how many more for a tier."""
 
 

@@ -15,7 +15,7 @@ from kvoffload import registry
 from kvoffload.backends.memory import MemoryBackend
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.vllm.settings import read_settings
-from kvoffload.connectors.vllm.step_messages import StepMetadata
+from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
 from kvoffload.messages import (
     CanonicalKVCacheRef,
@@ -82,6 +82,7 @@ def half(monkeypatch):
     made._spec = TieredOffloadingSpec(settings, 2 * PAGE, {"test": "worker"})
     made._transfers = made._spec.open_engine(caches)
     made._tiers = made._spec.tiers
+    made._info = WorkerInfo(16, 2 * PAGE, {})
     yield made
     made._spec.close()
 
