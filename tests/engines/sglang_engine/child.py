@@ -1,18 +1,19 @@
 """A SGLang engine in a process group of its own, driven by lines of JSON: tests start and kill it.
 
-Each line on standard input is ``{"do": NAME, ...}``; each answer is one line ``{"ok": ...}`` behind
-a marker, because SGLang writes to standard output as well.
+See :mod:`tests.support.engine_process`.
 """
 
+import faulthandler
 import json
+import os
+import signal
 import sys
 import time
 from typing import Any
 
-MARK = "@@answer "
-
 
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1)
     import sglang
 
     engine = sglang.Engine(**json.loads(sys.argv[1]))
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def answer(value: Any) -> None:
-    print(MARK + json.dumps({"ok": value}), flush=True)
+    os.write(int(os.environ["ANSWERS_FD"]), json.dumps({"ok": value}).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -4,23 +4,19 @@ Each engine is a process group of its own, so that it can be killed. Starting on
 minute of CPU time: tests share engines where they can.
 """
 
-import contextlib
 import importlib.util
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.engine_process import EngineProcess
+
 ROOT = Path(__file__).parents[3]
 CHILD = Path(__file__).parent / "child.py"
-MARK = "@@answer "
 PAGE = 16
 VOCABULARY = 2000
 
@@ -33,7 +29,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="SGLang is not installed: make test-sglang"))
 
 
-class Engine:
+class Engine(EngineProcess):
     """A SGLang in another process; every call waits for its answer."""
 
     def __init__(self, model, log_file, storage=None, extra=None, env=None, **options):
@@ -65,53 +61,14 @@ class Engine:
                 "enable_cache_report": True,
             }
         self.page = options.get("page_size", PAGE)
-        self.log_file = Path(log_file)
-        self._log = open(log_file, "w")  # noqa: SIM115 - closed when the engine is
-        self.process = subprocess.Popen(
-            [sys.executable, str(CHILD), json.dumps(settings | options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env={
-                **os.environ,
-                "SGLANG_USE_CPU_ENGINE": "1",
-                "HF_HUB_OFFLINE": "1",
-                "OMP_NUM_THREADS": "2",
-                **(env or {}),
-            },
-            start_new_session=True,
-        )
-        self._answers = []
-        self._came = threading.Condition()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self):
-        for line in self.process.stdout:
-            if line.startswith(MARK):
-                with self._came:
-                    self._answers.append(json.loads(line[len(MARK) :])["ok"])
-                    self._came.notify()
-            else:
-                self._log.write(line)
-        with self._came:
-            self._answers.append({"error": "the engine's process has ended"})
-            self._came.notify()
-
-    def answer(self, timeout_s=300):
-        with self._came:
-            assert self._came.wait_for(lambda: self._answers, timeout_s), "no answer in time"
-            return self._answers.pop(0)
-
-    def wait_ready(self):
-        started = self.answer()
-        assert "ready" in started, f"{started}; see {self.log_file}\n{self.log[-3000:]}"
-        return self
-
-    def ask(self, verb, **arguments):
-        self.process.stdin.write(json.dumps({"do": verb, **arguments}) + "\n")
-        self.process.stdin.flush()
-        return self.answer()
+        given = {
+            **os.environ,
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "2",
+            **(env or {}),
+        }
+        super().__init__(CHILD, settings | options, log_file, given)
 
     def generate(self, *prompts, **more):
         answer = self.ask("generate", prompts=prompts, **more)
@@ -137,18 +94,6 @@ class Engine:
         while self.ask("flush") is not True:  # not while it still backs up
             assert time.monotonic() < until, "the caches cannot be emptied"
             time.sleep(0.1)
-
-    @property
-    def log(self):
-        self._log.flush()
-        return self.log_file.read_text()
-
-    def kill(self):
-        """The whole process group, at once: nothing can be tidied up."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self._log.close()
 
 
 @pytest.fixture(scope="session")

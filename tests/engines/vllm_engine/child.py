@@ -1,19 +1,19 @@
 """A vLLM engine in a process of its own, driven by lines of JSON: what the tests start and kill.
 
-Each line on standard input is ``{"do": NAME, ...}``; each answer is one line ``{"ok": ...}`` behind
-a marker, because vLLM writes to standard output as well.
+See :mod:`tests.support.engine_process`.
 """
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 from typing import Any
 
-MARK = "@@answer "
-
 
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1)
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -160,7 +160,7 @@ def _number(numbers: dict[str, int], request_id: str) -> int:
 
 
 def answer(value: Any) -> None:
-    print(MARK + json.dumps({"ok": value}), flush=True)
+    os.write(int(os.environ["ANSWERS_FD"]), json.dumps({"ok": value}).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -5,30 +5,27 @@ share that process, because the start of each further process costs ten seconds.
 processes, one for each, are asked for with ``distributed_executor_backend="mp"``.
 """
 
-import contextlib
 import importlib.util
 import json
 import logging
 import os
 import random
-import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
-import threading
 from pathlib import Path
 
 import pytest
 
 from tests.engines.vllm_engine.outcomes import pytest_runtest_logreport, pytest_sessionfinish
 from tests.engines.vllm_engine.traffic import Traffic
+from tests.support.engine_process import EngineProcess
 
 __all__ = ["pytest_runtest_logreport", "pytest_sessionfinish"]
 
 ROOT = Path(__file__).parents[3]
 CHILD = Path(__file__).parent / "child.py"
-MARK = "@@answer "
 BLOCK = 32
 OF_KIND = {"mla": {"block_size": 16, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}}
 """Options that models of a kind need. vLLM's operator for CPU, which is off here, rotates queries
@@ -56,7 +53,7 @@ def _own_logger():
     logger.setLevel(level)
 
 
-class Engine:
+class Engine(EngineProcess):
     """A vLLM in another process; every call waits for its answer."""
 
     def __init__(self, model, log_file, extra=None, env=None, policy="recompute", **options):
@@ -81,30 +78,17 @@ class Engine:
                 "kv_connector_extra_config": extra,
             }
         settings.update(options)
-        self.log_file = Path(log_file)
-        self._log = open(log_file, "w")  # noqa: SIM115 - closed when the engine is
-        self.process = subprocess.Popen(
-            [sys.executable, str(CHILD), json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env={
-                **os.environ,
-                "HF_HUB_OFFLINE": "1",
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "VLLM_NO_USAGE_STATS": "1",
-                "OMP_NUM_THREADS": "2",
-                "VLLM_ENABLE_V1_MULTIPROCESSING": str(
-                    int(settings["distributed_executor_backend"] == "mp")
-                ),
-                **self._joined(env or {}),
-            },
-            start_new_session=True,
-        )
-        self._answers = []
-        self._came = threading.Condition()
-        threading.Thread(target=self._listen, daemon=True).start()
+        is_apart = settings["distributed_executor_backend"] == "mp"
+        given = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": "2",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(is_apart)),
+            **self._joined(env or {}),
+        }
+        super().__init__(CHILD, settings, log_file, given)
 
     @staticmethod
     def _joined(env):
@@ -112,58 +96,10 @@ class Engine:
         paths = [env.get("PYTHONPATH"), str(INTERPRETER), os.environ.get("PYTHONPATH")]
         return {**env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
-    def _listen(self):
-        for line in self.process.stdout:
-            if line.startswith(MARK):
-                with self._came:
-                    self._answers.append(json.loads(line[len(MARK) :])["ok"])
-                    self._came.notify()
-            else:
-                self._log.write(line)
-        with self._came:
-            self._answers.append({"error": "the engine's process has ended"})
-            self._came.notify()
-
-    def answer(self, timeout_s=900):
-        with self._came:
-            assert self._came.wait_for(lambda: self._answers, timeout_s), "no answer in time"
-            return self._answers.pop(0)
-
-    def wait_ready(self):
-        started = self.answer()
-        assert "ready" in started, f"{started}; see {self.log_file}\n{self.log[-3000:]}"
-        return self
-
-    def send(self, verb, **arguments):
-        self.process.stdin.write(json.dumps({"do": verb, **arguments}) + "\n")
-        self.process.stdin.flush()
-
-    def ask(self, verb, **arguments):
-        self.send(verb, **arguments)
-        return self.answer()
-
     def generate(self, prompts, max_tokens=16, **more):
         answer = self.ask("generate", prompts=prompts, max_tokens=max_tokens, **more)
         assert "tokens" in answer, answer
         return answer
-
-    @property
-    def log(self):
-        self._log.flush()
-        return self.log_file.read_text()
-
-    def kill(self):
-        """The whole process group, at once: nothing can be tidied up."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self._log.close()
-
-    def close(self):
-        self.process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(60)
-        self.kill()
 
 
 @pytest.fixture(scope="session")

@@ -93,6 +93,23 @@ def test_a_step_with_nothing_to_do_calls_a_few_functions(halves, count, disk):
     assert max(rig.messages[messages:]) < 100, "bytes of a message without orders"
 
 
+def test_an_engine_without_requests_is_idle_a_few_steps_after_its_last_transfer(halves):
+    """Metrics are published in portions, a step each; no step may wait for a worker's report."""
+    rig = halves(disk=True)
+    publisher = rig.scheduler.connector.connector_scheduler.adapter.stats
+    rig.add(prompt(2 * BLOCK), 2)
+    while not publisher.is_midway:
+        rig.step()
+    time.sleep(0.5)  # copies and writes end
+    rig.step()
+    rig.step()
+    left = 0
+    while rig.scheduler.has_requests():
+        rig.step()
+        left += 1
+        assert left < 30
+
+
 def test_where_answers_are_stored_too_a_request_is_visited_when_a_chunk_is_full(halves):
     rig = halves(offload_prompt_only=False)
     decoding(rig, 200)

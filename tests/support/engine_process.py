@@ -1,0 +1,96 @@
+"""An engine in a process group of its own, driven by lines of JSON: tests start it and kill it."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+
+class EngineProcess:
+    """Sends orders to a script and waits for its answers.
+
+    The script reads ``{"do": NAME, ...}`` from standard input, a line each. It writes each answer
+    as a line ``{"ok": ...}`` to the descriptor in ``ANSWERS_FD``. Nothing else is written there:
+    on standard output, lines of the engine's other processes would cut an answer in two.
+
+    Args:
+        script: the script.
+        settings: its only argument, as JSON.
+        log_file: gets what the engine writes to standard output and standard error.
+        env: of the script, beside its answers' descriptor.
+    """
+
+    def __init__(self, script, settings, log_file, env):
+        self.log_file = Path(log_file)
+        self._log = open(log_file, "w")  # noqa: SIM115 - closed when the engine is
+        ours, theirs = os.pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=self._log,
+            text=True,
+            env={**env, "ANSWERS_FD": str(theirs)},
+            pass_fds=[theirs],
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self._answers = []
+        self._came = threading.Condition()
+        self._listener = threading.Thread(target=self._listen, args=(ours,), daemon=True)
+        self._listener.start()
+
+    def _listen(self, answers_fd):
+        with open(answers_fd) as answers:
+            for line in answers:
+                self._note(json.loads(line)["ok"])
+        self._note({"error": "the engine's process has ended"})
+
+    def _note(self, answer):
+        with self._came:
+            self._answers.append(answer)
+            self._came.notify()
+
+    def answer(self, timeout_s=360):
+        with self._came:
+            if self._came.wait_for(lambda: self._answers, timeout_s):
+                return self._answers.pop(0)
+        self.process.send_signal(signal.SIGUSR1)  # writes its stacks to the log
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(2)
+        raise AssertionError(f"no answer in {timeout_s} s; its log ends with\n{self.log[-6000:]}")
+
+    def wait_ready(self):
+        started = self.answer(timeout_s=900)
+        assert "ready" in started, f"{started}; see {self.log_file}\n{self.log[-3000:]}"
+        return self
+
+    def send(self, verb, **arguments):
+        self.process.stdin.write(json.dumps({"do": verb, **arguments}) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, verb, **arguments):
+        self.send(verb, **arguments)
+        return self.answer()
+
+    @property
+    def log(self):
+        return self.log_file.read_text(errors="replace")
+
+    def kill(self):
+        """The whole process group, at once: nothing can be tidied up."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._listener.join(5)
+        self._log.close()
+
+    def close(self):
+        self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(60)
+        self.kill()
