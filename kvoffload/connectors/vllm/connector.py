@@ -159,7 +159,13 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         if self.connector_scheduler is not None:
             self.connector_scheduler.step_ended()
         had_stats, self._has_stats = self._has_stats, False
-        return super().get_kv_connector_stats() if had_stats else None
+        if not had_stats:
+            return None
+        stats = super().get_kv_connector_stats()
+        # The engine steps until all of a publication is told: each step tells the next part.
+        half = self.connector_scheduler
+        self._has_stats = half is not None and half.adapter.stats.is_midway
+        return stats
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
