@@ -40,6 +40,9 @@ class DiskAdmin(Admin):
         self._root: str = convert(dict(options), DiskOptions).root
         self._given = {name: value for name, value in options.items() if name != "root"}
 
+    async def close(self) -> None:
+        """Do nothing: each call opens the root by itself."""
+
     async def _inspect(self, work: Callable[[DiskInspector], T]) -> T:
         return await run_once(lambda: work(DiskInspector(self._root)))
 

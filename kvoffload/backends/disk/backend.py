@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from kvoffload.backends.admin import Admin
 from kvoffload.backends.base import ReadResult, Removal, Usage
 from kvoffload.backends.blocking_pool import run_once
-from kvoffload.backends.disk.admin import DiskAdmin
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
 from kvoffload.backends.disk.housekeeper import Housekeeper
 from kvoffload.backends.disk.index import name_of
@@ -45,7 +44,6 @@ class DiskBackend(ThreadedBackend, Admin):
     """Chunks as files under a root that several processes may share."""
 
     Options = DiskOptions
-    admin = DiskAdmin
     is_shared = True
 
     def __init__(self, options: DiskOptions, namespace: str, *, vfs: Vfs | None = None) -> None:
@@ -84,6 +82,13 @@ class DiskBackend(ThreadedBackend, Admin):
     def _close_in_child(self) -> None:
         """Answer only misses in a forked child: it has neither the threads nor the locks."""
         self._closed = True
+
+    @staticmethod
+    def admin(options: Mapping[str, Any]) -> Admin:
+        """Return the operators' methods; see :func:`kvoffload.registry.open_admin`."""
+        from kvoffload.backends.disk.admin import DiskAdmin  # no engine waits for its import
+
+        return DiskAdmin(options)
 
     # ---- one chunk, on a worker thread -----------------------------------------------------
 

@@ -3,6 +3,7 @@
 Functions block and run on worker threads. They return an outcome with a reason, and do not raise.
 """
 
+import ctypes
 import errno
 import fcntl
 import logging
@@ -12,8 +13,6 @@ import stat
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
-
-import numpy as np
 
 from kvoffload.backends.disk.vfs import Buffers, Vfs
 from kvoffload.backends.header import ALIGNED_BYTES, check_chunk, pack_header
@@ -139,11 +138,13 @@ def bytes_on_disk(chunk_bytes: int) -> int:
 
 
 def is_aligned(memory: memoryview) -> bool:
-    """Return whether direct I/O can use this memory: address and length are whole pages."""
-    if memory.nbytes % PAGE or not memory.nbytes:
+    """Return whether direct I/O can use this memory: address and length are whole pages.
+
+    The address of read-only memory is not known.
+    """
+    if memory.nbytes % PAGE or not memory.nbytes or memory.readonly:
         return False
-    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
-    return address % PAGE == 0
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory)) % PAGE == 0
 
 
 def probe_direct(vfs: Vfs, path: str) -> str | None:
