@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from kvoffload.errors import ConfigError
 from kvoffload.figures import Durations
+from kvoffload.io.backoff import Backoff
 from kvoffload.io.deadlines import IOJobs, Listener
 from kvoffload.io.forms import Form, Peer
 from kvoffload.io.link import Link
@@ -55,10 +56,6 @@ KILLED_S = 1.0
 """How long a killed server may take to end before it is abandoned."""
 OPEN_S = 60.0
 """How long opening all stores may take."""
-BACKOFF_S = (0.1, 5.0)
-"""The shortest and the longest time between a server's death and the next one's start."""
-STEADY_S = 10.0
-"""How long a server must have run for its death to count as a first one."""
 
 
 class IOClient:
@@ -105,9 +102,8 @@ class IOClient:
         self._ready = threading.Event()
         """Set when the stores are open or refused."""
         self._refusal: ConfigError | None = None
-        self._heard_s = self._started_s = time.monotonic()
-        self._restart_s = 0.0
-        self._backoff_s = BACKOFF_S[0]
+        self._heard_s = time.monotonic()
+        self._backoff = Backoff()
         self._close_by_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="kvoffload-io-client", daemon=True)
         try:
@@ -315,7 +311,7 @@ class IOClient:
         since_s = self._jobs.late_since_s
         if not self._link.is_up:
             if self._close_by_s is None:
-                self._restart(now_s)
+                self._restart()
         elif since_s is not None and now_s >= max(since_s, self._heard_s) + SILENT_S:
             log.error("%s has been silent for %g s; it is killed", self._peer, SILENT_S)
             self._heard_s = now_s
@@ -338,32 +334,26 @@ class IOClient:
             return
         self.counters["died"] += 1
         log.error("%s died with %d jobs; it is started again", self._peer, len(jobs))
-        now_s = time.monotonic()
-        if now_s > self._started_s + STEADY_S:
-            self._backoff_s = BACKOFF_S[0]
-        self._restart_later(now_s)
+        self._backoff.died()
 
-    def _restart_later(self, now_s: float) -> None:
-        self._restart_s = now_s + self._backoff_s
-        self._backoff_s = min(BACKOFF_S[1], 2 * self._backoff_s)
-
-    def _restart(self, now_s: float) -> None:
-        """Start a server again, once the last one has ended and some time has passed."""
+    def _restart(self) -> None:
+        """Start a server again, once the last one has ended and the backoff is over."""
         if not self._is_started or not self._peer.wait(0):
             return
         self._jobs.release()
-        if now_s < self._restart_s:
+        if not self._backoff.is_over:
             return
         self._is_restarted = True
         try:
             self._connect()
         except Exception as error:  # no descriptors, no memory, no threads
             log.error("the I/O server cannot be started again: %s", error)
-            self._restart_later(now_s)
+            self._backoff.failed()
 
     def _connect(self) -> None:
         self._peer = self._start()
-        self._started_s = self._heard_s = time.monotonic()
+        self._heard_s = time.monotonic()
+        self._backoff.started()
         with self._link.lock:  # a renewal either changes what is sent here, or comes after it
             self._link.attach(self._peer.sock)
             self._link.push(frame(self._opening))

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kvoffload.io import client as io_client
+from kvoffload.io import backoff
 
 RECOVERY_S = 2.0
 """From a kill to the next whole hit, for 99 of 100; the rest may wait for processors."""
@@ -57,7 +57,7 @@ def kill_while_it_starts(engine, draw):
     ],
 )
 def test_killed_at_random_it_costs_only_misses(small_engine, tmp_path, monkeypatch, slots, kills):
-    monkeypatch.setattr(io_client, "STEADY_S", 0.0)  # each death counts as a first one
+    monkeypatch.setattr(backoff, "STEADY_S", 0.0)  # each death counts as a first one
     disk = {"type": "disk", "root": str(tmp_path), "capacity": "64MiB", "min_free": 0}
     engine, draw = small_engine(disk, slots=slots), random.Random(slots)
     engine.store("p")
