@@ -99,8 +99,8 @@ class IOClient:
         """Whether the stores were open once: then a server that dies is started again."""
         self._is_restarted = False
         """Whether the stores are being opened again after a server's death."""
-        self._ready = threading.Event()
-        """Set when the stores are open or refused."""
+        self._settled = threading.Condition()
+        """Notified when :attr:`_is_settled` may have become true."""
         self._refusal: ConfigError | None = None
         self._heard_s = time.monotonic()
         self._backoff = Backoff()
@@ -212,17 +212,27 @@ class IOClient:
             self._link.close()
 
     def _await_stores(self, timeout_s: float) -> None:
-        is_ready = self._ready.wait(timeout_s)
+        with self._settled:
+            is_settled = self._settled.wait_for(lambda: self._is_settled, timeout_s)
         if self._refusal is not None:
             raise self._refusal
-        if not is_ready or self._is_opening:
-            what = "ended before it had opened" if is_ready else f"took {timeout_s:g} s to open"
+        if not self._are_stores_open:
+            what = "ended before it had opened" if is_settled else f"took {timeout_s:g} s to open"
             raise ConfigError("io", str(self._peer), f"{what} the tiers; its log says more")
         self._is_started = True
 
+    @property
+    def _are_stores_open(self) -> bool:
+        return not self._is_opening and all(tier.is_met for tier in self.tiers.values())
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether the stores are open or refused, or the first server ended before it said so."""
+        has_ended = not self._is_started and not self._link.is_up
+        return has_ended or self._refusal is not None or self._are_stores_open
+
     def _reset_tiers(self) -> None:
         """Let no tier have anything until the server says that its stores are open."""
-        self._ready.clear()
         self._refusal = None
         self._is_opening = True  # first, so that nothing said of the old stores is taken in
         for tier in self.tiers.values():
@@ -262,7 +272,7 @@ class IOClient:
                 for opened in message.tiers:
                     self.tiers[opened.name].opened(opened.has_index, opened.is_shared)
                 self._is_opening = False
-                self._check_ready()
+                self._tell_waiting()
             case Refused():
                 self._refuse(ConfigError(message.field, message.value, message.remedy))
             case Alive():
@@ -273,7 +283,7 @@ class IOClient:
                 pass  # said of stores that are closed
             case Presence():
                 self.tiers[message.tier].announced(message, lambda: not self._is_opening)
-                self._check_ready()
+                self._tell_waiting()
             case Forgotten():
                 self.tiers[message.tier].forgotten(message.keys)
             case Present():
@@ -283,9 +293,9 @@ class IOClient:
             case Figures():
                 self.tiers[message.tier].told(message)
 
-    def _check_ready(self) -> None:
-        if all(tier.is_met for tier in self.tiers.values()):
-            self._ready.set()
+    def _tell_waiting(self) -> None:
+        with self._settled:
+            self._settled.notify_all()
 
     def _refuse(self, refusal: ConfigError) -> None:
         for tier in self.tiers.values():
@@ -295,7 +305,7 @@ class IOClient:
             self._peer.kill()  # another server tries it later
             return
         self._refusal = refusal
-        self._ready.set()
+        self._tell_waiting()
 
     def _ask(self) -> None:
         for tier in self.tiers.values():
@@ -330,7 +340,7 @@ class IOClient:
         self._peer.kill()
         self._reset_tiers()
         if not self._is_started:
-            self._ready.set()
+            self._tell_waiting()
             return
         self.counters["died"] += 1
         log.error("%s died with %d jobs; it is started again", self._peer, len(jobs))
