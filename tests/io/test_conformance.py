@@ -4,6 +4,8 @@ import pytest
 
 from kvoffload.testing import BackendSuite
 from kvoffload.testing.backends import CHUNK_BYTES, PersistentBackendSuite
+from tests.support.redis_server import BINARY, MISSING, RedisServer
+from tests.support.redis_suite import RedisSuite
 from tests.support.store_behind_io import StoreBehindIO
 
 pytestmark = pytest.mark.chaos
@@ -27,3 +29,22 @@ class TestDisk(PersistentBackendSuite):
     def open_small(self, namespace):
         options = {"root": str(self.folder / "small"), "capacity": "2MiB", "min_free": 0}
         return StoreBehindIO("disk", options, namespace)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()
+
+
+@pytest.mark.skipif(BINARY is None, reason=MISSING)
+class TestRedis(RedisSuite):
+    @pytest.fixture(autouse=True)
+    def _server(self, server):
+        server.cli("flushall")
+        self.servers = [server]
+
+    def open(self, namespace):
+        patient = dict.fromkeys(("timeout_s", "connect_timeout_s", "lookup_timeout_s"), 5.0)
+        return StoreBehindIO("redis", {"url": self.servers[0].url, **patient}, namespace)

@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 
 import pytest
 
@@ -13,7 +12,6 @@ from kvoffload import open_backend
 from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import (
     CHUNK_BYTES,
-    PersistentBackendSuite,
     filled,
     keys_of,
     payload_of,
@@ -27,28 +25,10 @@ from tests.support.redis_server import (
     make_certificates,
     redis_cluster,
 )
+from tests.support.redis_suite import RedisSuite
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 PATIENT = {"timeout_s": 5.0, "connect_timeout_s": 5.0, "lookup_timeout_s": 5.0}
-
-
-TURN_THE_LAST_BYTE = """
-local value = redis.call("get", KEYS[1])
-redis.call("set", KEYS[1], value:sub(1, -2) .. string.char((value:byte(-1) + 1) % 256))
-"""
-
-
-class RedisSuite(PersistentBackendSuite):
-    servers: Sequence[RedisServer]
-    tls: Sequence[str] = ()
-
-    def damage(self, backend, key):
-        found = 0
-        for server in self.servers:
-            if name := server.cli("keys", f"*{key.hex()}*", tls=self.tls):
-                server.cli("eval", TURN_THE_LAST_BYTE, "1", name, tls=self.tls)
-                found += 1
-        assert found == 1
 
 
 class TestOneServer(RedisSuite):
