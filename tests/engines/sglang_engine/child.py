@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 
@@ -29,7 +30,31 @@ def main() -> None:
             "cached": [out["meta_info"]["cached_tokens"] for out in outputs],
             "storage": [each.get("storage", 0) for each in details],
             "time_s": time.monotonic() - started,
+            "latency_s": [out["meta_info"]["e2e_latency"] for out in outputs],
         }
+
+    def rounds(prompts: list[list[int]], count: int) -> list[dict[str, Any]]:
+        """Run prompts together several times; each time they find empty caches of the engine."""
+        answers = []
+        for _ in range(count):
+            while not flush():  # not while it still backs up
+                time.sleep(0.05)
+            answers.append(generate(prompts))
+        return answers
+
+    def events() -> dict[str, float]:
+        """Return the counters of our storage, as SGLang's metrics endpoint would show them."""
+        from prometheus_client import CollectorRegistry
+        from prometheus_client.multiprocess import MultiProcessCollector
+
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)
+        found: Counter[str] = Counter()
+        for metric in registry.collect():
+            if metric.name == "sglang:kvoffload_events":
+                for sample in metric.samples:
+                    found[sample.labels["event"]] += sample.value
+        return dict(found)
 
     def flush() -> bool:
         """Empty the caches of the device and of the host; storage keeps what it has."""
@@ -41,7 +66,13 @@ def main() -> None:
         call = getattr(engine.tokenizer_manager, f"{action}_hicache_storage")
         return bool(engine.loop.run_until_complete(call(**arguments)).success)
 
-    verbs = {"generate": generate, "flush": flush, "storage": storage}
+    verbs = {
+        "generate": generate,
+        "rounds": rounds,
+        "events": events,
+        "flush": flush,
+        "storage": storage,
+    }
     answer({"ready": True})
     for line in sys.stdin:
         asked = json.loads(line)

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import random
+import subprocess
 import time
 from pathlib import Path
 
@@ -161,3 +162,21 @@ def make_prompt(seed, length=600):
 @pytest.fixture(scope="session")
 def prompt():
     return make_prompt
+
+
+@pytest.fixture(scope="session")
+def io_process():
+    """Find the number of an engine's I/O process."""
+
+    def find(engine):
+        listed = subprocess.run(
+            ["ps", "-eo", "pid,pgid,args"], capture_output=True, text=True, check=True
+        ).stdout
+        (found,) = [
+            int(line.split()[0])
+            for line in listed.splitlines()
+            if "kvoffload.io.process" in line and line.split()[1] == str(engine.process.pid)
+        ]
+        return found
+
+    return find

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -26,21 +25,8 @@ def told(start, prompt):
     return answers
 
 
-def io_process(engine):
-    """The number of the engine's I/O process."""
-    listed = subprocess.run(
-        ["ps", "-eo", "pid,pgid,args"], capture_output=True, text=True, check=True
-    ).stdout
-    (found,) = [
-        int(line.split()[0])
-        for line in listed.splitlines()
-        if "kvoffload.io.process" in line and line.split()[1] == str(engine.process.pid)
-    ]
-    return found
-
-
 def test_disk_serves_after_a_flush_a_kill_and_another_page_size_never(
-    start, prompt, told, tiers, disk, tmp_path
+    start, prompt, told, tiers, disk, io_process, tmp_path
 ):
     first = start("dynamic", tiers(disk(tmp_path / "kv")))
     for i in range(3):

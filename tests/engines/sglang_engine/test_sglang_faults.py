@@ -1,0 +1,231 @@
+"""A real engine serves while its tiers fail: equal outputs, in bounded time, counted by reason.
+
+Each round empties the engine's own caches, so that all prompts ask the storage. The faults strike
+again and again while the rounds run.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections import Counter
+
+import pytest
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
+
+NUM_PROMPTS, LENGTH = 3, 600
+STORED = 592
+PREFETCH_TIMEOUT_S = 1.0 + 0.25 * LENGTH / 1024
+"""SGLang's default: ``prefetch_timeout_base``, and ``prefetch_timeout_per_ki_token``."""
+ROUNDS = 6
+
+
+class Served:
+    """An engine with a storage, and what its prompts are answered without one.
+
+    Args:
+        engine: with the prefetch policy ``timeout``, and metrics.
+        prompts: of 600 tokens.
+        told: the answers.
+        computed_s: the longest time that computing the prompts together took.
+    """
+
+    def __init__(self, engine, prompts, told, computed_s):
+        self.engine, self.prompts, self.told = engine, prompts, told
+        self.longest_s = 2 * computed_s + PREFETCH_TIMEOUT_S + 1.0
+
+    def run(self, fault=None, rounds=ROUNDS, every_s=0.3):
+        """Run prompts while a fault strikes; return what was counted, and the hits."""
+        before = self.events()
+        ended = threading.Event()
+
+        def strike():
+            while not ended.wait(every_s):
+                fault()
+
+        striking = threading.Thread(target=strike)
+        if fault:
+            fault()
+            striking.start()
+        answers = self.engine.ask("rounds", prompts=self.prompts, count=rounds)
+        ended.set()
+        if fault:
+            striking.join()
+        assert isinstance(answers, list), (answers, self.engine.log[-3000:])
+        for answer in answers:
+            assert answer["tokens"] == self.told
+            assert max(answer["latency_s"]) < self.longest_s, answer["latency_s"]
+        return self.events() - before, sum(sum(answer["storage"]) for answer in answers)
+
+    def events(self):
+        return Counter(self.engine.ask("events"))
+
+    def recover(self):
+        """Ask until all prompts come from storage: the prefetch thread and the backup live."""
+        for prompt, told in zip(self.prompts, self.told, strict=True):
+            self.engine.wait_stored(prompt, [told])
+
+
+@pytest.fixture(scope="module")
+def computed(start, prompt):
+    """Three prompts, their answers, and the time that computing takes."""
+    prompts = [prompt(i, LENGTH) for i in range(NUM_PROMPTS)]
+    plain = start(max_total_tokens=4096)
+    answers = plain.ask("rounds", prompts=prompts, count=3)
+    plain.kill()
+    told = answers[0]["tokens"]
+    assert all(answer["tokens"] == told for answer in answers)
+    return prompts, told, max(max(answer["latency_s"]) for answer in answers)
+
+
+@pytest.fixture(scope="module")
+def serve(start, computed, tiers):
+    """Start an engine with some backends, with all prompts stored."""
+
+    def begin(*backends, **more):
+        engine = start(
+            "dynamic",
+            tiers(*backends, load_timeout_s=0.5, store_timeout_s=0.5, **more),
+            hicache_storage_prefetch_policy="timeout",
+            max_total_tokens=4096,
+            enable_metrics=True,
+        )
+        served = Served(engine, *computed)
+        served.recover()
+        return served
+
+    return begin
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Where pages are stored: a small file system of its own where that can be had."""
+    where = tmp_path_factory.mktemp("store")
+    command = ["mount", "-t", "tmpfs", "-o", "size=32m,nr_inodes=1000", "none", str(where)]
+    if os.geteuid() or subprocess.run(command, check=False, capture_output=True).returncode:
+        yield where
+        return
+    yield where
+    subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+@pytest.fixture(scope="module")
+def on_disk(serve, disk, root):
+    return serve(disk(root / "kv"))
+
+
+@pytest.fixture
+def files(root):
+    """The files of pages, as they are now."""
+    return lambda: sorted(file for file in (root / "kv").glob("*/??/*") if file.is_file())
+
+
+def damaged(files, damage):
+    """Do something to every third file; SGLang may store some again meanwhile."""
+    for file in files()[::3]:
+        with contextlib.suppress(FileNotFoundError), open(file, "r+b") as data:
+            damage(data, os.fstat(data.fileno()).st_size)
+
+
+def flip(data, size):
+    data.seek(size // 2)
+    byte = data.read(1)
+    data.seek(-1, 1)
+    data.write(bytes([byte[0] ^ 4]))
+
+
+def test_without_a_fault_all_pages_come_from_disk(on_disk):
+    counted, hits = on_disk.run()
+    assert hits == ROUNDS * NUM_PROMPTS * STORED
+    assert counted["loaded"] == hits // 16
+
+
+def test_files_deleted(on_disk, files):
+    def delete():
+        for file in files()[::3]:
+            file.unlink(missing_ok=True)
+
+    counted, _ = on_disk.run(delete)
+    assert counted["load_missing"] > 0, counted
+    on_disk.recover()
+
+
+def test_files_cut(on_disk, files):
+    counted, _ = on_disk.run(lambda: damaged(files, lambda data, size: data.truncate(size // 2)))
+    assert counted["load_corrupt"] > 0, counted
+    on_disk.recover()
+
+
+def test_bits_flipped(on_disk, files):
+    counted, _ = on_disk.run(lambda: damaged(files, flip))
+    assert counted["load_corrupt"] > 0, counted
+    on_disk.recover()
+
+
+def test_files_swapped_between_keys(on_disk, files):
+    def swap():
+        found = files()
+        for one, other in zip(found[0:40:2], found[1:40:2], strict=False):
+            spare = one.with_name("spare")
+            with contextlib.suppress(FileNotFoundError):
+                one.rename(spare)
+                other.rename(one)
+                spare.rename(other)
+
+    counted, _ = on_disk.run(swap)
+    assert counted["load_corrupt"] > 0, counted
+    on_disk.recover()
+
+
+def test_io_process_killed_again_and_again(on_disk, io_process):
+    def kill():
+        with contextlib.suppress(ValueError, ProcessLookupError):  # none while it is started again
+            os.kill(io_process(on_disk.engine), signal.SIGKILL)
+
+    counted, _ = on_disk.run(kill, every_s=1.0)
+    assert counted["io_died"] > 0, counted
+    on_disk.recover()
+
+
+def test_io_process_stopped(on_disk, io_process):
+    number = io_process(on_disk.engine)
+    os.kill(number, signal.SIGSTOP)
+    try:
+        counted, hits = on_disk.run(rounds=2)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGCONT)
+    assert hits == 0
+    assert sum(n for name, n in counted.items() if name.startswith("load_")) > 0, counted
+    on_disk.recover()
+
+
+@pytest.mark.parametrize("what", ["files", "bytes"])
+def test_the_disk_is_full_of(on_disk, root, files, what):
+    if not os.path.ismount(root):
+        pytest.skip("mounting a small tmpfs needs root")
+    ballast = root / "ballast"
+    ballast.mkdir()
+
+    def fill():
+        with contextlib.suppress(OSError):
+            for i in range(2000 if what == "files" else 0):
+                (ballast / str(i)).touch()
+        with contextlib.suppress(OSError), open(ballast / "large", "ab", buffering=0) as large:
+            while what == "bytes" and large.write(bytes(1 << 20)):
+                pass
+
+    def delete_and_fill():
+        fill()
+        for file in files()[::2]:
+            file.unlink(missing_ok=True)
+        fill()
+
+    counted, _ = on_disk.run(delete_and_fill)
+    for file in ballast.iterdir():
+        file.unlink()
+    ballast.rmdir()
+    assert sum(n for name, n in counted.items() if name.startswith("store_")) > 0, counted
+    on_disk.recover()
