@@ -132,6 +132,10 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         """Take in the stores of this step; they begin in the next."""
         self.connector_worker.prepare_store_kv(self._connector_metadata)
 
+    def unregister_kv_caches(self) -> None:
+        """See :meth:`KVOffloadWorker.unregister_kv_caches`; vLLM calls it from 0.33 on."""
+        self.connector_worker.unregister_kv_caches()
+
     # ---- failures ----
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -220,6 +220,13 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             else:
                 self._end(TransferResult(job_id, ()))
 
+    def unregister_kv_caches(self) -> None:
+        """Wait until no copy reads or writes the KV cache: a sleep unmaps its memory.
+
+        A copy after that would be an illegal access, which ends the engine.
+        """
+        self._transfers.wait([*self._stores, *self._loads])
+
     def _submit_stores(self) -> None:
         """Begin all stores that wait, with one launch."""
         if not self._unsubmitted_store_jobs:

@@ -27,6 +27,7 @@ from kvoffload.messages import (
     make_offload_key,
 )
 from kvoffload.testing.faults import FaultyBackend, Plan
+from kvoffload.transfer.cpu.copier import CpuCopier
 
 PAGE = 4096
 KEY = make_offload_key(b"k" * 32, 0)
@@ -138,3 +139,19 @@ def test_a_reset_does_not_wait_for_a_load_from_a_store_that_hangs(half):
     step(half, flush={8})
     assert time.monotonic() - began_s < 2.5
     assert half._loads, "the load still waits for its store"
+
+
+def test_a_sleep_waits_for_copies_out_of_the_memory_that_it_unmaps(half, monkeypatch):
+    copy = CpuCopier._copy
+
+    def slowly(*given):
+        time.sleep(0.3)
+        copy(*given)
+
+    monkeypatch.setattr(CpuCopier, "_copy", slowly)
+    source = GPULoadStoreSpec([1, 2, 6, 7], group_sizes=[2, 2], block_indices=[0, 2])
+    job = TransferJob(req_id="r", src_spec=source, dst_spec=CPULoadStoreSpec([4, 5]))
+    step(half, stores={7: job})
+    step(half)
+    half.unregister_kv_caches()
+    assert half._transfers._slab.rows[5].tolist() == [6] * PAGE + [7] * PAGE
