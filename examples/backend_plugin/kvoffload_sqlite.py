@@ -4,20 +4,22 @@ Not fast, but complete: three blocking functions make the backend, and the optio
 engine of usage and evictions. The test class in ``tests`` checks all of it.
 """
 
+import asyncio
 import contextlib
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import xxhash
 
-from kvoffload.backends.admin import Admin, Holding
+from kvoffload.backends.admin import Admin, Holding, Verified
 from kvoffload.backends.base import ReadResult, Removal, Usage
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.threaded import ThreadedBackend
+from kvoffload.backends.verification import Verification, lines_of, sampled
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
 
@@ -106,7 +108,7 @@ class SqliteBackend(ThreadedBackend, Admin):
     def release(self) -> None:
         self._db.close()
 
-    # ---- optional: statistics, the events that follow from an eviction, a survey -----------
+    # ---- optional: statistics, the events that follow from an eviction, operators' commands -
 
     def usage(self) -> Usage:
         """Return what was stored when this process wrote last; no query, as it must not block."""
@@ -127,6 +129,35 @@ class SqliteBackend(ThreadedBackend, Admin):
             return [Holding(name, {}, chunks, stored) for name, chunks, stored in rows]
 
         return await run_once(run)
+
+    async def verify(
+        self,
+        *,
+        repair: bool,
+        share: float | None,
+        bytes_per_s: int | None,
+        progress: Callable[[int, int], None],
+    ) -> Verified:
+        rows = await run_once(self._db.execute("SELECT id, size FROM chunks").fetchall)
+        chosen = sampled(rows, share)
+        run = Verification(len(rows), sum(size for _, size in chosen), bytes_per_s, progress)
+        for row, size in chosen:
+            found = await run_once(lambda row=row: self._stored(row))
+            if found is not None and xxhash.xxh3_128_digest(found[1]) != found[0]:
+                if repair:
+                    await run_once(lambda row=row: self._drop(row))
+                why = "removed" if repair else "left in place"
+                run.add_damage(f"row {row}", "corrupt_payload", why, removed=repair)
+            await asyncio.sleep(run.add(size, size, is_gone=found is None))
+        figures = run.figures()
+        return Verified(lines_of(figures), figures, not figures["damaged"])
+
+    def _stored(self, row: int) -> Any:
+        query = "SELECT digest, payload FROM chunks WHERE id = ?"
+        return self._db.execute(query, (row,)).fetchone()
+
+    def _drop(self, row: int) -> None:
+        self._db.execute("DELETE FROM chunks WHERE id = ?", (row,))
 
     def _row(self, key: bytes, columns: str) -> Any:
         query = f"SELECT {columns} FROM chunks WHERE namespace = ? AND key = ?"

@@ -21,7 +21,7 @@ COMMANDS: dict[str, str] = {
     "config": "Check, show or describe the settings of an engine.",
     "doctor": "Examine a Redis (or a folder): verdicts and remedies.",
     "inspect": "Show what a folder or a Redis holds.",
-    "verify": "Read every chunk of a folder and say what is damaged.",
+    "verify": "Read every chunk of a store and say what is damaged.",
     "gc": "Remove chunks and leftovers from a folder, or a namespace from a Redis.",
     "size": "Say how much memory a trace and a model need for what hit rate.",
 }

@@ -39,7 +39,8 @@ def command(
 ) -> None:
     """Read and check every chunk; safe while engines use the store.
 
-    Reports files that are not the store's and leftovers of dead processes as well.
+    Of a folder it reports files that are not the store's, and leftovers of dead processes, as well.
+    Of a Redis it reads values one by one, and prolongs the life of none.
 
     Exit codes: 0 all is well, 1 something is or was damaged, 2 no such store, one of another
     user, or wrong options.

@@ -145,7 +145,7 @@ def test_gc_alone_removes_only_what_is_of_no_use(root):
         ("gc", "{root}", "--capacity", "100"),
         ("gc", "{root}", "-o", "x=1"),
         ("inspect", "{root}", "-o", "x=1"),
-        ("verify", "redis://localhost"),
+        ("verify", "redis://localhost:port"),
         ("verify", "{root}", "--sample", "5"),
         ("verify", "{root}", "--sample", "0%"),
         ("verify", "{root}", "--rate", "100"),

@@ -1,7 +1,8 @@
-"""``inspect`` and ``doctor`` on stores of plug-ins, opened by their names."""
+"""``inspect``, ``verify`` and ``doctor`` on stores of plug-ins, opened by their names."""
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from functools import partial
@@ -71,6 +72,21 @@ def test_inspect_and_doctor_open_a_store_by_its_name(tmp_path, installed):
     assert (done.returncode, "no [b]WAL[/b]" in done.stdout) == (1, True), done.stderr
 
 
+def test_verify_reads_the_store_of_a_plug_in_and_repairs_it(tmp_path, installed):
+    path = tmp_path / "kv.db"
+    verify = ("verify", "--type", "sqlite", "-o", f"path={path}", "--json")
+    run_python(FILLED, str(path), installed)
+    done = process(*verify, "--sample", "50%", "--rate", "1GB/s", **installed)
+    assert (done.returncode, json.loads(done.stdout)["chunks"]) == (0, 2), done.stderr
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE chunks SET payload = zeroblob(1024) WHERE id = 1")
+    database.close()
+    done = process(*verify, "--repair", **installed)
+    assert (done.returncode, json.loads(done.stdout)["reasons"]) == (1, {"corrupt_payload": 1})
+    done = process(*verify, **installed)
+    assert (done.returncode, json.loads(done.stdout)["chunks"]) == (0, 3), done.stderr
+
+
 def test_what_cannot_be_opened_is_a_sentence_and_nothing_is_made(tmp_path, installed):
     setting = ("-o", f"path={tmp_path / 'kv.db'}")
     here = kvoffload
@@ -78,7 +94,7 @@ def test_what_cannot_be_opened_is_a_sentence_and_nothing_is_made(tmp_path, insta
         (("doctor", "--type", "sqlite", *setting), "does not offer", partial(process, **installed)),
         (("inspect", "--type", "memry"), "did you mean 'memory'?", here),
         (("inspect", "--type", "memory"), "does not offer", here),
-        (("verify", "redis://localhost"), "does not offer", here),
+        (("verify", "--type", "memory"), "does not offer", here),
         (("inspect", "--type", "disk"), "is required", here),
         (("inspect", str(tmp_path), "-o", f"root={tmp_path}"), "given already", here),
         (("doctor", "redis://localhost", "--type", "sqlite"), "or --type NAME", here),

@@ -1,7 +1,6 @@
 """The operators' commands on a root: examined from outside, without opening a backend on it."""
 
 import mmap
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.disk.doctor import diagnose
 from kvoffload.backends.disk.inspector import ChunkFile, DiskInspector, Waste
 from kvoffload.backends.disk.options import DiskOptions
+from kvoffload.backends.verification import Verification, lines_of, sampled
 from kvoffload.config import convert, human_bytes
 
 AGES = (("1 min", 60), ("1 hour", 3600), ("1 day", 86400), ("1 week", 7 * 86400))
@@ -231,39 +231,23 @@ def verify(
     """Check every chunk, or a part; with ``repair`` remove the damaged ones."""
     if repair:
         found.require_write()
-    chunks = everything = list(found.chunks())
-    if share is not None and everything:
-        chunks = random.sample(everything, max(1, round(len(everything) * share)))
+    everything = list(found.chunks())
+    chunks = sampled(everything, share)
     buffer = memoryview(mmap.mmap(-1, _PIECE_BYTES))
-    damaged: list[dict[str, Any]] = [
-        {"path": folder, "reason": why, "removed": False, "why": "cannot be listed"}
-        for folder, why in found.unreadable
-    ]
-    read_bytes = passed_bytes = gone = 0
     total_bytes = sum(chunk.allocated_bytes for chunk in chunks)
-    began = time.monotonic()
+    run = Verification(len(everything), total_bytes, bytes_per_s, progress)
+    for folder, reason in found.unreadable:
+        run.add_damage(folder, reason, "cannot be listed")
     for chunk in chunks:
-        reason, read = found.verify(chunk, buffer)
-        read_bytes += read
-        passed_bytes += chunk.allocated_bytes
-        progress(passed_bytes, total_bytes)
-        if reason == "missing":
-            gone += 1  # evicted since it was listed
-        elif reason is not None:
-            repaired = _repaired(found, chunk, repair)
-            damaged.append({"path": chunk.path, "reason": reason, **repaired})
-        if bytes_per_s is not None:
-            time.sleep(max(0.0, read_bytes / bytes_per_s - (time.monotonic() - began)))
-    seconds = time.monotonic() - began
+        fault, read_bytes = found.verify(chunk, buffer)
+        is_gone = fault == "missing"  # evicted since it was listed
+        if fault is not None and not is_gone:
+            removed, why = _repaired(found, chunk, repair)
+            run.add_damage(chunk.path, fault, why, removed=removed)
+        time.sleep(run.add(read_bytes, chunk.allocated_bytes, is_gone=is_gone))
     return {
         "root": found.root,
-        "chunks": len(chunks) - gone,
-        "of_chunks": len(everything),
-        "bytes": read_bytes,
-        "seconds": seconds,
-        "bytes_per_second": read_bytes / seconds if seconds else 0.0,
-        "reasons": dict(Counter(each["reason"] for each in damaged)),
-        "damaged": damaged,
+        **run.figures(),
         "ledger_fault": found.ledger()[1],
         "limits_fault": found.limits()[1],
         "strays": list(found.strays()),
@@ -271,28 +255,21 @@ def verify(
     }
 
 
-def _repaired(found: DiskInspector, chunk: ChunkFile, repair: bool) -> dict[str, Any]:
+def _repaired(found: DiskInspector, chunk: ChunkFile, repair: bool) -> tuple[bool, str]:
     """Remove a damaged chunk, if asked; return whether it was removed, and why not."""
     if not repair:
-        return {"removed": False, "why": "left in place"}
+        return False, "left in place"
     try:
         found.remove(chunk)
     except IsADirectoryError:
-        return {"removed": False, "why": "left in place: a folder, remove it by hand"}
+        return False, "left in place: a folder, remove it by hand"
     except OSError as error:
-        return {"removed": False, "why": f"left in place: {error.strerror}"}
-    return {"removed": True, "why": "removed"}
+        return False, f"left in place: {error.strerror}"
+    return True, "removed"
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
-    lines = [
-        f"{counted(report['chunks'], 'chunk')}, {human_bytes(report['bytes'])} read in "
-        f"{report['seconds']:.1f} s ({human_bytes(report['bytes_per_second'])}/s), "
-        f"{len(report['damaged'])} damaged"
-    ]
-    if report["chunks"] < report["of_chunks"]:
-        lines.append(f"a part of {report['of_chunks']} chunks")
-    lines += [f"{each['reason']}: {each['path']} ({each['why']})" for each in report["damaged"]]
+    lines = lines_of(report)
     if report["ledger_fault"]:
         lines.append(
             f"ledger {report['ledger_fault']}: an engine counts everything and sets it right"

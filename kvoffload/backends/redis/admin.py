@@ -1,13 +1,15 @@
-"""Survey and purge of whole servers: by SCAN in small steps, never by KEYS.
+"""Survey, check and purge of whole servers: by SCAN in small steps, never by KEYS.
 
 The control plane uses redis-py with deadlines and without retries: by default redis-py retries a
 dead server for about a minute.
 """
 
+import asyncio
 import contextlib
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -16,7 +18,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from kvoffload.backends.admin import Admin, Aged, Holding, Overview
+from kvoffload.backends.admin import Admin, Aged, Holding, Overview, Verified, counted
 from kvoffload.backends.base import Usage
 from kvoffload.backends.redis.channel import Address
 from kvoffload.backends.redis.discovery import masters
@@ -27,7 +29,9 @@ from kvoffload.backends.redis.namespace_info import (
     namespace_of,
     namespace_prefix,
 )
-from kvoffload.backends.redis.options import Access
+from kvoffload.backends.redis.options import Access, value_key
+from kvoffload.backends.redis.value_check import StoredValue, ValueCheck
+from kvoffload.backends.verification import Verification, lines_of, sampled
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
 
@@ -162,6 +166,51 @@ class RedisAdmin(Admin):
         await self._scan(f"{front}*", remove_old)
         return Aged(total["chunks"], total["bytes"], total["undated"])
 
+    async def verify(
+        self,
+        *,
+        repair: bool,
+        share: float | None,
+        bytes_per_s: int | None,
+        progress: Callable[[int, int], None],
+    ) -> Verified:
+        """Read values one by one, without a change of when they expire or are evicted."""
+        everything = await self._values()
+        chosen = sorted(sampled(everything, share))
+        total_bytes = sum(value.stored_bytes for value in chosen)
+        check = ValueCheck(value_key(self._access.options.secret_file))
+        run = Verification(len(everything), total_bytes, bytes_per_s, progress)
+        for address, values in groupby(chosen, lambda value: value.address):
+            async with client_of(address, self._access) as client:
+                with contextlib.suppress(ResponseError):  # since Redis 7.2, and a right
+                    await _of_each(client, "CLIENT NO-TOUCH", [b"ON"])
+                for value in values:
+                    await asyncio.sleep(await _verify(client, value, check, run, repair=repair))
+        figures = {**run.figures(), "unauthenticated": check.unauthenticated}
+        lines = lines_of(figures)
+        if check.unauthenticated:
+            lines.append(
+                f"{counted(check.unauthenticated, 'chunk')} have an authentication code, of which "
+                "only the checksum was checked; give the engines' secret_file with -o"
+            )
+        return Verified(lines, figures, not figures["damaged"])
+
+    async def _values(self) -> list[StoredValue]:
+        """Return the chunks on all servers."""
+        found: list[StoredValue] = []
+
+        async def add(client: Redis, names: list[bytes]) -> None:
+            stored = [name for name in names if not is_info(name)]
+            sizes = await _of_each(client, "STRLEN", stored)
+            found.extend(
+                StoredValue(address, name, size or 0)
+                for name, size in zip(stored, sizes, strict=True)
+            )
+
+        for address in await masters(self._access):
+            await self._scan_one(address, f"{PREFIX}:*", add)
+        return found
+
     async def _scan(
         self,
         pattern: str,
@@ -171,13 +220,45 @@ class RedisAdmin(Admin):
     ) -> None:
         """Call ``work`` with the names on every server that fit a pattern, some at a time."""
         for address in await masters(self._access):
-            async with client_of(address, self._access) as client:
-                cursor = None
-                while cursor != 0:
-                    cursor, found = await client.scan(cursor or 0, match=pattern, count=_STEP)
-                    names = dict.fromkeys(name for name in found if isinstance(name, bytes))
-                    if wanted := [name for name in names if is_ours(name) or not only_ours]:
-                        await work(client, wanted)
+            await self._scan_one(address, pattern, work, only_ours=only_ours)
+
+    async def _scan_one(
+        self,
+        address: Address,
+        pattern: str,
+        work: Callable[[Redis, list[bytes]], Awaitable[None]],
+        *,
+        only_ours: bool = True,
+    ) -> None:
+        async with client_of(address, self._access) as client:
+            cursor = None
+            while cursor != 0:
+                cursor, found = await client.scan(cursor or 0, match=pattern, count=_STEP)
+                names = dict.fromkeys(name for name in found if isinstance(name, bytes))
+                if wanted := [name for name in names if is_ours(name) or not only_ours]:
+                    await work(client, wanted)
+
+
+async def _verify(
+    client: Redis, value: StoredValue, check: ValueCheck, run: Verification, *, repair: bool
+) -> float:
+    """Check one value; return the seconds to wait before the next one."""
+    found, reason, is_gone = b"", None, False
+    try:
+        answer: Any = await client.get(value.name)
+    except ResponseError as error:
+        if not _is_foreign(error):
+            raise
+        reason = "corrupt_type"
+    else:
+        found, is_gone = answer or b"", answer is None
+        reason = None if is_gone else check.fault(value.name, found)
+    if reason:
+        if repair:
+            await client.unlink(value.name)
+        why = "removed" if repair else "left in place"
+        run.add_damage(value.path, reason, why, removed=repair)
+    return run.add(len(found), value.stored_bytes, is_gone=is_gone)
 
 
 async def _expiries(client: Redis, names: Sequence[bytes]) -> list[float]:

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 PREFIX = "kvoffload"
 _EVERY_S = 1.0
 _REFUSED_S = 60.0
-_OURS = re.compile(rb"kvoffload:[!-9;-~]+:(?:facts|[0-9a-z-]+:\{[0-9a-f]+\})")
+_OURS = re.compile(rb"kvoffload:[!-9;-~]+:(?:facts|[0-9a-z-]+:\{(?:[0-9a-f]{2})+\})")
 """Names as this backend makes them, in ASCII. Other names with the same front are foreign."""
 
 

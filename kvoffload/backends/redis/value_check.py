@@ -1,0 +1,49 @@
+"""The check of a stored value by its name alone, without the engine that wrote it."""
+
+from typing import NamedTuple
+
+from kvoffload.backends.header import COMPACT_BYTES, namespace_digest
+from kvoffload.backends.redis.channel import Address
+from kvoffload.backends.redis.chunk_io import MAC_BYTES, Sealer
+from kvoffload.backends.redis.namespace_info import namespace_of
+
+
+class StoredValue(NamedTuple):
+    """A chunk on a server."""
+
+    address: Address
+    name: bytes
+    stored_bytes: int
+
+    @property
+    def path(self) -> str:
+        """The server and the name."""
+        return f"{self.address} {self.name.decode()}"
+
+
+class ValueCheck:
+    """Checks values of all namespaces; ``secret`` is the engines', if they have one.
+
+    Without the secret, a value that has an authentication code is checked by its checksum.
+    """
+
+    def __init__(self, secret: bytes | None) -> None:
+        self._secret = secret
+        self._scheme = Sealer(b"", secret).scheme
+        self.unauthenticated = 0
+        """Values with an authentication code of another secret."""
+
+    def fault(self, name: bytes, value: bytes) -> str | None:
+        """Return what is wrong with a value, or None."""
+        _, _, scheme, tag = name.decode().split(":")
+        tail_bytes = 0 if scheme == "xxh3" else MAC_BYTES
+        is_known = scheme == self._scheme
+        self.unauthenticated += not is_known and tail_bytes > 0
+        view = memoryview(value)
+        stop = len(view) - tail_bytes
+        if stop < COMPACT_BYTES:
+            return "corrupt_short"
+        sealer = Sealer(namespace_digest(namespace_of(name)), self._secret if is_known else None)
+        header, chunk, tail = view[:COMPACT_BYTES], view[COMPACT_BYTES:stop], view[stop:]
+        broken = sealer.broken(header, tail, bytes.fromhex(tag[1:-1]), chunk)
+        return f"corrupt_{broken}" if broken else None
