@@ -274,7 +274,9 @@ def command_line() -> Iterator[str]:
         "Command line",
         """
 The commands need the extra `cli`. `kvoffload COMMAND --help` prints the same. Each command takes
-`--json` and then prints JSON alone; `config schema` prints nothing else.
+`--json` and then prints JSON alone; `config schema` prints nothing else. `--output FILE` writes to
+a file what would be printed, and `--quiet` prints errors only. Neither changes an exit code or
+answers a question of `gc`. After wrong usage an earlier file stays as it was.
 
 Scripts may rely on the exit codes. 0: done, and all is well. 1: the command found something wrong,
 or could not do a part; it says what. 2: wrong usage or settings, and nothing was done. 130: ended
@@ -292,14 +294,17 @@ by Control-C.
 def _click_command(name: str) -> Any:
     import typer
 
+    from kvoffload.cli.destination import add_options
     from kvoffload.cli.main import module_of
 
     module = module_of(name)
-    if hasattr(module, "app"):
-        return typer.main.get_command(module.app)
-    app = typer.Typer(add_completion=False)
-    app.command(name)(module.command)
-    return typer.main.get_command(app)
+    app = getattr(module, "app", None)
+    if app is None:
+        app = typer.Typer(add_completion=False)
+        app.command(name)(module.command)
+    command = typer.main.get_command(app)
+    add_options(command)
+    return command
 
 
 def _command(title: str, command: Any) -> Iterator[str]:

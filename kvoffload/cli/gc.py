@@ -2,12 +2,12 @@
 
 import json
 import re
-import sys
 from typing import Annotated
 
 import typer
 
 from kvoffload.backends.admin import Garbage
+from kvoffload.cli.destination import is_answered
 from kvoffload.cli.output import console, plain
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
 from kvoffload.config import ByteSize
@@ -52,12 +52,13 @@ def command(
         dry_run,
     )
     out = console()
-    if not (dry_run or yes or as_json) and out.is_terminal and sys.stdin.isatty():
+    if not (dry_run or yes or as_json) and is_answered():
         planned = run_on(
             "gc", root, kind, option, lambda store: store.collect(wanted._replace(dry_run=True))
         )
-        out.print(plain(f"would remove {planned.summary}"), soft_wrap=True)
-        if not typer.confirm("Remove it?"):
+        plan = plain(f"would remove {planned.summary}")
+        console(stderr=True).print(plan, soft_wrap=True)
+        if not typer.confirm("Remove it?", err=True):
             return
     found = run_on("gc", root, kind, option, lambda store: store.collect(wanted))
     if as_json:

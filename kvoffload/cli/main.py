@@ -39,6 +39,7 @@ def main() -> None:
     except ImportError:
         sys.exit("kvoffload: the command line needs its extra: pip install 'kvoffload[cli]'")
 
+    from kvoffload.cli.destination import add_options, destination
     from kvoffload.errors import ConfigError
 
     def print_version(asked: bool) -> None:
@@ -77,10 +78,17 @@ def main() -> None:
             else:
                 app.command(name)(module.command)
     _never_fail_to_print()
+    whole = typer.main.get_command(app)
+    add_options(whole)
     try:
+        done = False
         try:
-            app()
+            whole()
+        except SystemExit as ended:
+            done = ended.code in (None, 0, 1)
+            raise
         finally:
+            destination.end(done=done)
             sys.stdout.flush()
     except ConfigError as error:
         print(f"kvoffload: {error}", file=sys.stderr)

@@ -1,7 +1,6 @@
 """``kvoffload replay``: compare eviction policies on a trace with Belady's bound."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from kvoffload.cli.destination import is_watched
 from kvoffload.cli.output import console, plain, print_numbers
 from kvoffload.errors import ConfigError
 from kvoffload.replay import synthetic
@@ -112,9 +112,7 @@ def facts(trace: Trace) -> dict[str, Any]:
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
     """Show a bar on standard error while it is a terminal."""
-    with Progress(
-        console=console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    ) as bar:
+    with Progress(console=console(stderr=True), transient=True, disable=not is_watched()) as bar:
         task = bar.add_task("replaying", total=total)
         yield lambda blocks: bar.advance(task, blocks)
 

@@ -4,15 +4,19 @@ import contextlib
 import io
 import json
 import os
+import pty
+import select
 import subprocess
 import sys
 import threading
+import time
 from typing import NamedTuple
 
 from kvoffload import open_backend
 from kvoffload.cli.main import main
 from kvoffload.testing.backends import filled, keys_of
 
+PROGRAM = "import sys; sys.argv[0] = 'kvoffload'\nfrom kvoffload.cli.main import main; main()"
 SIZE = 28 * 1024
 ON_DISK = 32 * 1024
 
@@ -55,6 +59,34 @@ def kvoffload(*words):
     finally:
         sys.argv = argv
     return Result(code[0], *(_written(stream) for stream in (out, err)))
+
+
+def on_terminal(*words, answer=b""):
+    """Run a command on a terminal and answer its question; return exit code and output."""
+    here, there = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *words],
+        stdin=there,
+        stdout=there,
+        stderr=there,
+        env={**os.environ, "TERM": "dumb", "COLUMNS": "100"},
+    )
+    os.close(there)
+    shown, until_s = b"", time.monotonic() + 40
+    while time.monotonic() < until_s:
+        if select.select([here], [], [], 0.2)[0]:
+            try:
+                shown += os.read(here, 1 << 16)
+            except OSError:  # the other end is closed
+                break
+        elif process.poll() is not None:
+            break
+        if answer and b"[y/N]" in shown:
+            os.write(here, answer)
+            answer = b""
+    code = process.wait(10)
+    os.close(here)
+    return code, shown.decode()
 
 
 def as_user(user, *words):
