@@ -135,6 +135,10 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     whose members may all read it."""
     record: str = ""
     """A file to which each request's chunks are appended, as a trace for ``kvoffload replay``."""
+    otel_spans: bool = False
+    """Whether each request's lookup, loads and stores are OpenTelemetry spans; needs the extra
+    ``otel``. The variables of OpenTelemetry, as ``OTEL_EXPORTER_OTLP_ENDPOINT``, name the receiver,
+    unless the process has a tracer provider."""
 
     def __post_init__(self) -> None:
         if not self.cpu_bytes and not self.backends:

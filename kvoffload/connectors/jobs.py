@@ -1,9 +1,11 @@
 """Jobs in flight, from their order to the answer of the last rank."""
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvoffload.connectors.spans import Spans
 from kvoffload.offload.base import Job, StoreJob
 from kvoffload.offload.manager import TieredOffloadingManager
 
@@ -17,6 +19,7 @@ class _InFlight:
     reason: str = ""
     seconds: float = 0.0
     stale: bool = False
+    began_ns: int = 0
 
 
 class Ended(NamedTuple):
@@ -39,10 +42,14 @@ class JobTable:
     Args:
         manager: gets the answers.
         num_ranks: workers that answer each job.
+        spans: gets each job's begin and end; None: no one asks for them.
     """
 
-    def __init__(self, manager: TieredOffloadingManager, num_ranks: int = 1) -> None:
+    def __init__(
+        self, manager: TieredOffloadingManager, num_ranks: int = 1, spans: Spans | None = None
+    ) -> None:
         self._manager = manager
+        self._spans = spans
         self._num_ranks = num_ranks
         self._jobs: dict[int, _InFlight] = {}
         # Answered jobs whose slots some ranks may still touch: these slots, and how many ranks.
@@ -56,7 +63,9 @@ class JobTable:
 
     def begin(self, job_id: int, job: Job) -> None:
         """Expect every rank's answer to a job."""
-        self._jobs[job_id] = _InFlight(job, self._num_ranks)
+        entry = self._jobs[job_id] = _InFlight(job, self._num_ranks)
+        if self._spans is not None:
+            entry.began_ns = time.time_ns()
 
     def mark_stale(self) -> None:
         """Let jobs in flight end as failed: a reset has made their bytes meaningless."""
@@ -118,6 +127,8 @@ class JobTable:
         if entry.stale:
             ok = (False,) * len(job.keys)
         self._manager.complete(job, ok, not entry.ranks_unsettled, entry.reason)
+        if self._spans is not None:
+            self._spans.job_ended(job, entry.began_ns, ok, entry.reason)
         if entry.ranks_unsettled:
             self._unsettled[job_id] = job.unsettled_slots(ok), entry.ranks_unsettled
         return Ended(job, ok, entry.reason, entry.stale)

@@ -46,6 +46,7 @@ from kvoffload.connectors.offload_requests import (
     new_state,
 )
 from kvoffload.connectors.prefix_search import longest
+from kvoffload.connectors.spans import open_spans
 from kvoffload.connectors.transfers import Load, LoadOutcome, Transfers
 from kvoffload.core.interface import KVCacheConfig
 from kvoffload.errors import ConfigError
@@ -115,6 +116,7 @@ class LocalConnector:
             **facts,
             **layout_facts(self.config, block_size, self._groups, layout, kv_cache_config),
         }
+        self._spans = open_spans(self.config.otel_spans)
         self._spec = TieredOffloadingSpec(self.config, layout.slot_bytes, meaning, layout)
         self._manager = self._spec.get_manager()
         self._uses = UseCounter(self._manager)
@@ -122,9 +124,8 @@ class LocalConnector:
         self._requests: dict[str, RequestState] = {}
         # An engine that can use any part of a prefix goes on after one short load.
         self._short_loads = LoadBackoff(tolerated=int(self._groups.keeps_prefixes))
-        self._transfers = Transfers(
-            self._manager, self._worker, self._groups, self._requests, self._short_loads
-        )
+        parts = self._manager, self._worker, self._groups, self._requests, self._short_loads
+        self._transfers = Transfers(*parts, self._spans)
         self._outcomes: list[LoadOutcome] = []
         loaded_tokens = self._transfers.loaded_tokens
         self._stats = LocalStats(self._spec, self._manager, self._worker, loaded_tokens)
@@ -149,6 +150,12 @@ class LocalConnector:
             Whole blocks, never the prompt's last token (the engine must compute something); 0 for
             nothing; None to ask again at the next step, at most for ``lookup_timeout_s``.
         """
+        if self._spans is None:
+            return self._look_up(request, num_computed_tokens)
+        look_up = partial(self._look_up, request, num_computed_tokens)
+        return self._spans.of_lookup(request.request_id, look_up)
+
+    def _look_up(self, request: OffloadRequest, num_computed_tokens: int) -> int | None:
         state = self._state(request)
         groups = self._groups
         if num_computed_tokens % groups.alignment or self._short_loads.declined(request.request_id):
@@ -328,6 +335,8 @@ class LocalConnector:
         if self._metrics is not None:
             self._metrics.close()
         self._spec.close(timeout_s)
+        if self._spans is not None:
+            self._spans.close()
         self._manager.shutdown()
 
     def take_events(self) -> list[OffloadingEvent]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from kvoffload.connectors.chunking import ChunkGroups, Piece
 from kvoffload.connectors.jobs import JobTable
 from kvoffload.connectors.offload_requests import LoadBackoff, RequestState
+from kvoffload.connectors.spans import Spans
 from kvoffload.messages import TransferResult, TransferSpec
 from kvoffload.offload.base import Job, LoadJob, Transfer
 from kvoffload.offload.manager import TieredOffloadingManager
@@ -76,6 +77,7 @@ class Transfers:
         groups: of the chunks.
         requests: the connector's requests by id; their loads are marked as ended here.
         short_loads: counts the loads that brought less than promised.
+        spans: gets each job's begin and end.
     """
 
     def __init__(
@@ -85,8 +87,9 @@ class Transfers:
         groups: ChunkGroups,
         requests: Mapping[str, RequestState],
         short_loads: LoadBackoff,
+        spans: Spans | None = None,
     ) -> None:
-        self.jobs = JobTable(manager)
+        self.jobs = JobTable(manager, spans=spans)
         self.loaded_tokens: Counter[str] = Counter()
         """Tokens loaded so far, by medium."""
         self._manager = manager

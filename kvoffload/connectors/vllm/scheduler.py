@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 
 from kvoffload.connectors.builder import make_host_cache, make_manager
 from kvoffload.connectors.jobs import Ended, JobTable
+from kvoffload.connectors.spans import open_spans
 from kvoffload.connectors.vllm import self_test as canary
 from kvoffload.connectors.vllm.client_images import is_trusted
 from kvoffload.connectors.vllm.engine_metrics import hit_tokens
@@ -56,8 +57,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     Args:
         spec: whose ``get_manager()`` returns a :class:`ManagerAdapter`.
         settings: ours.
-        vllm_config: vLLM's.
-        kv_cache_config: vLLM's.
+        vllm_config, kv_cache_config: vLLM's.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self._log = RequestLog(settings.record, self.config.kv_group_configs[0].tokens_per_chunk)
         self._logged: set[str] = set()
         self._due = DueRequests(self.config)
+        self._spans = open_spans(settings.otel_spans)
 
     def _meet(self, workers: Mapping[int, WorkerInfo]) -> None:
         """Note what some workers told of themselves; begin when all have."""
@@ -112,7 +113,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         )
         ledger = make_manager(self.settings, host, self.tiers.tiers, slot_bytes)
         self.adapter.attach(ledger, host.num_slots)
-        self._table = JobTable(ledger, len(ranks))
+        self._table = JobTable(ledger, len(ranks), self._spans)
         self._waits_for_workers = False
         log.info(
             "kvoffload: %d host slots on each of %d ranks; tiers: %s; namespace %s",
@@ -138,10 +139,11 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         """See vLLM; answers "ask again" only for a bounded time."""
         if self._awaits_reports:
             return None, False
+        if self._spans is not None and request.request_id not in self._logged:
+            self._spans.lookup_began(request.request_id)
         status = self._req_status[request.request_id]
         hints = self.adapter.hints(status.req_context)
-        wished = hints.max_load_tokens
-        if wished is not None:
+        if (wished := hints.max_load_tokens) is not None:
             wanted = wished if max_num_new_tokens is None else min(wished, max_num_new_tokens)
             # Whole chunks, or a load would end inside one.
             max_num_new_tokens = wanted // self._chunk_tokens * self._chunk_tokens
@@ -155,7 +157,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             elif found is None and self._waited_long(request):
                 found = 0
         if found is not None:
-            self._note_first_look(status, hints.explain)
+            self._note_first_look(status, hints.explain, found)
         return found, bool(found) and is_async
 
     def _find(self, request: Any, start: int, most: int | None) -> tuple[int | None, bool]:
@@ -173,11 +175,13 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         keys = self._keys_to_load(status, start, start + found)
         return self.adapter.is_worth_loading(keys, found, status.req_context)
 
-    def _note_first_look(self, status: Any, explain: bool) -> None:
+    def _note_first_look(self, status: Any, explain: bool, found: int) -> None:
         req_id = status.req.request_id
         if req_id in self._logged:
             return  # preempted since, or a load of it failed
         self._logged.add(req_id)
+        if self._spans is not None:
+            self._spans.lookup_ended(req_id, found)
         self._log.asked_for(status.group_states[0].offload_keys)
         if explain:
             groups = (group.offload_keys for group in status.group_states)

@@ -1,0 +1,135 @@
+"""OpenTelemetry spans of lookups, loads and stores."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvoffload.connectors.local import LocalConnector
+from kvoffload.connectors.spans import REQUEST, Spans, open_spans
+from kvoffload.errors import ConfigError
+from tests.support.span_receiver import span_receiver
+
+NEEDED = "needs the extra 'otel': pip install 'kvoffload[otel]'"
+SETTINGS = {
+    "cpu_bytes": "20KiB",
+    "blocks_per_chunk": 2,
+    "backends": [{"type": "memory", "capacity": "1MiB"}],
+}
+
+
+def attach(kv_caches, **settings):
+    return LocalConnector({**SETTINGS, **settings}, kv_caches, block_size=4, facts={"model": "m"})
+
+
+def serve(connector, request, until):
+    """Look a request up, load what is there, and store the rest."""
+    found = connector.get_num_new_matched_tokens(request, 0)
+    if found:
+        connector.update_state_after_alloc(request, [list(range(5, 16))], found)
+        until(connector.poll)
+    connector.after_forward(request, [list(range(5, 15))], 40)
+    assert connector.flush()
+    connector.request_finished(request)
+    return found
+
+
+@pytest.fixture(scope="module")
+def exporter():
+    """What an SDK with a provider of its own exports."""
+    pytest.importorskip("opentelemetry.sdk", reason=NEEDED)
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason=NEEDED)
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    return exporter
+
+
+@pytest.fixture
+def exported(exporter):
+    exporter.clear()
+    return exporter.get_finished_spans
+
+
+def test_each_lookup_load_and_store_is_a_span_of_its_request(
+    kv_caches, new_request, until, exported
+):
+    connector = attach(kv_caches, otel_spans=True)
+    try:
+        assert serve(connector, new_request("a", 41, request_id="first"), until) == 0
+        assert serve(connector, new_request("a", 41, request_id="second"), until) == 40
+    finally:
+        connector.close()
+    spans = [(span.attributes[REQUEST], span.name, dict(span.attributes)) for span in exported()]
+    assert [(request, name) for request, name, _ in spans] == [
+        ("first", "kvoffload.lookup"),
+        ("first", "kvoffload.store"),
+        ("second", "kvoffload.lookup"),
+        ("second", "kvoffload.load"),
+    ]
+    assert [spans[i][2]["kvoffload.tokens"] for i in (0, 2)] == [0, 40]
+    assert spans[3][2]["kvoffload.chunks"] == 5
+    assert spans[3][2]["kvoffload.failed_chunks"] == 0
+    for span in exported():
+        assert 0 <= span.end_time - span.start_time < 5e9
+        assert span.status.is_ok or span.status.is_unset
+
+
+def test_a_load_that_fails_is_a_span_with_its_reason(exported):
+    from kvoffload.offload.base import CPULoadStoreSpec, LoadJob, ReqContext
+
+    spans = Spans()
+    job = LoadJob(1, (b"k", b"l"), CPULoadStoreSpec([0, 1]), ReqContext("r"), 2, None)
+    spans.job_ended(job, 1, (True, False), "deadline")
+    spans.close()
+    (span,) = exported()
+    assert span.attributes["kvoffload.failed_chunks"] == 1
+    assert (span.status.is_ok, span.status.description) == (False, "deadline")
+
+
+def test_a_lookup_that_waits_is_one_span_from_its_first_call(exported):
+    spans = Spans()
+    answers = iter([None, None, 8])
+    for _ in range(3):
+        spans.of_lookup("r", lambda: next(answers))
+    spans.close()
+    (span,) = exported()
+    assert span.attributes["kvoffload.tokens"] == 8
+
+
+def test_without_a_provider_spans_go_to_the_receiver_that_the_environment_names(exporter):
+    program = (
+        "from kvoffload.connectors.spans import Spans\n"
+        "spans = Spans(); spans.of_lookup('the request', lambda: 3)"  # and no close
+    )
+    with span_receiver() as (endpoint, received):
+        environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint}
+        subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+    ((path, body),) = received
+    assert path == "/v1/traces"
+    assert b"kvoffload.lookup" in body
+    assert b"the request" in body
+
+
+def test_without_the_extra_the_setting_names_it(kv_caches, monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(ConfigError, match=r"kvoffload\[otel\]"):
+        attach(kv_caches, otel_spans=True)
+
+
+def test_off_is_the_default_and_imports_nothing():
+    program = (
+        "import sys, kvoffload.connectors.local as local\n"
+        "from kvoffload.config import OffloadConfig\n"
+        "assert OffloadConfig(cpu_bytes='1MiB').otel_spans is False\n"
+        "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    assert open_spans(False) is None
