@@ -5,10 +5,15 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+
+from tests.support import browser
 
 ROOT = Path(__file__).parents[1]
 ZENSICAL = shutil.which("zensical", path=f"{ROOT / '.venv-docs' / 'bin'}") or shutil.which(
@@ -48,17 +53,68 @@ def test_links_lead_somewhere_in_the_sources_too(sources):
             assert (page.parent / link).exists(), f"{page.relative_to(sources)}: {link}"
 
 
-@pytest.mark.skipif(ZENSICAL is None, reason="zensical is missing (make docs installs it)")
-def test_it_builds_without_a_warning_loads_nothing_foreign_and_finds_words(sources):
+@pytest.fixture(scope="module")
+def site(sources):
+    """The folder of the built site."""
+    if ZENSICAL is None:
+        pytest.skip("zensical is missing (make docs installs it)")
     config = (ROOT / "zensical.toml").read_text()
     folder = sources.parent
     (folder / "zensical.toml").write_text(config.replace("build/", ""))
     words = [ZENSICAL, "build", "--strict"]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    site = folder / "site"
+    return folder / "site"
+
+
+def test_it_builds_without_a_warning_loads_nothing_foreign_and_finds_words(site):
     for page in site.rglob("*.html"):
         assert not FOREIGN.search(page.read_text()), page.name
     index = json.dumps(json.loads((site / "search.json").read_text()))
     assert "KVOffloadTierDown" in index
     assert "metrics_port" in index
+
+
+class Silent(SimpleHTTPRequestHandler):
+    def log_message(self, *words):
+        pass
+
+
+FOUND = """(() => {
+  const pages = []
+  for (const each of document.querySelectorAll("*"))
+    for (const link of each.shadowRoot?.querySelectorAll("a") ?? []) pages.push(link.href)
+  return pages.join(" ")
+})()"""
+"""The links of the dialog, which is in a shadow tree."""
+
+
+@pytest.mark.skipif(not browser.BINARY, reason=browser.MISSING)
+@pytest.mark.parametrize(
+    ("typed", "page"),
+    [
+        ("KVOffloadTierDown", "runbook.html"),
+        ("otel_spans", "settings.html"),
+        ("verify", "operate.html"),
+    ],
+)
+def test_a_reader_searches_in_a_real_browser(site, tmp_path, typed, page):
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Silent, directory=site)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with browser.browsing(tmp_path) as tab:
+                tab.open(f"http://127.0.0.1:{server.server_port}/index.html")
+                button = "document.querySelector('.md-search__button')"
+                tab.until(f"{button} !== null")
+                tab.evaluate(f"{button}.click()")
+                tab.until("document.activeElement.shadowRoot !== null")
+                tab.type(typed)
+                address = tab.until(
+                    f"{FOUND}.split(' ').find(link => link.includes({json.dumps(page)}))"
+                )
+                tab.open(address)
+                assert typed in tab.evaluate("document.body.innerText")
+        finally:
+            server.shutdown()
+            thread.join()
