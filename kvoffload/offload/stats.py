@@ -187,7 +187,6 @@ def collect(
             {
                 tier.medium: count[f"load_declined_{tier.name}"]
                 + count[f"load_not_in_time_{tier.name}"]
-                + count[f"load_not_in_time_{tier.name}"]
                 for tier in tiers
             },
         ),

@@ -173,6 +173,7 @@ def test_no_load_is_promised_whose_first_chunk_would_wait_longer_than_the_timeou
     assert engine.find(c, context) == 0  # six seconds
     assert engine.manager.explain(c, context) == ["not_in_time"]
     assert engine.manager.counters["load_not_in_time_tier0"] == 1
+    assert engine.manager.stats().lookups.declined == {"TIER0": 1}
     engine.now_s += 1.5
     assert engine.find(c, engine.context()) == 1
     assert engine.find(c, context) == 0  # the request was told once
