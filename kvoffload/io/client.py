@@ -210,6 +210,9 @@ class IOClient:
             self._link.wake()
             self._thread.join()
             self._link.close()
+            for tier in self.tiers.values():  # nothing of it can be loaded any more
+                tier.reset()
+                tier.refused()
 
     def _await_stores(self, timeout_s: float) -> None:
         with self._settled:

@@ -155,7 +155,6 @@ class RemoteTier:
         """Whether the copy has all that the index has."""
         self._is_met = False
         self._patient_until_s = time.monotonic() + self._lookup_timeout_s
-        self._is_open = False
         if self._figures is not None:
             self._counted.update(self._figures.counters)
         self._figures = None
@@ -169,7 +168,7 @@ class RemoteTier:
         self._is_open = True
 
     def refused(self) -> None:
-        """Take in that the store cannot be opened: it has nothing."""
+        """Take in that the store cannot be opened, now or ever again: it has nothing."""
         self.is_complete = True
 
     def announced(self, message: Presence, is_current: Callable[[], bool]) -> None:

@@ -81,6 +81,20 @@ def test_what_was_stored_before_is_listed_and_what_leaves_is_told(rig, until, tm
     assert tier.holds(KEYS[1])
 
 
+@pytest.mark.parametrize("name", ["planned", "shy"])
+def test_a_tier_holds_nothing_once_its_client_is_closed(rig, until, planned, name):
+    if name == "shy":  # has no index
+        planned.set(Plan("lie", frozenset({"contains"})))
+    client = rig.open((name, name, planned.options))
+    tier = client.tiers[name]
+    rig.store(client, name, KEYS[:2], until)
+    assert tier.is_listed is (name == "planned")
+    assert tier.holds(KEYS[0])
+    client.close()
+    assert [tier.holds(key) for key in KEYS[:3]] == [False] * 3
+    assert tier.num_leading(KEYS[:2]) == 0
+
+
 def test_a_forgotten_chunk_is_absent_until_it_is_stored_again(rig, until):
     client = rig.open()
     rig.store(client, "memory", KEYS[:2], until)
