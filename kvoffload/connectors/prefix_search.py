@@ -49,31 +49,33 @@ def longest(
         it may become more soon.
     """
     while True:
-        end, pending = _longest(groups, keys, start, limit, find_prefix, find, has_room)
+        end, pending = _reach_of_all(groups, keys, start, limit, find_prefix)
+        if end > start and not groups.keeps_prefixes:
+            end, pending = _windows_end(groups, keys, start, end, cache(find), has_room)
         if end == start or is_worth(_to_load(groups, keys, start, end), end - start):
             return end, pending
 
 
-def _longest(
-    groups: ChunkGroups,
-    keys: Keys,
-    start: int,
-    limit: int,
-    find_prefix: Prefix,
-    find: Find,
-    has_room: HasRoom,
+def _reach_of_all(
+    groups: ChunkGroups, keys: Keys, start: int, limit: int, find_prefix: Prefix
 ) -> tuple[int, bool]:
+    """Return up to which token the groups that read everything are there."""
     end = groups.aligned(limit)
-    has = cache(find)
     for group in groups.by_reach:
         if group.reads_all and end > start:
             reach, pending = _reach(group, keys[group.index], start, end, find_prefix)
             if pending:
                 return start, True
             end = groups.aligned(min(end, reach))
-    agreed = False
-    while end > start and not agreed:
-        agreed = True
+    return max(end, start), False
+
+
+def _windows_end(
+    groups: ChunkGroups, keys: Keys, start: int, end: int, has: Find, has_room: HasRoom
+) -> tuple[int, bool]:
+    """Return the last end at which the other groups have what they read, and all have room."""
+    before = -1
+    while end > start and end != before:
         before = end
         for group in groups.by_reach:
             if group.reads_all:
@@ -81,12 +83,10 @@ def _longest(
             shorter = _window_end(groups.aligned, group, keys[group.index], start, end, has)
             if shorter is None:
                 return start, True
-            agreed = agreed and shorter == end
             end = shorter
-        if agreed and not groups.keeps_prefixes:
+        if end == before:
             end = _last_with_room(groups, keys, start, end, has_room)
-            agreed = end == before
-    return max(end, start), False
+    return end, False
 
 
 def _last_with_room(
