@@ -91,7 +91,7 @@ class OpenStore:
             return failed
 
 
-async def open_stores(wanted: Open, namespace: str, facts: Mapping[str, str]) -> list[OpenStore]:
+async def open_stores(wanted: Open, namespace: str) -> list[OpenStore]:
     """Open every tier, or none.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-VERSION = 2
+VERSION = 3
 _LENGTH_BYTES = 4
 MOST_BYTES = 1 << 28
 """A longer message is none of ours: its length is garbage."""
@@ -111,7 +111,6 @@ class TierOpened(msgspec.Struct, array_like=True, frozen=True):
 
     name: str
     has_index: bool
-    is_observable: bool
     is_shared: bool
 
 

@@ -143,7 +143,7 @@ class Session:
 
     async def _open(self, namespace: str, facts: dict[str, str]) -> None:
         try:
-            stores = await open_stores(self._opening, namespace, facts)
+            stores = await open_stores(self._opening, namespace)
         except ConfigError as error:
             self.send(Refused(error.field, error.value, error.remedy))
             return
@@ -151,8 +151,8 @@ class Session:
         self.send(
             Opened(
                 [
-                    TierOpened(s.name, s.index is not None, s.observable is not None, s.is_shared)
-                    for s in stores
+                    TierOpened(store.name, store.index is not None, store.is_shared)
+                    for store in stores
                 ]
             )
         )

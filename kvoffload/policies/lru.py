@@ -19,7 +19,6 @@ class LRUOfTable:
     """
 
     def __init__(self, capacity: int, table: dict[bytes, int]) -> None:
-        self.capacity = capacity
         self._table = table
         self._ahead = max(AT_LEAST, capacity // PART)
         # The keys of the last look-ahead, the oldest at the end; and those not moved since.

@@ -1,1 +1,1 @@
-"""Moves bytes: the pinned slab, copiers, one asyncio thread, and the handlers that join them."""
+"""Moves bytes: the slab in host memory, the copiers, and the engine that joins them to tiers."""

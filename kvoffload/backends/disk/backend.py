@@ -68,7 +68,6 @@ class DiskBackend(ThreadedBackend, Admin):
             undo.callback(self._close_pools)
             self._housekeeper = Housekeeper(self._store)
             undo.pop_all()
-        self._closed = False
         self._was_serving = True
         """Whether chunks could be loaded at the last :meth:`take_changes`."""
         self._is_complete = False
