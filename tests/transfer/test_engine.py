@@ -9,8 +9,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvoffload import open_backend
 from kvoffload.config import parse_config
@@ -28,7 +26,6 @@ from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.engine import ROUTES, TransferEngine
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
-from kvoffload.transfer.tier_load import portions
 from tests.support.io_rig import call, client_over
 
 KEYS = [make_offload_key(hashlib.sha256(bytes([i])).digest(), 0) for i in range(20)]
@@ -246,16 +243,6 @@ def test_nothing_is_read_into_slots_that_a_hung_read_still_has(half, until):
         for i in range(20):
             expected = original[2 * i : 2 * i + 2] if i in good else torch.zeros(2, 1)
             assert (t.tensor[2 * i : 2 * i + 2] == expected).all()
-
-
-@given(st.lists(st.integers(0, 9), max_size=60))
-def test_a_part_of_a_load_repeats_no_slot_and_leaves_none_out(slots):
-    cuts = list(portions(slots))
-    assert [end for _, end in cuts][:-1] == [start for start, _ in cuts][1:]
-    assert [slots[i] for cut in cuts for i in range(*cut)] == slots
-    for cut in cuts:
-        call = slots[slice(*cut)]
-        assert 0 < len(set(call)) == len(call)
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])

@@ -6,6 +6,8 @@ import random
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvoffload import open_backend
 from kvoffload.messages import (
@@ -73,3 +75,13 @@ def test_a_slot_is_read_into_again_only_when_the_device_has_copied_it(until, see
 )
 def test_where_chunks_take_turns_a_part_has_half_of_the_slots(slots, ends):
     assert [end for _, end in portions(slots)] == ends
+
+
+@given(st.lists(st.integers(0, 9), max_size=60))
+def test_a_part_of_a_load_repeats_no_slot_and_leaves_none_out(slots):
+    cuts = list(portions(slots))
+    assert [end for _, end in cuts][:-1] == [start for start, _ in cuts][1:]
+    assert [slots[i] for cut in cuts for i in range(*cut)] == slots
+    for cut in cuts:
+        call = slots[slice(*cut)]
+        assert 0 < len(set(call)) == len(call)

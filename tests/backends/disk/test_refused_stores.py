@@ -1,0 +1,64 @@
+"""Stores that are refused or skipped, and the removals that are reported."""
+
+import errno
+
+import pytest
+from disk_parts import ON_DISK, SIZE, open_disk, write
+
+from kvoffload.config import ByteSize
+from kvoffload.errors import ConfigError
+from kvoffload.testing.backends import filled, keys_of, slots
+from tests.support.vfs import FailingVfs, kind_of
+
+
+async def test_a_store_refused_for_want_of_room_is_counted(tmp_path):
+    vfs = FailingVfs(
+        1, errno.EACCES, sticky=True, when=lambda c, p: c == "unlink" and kind_of(p) == "chunk"
+    )
+    settings = {"capacity": ByteSize(2 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+    backend = open_disk(tmp_path, vfs=vfs, **settings)
+    assert await write(backend, keys_of(2)) == [True] * 2
+    assert await write(backend, keys_of(1, "more")) == [False]
+    counts = backend.counters()
+    assert (counts["refused_capacity"], counts["undeletable"]) == (1, 2)
+    assert backend.take_removals() == []
+    assert await backend.read(keys_of(2), slots(2, SIZE)) == [True] * 2
+    await backend.close()
+
+
+async def test_a_chunk_of_the_whole_capacity_is_stored_and_one_page_more_is_refused(tmp_path):
+    backend = open_disk(tmp_path, capacity=ByteSize(ON_DISK), high_watermark=1.0)
+    assert await write(backend, keys_of(1)) == [True]
+    (larger,) = keys_of(1, "larger")
+    assert await backend.write([larger], filled([larger], SIZE + 1)) == [False]
+    assert backend.counters() == {"refused_size": 1}
+    backend.check_fit(SIZE)
+    with pytest.raises(ConfigError, match=r"64\.0 KiB.*68\.0 KiB"):
+        backend.check_fit(SIZE + 1)
+    await backend.close()
+
+
+async def test_a_chunk_that_is_there_is_not_written_again(tmp_path):
+    backend = open_disk(tmp_path)
+    keys = keys_of(2)
+    assert await write(backend, keys) == [True] * 2
+    before = {path: path.stat().st_ino for path in tmp_path.glob("*/??/*")}
+    assert await write(backend, keys) == [True] * 2
+    assert {path: path.stat().st_ino for path in tmp_path.glob("*/??/*")} == before
+    await backend.close()
+
+
+async def test_only_removals_that_no_caller_asked_for_are_reported_and_each_once(tmp_path):
+    settings = {"capacity": ByteSize(3 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+    backend = open_disk(tmp_path, **settings)
+    keys = keys_of(5)
+    for key in keys[:3]:
+        assert await write(backend, [key]) == [True]
+    await backend.remove(keys[2:3])
+    assert backend.take_removals() == []
+    for key in keys[3:]:
+        assert await write(backend, [key]) == [True]
+    assert [(each.key, each.reason) for each in backend.take_removals()] == [(keys[0], "evicted")]
+    assert backend.take_removals() == []
+    assert backend.counters() == {"removed": 1, "evicted": 1}
+    await backend.close()
