@@ -6,6 +6,7 @@ BOTH = (
     "test_local",
     "test_local_groups",
     "test_local_life",
+    "test_local_settings",
     "test_local_wishes",
     "test_staging",
     "test_eviction",

@@ -10,8 +10,6 @@ import torch
 import kvoffload
 from kvoffload import registry
 from kvoffload.connectors.local import LocalConnector
-from kvoffload.errors import ConfigError
-from kvoffload.replay.trace import read_trace
 from kvoffload.testing import FaultyBackend, Plan
 
 BLOCK = 4
@@ -362,50 +360,11 @@ def test_tiers_that_cannot_be_opened_again_at_a_reset_are_left_out_with_a_line_i
     assert connector.get_num_new_matched_tokens(new_request("p", 41), 0) == 40
 
 
-def test_a_second_tier_that_cannot_open_leaves_the_first_one_closed(kv_caches, tmp_path, until):
-    threads = set(threading.enumerate())
-    disk = {"type": "disk", "root": str(tmp_path), "capacity": "1MiB"}
-    with pytest.raises(ConfigError):
-        LocalConnector(
-            {"cpu_bytes": "64KiB", "backends": [disk, {"type": "memroy"}]},
-            kv_caches,
-            block_size=BLOCK,
-            facts={"model": "m"},
-        )
-    until(lambda: set(threading.enumerate()) <= threads)
-
-
 @pytest.mark.parametrize("params", [[1], "x", {"kvoffload": 3}, {"kvoffload": {"tiers": 5}}])
 def test_what_a_client_sends_as_parameters_never_raises(connect, new_request, params):
     request = new_request("p", 41)
     request.kv_transfer_params = params
     assert connect().get_num_new_matched_tokens(request, 0) == 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "field"),
-    [
-        ({"cpu_bytes": 100}, "cpu_bytes"),
-        ({"cpu_bytes": "900TiB"}, "cpu_bytes"),
-        ({"policy": "newest"}, "policy"),
-        ({"blocks_per_chunk": 0}, "blocks_per_chunk"),
-        ({"backends": [{"type": "tape"}]}, "backends[0].type"),
-        ({"backends": [{"type": "disk", "rot": "/x"}]}, "backends[0].rot"),
-        ({"backends": [{"type": "disk", "root": "/proc/none"}]}, "backends[0].root"),
-        ({"load_timeout": 3}, "load_timeout"),
-        ({"load_timeout_s": -1}, "load_timeout_s"),
-        ({"max_inflight_bytes": "1KiB"}, "max_inflight_bytes"),
-    ],
-)
-def test_bad_settings_name_the_field_and_start_nothing(kv_caches, settings, field):
-    threads = set(threading.enumerate())
-    with pytest.raises(ConfigError) as caught:
-        LocalConnector(
-            {"cpu_bytes": "64KiB", **settings}, kv_caches, block_size=BLOCK, facts={"model": "m"}
-        )
-    assert caught.value.field == field
-    assert caught.value.remedy
-    assert set(threading.enumerate()) <= threads
 
 
 def test_a_request_whose_loads_are_short_twice_is_promised_nothing_until_it_computes(
@@ -428,38 +387,3 @@ def test_a_request_whose_loads_are_short_twice_is_promised_nothing_until_it_comp
     assert connector.stats()["manager"]["declined_after_short_load"] == 1
     connector.after_forward(request, [range(20, 41)], 4)
     assert connector.get_num_new_matched_tokens(request, 0) > 0
-
-
-def test_requests_are_recorded_as_a_trace_for_replay(connect, new_request, until, tmp_path):
-    file = tmp_path / "requests.jsonl"
-    connector = connect(record=str(file))
-    for name in ("p", "p", "q"):
-        request = new_request(name, 41)
-        load(connector, request, range(5, 16), until)
-        store(connector, request)
-    connector.get_num_new_matched_tokens(new_request("too short", 3), 0)
-    file.rename(moved := tmp_path / "moved.jsonl")
-    store(connector, new_request("r", 41))
-    trace = read_trace(moved)
-    assert [len(request) for request in trace.requests] == [5, 5, 5]
-    assert trace.distinct == 10
-    assert trace.block_tokens == connector.block_size * connector.config.blocks_per_chunk == 8
-    assert len(read_trace(file).requests) == 1
-
-
-def test_a_record_that_cannot_be_written_stops_nothing_else(connect, new_request, caplog, tmp_path):
-    connector = connect(record="/dev/full")
-    for name in "pq":
-        store(connector, new_request(name, 41))
-        assert connector.get_num_new_matched_tokens(new_request(name, 41), 0) == 40
-    assert caplog.text.count("no longer recorded") == 1
-    with pytest.raises(ConfigError, match="record"):
-        connect(record=str(tmp_path / "no folder" / "file"))
-
-
-@pytest.mark.parametrize("block_size", [0, -4])
-def test_a_block_size_that_holds_nothing_is_refused(kv_caches, block_size):
-    with pytest.raises(ConfigError, match="block_size"):
-        LocalConnector(
-            {"cpu_bytes": "64KiB"}, kv_caches, block_size=block_size, facts={"model": "m"}
-        )

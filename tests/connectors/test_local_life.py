@@ -132,6 +132,37 @@ def test_a_copy_that_fails_leaves_its_slots_free_and_its_chunks_to_the_next_stor
     assert load(connector, new_request("p", 41), until).num_loaded_tokens == 40
 
 
+# ---- records of requests -------------------------------------------------------------------------
+
+
+def test_requests_are_recorded_as_a_trace_for_replay(connect, new_request, until, tmp_path):
+    file = tmp_path / "requests.jsonl"
+    connector = connect(record=str(file))
+    for name in ("p", "p", "q"):
+        request = new_request(name, 41)
+        if connector.get_num_new_matched_tokens(request, 0):
+            load(connector, request, until)
+        store(connector, request)
+    connector.get_num_new_matched_tokens(new_request("too short", 3), 0)
+    file.rename(moved := tmp_path / "moved.jsonl")
+    store(connector, new_request("r", 41))
+    trace = read_trace(moved)
+    assert [len(request) for request in trace.requests] == [5, 5, 5]
+    assert trace.distinct == 10
+    assert trace.block_tokens == connector.block_size * connector.config.blocks_per_chunk == 8
+    assert len(read_trace(file).requests) == 1
+
+
+def test_a_record_that_cannot_be_written_stops_nothing_else(connect, new_request, caplog, tmp_path):
+    connector = connect(record="/dev/full")
+    for name in "pq":
+        store(connector, new_request(name, 41))
+        assert connector.get_num_new_matched_tokens(new_request(name, 41), 0) == 40
+    assert caplog.text.count("no longer recorded") == 1
+    with pytest.raises(ConfigError, match="record"):
+        connect(record=str(tmp_path / "no folder" / "file"))
+
+
 # ---- requests ------------------------------------------------------------------------------------
 
 

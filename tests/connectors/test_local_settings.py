@@ -1,0 +1,57 @@
+"""Settings with which the local connector is refused before it has started anything."""
+
+import threading
+
+import pytest
+
+from kvoffload.connectors.local import LocalConnector
+from kvoffload.errors import ConfigError
+
+BLOCK = 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"cpu_bytes": 100}, "cpu_bytes"),
+        ({"cpu_bytes": "900TiB"}, "cpu_bytes"),
+        ({"policy": "newest"}, "policy"),
+        ({"blocks_per_chunk": 0}, "blocks_per_chunk"),
+        ({"backends": [{"type": "tape"}]}, "backends[0].type"),
+        ({"backends": [{"type": "disk", "rot": "/x"}]}, "backends[0].rot"),
+        ({"backends": [{"type": "disk", "root": "/proc/none"}]}, "backends[0].root"),
+        ({"load_timeout": 3}, "load_timeout"),
+        ({"load_timeout_s": -1}, "load_timeout_s"),
+        ({"max_inflight_bytes": "1KiB"}, "max_inflight_bytes"),
+    ],
+)
+def test_bad_settings_name_the_field_and_start_nothing(kv_caches, settings, field):
+    threads = set(threading.enumerate())
+    with pytest.raises(ConfigError) as caught:
+        LocalConnector(
+            {"cpu_bytes": "64KiB", **settings}, kv_caches, block_size=BLOCK, facts={"model": "m"}
+        )
+    assert caught.value.field == field
+    assert caught.value.remedy
+    assert set(threading.enumerate()) <= threads
+
+
+def test_a_second_tier_that_cannot_open_leaves_the_first_one_closed(kv_caches, tmp_path, until):
+    threads = set(threading.enumerate())
+    disk = {"type": "disk", "root": str(tmp_path), "capacity": "1MiB"}
+    with pytest.raises(ConfigError):
+        LocalConnector(
+            {"cpu_bytes": "64KiB", "backends": [disk, {"type": "memroy"}]},
+            kv_caches,
+            block_size=BLOCK,
+            facts={"model": "m"},
+        )
+    until(lambda: set(threading.enumerate()) <= threads)
+
+
+@pytest.mark.parametrize("block_size", [0, -4])
+def test_a_block_size_that_holds_nothing_is_refused(kv_caches, block_size):
+    with pytest.raises(ConfigError, match="block_size"):
+        LocalConnector(
+            {"cpu_bytes": "64KiB"}, kv_caches, block_size=block_size, facts={"model": "m"}
+        )
