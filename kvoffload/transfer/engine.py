@@ -46,7 +46,11 @@ _NO_IO.set()
 
 @dataclass(eq=False)
 class EngineJob:
-    """A transfer in flight; its answer is ready when ``io_done`` is set and all fences are done."""
+    """A transfer in flight; its answer is ready when ``io_done`` is set and all fences are done.
+
+    A write to a tier reports to it (:class:`kvoffload.io.deadlines.Listener`), and so do the parts
+    of a load (:class:`kvoffload.transfer.tier_load.LoadJob`).
+    """
 
     job_id: int
     ok: list[bool]
@@ -83,13 +87,11 @@ class EngineJob:
     # ---- on the I/O client's thread ----
 
     def copied(self, fence: CopyFence, positions: Sequence[int]) -> None:
-        """See :class:`kvoffload.transfer.tier_load.LoadJob`."""
         for i in positions:
             self.ok[i] = True
         self.fences.append((fence, positions))
 
     def part_ended(self, reason: str, settled: bool, io_time_s: float) -> None:
-        """See :class:`kvoffload.transfer.tier_load.LoadJob`."""
         with self.lock:
             now_s = time.monotonic()
             self.io_begun_s = min(self.io_begun_s, now_s - io_time_s)
@@ -102,8 +104,16 @@ class EngineJob:
                 self.settled = not self.unsettled
                 self.io_done.set()
 
-    def part_released(self) -> None:
-        """See :class:`kvoffload.transfer.tier_load.LoadJob`."""
+    def arrived(self, numbers: Sequence[int]) -> None:
+        """Do nothing: only loads tell this."""
+
+    def ended(self, ok: bytes, reason: str, settled: bool, io_time_s: float) -> None:
+        """Take in the answer of a write."""
+        self.ok[:] = map(bool, ok)
+        self.part_ended(reason, settled, io_time_s)
+
+    def released(self) -> None:
+        """Take in that the slots of an unsettled read or write are free."""
         with self.lock:
             self.unsettled -= 1
             if not self.unsettled and not self.settled:
@@ -263,7 +273,7 @@ class TransferEngine(OffloadingHandler):
         num_bytes = sizes * len(slots) if isinstance(sizes, int) else sum(sizes)
         job = EngineJob(job_id, [False] * len(slots), num_bytes)
         self._expect_io(job, 1)
-        self._tiers().store(target.tier, target.keys, slots, sizes, _Write(job))
+        self._tiers().store(target.tier, target.keys, slots, sizes, job)
         self._jobs[job_id] = job
 
     def _tiers(self) -> IOClient:
@@ -285,20 +295,3 @@ class TransferEngine(OffloadingHandler):
         in_range = not slots or (min(slots) >= 0 and max(slots) < self._slab.num_slots)
         if len(slots) != num_chunks or not in_range:
             raise ValueError(f"host slots {slots} for {num_chunks} chunks")
-
-
-class _Write:
-    """Hands the answer of a write to its job."""
-
-    def __init__(self, job: EngineJob) -> None:
-        self._job = job
-
-    def arrived(self, numbers: Sequence[int]) -> None:
-        """Do nothing: only loads tell this."""
-
-    def ended(self, ok: bytes, reason: str, settled: bool, io_time_s: float) -> None:
-        self._job.ok[:] = map(bool, ok)
-        self._job.part_ended(reason, settled, io_time_s)
-
-    def released(self) -> None:
-        self._job.part_released()

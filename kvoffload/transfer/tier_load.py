@@ -32,7 +32,7 @@ class LoadJob(Protocol):
         """Take in that a part has ended, and why chunks of it are missing."""
         ...
 
-    def part_released(self) -> None:
+    def released(self) -> None:
         """Take in that the slots of an unsettled part are free."""
         ...
 
@@ -149,7 +149,7 @@ class _Part:
             self._used()
 
     def released(self) -> None:
-        self._load.job.part_released()
+        self._load.job.released()
 
     # ---- turns ----
 
