@@ -70,7 +70,6 @@ class Exporter(Collector):
         self._samples = tuple(samples_of(stats))
 
     def collect(self) -> Iterator[Metric]:
-        """See prometheus_client."""
         build = GaugeMetricFamily("kvoffload_build_info", "Version.", labels=["version"])
         build.add_metric([kvoffload.__version__], 1)
         yield build

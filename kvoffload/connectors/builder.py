@@ -146,7 +146,6 @@ class TieredOffloadingSpec(OffloadingSpec):
         return self._copier.stats() if self._copier else {}
 
     def get_manager(self) -> TieredOffloadingManager:
-        """See :meth:`OffloadingSpec.get_manager`."""
         payloads = self._layout.payload_bytes if self._layout else ()
         host = make_host_cache(self.config.policy, self.num_slots, self.slot_bytes, payloads)
         return make_manager(self.config, host, self._manager_tiers(), self.slot_bytes)

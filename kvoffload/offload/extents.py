@@ -128,7 +128,6 @@ class ExtentLedger(HostCache):
         return size.num_free + len(size.policy) + len(self._unowned) * size.per_extent
 
     def least_room(self, keys: Sequence[OffloadKey]) -> int:
-        """See :meth:`HostCache.least_room`."""
         return min(map(self.room_for, {key[-4:]: key for key in keys}.values()))
 
     def has_room(self, keys: Sequence[OffloadKey]) -> bool:

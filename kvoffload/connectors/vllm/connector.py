@@ -116,16 +116,13 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         return self.scheduler.take_events() if had_events else ()
 
     def reset_cache(self) -> bool | None:
-        """See vLLM."""
         self._has_stats = self._has_events = True
         return bool(super().reset_cache())
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
-        """See :meth:`KVOffloadWorker.handle_preemptions`."""
         self.connector_worker.handle_preemptions(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """See :meth:`KVOffloadWorker.start_kv_transfers`."""
         self.connector_worker.start_kv_transfers(self._connector_metadata)
 
     def wait_for_save(self) -> None:

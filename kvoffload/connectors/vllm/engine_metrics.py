@@ -75,7 +75,6 @@ class EngineStats(OffloadingConnectorStats):  # type: ignore[misc]  # untyped ba
     """vLLM's statistics, whose log line leaves out the metrics of the list."""
 
     def reduce(self) -> dict[str, int | float]:
-        """See vLLM."""
         listed = tuple(PREFIX + name for name in METRICS)
         return {k: v for k, v in super().reduce().items() if not k.startswith(listed)}
 

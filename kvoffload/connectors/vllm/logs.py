@@ -52,7 +52,6 @@ class ToVllm(logging.Handler):
         """Logger and thing → the last line about it, and when it was said."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See :class:`logging.Handler`."""
         try:
             repeated = self._is_repeated(record)
         except Exception:  # arguments that do not fit the text

@@ -129,7 +129,6 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: VllmContext
     ) -> tuple[int, bool]:
-        """See :meth:`kvoffload.offload.base.OffloadingManager.lookup_prefix`."""
         if req_context.req_id in self._kept_out:
             return 0, False
         if self.ledger is None:
@@ -137,13 +136,11 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         return self.ledger.lookup_prefix(keys, our_context(req_context))
 
     def has_room(self, keys: Sequence[OffloadKey]) -> bool:
-        """See :meth:`TieredOffloadingManager.has_room`."""
         return self.ledger is None or self.ledger.has_room(keys)
 
     def is_worth_loading(
         self, keys: Sequence[OffloadKey], num_tokens: int, req_context: VllmContext
     ) -> bool:
-        """See :class:`kvoffload.offload.promises.Promises`."""
         if self.ledger is None:
             return True
         promises = self.ledger.promises
@@ -159,7 +156,6 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         return NO_HINTS if self.ledger is None else self.ledger.hints(our_context(req_context))
 
     def explain(self, keys: Sequence[OffloadKey], req_context: VllmContext) -> list[str]:
-        """See :meth:`TieredOffloadingManager.explain`."""
         if self.ledger is None:
             return ["never_stored"] * len(keys)
         if req_context.req_id in self._kept_out:
@@ -193,7 +189,6 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: VllmContext
     ) -> VllmStoreOutput | None:
-        """See vLLM."""
         if self.ledger is None:
             return None
         if req_context.req_id in self._kept_out:
