@@ -12,9 +12,9 @@ import msgspec
 import typer
 from rich.table import Table
 
-from kvoffload.backends.admin import Finding, offers
+from kvoffload.backends.admin import Finding
 from kvoffload.cli.output import console, plain
-from kvoffload.cli.stores import AsJson
+from kvoffload.cli.stores import AsJson, has_command, opened
 from kvoffload.config import (
     SIZE_SCHEMA,
     BackendConfig,
@@ -26,7 +26,7 @@ from kvoffload.config import (
 from kvoffload.config_sources import gather, read_file
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.errors import ConfigError, shown
-from kvoffload.registry import BACKENDS, check_plugins, load, open_admin
+from kvoffload.registry import BACKENDS, check_plugins, load
 
 app = typer.Typer(
     help="Check, show or describe the settings of an engine.\n\n"
@@ -213,23 +213,14 @@ def _warnings(config: OffloadConfig, whole: Mapping[str, Any]) -> Iterator[str]:
 
 def _probe(config: OffloadConfig) -> dict[str, list[Finding]]:
     """Examine each tier, as far as its backend offers it."""
-
-    async def examine(tier: BackendConfig) -> list[Finding]:
-        store = open_admin(tier.type, tier.options)
-        try:
-            return await store.diagnose()
-        finally:
-            await store.close()
-
     findings = {}
     for i, tier in enumerate(config.backends):
-        factory = load(BACKENDS, tier.type)
-        factory = getattr(factory, "admin", factory)
-        if isinstance(factory, type) and not offers(factory, "doctor"):
+        if not has_command(tier.type, "doctor"):
             continue
         name = f"backends[{i}] {tier.type}"
+        examined = opened(tier.type, tier.options, lambda store: store.diagnose())
         try:
-            findings[name] = asyncio.run(examine(tier))
+            findings[name] = asyncio.run(examined)
         except ConfigError as error:
             findings[name] = [Finding(error.field, "failed", f"{error.value!r}", error.remedy)]
         except OSError as error:

@@ -35,34 +35,40 @@ def run_on(
     settings: list[str] | None,
     work: Callable[[Admin], Awaitable[_T]],
 ) -> _T:
-    """Open a store for operators, do something with it, and close it.
+    """Do a command's work on the store that its arguments name.
 
     Raises:
         ConfigError: the target or a setting is wrong; nothing was opened.
         typer.Exit: with code 1 when the store cannot be reached; the reason is printed.
     """
     kind, options = _chosen(target, kind)
-    factory = load(BACKENDS, kind, "--type")
-    factory = getattr(factory, "admin", factory)
-    if isinstance(factory, type) and not offers(factory, command):
+    if not has_command(kind, command, "--type"):
         raise ConfigError("type", kind, f"this backend does not offer {command}")
     for name, value in _parsed(settings or []).items():
         if name in options:
             raise ConfigError(name, value, "the target is given already")
         options[name] = value
-
-    async def whole() -> _T:
-        store = open_admin(kind, options)
-        try:
-            return await work(store)
-        finally:
-            await store.close()
-
     try:
-        return asyncio.run(whole())
+        return asyncio.run(opened(kind, options, work))
     except OSError as error:
         console(stderr=True).print(plain(f"kvoffload: {error}"), soft_wrap=True)
         raise typer.Exit(1) from None
+
+
+def has_command(kind: str, command: str, field: str = "type") -> bool:
+    """Return whether a backend offers a command, as far as its class tells before it is opened."""
+    factory = load(BACKENDS, kind, field)
+    factory = getattr(factory, "admin", factory)
+    return not isinstance(factory, type) or offers(factory, command)
+
+
+async def opened(kind: str, options: dict[str, Any], work: Callable[[Admin], Awaitable[_T]]) -> _T:
+    """Open a store for operators, do something with it, and close it."""
+    store = open_admin(kind, options)
+    try:
+        return await work(store)
+    finally:
+        await store.close()
 
 
 def _chosen(target: str | None, kind: str | None) -> tuple[str, dict[str, Any]]:
