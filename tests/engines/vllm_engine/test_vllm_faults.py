@@ -95,22 +95,25 @@ def test_without_a_fault_the_store_serves(running):
     assert counted["recomputed_blocks"] == 0
 
 
-def in_parts(requests, files):
-    """Divide files into three parts; each comes when two requests have just begun.
+def delete_in_parts(requests, files, after_each=lambda: None):
+    """Delete files in three parts, each just before two requests begin.
 
     The store notices by itself within a second that files are gone, and says no more that they are
     there. A load meets the loss only if it comes first: of three times, it does in one.
     """
-    for part in range(3):
-        requests.wait_for(2)
-        yield files[part::3]
+    for i in range(3):
+        requests.between_pairs(lambda part=files[i::3]: delete(part, after_each))
+
+
+def delete(files, after_each):
+    for file in files:
+        file.unlink(missing_ok=True)
+        after_each()
 
 
 def test_chunk_files_deleted(running, chunk_files):
     with running() as (requests, counted):
-        for part in in_parts(requests, chunk_files()[::3]):
-            for file in part:
-                file.unlink(missing_ok=True)
+        delete_in_parts(requests, chunk_files()[::3])
     assert counted["failed_missing"] > 0
     assert counted["recomputed_blocks"] > 0
 
@@ -188,10 +191,7 @@ def test_the_disk_is_full_of(running, chunk_files, ballast, what):
         # What is gone is computed again, and would be stored again. It is full before the first
         # of them is gone, and again after each: none comes back before there is no room for it.
         fill(ballast, what)
-        for part in in_parts(requests, chunk_files()[::2]):
-            for file in part:
-                file.unlink(missing_ok=True)
-                fill(ballast, what)
+        delete_in_parts(requests, chunk_files()[::2], lambda: fill(ballast, what))
     assert counted["recomputed_blocks"] > 0
     if what == "files":
         assert counted["faulty_write_io_ENOSPC"] > 0, counted

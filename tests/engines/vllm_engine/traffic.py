@@ -1,5 +1,6 @@
 """Requests that run in the background while a test does something else."""
 
+import queue
 import threading
 
 
@@ -15,6 +16,7 @@ class Traffic:
         self.finished = 0
         self.cached = 0
         """Prompt tokens that were not computed, of all requests so far."""
+        self._between = queue.SimpleQueue()
         self._stop = False
         self._failure = None
         self._news = threading.Condition()
@@ -40,6 +42,12 @@ class Traffic:
         """Wait until so many prompt tokens have been loaded instead of computed."""
         self._wait(lambda: self.cached >= tokens, limit_s)
 
+    def between_pairs(self, act, limit_s=600):
+        """Call ``act`` after a pair of requests, before the next; return when that one is over."""
+        done = []
+        self._between.put(lambda: done.append(act()))
+        self._wait(lambda: done, limit_s)
+
     def _wait(self, reached, limit_s):
         with self._news:
             in_time = self._news.wait_for(lambda: reached() or self._failure, limit_s)
@@ -57,6 +65,8 @@ class Traffic:
                 pair = [(at + i) % len(self.prompts) for i in range(2)]
                 at += 2
                 self.engine.ask("reset")
+                while not self._between.empty():
+                    self._between.get()()
                 answer = self.engine.generate([self.prompts[i] for i in pair], limit_s=300)
                 assert answer["reasons"] == ["length"] * 2
                 assert answer["tokens"] == [self.told[i] for i in pair]
