@@ -30,6 +30,7 @@ def a_case(name, kind="llama", marks=pytest.mark.long, **options):
         a_case("MLA", "mla"),
         a_case("MLA on two ranks", "mla", **TWO_RANKS),
         a_case("chunked prefill", max_num_batched_tokens=128),
+        a_case("async scheduling", async_scheduling=True, distributed_executor_backend="mp"),
         a_case(
             "speculative decoding",
             speculative_config={
