@@ -20,14 +20,15 @@ Ask = Callable[..., list[Any]]
 
 
 @contextmanager
-def scraping(target: int, folder: Path) -> Iterator[Ask]:
+def scraping(target: int, folder: Path, instead_of: str = "localhost:9401") -> Iterator[Ask]:
     """Scrape an engine's port each second; yield a function that asks until there is an answer.
 
+    The port takes the place of one in the example's configuration: ``localhost:8000`` is vLLM's.
     The rules wait for a second where the example's wait for minutes.
     """
     port = free_port()
     config = (EXAMPLE / "prometheus.yml").read_text()
-    config = config.replace("localhost:9401", f"127.0.0.1:{target}").replace(": 5s", ": 1s")
+    config = config.replace(instead_of, f"127.0.0.1:{target}").replace(": 5s", ": 1s")
     (folder / "prometheus.yml").write_text(config)
     (folder / "kvoffload.rules.yml").write_text(re.sub(r"for: \d+m", "for: 1s", RULES))
     words = [

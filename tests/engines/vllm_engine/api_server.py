@@ -1,0 +1,84 @@
+"""vLLM's API server, as operators start it."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+class Server:
+    """An API server in a process group of its own."""
+
+    def __init__(self, model, log, extra, *options, **environment):
+        self.port, self.log_file = free_port(), log
+        transfer = {
+            "kv_connector": "KVOffloadConnector",
+            "kv_connector_module_path": "kvoffload.connectors.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra,
+        }
+        with open(log, "w") as output:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+                    *("--model", model, "--served-model-name", "tiny", "--port", str(self.port)),
+                    *("--load-format", "dummy", "--enforce-eager", "--block-size", "32"),
+                    *("--kv-transfer-config", json.dumps(transfer)),
+                    *options,
+                ],
+                env={
+                    **os.environ,
+                    "HF_HUB_OFFLINE": "1",
+                    "VLLM_CPU_KVCACHE_SPACE": "1",
+                    "VLLM_NO_USAGE_STATS": "1",
+                    "OMP_NUM_THREADS": "2",
+                    **environment,
+                },
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    @property
+    def log(self):
+        return self.log_file.read_text()
+
+    def wait_ready(self):
+        until = time.monotonic() + 600
+        while not self._is_healthy():
+            assert self.process.poll() is None, self.log[-3000:]
+            assert time.monotonic() < until, self.log[-3000:]
+            time.sleep(0.5)
+
+    def _is_healthy(self):
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
+            return True
+        return False
+
+    def ask(self, prompt):
+        """Return what the model says after a prompt."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            return json.load(answer)["choices"][0]["text"]
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
