@@ -138,14 +138,3 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-def serve(
-    host: str, port: int | None, read: Callable[[], Iterable[Sample]]
-) -> MetricsServer | None:
-    """Open an endpoint if a port is set.
-
-    Raises:
-        ConfigError: nothing can listen there.
-    """
-    return None if port is None else MetricsServer(host, port, read)

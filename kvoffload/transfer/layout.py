@@ -100,9 +100,8 @@ class ChunkLayout:
         self.regions: list[tuple[Region, ...]] = []
         self.payload_bytes: list[int] = []
         """Bytes of a chunk of each group as tiers store it: padded to whole pages."""
-        self._block_bytes = [
-            sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs
-        ]
+        num_groups = len(kv_caches.group_data_refs)
+        self._block_bytes = list(map(kv_caches.block_bytes, range(num_groups)))
         for refs, count in zip(kv_caches.group_data_refs, self.per_chunk, strict=True):
             regions, offset = [], 0
             for ref in refs:
