@@ -198,8 +198,9 @@ class IOClient:
             ConfigError: they cannot be opened; there are none then.
         """
         self._is_restarted = False
-        self._reset_tiers()
+        # First: from now on nothing opens but stores of this namespace.
         self._opening = replace(self._opening, namespace=namespace, facts=facts)
+        self._reset_tiers()
         self._link.send(frame(Renew(namespace, facts, list(forgotten))))
         self._await_stores(timeout_s)
 
@@ -271,7 +272,7 @@ class IOClient:
                 if order is not None:  # known before it is answered
                     self.tiers[order.tier].moved(order, message)
                 self._jobs.answered(message)
-            case Opened():
+            case Opened() if message.namespace == self._opening.namespace:
                 for opened in message.tiers:
                     self.tiers[opened.name].opened(opened.has_index, opened.is_shared)
                 self._is_opening = False

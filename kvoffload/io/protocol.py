@@ -117,6 +117,8 @@ class TierOpened(msgspec.Struct, array_like=True, frozen=True):
 class Opened(_Message):
     """The stores are open. What earlier messages said of tiers holds no longer."""
 
+    namespace: str
+    """The one asked for: a renewal may come before stores of the last one have opened."""
     tiers: list[TierOpened]
 
 

@@ -150,10 +150,11 @@ class Session:
         self._stores = {store.name: store for store in stores}
         self.send(
             Opened(
+                namespace,
                 [
                     TierOpened(store.name, store.index is not None, store.is_shared)
                     for store in stores
-                ]
+                ],
             )
         )
         for store in stores:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kvoffload.io.protocol import Opened, Presence
+from kvoffload.io.protocol import Opened, Presence, TierOpened
 from kvoffload.testing.backends import keys_of
 
 KEYS = keys_of(4)
@@ -50,3 +50,19 @@ def test_a_late_word_of_the_old_stores_does_not_end_a_renewal(rig, until, late_w
     tier = late_word.tiers["memory"]
     assert [tier.holds(key) for key in KEYS] == [False] * 4
     rig.store(late_word, "memory", KEYS, until)
+
+
+def test_stores_of_the_old_namespace_that_open_late_do_not_end_a_renewal(rig, monkeypatch):
+    """A server that was started in place of a dead one opens them, and then those renewed."""
+    client = rig.open()
+    old = client._opening.namespace
+    send = client._link.send
+
+    def send_after_the_old_words(data):
+        client._take(Opened(old, [TierOpened("memory", True, False)]))
+        client._take(Presence("memory", KEYS, [], True))
+        send(data)
+
+    monkeypatch.setattr(client._link, "send", send_after_the_old_words)
+    client.renew("1" * 64, {}, [])
+    assert [client.tiers["memory"].holds(key) for key in KEYS] == [False] * 4
