@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import kvoffload
 from kvoffload.cli.main import COMMANDS
 from kvoffload.config import KNOWN_HINTS
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
@@ -14,9 +15,16 @@ from kvoffload.connectors.vllm.settings import VllmConfigSettings
 pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
 
 ROOT = Path(__file__).parents[1]
-spec = importlib.util.spec_from_file_location("reference", ROOT / "tools" / "reference.py")
-reference = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(reference)
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+reference, api_reference = script("reference"), script("api_reference")
 COUNTED = re.compile(r"""count(?:er)?s?\[f?"(\w*)[^"]*"\]""")
 """A counter's name where the code counts it, up to its first placeholder."""
 
@@ -28,6 +36,13 @@ def page(name):
 def test_the_pages_in_the_repository_are_what_the_script_prints():
     for path, text in reference.pages().items():
         assert path.read_text() == text, f"{path.name}: run python tools/reference.py"
+
+
+def test_the_page_of_python_names_is_what_their_docstrings_say():
+    text = api_reference.PAGE.read_text()
+    assert text == api_reference.page(), "run python tools/api_reference.py"
+    for name in kvoffload.__all__:
+        assert name.startswith("_") or f"\n## {name}\n" in text
 
 
 def test_a_page_that_differs_is_found(monkeypatch, capsys):
