@@ -22,7 +22,7 @@ def bare_half(**settings):
     half = object.__new__(KVOffloadScheduler)
     half.adapter, half.settings = ManagerAdapter(), read_settings(settings)
     half.config, half._meter = CONFIG, StepMeter(half.adapter.computed)
-    half._generation, half._awaits_reports = None, False
+    half._generation, half._awaits_reports, half._spans = None, False, None
     half._explained = ExplainedRequests(half.adapter.explain)
     half._due, half._req_status, half._block_id_to_pending_jobs = DueRequests(CONFIG), {}, {}
     half._current_batch_load_jobs, half._current_batch_jobs_to_flush = {}, set()
