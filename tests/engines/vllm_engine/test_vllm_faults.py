@@ -192,10 +192,11 @@ def test_the_disk_is_full_of(running, chunk_files, ballast, what):
         # of them is gone, and again after each: none comes back before there is no room for it.
         fill(ballast, what)
         delete_in_parts(requests, chunk_files()[::2], lambda: fill(ballast, what))
-    assert counted["recomputed_blocks"] > 0
     if what == "files":
+        assert counted["recomputed_blocks"] > 0
         assert counted["faulty_write_io_ENOSPC"] > 0, counted
     else:
+        # The tier evicts for ``min_free``. It may have evicted all of them before the next load.
         assert counted["faulty_evicted"] + counted["failed_refused"] > 0, counted
 
 
