@@ -98,7 +98,12 @@ def test_what_cannot_be_reached_or_is_none_of_ours_is_said(tmp_path):
 
 
 def test_live_it_shows_rates_and_ends_with_control_c(engine):
-    program = "import sys; sys.argv[0] = 'kvoffload'\nfrom kvoffload.cli.main import main; main()"
+    # A shell's background job ignores the interrupt, and what it starts does as well.
+    program = (
+        "import signal, sys; sys.argv[0] = 'kvoffload'\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from kvoffload.cli.main import main; main()"
+    )
     here, there = pty.openpty()
     words = ["top", f"http://127.0.0.1:{engine}", "--interval", "0.2"]
     process = subprocess.Popen(

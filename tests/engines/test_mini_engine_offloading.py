@@ -309,6 +309,7 @@ def test_a_restarted_engine_goes_on_from_disk_with_bit_equal_pages(tiny, tmp_pat
     workload.offload["backends"] = [
         {"type": "disk", "root": str(tmp_path), "capacity": "64MiB", "min_free": 0}
     ]
+    workload.offload["lookup_timeout_s"] = 10.0  # until the folder is listed, however long it takes
     expected = workload.expected(truth)
     workload.run(truth)
     results, counts = workload.run(truth)
