@@ -46,7 +46,7 @@ class Ranks:
             host.kill()
 
 
-@pytest.fixture(params=["disk", "redis"])
+@pytest.fixture(params=["disk", pytest.param("redis", marks=pytest.mark.chaos)])
 def start(request, tmp_path):
     """Start two hosts on one folder or server; those that live are killed after the test."""
     made, server = [], None
