@@ -10,19 +10,27 @@ import pytest
 pytest.importorskip("sglang.srt.mem_cache.hicache_storage")
 import torch
 from prometheus_client import REGISTRY
+from sglang.srt.mem_cache.device_pool_info import (
+    KVBufferLayout,
+    KVBuffers,
+    MHABufferInfo,
+    MLABufferInfo,
+)
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
 )
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 from kvoffload.connectors.sglang import KVOffloadHiCache, storage
 from kvoffload.connectors.sglang.page_facts import check_version
 from kvoffload.errors import ConfigError
 
-PAGE, NUM_PAGES, WIDTH = 4, 64, 32
+PAGE, NUM_PAGES, WIDTH, LAYERS = 4, 64, 32, 3
 
 
 class Pool:
@@ -296,3 +304,49 @@ args.resolve_once()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode
     assert "host memory is HiCache's own" in done.stderr
+
+
+def host_pool(kind, layout):
+    """SGLang's own host pool of some layers, with random bytes."""
+    shared = {
+        "page_size": PAGE, "dtype": torch.bfloat16, "device": torch.device("cpu"),
+    }  # fmt: skip
+    where = {
+        "host_to_device_ratio": 1.0, "host_size": 0, "page_size": PAGE, "layout": layout,
+        "pin_memory": False, "device_capacity_tokens": NUM_PAGES * PAGE, "start_layer": 0,
+        "end_layer": LAYERS,
+    }  # fmt: skip
+    if kind == "heads":
+        rows = tuple(torch.zeros(NUM_PAGES * PAGE, 2, 8).bfloat16() for _ in range(LAYERS))
+        places = torch.tensor([row.data_ptr() for row in rows], dtype=torch.uint64)
+        buffers = KVBuffers(
+            k=rows, v=rows, k_data_ptrs=places, v_data_ptrs=places, layout=KVBufferLayout.NHD
+        )
+        info = MHABufferInfo(buffers=buffers, head_num=2, head_dim=8, v_head_dim=8, **shared)
+        pool = MHATokenToKVPoolHost(info, **where)
+    else:
+        rows = tuple(torch.zeros(NUM_PAGES * PAGE, 1, 24).bfloat16() for _ in range(LAYERS))
+        info = MLABufferInfo(
+            buffers=rows, data_ptrs=None, layer_indices=tuple(range(LAYERS)),
+            device_layer_num=LAYERS, kv_lora_rank=16, qk_rope_head_dim=8, kv_cache_dim=24,
+            **shared,
+        )  # fmt: skip
+        pool = MLATokenToKVPoolHost(info, **where, target_layer_num=LAYERS)
+    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape))
+    return pool
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+@pytest.mark.parametrize("kind", ["heads", "latent"])
+def test_sglangs_own_pools_in_each_layout(attach, until, kind, layout):
+    first, second = host_pool(kind, layout), host_pool(kind, layout)
+    is_mla = {"is_mla_model": kind == "latent"}
+    keys = stored(attach(first, **is_mla), 6, until)
+    again = attach(second, **is_mla)
+    until(lambda: again.batch_exists(keys) == 6)
+    assert again.batch_get_v1(keys, tokens(range(20, 26))) == [True] * 6
+    for page in range(6):
+        loaded = second.get_data_page((20 + page) * PAGE, flat=True)
+        assert torch.equal(loaded, first.get_data_page(page * PAGE, flat=True))
+    for other in {"layer_first", "page_first", "page_first_direct"} - {layout}:
+        assert attach(host_pool(kind, other), **is_mla).batch_exists(keys) == 0

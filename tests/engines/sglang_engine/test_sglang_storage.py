@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ pytestmark = pytest.mark.timeout(900)
 
 STORED = 592
 """Tokens of a prompt of 600 that lie in whole pages before its last one."""
+NOTICED_S = 3.0
+"""By then an engine has noticed what another one has stored in the same place."""
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +133,26 @@ def test_random_delays_and_failures_of_sglangs_own_injector(
         engine.forget()
         for i in range(4):
             assert engine.generate(prompt(i))["tokens"] == told[i]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["disk", "redis"])
+def test_two_engines_share_a_store(start, prompt, told, tiers, disk, kind, tmp_path):
+    """One stores, the other one hits at its first request, and the other way round."""
+    backend = disk(tmp_path / "kv")
+    if kind == "redis":
+        if redis_server.BINARY is None:
+            pytest.skip(redis_server.MISSING)
+        server = redis_server.RedisServer(tmp_path / "redis")
+        backend = {"type": "redis", "url": server.url}
+    engines = [start("dynamic", tiers(backend)) for _ in range(2)]
+    for i, (one, other) in enumerate([engines, engines[::-1]]):
+        one.wait_stored(prompt(i), told[i])
+        time.sleep(NOTICED_S)
+        answer = other.generate(prompt(i))
+        assert answer["tokens"] == told[i]
+        assert answer["storage"] == [STORED]
+    for engine in engines:
+        engine.kill()
+    if kind == "redis":
+        server.kill()
