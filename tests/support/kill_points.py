@@ -6,6 +6,7 @@ here, so each of them hooks itself by :func:`hook`. An armed point kills one pro
 
 import os
 import signal
+import threading
 import time
 
 POINTS = (
@@ -40,10 +41,11 @@ class KillPoints:
     def __init__(self, folder):
         self._armed, self._died = folder / "armed", folder / "died"
         self._seen = 0
+        self._dying = threading.Lock()
 
     def arm(self, point, nth=1):
         assert point in POINTS, point
-        self._armed.write_text(f"{point} {nth}")
+        _write(self._armed, f"{point} {nth}")
 
     @property
     def killed_s(self):
@@ -59,13 +61,21 @@ class KillPoints:
         return point == wanted and self._seen >= int(nth)
 
     def die(self):
-        self._died.write_text(str(time.monotonic()))
+        self._dying.acquire()  # Never released: several threads may reach a point at once.
+        _write(self._died, str(time.monotonic()))
         self._armed.unlink(missing_ok=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def reached(self, point):
         if self.is_due(point):
             self.die()
+
+
+def _write(file, text):
+    """Whole, or not at all: the other process may read at any moment."""
+    whole = file.with_suffix(".new")
+    whole.write_text(text)
+    whole.replace(file)
 
 
 def installed(folder, monkeypatch):
