@@ -7,9 +7,9 @@ import pytest
 
 @pytest.fixture
 def until():
-    """``until(f)`` calls f until it returns something true, and returns that; fails after 10 s."""
+    """``until(f)`` calls f until it returns something true, and returns that; fails after a minute."""
 
-    def wait(probe, timeout_s=10.0):
+    def wait(probe, timeout_s=60.0):
         end = time.monotonic() + timeout_s
         while True:
             if found := probe():

@@ -79,7 +79,7 @@ class Engine(EngineProcess):
     def wait_stored(self, prompt, told):
         """Ask until all whole pages of a prompt come from storage; each answer must be right."""
         hit = (len(prompt) - 1) // self.page * self.page
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while True:
             self.forget()
             answer = self.generate(prompt)
@@ -91,7 +91,7 @@ class Engine(EngineProcess):
 
     def forget(self):
         """Empty the device and the host: what a prompt finds after this comes from storage."""
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while self.ask("flush") is not True:  # not while it still backs up
             assert time.monotonic() < until, "the caches cannot be emptied"
             time.sleep(0.1)

@@ -69,7 +69,7 @@ def test_a_load_that_stalls_ends_its_timeout_after_the_last_chunk(engine, prompt
     answer, took_s = generate(engine, prompts(4, LENGTH)[2:3])
     set_plan()
     assert answer["tokens"] == told[2:3]
-    assert 20 * 0.1 + TIMEOUT_S <= took_s < 20 * 0.1 + 3 * TIMEOUT_S
+    assert 20 * 0.1 + TIMEOUT_S <= took_s < 20 * 0.1 + TIMEOUT_S + 30  # not until the store answers
     counted = events(engine)
     assert counted["failed_deadline"] == counted["recomputed_blocks"] == CHUNKS - 20
 
@@ -79,7 +79,7 @@ def test_a_tier_slower_than_computing_is_declined_until_it_is_fast(engine, promp
     for seed in range(1, 6):  # the speed of computing is measured
         engine.generate(prompts(1, LENGTH, seed=seed))
     engine.ask("quiet")
-    set_plan({"fault": "delay", "verbs": ["read"], "seconds": 1.2})
+    set_plan(trickle={"seconds": 0.1})
     for _ in range(4):
         if not generate(engine, wanted[:1])[0]["cached"][0]:
             break
