@@ -337,12 +337,13 @@ class IOClient:
             self._link.detach()
             jobs = self._jobs.lose()
         is_closing = self._close_by_s is not None
+        if not is_closing:
+            self._reset_tiers()  # first: an answered job must not be followed by an old hit
         for job in jobs:
             job.fail("shutdown" if is_closing else "io_died", settled=False)
         if is_closing:
             return
         self._peer.kill()
-        self._reset_tiers()
         if not self._is_started:
             self._tell_waiting()
             return
