@@ -25,7 +25,7 @@ while True:
         engine.store(f"p{i}")
         engine.load("p")
 """
-LEFT_BY_S = 5.0
+LEFT_BY_S = 20.0
 TESTS = Path(__file__).parents[1]
 
 

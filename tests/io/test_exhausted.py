@@ -14,8 +14,7 @@ from tests.support.small_engine import SmallEngine
 @pytest.fixture
 def engine(kv_caches, new_request, tmp_path):
     disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
-    timeouts = {"load_timeout_s": 0.3, "store_timeout_s": 0.3}
-    engine = SmallEngine(kv_caches, new_request, disk, slots=24, **timeouts)
+    engine = SmallEngine(kv_caches, new_request, disk, slots=24)
     engine.store("p")
     yield engine
     engine.check()
@@ -27,9 +26,11 @@ def engine(kv_caches, new_request, tmp_path):
 def test_stopped(engine, monkeypatch, is_continued):
     monkeypatch.setattr(io_client, "SILENT_S", 10.0 if is_continued else 0.5)
     pid = engine.pid
+    engine.wait_at_most(0.3)
     os.kill(pid, signal.SIGSTOP)
     assert engine.load("p") == 0
     engine.store("new")
+    engine.wait_at_most(10.0)
     assert engine.connector.stats()["transfers"]["failed_deadline"] >= 10
     if is_continued:
         os.kill(pid, signal.SIGCONT)
@@ -45,6 +46,7 @@ def test_stopped(engine, monkeypatch, is_continued):
 def test_out_of_memory(engine, room_bytes):
     pid = engine.pid
     limit = psutil.Process(pid).memory_info().vms + room_bytes
+    engine.wait_at_most(0.3)
     resource.prlimit(pid, resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     for i in range(5):
         engine.store(f"new {i}")
@@ -52,6 +54,7 @@ def test_out_of_memory(engine, room_bytes):
         engine.load(f"new {i}")
     if engine.pid == pid:
         resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+    engine.wait_at_most(10.0)
     engine.store("p")
     engine.await_hits("p")
 
@@ -59,11 +62,13 @@ def test_out_of_memory(engine, room_bytes):
 def test_out_of_descriptors(engine):
     pid = engine.pid
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    engine.wait_at_most(0.3)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
     engine.store("new")
     assert engine.load("p") == 0
     assert engine.load("new") == 0
     resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    engine.wait_at_most(10.0)
     engine.store("p")
     engine.await_hits("p")
     assert (engine.died, engine.pid) == (0, pid)

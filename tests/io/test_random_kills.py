@@ -71,10 +71,7 @@ def test_killed_at_random_it_costs_only_misses(small_engine, tmp_path, monkeypat
             killed_s = kill_while_it_starts(engine, draw)
         times_s.append(engine.await_hits("p") - killed_s)
         engine.check()
-    now = engine.held()
-    assert now.fds <= held.fds
-    assert now.threads <= held.threads
-    assert len(now.children) <= len(held.children)
+    engine.check_held(held)
     engine.connector.close()
     assert engine.pid not in engine.held().children
     times_s.sort()

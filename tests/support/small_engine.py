@@ -5,6 +5,7 @@ every hit is one of a tier.
 """
 
 import time
+from operator import le
 from types import SimpleNamespace
 
 import psutil
@@ -36,8 +37,8 @@ class SmallEngine:
             "backends": backends,
             "io": io,
             "lookup_timeout_s": 1.0,
-            "load_timeout_s": 2.0,
-            "store_timeout_s": 2.0,
+            "load_timeout_s": 10.0,
+            "store_timeout_s": 10.0,
             **settings,
         }
         self.connector = LocalConnector(config, kv_caches, block_size=BLOCK, facts={"model": "m"})
@@ -57,6 +58,10 @@ class SmallEngine:
     @property
     def died(self):
         return self.client.counters["died"]
+
+    def wait_at_most(self, timeout_s):
+        """Let loads and stores take so long from now on."""
+        self.client._load_timeout_s = self.client._store_timeout_s = timeout_s
 
     def store(self, name):
         """Compute a prompt; return when all writes have ended, well or not."""
@@ -130,3 +135,14 @@ class SmallEngine:
         me = psutil.Process()
         children = {child.pid for child in me.children()}
         return SimpleNamespace(fds=me.num_fds(), threads=me.num_threads(), children=children)
+
+    def check_held(self, before):
+        """No more is held than before, once ended threads and processes are gone."""
+        end_s = time.monotonic() + 10
+        while True:
+            now = self.held()
+            left = (now.fds, now.threads, len(now.children))
+            if all(map(le, left, (before.fds, before.threads, len(before.children)))):
+                return
+            assert time.monotonic() < end_s, f"before: {before}, now: {now}"
+            time.sleep(0.01)
