@@ -78,13 +78,17 @@ def test_jobs_submitted_while_it_is_away_are_misses_at_once(process_rig, until, 
     assert until(lambda: load.answers) == [([False] * 8, "io_died", True)]
 
 
-def test_what_is_forgotten_while_it_is_away_is_found_again(process_rig, until, tmp_path):
+def test_what_is_forgotten_while_it_is_away_is_found_again(
+    process_rig, until, tmp_path, monkeypatch
+):
     """A load that ends with its process says nothing of the chunks in the store."""
     client = process_rig.open(("disk", "disk", {"root": str(tmp_path), "min_free": 0}))
     process_rig.store(client, "disk", KEYS, until)
-    client._peer.kill()
-    until(lambda: client.counters["died"])
-    client.tiers["disk"].forget(KEYS)
+    with monkeypatch.context() as away:
+        away.setattr(client, "_restart", lambda: None)
+        client._peer.kill()
+        until(lambda: client.counters["died"])
+        client.tiers["disk"].forget(KEYS)
     until(lambda: all(client.tiers["disk"].holds(key) for key in KEYS))
 
 
@@ -120,7 +124,7 @@ def test_stopped_and_continued_it_answers_late_and_lives_on(process_rig, until):
 
 
 def test_a_socket_that_is_full_holds_up_no_submission(process_rig, until):
-    client = process_rig.open(load_timeout_s=0.3, store_timeout_s=0.3)
+    client = process_rig.open(load_timeout_s=0.3)
     process_rig.store(client, "memory", KEYS, until)
     client._peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     os.kill(client._peer.pid, signal.SIGSTOP)
@@ -131,6 +135,7 @@ def test_a_socket_that_is_full_holds_up_no_submission(process_rig, until):
     os.kill(client._peer.pid, signal.SIGCONT)
     until(lambda: all(load.releases for load in loads))
     assert all(len(load.answers) == load.releases == 1 for load in loads)
+    client._load_timeout_s = 5.0
     again = process_rig.load(client, "memory", KEYS)
     assert until(lambda: again.answers) == [([True] * 8, "", True)]
 
