@@ -102,9 +102,8 @@ def test_an_engine_that_reads_nothing_is_told_no_more_than_its_socket_takes(unti
         real(self, *message)
 
     monkeypatch.setattr(RemoteTier, "announced", announced)
-    threading.Timer(1.0, go_on.set).start()
-    threading.Timer(0.9, lambda: lefts.append(store.left)).start()
     lefts = []
+    threading.Timer(1.0, lambda: (lefts.append(store.left), go_on.set())).start()
     client = client_over({"t": store}, Slab(1, 4096))
     until(lambda: client.tiers["t"].is_complete)
     assert all(client.tiers["t"].holds(i.to_bytes(36, "big")) for i in range(40_000))
