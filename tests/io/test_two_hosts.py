@@ -22,7 +22,8 @@ class Ranks:
 
     def __init__(self, kind, options):
         self.hosts = [RankOnHost(rank, (kind, kind, options)) for rank in range(2)]
-        config = parse_config({"cpu_bytes": 1 << 20, "backends": [{"type": kind, **options}]})
+        tiers = {"backends": [{"type": kind, **options}], "lookup_timeout_s": 20.0}
+        config = parse_config({"cpu_bytes": 1 << 20, **tiers})
         self.tiers = RankTiers(config, [0, 1], self.hosts[0].listed)
 
     def step(self):
