@@ -102,7 +102,8 @@ def test_a_disk_has_one_copy_and_every_rank_loads_it_at_once(ranks, tmp_path, nu
 def test_a_server_has_one_copy_and_every_rank_loads_it_at_once(ranks, tmp_path):
     server = redis_server.RedisServer(tmp_path)
     try:
-        mine = ranks(2, {"type": "redis", "options": {"url": server.url}})
+        patient = dict.fromkeys(("timeout_s", "connect_timeout_s", "lookup_timeout_s"), 5.0)
+        mine = ranks(2, {"type": "redis", "options": {"url": server.url, **patient}})
         for rank in mine:
             assert rank.store("redis") == [True] * NUM
         written = [rank.spec.tiers["redis"].counters for rank in mine]
