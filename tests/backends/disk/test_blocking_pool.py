@@ -143,11 +143,11 @@ async def test_closing_gives_up_waiting_items_and_waits_for_items_begun(make):
 
 
 async def test_once_every_thread_is_stuck_the_pool_begins_no_item_and_reports_it(make, stalls):
-    pool, stuck = make(2, stall_s=0.1), Stuck()
+    pool, stuck = make(2, stall_s=0.5), Stuck()
     assert not pool.stalled()
     one = asyncio.ensure_future(pool.fill([False], stuck))
     assert await until(lambda: stuck.begun == [0])
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.7)
     assert not pool.stalled()  # the other thread is free
     answers = [False] * 2
     await pool.fill(answers, lambda i: True)

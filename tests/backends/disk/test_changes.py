@@ -83,8 +83,8 @@ async def test_expired_chunks_leave_and_come_back_when_another_process_used_them
     await write(owner, keys)
     copy = Copy(other)
     assert await until(lambda: copy.has(keys))
-    clock[0] = HOUR_S + 60
     owner._housekeeper._evict = owner._housekeeper.expire = lambda: None
+    clock[0] = HOUR_S + 60
     other._housekeeper.expire()
     assert copy.has([])
     # Another process loaded one; a scan finds the access time.

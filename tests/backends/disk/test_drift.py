@@ -47,7 +47,7 @@ async def test_files_that_could_not_be_removed_for_a_while_leave_later(tmp_path)
     vfs.nth = 1
     assert await write(backend, keys_of(1, "during")) == [False]
     vfs.heal()
-    for _ in range(250):
+    for _ in range(1000):
         if await write(backend, keys_of(1, "after")) == [True]:
             break
         await asyncio.sleep(0.02)
@@ -59,7 +59,7 @@ async def test_a_figure_above_the_capacity_with_nothing_to_evict_is_counted_anew
     backend = open_disk(tmp_path, **FULL)
     backend._store.root.quota.release(-9 * ON_DISK)  # as a process killed before it wrote
     await write(backend, keys_of(1))  # refused, unless the count was quicker
-    assert await until(lambda: backend._store.root.quota.refresh() == chunk_bytes(tmp_path), 5.0)
+    assert await until(lambda: backend._store.root.quota.refresh() == chunk_bytes(tmp_path), 20.0)
     assert await write(backend, keys_of(8)) == [True] * 8
     await backend.close()
 

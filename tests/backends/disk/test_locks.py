@@ -66,7 +66,7 @@ async def test_the_bytes_that_a_dead_writer_reserved_are_released(tmp_path):
     backend._store.root.quota.release(-(folder / "7").stat().st_blocks * 512)
     folder.rename(tmp_path / WRITERS / folder.name)
     assert await until(lambda: len(os.listdir(tmp_path / WRITERS)) == 1)
-    assert await until(lambda: backend._store.root.quota.refresh() == 2 * ON_DISK, 3.0)
+    assert await until(lambda: backend._store.root.quota.refresh() == 2 * ON_DISK)
     await backend.close()
 
 

@@ -38,7 +38,7 @@ async def test_what_a_dead_device_refuses_is_counted_and_said_once(
 ):
     stuck = []
     vfs = StuckVfs(lambda name, path: name == call and bool(stuck) and ".ledger" not in path)
-    backend = open_disk(tmp_path, vfs=vfs, io="buffered", stall_s=0.05, **{threads: 1})
+    backend = open_disk(tmp_path, vfs=vfs, io="buffered", stall_s=0.5, **{threads: 1})
     keys, new = keys_of(6), keys_of(6, "new")
     assert await write(backend, keys) == [True] * 6
 

@@ -65,7 +65,7 @@ async def test_opening_does_not_wait_for_the_folders(tmp_path):
     backend = open_disk(tmp_path, vfs, ready=False)
     assert not backend.wait_ready(0.05)
     # The snapshot already answers, reads need no index, and writes are accepted.
-    for _ in range(200):
+    for _ in range(2000):
         if backend.holds(keys[0]):
             break
         await asyncio.sleep(0.005)
