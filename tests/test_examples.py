@@ -35,7 +35,7 @@ def run_python(code, folder, **env):
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         env={**os.environ, **env},
     )
     assert result.returncode == 0, result.stderr
@@ -104,7 +104,7 @@ def test_a_third_party_backend_passes_the_suite_it_inherits(tmp_path):
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(plugin), str(ROOT)])},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert result.returncode == 0, result.stdout
     assert " passed" in result.stdout

@@ -41,7 +41,7 @@ def run(tmp_path):
     def run(*words):
         done = subprocess.run(
             [sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True,
-            timeout=100, check=False,
+            timeout=240, check=False,
         )  # fmt: skip
         return done.returncode, done.stdout + done.stderr
 

@@ -17,7 +17,7 @@ def kvoffload(*words, stdout=subprocess.PIPE, **env):
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=240,
         env={**os.environ, **env},
     )
 

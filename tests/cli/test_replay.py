@@ -108,7 +108,7 @@ def test_a_plug_in_that_names_a_class_that_is_not_there_is_named(kvoffload, trac
     done = subprocess.run(
         [sys.executable, "-c", program, "replay", str(trace), "--policies", "ghost"],
         env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.startswith("kvoffload: policies = 'ghost': the plug-in ghost:Missing")

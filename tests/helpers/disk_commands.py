@@ -33,7 +33,7 @@ def process(*words, **environment):
         [sys.executable, "-c", "from kvoffload.cli.main import main; main()", *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env=os.environ | environment,
     )
     return Result(done.returncode, done.stdout, done.stderr)

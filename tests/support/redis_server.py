@@ -184,5 +184,5 @@ def make_certificates(folder: Path) -> dict[str, str]:
         ["req", *curve, "-keyout", key, "-out", request, "-subj", "/CN=localhost"],
         ["x509", "-req", "-in", request, "-out", cert, "-extfile", str(extension), *sign],
     ):
-        subprocess.run(["openssl", *words], check=True, capture_output=True, timeout=60)
+        subprocess.run(["openssl", *words], check=True, capture_output=True, timeout=240)
     return {"ca": ca, "cert": cert, "key": key}

@@ -20,7 +20,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "redis" / "two_engines.py"
 @pytest.mark.skipif(BINARY is None, reason=MISSING)
 def test_the_second_engine_loads_what_the_first_computed():
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=110
+        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     assert "'REDIS': 608" in done.stdout
