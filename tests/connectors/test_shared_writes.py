@@ -23,6 +23,7 @@ from kvoffload.messages import (
 )
 from kvoffload.offload.base import Transfer
 from tests.support import redis_server
+from tests.support.redis_engine import PATIENT
 
 PAGE = 4096
 NUM = 24
@@ -102,8 +103,7 @@ def test_a_disk_has_one_copy_and_every_rank_loads_it_at_once(ranks, tmp_path, nu
 def test_a_server_has_one_copy_and_every_rank_loads_it_at_once(ranks, tmp_path):
     server = redis_server.RedisServer(tmp_path)
     try:
-        patient = dict.fromkeys(("timeout_s", "connect_timeout_s", "lookup_timeout_s"), 5.0)
-        mine = ranks(2, {"type": "redis", "options": {"url": server.url, **patient}})
+        mine = ranks(2, {"type": "redis", "options": {"url": server.url, **PATIENT}})
         for rank in mine:
             assert rank.store("redis") == [True] * NUM
         written = [rank.spec.tiers["redis"].counters for rank in mine]

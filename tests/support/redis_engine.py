@@ -12,6 +12,8 @@ from kvoffload import open_backend
 from kvoffload.backends.base import Observable
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, payload_of, slots
 
+PATIENT = {"timeout_s": 5.0, "connect_timeout_s": 5.0, "lookup_timeout_s": 5.0}
+"""Options of a backend that must lose nothing although the machine is busy."""
 LIMIT_S = 20.0
 """No call may take so long, whatever happens; far above every deadline involved."""
 

@@ -11,6 +11,7 @@ from disk_commands import kvoffload as in_process
 from kvoffload import open_backend
 from kvoffload.backends.admin import Admin
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of
+from tests.support.redis_engine import PATIENT
 from tests.support.redis_server import BINARY, MISSING, RedisServer, free_port, redis_cluster
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
@@ -24,7 +25,7 @@ def server(tmp_path):
 
 
 async def store(url, namespace, count, facts=None):
-    backend = open_backend("redis", {"url": url, "timeout_s": 5.0}, namespace)
+    backend = open_backend("redis", {"url": url, **PATIENT}, namespace)
     keys = keys_of(count, namespace)
     if facts:
         await backend.describe(facts)
@@ -53,7 +54,7 @@ async def test_a_whole_cluster_is_surveyed_and_purged(tmp_path):
     with redis_cluster(tmp_path) as servers:
         url = f"redis+cluster://127.0.0.1:{servers[0].port}"
         await store(url, "spread", 30)
-        backend = open_backend("redis", {"url": url}, "x")
+        backend = open_backend("redis", {"url": url, **PATIENT}, "x")
         assert [holding.chunks for holding in await backend.survey()] == [30]
         findings = await backend.diagnose()
         assert not any(finding.verdict == "failed" for finding in findings), findings
@@ -72,7 +73,7 @@ async def test_a_server_away_is_an_error_for_an_operator():
 
 
 async def verdicts(url, **options):
-    backend = open_backend("redis", {"url": url, "timeout_s": 5.0, **options}, "x")
+    backend = open_backend("redis", {"url": url, **PATIENT, **options}, "x")
     findings = await backend.diagnose()
     await backend.close()
     assert all(finding.remedy for finding in findings if finding.verdict != "ok")
@@ -117,7 +118,7 @@ async def test_an_examination_finds_a_replica(server, tmp_path):
 
 def kvoffload(*words):
     command = [sys.executable, "-c", "from kvoffload.cli.main import main; main()"]
-    return subprocess.run([*command, *words], capture_output=True, text=True, timeout=60)
+    return subprocess.run([*command, *words], capture_output=True, text=True, timeout=240)
 
 
 def doctor(*words):
@@ -125,7 +126,8 @@ def doctor(*words):
 
 
 def test_the_command_says_what_it_found(server):
-    done = doctor(server.url, "--json", "-o", "timeout_s=5.0")
+    patient = [word for name, value in PATIENT.items() for word in ("-o", f"{name}={value}")]
+    done = doctor(server.url, "--json", *patient)
     assert done.returncode == 0, done.stderr
     checks = [finding["check"] for finding in json.loads(done.stdout)["findings"]]
     assert checks[0] == "latency"

@@ -11,7 +11,7 @@ import pytest
 
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots
 from tests.support.proxy import CutAfter, FaultProxy, Garbage, HalfCloseAfter, Insert, Swap
-from tests.support.redis_engine import RedisEngine, until
+from tests.support.redis_engine import PATIENT, RedisEngine, until
 from tests.support.redis_server import BINARY, MISSING, RedisServer, redis_cluster
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
@@ -64,7 +64,9 @@ async def test_replies_that_belong_to_others_are_misses(server, secret_file, lie
 async def test_a_whole_value_of_another_key_ends_the_connection_it_came_on(server):
     """Later replies may belong to other keys too; the server itself is healthy."""
     async with FaultProxy("127.0.0.1", server.port) as proxy:
-        async with RedisEngine(f"redis://127.0.0.1:{proxy.port}", connections=1) as engine:
+        async with RedisEngine(
+            f"redis://127.0.0.1:{proxy.port}", connections=1, **PATIENT
+        ) as engine:
             await engine.back()
             proxy.to_client = [Swap(REPLY_BYTES)]
             await engine.load()
@@ -122,7 +124,7 @@ def covers(part, slot):
 
 async def test_a_server_that_cuts_off_slow_readers(server):
     """Output buffers with a limit below the bytes in flight: connections end in mid-reply."""
-    async with RedisEngine(server.url) as engine:
+    async with RedisEngine(server.url, **PATIENT) as engine:
         keys = keys_of(48, "limit")
         assert all(await engine.store(keys))
         server.cli("config", "set", "client-output-buffer-limit", "normal 100000 0 0")
@@ -135,7 +137,7 @@ async def test_a_server_that_cuts_off_slow_readers(server):
 
 @pytest.mark.parametrize("policy", ["noeviction", "allkeys-lru", "volatile-lru"])
 async def test_a_server_without_any_memory_left(server, policy):
-    async with RedisEngine(server.url) as engine:
+    async with RedisEngine(server.url, **PATIENT) as engine:
         await engine.back()
         server.cli("config", "set", "maxmemory-policy", policy)
         server.cli("config", "set", "maxmemory", "1")

@@ -11,7 +11,7 @@ import subprocess
 import pytest
 
 from kvoffload.testing.backends import keys_of
-from tests.support.redis_engine import RedisEngine, until
+from tests.support.redis_engine import PATIENT, RedisEngine, until
 from tests.support.redis_server import BINARY, MISSING, RedisServer, free_port
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
@@ -46,7 +46,7 @@ async def test_never_there_at_all_it_is_a_miss():
 
 
 async def test_restarted_empty_it_has_nothing(server):
-    async with RedisEngine(server.url) as engine:
+    async with RedisEngine(server.url, **PATIENT) as engine:
         await engine.store()
         assert await engine.backend.contains(engine.keys) == [True] * 8
         server.kill()
@@ -70,7 +70,7 @@ async def test_restarted_and_used_again_the_facts_are_back(server):
 
 
 async def test_connections_closed_for_idleness_lose_no_lookup(server):
-    async with RedisEngine(server.url) as engine:
+    async with RedisEngine(server.url, **PATIENT) as engine:
         await engine.store()
         server.cli("client", "kill", "type", "normal")
         await until(lambda: disconnected(engine))
@@ -109,7 +109,7 @@ async def test_paused_for_half_a_minute(server):
 
 
 async def test_a_short_client_pause_costs_nothing_but_time(server):
-    async with RedisEngine(server.url, timeout_s=5.0) as engine:
+    async with RedisEngine(server.url, **PATIENT) as engine:
         await engine.back()
         server.cli("client", "pause", "200", "all")
         assert await engine.hits()
@@ -118,7 +118,7 @@ async def test_a_short_client_pause_costs_nothing_but_time(server):
 async def test_a_long_client_pause_is_an_outage(server):
     async with RedisEngine(server.url) as engine:
         await engine.back()
-        server.cli("client", "pause", "1500", "all")
+        server.cli("client", "pause", "4000", "all")
         await engine.shut_out()
         await until(engine.hits)
 
@@ -133,7 +133,7 @@ async def test_loading_its_snapshot_it_is_not_used_before_it_is_done(tmp_path):
             server.cli("save")
             server.kill()
             server = RedisServer(
-                tmp_path / "redis", "--key-load-delay", "700",  # microseconds a key
+                tmp_path / "redis", "--key-load-delay", "1400",  # microseconds a key
                 "--loading-process-events-interval-bytes", "1024", port=server.port,
             )  # fmt: skip
             assert "LOADING" in server.cli("ping")
@@ -147,7 +147,7 @@ async def test_loading_its_snapshot_it_is_not_used_before_it_is_done(tmp_path):
 
 
 async def test_full_it_refuses_stores_and_still_serves_loads(server):
-    async with RedisEngine(server.url) as engine:
+    async with RedisEngine(server.url, **PATIENT) as engine:
         await engine.back()
         used = server.cli("info", "memory").split("used_memory:")[1].split()[0]
         server.cli("config", "set", "maxmemory", used)
@@ -200,7 +200,7 @@ async def test_a_right_taken_away_is_an_outage(server):
 
 
 async def test_flushed_in_the_middle_of_loads_what_is_gone_is_a_miss(server):
-    async with RedisEngine(server.url) as engine:
+    async with RedisEngine(server.url, **PATIENT) as engine:
         keys = keys_of(48, "flush")
         for _ in range(3):
             assert all(await engine.store(keys))
@@ -234,7 +234,7 @@ async def test_sentinels_lead_to_the_new_master_after_a_failover(tmp_path):
     servers = [master, replica, *sentinels]
     try:
         hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in sentinels)
-        async with RedisEngine(f"redis+sentinel://{hosts}/kv", connect_timeout_s=1.0) as engine:
+        async with RedisEngine(f"redis+sentinel://{hosts}/kv", **PATIENT) as engine:
             await engine.back()
             await until(lambda: asyncio.to_thread(linked, replica, sentinels))
             master.kill()

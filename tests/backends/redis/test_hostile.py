@@ -12,7 +12,7 @@ from redis_fakes import FakeRedis, bulk, masters_of, polite, table
 
 from kvoffload.backends.redis.discovery import NUM_SLOTS, REFRESH_EVERY_S
 from kvoffload.backends.redis.resp import MAX_TABLE_BYTES, NestedArray, ProtocolError, ReplyReader
-from tests.support.redis_engine import RedisEngine, until
+from tests.support.redis_engine import PATIENT, RedisEngine, until
 
 PASSWORD = "correct horse battery staple"
 
@@ -54,7 +54,7 @@ async def test_an_error_of_a_server_forges_no_log_line(caplog):
         return forged if words[0] in (b"EXISTS", b"PSETEX") else polite(words)
 
     async with FakeRedis(answer) as server:
-        async with RedisEngine(f"redis://{server.address}") as engine:
+        async with RedisEngine(f"redis://{server.address}", **PATIENT) as engine:
             await engine.backend.contains(engine.keys)
             await engine.store()
     said = [record.getMessage() for record in caplog.records if "NOPERM" in record.getMessage()]
@@ -73,7 +73,7 @@ async def test_numbers_of_a_server_do_not_raise_into_the_engine():
         return bulk(info) if words[0] == b"INFO" else polite(words)
 
     async with FakeRedis(answer) as server:
-        async with RedisEngine(f"redis://{server.address}") as engine:
+        async with RedisEngine(f"redis://{server.address}", **PATIENT) as engine:
             await engine.load()
             assert engine.count("connections") > 0
             assert engine.backend.usage().resident_bytes == 0

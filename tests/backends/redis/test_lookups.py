@@ -8,10 +8,10 @@ from kvoffload.io.remote_tier import ANSWER_S
 from kvoffload.testing.backends import CHUNK_BYTES, keys_of, payload_of
 from kvoffload.transfer.slab import Slab
 from tests.support.io_rig import call, client_over
+from tests.support.redis_engine import PATIENT
 from tests.support.redis_server import BINARY, MISSING, RedisServer, free_port
 
 needs_redis = pytest.mark.skipif(BINARY is None, reason=MISSING)
-PATIENT = {"timeout_s": 5.0, "connect_timeout_s": 5.0, "lookup_timeout_s": 5.0}
 NUM_SLOTS = 4
 
 
@@ -137,7 +137,7 @@ def test_a_chunk_that_could_not_be_loaded_is_absent_until_it_is_stored(server, e
 
 @needs_redis
 def test_lookups_end_by_themselves_while_the_server_is_paused(server, engine_on, until):
-    engine, keys = engine_on(server.url, timeout_s=0.3), keys_of(20)
+    engine, keys = engine_on(server.url, timeout_s=1.0), keys_of(20)
     assert engine.store(keys[:NUM_SLOTS]) == [True] * NUM_SLOTS
     there = [True] * NUM_SLOTS + [False] * (20 - NUM_SLOTS)
     assert engine.answers(keys) == there

@@ -18,6 +18,7 @@ from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.backends.redis import doctor as redis_doctor
 from kvoffload.cli.main import main
 from kvoffload.testing.backends import filled, keys_of
+from tests.support.redis_engine import PATIENT
 from tests.support.redis_server import (
     BINARY,
     MISSING,
@@ -27,6 +28,7 @@ from tests.support.redis_server import (
 )
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
+AT_EASE = [word for name, value in PATIENT.items() for word in ("-o", f"{name}={value}")]
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def server(tmp_path):
 
 def store(url, namespace, count, facts=None):
     async def whole():
-        backend = open_backend("redis", {"url": url, "timeout_s": 5.0}, namespace)
+        backend = open_backend("redis", {"url": url, **PATIENT}, namespace)
         await backend.describe(facts or {"model": "m"})
         assert all(await backend.write(keys_of(count), filled(keys_of(count))))
         await backend.close()
@@ -68,7 +70,7 @@ def failure(kvoffload):
     """The single failed finding of a doctor."""
 
     def run(*words):
-        done = kvoffload("doctor", *words, "--json")
+        done = kvoffload("doctor", *words, *AT_EASE, "--json")
         assert done.returncode == 1, done.stderr
         findings = json.loads(done.stdout)["findings"]
         (failed,) = [finding for finding in findings if finding["verdict"] == "failed"]

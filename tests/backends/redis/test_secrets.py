@@ -8,9 +8,11 @@ import pytest
 from kvoffload import open_backend
 from kvoffload.cli.main import main
 from kvoffload.errors import ConfigError
+from tests.support.redis_engine import PATIENT
 from tests.support.redis_server import BINARY, MISSING, RedisServer
 
 STRONG = "0123456789abcdef" * 4
+AT_EASE = [word for name, value in PATIENT.items() for word in ("-o", f"{name}={value}")]
 needs_server = pytest.mark.skipif(BINARY is None, reason=MISSING)
 
 
@@ -101,7 +103,7 @@ def doctor(monkeypatch, capsys):
     """The command; returns its findings as (verdict, detail, remedy) by check."""
 
     def run(*words):
-        monkeypatch.setattr(sys, "argv", ["kvoffload", "doctor", *words, "--json"])
+        monkeypatch.setattr(sys, "argv", ["kvoffload", "doctor", *words, *AT_EASE, "--json"])
         with pytest.raises(SystemExit) as ended:
             main()
         findings = json.loads(capsys.readouterr().out)["findings"]

@@ -8,6 +8,7 @@ from disk_commands import answered, kvoffload
 
 from kvoffload import open_backend
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of
+from tests.support.redis_engine import PATIENT
 from tests.support.redis_server import BINARY, MISSING, redis_cluster
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
@@ -17,7 +18,7 @@ STORED = CHUNK_BYTES + 256
 
 
 async def store(url, namespace, count, **options):
-    backend = open_backend("redis", {"url": url, "timeout_s": 5.0, **options}, namespace)
+    backend = open_backend("redis", {"url": url, **PATIENT, **options}, namespace)
     await backend.describe({"model": "m"})
     keys = keys_of(count, namespace)
     assert all(await backend.write(keys, filled(keys)))
