@@ -206,7 +206,7 @@ def test_a_copier_that_cannot_be_made_closes_its_device_and_ends_its_threads(mon
     with pytest.raises(Refusal, match="out of memory"):
         Parts(Refused)
     assert made[0].is_closed
-    assert ours() == before
+    assert ours() <= before  # those of an earlier test may end meanwhile
 
 
 def test_a_copier_without_its_thread_is_not_made_and_its_device_is_closed(monkeypatch, until):
@@ -221,7 +221,7 @@ def test_a_copier_without_its_thread_is_not_made_and_its_device_is_closed(monkey
     before = ours()
     with pytest.raises(RuntimeError, match="can't start new thread"):
         Parts()
-    until(lambda: ours() == before)
+    until(lambda: ours() <= before)
 
 
 @pytest.mark.parametrize("on", ["cpu", "device"])

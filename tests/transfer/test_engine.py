@@ -13,6 +13,7 @@ import torch
 from kvoffload import open_backend
 from kvoffload.config import parse_config
 from kvoffload.connectors.builder import TieredOffloadingSpec
+from kvoffload.io import deadlines
 from kvoffload.messages import (
     BackendLoadStoreSpec,
     CPULoadStoreSpec,
@@ -60,7 +61,7 @@ class StubbornBackend:
 class Half:
     """A worker half over a memory store that can be made to misbehave."""
 
-    def __init__(self, kv_caches, load_timeout_s=5.0, root=None):
+    def __init__(self, kv_caches, root=None):
         self.caches = kv_caches
         self.layout = ChunkLayout(kv_caches, 2)
         self.slab = Slab(20, self.layout.slot_bytes)
@@ -71,8 +72,12 @@ class Half:
         if root is not None:
             options = {"root": str(root), "capacity": "1MiB", "min_free": 0}
             self.disk = stores["disk"] = open_backend("disk", options, "0" * 64)
-        self.io = client_over(stores, self.slab, load_timeout_s, load_timeout_s)
+        self.io = client_over(stores, self.slab)
         self.worker = TransferEngine(self.io, self.slab, self.layout, self.copier)
+
+    def wait_at_most(self, timeout_s):
+        """Let loads and stores take so long from now on."""
+        self.io._load_timeout_s = self.io._store_timeout_s = timeout_s
 
     def close(self):
         self.stubborn.let_go.set()
@@ -82,16 +87,15 @@ class Half:
 
 @pytest.fixture
 def half(new_kv_caches, tmp_path):
-    half = Half(new_kv_caches(num_blocks=64), load_timeout_s=0.3, root=tmp_path)
+    half = Half(new_kv_caches(num_blocks=64), root=tmp_path)
     yield half
     half.close()
 
 
 @pytest.fixture
-def patient_half(new_kv_caches, tmp_path):
-    half = Half(new_kv_caches(num_blocks=64), load_timeout_s=30, root=tmp_path)
-    yield half
-    half.close()
+def settling(monkeypatch):
+    """Give a cancelled call as long as it takes to release the memory."""
+    monkeypatch.setattr(deadlines, "CANCEL_GRACE_S", 10.0)
 
 
 def store_all(half, until, tier="store"):
@@ -142,9 +146,8 @@ def test_each_chunk_of_a_half_failed_load_has_its_own_answer(half, until):
         assert torch.equal(t.tensor[12:34], original[12:34])
 
 
-def test_what_has_been_read_is_copied_while_the_rest_is_still_being_read(patient_half, until):
+def test_what_has_been_read_is_copied_while_the_rest_is_still_being_read(half, until):
     """A pipeline: were it stage after stage, no chunk could arrive before the last is read."""
-    half = patient_half
     originals = store_all(half, until)
     read, order = half.store.read, []
     first_page = half.caches.tensors[0].tensor[0]
@@ -166,10 +169,9 @@ def test_what_has_been_read_is_copied_while_the_rest_is_still_being_read(patient
 
 
 def test_each_chunk_is_copied_as_it_arrives_while_a_later_one_is_still_being_read(
-    patient_half, until, tmp_path
+    half, until, tmp_path
 ):
     """From a disk the last file is not read before all other chunks are back in their blocks."""
-    half = patient_half
     disk = half.disk
     originals = store_all(half, until, "disk")
     read, order = disk._store.load, []
@@ -213,10 +215,9 @@ def test_chunks_that_were_copied_as_they_arrived_are_not_launched_again(half, un
 @pytest.mark.parametrize("tier", ["store", "disk"])
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 7])
 def test_chunks_that_take_turns_in_slots_wait_until_those_before_them_were_copied(
-    patient_half, until, tmp_path, tier, num_slots
+    half, until, tmp_path, tier, num_slots
 ):
     """Read too early, the next chunk's bytes would reach the blocks of the one before."""
-    half = patient_half
     originals = store_all(half, until, tier)
     copy = half.copier._copy
     half.copier._copy = lambda *copies: (time.sleep(0.005), copy(*copies))
@@ -229,8 +230,10 @@ def test_chunks_that_take_turns_in_slots_wait_until_those_before_them_were_copie
     assert not half.slab.rows[num_slots:].any()
 
 
+@pytest.mark.usefixtures("settling")
 def test_nothing_is_read_into_slots_that_a_hung_read_still_has(half, until):
     originals = store_all(half, until)
+    half.wait_at_most(1.5)
     half.store.plans = [Plan("hang", frozenset({"read"}), keys=frozenset(KEYS[8:9]))]
     slots = [i % 4 for i in range(20)]
     half.worker.submit(3, (staged(slots, range(20)), GPULoadStoreSpec(range(40))), 20)
@@ -247,8 +250,11 @@ def test_nothing_is_read_into_slots_that_a_hung_read_still_has(half, until):
 
 @pytest.mark.parametrize("verb", ["read", "write"])
 @pytest.mark.parametrize("fault", ["raise", "hang", "miss"])
+@pytest.mark.usefixtures("settling")
 def test_a_misbehaving_store_is_a_failed_job_not_an_exception(half, until, verb, fault):
     store_all(half, until)
+    if fault == "hang":
+        half.wait_at_most(0.3)
     half.store.plans = [Plan(fault, frozenset({verb}))]
     if verb == "read":
         spec = (staged(range(20), range(20)), GPULoadStoreSpec(range(40)))
@@ -264,6 +270,7 @@ def test_a_misbehaving_store_is_a_failed_job_not_an_exception(half, until, verb,
 
 
 def test_a_hung_read_is_answered_at_the_deadline_and_its_slot_named_when_it_ends(half, until):
+    half.wait_at_most(0.3)
     started = time.monotonic()
     half.worker.submit(3, (staged([4], [0], "stubborn"), GPULoadStoreSpec([0, 1])), 1)
     (result,) = until(half.worker.get_finished)
@@ -381,7 +388,7 @@ def test_wait_returns_when_the_job_is_answered(half, until):
 
 
 def test_shutdown_does_not_wait_for_a_hung_store(new_kv_caches):
-    half = Half(new_kv_caches(), load_timeout_s=60)
+    half = Half(new_kv_caches())
     half.store.plans = [Plan("hang", frozenset({"read"}))]
     half.worker.submit(3, (staged([4], [0]), GPULoadStoreSpec([0, 1])), 1)
     started = time.monotonic()
