@@ -2,7 +2,6 @@
 
 import functools
 import threading
-import time
 
 import pytest
 import torch
@@ -31,6 +30,7 @@ def faulty(monkeypatch):
         for backend in opened:
             backend.plans = list(plans)
 
+    plan.stores = opened
     return plan
 
 
@@ -43,7 +43,6 @@ def connect(kv_caches, tmp_path):
             "cpu_bytes": "64KiB",
             "blocks_per_chunk": 2,
             "backends": [backend or {"type": "memory", "capacity": "1MiB"}],
-            "load_timeout_s": 0.3,
             **settings,
         }
         made.append(LocalConnector(config, caches, block_size=BLOCK, facts=facts or {"model": "m"}))
@@ -108,7 +107,7 @@ def test_a_store_that_always_fails_loses_nothing_but_hits(connect, new_request, 
 def test_a_load_that_fails_is_not_promised_again(
     connect, new_request, until, faulty, fault, reason
 ):
-    connector = connect()
+    connector = connect(load_timeout_s=0.3 if fault == "hang" else 5.0)
     request = new_request("p", 41)
     store(connector, request)
     push_out(connector, new_request)
@@ -190,7 +189,7 @@ def test_blocks_are_not_overwritten_before_their_store_has_read_them(
     original = kv_caches.tensors[0].tensor[blocks].clone()
     connector.after_forward(request, [blocks], 40)
     assert connector.request_finished(request) is False
-    threading.Timer(0.1, gate.set).start()
+    threading.Timer(1.0, gate.set).start()
     connector.before_forward([1, 2, 3])  # other blocks: no waiting
     assert not gate.is_set()
     connector.before_forward([14])
@@ -221,8 +220,9 @@ def test_other_facts_see_none_of_it(connect, new_request, tmp_path, until):
     store(first, new_request("p", 41))
     first.close()
     other = connect(backend=backend, facts={"model": "m", "revision": "2"})
-    time.sleep(0.1)
-    assert other.get_num_new_matched_tokens(new_request("p", 41), 0) == 0
+    asked = new_request("p", 41)
+    until(lambda: other.get_num_new_matched_tokens(asked, 0) is not None)
+    assert other.get_num_new_matched_tokens(asked, 0) == 0
     same = connect(backend=backend, facts={"model": "m", "revision": "1"})
     until(lambda: same.get_num_new_matched_tokens(new_request("p", 41), 0) == 40)
 
@@ -275,8 +275,8 @@ def test_a_request_id_used_again_while_its_aborted_load_runs(connect, new_reques
     tokens = connector.get_num_new_matched_tokens(first, 0)
     connector.update_state_after_alloc(first, [range(20, 31)], tokens)
     assert connector.request_finished(first) is True
-    time.sleep(0.03)  # its read has begun
-    faulty(Plan("delay", frozenset({"read"}), seconds=0.5))
+    until(lambda: sum(store.struck for store in faulty.stores))  # its read has begun
+    faulty(Plan("delay", frozenset({"read"}), seconds=2.0))
     second = new_request("q", 41, request_id="same")
     tokens = connector.get_num_new_matched_tokens(second, 0)
     connector.update_state_after_alloc(second, [range(40, 51)], tokens)
@@ -342,7 +342,7 @@ def test_a_shutdown_says_how_many_transfers_it_did_not_wait_for(
     copy = copier._copy
     monkeypatch.setattr(copier, "_copy", lambda *copies: (gate.wait(5), copy(*copies)))
     connector.after_forward(new_request("p", 41), [range(5, 15)], 40)
-    threading.Timer(0.1, gate.set).start()
+    threading.Timer(1.0, gate.set).start()
     connector.close(timeout_s=0.01)
     assert "1 transfers had not ended at shutdown" in caplog.text
 
