@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def until():
-    """``until(f)`` calls f until it returns something true, and returns that; fails after a minute."""
+    """``until(f)`` calls f until it returns something true, and returns that, within a minute."""
 
     def wait(probe, timeout_s=60.0):
         end = time.monotonic() + timeout_s

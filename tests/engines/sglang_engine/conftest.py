@@ -122,6 +122,7 @@ def our_storage(*backends, **more):
         "interface_v1": 1,
         "staging_bytes": "4MiB",
         "load_timeout_s": 2.0,
+        "lookup_timeout_s": 5.0,
         "backends": backends,
         **more,
     }

@@ -87,7 +87,13 @@ def serve(start, computed, tiers):
     def begin(*backends, **more):
         engine = start(
             "dynamic",
-            tiers(*backends, load_timeout_s=0.5, store_timeout_s=0.5, **more),
+            tiers(
+                *backends,
+                load_timeout_s=0.5,
+                store_timeout_s=0.5,
+                lookup_timeout_s=0.25,
+                **more,
+            ),
             hicache_storage_prefetch_policy="timeout",
             max_total_tokens=4096,
             enable_metrics=True,

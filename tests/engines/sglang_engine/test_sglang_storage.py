@@ -10,6 +10,7 @@ import pytest
 from kvoffload.testing import Plan
 from tests.support import redis_server
 from tests.support.planned_store import installed
+from tests.support.redis_engine import PATIENT
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -80,7 +81,7 @@ def test_disk_serves_after_a_flush_a_kill_and_another_page_size_never(
 @pytest.mark.skipif(redis_server.BINARY is None, reason=redis_server.MISSING)
 def test_redis_serves_a_new_process_and_may_die(start, prompt, told, tiers, disk, tmp_path):
     server = redis_server.RedisServer(tmp_path / "redis")
-    backend = {"type": "redis", "url": server.url}
+    backend = {"type": "redis", "url": server.url, **PATIENT}
     first = start("dynamic", tiers(backend))
     assert first.generate(prompt(0))["tokens"] == told[0]
     first.wait_stored(prompt(0), told[0])
@@ -144,7 +145,7 @@ def test_two_engines_share_a_store(start, prompt, told, tiers, disk, kind, tmp_p
         if redis_server.BINARY is None:
             pytest.skip(redis_server.MISSING)
         server = redis_server.RedisServer(tmp_path / "redis")
-        backend = {"type": "redis", "url": server.url}
+        backend = {"type": "redis", "url": server.url, **PATIENT}
     engines = [start("dynamic", tiers(backend)) for _ in range(2)]
     for i, (one, other) in enumerate([engines, engines[::-1]]):
         one.wait_stored(prompt(i), told[i])

@@ -43,8 +43,8 @@ def engine(start, root, faulty_tier):
     extra = {
         "cpu_bytes": 70 * 65536,
         "backends": [{"type": "faulty", "root": str(root / "kv"), "plan": plan}],
-        "load_timeout_s": 2.0,
-        "store_timeout_s": 2.0,
+        "load_timeout_s": 4.0,
+        "store_timeout_s": 4.0,
     }
     return start(extra, env=env)
 
@@ -96,13 +96,13 @@ def test_without_a_fault_the_store_serves(running):
 
 
 def delete_in_parts(requests, files, after_each=lambda: None):
-    """Delete files in three parts, each just before two requests begin.
+    """Delete files in six parts, each just before two requests begin.
 
     The store notices by itself within a second that files are gone, and says no more that they are
-    there. A load meets the loss only if it comes first: of three times, it does in one.
+    there. A load meets the loss only if it comes first: of six times, it does in one.
     """
-    for i in range(3):
-        requests.between_pairs(lambda part=files[i::3]: delete(part, after_each))
+    for i in range(6):
+        requests.between_pairs(lambda part=files[i::6]: delete(part, after_each))
 
 
 def delete(files, after_each):

@@ -62,7 +62,7 @@ def test_two_ranks_hit_after_a_restart_and_the_scheduler_opens_no_store(start, p
     assert all(opens(pid, root) for pid in servers)
     engine.kill()
     again = start(settings(root), **options)
-    time.sleep(5)  # nothing is asked of it
+    time.sleep(15)  # nothing is asked of it
     answer = again.generate(prompt)
     assert (answer["cached"], answer["tokens"]) == ([992], told)
     again.kill()

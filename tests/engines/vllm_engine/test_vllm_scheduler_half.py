@@ -221,13 +221,13 @@ def worker(rank, listed=LISTED):
 
 
 def test_no_store_is_opened_whatever_the_number_of_ranks(monkeypatch):
-    threads, descriptors = threading.enumerate(), os.listdir("/proc/self/fd")
+    threads, descriptors = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(registry, "open_backend", None)
     half = half_of([worker(i) for i in range(8)], monkeypatch, cpu_bytes=16384, backends=[DISK])
     half.reset_cache()
     assert [tier.name for tier in half.adapter.ledger.tiers] == ["disk"]
-    assert threading.enumerate() == threads
-    assert os.listdir("/proc/self/fd") == descriptors
+    assert set(threading.enumerate()) <= threads  # those of an earlier test may end meanwhile
+    assert set(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def test_an_engine_steps_until_every_rank_has_listed_what_it_has(monkeypatch):
@@ -296,7 +296,7 @@ def test_a_chunk_that_left_in_the_step_of_its_write_is_absent(monkeypatch):
     ("idle_s", "others", "backends", "waits"),
     [
         (2 * IDLE_S, {}, [DISK], True),
-        (0.0, {}, [DISK], False),
+        (-60.0, {}, [DISK], False),
         (2 * IDLE_S, {"r": None}, [DISK], False),  # a step that takes long is no idle time
         (2 * IDLE_S, {}, [], False),
     ],

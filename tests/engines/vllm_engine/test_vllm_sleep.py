@@ -10,7 +10,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 def settings(root, **more):
     disk = {"type": "disk", "root": str(root), "capacity": "1GiB", "min_free": 0}
-    return {"cpu_bytes": "16MiB", "backends": [disk], **more}
+    return {"cpu_bytes": "16MiB", "backends": [disk], "lookup_timeout_s": 30.0, **more}
 
 
 def held(engine):

@@ -26,6 +26,7 @@ def settings(root):
     return {
         "cpu_bytes": "256MiB",
         "backends": [{"type": "disk", "root": str(root), "capacity": "1GiB", "min_free": 0}],
+        "lookup_timeout_s": 30.0,  # until the folder is listed, however long it takes
     }
 
 

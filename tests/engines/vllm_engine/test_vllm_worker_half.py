@@ -137,7 +137,7 @@ def test_a_reset_does_not_wait_for_a_load_from_a_store_that_hangs(half):
     step(half, loads={8: TransferJob(req_id="r", src_spec=source, dst_spec=target)})
     began_s = time.monotonic()
     step(half, flush={8})
-    assert time.monotonic() - began_s < 2.5
+    assert time.monotonic() - began_s < 4.5
     assert half._loads, "the load still waits for its store"
 
 
