@@ -50,7 +50,7 @@ async def test_a_folder_is_served(root, io, has_snapshot):
     settings = {"root": str(root), "capacity": "1GiB", "min_free": 0, "io": io}
     backend = open_backend("disk", settings, NAMESPACE)
     try:
-        assert backend.wait_ready(10)
+        assert backend.wait_ready(60)
         assert await backend.contains(KEYS) == [True] * 3
         assert await read(backend, KEYS) == [chunk(i) for i in range(3)]
         assert await backend.write([b"another"], [memoryview(chunk(9))]) == [True]

@@ -106,7 +106,7 @@ def answered(*words, code=0, run=kvoffload):
 
 def open_disk(root, namespace):
     backend = open_backend("disk", {"root": str(root), "capacity": "64MiB"}, namespace)
-    assert backend.wait_ready(10)
+    assert backend.wait_ready(60)
     return backend
 
 

@@ -7,9 +7,9 @@ import pytest
 
 @pytest.fixture
 def until():
-    """``until(f)`` calls f until it returns something true, and returns that, within a minute."""
+    """``until(f)`` calls f until it returns something true, and returns that; fails after 30 s."""
 
-    def wait(probe, timeout_s=60.0):
+    def wait(probe, timeout_s=30.0):
         end = time.monotonic() + timeout_s
         while True:
             if found := probe():

@@ -20,7 +20,7 @@ _CHOSEN = os.environ.get("KVOFFLOAD_REDIS_SERVER")
 _NAMES = [_CHOSEN] if _CHOSEN else ["redis-server", "valkey-server"]
 BINARY = next((path for path in map(shutil.which, _NAMES) if path), None)
 MISSING = "needs " + " or ".join(_NAMES)
-_START_S = 20.0
+_START_S = 60.0
 
 
 def free_port() -> int:

@@ -28,7 +28,7 @@ class DiskSuite(PersistentBackendSuite):
         path.write_bytes(content)
 
     async def ready(self, backend):
-        assert backend.wait_ready(10)
+        assert backend.wait_ready(60)
 
 
 class TestDirect(DiskSuite):

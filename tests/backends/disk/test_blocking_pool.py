@@ -225,4 +225,4 @@ async def test_calls_run_in_parallel():
     go_on = threading.Event()
     waiting = [asyncio.ensure_future(run_once(go_on.wait, 10)) for _ in range(5)]
     await run_once(go_on.set)
-    assert await asyncio.wait_for(asyncio.gather(*waiting), 5) == [True] * 5
+    assert await asyncio.wait_for(asyncio.gather(*waiting), 10) == [True] * 5

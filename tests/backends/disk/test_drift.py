@@ -71,7 +71,7 @@ from kvoffload.config import ByteSize
 from tests.support.vfs import DeadlyVfs
 options = DiskOptions(root=sys.argv[1], min_free=ByteSize(0))
 backend = DiskBackend(options, "disk", vfs=DeadlyVfs("rename:snapshot:before"))
-backend.wait_ready(10)
+backend.wait_ready(60)
 asyncio.run(backend.close())
 """
 

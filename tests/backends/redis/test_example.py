@@ -89,7 +89,7 @@ async def test_the_server_of_the_compose_files_lets_each_user_do_its_own(secrets
 def test_the_server_does_not_start_with_a_short_password(secrets, name):
     (secrets / name).write_text("hunter2\n")
     with started(secrets, free_port()) as process:
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=60)
     assert process.returncode == 1
     assert f"{name} is shorter than 16 characters" in said
     assert "hunter2" not in said
