@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.config import ByteSize
@@ -15,8 +16,15 @@ ON_DISK = 64 * 1024
 def open_disk(root, namespace="disk", vfs=None, **settings):
     settings = {"capacity": ByteSize(64 << 20), "min_free": ByteSize(0), **settings}
     backend = DiskBackend(DiskOptions(root=str(root), **settings), namespace, vfs=vfs)
-    assert backend.wait_ready(10)
+    assert backend.wait_ready(60)
     return backend
+
+
+def remove_at_once(folder):
+    """Remove a folder whose users may make files in it at any moment."""
+    gone = folder.with_name(f"{folder.name}-gone")
+    folder.rename(gone)
+    shutil.rmtree(gone)
 
 
 def chunk_bytes(root):
@@ -27,7 +35,7 @@ async def write(backend, keys):
     return await backend.write(keys, filled(keys, SIZE))
 
 
-async def until(condition, timeout_s=10.0):
+async def until(condition, timeout_s=30.0):
     for _ in range(int(timeout_s / 0.02)):
         if condition():
             return True

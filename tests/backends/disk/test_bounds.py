@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import subprocess
+import threading
 
 import pytest
 from disk_parts import allocated
@@ -15,7 +16,7 @@ from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
 from kvoffload.policies.handicap import HandicapPolicy
 from kvoffload.testing.backends import filled, keys_of, slots
-from tests.support.vfs import FailingVfs
+from tests.support.vfs import FailingVfs, HookedVfs
 
 SIZE = 60 * 1024
 ON_DISK = 64 * 1024
@@ -24,7 +25,7 @@ ON_DISK = 64 * 1024
 def open_disk(root, vfs=None, **settings):
     settings = {"capacity": ByteSize(64 << 20), "min_free": ByteSize(0), **settings}
     backend = DiskBackend(DiskOptions(root=str(root), **settings), "bounds", vfs=vfs)
-    assert backend.wait_ready(10)
+    assert backend.wait_ready(60)
     return backend
 
 
@@ -82,17 +83,36 @@ async def test_the_tail_of_a_prefix_leaves_before_its_head(tmp_path):
     await backend.close()
 
 
+class PausedVfs(HookedVfs):
+    """Lets no file change while :meth:`allocated` counts: none is counted twice, or too late."""
+
+    def __init__(self):
+        super().__init__()
+        self._changing = threading.RLock()
+
+    def around(self, call, path, perform):
+        if call == "flock":
+            return perform()  # may wait for another thread
+        with self._changing:
+            return perform()
+
+    def allocated(self, root):
+        with self._changing:
+            return allocated(root)
+
+
 async def test_many_writers_never_pass_the_capacity(tmp_path):
     capacity = 12 * ON_DISK
     settings = {"high_watermark": 1.0, "low_watermark": 1.0, "write_threads": 3}
-    backend = open_disk(tmp_path, capacity=ByteSize(capacity), **settings)
+    vfs = PausedVfs()
+    backend = open_disk(tmp_path, vfs, capacity=ByteSize(capacity), **settings)
     peak = 0
     for turn in range(12):
         writing = asyncio.ensure_future(
             backend.write(keys_of(16, f"{turn}"), filled(keys_of(16, f"{turn}"), SIZE))
         )
         while not writing.done():
-            peak = max(peak, allocated(tmp_path))
+            peak = max(peak, vfs.allocated(tmp_path))
             await asyncio.sleep(0.0005)
         assert all(await writing), backend.counters()
     assert peak <= capacity + 3 * ON_DISK

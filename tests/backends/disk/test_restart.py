@@ -9,6 +9,7 @@ import time
 
 import psutil
 import pytest
+from disk_parts import remove_at_once
 
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.paths import LEDGER, OWNER, SHARDS, SNAPSHOT, WRITERS, shard_of
@@ -24,7 +25,7 @@ ON_DISK = 32 * 1024
 def open_disk(root, vfs=None, *, ready=True, **settings):
     settings = {"capacity": ByteSize(64 << 20), "min_free": ByteSize(0), **settings}
     backend = DiskBackend(DiskOptions(root=str(root), **settings), "restart", vfs=vfs)
-    assert not ready or backend.wait_ready(10)
+    assert not ready or backend.wait_ready(60)
     return backend
 
 
@@ -277,17 +278,19 @@ async def test_a_million_entries(tmp_path):
 
 
 def empty(root):
-    shutil.rmtree(root)
+    remove_at_once(root)
 
 
 def empty_but_for_hidden_files(root):
     for path in root.iterdir():
         if not path.name.startswith("."):
-            shutil.rmtree(path)
+            path.rename(root.with_name("gone"))
+            shutil.rmtree(root.with_name("gone"))
 
 
 def empty_of_writers(root):
-    shutil.rmtree(root / WRITERS)
+    (root / WRITERS).rename(root.with_name("gone"))
+    shutil.rmtree(root.with_name("gone"))
 
 
 def empty_of_the_ledger(root):
@@ -384,7 +387,7 @@ async def test_a_purged_namespace_is_gone_and_only_misses_for_whoever_still_uses
         DiskBackend(DiskOptions(root=str(tmp_path), **settings), name) for name in ("old", "new")
     )
     for backend in (old, new):
-        assert backend.wait_ready(10)
+        assert backend.wait_ready(60)
         assert await backend.write(keys, filled(keys, SIZE)) == [True] * 20
     folder = tmp_path / namespace_digest("old").hex()
     assert await new.purge(["old", "never was"]) == 20
