@@ -298,8 +298,9 @@ def test_a_load_that_hangs_ends_by_its_deadline_aborted_or_not(
 
 
 def wait_for_index(engine, chunks):
-    until = time.monotonic() + 10
-    while stats(engine)["tiers"]["disk"]["chunks"] < chunks:
+    until = time.monotonic() + 60
+    disk = engine.connector._spec.tiers["disk"]
+    while stats(engine)["tiers"]["disk"]["chunks"] < chunks or not disk.is_complete:
         assert time.monotonic() < until
         time.sleep(0.001)
 

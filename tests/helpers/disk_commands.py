@@ -72,7 +72,7 @@ def on_terminal(*words, answer=b""):
         env={**os.environ, "TERM": "dumb", "COLUMNS": "100"},
     )
     os.close(there)
-    shown, until_s = b"", time.monotonic() + 40
+    shown, until_s = b"", time.monotonic() + 120
     while time.monotonic() < until_s:
         if select.select([here], [], [], 0.2)[0]:
             try:
@@ -84,7 +84,7 @@ def on_terminal(*words, answer=b""):
         if answer and b"[y/N]" in shown:
             os.write(here, answer)
             answer = b""
-    code = process.wait(10)
+    code = process.wait(60)
     os.close(here)
     return code, shown.decode()
 

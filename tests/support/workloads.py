@@ -98,7 +98,7 @@ class Workload:
         """The I/O server in this form; a process takes longer to answer."""
         self.offload["io"] = form
         if form == "process":
-            self.offload["lookup_timeout_s"] = 1.0
+            self.offload["lookup_timeout_s"] = 5.0
 
     def without_host_cache(self, slots):
         """Chunks only pass through host memory, to a disk and back."""

@@ -275,7 +275,7 @@ def test_a_hung_read_is_answered_at_the_deadline_and_its_slot_named_when_it_ends
     half.worker.submit(3, (staged([4], [0], "stubborn"), GPULoadStoreSpec([0, 1])), 1)
     (result,) = until(half.worker.get_finished)
     assert (result.ok, result.settled, result.reason) == ((False,), False, "deadline")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
     before = [t.tensor.clone() for t in half.caches.tensors]
     assert half.worker.get_settled() == []
     half.stubborn.let_go.set()  # the late read writes to the slot now

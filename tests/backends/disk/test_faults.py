@@ -56,7 +56,7 @@ async def life(root, vfs, durability):
         backend = DiskBackend(options(root, durability=durability), "faults", vfs=vfs)
     except ConfigError:
         return None
-    assert await asyncio.to_thread(backend.wait_ready, 10)
+    assert await asyncio.to_thread(backend.wait_ready, 60)
     await check(backend, OLD)
     for key in KEYS:
         await backend.write([key], filled([key], SIZE))
@@ -91,7 +91,7 @@ async def attempt(used, nth, error, sticky, durability):
         vfs = FailingVfs(nth, error, sticky=sticky)
         await life(root, vfs, durability)
         backend = DiskBackend(options(root), "faults")
-        assert await asyncio.to_thread(backend.wait_ready, 10)
+        assert await asyncio.to_thread(backend.wait_ready, 60)
         await check(backend, [*KEYS, *OLD])
         assert backend.usage().resident_bytes == chunk_bytes(root) + aside_bytes(root)
         assert await backend.write(KEYS, filled(KEYS, SIZE)) == [True] * 7
@@ -159,7 +159,7 @@ async def test_a_failed_fsync_drops_the_chunk_and_is_not_repeated(tmp_path):
 async def test_a_device_that_answers_no_more_gives_misses_to_whoever_comes_later(tmp_path, call):
     stuck = []
     vfs = StuckVfs(lambda name, path: name == call and bool(stuck) and path.endswith(stuck[0]))
-    backend = DiskBackend(options(tmp_path, read_threads=2, stall_s=0.05), "hung", vfs=vfs)
+    backend = DiskBackend(options(tmp_path, read_threads=2, stall_s=0.5), "hung", vfs=vfs)
     await backend.write(KEYS[:4], filled(KEYS[:4], SIZE))
     stuck.append(KEYS[0].hex())
     # Two loads occupy both threads and cannot end: their memory is in the kernel's hands.
@@ -226,7 +226,8 @@ async def test_neither_memory_nor_descriptors_grow(ram_path, turns):
         await backend.remove(keys[:2])
         backend.take_removals()
         if turn % (turns // 5) == turns // 5 - 1:
-            figures.append((process.num_fds(), process.memory_info().rss))
+            # The least of several: the housekeeper may be listing a folder.
+            figures.append((min(process.num_fds() for _ in range(20)), process.memory_info().rss))
     await backend.close()
     assert figures[-1][0] <= figures[0][0]
     assert figures[-1][1] - figures[1][1] < 16 << 20

@@ -26,7 +26,7 @@ async def recorded(root, durability):
     settings = {"durability": durability, "high_watermark": 1.0, "low_watermark": 1.0}
     for part in (KEYS[:12], KEYS[12:]):
         backend = DiskBackend(options(root, **settings), "power", vfs=vfs)
-        assert await asyncio.to_thread(backend.wait_ready, 10)
+        assert await asyncio.to_thread(backend.wait_ready, 60)
         for key in part:
             assert await backend.write([key], filled([key], SIZE)) == [True]
             vfs.note(f"stored {key.hex()}")
@@ -41,7 +41,7 @@ async def reopened(root):
     """Open the files of a crash; check every byte, and return the keys that can be read."""
     backend = DiskBackend(options(root), "power")
     try:
-        assert await asyncio.to_thread(backend.wait_ready, 10)
+        assert await asyncio.to_thread(backend.wait_ready, 60)
         into = slots(len(KEYS), SIZE)
         answers = await backend.read(KEYS, into)
         for key, slot, good in zip(KEYS, into, answers, strict=True):

@@ -74,7 +74,7 @@ async def test_opening_does_not_wait_for_the_folders(tmp_path):
     assert await backend.read(keys, slots(4, SIZE)) == [True] * 4
     assert await backend.write(keys_of(1, "new"), filled(keys_of(1, "new"), SIZE)) == [True]
     vfs.release()
-    assert await asyncio.to_thread(backend.wait_ready, 10)
+    assert await asyncio.to_thread(backend.wait_ready, 60)
     assert backend.holds(keys_of(1, "new")[0])
     await backend.close()
 
@@ -87,7 +87,7 @@ async def test_without_a_snapshot_keys_are_misses_until_they_are_found(tmp_path)
     backend = open_disk(tmp_path, vfs, ready=False)
     assert [backend.holds(key) for key in keys] == [False] * 4
     vfs.release()
-    assert await asyncio.to_thread(backend.wait_ready, 10)
+    assert await asyncio.to_thread(backend.wait_ready, 60)
     assert [backend.holds(key) for key in keys] == [True] * 4
     await backend.close()
 
