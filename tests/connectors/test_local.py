@@ -323,8 +323,9 @@ def test_a_load_that_outlives_the_wait_of_a_reset_brings_nothing(
     request = new_request("p", 41)
     tokens = connector.get_num_new_matched_tokens(request, 0)
     connector.update_state_after_alloc(request, [range(20, 31)], tokens)
-    monkeypatch.setattr(connector, "flush", functools.partial(connector.flush, 0.01))
-    connector.reset_cache()
+    with monkeypatch.context() as hasty:
+        hasty.setattr(connector, "flush", functools.partial(connector.flush, 0.01))
+        connector.reset_cache()
     assert connector.poll() == []  # its copy is not done, and will be well
     gate.set()
     (outcome,) = until(connector.poll)
