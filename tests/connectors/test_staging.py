@@ -237,7 +237,7 @@ def test_a_tier_that_hangs_holds_up_its_own_chunks_and_not_the_other_tier(
 def test_a_load_that_fails_frees_its_slots_and_is_not_promised_again(
     connect, new_request, until, stores, slots, fault, reason
 ):
-    connector = connect(slots, load_timeout_s=0.2)
+    connector = connect(slots, load_timeout_s=0.2 if fault == "hang" else 5.0)
     store(connector, new_request("p", PROMPT))
     stores[0].plans = [Plan(fault, frozenset({"read"}), every=2 if slots == 3 else 1)]
     request = new_request("p", PROMPT)
