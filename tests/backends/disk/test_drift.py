@@ -120,7 +120,7 @@ async def test_a_look_does_not_find_what_left_while_it_looked(tmp_path, monkeypa
 
 async def test_eviction_in_the_background_does_not_hold_up_stores(tmp_path):
     vfs = SlowVfs()
-    vfs.slow, vfs.seconds = "unlink", 0.02
+    vfs.slow, vfs.seconds = "unlink", 0.06
     marks = {"high_watermark": 0.8, "low_watermark": 0.2}
     backend = open_disk(tmp_path, vfs=vfs, capacity=ByteSize(100 * ON_DISK), **marks)
     assert all(await write(backend, keys_of(81)))
