@@ -18,7 +18,12 @@ def root(tmp_path_factory):
 def begin(start, root):
     disk = {"type": "disk", "root": str(root), "capacity": "1GiB", "min_free": 0}
     record = str(root.parent / "requests.jsonl")
-    extra = {"cpu_bytes": "256MiB", "backends": [disk], "record": record}
+    extra = {
+        "cpu_bytes": "256MiB",
+        "backends": [disk],
+        "record": record,
+        "lookup_timeout_s": 30.0,  # until the folder is listed, however long it takes
+    }
     return lambda: start({**extra, "client_hints": KNOWN_HINTS})
 
 

@@ -43,7 +43,7 @@ def hybrid(start, root, faulty_tier):
     extra = {
         "cpu_bytes": 24 * 32768,
         "backends": [{"type": "shy", "root": str(root), "plan": plan}],
-        "lookup_timeout_s": 1.0,
+        "lookup_timeout_s": 5.0,
         "load_timeout_s": 5.0,
         "store_timeout_s": 10.0,
     }

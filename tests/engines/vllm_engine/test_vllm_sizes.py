@@ -26,6 +26,7 @@ def test_groups_of_different_widths_share_host_memory(
     extra = {
         "cpu_bytes": cpu_bytes,
         "backends": [{"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}],
+        "lookup_timeout_s": 30.0,  # until the folder is listed, however long it takes
     }
     options = {"model": str(folder)}
     if ranks > 1:

@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from benchmarks.vllm_parts.engine import ours
 from benchmarks.vllm_parts.halves import BLOCK, Halves
+from kvoffload.connectors.vllm.worker import COUNTERS_PERIOD_S
 
 ROOT = Path(__file__).parents[3]
 IDLE_SCHEDULER, IDLE_WORKER, A_TIER = 16, 23, 8
@@ -83,13 +84,14 @@ def counted(rig, steps):
 def test_a_step_with_nothing_to_do_calls_a_few_functions(halves, count, disk):
     rig = halves(disk=disk)
     decoding(rig, count)
-    messages = len(rig.messages)
+    messages, begun_s = len(rig.messages), time.monotonic()
     found = counted(rig, 3 * BLOCK)
+    took_s = time.monotonic() - begun_s
     scheduler, worker = (sorted(calls)[len(found) // 2] for calls in zip(*found, strict=True))
     assert scheduler <= IDLE_SCHEDULER
     assert worker <= IDLE_WORKER + disk * A_TIER
     # Figures are told now and then.
-    assert rig.reports <= 2
+    assert rig.reports <= 2 + took_s / COUNTERS_PERIOD_S
     assert max(rig.messages[messages:]) < 100, "bytes of a message without orders"
 
 
@@ -100,7 +102,7 @@ def test_an_engine_without_requests_is_idle_a_few_steps_after_its_last_transfer(
     rig.add(prompt(2 * BLOCK), 2)
     while not publisher.is_midway:
         rig.step()
-    time.sleep(0.5)  # copies and writes end
+    time.sleep(2.0)  # copies and writes end
     rig.step()
     rig.step()
     left = 0
@@ -116,8 +118,8 @@ def test_where_answers_are_stored_too_a_request_is_visited_when_a_chunk_is_full(
     found = [scheduler for scheduler, _ in counted(rig, 2 * BLOCK)]
     quiet = sorted(found)[len(found) // 2]
     assert quiet <= IDLE_SCHEDULER + 2
-    assert sum(calls > quiet for calls in found) <= 2 * 4
-    assert max(found) > 200
+    # Publications, which come with time, call a hundred functions at most.
+    assert 0 < sum(calls > 200 for calls in found) <= 2 * 4
 
 
 @pytest.mark.parametrize("prompt_only", [True, False])
@@ -213,7 +215,8 @@ def test_what_one_transfer_stored_comes_back_block_by_block(halves):
     for cache in rig.caches.values():
         cache.zero_()
     second = [rig.add(tokens, 400) for tokens in prompts]
-    for _ in range(100):
+    until_s = time.monotonic() + 60
+    while time.monotonic() < until_s:
         rig.step()
         time.sleep(0.002)
         if all(request.num_computed_tokens > request.num_prompt_tokens for request in second):
