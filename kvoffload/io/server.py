@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 CHANGES_S = 0.05
 """Time between two looks at what changed in the stores."""
 LISTING_S = 0.001
-"""Time between two messages while a store lists what it has."""
+"""Time between two messages while a store lists what it has; without one it doubles."""
 FIGURES_S = 0.5
 """Time between two messages of figures while no job ends; they also show that the server lives."""
 END_S = 1.0
@@ -82,7 +82,6 @@ class Session:
         """Serve until the engine's end is closed; then end its jobs and close the stores."""
         reader, self._writer = await asyncio.open_connection(sock=sock)
         frames = Frames(to_server=True)
-        self._spawn_telling(self._tell_changes())
         self._spawn_telling(self._tell_figures())
         try:
             while data := await reader.read(1 << 18):
@@ -127,6 +126,7 @@ class Session:
                     self.send(Refused("io", VERSION, remedy))
                 else:
                     await self._open(message.namespace, message.facts)
+                    self._spawn_telling(self._tell_changes())
             case Renew():
                 await self._renew(message)
 
@@ -202,11 +202,13 @@ class Session:
             self.send(Present(message.tier, message.keys[part], answers[part]))
 
     async def _tell_changes(self) -> None:
+        pause_s = LISTING_S  # stores have just opened: an engine may wait for what they have
         while True:
             is_listing = [self._tell_changes_of(store) for store in list(self._stores.values())]
             if self._writer is not None:
                 await self._writer.drain()
-            await asyncio.sleep(LISTING_S if any(is_listing) else CHANGES_S)
+            pause_s = LISTING_S if any(is_listing) else min(CHANGES_S, 2 * pause_s)
+            await asyncio.sleep(pause_s)
 
     async def _tell_figures(self) -> None:
         late_s = 0.0

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kvoffload.errors import ConfigError
-from kvoffload.io import chunk_jobs, deadlines
+from kvoffload.io import chunk_jobs, deadlines, server
 from kvoffload.testing import Plan
 from kvoffload.testing.backends import keys_of
 from tests.support.planned_store import Process
@@ -79,6 +79,20 @@ def test_what_was_stored_before_is_listed_and_what_leaves_is_told(rig, until, tm
     client.remove("disk", KEYS[:1])
     until(lambda: tier.holds(KEYS[0]) is False)
     assert tier.holds(KEYS[1])
+
+
+@pytest.mark.parametrize("rig", ["thread"], indirect=True)
+def test_a_store_that_opens_tells_what_it_has_before_the_next_look_at_changes(
+    rig, until, tmp_path, monkeypatch
+):
+    disk = ("disk", "disk", {"root": str(tmp_path), "min_free": 0})
+    first = rig.open(disk)
+    rig.store(first, "disk", KEYS, until)
+    first.close()
+    monkeypatch.setattr(server, "CHANGES_S", 3600.0)
+    tier = rig.open(disk).tiers["disk"]
+    until(lambda: tier.is_complete)
+    assert tier.num_leading(KEYS) == len(KEYS)
 
 
 @pytest.mark.parametrize("name", ["planned", "shy"])
