@@ -326,8 +326,11 @@ class IOClient:
         if not self._link.is_up:
             if self._close_by_s is None:
                 self._restart()
-        elif since_s is not None and now_s >= max(since_s, self._heard_s) + SILENT_S:
-            log.error("%s has been silent for %g s; it is killed", self._peer, SILENT_S)
+            return
+        # A server that starts, on a busy machine or a slow disk, would be as late the next time.
+        silent_s = OPEN_S if self._is_opening else SILENT_S
+        if since_s is not None and now_s >= max(since_s, self._heard_s) + silent_s:
+            log.error("%s has been silent for %g s; it is killed", self._peer, silent_s)
             self._heard_s = now_s
             self._peer.kill()
 

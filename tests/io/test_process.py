@@ -109,6 +109,31 @@ def test_stopped_it_is_answered_for_at_the_deadline_and_killed_when_silent(
     process_rig.store(client, "memory", KEYS, until)
 
 
+def test_silent_while_it_starts_it_is_not_killed(process_rig, until, monkeypatch):
+    """Its first word may take long on a busy machine; another start would take as long."""
+    monkeypatch.setattr(io_client, "SILENT_S", 0.2)
+    client = process_rig.open(load_timeout_s=0.2)
+    real = client._start
+
+    def start_stopped():
+        peer = real()
+        os.kill(peer.pid, signal.SIGSTOP)
+        return peer
+
+    monkeypatch.setattr(client, "_start", start_stopped)
+    first = client._peer
+    first.kill()
+    until(lambda: client._peer is not first and client._link.is_up)
+    second, load = client._peer, process_rig.load(client, "memory", KEYS)
+    until(lambda: load.answers)
+    time.sleep(1.0)
+    monkeypatch.setattr(io_client, "SILENT_S", 10.0)
+    os.kill(second.pid, signal.SIGCONT)
+    until(lambda: load.releases and not client._is_opening)
+    assert client._peer is second
+    assert client.counters["died"] == 1
+
+
 def test_stopped_and_continued_it_answers_late_and_lives_on(process_rig, until):
     client = process_rig.open(load_timeout_s=0.2)
     process_rig.store(client, "memory", KEYS, until)
