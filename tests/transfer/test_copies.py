@@ -150,7 +150,7 @@ def test_blocks_that_are_not_that_many_chunks_are_refused(parts):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    page=st.sampled_from([24, 64, 4096, 6144, 8192]),
+    page=st.sampled_from([24, 64, 4096, 6144, 8192, 1 << 16]),
     padding=st.sampled_from([0, 8, 4096]),
     shifts=st.lists(st.sampled_from([0, 8, 64, 2048, 4096]), min_size=1, max_size=4),
     per_chunk=st.integers(1, 3),
@@ -198,18 +198,22 @@ def test_a_round_trip_restores_every_byte_wherever_tensors_lie(
         copier.close()
 
 
-def test_copies_leave_the_interpreter_to_others():
+@pytest.mark.parametrize(
+    ("page", "num_tensors", "num_blocks"),
+    [(1 << 18, 4, NUM_BLOCKS), (1 << 20, 1, 1), (1 << 17, 1, 4), (1 << 16, 1, 8)],
+)
+def test_copies_leave_the_interpreter_to_others(page, num_tensors, num_blocks):
     """While pages are copied, another Python thread runs: the GIL is free."""
-    caches = make_caches([[1 << 18] * 4], 0)
-    layout = ChunkLayout(caches, NUM_BLOCKS)
+    caches = make_caches([[page] * num_tensors], 0, num_blocks)
+    layout = ChunkLayout(caches, num_blocks)
     slab = Slab(1, layout.slot_bytes)
     parts = [
         PagesOfTensor(tensor.tensor.numpy(), region.offset)
         for tensor, region in zip(caches.tensors, layout.regions[0], strict=True)
     ]
     slot = slab.flat[: layout.slot_bytes]
-    ids = np.random.default_rng(0).permutation(NUM_BLOCKS)
-    copies = [*gathers(parts, NUM_BLOCKS, 0), *scatters(parts, NUM_BLOCKS, 0)]
+    ids = np.random.default_rng(0).permutation(num_blocks)
+    copies = [*gathers(parts, num_blocks, 0), *scatters(parts, num_blocks, 0)]
     assert len({type(part) for part in copies}) == 2
     interval = sys.getswitchinterval()
     sys.setswitchinterval(100)  # no thread is asked for the GIL: the copy must release it

@@ -22,6 +22,8 @@ PAGES_AT_ONCE = 512
 """Pages touched before they are copied: as many as fit the processor's TLB."""
 LEAST_ITEM_BYTES = 4096
 """Items of at least this size are as fast as whole pages."""
+LARGE_PAGE_BYTES = 1 << 16
+"""Pages of at least this size take so long to copy that a call for each costs little."""
 
 
 class PagesOfTensor(NamedTuple):
@@ -131,7 +133,7 @@ class GatherTwice(PageCopy):
 class Scatter(PageCopy):
     """Slot → blocks. Items are pages or parts of large pages, and may begin at every step.
 
-    Parts, because numpy releases the GIL only for a certain number of items, however large.
+    Parts, because numpy releases the GIL only for more than 500 items, however large.
     """
 
     def __init__(self, parts: Sequence[PagesOfTensor], per_chunk: int) -> None:
@@ -144,6 +146,15 @@ class Scatter(PageCopy):
     def _copy(self, pages: Indices, in_slot: HostBytes) -> None:
         index = pages if len(self._within) == 1 else (pages[:, None] + self._within).ravel()
         self._items[index] = in_slot.view(self._items.dtype)
+
+
+class ScatterLarge(PageCopy):
+    """Slot → blocks, page by page: a few large items would be copied without releasing the GIL."""
+
+    def _copy(self, pages: Indices, in_slot: HostBytes) -> None:
+        size = self._page_bytes
+        for i, begin in enumerate((pages * self._step).tolist()):
+            self._bytes[begin : begin + size] = in_slot[i * size : (i + 1) * size]
 
 
 def _item_bytes(page_bytes: int, step: int) -> int:
@@ -180,7 +191,12 @@ def gathers(parts: Iterable[PagesOfTensor], per_chunk: int, slab_address: int) -
 def scatters(parts: Iterable[PagesOfTensor], per_chunk: int, slab_address: int) -> list[PageCopy]:
     """Choose the copies that load a group's chunks; see :func:`gathers`."""
     runs = _split(parts, lambda some: _alike(some, per_chunk, slab_address))
-    return [Scatter(some, per_chunk) for some in runs]
+    return [
+        ScatterLarge(some, per_chunk)
+        if some[0].page_bytes >= LARGE_PAGE_BYTES
+        else Scatter(some, per_chunk)
+        for some in runs
+    ]
 
 
 def _split(
