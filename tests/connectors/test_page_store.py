@@ -7,6 +7,7 @@ import time
 import pytest
 
 from kvoffload import registry
+from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.config import parse_config
 from kvoffload.connectors.sglang.page_store import PageStore
 from kvoffload.errors import ConfigError
@@ -215,3 +216,33 @@ def test_a_closed_store_misses(pool, opened, tmp_path):
 def test_too_little_staging_memory_is_refused(opened, tmp_path):
     with pytest.raises(ConfigError, match="at least two pages"):
         opened(disk(tmp_path), slots=1)
+
+
+def test_a_disk_that_hangs_costs_no_deadline_once_it_counts_as_dead(
+    pool, opened, tmp_path, until, monkeypatch
+):
+    read, may_end, begun = Vfs.preadv, threading.Event(), []
+    options = disk(tmp_path, stall_s=0.1, read_threads=2)
+    store = opened(options, slots=16, load_timeout_s=0.3, io="thread")
+    pool.fill(range(20))
+    assert all(store.save(keys(20), pool.pages(range(20))))
+    until(lambda: store.num_leading(keys(20)) == 20)
+
+    def hang(*asked):
+        begun.append(asked)
+        may_end.wait(60)
+        return read(*asked)
+
+    monkeypatch.setattr(Vfs, "preadv", staticmethod(hang))
+    try:
+        assert not any(store.load(keys(4), pool.pages(range(30, 34))))
+        for first in range(4, 20, 4):
+            assert not any(store.load(keys(4, first), pool.pages(range(30, 34))))
+        assert store.counters["load_deadline"] == 4
+        assert store.counters["load_unavailable"] == 16, store.counts()
+        assert len(begun) == 2
+    finally:
+        may_end.set()
+    until(lambda: all(store.save(keys(20), pool.pages(range(20)))))
+    until(lambda: all(store.load(keys(20), pool.pages(range(30, 50)))))
+    assert pool.read(range(30, 50)) == pool.read(range(20))

@@ -87,6 +87,8 @@ class EngineProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._listener.join(5)
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         self._log.close()
 
     def close(self):

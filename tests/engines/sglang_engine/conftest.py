@@ -45,7 +45,7 @@ class Engine(EngineProcess):
             "max_running_requests": 4,
             "dtype": "bfloat16",
             "page_size": PAGE,
-            "mem_fraction_static": 0.3,
+            "mem_fraction_static": 0.9,  # others may take memory meanwhile; the pool has few tokens
             "random_seed": 1,
             "log_level": "warning",
         }

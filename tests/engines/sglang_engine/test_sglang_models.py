@@ -1,12 +1,18 @@
-"""Two ranks, and pages by layer, on a real engine: equal outputs, and hits in a new process."""
+"""Other models and forms on a real engine: equal outputs, and hits in a new process."""
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.long]
+
+WINDOW = 64
+SIZES = {
+    "vocab_size": 2000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "max_position_embeddings": 4096, "initializer_range": 0.15,
+}  # fmt: skip
 
 
 def serve_again(start, extra, asked, **options):
-    """Compare outputs computed, from storage, and in a new process; return the last one's hits."""
+    """Compare outputs computed, from storage, and in a new process; return that engine."""
     first = start("dynamic", extra, **options)
     computed = first.generate(asked)
     assert computed["storage"] == [0]
@@ -14,18 +20,74 @@ def serve_again(start, extra, asked, **options):
     first.kill()
     second = start("dynamic", extra, **options)
     answer = second.generate(asked)
-    second.kill()
     assert answer["tokens"] == computed["tokens"]
-    return answer["storage"]
+    assert answer["storage"] == [592]
+    return second, computed["tokens"]
 
 
 def test_two_ranks(start, prompt, tiers, disk, tmp_path):
     extra = tiers(disk(tmp_path / "kv"))
-    assert serve_again(
-        start, extra, prompt(1), tp_size=2, env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    ) == [592]
+    bind = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    serve_again(start, extra, prompt(1), tp_size=2, env=bind)
 
 
 def test_pages_by_layer(start, prompt, tiers, disk, tmp_path):
+    serve_again(start, tiers(disk(tmp_path / "kv")), prompt(1), hicache_mem_layout="layer_first")
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory):
+    """The folder of a tiny model that keeps one latent vector a token in place of K and V."""
+    import torch
+    from transformers import MiniCPM3Config, MiniCPM3ForCausalLM
+
+    torch.manual_seed(0)
+    config = MiniCPM3Config(
+        **SIZES, num_key_value_heads=8, kv_lora_rank=64, q_lora_rank=None, qk_nope_head_dim=32,
+        qk_rope_head_dim=32, v_head_dim=32, scale_emb=1, dim_model_base=256,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("latent")
+    MiniCPM3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("layout", ["page_first_direct", "layer_first"])
+def test_latent_pages_of_mla(start, prompt, tiers, disk, latent, layout, tmp_path):
     extra = tiers(disk(tmp_path / "kv"))
-    assert serve_again(start, extra, prompt(1), hicache_mem_layout="layer_first") == [592]
+    serve_again(start, extra, prompt(1), model_path=latent, hicache_mem_layout=layout)
+    sizes = {file.stat().st_size for file in (tmp_path / "kv").glob("*/??/*00000000")}
+    latent_bytes = 4 * 16 * (64 + 32) * 2  # layers, tokens of a page, elements, bytes of each
+    assert all(latent_bytes <= size < 2 * latent_bytes for size in sizes), sizes
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """The folder of a tiny model whose every other layer sees a window only."""
+    import torch
+    from transformers import MellumConfig, MellumForCausalLM
+
+    torch.manual_seed(0)
+    config = MellumConfig(
+        **SIZES, num_key_value_heads=4, head_dim=32, sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2, mlp_layer_types=["dense"] * 4,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("hybrid")
+    MellumForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
+def test_sliding_windows_are_a_pool_of_their_own(start, prompt, tiers, disk, hybrid, tmp_path):
+    root, asked = tmp_path / "kv", prompt(1)
+    engine, told = serve_again(start, tiers(disk(root)), asked, model_path=hybrid)
+    windows = list(root.glob("*/??/*00000001"))
+    assert len(windows) == WINDOW // 16  # the last pages only: no other can be asked for
+    assert len(list(root.glob("*/??/*00000000"))) == 592 // 16
+    for lost in (windows[:1], windows[1:]):
+        for file in lost:
+            file.unlink(missing_ok=True)
+        engine.forget()
+        answer = engine.generate(asked)
+        assert answer["tokens"] == told
+        assert answer["storage"] == [0]  # a window with a gap restores nothing
+        engine.wait_stored(asked, told)

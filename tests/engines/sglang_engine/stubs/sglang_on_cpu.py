@@ -64,6 +64,26 @@ def pin_nothing(module):
     module.HostKVCache.pin_memory = property(lambda pool: False, lambda pool, value: None)
 
 
+def read_sliding_windows_where_they_are(module):
+    """Let torch's attention read a sliding window by the numbers of its own pool.
+
+    It writes by them, but reads by the numbers of the pool for full attention. The two are equal
+    until a window is allocated alone, as when it is loaded from the host.
+    """
+    backend = module.TorchNativeAttnBackend
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        setattr(backend, name, with_numbers_of_windows(getattr(backend, name)))
+
+
+def with_numbers_of_windows(run):
+    def run_layer(self, query, output, keys, values, req_to_token, *args, **options):
+        if self.use_sliding_window_kv_pool and options["sliding_window_size"] is not None:
+            req_to_token = self.token_to_kv_pool.translate_loc_from_full_to_swa(req_to_token)
+        return run(self, query, output, keys, values, req_to_token, *args, **options)
+
+    return run_layer
+
+
 def declare_operators():
     """Declare the operators that torchvision's build for CUDA defines in compiled code."""
     import torch
@@ -78,6 +98,7 @@ AFTER = {
     f"{POOLS}.common": register_nothing,
     f"{POOLS}.base": pin_nothing,
     **dict.fromkeys((f"{POOLS}.mha", f"{POOLS}.mla"), copy_with_torch),
+    "sglang.srt.layers.attention.torch_native_backend": read_sliding_windows_where_they_are,
 }
 
 
