@@ -13,6 +13,8 @@ from collections import Counter
 
 import pytest
 
+from tests.support import redis_server
+
 pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
 NUM_PROMPTS, LENGTH = 3, 600
@@ -235,3 +237,46 @@ def test_the_disk_is_full_of(on_disk, root, files, what):
     ballast.rmdir()
     assert sum(n for name, n in counted.items() if name.startswith("store_")) > 0, counted
     on_disk.recover()
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory):
+    if redis_server.BINARY is None:
+        pytest.skip(redis_server.MISSING)
+    server = redis_server.RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def on_redis(serve, redis):
+    return serve({"type": "redis", "url": redis.url})
+
+
+def test_redis_killed_and_started_again_and_again(on_redis, redis):
+    is_up = [True]
+
+    def kill_or_start():
+        redis.kill() if is_up[0] else redis.start()
+        is_up[0] = not is_up[0]
+
+    try:
+        counted, hits = on_redis.run(kill_or_start, every_s=1.0)
+    finally:
+        if not is_up[0]:
+            redis.start()
+    assert hits < ROUNDS * NUM_PROMPTS * STORED
+    lost = {name: n for name, n in counted.items() if name.startswith("redis_connection_lost")}
+    assert lost, counted
+    on_redis.recover()
+
+
+def test_redis_paused(on_redis, redis):
+    redis.pause()
+    try:
+        counted, hits = on_redis.run(rounds=3)
+    finally:
+        redis.resume()
+    assert hits == 0
+    assert counted["redis_breaker_opened"] > 0, counted
+    on_redis.recover()
