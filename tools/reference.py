@@ -97,7 +97,7 @@ the TOML, JSON or YAML file that `KVOFFLOAD_CONFIG` names. A list is taken whole
 
 [`kvoffload config`](command-line.md#kvoffload-config) checks settings, shows where each comes from,
 and prints their JSON Schema. Passwords belong in the variable or file that `password_env` and
-`password_file` name.
+`password_file` name; one in a URL is refused.
 """,
     )
     yield from struct_table(OffloadConfig)

@@ -221,7 +221,12 @@ TARGETS = {
         b"$5\r\nflags\r\n$6\r\nmaster\r\n",
     ],
     redirect: [b"MOVED 1234 [::1]:7000", b"ASK 16383 host:65535", b"NOPERM no"],
-    url: [b"redis://u:p%2F@h:1/2", b"rediss+sentinel://a,[::1]:7/m/3?db=1", b"unix:///s?db=0"],
+    url: [
+        b"redis://u%2F@h:1/2",
+        b"redis://u:p@h",
+        b"rediss+sentinel://a,[::1]:7/m/3?db=1",
+        b"unix:///s?db=0",
+    ],
     trace_lines: [
         b'{"hash_ids": [1, "a"], "timestamp": 0.5, "input_length": 3}\n\n{"hash_ids": []}',
         b'{"keys": ["0a"], "medium": "CPU", "removed": false, "reason": "used"}\n',

@@ -324,8 +324,6 @@ def _password_remedy(text: str, access: Access) -> str:
     given = [f"{prefix}{name}" for name in ("password_env", "password_file")]
     if source := next((name for name in given if getattr(access.options, name)), ""):
         where = f"{source} does not hold the {kind} of this user"
-    elif access.target.password and not sentinel:
-        where = "the URL does not hold the password of this user (/ ? # @ % are written %2F ...)"
     else:
         where = f"the server wants a {kind}, and none is given"
     return f"{where}: set {prefix}username and {prefix}password_file; ACL LIST shows the users"

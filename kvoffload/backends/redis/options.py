@@ -29,9 +29,13 @@ _REMEDY = (
     "write redis://host:6379/0, rediss://host, unix:///run/redis.sock?db=0, "
     "redis+sentinel://host1:26379,host2/service or redis+cluster://host1:7000,host2:7000"
 )
+_NO_PASSWORD = (
+    "has a password, which ps and logs would show: write it into a file or an environment "
+    "variable, and name that in password_file or password_env"
+)
 _ESCAPES = (
-    "the part behind the host contains an @: write / ? # @ of a user name or password as "
-    "%2F %3F %23 %40, or better, name them in username and password_file"
+    "the part behind the host contains an @: a user name belongs in username, and a password in "
+    "the file of password_file"
 )
 _NO_TLS = "needs TLS: write rediss:// in the URL, or leave this setting out"
 _RANDOM = "write random bytes into it: openssl rand -hex 32"
@@ -42,8 +46,8 @@ _DATABASE = re.compile(r"[0-9]{1,9}")
 class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Servers, credentials, deadlines and limits.
 
-    Keep secrets out of ``url``: a password belongs in the environment variable or the file named
-    here. The backend reads it again at each connect and never shows it in logs or errors.
+    A password belongs in the environment variable or the file named here; one in ``url`` is
+    refused. The backend reads it again at each connect and never shows it in logs or errors.
     """
 
     url: str
@@ -111,7 +115,6 @@ class Target(NamedTuple):
     db: int
     service: str
     username: str
-    password: str
 
     def __repr__(self) -> str:
         return f"Target({', '.join(map(str, self.addresses))})"
@@ -151,7 +154,9 @@ def _parse(url: str) -> Target:
     if "@" in behind:
         raise ValueError(_ESCAPES)
     userinfo, _, hosts = authority.rpartition("@")
-    username, _, password = (unquote(part) for part in userinfo.partition(":"))
+    username, _, password = userinfo.partition(":")
+    if password:
+        raise ValueError(_NO_PASSWORD)
     path, _, query = behind.partition("?")
     settings = parse_qsl(query, keep_blank_values=True)
     if "#" in behind or (query and [setting for setting, _ in settings] != ["db"]):
@@ -177,7 +182,7 @@ def _parse(url: str) -> Target:
         raise ValueError("a cluster has database 0 only")
     if not _DATABASE.fullmatch(db):
         raise ValueError("the database, behind the host, is a number")
-    return Target(kind, scheme == "rediss", addresses, int(db), service, username, password)
+    return Target(kind, scheme == "rediss", addresses, int(db), service, unquote(username))
 
 
 def _address(text: str, default_port: int) -> Address:
@@ -207,7 +212,7 @@ class Access:
 
     def password(self) -> str:
         """Read the password again, because an operator may have changed it; raises ConfigError."""
-        return _read_password("password", self.options) or self.target.password
+        return _read_password("password", self.options)
 
     def sentinel_password(self) -> str:
         return _read_password("sentinel_password", self.options)
@@ -215,9 +220,6 @@ class Access:
     def weaknesses(self) -> list[tuple[str, str]]:
         """Return flaws of secrets that are no reason to refuse them, each with its remedy."""
         found = []
-        if self.target.password:
-            problem = "the URL has a password: ps and logs of the command line show it"
-            found.append((problem, "write it into a file, and name that in password_file"))
         for name, password in (
             ("password", self.password()),
             ("Sentinels' password", self.sentinel_password()),

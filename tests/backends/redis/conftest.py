@@ -15,6 +15,17 @@ def plain_server(tmp_path_factory):
 
 
 @pytest.fixture
+def login(monkeypatch):
+    """Returns the options that name a user, whose password is in the environment."""
+
+    def options(username, password):
+        monkeypatch.setenv("KV_LOGIN", password)
+        return {"username": username, "password_env": "KV_LOGIN"}
+
+    return options
+
+
+@pytest.fixture
 def empty(plain_server):
     """The plain server, empty."""
     plain_server.cli("flushall")

@@ -99,9 +99,9 @@ async def test_an_examination_names_what_should_be_changed(server, tmp_path):
     assert server.cli("dbsize") == "0"  # it leaves nothing behind
 
 
-async def test_an_examination_finds_rights_that_are_missing(server):
+async def test_an_examination_finds_rights_that_are_missing(server, login):
     server.cli("acl", "setuser", "kv", "reset", "on", ">p", "~kvoffload:*", "+ping", "+psetex")
-    found = await verdicts(f"redis://kv:p@127.0.0.1:{server.port}")
+    found = await verdicts(server.url, **login("kv", "p"))
     assert found["rights"] == "failed"
     assert found["info"] == "warning"
 
@@ -164,7 +164,7 @@ async def test_inspect_and_gc_show_and_remove_a_namespace(server):
     assert held() == {"two": 3}
 
 
-async def test_inspect_says_how_full_the_server_is_and_when_namespaces_expire(server):
+async def test_inspect_says_how_full_the_server_is_and_when_namespaces_expire(server, login):
     for namespace, count in (("one", 2), ("two", 4)):
         await store(server.url, namespace, count, {"model": f"model-{namespace}"})
     server.cli("config", "set", "maxmemory", "256mb")
@@ -184,7 +184,8 @@ async def test_inspect_says_how_full_the_server_is_and_when_namespaces_expire(se
     text = in_process("inspect", server.url, "--sort", "name").stdout
     assert text.index("model-one") < text.index("model-two")
     server.cli("acl", "setuser", "low", "on", ">p", "~kvoffload:*", "+scan", "+strlen", "+get")
-    low = in_process("inspect", f"redis://low:p@127.0.0.1:{server.port}", "--json")
+    words = [word for pair in login("low", "p").items() for word in ("-o", "=".join(pair))]
+    low = in_process("inspect", server.url, "--json", *words)
     assert low.returncode == 0, low.stderr
     report = json.loads(low.stdout)
     assert report["servers"] == []

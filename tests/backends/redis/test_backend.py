@@ -144,20 +144,19 @@ MINIMAL_RIGHTS = "+getex +psetex +exists +pexpire +unlink +ping"
 
 
 @pytest.mark.parametrize("extra", ["", "+info"])
-async def test_a_user_with_few_rights_suffices(empty, monkeypatch, extra):
+async def test_a_user_with_few_rights_suffices(empty, login, extra):
     rights = [*MINIMAL_RIGHTS.split(), *extra.split()]
     empty.cli("acl", "setuser", "kv", "reset", "on", ">geheim", "~kvoffload:*", *rights)
-    monkeypatch.setenv("KV_PASSWORD", "geheim")
-    named = {"url": empty.url, "username": "kv", "password_env": "KV_PASSWORD"}
+    named = {"url": empty.url, **login("kv", "geheim")}
     assert await stores_and_loads(named)
-    assert await stores_and_loads({"url": f"redis://kv:geheim@127.0.0.1:{empty.port}"})
+    del named["username"]
+    assert await stores_and_loads(named | {"url": f"redis://kv@127.0.0.1:{empty.port}"})
 
 
-async def test_a_user_who_may_not_store_still_loads(empty, caplog):
+async def test_a_user_who_may_not_store_still_loads(empty, caplog, login):
     assert await stores_and_loads({"url": empty.url})
     empty.cli("acl", "setuser", "kv", "reset", "on", ">p", "~kvoffload:*", "+getex", "+ping")
-    options = {"url": f"redis://kv:p@127.0.0.1:{empty.port}", **PATIENT}
-    reader = open_backend("redis", options, "n")
+    reader = open_backend("redis", {"url": empty.url, **login("kv", "p"), **PATIENT}, "n")
     keys = keys_of(40)
     owner = open_backend("redis", {"url": empty.url, **PATIENT}, "n")
     assert all(await owner.write(keys, filled(keys)))
@@ -172,17 +171,23 @@ async def test_a_user_who_may_not_store_still_loads(empty, caplog):
     await owner.close()
 
 
-def lacking(server, right):
-    """A backend whose user lacks one of the rights it needs."""
-    rights = [it for it in MINIMAL_RIGHTS.split() if it != f"+{right}"]
-    server.cli("acl", "setuser", "kv", "reset", "on", ">p", "~kvoffload:*", *rights)
-    options = {"url": f"redis://kv:p@127.0.0.1:{server.port}", **PATIENT}
-    return open_backend("redis", options, "n")
+@pytest.fixture
+def lacking(empty, login):
+    """Returns a backend whose user lacks one of the rights it needs."""
+
+    def opened(right):
+        rights = [it for it in MINIMAL_RIGHTS.split() if it != f"+{right}"]
+        empty.cli("acl", "setuser", "kv", "reset", "on", ">p", "~kvoffload:*", *rights)
+        return open_backend("redis", {"url": empty.url, **login("kv", "p"), **PATIENT}, "n")
+
+    return opened
 
 
 @pytest.mark.parametrize("right", ["exists", "pexpire", "unlink"])
-async def test_a_right_that_is_missing_is_named_once_and_costs_no_connection(empty, caplog, right):
-    backend, keys = lacking(empty, right), keys_of(4)
+async def test_a_right_that_is_missing_is_named_once_and_costs_no_connection(
+    lacking, caplog, right
+):
+    backend, keys = lacking(right), keys_of(4)
     for _ in range(3):
         assert all(await backend.write(keys, filled(keys)))
         assert all(await backend.read(keys, slots(4)))
@@ -194,8 +199,8 @@ async def test_a_right_that_is_missing_is_named_once_and_costs_no_connection(emp
     await backend.close()
 
 
-async def test_a_user_who_may_not_load_is_told_so(empty, caplog):
-    backend, keys = lacking(empty, "getex"), keys_of(4)
+async def test_a_user_who_may_not_load_is_told_so(lacking, caplog):
+    backend, keys = lacking("getex"), keys_of(4)
 
     async def is_left_alone():  # a probe may close it meanwhile: the next load opens it again
         assert not any(await backend.read(keys, slots(4)))
@@ -228,10 +233,10 @@ async def test_a_name_that_nobody_resolves_holds_up_no_other_server(empty, monke
             await backend.close()
 
 
-async def test_a_wrong_password_is_a_miss_and_never_shown(empty, caplog):
+async def test_a_wrong_password_is_a_miss_and_never_shown(empty, caplog, login):
     caplog.set_level("DEBUG")
     empty.cli("acl", "setuser", "kv", "reset", "on", ">geheim", "~kvoffload:*", "+@all")
-    options = {"url": f"redis://kv:verysecret@127.0.0.1:{empty.port}"}
+    options = {"url": empty.url, **login("kv", "verysecret")}
     backend = open_backend("redis", options, "n")
     assert "verysecret" not in repr(backend)
     assert await backend.read(keys_of(2), slots(2)) == [False, False]
@@ -262,12 +267,12 @@ async def test_chunks_spread_over_a_cluster(cluster):
     assert all(int(server.cli("dbsize")) > 0 for server in cluster)
 
 
-async def test_in_a_cluster_a_user_with_few_rights_suffices(cluster):
+async def test_in_a_cluster_a_user_with_few_rights_suffices(cluster, login):
     for server in cluster:
         rights = [*MINIMAL_RIGHTS.split(), "+cluster|slots"]
         server.cli("acl", "setuser", "kv", "reset", "on", ">geheim", "~kvoffload:*", *rights)
-    url = f"redis+cluster://kv:geheim@127.0.0.1:{cluster[2].port}"
-    assert await stores_and_loads({"url": url}, "rights", count=16)
+    options = {"url": f"redis+cluster://127.0.0.1:{cluster[2].port}", **login("kv", "geheim")}
+    assert await stores_and_loads(options, "rights", count=16)
 
 
 async def test_a_slot_that_moves_is_followed(cluster):

@@ -189,9 +189,9 @@ async def test_with_another_password_it_is_left_alone_until_it_is_right_again(se
         await until(engine.hits)
 
 
-async def test_a_right_taken_away_is_an_outage(server):
+async def test_a_right_taken_away_is_an_outage(server, login):
     server.cli("acl", "setuser", "kv", "reset", "on", ">p", "~kvoffload:*", "+@all")
-    async with RedisEngine(f"redis://kv:p@127.0.0.1:{server.port}") as engine:
+    async with RedisEngine(server.url, **login("kv", "p")) as engine:
         await engine.back()
         server.cli("acl", "setuser", "kv", "-getex")
         await engine.shut_out()

@@ -1,4 +1,4 @@
-"""Weak, empty and exposed secrets; passwords in URLs; servers that want none."""
+"""Weak, empty and exposed secrets; passwords in URLs, which are refused; servers that want none."""
 
 import json
 import sys
@@ -74,10 +74,13 @@ def test_a_password_that_can_be_guessed_is_warned_of(secret, caplog, password):
     assert password not in line
 
 
-def test_a_password_in_the_url_is_warned_of_with_the_remedy(caplog):
-    (line,) = warned(caplog, url=f"redis://u:{STRONG}@h")
-    assert "password_file" in line
-    assert STRONG not in line
+@pytest.mark.parametrize("url", ["redis://u:{}@h", "redis+cluster://:{}@h,i", "unix://u:{}@/s"])
+def test_a_password_in_the_url_is_refused_with_the_remedy(caplog, url):
+    error = refused(url=url.format(STRONG))
+    assert error.field == "url"
+    assert "password_file" in error.remedy
+    assert "password_env" in error.remedy
+    assert STRONG not in str(error)
     assert warned(caplog, url="redis://u@h") == []
 
 
@@ -135,5 +138,3 @@ def test_a_doctor_names_what_is_weak_about_secrets(server, secret, doctor):
     assert found["authenticity"][0] == "ok"
     assert found["secrets"][0] == "warning"
     assert "chmod 600" in found["secrets"][2]
-    found = doctor(f"redis://kv:{STRONG}@127.0.0.1:{server.port}")
-    assert "password_file" in found["secrets"][2]
