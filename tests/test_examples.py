@@ -91,6 +91,29 @@ def test_every_link_to_a_section_leads_to_a_heading():
                 assert anchor in anchors(page), f"{document.name}: {target}#{anchor}"
 
 
+@pytest.mark.timeout(300)
+def test_the_guide_to_begin_with_runs_from_its_settings_to_a_hit(tmp_path):
+    texts = FENCE.findall((ROOT / "docs/guides/quickstart.md").read_text())
+    by_language = {info.split()[0]: code for info, code in texts if not info.startswith("sh")}
+    (tmp_path / "settings.json").write_text(by_language["json"])
+    (tmp_path / "first.py").write_text(by_language["python"])
+    commands = Path(sys.executable).parent
+    done = subprocess.run(
+        ["bash", "-e", "-c", "".join(code for info, code in texts if info == "sh")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PATH": f"{commands}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    computed, loaded = re.findall(r"^loaded: (\{.*?\})", done.stdout, re.MULTILINE)
+    assert computed == "{'GPU': 0}"
+    assert re.fullmatch(r"\{'GPU': 0, 'DISK': [1-9]\d+\}", loaded)
+    assert " 0 damaged" in done.stdout
+
+
 def test_the_quickstart_runs(tmp_path):
     out = run_python((ROOT / "examples/quickstart.py").read_text(), tmp_path)
     assert "restored bytes are identical: True" in out

@@ -1,0 +1,46 @@
+"""The guide to writing a policy: its class passes the suite, and its commands run."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "guides" / "write-a-policy.md"
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def of(language):
+    return [code for name, code in BLOCKS if name == language]
+
+
+documented: dict = {"__name__": __name__}
+for block in of("python"):
+    exec(compile(block, str(PAGE), "exec"), documented)
+
+TestTheDocumentedPolicy = documented["TestSecondChance"]
+
+
+def test_the_documented_command_replays_the_registered_policy(tmp_path):
+    (tmp_path / "my_policy.py").write_text(of("python")[0])
+    info = tmp_path / "my_policy-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-policy\nVersion: 1\n")
+    section, entry = of("toml")[0].splitlines()
+    assert section == '[project.entry-points."kvoffload.policies"]'
+    entry = entry.replace('"', "")
+    (info / "entry_points.txt").write_text(f"[kvoffload.policies]\n{entry}\n")
+    program, *words = shlex.split(of("sh")[0])
+    assert program == "kvoffload"
+    done = subprocess.run(
+        [sys.executable, "-c", "from kvoffload.cli.main import main; main()", *words, "--json"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "second-chance" in json.dumps(json.loads(done.stdout))
