@@ -73,10 +73,8 @@ def check(
 
     Exit codes: 0 right, perhaps with warnings; 1 a tier failed; 2 a setting is wrong.
     """
-    config, _, whole = _read(given, engine)
-    check_plugins(config)
-    warnings = list(_warnings(whole))
-    findings = _probe(config) if probe else {}
+    config, warnings = checked(given, engine)
+    findings = examined(config) if probe else {}
     if as_json:
         found = {name: [each._asdict() for each in tier] for name, tier in findings.items()}
         print(json.dumps({"warnings": warnings, "tiers": found}))
@@ -93,6 +91,17 @@ def check(
         out.print(plain(f"the settings are right; host memory: {host}, tiers: {tiers}"))
     if any(each.verdict == "failed" for tier in findings.values() for each in tier):
         raise typer.Exit(1)
+
+
+def checked(given: str | None, engine: Engine) -> tuple[OffloadConfig, list[str]]:
+    """Read settings as an engine does at its start; return them, and what to warn of.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    config, _, whole = _read(given, engine)
+    check_plugins(config)
+    return config, list(_warnings(whole))
 
 
 @app.command()
@@ -203,16 +212,17 @@ def _warnings(whole: Mapping[str, Any]) -> Iterator[str]:
         yield 'without "kv_load_failure_policy": "recompute" a failed load fails its request'
 
 
-def _probe(config: OffloadConfig) -> dict[str, list[Finding]]:
+def examined(config: OffloadConfig) -> dict[str, list[Finding]]:
     """Examine each tier, as far as its backend offers it."""
     findings = {}
     for i, tier in enumerate(config.backends):
-        if not has_command(tier.type, "doctor"):
-            continue
         name = f"backends[{i}] {tier.type}"
-        examined = opened(tier.type, tier.options, lambda store: store.diagnose())
+        if not has_command(tier.type, "doctor"):
+            findings[name] = [Finding("doctor", "ok", "this backend has no examination", "")]
+            continue
+        examination = opened(tier.type, tier.options, lambda store: store.diagnose())
         try:
-            findings[name] = asyncio.run(examined)
+            findings[name] = asyncio.run(examination)
         except ConfigError as error:
             findings[name] = [Finding(error.field, "failed", f"{error.value!r}", error.remedy)]
         except OSError as error:

@@ -1,33 +1,69 @@
-"""``kvoffload doctor``: is this store fit to be a tier, and what should be changed?"""
+"""``kvoffload doctor``: are these stores fit to be tiers, and what should be changed?"""
 
 import json
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from kvoffload.backends.admin import Finding
+from kvoffload.cli.config_command import Engine, ForEngine, checked, examined
 from kvoffload.cli.output import console, plain
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
+from kvoffload.errors import ConfigError
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 
 def command(
-    target: Target = None, kind: Kind = None, option: Settings = None, as_json: AsJson = False
+    target: Target = None,
+    kind: Kind = None,
+    option: Settings = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|JSON",
+            help="Instead of a store: the settings of an engine. Every tier is examined.",
+        ),
+    ] = None,
+    engine: ForEngine = Engine.VLLM,
+    as_json: AsJson = False,
 ) -> None:
-    """Examine a store: reachability, settings, rights, speed; each with a verdict and a remedy.
+    """Examine a store, or all tiers of an engine's settings, with verdicts and remedies.
 
+    It tries reachability, settings, rights and speed.
     Nothing that is stored is changed, evicted or repaired. Run it as the user of the engines.
 
     Exit codes: 0 fit, perhaps with warnings; 1 something failed; 2 wrong usage or settings.
     """
-    findings = run_on("doctor", target, kind, option, lambda store: store.diagnose())
-    if as_json:
-        print(json.dumps({"findings": [finding._asdict() for finding in findings]}))
+    if config is None:
+        findings = run_on("doctor", target, kind, option, lambda store: store.diagnose())
+        if as_json:
+            print(json.dumps({"findings": [finding._asdict() for finding in findings]}))
+        else:
+            _show(findings)
+    elif target or kind or option:
+        raise ConfigError("--config", config, "names all stores: leave target, --type and -o out")
     else:
-        _show(findings)
+        findings = _of_settings(config, engine, as_json)
     if any(finding.verdict == "failed" for finding in findings):
         raise typer.Exit(1)
+
+
+def _of_settings(given: str, engine: Engine, as_json: bool) -> list[Finding]:
+    """Examine every tier of an engine's settings, print the findings and return all of them."""
+    config, warnings = checked(given, engine)
+    by_tier = examined(config)
+    if as_json:
+        found = {name: [each._asdict() for each in tier] for name, tier in by_tier.items()}
+        print(json.dumps({"warnings": warnings, "tiers": found}))
+    else:
+        for warning in warnings:
+            console().print(plain(f"warning: {warning}"), soft_wrap=True)
+        for name, tier in by_tier.items():
+            console().print(plain(name))
+            _show(tier)
+    return [each for tier in by_tier.values() for each in tier]
 
 
 def _show(findings: list[Finding]) -> None:

@@ -19,7 +19,7 @@ COMMANDS: dict[str, str] = {
     "replay": "Replay a trace through eviction policies, beside Belady's bound.",
     "top": "Show what an engine's tiers do now, or how full a store is.",
     "config": "Check, show or describe the settings of an engine.",
-    "doctor": "Examine a Redis (or a folder): verdicts and remedies.",
+    "doctor": "Examine a store, or all tiers of settings: verdicts and remedies.",
     "inspect": "Show what a folder or a Redis holds.",
     "verify": "Read every chunk of a store and say what is damaged.",
     "gc": "Remove chunks and leftovers from a folder, or a namespace from a Redis.",

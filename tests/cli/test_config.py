@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+from functools import partial
 
 import fastjsonschema
 import pytest
@@ -23,16 +25,21 @@ def kvoffload(monkeypatch, capsys):
     for name in [name for name in os.environ if name.startswith("KVOFFLOAD_")]:
         monkeypatch.delenv(name)
 
-    def run(*words, **env):
+    def run(*words, command="config", **env):
         for name, value in env.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr("sys.argv", ["kvoffload", "config", *words])
+        monkeypatch.setattr("sys.argv", ["kvoffload", command, *words])
         with pytest.raises(SystemExit) as ended:
             main()
         printed = capsys.readouterr()
         return ended.value.code or 0, printed.out, printed.err
 
     return run
+
+
+@pytest.fixture
+def doctor(kvoffload):
+    return partial(kvoffload, command="doctor")
 
 
 # ---- check ----
@@ -127,6 +134,42 @@ def test_a_probe_examines_each_tier(kvoffload, tmp_path):
 
 
 # ---- sources ----
+
+
+def test_a_doctor_examines_every_tier_of_a_configuration_with_one_exit_code(
+    doctor, tmp_path, monkeypatch
+):
+    (tmp_path / "root").mkdir(0o700)
+    disk = {"type": "disk", "root": str(tmp_path / "root"), "capacity": "1GiB"}
+    dead = {"type": "redis", "url": f"redis://127.0.0.1:{redis_server.free_port()}"}
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"cpu_bytes": "1GiB", "backends": [disk]}))
+    code, out, _ = doctor("--config", str(file), "--json")
+    assert code == 0, out
+    found = json.loads(out)
+    assert found["warnings"] == []
+    assert {each["check"] for each in found["tiers"]["backends[0] disk"]} >= {"space", "rights"}
+    both = json.dumps({"cpu_bytes": "1GiB", "backends": [disk, dead]})
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = doctor("--config", both)
+    assert code == 1
+    assert max(map(len, out.splitlines())) <= 80
+    assert re.search(r"^backends\[0\] disk$.*^backends\[1\] redis$", out, re.M | re.S)
+    assert "reachable" in out
+    code, out, err = doctor("--config", json.dumps({"cpu_bytes": 1, "backends": [{"type": "d"}]}))
+    assert (code, out) == (2, "")
+    assert "backends[0].type" in err
+    whole = {"kv_connector": "KVOffloadConnector", "kv_connector_extra_config": {"cpu_bytes": 1}}
+    code, out, _ = doctor("--config", json.dumps(whole))
+    assert code == 0
+    assert out.startswith('warning: without "kv_load_failure_policy"')
+
+
+@pytest.mark.parametrize("more", [["/tmp"], ["--type", "disk"], ["-o", "capacity=1GiB"]])
+def test_a_doctor_examines_a_configuration_or_a_store(doctor, more):
+    code, out, err = doctor("--config", "{}", *more)
+    assert (code, out) == (2, "")
+    assert "--config" in err
 
 
 def test_dictionary_precedes_environment_precedes_file_precedes_default(kvoffload, tmp_path):
