@@ -136,7 +136,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
-        """See vLLM; answers "ask again" only for a bounded time."""
+        """See vLLM; answers "ask again" for a bounded time, or while another request loads."""
         if self._awaits_reports:
             return None, False
         if self._spans is not None and request.request_id not in self._logged:
@@ -234,11 +234,12 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     def _waited_long(self, request: Any) -> bool:
         status = self._req_status[request.request_id]
         since_s: float | None = status.deferred_lookup_start_time
-        if since_s is None or status.transfer_jobs:
-            return False
-        # Another request's load of the same chunks may be what it waits for.
         limit_s = self.settings.lookup_timeout_s + self.settings.load_timeout_s
-        if time.monotonic() - since_s < limit_s:
+        if since_s is None or status.transfer_jobs or time.monotonic() - since_s < limit_s:
+            return False
+        # Another request's load of its chunks may last as long as chunks come; if not, it ends.
+        keys = [key for group in status.group_states for key in group.offload_keys]
+        if "fetching" in self.adapter.explain(keys, status.req_context):
             return False
         self._maybe_observe_lookup_async_delay(status)
         self.adapter.count(Counter(lookup_timeout=1))
@@ -329,9 +330,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         """
         if self._waits_for_workers or self._generation or (self._table and len(self._table)):
             return True
-        if self.tiers is not None and self.tiers.is_waiting:
-            return True
-        if self.adapter.stats.is_midway:
+        if self.adapter.stats.is_midway or (self.tiers is not None and self.tiers.is_waiting):
             return True
         return bool(super().has_pending_push_work())
 

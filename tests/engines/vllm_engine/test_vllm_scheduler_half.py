@@ -319,3 +319,24 @@ def test_after_an_idle_time_the_first_lookup_waits_one_step_for_the_reports(
         assert half.get_num_new_matched_tokens(request, 0) == (None, False)
     half.build_connector_meta(SchedulerOutput.make_empty())
     assert not half._awaits_reports
+
+
+def test_a_request_waits_for_a_load_of_its_chunks_as_long_as_that_load_takes(met):
+    half, ledger = met(cpu_bytes=16384, backends=[{"type": "memory"}])
+    half.tiers.presences["memory"].written(KEYS[:2])
+    half._maybe_observe_lookup_async_delay = lambda status: None
+    other = ledger.begin_load(KEYS[:1], OurContext("other"))
+    state = types.SimpleNamespace(offload_keys=KEYS[:2])
+    waiting = types.SimpleNamespace(
+        deferred_lookup_start_time=0.0,
+        transfer_jobs=set(),
+        group_states=[state],
+        req_context=ReqContext("r"),
+    )
+    request, half._req_status = types.SimpleNamespace(request_id="r"), {"r": waiting}
+    assert ledger.lookup_prefix(KEYS[:2]) == (0, True)
+    assert not half._waited_long(request)
+    # At its deadline the load ends, and its slot stays out of use: nothing is to be waited for.
+    ledger.complete(other, (False,), settled=False)
+    assert half._waited_long(request)
+    assert half.adapter.stats.worker_counters["lookup_timeout"] == 1
