@@ -67,9 +67,9 @@ Each cell states what the tests of its row did when they last ran: the outcome, 
 vLLM ran on a CPU with a tiny model. V1 and V2 are vLLM's model runners; V2 ran on Triton's
 interpreter. "Not run" states that no run is recorded. No row was run on a GPU. No test runs
 pipeline, context or data parallelism, NIXL, or a Mamba model. On a CPU, vLLM 0.32 without a
-connector ended with an `IndexError` in a tiny Mamba-2 hybrid of Granite's architecture. With 0.33
-and V2, two rows failed before the connector was attached. MLA on two ranks: vLLM's engine died.
-N-grams: Triton's interpreter ended with `mask has unsupported dtype`.
+connector ended with an `IndexError` in a tiny Mamba-2 hybrid of Granite's architecture. With V2,
+two rows failed before the connector was attached. MLA on two ranks: vLLM's engine died. N-grams:
+Triton's interpreter ended with `mask has unsupported dtype`.
 
 0.33 was its Python files over the compiled parts of 0.32, because 0.33 is published for CUDA only.
 "Outputs of vLLM alone": outputs were equal with and without the connector, computed and loaded.
