@@ -19,6 +19,7 @@ EQUAL = "test_vllm_outputs.py::test_outputs_are_those_of_vllm_alone"
 ROWS: dict[str, tuple[str, ...]] = {
     "full attention: outputs of vLLM alone": (f"{EQUAL}[full attention]",),
     "sliding windows: outputs of vLLM alone": (f"{EQUAL}[sliding windows]",),
+    "layers with states (LFM2): outputs of vLLM alone": (f"{EQUAL}[states]",),
     "MLA: outputs of vLLM alone": (f"{EQUAL}[MLA]",),
     "MLA, tensor parallel 2: outputs of vLLM alone": (
         f"{EQUAL}[MLA on two ranks]",
@@ -66,10 +67,20 @@ HEAD = """\
 Each cell states what the tests of its row did when they last ran: the outcome, and the day. A real
 vLLM ran on a CPU with a tiny model. V1 and V2 are vLLM's model runners; V2 ran on Triton's
 interpreter. "Not run" states that no run is recorded. No row was run on a GPU. No test runs
-pipeline, context or data parallelism, NIXL, or a Mamba model. On a CPU, vLLM 0.32 without a
-connector ended with an `IndexError` in a tiny Mamba-2 hybrid of Granite's architecture. With V2,
-two rows failed before the connector was attached. MLA on two ranks: vLLM's engine died. N-grams:
-Triton's interpreter ended with `mask has unsupported dtype`.
+pipeline, context or data parallelism, NIXL, or a Mamba model.
+
+Rows that failed with V2 failed in vLLM before the connector was attached. MLA on two ranks: vLLM's
+engine died. N-grams: Triton's interpreter ended with `mask has unsupported dtype`.
+
+LFM2's requests ran one at a time. On a CPU, outputs of vLLM alone differ with the requests that are
+computed together. Other tiny hybrids did not run on a CPU with vLLM 0.32 and V1 alone:
+
+| architecture | what vLLM ended with |
+|---|---|
+| Granite 4, Falcon-H1, Nemotron-H | `IndexError` in `mamba_mixer2.py`, at the states of chunks |
+| Jamba | `_C` has no attribute `selective_scan_fwd` |
+| OLMo Hybrid | module `triton` has no attribute `set_allocator` |
+| Qwen3-Next, in 32 bits | `CPU GDN attention requires BF16` |
 
 0.33 was its Python files over the compiled parts of 0.32, because 0.33 is published for CUDA only.
 "Outputs of vLLM alone": outputs were equal with and without the connector, computed and loaded.

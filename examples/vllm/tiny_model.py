@@ -1,7 +1,8 @@
 """Makes tiny models with random weights for trying vLLM out: nothing is downloaded.
 
 Run it as ``python tiny_model.py FOLDER [KIND]``. The kinds are llama, large, sliding (every other
-layer sees a window of 128 tokens), mla (a latent cache, as DeepSeek's), and blip2 (takes images).
+layer sees a window of 128 tokens) and mla (a latent cache, as DeepSeek's). In conv every other
+layer has a state, as Mamba's do; blip2 takes images.
 """
 
 import json
@@ -16,6 +17,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     "large": {"num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 2048},
     "sliding": {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512},
     "mla": {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512},
+    "conv": {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512},
     "blip2": {"num_hidden_layers": 4, "hidden_size": 256},
 }
 
@@ -68,6 +70,16 @@ def make_model(folder: Path, kind: str = "llama", max_tokens: int = 8192) -> str
             "n_routed_experts": 2,
             "n_shared_experts": 1,
             "num_experts_per_tok": 1,
+        }
+    if kind == "conv":
+        del config["head_dim"]
+        config |= {
+            "architectures": ["Lfm2ForCausalLM"],
+            "model_type": "lfm2",
+            "layer_types": ["conv", "full_attention"] * 2,
+            "conv_dim": 256,
+            "block_dim": 256,
+            "block_auto_adjust_ff_dim": False,
         }
     if kind == "blip2":
         config = _takes_images(config)
