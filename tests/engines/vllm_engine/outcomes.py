@@ -24,7 +24,8 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_sessionfinish():
-    if os.environ.get("OUTCOMES") != "1":
+    # Of several processes of pytest, the first one hears of all tests.
+    if os.environ.get("OUTCOMES") != "1" or "PYTEST_XDIST_WORKER" in os.environ:
         return
     version = installed_version().partition("+")[0]
     asked = "V2" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else "V1"
