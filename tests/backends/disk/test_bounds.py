@@ -16,6 +16,7 @@ from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
 from kvoffload.policies.handicap import HandicapPolicy
 from kvoffload.testing.backends import filled, keys_of, slots
+from tests.support.small_disk import small_disk as mounted_small
 from tests.support.vfs import FailingVfs, HookedVfs
 
 SIZE = 60 * 1024
@@ -157,11 +158,10 @@ def small_disk(tmp_path, request):
     limits = ",".join(["size=4m", "mode=0700", *filter(None, [getattr(request, "param", "")])])
     where = tmp_path / "small"
     where.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", limits, "none", str(where)]
-    if os.geteuid() or subprocess.run(command, check=False, capture_output=True).returncode:
-        pytest.skip("mounting a small tmpfs needs root")
-    yield where
-    subprocess.run(["umount", "-l", str(where)], check=True)
+    with mounted_small(where, limits) as is_small:
+        if not is_small:
+            pytest.skip("mounting a small tmpfs needs root")
+        yield where
 
 
 async def test_a_disk_smaller_than_the_capacity_is_kept_from_running_full(small_disk):

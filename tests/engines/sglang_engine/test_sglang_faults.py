@@ -7,13 +7,13 @@ again and again while the rounds run.
 import contextlib
 import os
 import signal
-import subprocess
 import threading
 from collections import Counter
 
 import pytest
 
 from tests.support import redis_server
+from tests.support.small_disk import small_disk
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
@@ -111,12 +111,8 @@ def serve(start, computed, tiers):
 def root(tmp_path_factory):
     """Where pages are stored: a small file system of its own where that can be had."""
     where = tmp_path_factory.mktemp("store")
-    command = ["mount", "-t", "tmpfs", "-o", "size=32m,nr_inodes=1000", "none", str(where)]
-    if os.geteuid() or subprocess.run(command, check=False, capture_output=True).returncode:
+    with small_disk(where, "size=32m,nr_inodes=1000"):
         yield where
-        return
-    yield where
-    subprocess.run(["umount", "-l", str(where)], check=True)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from tests.engines.vllm_engine.api_server import Server
 from tests.support import redis_server
 from tests.support.prometheus import NEEDED, scraping
 from tests.support.redis_server import RedisServer
+from tests.support.small_disk import small_disk
 from tests.support.span_receiver import span_receiver
 
 pytestmark = [
@@ -74,13 +75,18 @@ class Night:
 
 
 @pytest.fixture(scope="module")
-def night(models, prompts, tmp_path_factory):
+def where(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("small")
+    with small_disk(folder, "size=64m,mode=0700") as is_small:
+        if not is_small:
+            pytest.skip("mounting a small tmpfs needs root")
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def night(models, prompts, tmp_path_factory, where):
     folder = tmp_path_factory.mktemp("night")
-    where, secret = folder / "small", folder / "password"
-    where.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64m,mode=0700", "none", str(where)]
-    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small tmpfs needs root")
+    secret = folder / "password"
     secret.write_text("the first password")
     secret.chmod(0o600)
     redis = RedisServer(folder / "redis", "--requirepass", "the first password")
@@ -114,7 +120,6 @@ def night(models, prompts, tmp_path_factory):
         finally:
             server.kill()
             redis.stop()
-            subprocess.run(["umount", "-l", str(where)], check=True)
 
 
 def test_a_full_disk(night):

@@ -8,10 +8,11 @@ import contextlib
 import itertools
 import os
 import shutil
-import subprocess
 from collections import Counter
 
 import pytest
+
+from tests.support.small_disk import small_disk
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -23,12 +24,8 @@ PROMPTS = 6
 def root(tmp_path_factory):
     """Where chunks are stored: a file system of its own where that can be had, of few files."""
     where = tmp_path_factory.mktemp("store")
-    command = ["mount", "-t", "tmpfs", "-o", "size=64m,nr_inodes=3000", "none", str(where)]
-    if os.geteuid() or subprocess.run(command, check=False, capture_output=True).returncode:
+    with small_disk(where, "size=64m,nr_inodes=3000"):
         yield where
-        return
-    yield where
-    subprocess.run(["umount", "-l", str(where)], check=True)
 
 
 @pytest.fixture(scope="module")
