@@ -47,8 +47,10 @@ def main() -> None:
     # The death of the engine continues a stopped process, which then ends.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     sock = socket.socket(fileno=socket_fd)
-    memory = memoryview(mmap.mmap(slab_fd, 0))
+    slab = mmap.mmap(slab_fd, 0)
     os.close(slab_fd)
+    slab.madvise(mmap.MADV_DONTDUMP)  # a core file must not contain clients' data
+    memory = memoryview(slab)
     watch = threading.Thread(target=_end_with, args=(engine_pid, sock), daemon=True)
 
     def attach(session: Session) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -40,6 +41,13 @@ def test_it_opens_a_disk_without_what_takes_long_to_import(tmp_path):
     command = [sys.executable, "-c", OPENED, str(tmp_path / "kv")]
     told = subprocess.run(command, capture_output=True, text=True, check=True)
     assert told.stdout == "none\n"
+
+
+def test_a_core_file_of_it_has_no_chunks(process_rig):
+    pid = process_rig.open()._peer.pid
+    maps = Path(f"/proc/{pid}/smaps").read_text()
+    (flags,) = re.findall(r"memfd:kvoffload-slab.*?VmFlags: ([a-z0-9 ]+)", maps, re.DOTALL)
+    assert "dd" in flags.split(), flags
 
 
 def test_killed_while_it_reads_it_costs_misses_and_is_started_again(
