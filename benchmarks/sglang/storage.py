@@ -130,6 +130,7 @@ def main() -> None:
             "kvoffload": Ours(pool, Path(folder, "process"), "process"),
             "kvoffload, io thread": Ours(pool, Path(folder, "thread"), "thread"),
             "kvoffload, buffered": Ours(pool, Path(folder, "buffered"), "process", io="buffered"),
+            "kvoffload, 8 writers": Ours(pool, Path(folder, "many"), "process", write_threads=8),
         }
         times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in stores}
         for turn in range(options.rounds):
