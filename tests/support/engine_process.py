@@ -81,6 +81,18 @@ class EngineProcess:
     def log(self):
         return self.log_file.read_text(errors="replace")
 
+    def held(self):
+        """Count the threads and the descriptors of all processes of the engine."""
+        threads = descriptors = 0
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if os.getpgid(int(folder.name)) == self.process.pid:
+                    threads += len(list(folder.joinpath("task").iterdir()))
+                    descriptors += len(list(folder.joinpath("fd").iterdir()))
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+        return threads, descriptors
+
     def kill(self):
         """The whole process group, at once: nothing can be tidied up."""
         with contextlib.suppress(ProcessLookupError):

@@ -1,8 +1,5 @@
 """An engine that sleeps and wakes up many times: nothing leaks, and statistics go on."""
 
-import os
-from pathlib import Path
-
 import pytest
 
 pytestmark = pytest.mark.timeout(1800)
@@ -11,19 +8,6 @@ pytestmark = pytest.mark.timeout(1800)
 def settings(root, **more):
     disk = {"type": "disk", "root": str(root), "capacity": "1GiB", "min_free": 0}
     return {"cpu_bytes": "16MiB", "backends": [disk], "lookup_timeout_s": 30.0, **more}
-
-
-def held(engine):
-    """Count threads and descriptors of all processes of an engine."""
-    threads = descriptors = 0
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.getpgid(int(folder.name)) == engine.process.pid:
-                threads += len(list(folder.joinpath("task").iterdir()))
-                descriptors += len(list(folder.joinpath("fd").iterdir()))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return threads, descriptors
 
 
 def test_twenty_sleeps_leave_threads_descriptors_and_statistics_alone(start, prompts, tmp_path):
@@ -36,8 +20,8 @@ def test_twenty_sleeps_leave_threads_descriptors_and_statistics_alone(start, pro
         # Every cache is empty: the weights may be others.
         answer = engine.generate(wanted)
         assert [answer["tokens"], answer["cached"]] == [told, [0, 0]]
-        before = held(engine) if i == 2 else before
-    threads, descriptors = held(engine)
+        before = engine.held() if i == 2 else before
+    threads, descriptors = engine.held()
     engine.ask("quiet")
     assert engine.ask("reset")
     answer = engine.generate(wanted)
