@@ -1,7 +1,7 @@
 """Model Runner V2 zeroes new blocks before the stores out of them are over.
 
-A model with Mamba layers is not for the CPU with Triton's interpreter. The plug-in ``zeroing.py``
-makes vLLM treat the KV cache of a small Llama as it treats theirs.
+The hybrids that run on a CPU need their requests one at a time, and then no block is given out so
+soon. The plug-in ``zeroing.py`` makes vLLM treat the KV cache of a small Llama as it treats theirs.
 """
 
 import pytest
