@@ -3,12 +3,13 @@
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
+
+from tests.support.engine_process import kill_group
 
 
 def free_port():
@@ -79,6 +80,4 @@ class Server:
             return json.load(answer)["choices"][0]["text"]
 
     def kill(self):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        kill_group(self.process)

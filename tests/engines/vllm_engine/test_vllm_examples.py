@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from kvoffload import registry
 from kvoffload.config import convert
 from kvoffload.connectors.vllm.settings import read_settings
+from tests.support.engine_process import kill_group
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "vllm"
 DOCS = (EXAMPLES.parents[1] / "docs" / "guides" / "vllm.md").read_text()
@@ -118,8 +118,7 @@ def test_the_script_serves(models, prompts, tmp_path):
         with urllib.request.urlopen(f"{url}/metrics", timeout=60) as page:
             assert loaded[0] in page.read().decode()  # no more than before
     finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+        kill_group(server)
 
 
 def until_reset(url):
