@@ -91,9 +91,10 @@ class ChunkJobs:
         """Read a part of a load into its slots; return why chunks are missing."""
 
         def arrived(places: Sequence[int]) -> None:
-            for i in places:
-                ok[part[i]] = 1
-            self._arrived(order.job, [part[i] for i in places])
+            new = [part[i] for i in places if not ok[part[i]]]
+            for i in new:
+                ok[i] = 1
+            self._arrived(order.job, new)
 
         keys, backend = order.keys[part.start : part.stop], store.backend
         try:

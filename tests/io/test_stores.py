@@ -1,5 +1,6 @@
 """Open stores: a plug-in's exceptions are logged and cost only what they concern."""
 
+import asyncio
 import threading
 
 import pytest
@@ -108,4 +109,24 @@ def test_an_engine_that_reads_nothing_is_told_no_more_than_its_socket_takes(unti
     until(lambda: client.tiers["t"].is_complete)
     assert all(client.tiers["t"].holds(i.to_bytes(36, "big")) for i in range(40_000))
     assert lefts[0] > 20_000, "the rest of the list waits in the server's memory"
+    client.close()
+
+
+class Each(MemoryBackend):
+    """Reports each chunk, and a moment later answers for all."""
+
+    async def read_each(self, keys, into, arrived):
+        for i in range(len(keys)):
+            arrived(i)
+        await asyncio.sleep(0)
+        return [True] * len(keys)
+
+
+def test_a_chunk_that_has_arrived_does_not_arrive_again_with_its_answer(until, listener):
+    """Reported and answered for in one message, it would be copied twice."""
+    client = client_over({"t": Each(MemoryOptions(), "n")}, Slab(4, 4096))
+    client.load("t", [b"%d" % i * 36 for i in range(4)], range(4), 4096, listener)
+    until(lambda: listener.answers)
+    assert listener.answers == [([True] * 4, "", True)]
+    assert sorted(listener.numbers) == [0, 1, 2, 3]
     client.close()
