@@ -77,7 +77,7 @@ def main() -> None:
                 app.add_typer(module.app, name=name)
             else:
                 app.command(name)(module.command)
-    _never_fail_to_print()
+    _suit_the_terminal()
     whole = typer.main.get_command(app)
     add_options(whole)
     try:
@@ -122,7 +122,19 @@ def _drop_output() -> None:
     os.close(nowhere)
 
 
-def _never_fail_to_print() -> None:
-    """Spell out a character that the terminal's encoding lacks, as standard error does."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+def _suit_the_terminal() -> None:
+    """Spell out a character that the terminal's encoding lacks."""
+    encoding = "ascii" if _is_c_locale() else None
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding=encoding, errors="backslashreplace")
+
+
+def _is_c_locale() -> bool:
+    """Whether the environment asks for the C locale, where Python writes UTF-8 all the same."""
+    given = os.environ
+    if given.keys() & {"PYTHONUTF8", "PYTHONIOENCODING"}:
+        return False
+    if not given.get("LC_ALL") and given.get("LC_CTYPE", "C.UTF-8") != "C.UTF-8":
+        return False  # Python itself sets LC_CTYPE to C.UTF-8 then
+    return (given.get("LC_ALL") or given.get("LANG")) in ("C", "POSIX")

@@ -94,6 +94,28 @@ def test_a_file_name_cannot_control_the_terminal(tmp_path):
     assert r"\x1b[31mred\x0a.jsonl: 1 requests" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("given", "is_ascii"),
+    [
+        ({"LC_ALL": "C", "LANG": "de_DE.UTF-8"}, True),
+        ({"LANG": "POSIX"}, True),
+        ({"LANG": "C.UTF-8"}, False),
+        ({"LANG": "C", "LC_CTYPE": "C.utf8"}, False),
+        ({"LANG": "C", "PYTHONUTF8": "1"}, False),
+        ({}, False),
+    ],
+)
+def test_a_terminal_of_the_c_locale_gets_ascii_though_python_writes_utf_8(
+    monkeypatch, given, is_ascii
+):
+    for name in ("LC_ALL", "LC_CTYPE", "LANG", "PYTHONUTF8", "PYTHONIOENCODING"):
+        monkeypatch.delenv(name, raising=False)
+    for words in (["--help"], ["replay", "--synthetic", "agent:requests=9", "--sizes", "9"]):
+        result = kvoffload(*words, **given)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.isascii() is is_ascii, result.stdout
+
+
 def test_a_terminal_that_is_not_utf_8_ends_no_command(tmp_path):
     trace = tmp_path / "é.jsonl"
     trace.write_text('{"hash_ids": [1, 2]}\n')
