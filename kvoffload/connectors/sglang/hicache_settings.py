@@ -26,6 +26,7 @@ _NOT_HERE = {
     "store_threshold": "SGLang chooses what is stored: set --hicache-write-policy",
     "promote": "each page is stored on every tier",
     "record": "SGLang shows no requests to its storage",
+    "otel_spans": "SGLang shows no requests to its storage; its own traces have them",
     "client_hints": "SGLang shows no hints of requests to its storage",
 }
 """Keys under vLLM that mean nothing here, with what to do instead."""
