@@ -30,7 +30,7 @@ def _shared_memory(group):
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             if os.getpgid(int(folder.name)) == group:
-                found |= set(re.findall(r"/dev/shm/\S+", (folder / "maps").read_text()))
+                found |= set(re.findall(r"/dev/shm/[^/\s]+$", (folder / "maps").read_text(), re.M))
     return found
 
 
@@ -123,8 +123,6 @@ class EngineProcess:
         with contextlib.suppress(OSError):
             self.process.stdin.close()
         self._listener.join(5)
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
         self._log.close()
 
     def close(self):
