@@ -148,7 +148,8 @@ class LocalConnector:
 
         Returns:
             Whole blocks, never the prompt's last token (the engine must compute something); 0 for
-            nothing; None to ask again at the next step, at most for ``lookup_timeout_s``.
+            nothing; None to ask again at the next step: at most for ``lookup_timeout_s``, or while
+            another request loads the same chunks.
         """
         if self._spans is None:
             return self._look_up(request, num_computed_tokens)
@@ -172,9 +173,10 @@ class LocalConnector:
         end, pending = self._search(state, limit, waits=True)
         if pending:
             now_s = time.monotonic()
-            if state.pending_since_s is None:
-                state.pending_since_s = now_s
-            if now_s - state.pending_since_s < self.config.lookup_timeout_s:
+            state.pending_since_s = since_s = state.pending_since_s or now_s
+            is_patient = now_s - since_s < self.config.lookup_timeout_s
+            # Another request's load of them ends by itself when nothing arrives.
+            if is_patient or any("fetching" in places for places in self.explain(request)):
                 return None
             end, _ = self._search(state, limit, waits=False)
         state.pending_since_s = None
@@ -279,12 +281,9 @@ class LocalConnector:
         self._transfers.begin(job, (source, target), source.block_ids.tolist(), order)
 
     def request_preempted(self, request: OffloadRequest) -> bool:
-        """Forget a request that gave up its blocks, until it is admitted again.
+        """Forget a request that gave up its blocks; return what :meth:`request_finished` does.
 
-        It was counted as a use of its chunks and is not counted again.
-
-        Returns:
-            See :meth:`request_finished`.
+        It was counted as a use of its chunks, and is not counted when it is admitted again.
         """
         return self._forget(request, again=True)
 
