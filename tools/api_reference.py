@@ -17,7 +17,8 @@ HEAD = """# Python names
 What `from kvoffload import …` offers to engines, and to authors of backends and policies. Other
 names in modules may change between versions.
 """
-SECTIONS = ("Args:", "Raises:", "Returns:", "Yields:")
+LISTS, PARAGRAPHS = ("Args:", "Raises:"), ("Returns:", "Yields:")
+"""The sections of a docstring."""
 BUILT_IN = ("Create and return a new object.", "Initialize self.")
 """What Python says of a class that has no text of its own."""
 
@@ -73,13 +74,13 @@ def _members(thing: type) -> Iterator[tuple[str, Any]]:
 def _text(doc: str) -> Iterator[str]:
     """Turn a docstring into Markdown: sections become headings in bold, parameters a list."""
     doc = re.sub(r":\w+:`~?(?:[\w.]*\.)?([\w()]+)`", r"`\1`", doc).replace("``", "`")
-    is_section = False
+    is_section = is_list = False
     for line in doc.splitlines():
-        if line in SECTIONS:
-            is_section = True
+        if line in LISTS + PARAGRAPHS:
+            is_section, is_list = True, line in LISTS
             yield from ("", f"**{line[:-1]}**", "")
         elif is_section and re.match(r" {4}\S", line):
-            yield f"* {line.strip()}"
+            yield f"* {line.strip()}" if is_list else line.strip()
         elif is_section and line.strip():
             yield f"  {line.strip()}"
         else:
