@@ -1,6 +1,7 @@
 """Conformance tests of local indexes: what they answer, and the changes that they list."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -39,8 +40,7 @@ class IndexSuite(OpensBackends):
             return copy == {key for key in keys if backend.holds(key)}
 
         await backend.write(keys[:3], filled(keys[:3]))
-        assert agrees()
-        assert backend.is_complete
+        assert await eventually(lambda: agrees() and backend.is_complete)
         assert copy == set(keys[:3])
         await backend.write(keys[3:], filled(keys[3:]))
         backend.forget(keys[:1])
@@ -72,13 +72,22 @@ class IndexSuite(OpensBackends):
             await backend.write(keys, filled(keys))
             stored += keys
             followed(backend, copy)
-        for _ in range(1000):
+
+        def agrees() -> bool:
             followed(backend, copy)
-            if copy == {key for key in stored if backend.holds(key)}:
-                break
-            await asyncio.sleep(0.01)
-        assert copy == {key for key in stored if backend.holds(key)}
+            return copy == {key for key in stored if backend.holds(key)}
+
+        assert await eventually(agrees)
         assert 0 < len(copy) < len(stored)
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    """Wait until it is true; return whether it became so."""
+    for _ in range(int(timeout_s / 0.01)):
+        if condition():
+            return True
+        await asyncio.sleep(0.01)
+    return condition()
 
 
 def followed(index: LocalIndex, copy: set[bytes]) -> None:

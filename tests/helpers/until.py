@@ -8,13 +8,14 @@ import pytest
 @pytest.fixture
 def until():
     """``until(f)`` calls f until it returns something true, and returns that; fails after 30 s."""
-
-    def wait(probe, timeout_s=30.0):
-        end = time.monotonic() + timeout_s
-        while True:
-            if found := probe():
-                return found
-            assert time.monotonic() < end, "timed out"
-            time.sleep(0.001)
-
     return wait
+
+
+def wait(probe, timeout_s=30.0):
+    """See :func:`until`."""
+    end = time.monotonic() + timeout_s
+    while True:
+        if found := probe():
+            return found
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.001)

@@ -125,11 +125,11 @@ def test_thousands_of_chunks_are_listed_in_several_messages(rig, until, tmp_path
     keys = keys_of(3000)
     disk = ("disk", "disk", {"root": str(tmp_path), "min_free": 0, "capacity": "64MiB"})
     first = rig.open(disk, store_timeout_s=60)
-    for start in range(0, len(keys), 60):
-        store = type(listener)()
-        part = keys[start : start + 60]
+    stores = [type(listener)() for _ in range(50)]
+    for i, store in enumerate(stores):
+        part = keys[60 * i : 60 * i + 60]
         first.store("disk", part, range(len(part)), 4096, store)
-    until(lambda: store.answers, 60)
+    until(lambda: all(store.answers for store in stores), 60)
     first.close()
     tier = rig.open(disk, lookup_timeout_s=30).tiers["disk"]
     until(lambda: all(tier.holds(key) is not None for key in keys))

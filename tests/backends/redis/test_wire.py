@@ -132,6 +132,11 @@ async def test_lookups_that_nobody_waits_for_any_more_open_the_breaker_too(serve
         options = {"timeout_s": 5.0, "connect_timeout_s": 5.0, "lookup_timeout_s": 0.1}
         async with RedisEngine(f"redis://127.0.0.1:{proxy.port}", **options) as engine:
             await engine.back()
+
+            async def found():  # on the connection of lookups, so that there is one
+                return all(await engine.backend.contains(engine.keys))
+
+            await until(found)
             proxy.to_client = [Latency(0.2)]
 
             async def opened():
