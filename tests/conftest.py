@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: small KV caches, requests with real hashes, a waiting loop."""
 
+import contextlib
 import hashlib
 from dataclasses import dataclass, field
 
@@ -14,6 +15,14 @@ from kvoffload.messages import (
     CanonicalKVCacheTensor,
 )
 from tests.support.planned_store import installed
+
+with contextlib.suppress(ImportError):  # an engine's environment may lack it
+    import hypothesis
+
+    # On a busy machine any example may be slow; that is no failure.
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=slow)
+    hypothesis.settings.load_profile("patient")
 
 
 @dataclass

@@ -17,12 +17,12 @@ from tests.support.redis_server import RedisServer, free_port
 from tests.support.small_disk import small_disk
 
 pytestmark = [
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(shutil.which("prometheus") is None, reason=NEEDED),
 ]
 needs_redis = pytest.mark.skipif(redis_server.BINARY is None, reason=redis_server.MISSING)
-SHOWN_S = 15.0
-"""By when a fault must show."""
+SHOWN_S = 60.0
+"""By when a fault must show, also on a busy machine."""
 
 
 class Night:

@@ -297,12 +297,12 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLife.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 @pytest.mark.chaos
 class TestLongLife(Life.TestCase):
-    settings = settings(max_examples=1000, stateful_step_count=100, deadline=None)
+    settings = settings(max_examples=1000, stateful_step_count=100)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from targets import TARGETS
 
@@ -33,12 +33,7 @@ def test_any_bytes_are_an_error_or_wellformed(name):
     for seed in seeds:
         target(seed)
 
-    @settings(
-        max_examples=150,
-        deadline=None,
-        database=None,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
+    @settings(max_examples=150, database=None)
     @given(st.binary(max_size=300) | st.sampled_from(seeds).flatmap(damaged))
     def attack(data):
         target(data)

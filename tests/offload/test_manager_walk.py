@@ -164,7 +164,6 @@ TestManagerMachine, TestStagingMachine = ManagerMachine.TestCase, StagingMachine
 TestManagerMachine.settings = TestStagingMachine.settings = settings(
     max_examples=575,  # of each: over 50,000 rules are carried out in all
     stateful_step_count=50,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 

@@ -32,7 +32,7 @@ def key_of(number):
     calls=st.lists(st.tuples(st.sampled_from(CALLS), st.integers(0, 90)), max_size=60),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_batches_decide_as_single_calls(policy_class, capacity, calls, seed):
     batch, single = policy_class(capacity), policy_class(capacity)
     rng = random.Random(seed)

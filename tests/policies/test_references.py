@@ -182,7 +182,7 @@ SLOW_PAIRS = [
     capacity=st.integers(1, 12),
     accesses=st.lists(st.one_of(st.integers(0, 8), st.integers(0, 40)), max_size=400),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_decision_is_the_reference_s_on_any_sequence(policy, reference, capacity, accesses):
     ours, theirs = policy(capacity), reference(capacity)
     for page in accesses:

@@ -37,7 +37,7 @@ def make_caches(pages_by_group, padding, num_blocks=NUM_BLOCKS):
     return CanonicalKVCaches(tuple(tensors), tuple(groups))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     pages=st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=3), min_size=1, max_size=3),
     padding=st.sampled_from([0, 7, 64]),
@@ -148,7 +148,7 @@ def test_blocks_that_are_not_that_many_chunks_are_refused(parts):
     assert [(m.first, m.block_ids.tolist()) for m in entered_midway] == [(1, [7]), (0, [8, 9])]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     page=st.sampled_from([24, 64, 4096, 6144, 8192, 1 << 16]),
     padding=st.sampled_from([0, 8, 4096]),

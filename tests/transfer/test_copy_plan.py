@@ -79,7 +79,7 @@ def test_direct_pages_are_one_copy_only_where_blocks_and_slots_are_adjacent():
     ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     pages=st.lists(st.integers(1, 500), min_size=1, max_size=4),
     padding=st.sampled_from([0, 9]),

@@ -4,7 +4,7 @@ import contextlib
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffload.backends.redis.resp import (
@@ -31,12 +31,7 @@ OUTSIDE = 0x5A
 
 
 def fuzz(examples):
-    return settings(
-        max_examples=examples,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
-        database=None,
-    )
+    return settings(max_examples=examples, database=None)
 
 
 class Slot:
