@@ -302,10 +302,10 @@ def test_a_hung_store_does_not_keep_another_from_closing(rig, until, tmp_path, p
     disk = ("disk", "disk", {"root": str(tmp_path / "kv"), "min_free": 0})
     client = rig.open(("planned", "planned", planned.options), disk)
     rig.store(client, "disk", KEYS[:1], until)
-    planned.set(process=Process("stubborn", 3.0))
+    planned.set(process=Process("stubborn", 6.0))
     rig.load(client, "planned", KEYS[:1])
     time.sleep(0.1)
-    client.close(2.0)
+    client.close(4.0)
     assert not list((tmp_path / "kv" / ".writers").iterdir()), "the disk store was left open"
 
 
