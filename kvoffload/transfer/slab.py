@@ -34,8 +34,9 @@ _MADV_POPULATE_WRITE = 23
 class Slab:
     """One mapping of ``num_slots * slot_bytes`` bytes, rounded up to pages.
 
-    Any thread may use a slot; the manager gives a slot to one transfer at a time. The kernel takes
-    memory at the first write. For a GPU, :class:`kvoffload.transfer.cuda.pinning.Pinning` pins it.
+    Any thread may use a slot; the manager gives a slot to one transfer at a time. The copier
+    lets the kernel allocate the memory, in the background; for a GPU,
+    :class:`kvoffload.transfer.cuda.pinning.Pinning` pins it, too.
 
     Args:
         num_slots: rows.

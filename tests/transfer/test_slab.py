@@ -12,8 +12,11 @@ import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.transfer import slab as slab_module
+from kvoffload.transfer.cpu.copier import POPULATED_BYTES, CpuCopier
 from kvoffload.transfer.cuda.pinning import Pinning
+from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab, create_shared_memory
+from tests.support.moves import move, moves_of
 
 SLOT = 8192
 
@@ -51,6 +54,41 @@ def test_a_slab_maps_what_was_asked_for_and_takes_it_as_it_is_used():
     slab.populate(0, slab.num_bytes)
     assert bytes(slab.slot(7, 4)) == b"abc\0"
     assert slab.rows[7, :3].tolist() == [97, 98, 99]
+
+
+def test_the_copier_lets_the_kernel_allocate_it_before_its_first_use(kv_caches, until):
+    layout = ChunkLayout(kv_caches, [2])
+    slab = Slab(6 * POPULATED_BYTES // layout.slot_bytes, layout.slot_bytes)
+    copier = CpuCopier(kv_caches, slab, layout)
+    try:
+        until(lambda: resident_bytes(slab.address)[0] >= slab.num_bytes)
+    finally:
+        copier.close()
+
+
+def test_a_copy_and_the_end_wait_for_one_part_of_that_alone(kv_caches, monkeypatch, until):
+    layout = ChunkLayout(kv_caches, [2])
+    slab = Slab(6 * POPULATED_BYTES // layout.slot_bytes, layout.slot_bytes)
+    begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def populate(start, length):
+        begun.release()
+        assert go_on.acquire(timeout=60)
+
+    monkeypatch.setattr(slab, "populate", populate)
+    copier = CpuCopier(kv_caches, slab, layout)
+    assert begun.acquire(timeout=60)
+    fence = copier.launch(moves_of(move(0, [1, 2])), True, copier.record_fence())
+    assert not fence.done()
+    go_on.release()  # one of six
+    assert fence.wait(60)
+    assert begun.acquire(timeout=60)
+    closing = threading.Thread(target=copier.close)
+    closing.start()
+    until(lambda: not copier._queue.empty())
+    go_on.release()  # the second
+    closing.join()
+    assert not begun.acquire(blocking=False)
 
 
 def test_a_core_file_has_no_cache_of_clients_in_it():

@@ -1,5 +1,6 @@
 """The copier between KV cache blocks in CPU memory and host slots."""
 
+import contextlib
 import queue
 import threading
 import time
@@ -14,6 +15,10 @@ from kvoffload.transfer.layout import ChunkLayout, Moves
 from kvoffload.transfer.slab import HostBytes, Slab
 
 CLOSE_TIMEOUT_S = 5.0
+POPULATED_BYTES = 4 << 20
+"""Host memory allocated between two looks for a copy: some milliseconds."""
+
+Job = tuple[Moves, bool, Fence, CopyFence]
 
 
 class DoneFence:
@@ -50,9 +55,8 @@ class CpuCopier:
         self._copies = {True: copies(gathers), False: copies(scatters)}
         self._slab = slab
         self._layout = layout
-        self._queue: queue.SimpleQueue[tuple[Moves, bool, Fence, CopyFence] | None] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._num_populated = 0
         self._is_closed = False
         self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="kvoffload-copy", daemon=True)
@@ -80,7 +84,7 @@ class CpuCopier:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
+        while (job := self._next_job()) is not None:
             moves, to_host, after, fence = job
             try:
                 # The copy begins after the forward pass. A store would read blocks that the pass
@@ -92,6 +96,19 @@ class CpuCopier:
                 fence.reach(error)
             else:
                 fence.reach(copy_time_s=time.perf_counter() - begun_s)
+
+    def _next_job(self) -> Job | None:
+        """Wait for a copy. Until there is one, let the kernel allocate host memory.
+
+        It would do so at the first write, which a store would wait for: longer than for the copy.
+        """
+        while self._num_populated < self._slab.num_bytes:
+            with contextlib.suppress(queue.Empty):
+                return self._queue.get_nowait()
+            left = self._slab.num_bytes - self._num_populated
+            self._slab.populate(self._num_populated, min(left, POPULATED_BYTES))
+            self._num_populated += POPULATED_BYTES
+        return self._queue.get()
 
     def _copy(self, moves: Moves, to_host: bool) -> None:
         slab, payload_bytes = self._slab, self._layout.payload_bytes
