@@ -123,7 +123,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     io: Literal["thread", "process"] = "thread"
     """Where the tiers' code runs: in a thread of the engine's process, or in a process of its own.
     A process keeps the engine's steps short while chunks are read and written; it is the default
-    under vLLM."""
+    under vLLM and SGLang."""
     metrics_port: Annotated[
         int | None, msgspec.Meta(extra_json_schema={"minimum": 1, "maximum": 65535})
     ] = None

@@ -217,8 +217,10 @@ def metrics() -> Iterator[str]:
     yield from _section(
         "All engines",
         """
-Every engine has these. Counters begin at 0, and end in `_total` where Prometheus reads them.
-Histograms end in `_bucket`, `_sum` and `_count`. Under vLLM the names begin with `vllm:`.
+vLLM and `LocalConnector` have these. SGLang has one counter, `sglang:kvoffload_events`, by
+[event](counters.md#pages-of-sglang). Counters begin at 0, and end in `_total` where Prometheus
+reads them. Histograms end in `_bucket`, `_sum` and `_count`. Under vLLM the names begin with
+`vllm:`.
 """,
     )
     rows = ((f"`{name}`", m.kind, _codes(m.labels), m.unit, m.text) for name, m in METRICS.items())

@@ -18,6 +18,7 @@ OF_SGLANG = frozenset(
 )  # fmt: skip
 """Keys of the same object that SGLang reads."""
 _HOST = "host memory is HiCache's own: set --hicache-size or --hicache-ratio"
+_METRICS = "start SGLang with --enable-metrics: its page has sglang:kvoffload_events"
 _NOT_HERE = {
     "cpu_bytes": _HOST,
     "policy": "host memory is HiCache's own: set --radix-eviction-policy",
@@ -27,6 +28,8 @@ _NOT_HERE = {
     "promote": "each page is stored on every tier",
     "record": "SGLang shows no requests to its storage",
     "otel_spans": "SGLang shows no requests to its storage; its own traces have them",
+    "metrics_port": _METRICS,
+    "metrics_host": _METRICS,
     "client_hints": "SGLang shows no hints of requests to its storage",
 }
 """Keys under vLLM that mean nothing here, with what to do instead."""
