@@ -23,6 +23,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from kvoffload.config import OffloadConfig
@@ -173,10 +174,10 @@ class LocalConnector:
         end, pending = self._search(state, limit, waits=True)
         if pending:
             now_s = time.monotonic()
-            state.pending_since_s = since_s = state.pending_since_s or now_s
-            is_patient = now_s - since_s < self.config.lookup_timeout_s
-            # Another request's load of them ends by itself when nothing arrives.
-            if is_patient or any("fetching" in places for places in self.explain(request)):
+            # Another request's load of them ends by itself when none arrive; the time begins then.
+            if state.pending_since_s is None or self._manager.is_fetching(chain(*state.keys)):
+                state.pending_since_s = now_s
+            if now_s - state.pending_since_s < self.config.lookup_timeout_s:
                 return None
             end, _ = self._search(state, limit, waits=False)
         state.pending_since_s = None

@@ -94,7 +94,9 @@ class IOClient:
         self._jobs = IOJobs(self._link.lock, lambda number: self._link.send(frame(Cancel(number))))
         self._peer: Peer
         self._is_opening = True
-        """Whether the server has yet to say that the stores are open."""
+        """Whether the server has yet to say that the stores are open, at its start or a renewal."""
+        self._is_starting = True
+        """Whether the server has said nothing of its stores yet."""
         self._is_started = False
         """Whether the stores were open once: then a server that dies is started again."""
         self._is_restarted = False
@@ -264,6 +266,7 @@ class IOClient:
 
     def _take(self, message: Any) -> None:
         self._heard_s = time.monotonic()
+        self._is_starting &= not isinstance(message, Opened | Refused)
         match message:
             case Arrived():
                 self._jobs.arrived(message)
@@ -328,7 +331,7 @@ class IOClient:
                 self._restart()
             return
         # A server that starts, on a busy machine or a slow disk, would be as late the next time.
-        silent_s = OPEN_S if self._is_opening else SILENT_S
+        silent_s = OPEN_S if self._is_starting else SILENT_S
         if since_s is not None and now_s >= max(since_s, self._heard_s) + silent_s:
             log.error("%s has been silent for %g s; it is killed", self._peer, silent_s)
             self._heard_s = now_s
@@ -369,7 +372,7 @@ class IOClient:
             self._backoff.failed()
 
     def _connect(self) -> None:
-        self._peer = self._start()
+        self._peer, self._is_starting = self._start(), True
         self._heard_s = time.monotonic()
         self._backoff.started()
         with self._link.lock:  # a renewal either changes what is sent here, or comes after it

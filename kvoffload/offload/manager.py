@@ -134,6 +134,10 @@ class TieredOffloadingManager(OffloadingManager):
         """Return whether host memory can take all these chunks at once, as a load needs it."""
         return self._lookups.has_room(keys)
 
+    def is_fetching(self, keys: Iterable[OffloadKey]) -> bool:
+        """Whether a load brings one of these chunks to host memory."""
+        return bool(self._host.fetching) and any(map(self._host.fetching.__contains__, keys))
+
     def explain(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> list[str]:

@@ -92,14 +92,14 @@ class Slab:
         """
         self._advise("MADV_DONTFORK")
 
-    def populate(self, start: int, length: int) -> None:
-        """Allocate the pages of this range now and keep their bytes, if the kernel can.
+    def populate(self, start: int, length: int) -> bool:
+        """Allocate the pages of this range now and keep their bytes; False if the kernel cannot.
 
         The kernel writes hundreds of MiB for it. ctypes releases the GIL meanwhile, which the
         mapping's own ``madvise`` holds.
         """
         at = ctypes.c_void_p(self.address + start)
-        ctypes.CDLL(None).madvise(at, ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
+        return not ctypes.CDLL(None).madvise(at, ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
     def prefer_node(self, node: int) -> None:
         """Ask the kernel to put untouched pages on a NUMA node; no effect on other systems."""

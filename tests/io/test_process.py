@@ -142,6 +142,18 @@ def test_silent_while_it_starts_it_is_not_killed(process_rig, until, monkeypatch
     assert client.counters["died"] == 1
 
 
+def test_silent_when_others_are_to_be_opened_it_is_replaced_as_soon(
+    process_rig, until, monkeypatch
+):
+    monkeypatch.setattr(io_client, "SILENT_S", 0.7)
+    client = process_rig.open(load_timeout_s=0.2)
+    os.kill(client._peer.pid, signal.SIGSTOP)
+    load = process_rig.load(client, "memory", KEYS)
+    until(lambda: load.answers)
+    client.renew("another", {}, [], 30)
+    assert client.counters["died"] == 1
+
+
 def test_stopped_and_continued_it_answers_late_and_lives_on(process_rig, until):
     client = process_rig.open(load_timeout_s=0.2)
     process_rig.store(client, "memory", KEYS, until)

@@ -73,7 +73,7 @@ def test_a_copy_and_the_end_wait_for_one_part_of_that_alone(kv_caches, monkeypat
 
     def populate(start, length):
         begun.release()
-        assert go_on.acquire(timeout=60)
+        return go_on.acquire(timeout=60)
 
     monkeypatch.setattr(slab, "populate", populate)
     copier = CpuCopier(kv_caches, slab, layout)
@@ -89,6 +89,16 @@ def test_a_copy_and_the_end_wait_for_one_part_of_that_alone(kv_caches, monkeypat
     go_on.release()  # the second
     closing.join()
     assert not begun.acquire(blocking=False)
+
+
+def test_a_kernel_that_cannot_allocate_ahead_is_asked_once(kv_caches, monkeypatch):
+    layout = ChunkLayout(kv_caches, [2])
+    slab, asked = Slab(6 * POPULATED_BYTES // layout.slot_bytes, layout.slot_bytes), []
+    monkeypatch.setattr(slab, "populate", lambda *part: asked.append(part))
+    copier = CpuCopier(kv_caches, slab, layout)
+    assert copier.launch(moves_of(move(0, [1, 2])), True, copier.record_fence()).wait(60)
+    copier.close()
+    assert len(asked) <= 1
 
 
 def test_a_core_file_has_no_cache_of_clients_in_it():

@@ -206,7 +206,7 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
 def check_memory_of_ranks(settings: VllmConfigSettings, num_ranks: int) -> None:
     """Refuse what this machine's ranks cannot all have, before any of them takes its part.
 
-    Memory is taken as it is written: each rank alone would find enough left.
+    Memory is taken some time after it was asked for: each rank alone would find enough left.
 
     Raises:
         ConfigError: names the setting, and what all ranks of this machine together ask for.

@@ -155,6 +155,9 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         """Return what a request asks for."""
         return NO_HINTS if self.ledger is None else self.ledger.hints(our_context(req_context))
 
+    def is_fetching(self, keys: Sequence[OffloadKey]) -> bool:
+        return self.ledger is not None and self.ledger.is_fetching(keys)
+
     def explain(self, keys: Sequence[OffloadKey], req_context: VllmContext) -> list[str]:
         if self.ledger is None:
             return ["never_stored"] * len(keys)

@@ -237,9 +237,10 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         limit_s = self.settings.lookup_timeout_s + self.settings.load_timeout_s
         if since_s is None or status.transfer_jobs or time.monotonic() - since_s < limit_s:
             return False
-        # Another request's load of its chunks may last as long as chunks come; if not, it ends.
+        # Another request's load of its chunks ends by itself when none come; the time begins then.
         keys = [key for group in status.group_states for key in group.offload_keys]
-        if "fetching" in self.adapter.explain(keys, status.req_context):
+        if self.adapter.is_fetching(keys):
+            status.deferred_lookup_start_time = time.monotonic()
             return False
         self._maybe_observe_lookup_async_delay(status)
         self.adapter.count(Counter(lookup_timeout=1))

@@ -106,8 +106,8 @@ class CpuCopier:
             with contextlib.suppress(queue.Empty):
                 return self._queue.get_nowait()
             left = self._slab.num_bytes - self._num_populated
-            self._slab.populate(self._num_populated, min(left, POPULATED_BYTES))
-            self._num_populated += POPULATED_BYTES
+            is_done = self._slab.populate(self._num_populated, min(left, POPULATED_BYTES))
+            self._num_populated += POPULATED_BYTES if is_done else left
         return self._queue.get()
 
     def _copy(self, moves: Moves, to_host: bool) -> None:

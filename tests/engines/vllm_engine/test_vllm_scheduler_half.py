@@ -336,7 +336,10 @@ def test_a_request_waits_for_a_load_of_its_chunks_as_long_as_that_load_takes(met
     request, half._req_status = types.SimpleNamespace(request_id="r"), {"r": waiting}
     assert ledger.lookup_prefix(KEYS[:2]) == (0, True)
     assert not half._waited_long(request)
-    # At its deadline the load ends, and its slot stays out of use: nothing is to be waited for.
+    # At its deadline the load ends, and its slot stays out of use: nothing is to be waited for, but
+    # for what is asked from then on.
     ledger.complete(other, (False,), settled=False)
+    assert not half._waited_long(request)
+    waiting.deferred_lookup_start_time = 0.0
     assert half._waited_long(request)
     assert half.adapter.stats.worker_counters["lookup_timeout"] == 1
