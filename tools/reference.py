@@ -215,7 +215,7 @@ def metrics() -> Iterator[str]:
 
     yield from _begin("Metrics", "What a Prometheus server scrapes, and what the labels mean.")
     yield from _section(
-        "All engines",
+        "vLLM and `LocalConnector`",
         """
 vLLM and `LocalConnector` have these. SGLang has one counter, `sglang:kvoffload_events`, by
 [event](counters.md#pages-of-sglang). Counters begin at 0, and end in `_total` where Prometheus
