@@ -24,26 +24,21 @@ class BlockingPool:
     for ``stall_s``, the pool gives up items not begun at once.
     """
 
-    def __init__(
-        self, name: str, threads: int, stall_s: float, on_stall: Callable[[int, bool], None]
-    ) -> None:
+    def __init__(self, name: str, threads: int, stall_s: float) -> None:
         """Start the threads, all or none.
 
         Args:
             name: of the threads.
             threads: how many.
             stall_s: how long a stuck item may take.
-            on_stall: called on the loop when every thread is stuck. Its arguments are the number of
-                abandoned items, and True for the first call of this stall.
 
         Raises:
             RuntimeError: the system has no more threads to give.
         """
         self.threads = threads
         self.stall_s = stall_s
-        self._on_stall = on_stall
         self._reported_stall: float | None = None
-        """Begin of the last stall that ``on_stall`` was called for."""
+        """Begin of the last stall that was reported."""
         self._queue: SimpleQueue[_Batch | None] = SimpleQueue()
         self._begun: list[float | None] = [None] * threads
         """When each thread began its current item."""
@@ -65,16 +60,24 @@ class BlockingPool:
         """Return whether every thread is stuck in an item."""
         return self._stuck() == self.threads
 
-    async def fill(self, answers: list[T], work: Callable[[int], T]) -> None:
+    async def fill(
+        self,
+        answers: list[T],
+        work: Callable[[int], T],
+        on_stall: Callable[[int, bool], None],
+    ) -> None:
         """Do ``work(i)`` for every index of ``answers`` on the threads, and set ``answers[i]``.
 
         Each thread takes the next item until none is left, and the last one reports. So a batch
         crosses to the threads and back once, not once an item. Answers of items not begun stay as
         they are. After a cancellation no further item begins, and the call returns only when those
         begun have ended. ``work`` must not raise.
+
+        ``on_stall`` is called on the loop when every thread is stuck. Its arguments are the number
+        of items of this batch that are not begun, and True for the first call of this stall.
         """
         if self.stalled():
-            self._gave_up(len(answers))
+            self._gave_up(len(answers), on_stall)
             return
         batch = _Batch(answers, work)
         with self._closing:
@@ -87,19 +90,19 @@ class BlockingPool:
                 # wait() leaves the future alone when it is cancelled; wait_for() would cancel it.
                 await asyncio.wait([batch.ended], timeout=self.stall_s)
                 if not batch.ended.done() and self.stalled():
-                    self._gave_up(batch.give_up())
+                    self._gave_up(batch.give_up(), on_stall)
         except asyncio.CancelledError:
             batch.give_up()
             await _undisturbed(batch.ended)
             raise
         batch.ended.result()
 
-    def _gave_up(self, items: int) -> None:
+    def _gave_up(self, items: int, on_stall: Callable[[int, bool], None]) -> None:
         # The time at which the last thread got stuck identifies a stall.
         begun = [begun for begun in self._begun if begun is not None]
         since = max(begun, default=self._reported_stall)
         if items:
-            self._on_stall(items, since != self._reported_stall)
+            on_stall(items, since != self._reported_stall)
             self._reported_stall = since
 
     def close(self) -> bool:

@@ -187,10 +187,8 @@ class ThreadedBackend(InlineBackend):
         self._pools: dict[Kind, BlockingPool] = {}
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_pools)
-            loads = self._pools["read"] = self._pool("load", threads, "read")
-            self._pools["write"] = (
-                self._pool("store", store_threads, "write") if store_threads else loads
-            )
+            loads = self._pools["read"] = self._pool("load", threads)
+            self._pools["write"] = self._pool("store", store_threads) if store_threads else loads
             undo.pop_all()
 
     async def read_each(
@@ -202,7 +200,7 @@ class ThreadedBackend(InlineBackend):
         return await self._read(keys, into, arrived)
 
     async def _fill(self, kind: Kind, answers: list[T], work: Callable[[int], T]) -> None:
-        await self._pools[kind].fill(answers, work)
+        await self._pools[kind].fill(answers, work, partial(self._gave_up, kind))
 
     async def _shut_down(self) -> None:
         if await run_once(self._close_pools):
@@ -215,9 +213,9 @@ class ThreadedBackend(InlineBackend):
         ended = [pool.close() for pool in set(self._pools.values())]
         return all(ended)
 
-    def _pool(self, use: str, threads: int, kind: Kind) -> BlockingPool:
-        on_stall, name = partial(self._gave_up, kind), f"kvoffload-{type(self).__name__}-{use}"
-        return BlockingPool(name, threads, self._stall_s, on_stall)
+    def _pool(self, use: str, threads: int) -> BlockingPool:
+        name = f"kvoffload-{type(self).__name__}-{use}"
+        return BlockingPool(name, threads, self._stall_s)
 
     def _gave_up(self, kind: Kind, items: int, first: bool) -> None:
         """Count the items refused because every thread hangs; log the first of a stall."""

@@ -131,6 +131,22 @@ async def test_hung_threads_are_misses_at_once_and_close_leaves_them(caplog):
     await hung
 
 
+async def test_a_store_that_hangs_counts_as_one_on_the_threads_of_loads(caplog):
+    backend, keys = Dictionary(threads=1, store_threads=0, stall_s=0.05), keys_of(3)
+    backend.gate.clear()
+    hung = asyncio.ensure_future(backend.write(keys, filled(keys)))
+    try:
+        async with asyncio.timeout(30):
+            while not backend.counters():  # noqa: ASYNC110 - it happens on a thread
+                await asyncio.sleep(0.01)
+    finally:
+        backend.gate.set()
+    assert backend.counters() == {"write_stalled": 2}
+    assert "hung in a write" in caplog.text
+    assert await hung == [True, False, False]
+    await backend.close()
+
+
 async def test_release_comes_once_and_last():
     backend, keys = Dictionary(), keys_of(4)
     backend.gate.clear()

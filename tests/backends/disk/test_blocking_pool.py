@@ -18,10 +18,14 @@ def stalls():
 
 @pytest.fixture
 def make(stalls):
+    class Pool(BlockingPool):
+        async def fill(self, answers, work):
+            await super().fill(answers, work, lambda *call: stalls.append(call))
+
     pools = []
 
     def made(threads=2, stall_s=60.0):
-        pools.append(BlockingPool("pool", threads, stall_s, lambda *call: stalls.append(call)))
+        pools.append(Pool("pool", threads, stall_s))
         return pools[-1]
 
     yield made
@@ -189,7 +193,7 @@ def test_a_pool_of_which_a_thread_cannot_start_ends_the_others(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(RuntimeError, match="no more threads"):
-        BlockingPool("pool", 3, 60.0, lambda items, first: None)
+        BlockingPool("pool", 3, 60.0)
     for thread in started:
         thread.join(10)
         assert not thread.is_alive()
