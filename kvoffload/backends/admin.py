@@ -270,7 +270,8 @@ async def measure(backend: Backend) -> list[tuple[int, float]]:
     keys = [secrets.token_bytes(36) for _ in range(MEASURED_CHUNKS)]
     # Each chunk in pages of its own, as direct I/O needs it.
     slots = [memoryview(mmap.mmap(-1, MEASURED_BYTES)) for _ in keys]
-    slots[0][:] = secrets.token_bytes(MEASURED_BYTES)
+    for slot in slots:  # what no file system can compress
+        slot[:] = secrets.token_bytes(MEASURED_BYTES)
     measured = []
     try:
         await backend.contains(keys)  # connects

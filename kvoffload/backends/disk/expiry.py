@@ -21,8 +21,9 @@ class UseTimes:
         ttl_s: float | None,
         became_fresh: Callable[[Iterable[Name]], None] = lambda names: None,
     ) -> None:
-        """Chunks expire ``ttl_s`` after their last use; None: never, and nothing is remembered.
+        """Chunks expire ``ttl_s`` after their last use; None: never.
 
+        Without expiry only those uses are remembered that access times do not tell yet.
         ``became_fresh`` learns of chunks that had expired, or were unknown, and are fresh now.
         """
         self._ttl_ns = None if ttl_s is None else int(ttl_s * 1e9)

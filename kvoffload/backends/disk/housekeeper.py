@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
 _RETRY_S = 5.0
-"""Between full scans while other processes write all the time and none is exact."""
+"""Between full scans that fail, or of which none is exact because other processes always write."""
 _ALONE_SCAN_S = 60.0
 """Between scans of the only process: nothing but a person with a shell changes files."""
 _SNAPSHOT_S = 60.0
@@ -178,6 +178,7 @@ class Housekeeper:
 
     def _scan(self) -> None:
         began, is_full, root = time.monotonic(), not self._is_exact, self._store.root
+        self._scan_at = self._wanted_scan_at = began + _RETRY_S  # if the scan fails
         is_exact = self._scanner.scan(full=is_full, by_age=not self._has_order)
         self._has_order = True
         now = time.monotonic()

@@ -38,7 +38,7 @@ class Index:
     """Names → allocated bytes, and an eviction order over them. Thread-safe; never does I/O.
 
     Policies are plug-ins and may raise. Methods that only reorder report the error and continue.
-    :meth:`add`, :meth:`found` and :meth:`victims` raise it.
+    :meth:`add`, :meth:`found`, :meth:`measured`, :meth:`put_back` and :meth:`victims` raise it.
     """
 
     def __init__(

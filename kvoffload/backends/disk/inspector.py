@@ -8,7 +8,6 @@ import fcntl
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,13 +17,19 @@ from kvoffload.backends.disk import limits as disk_limits
 from kvoffload.backends.disk import paths
 from kvoffload.backends.disk.chunk_file import PAGE, reason_of, strangeness
 from kvoffload.backends.disk.limits import Limits
-from kvoffload.backends.disk.locks import clean_folder, count_alive, is_dead, open_locked
+from kvoffload.backends.disk.locks import (
+    clean_folder,
+    count_alive,
+    is_dead,
+    is_older,
+    open_locked,
+)
 from kvoffload.backends.disk.paths import LEDGER, QUARANTINE, SCRATCH, WRITERS, key_of, shard_of
 from kvoffload.backends.disk.quota import Quota, recorded_bytes
 from kvoffload.backends.disk.root_checks import check_root, denied
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.disk.walker import names_in, remove_namespace, walk
-from kvoffload.backends.header import Header, parse_header
+from kvoffload.backends.header import XXH3_128, Header, parse_header
 
 _MANIFEST_BYTES = 1 << 20
 _IN_ROOT = {paths.BOUNDS, LEDGER, paths.OWNER, QUARANTINE, WRITERS, "lost+found"}
@@ -110,14 +115,8 @@ class DiskInspector:
         folders = [f"{writers}/{name}" for name in names_in(self.vfs, writers)]
         left = [folder for folder in folders if is_dead(self.vfs, folder)]
         inner = (f"{self.root}/{n}" for n in names_in(self.vfs, self.root) if n.startswith(SCRATCH))
-        left += filter(self._is_old, inner)
+        left += (folder for folder in inner if is_older(self.vfs, folder, _SCRATCH_S))
         return [Waste(folder, self._allocated_below(folder)) for folder in left]
-
-    def _is_old(self, path: str) -> bool:
-        try:
-            return time.time() - self.vfs.lstat(path).st_mtime > _SCRATCH_S
-        except OSError:
-            return False
 
     def _allocated_below(self, folder: str) -> int:
         files = (f"{where}/{file}" for where, _, names in os.walk(folder) for file in names)
@@ -204,6 +203,8 @@ class DiskInspector:
         header = parse_header(buffer[:read])
         if not isinstance(header, Header):
             return f"corrupt_{header}", read
+        if header.checksum_kind != XXH3_128:
+            return "corrupt_kind", read
         shard = os.path.basename(os.path.dirname(chunk.path))
         if header.key != chunk.key or shard != shard_of(chunk.key):
             return "corrupt_key", read

@@ -134,7 +134,7 @@ def clean_folder(vfs: Vfs, folder: str) -> int:
     """Remove a dead writer's folder; return the counted bytes freed; BlockingIOError: it lives."""
     if _is_new(folder):
         # A process is making it, or left it half made or half removed: only its age tells.
-        return _remove_quietly(vfs, folder) if _is_old(vfs, folder) else 0
+        return _remove_quietly(vfs, folder) if is_older(vfs, folder, _NEW_S) else 0
     try:
         fd = _open_lock(vfs, folder, os.O_RDWR, fcntl.LOCK_EX)
     except FileNotFoundError:
@@ -154,7 +154,8 @@ def count_alive(vfs: Vfs, root: str) -> int:
 
 def is_dead(vfs: Vfs, folder: str) -> bool:
     """Return whether :func:`clean_up` would remove a writer's folder."""
-    return _is_old(vfs, folder) if _is_new(folder) else _is_alive(vfs, folder) is False
+    is_new = _is_new(folder)
+    return is_older(vfs, folder, _NEW_S) if is_new else _is_alive(vfs, folder) is False
 
 
 def _is_alive(vfs: Vfs, folder: str) -> bool | None:
@@ -197,9 +198,10 @@ def _is_new(folder: str) -> bool:
     return os.path.basename(folder).startswith(_NEW)
 
 
-def _is_old(vfs: Vfs, folder: str) -> bool:
+def is_older(vfs: Vfs, path: str, seconds: float) -> bool:
+    """Return whether a file's last change is longer ago; False if that cannot be determined."""
     try:
-        return time.time() - vfs.lstat(folder).st_mtime > _NEW_S
+        return time.time() - vfs.lstat(path).st_mtime > seconds
     except OSError:
         return False
 

@@ -54,14 +54,19 @@ class Quota:
         self._lock = threading.Lock()
         self._fd = vfs.open(path, os.O_RDWR | os.O_CREAT)
         self._owed = 0
-        """Bytes released that the file does not count yet."""
+        """What the file does not count yet; negative for released bytes."""
         self._closed = False
-        self.resident_bytes = 0
+        self._recorded_bytes = 0
         """The figure as this process read it last."""
         self.changes = 0
         """Number of changes by all processes; tells a scan that it was disturbed."""
         if self.refresh() is None and fresh:
             self.correct(0)
+
+    @property
+    def resident_bytes(self) -> int:
+        """The figure as this process read it last, less what it could not release since."""
+        return max(0, self._recorded_bytes + self._owed)
 
     def is_gone(self) -> bool:
         """Return whether the file was removed: other processes would count in another file."""
@@ -130,12 +135,9 @@ class Quota:
             try:
                 record = _read(self._vfs, self._fd)
                 if record is not None:
-                    self.resident_bytes, self.changes = record
+                    self._recorded_bytes, self.changes = record
                 total = change(None if record is None else record[0])
-                if total is None or not self._write(total):
-                    return False
-                self._owed = 0
-                return True
+                return total is not None and self._write(total)
             finally:
                 with contextlib.suppress(OSError):
                     self._vfs.flock(self._fd, fcntl.LOCK_UN)
@@ -148,7 +150,7 @@ class Quota:
         data = record + _SEAL.pack(xxhash.xxh3_64_intdigest(record))
         if self._vfs.pwritev(self._fd, [data], 0) != len(data):
             return False
-        self.resident_bytes, self.changes = resident, changes
+        self._recorded_bytes, self._owed, self.changes = resident, 0, changes
         return True
 
 

@@ -242,12 +242,14 @@ def purge(store: DiskStore, namespaces: Sequence[str], is_stopping: threading.Ev
     store.follow(namespaces)
     for namespace in filter(store.namespaces.__contains__, namespaces):
         number = store.namespaces.index(namespace)
-        for _, files in walk(store.vfs, store.folder(number)):
-            for key in filter(None, (key_of(name) for name, _ in files)):
-                if is_stopping.is_set():
-                    return removed
-                removed += store.discard(name_of(number, key), "purged")
-                if removed % _PURGE_STEP == 0:
-                    is_stopping.wait(_PURGE_PAUSE_S)
+        shards = walk(store.vfs, store.folder(number))
+        # All are listed first: what an engine stores from then on stays.
+        keys = [key for _, files in shards for name, _ in files if (key := key_of(name))]
+        for key in keys:
+            if is_stopping.is_set():
+                return removed
+            removed += store.discard(name_of(number, key), "purged")
+            if removed % _PURGE_STEP == 0:
+                is_stopping.wait(_PURGE_PAUSE_S)
         remove_namespace(store.vfs, store.folder(number))
     return removed

@@ -1,16 +1,19 @@
 """Findings of ``doctor FOLDER`` on media, space, sharing and speeds, by stand-ins."""
 
 import time
+import zlib
 from types import SimpleNamespace
 
 import pytest
 from disk_commands import SIZE, open_disk
 
+from kvoffload.backends.admin import MEASURED_CHUNKS, measure
 from kvoffload.backends.disk import chunk_file, doctor
 from kvoffload.backends.disk.backend import DiskBackend
 from kvoffload.backends.disk.doctor import diagnose
 from kvoffload.backends.disk.paths import LEDGER, SCRATCH
 from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import filled, keys_of
 
@@ -42,6 +45,23 @@ def mounts(tmp_path, monkeypatch):
 
     monkeypatch.setattr(doctor, "open", read, raising=False)
     return table
+
+
+# ---- what is measured ----------------------------------------------------------------------------
+
+
+async def test_what_is_measured_are_chunks_that_no_file_system_can_compress():
+    written = []
+
+    class Noting(MemoryBackend):
+        async def write(self, keys, chunks):
+            written.extend(map(bytes, chunks))
+            return await super().write(keys, chunks)
+
+    backend = Noting(MemoryOptions(), "n")
+    assert [failed for failed, _ in await measure(backend)] == [0, 0]
+    assert len(set(written)) == len(written) == MEASURED_CHUNKS
+    assert all(len(zlib.compress(chunk, 1)) > 0.99 * len(chunk) for chunk in written)
 
 
 # ---- the medium ----------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ from kvoffload.backends.disk import housekeeper as disk_housekeeper
 from kvoffload.backends.disk.admin import holdings, overview, verify
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.inspector import DiskInspector
+from kvoffload.backends.disk.paths import shard_of
 from kvoffload.backends.disk.scanner import Scanner
 from kvoffload.config import ByteSize
-from kvoffload.testing.backends import filled, keys_of
+from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.vfs import FailingVfs, HookedVfs, StuckVfs, kind_of
 
 FULL = {"capacity": ByteSize(8 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
@@ -312,3 +313,19 @@ def test_what_cannot_be_looked_at_does_not_end_inspect_and_is_no_success_for_ver
     found = DiskInspector(str(tmp_path), read_only)
     assert overview(found)["ledger_bytes"] is None
     assert holdings(found)[0].chunks == 3
+
+
+async def test_what_is_stored_while_a_purge_goes_on_stays(tmp_path, monkeypatch):
+    first, *_, last = sorted(keys_of(40), key=shard_of)
+    backend = open_disk(tmp_path)
+    assert await write(backend, [first]) == [True]
+    discard, (chunk,) = backend._store.discard, filled([last], SIZE)
+
+    def store_another(name, reason):
+        assert backend._store.store(last, chunk)
+        return discard(name, reason)
+
+    monkeypatch.setattr(backend._store, "discard", store_another)
+    assert await backend.purge([backend.namespace]) == 1
+    assert await backend.read([first, last], slots(2, SIZE)) == [False, True]
+    await backend.close()

@@ -15,6 +15,7 @@ from disk_parts import ON_DISK, SIZE, open_disk, remove_at_once, until, write
 
 from kvoffload.backends.disk import housekeeper as disk_housekeeper
 from kvoffload.backends.disk.paths import SNAPSHOT, WRITERS, shard_of
+from kvoffload.backends.disk.scanner import Scanner
 from kvoffload.backends.disk.snapshot import load
 from kvoffload.backends.disk.space import Space
 from kvoffload.backends.disk.vfs import Vfs
@@ -256,6 +257,24 @@ async def test_a_step_that_fails_is_counted_logged_and_tried_again(
     assert [bool(record.exc_info) for record in records] == [isinstance(error, RuntimeError)] * 2
     if isinstance(error, OSError):
         assert "no device" in records[0].getMessage()
+    await backend.close()
+
+
+@pytest.mark.usefixtures("fast")
+async def test_a_scan_that_fails_is_not_tried_again_each_second(tmp_path, monkeypatch):
+    """A policy may raise at every file: a full scan reads the facts of all of them."""
+    scans = []
+
+    def scan(scanner, **how):
+        scans.append(how)
+        raise RuntimeError("a policy's bug")
+
+    monkeypatch.setattr(Scanner, "scan", scan)
+    vfs = CountingVfs()
+    backend = open_disk(tmp_path, vfs=vfs)
+    assert await until(lambda: scans)
+    await vfs.more_rounds(10)
+    assert len(scans) == 1
     await backend.close()
 
 

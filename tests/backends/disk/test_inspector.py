@@ -7,6 +7,7 @@ import shutil
 import pytest
 from disk_parts import ON_DISK, SIZE, open_disk, write
 
+from kvoffload.backends import header
 from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.disk.paths import (
     LEDGER,
@@ -54,6 +55,14 @@ def test_a_chunk_is_verified_whole_or_reported_as_missing(tmp_path):
         assert inspector.verify(one, buffer) == ("missing", 0)
         assert inspector.verify(two, buffer) == ("corrupt_payload", 4096 + SIZE)
         assert inspector.verify(three, buffer) == (None, 4096 + SIZE)
+
+
+def test_a_checksum_of_another_kind_is_reported_as_loads_count_it(tmp_path, monkeypatch):
+    with monkeypatch.context() as later_version:
+        later_version.setattr(header, "XXH3_128", 2)
+        inspector = inspected(tmp_path)
+    buffer = memoryview(bytearray(100_000))
+    assert {inspector.verify(chunk, buffer)[0] for chunk in inspector.chunks()} == {"corrupt_kind"}
 
 
 def test_a_namespace_is_not_removed_from_outside_while_an_engine_has_the_root_open(tmp_path):

@@ -8,6 +8,7 @@ from disk_parts import ON_DISK, open_disk, until, write
 
 from kvoffload.backends.disk.quota import Quota, recorded_bytes
 from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.config import ByteSize
 from kvoffload.testing.backends import keys_of
 from tests.support.vfs import FailingVfs
 
@@ -65,11 +66,12 @@ def test_bytes_that_cannot_be_released_are_owed_until_they_can(path):
     assert quota.reserve(100, 100)
     vfs.nth = 1
     quota.release(60)
+    assert quota.resident_bytes == 40
     assert not quota.reserve(1, 1000)
-    assert quota.refresh() == 100
+    assert (quota.refresh(), quota.resident_bytes) == (100, 40)
     vfs.heal()
     assert quota.reserve(50, 100)
-    assert quota.refresh() == 90
+    assert (quota.refresh(), quota.resident_bytes) == (90, 90)
     vfs.nth = 1
     quota.release(20)
     vfs.heal()
@@ -170,4 +172,26 @@ async def test_a_quota_file_removed_under_an_engine_is_made_again_and_counts_the
     assert await until(lambda: backend.counters().get("remade") == 1)
     assert await until(lambda: recorded_bytes(Vfs(), str(tmp_path / ".ledger")) == 2 * ON_DISK)
     assert backend._store.root.quota.refresh() == 2 * ON_DISK
+    await backend.close()
+
+
+async def test_an_eviction_ends_although_the_quota_cannot_be_written(tmp_path):
+    """Were the figure to stay as it is, no number of removed chunks would be enough."""
+
+    def is_ledger(call, path):
+        return call == "pwritev" and path.endswith(".ledger")
+
+    vfs = FailingVfs(0, 5, sticky=True, when=is_ledger)
+    marks = {"high_watermark": 1.0, "low_watermark": 1.0}
+    backend = open_disk(tmp_path, vfs=vfs, capacity=ByteSize(8 * ON_DISK), **marks)
+    old, new = keys_of(8), keys_of(3, "new")
+    assert await write(backend, old) == [True] * 8
+    vfs.nth = vfs.calls + 1
+    for key in new:
+        assert await write(backend, [key]) == [False]
+    assert backend.counters()["evicted"] == 1
+    assert sum(backend.holds(key) for key in old) == 7
+    vfs.heal()
+    assert await write(backend, new[:1]) == [True]
+    assert recorded_bytes(Vfs(), str(tmp_path / ".ledger")) == 8 * ON_DISK
     await backend.close()
