@@ -12,11 +12,13 @@ computations.
 
 import asyncio
 import hmac
+import logging
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
 
 from kvoffload.backends.header import COMPACT_BYTES, check_chunk, pack_header
+from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.redis.connection import Frames, Lost, Outcome, RedisRequest
 from kvoffload.backends.redis.node import Node
 from kvoffload.backends.redis.resp import (
@@ -29,6 +31,8 @@ from kvoffload.backends.redis.resp import (
     encode,
 )
 from kvoffload.backends.redis.topology import Topology
+
+_failures = Throttle(logging.getLogger(__name__))
 
 MAC_BYTES = 32
 LARGEST_VALUE_BYTES = 512 << 20
@@ -138,7 +142,7 @@ class TransferBatch:
             return
         resume = partial(self._resume, transfer, finish)
         if not isinstance(action, tuple):
-            self._compute(action, resume)
+            self._compute(action, resume, finish)
             return
         node, request = action
         request.done = resume
@@ -148,13 +152,22 @@ class TransferBatch:
         else:
             node.submit([request])
 
-    def _compute(self, work: Callable[[], object], resume: Callable[[object], None]) -> None:
+    def _compute(
+        self,
+        work: Callable[[], object],
+        resume: Callable[[object], None],
+        finish: Callable[[str], None],
+    ) -> None:
         computation = self._loop.run_in_executor(None, work)
         self._computations.add(computation)
 
         def finished(computation: "asyncio.Future[object]") -> None:
             self._computations.discard(computation)
-            if self._cancelled or computation.exception() is not None:
+            if self._cancelled:
+                self._end_one()
+            elif error := computation.exception():
+                _failures.warning("redis: the check of a chunk failed: %r", error)
+                finish("failed")
                 self._end_one()
             else:
                 resume(computation.result())

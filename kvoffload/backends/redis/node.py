@@ -291,7 +291,7 @@ class Node:
 
     async def _probe(self) -> None:
         """Probe until the server is back; keep the successful connection for lookups."""
-        while self.is_open:
+        while True:
             await asyncio.sleep(self.breaker.probe_in())
             self._counters["probes"] += 1
             try:
@@ -305,6 +305,7 @@ class Node:
             self._counters["breaker_closed"] += 1
             log.warning("redis at %s is back", self._label)
             self._join(self._lookup, connection)
+            return  # the breaker may be open again, with a probe of its own
 
     async def _open_and_probe(self) -> Connection:
         """Connect, and repeat the failed request. Raise as :meth:`_open` if it fails again."""

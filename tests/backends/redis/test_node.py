@@ -1,5 +1,7 @@
 """The state of a node over many connections: old failures and finished tasks are dropped."""
 
+import asyncio
+
 import pytest
 import redis
 
@@ -64,6 +66,44 @@ async def test_tasks_that_connected_are_forgotten(server, backend):
             assert await ask(backend) == 0
     assert backend.counters()["connected"] > RECONNECTS
     assert len(node_of(backend).close()) < 3
+
+
+async def test_a_probe_whose_connection_closes_at_once_leaves_one_probe(
+    server, backend, monkeypatch
+):
+    monkeypatch.setattr(CircuitBreaker, "probe_in", lambda self: 0.01)
+    node = node_of(backend)
+    real, running, counts = node._open_and_probe, [], []
+
+    async def open_and_probe():
+        running.append(True)
+        counts.append(len(running))
+        try:
+            connection = await real()
+            await asyncio.sleep(0.05)
+        finally:
+            running.pop()
+        if len(closed_at_once) < 3:
+            closed_at_once.append(connection)
+            connection.abort("closed")
+        return connection
+
+    closed_at_once = []
+    monkeypatch.setattr(node, "_open_and_probe", open_and_probe)
+    server.kill()
+    while not node.is_open:
+        await ask(backend)
+    server.start()
+
+    async def back():
+        return len(closed_at_once) == 3 and not node.is_open
+
+    await until(back)
+    assert set(counts) == {1}
+    assert (await backend.contains(keys_of(1)), backend.usage().gauges["connections"]) == (
+        [False],
+        1,
+    )
 
 
 async def disconnected(backend):

@@ -102,6 +102,24 @@ def test_seals_that_take_long_are_made_off_the_loop():
     assert [keyed.slow(small), keyed.slow(large)] == [True, True]
 
 
+async def test_a_check_that_fails_is_a_miss_counted_and_logged(empty, monkeypatch, caplog):
+    def no_memory(*_):
+        raise MemoryError("no room for a check")
+
+    backend = open_backend("redis", {"url": empty.url, **PATIENT}, "n")
+    good, bad = keys_of(2)
+    size = INLINE_BYTES + 1
+    assert await backend.write([good], filled([good], size)) == [True]
+    monkeypatch.setattr(Sealer, "seal", no_memory)
+    monkeypatch.setattr(Sealer, "broken", no_memory)
+    assert await backend.write([bad], filled([bad], size)) == [False]
+    assert await backend.read([good], slots(1, size)) == [False]
+    counted = backend.counters()
+    assert [counted["write_failed"], counted["read_failed"]] == [1, 1]
+    assert "no room for a check" in caplog.text
+    await backend.close()
+
+
 def with_secrets(server, folder, *names):
     """Backends that each have a secret of their own."""
     for name in names:
