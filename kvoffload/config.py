@@ -38,9 +38,13 @@ class ByteSize(int):
         count: float = -1
         if isinstance(value, int) and not isinstance(value, bool):
             count = value
-        elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
+        elif (
+            isinstance(value, str)
+            and (match := _SIZE.fullmatch(value))
+            and (unit := _UNITS.get(match[2].lower()))
+        ):
             number = float(match[1]) if "." in match[1] else int(match[1])
-            count = number * _UNITS.get(match[2].lower(), -1)
+            count = number * unit
         if 0 <= count <= _LARGEST:
             return cls(count)
         raise ConfigError(field, value, _SIZE_REMEDY)

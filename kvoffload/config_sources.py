@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.config import OffloadConfig, did_you_mean, parse_config
-from kvoffload.errors import ConfigError
+from kvoffload.errors import HIDDEN, ConfigError
 
 FILE = "KVOFFLOAD_CONFIG"
 """The environment variable that names a file of settings."""
@@ -72,10 +72,12 @@ def _from_environment(known: Iterable[str], environ: Mapping[str, str]) -> dict[
             continue
         if variable not in names:
             hint = did_you_mean(variable, names) or "no setting has this name"
-            raise ConfigError(variable, text, hint)
+            raise ConfigError(variable, HIDDEN, hint)
         try:
             found[names[variable]] = json.loads(text)
-        except ValueError:
+        except ValueError as error:
+            if text.lstrip().startswith(("[", "{")):  # no text, and may have a password in it
+                raise ConfigError(variable, HIDDEN, f"is damaged: {error}") from None
             found[names[variable]] = text
     return found
 
@@ -96,7 +98,11 @@ def read_file(path: str, field: str = "file") -> dict[str, Any]:
     except ImportError as error:
         raise ConfigError(field, path, "needs PyYAML; or write it as TOML") from error
     except Exception as error:  # each reader has exceptions of its own
-        raise ConfigError(field, path, f"is damaged: {error}") from error
+        # Those of YAML quote what they could not read: a password may stand there.
+        mark = getattr(error, "problem_mark", None)
+        told = type(error).__name__ if _READERS[ending] is _yaml else error
+        reason = told if mark is None else f"line {mark.line + 1}"
+        raise ConfigError(field, path, f"is damaged: {reason}") from None
     if not isinstance(found, dict):
         raise ConfigError(field, path, "must be an object of settings")
     return found

@@ -45,7 +45,7 @@ TOO_MUCH = [
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "8 potatoes", "-5", -5, True, 1.5, None, "1e9", *TOO_MUCH]
+    "text", ["", "GiB", "8 potatoes", "0 potatoes", "-5", -5, True, 1.5, None, "1e9", *TOO_MUCH]
 )
 def test_other_sizes_are_refused_with_the_field(text):
     with pytest.raises(ConfigError, match="cpu_bytes"):

@@ -92,8 +92,9 @@ error that names the field, the value and the remedy. A size is a number of byte
         """
 Under vLLM these keys are in `kv_connector_extra_config`; `LocalConnector` takes them as a
 dictionary. A setting that the dictionary lacks may come from the environment, as
-`KVOFFLOAD_SETTING_` and its name in upper case: JSON, or plain text. What both lack may come from
-the TOML, JSON or YAML file that `KVOFFLOAD_CONFIG` names. A list is taken whole from one of them.
+`KVOFFLOAD_SETTING_` and its name in upper case: JSON, or plain text that begins with no `[` or `{`.
+What both lack may come from the TOML, JSON or YAML file that `KVOFFLOAD_CONFIG` names. A list is
+taken whole from one of them.
 
 [`kvoffload config`](command-line.md#kvoffload-config) checks settings, shows where each comes from,
 and prints their JSON Schema. Passwords belong in the variable or file that `password_env` and

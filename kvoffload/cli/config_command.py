@@ -76,8 +76,7 @@ def check(
     config, warnings = checked(given, engine)
     findings = examined(config) if probe else {}
     if as_json:
-        found = {name: [each._asdict() for each in tier] for name, tier in findings.items()}
-        print(json.dumps({"warnings": warnings, "tiers": found}))
+        print_json(warnings, findings)
     else:
         out = console()
         for warning in warnings:
@@ -91,6 +90,12 @@ def check(
         out.print(plain(f"the settings are right; host memory: {host}, tiers: {tiers}"))
     if any(each.verdict == "failed" for tier in findings.values() for each in tier):
         raise typer.Exit(1)
+
+
+def print_json(warnings: list[str], findings: Mapping[str, list[Finding]]) -> None:
+    """Print what was found of each tier, and what to warn of."""
+    found = {name: [each._asdict() for each in tier] for name, tier in findings.items()}
+    print(json.dumps({"warnings": warnings, "tiers": found}))
 
 
 def checked(given: str | None, engine: Engine) -> tuple[OffloadConfig, list[str]]:
@@ -194,7 +199,8 @@ def _read(
         try:
             whole = json.loads(given)
         except ValueError as error:
-            raise ConfigError("JSON", given[:40], f"is damaged: {error}") from error
+            size = f"{len(given)} characters"  # a password may stand in them
+            raise ConfigError("JSON", size, f"is damaged: {error}") from None
     else:
         whole, source = read_file(given), given
     kind = SETTINGS[engine]

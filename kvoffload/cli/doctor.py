@@ -7,7 +7,7 @@ import typer
 from rich.table import Table
 
 from kvoffload.backends.admin import Finding
-from kvoffload.cli.config_command import Engine, ForEngine, checked, examined
+from kvoffload.cli.config_command import Engine, ForEngine, checked, examined, print_json
 from kvoffload.cli.output import console, plain
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
 from kvoffload.errors import ConfigError
@@ -55,8 +55,7 @@ def _of_settings(given: str, engine: Engine, as_json: bool) -> list[Finding]:
     config, warnings = checked(given, engine)
     by_tier = examined(config)
     if as_json:
-        found = {name: [each._asdict() for each in tier] for name, tier in by_tier.items()}
-        print(json.dumps({"warnings": warnings, "tiers": found}))
+        print_json(warnings, by_tier)
     else:
         for warning in warnings:
             console().print(plain(f"warning: {warning}"), soft_wrap=True)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import traceback
 from functools import partial
 
 import fastjsonschema
@@ -92,6 +93,48 @@ def test_a_file_that_is_none_is_named(kvoffload, tmp_path, name, text, message):
     assert code == 2
     assert message in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "backends:\n- password: 'hunter2\n", "line 3"),
+        ("a.yaml", "cpu_bytes: 1\npassword: *hunter2\n", "line 2"),
+        ("a.yaml", "password: !!int hunter2\n", "is damaged: ValueError"),
+        ("a.toml", "cpu_bytes = 1\npassword = hunter2\n", "line 2"),
+        ("a.json", '{"password": "hunter2"', "line 1"),
+    ],
+)
+def test_a_damaged_file_is_told_by_its_line_without_what_is_in_it(
+    kvoffload, tmp_path, name, text, message
+):
+    if name.endswith(".yaml"):
+        pytest.importorskip("yaml", reason="needs PyYAML")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_file(str(tmp_path / name))
+    assert message in str(caught.value)
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_damaged_json_on_the_command_line_is_not_repeated(kvoffload):
+    code, _, err = kvoffload("check", '{"password": "hunter2"')
+    assert code == 2
+    assert "is damaged" in err
+    assert "hunter2" not in err
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("KVOFFLOAD_SETTING_REDIS_PASSWORD", "hunter2"),
+        ("KVOFFLOAD_SETTING_BACKENDS", '[{"type": "redis", "password": "hunter2"}'),
+    ],
+)
+def test_a_wrong_variable_is_named_without_its_value(variable, text):
+    with pytest.raises(ConfigError, match=variable) as caught:
+        gather({}, ["backends"], {variable: text})
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_the_whole_transfer_config_of_vllm_is_checked_too(kvoffload):
