@@ -28,7 +28,7 @@ from kvoffload.replay.study import (
 from kvoffload.replay.trace import Trace, from_ids, read_trace
 
 TRACE_HELP = (
-    "JSONL of requests with hash_ids or of recorded events, also as .gz, or - for standard input; "
+    "JSONL of requests with hash_ids or as recorded, also as .gz, or - for standard input; "
     "or a folder of conversations."
 )
 SYNTHETIC_HELP = (

@@ -21,8 +21,8 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: no such file, or not a JSON object.
     """
-    path = path / "config.json" if path.is_dir() else path
     try:
+        path = path / "config.json" if path.is_dir() else path
         config = msgspec.json.decode(path.read_bytes())
     except OSError as error:
         raise ConfigError("model", str(path), f"cannot be read: {error.strerror}") from error

@@ -17,8 +17,8 @@ def check(path: Path) -> None:
     """
     if find_spec("matplotlib") is None:
         raise ConfigError("plot", str(path), "needs matplotlib: pip install 'kvoffload[plots]'")
-    existed = path.exists()
     try:
+        existed = path.exists()
         path.open("ab").close()  # asks the file system itself, and leaves a picture as it was
     except OSError as error:
         raise ConfigError("plot", str(path), f"cannot be written: {error.strerror}") from error

@@ -231,6 +231,12 @@ WORKLOADS: dict[str, Callable[[random.Random, _Blocks], Iterator[tuple[float, Re
 """Name → the workload; its docstring says what it keeps of the real thing."""
 
 
+def _workload(name: str) -> Callable[[random.Random, _Blocks], Iterator[tuple[float, Request]]]:
+    if name not in WORKLOADS:
+        raise ConfigError("synthetic", name, f"known workloads: {', '.join(WORKLOADS)}")
+    return WORKLOADS[name]
+
+
 def parse(text: str) -> tuple[str, SyntheticOptions]:
     """Read ``NAME[:key=value,...]``.
 
@@ -238,8 +244,7 @@ def parse(text: str) -> tuple[str, SyntheticOptions]:
         ConfigError: no such workload, unknown key, or a value that is not a whole number.
     """
     name, _, rest = text.partition(":")
-    if name not in WORKLOADS:
-        raise ConfigError("synthetic", name, f"known workloads: {', '.join(WORKLOADS)}")
+    _workload(name)
     values: dict[str, int] = {}
     for part in filter(None, rest.split(",")):
         key, _, value = part.partition("=")
@@ -256,10 +261,8 @@ def generate(name: str, options: SyntheticOptions | None = None) -> Iterator[Req
     Raises:
         ConfigError: no such workload.
     """
-    if name not in WORKLOADS:
-        raise ConfigError("synthetic", name, f"known workloads: {', '.join(WORKLOADS)}")
+    workload = _workload(name)
     options = options or SyntheticOptions()
-    rng = random.Random(f"{name}:{options.seed}")
-    endless = WORKLOADS[name](rng, _Blocks())
+    endless = workload(random.Random(f"{name}:{options.seed}"), _Blocks())
     for _ in range(options.requests):
         yield next(endless)[1]

@@ -2,9 +2,9 @@
 
 * a JSONL file with one request a line (``hash_ids``, as the Mooncake traces have them);
 * a folder of JSON files, one conversation each, with ``hash_ids`` in their requests;
-* a JSONL file of requests by the keys of their chunks, which :mod:`kvoffload.recording` writes, or
-  of a manager's events in the same form. The stored chunks of events are the misses alone, so that
-  a replay of them sees no hits that the recorded cache had.
+* a JSONL file of requests by the keys of their chunks, which :mod:`kvoffload.recording` writes.
+
+Requests with times are put in the order of these.
 """
 
 import gzip
@@ -52,18 +52,15 @@ class RequestLine(msgspec.Struct):
     """One line of a request trace; fields not named here are ignored."""
 
     hash_ids: _Ids
-    timestamp: _Time = 0
-    input_length: _Count = 0
-    output_length: _Count = 0
+    timestamp: _Time | None = None
 
 
-class EventLine(msgspec.Struct):
-    """One recorded request, or an event; see :mod:`kvoffload.recording`."""
+class RecordedLine(msgspec.Struct):
+    """One recorded request; see :mod:`kvoffload.recording`."""
 
     keys: list[str]
-    medium: str = ""
-    removed: bool = False
-    reason: str = "stored"
+    reason: str = "used"
+    """Version 0.1 wrote lines of other reasons as well, which are no requests."""
     tokens_per_chunk: _Tokens = None
 
 
@@ -139,32 +136,31 @@ def _open(path: Path) -> gzip.GzipFile | BinaryIO:
 
 
 def _lines(path: Path) -> tuple[Requests, _Told]:
-    """Requests of a JSONL file, of requests or of events, told apart by the first line."""
+    """Requests of a JSONL file, by ids or by recorded keys, told apart by the first line."""
     with _open(path) as file:
         lines = ((number, line) for number, raw in enumerate(file, 1) if (line := raw.strip()))
         first = next(lines, (0, b""))
         of_file = chain((first,) if first[0] else (), lines)
         if b'"keys"' in first[1] and b'"hash_ids"' not in first[1]:
-            return _events(path, of_file)
+            return _recorded(path, of_file)
         decoder = msgspec.json.Decoder(RequestLine)
-        builder = RequestsBuilder()
+        builder, since = RequestsBuilder(), 0.0
         for number, line in of_file:
-            builder.add(_decode(decoder, line, path, number).hash_ids)
+            request = _decode(decoder, line, path, number)
+            since = since if request.timestamp is None else request.timestamp
+            builder.add(request.hash_ids, since)
         return builder.build(), _Told()
 
 
-def _events(path: Path, lines: Iterable[tuple[int, bytes]]) -> tuple[Requests, _Told]:
-    decoder = msgspec.json.Decoder(EventLine)
-    uses, stores, told = RequestsBuilder(), RequestsBuilder(), _Told()
+def _recorded(path: Path, lines: Iterable[tuple[int, bytes]]) -> tuple[Requests, _Told]:
+    decoder = msgspec.json.Decoder(RecordedLine)
+    builder, told = RequestsBuilder(), _Told()
     for number, line in lines:
-        event = _decode(decoder, line, path, number)
-        told.hear(event.tokens_per_chunk, path, number, "tokens_per_chunk")
-        if event.reason == "used":
-            uses.add(event.keys)
-        elif not event.removed and not len(uses):
-            stores.add(event.keys)
-    # Uses name whole prompts, stored blocks included; stores alone are what was missed.
-    return (uses if len(uses) else stores).build(), told
+        request = _decode(decoder, line, path, number)
+        told.hear(request.tokens_per_chunk, path, number, "tokens_per_chunk")
+        if request.reason == "used":
+            builder.add(request.keys)
+    return builder.build(), told
 
 
 def _decode(decoder: "msgspec.json.Decoder[Any]", line: bytes, path: Path, number: int) -> Any:
@@ -259,8 +255,6 @@ def _conversation(
     elif isinstance(node, dict):
         called = "timestamp" if "timestamp" in node else "t"
         time = _checked(node.get(called, since), _Time, path, f"{where}.{called}")
-        for name in ("input_length", "output_length"):
-            _checked(node.get(name, 0), _Count, path, f"{where}.{name}")
         if "hash_ids" in node:
             yield time, _checked(node["hash_ids"], _Ids, path, f"{where}.hash_ids")
         for name in ("requests", "turns"):

@@ -12,7 +12,7 @@ import pytest
 
 from kvoffload.cli.main import main
 from kvoffload.offload.base import make_offload_key
-from tests.support.recorder import Recorder
+from kvoffload.recording import RequestLog
 
 LLAMA_8B = {
     "num_hidden_layers": 32,
@@ -89,7 +89,8 @@ def test_tiers_stand_beside_the_bound_of_one_store_as_large_as_all(kvoffload, tr
 
 def test_a_picture_that_cannot_be_written_is_told_before_the_replay(kvoffload, trace, tmp_path):
     (tmp_path / "folder.png").mkdir()
-    for path in ("/nowhere/at/all.png", str(tmp_path / "folder.png")):
+    too_long = str(tmp_path / f"{'x' * 300}.png")
+    for path in ("/nowhere/at/all.png", str(tmp_path / "folder.png"), too_long):
         # The policy does not exist either, and would be told first if anything had been replayed.
         done = kvoffload("replay", str(trace), "--policies", "lfu", "--plot", path)
         assert done.returncode == 2
@@ -245,8 +246,8 @@ def test_size_says_what_each_rank_takes(kvoffload, trace, tmp_path):
 
 def recorded(path, *tokens_per_chunk):
     for tokens in tokens_per_chunk:
-        with Recorder(path, tokens) as recorder:
-            recorder.used([make_offload_key(bytes([n]) * 32, 0) for n in range(6)])
+        keys = [make_offload_key(bytes([n]) * 32, 0) for n in range(6)]
+        RequestLog(str(path), tokens).asked_for(keys)
     return path
 
 

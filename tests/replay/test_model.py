@@ -81,6 +81,11 @@ def test_a_file_that_is_no_config_is_refused(tmp_path, content):
         read_config(path)
 
 
+def test_a_name_that_no_file_can_have_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"model = .*cannot be read"):
+        read_config(tmp_path / ("x" * 300))
+
+
 def test_the_answer_lies_between_the_points_around_it():
     points = [(10, 0.1), (20, 0.2), (40, 0.4)]
     assert answer(points, 0.5).blocks == 20

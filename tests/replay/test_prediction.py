@@ -5,20 +5,20 @@ import pytest
 from kvoffload.offload.base import make_offload_key
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.recording import RequestLog
 from kvoffload.registry import POLICIES, load
 from kvoffload.replay.simulate import replay
 from kvoffload.replay.synthetic import SyntheticOptions, generate
 from kvoffload.replay.trace import from_ids, read_trace
-from tests.support.recorder import Recorder
 
 SLOTS = 400
 
 
-def serve(manager, recorder, prompts):
+def serve(manager, record, prompts):
     """Offer every prompt to the manager as a connector does; returns the chunks loaded."""
     loaded = 0
     for keys in prompts:
-        recorder.used(keys)
+        record.asked_for(keys)
         manager.touch(keys)
         hits, _ = manager.lookup_prefix(keys)
         loaded += hits
@@ -28,7 +28,6 @@ def serve(manager, recorder, prompts):
         if output is not None:
             manager.complete_store(output.keys_to_store)
         manager.retire(keys)
-        recorder.events(manager.take_events())
     return loaded
 
 
@@ -39,10 +38,10 @@ def test_the_replay_of_a_manager_s_record_has_the_manager_s_hit_rate(tmp_path, n
     trace = from_ids(workload, generate(workload, SyntheticOptions(seed=2, requests=600)))
     prompts = [[make_offload_key(key * 2, 0) for key in request] for request in trace.requests]
     manager = TieredOffloadingManager(HostCache(SLOTS, policy(SLOTS)))
-    with Recorder(tmp_path / "events.jsonl", tokens_per_chunk=16) as recorder:
-        loaded = serve(manager, recorder, prompts)
+    record = RequestLog(str(tmp_path / "record.jsonl"), tokens_per_chunk=16)
+    loaded = serve(manager, record, prompts)
     manager.check()
-    recorded = read_trace(tmp_path / "events.jsonl")
+    recorded = read_trace(tmp_path / "record.jsonl")
     hits = replay(recorded.requests, policy(SLOTS), SLOTS)
     assert hits.accesses == trace.accesses
     assert hits.prefix_rate == pytest.approx(loaded / trace.accesses, abs=0.02)

@@ -5,10 +5,9 @@ import os
 
 import pytest
 
-from kvoffload.offload.base import ChunksRemoved, ChunksStored, Reason, make_offload_key
+from kvoffload.offload.base import make_offload_key
 from kvoffload.recording import RequestLog
 from kvoffload.replay.trace import TraceError, read_trace
-from tests.support.recorder import Recorder
 
 
 def written(path, *lines):
@@ -28,6 +27,19 @@ def test_a_request_trace_keeps_order_and_equality_of_blocks(tmp_path):
     assert trace.accesses == 5
 
 
+def test_requests_come_in_the_order_of_their_times(tmp_path):
+    lines = [request(1, timestamp=20), request(1, 2, timestamp=10), request(3, 4, 5, timestamp=10)]
+    trace = read_trace(written(tmp_path / "t.jsonl", *lines))
+    assert [len(keys) for keys in trace.requests] == [2, 3, 1]
+
+
+def test_a_request_without_a_time_stays_behind_the_one_before_it(tmp_path):
+    timeless = '{"hash_ids": [1, 2]}'
+    lines = [timeless, request(1, timestamp=20), timeless, request(3, 4, 5, timestamp=30)]
+    trace = read_trace(written(tmp_path / "t.jsonl", *lines))
+    assert [len(keys) for keys in trace.requests] == [2, 1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("line", "field"),
     [
@@ -36,12 +48,10 @@ def test_a_request_trace_keeps_order_and_equality_of_blocks(tmp_path):
         ('{"hash_ids": "1 2"}', "hash_ids"),
         ('{"hash_ids": [1, 2.5]}', "hash_ids[1]"),
         ('{"hash_ids": [1, -2]}', "hash_ids[1]"),
-        ('{"hash_ids": [1], "input_length": -5}', "input_length"),
-        ('{"hash_ids": [1], "output_length": "many"}', "output_length"),
         ('{"hash_ids": [1], "timestamp": -1}', "timestamp"),
         ("[1, 2]", "line"),
         ('{"hash_ids": [1], "timestamp": 1e999}', "timestamp"),
-        ('{"hash_ids": [1], "x": 1e999, "input_length": -1}', "input_length"),
+        ('{"hash_ids": [1], "x": 1e999, "timestamp": -1}', "timestamp"),
         ('{"hash_ids": [1], "x": ' + "[" * 100_000, "JSON"),
         ('{"hash_ids": ' + "[" * 100_000, "hash_ids[0]"),
     ],
@@ -104,8 +114,6 @@ def test_conversations_with_local_ids_share_nothing(tmp_path):
         ('[{"hash_ids": 5}]', "bad.json: $[0].hash_ids = 5"),
         ('[{"hash_ids": {"a": 1}}]', "bad.json: $[0].hash_ids = {'a': 1}"),
         ('[{"hash_ids": [1, [2]]}]', "bad.json: $[0].hash_ids[1] = "),
-        ('[{"hash_ids": [1], "input_length": -1}]', "bad.json: $[0].input_length = -1"),
-        ('[{"hash_ids": [1], "output_length": "x"}]', "bad.json: $[0].output_length = 'x'"),
         ('[\n{"timestamp": 1e999}]', "bad.json:2: JSON"),
         ("[" * 100_000, "bad.json: JSON"),
         ("[" * 900 + "7" + "]" * 900, "bad.json: "),
@@ -126,30 +134,20 @@ def test_an_error_shows_the_beginning_of_a_long_value(tmp_path):
     assert len(str(caught.value)) < 500
 
 
-def test_recorded_events_are_a_trace_of_uses(tmp_path):
+def test_recorded_requests_are_a_trace(tmp_path):
     keys = [make_offload_key(bytes([i]) * 32, 0) for i in range(4)]
-    path = tmp_path / "events.jsonl"
-    with Recorder(path, tokens_per_chunk=16) as recorder:
-        recorder.used(keys[:2])
-        recorder.events([ChunksStored(tuple(keys[:2]), "CPU")])
-        recorder.used(keys[:3])
-        recorder.events([ChunksRemoved((keys[0],), "CPU", Reason.EVICTED)])
-    assert [len(request) for request in read_trace(path).requests] == [2, 3]
+    path = tmp_path / "recorded.jsonl"
+    log = RequestLog(str(path), tokens_per_chunk=16)
+    log.asked_for(keys[:2])
+    with path.open("a") as file:  # as version 0.1 did
+        file.write('{"keys": ["00"], "medium": "CPU", "removed": false, "reason": "stored"}\n')
+    log.asked_for(keys[:3])
+    first, second = read_trace(path).requests
+    assert (len(first), len(second)) == (2, 3)
+    assert first == second[:2]
 
 
-def test_events_without_uses_are_a_trace_of_stores(tmp_path):
-    path = tmp_path / "events.jsonl"
-    with Recorder(path, tokens_per_chunk=16) as recorder:
-        for _ in range(2):
-            keys = (make_offload_key(bytes(32), 0),)
-            recorder.events([ChunksStored(keys, "CPU")])
-            recorder.events([ChunksRemoved(keys, "CPU", Reason.EVICTED)])
-    trace = read_trace(path)
-    assert trace.accesses == 2
-    assert trace.distinct == 1
-
-
-def test_a_bad_event_names_its_line(tmp_path):
+def test_a_bad_record_names_its_line(tmp_path):
     path = written(tmp_path / "events.jsonl", '{"keys": ["00"]}', '{"keys": [3]}')
     with pytest.raises(TraceError, match=r"events.jsonl:2: keys\[0\]"):
         read_trace(path)
@@ -157,8 +155,7 @@ def test_a_bad_event_names_its_line(tmp_path):
 
 def recorded(path, *tokens_per_chunk):
     for tokens in tokens_per_chunk:
-        with Recorder(path, tokens) as recorder:
-            recorder.used([make_offload_key(bytes(32), 0)])
+        RequestLog(str(path), tokens).asked_for([make_offload_key(bytes(32), 0)])
     return path
 
 
