@@ -128,8 +128,9 @@ class MetricsServer:
         registry.register(Exporter(read))
         try:
             self._server, self._thread = start_http_server(port, host, registry)
-        except OSError as error:
-            remedy = f"cannot be listened on at {host}: {error.strerror or error}; take another"
+        except (OSError, OverflowError) as error:  # a rank's port may be past the last one
+            reason = getattr(error, "strerror", None) or error
+            remedy = f"cannot be listened on at {host}: {reason}; take another"
             raise ConfigError("metrics_port", port, remedy) from error
         log.info("metrics at http://%s:%d/metrics", host, self._server.server_port)
 

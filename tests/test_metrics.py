@@ -8,7 +8,9 @@ import urllib.request
 
 import pytest
 
+from kvoffload.config import parse_config
 from kvoffload.connectors.local import LocalConnector
+from kvoffload.connectors.metrics_port import serve_metrics
 from kvoffload.errors import ConfigError
 from kvoffload.figures import BUCKETS_S, Durations, Traffic, WorkerFigures, packed, total
 from kvoffload.metric_list import METRICS, samples_of_worker
@@ -166,6 +168,12 @@ def test_a_port_in_use_is_an_error_that_names_it(serving):
     port = first.config.metrics_port
     with pytest.raises(ConfigError, match=f"metrics_port = {port}: cannot be listened on"):
         serving(metrics_port=port)
+
+
+def test_a_rank_whose_port_would_be_past_the_last_one_is_refused():
+    config = parse_config({"cpu_bytes": 1, "metrics_port": 65535})
+    with pytest.raises(ConfigError, match="metrics_port = 65536: cannot be listened on"):
+        serve_metrics(config, lambda: (), number=1)
 
 
 @pytest.mark.parametrize("port", [0, 65536, -1])

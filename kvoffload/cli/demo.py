@@ -46,9 +46,8 @@ def command(
     from kvoffload.demo import showcase  # loads torch
 
     to = console(stderr=as_json)
-    options = showcase.DemoOptions(out, quick, device)
-    if threads is not None:
-        options = showcase.DemoOptions(out, quick, device, threads)
+    chosen = {} if threads is None else {"threads": threads}
+    options = showcase.DemoOptions(out, quick, device, **chosen)
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=console(stderr=as_json)) as bar:

@@ -46,7 +46,7 @@ def command(
         return
     terminal = console()
     for title, text in overview.lines:
-        terminal.print(plain(title, "bold") + (": " if title else "") + text, soft_wrap=True)
+        terminal.print(plain(title, "bold") + (": " if title else "") + plain(text), soft_wrap=True)
     _show(terminal, held, overview.times, sort, verbose=verbose)
     if not held:
         terminal.print("nothing of kvoffload's is stored here")
@@ -90,7 +90,7 @@ def _show(to: Console, held: Sequence[Holding], times: str, order: Order, *, ver
         to.print()
         to.print(plain(_short(each.namespace), "bold") + "  " + facts, soft_wrap=True)
         for line in each.details:
-            to.print(f"  {line}", soft_wrap=True)
+            to.print(plain(f"  {line}"), soft_wrap=True)
 
 
 def _short(name: str) -> str:

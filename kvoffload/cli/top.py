@@ -101,6 +101,9 @@ def _follow(target: str, option: list[str] | None, last: Reading, interval_s: fl
                     now = _read(target, option)
                 except typer.Exit:
                     continue  # the reason is printed; the next reading may succeed
+                except ConfigError as error:  # an engine that starts again has no metrics yet
+                    console(stderr=True).print(plain(f"kvoffload: {error}"), soft_wrap=True)
+                    continue
                 live.update(_shown(now, last), refresh=True)
                 last = now
         except KeyboardInterrupt:
@@ -191,11 +194,12 @@ def _shown(now: Reading, last: Reading | None) -> RenderableType:
     for _, title in COLUMNS.values():
         moves.add_column(f"{title}/s" if last else title, justify="right")
     for name, tier in now.tiers.items():
-        before = (last.tiers.get(name, {}) if last else {}) or {}
+        before = last.tiers.get(name, {}) if last else {}
         state.add_row(plain(name), _state(tier), *_fill(tier))
         if any(column in tier for column in COLUMNS):
+            # Counters begin at zero when an engine starts again.
             cells = (
-                _number(column, (tier.get(column, 0.0) - before.get(column, 0.0)) / seconds)
+                _number(column, max(0.0, tier.get(column, 0.0) - before.get(column, 0.0)) / seconds)
                 for column in COLUMNS
             )
             moves.add_row(plain(name), *cells)

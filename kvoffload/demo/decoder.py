@@ -51,7 +51,6 @@ class Model:
     ) -> None:
         self.config = config
         self.device = device
-        self.dtype = dtype
 
         def take(*names: str) -> Tensor:
             parts = [state[name] for name in names]

@@ -5,6 +5,7 @@ messages the engine keeps stepping, as a server's loop does, so that what it sto
 the disk.
 """
 
+import contextlib
 import json
 import os
 import queue
@@ -73,8 +74,9 @@ class EngineProcess:
 
     def _send(self, message: Message) -> None:
         assert self._child.stdin is not None
-        self._child.stdin.write(json.dumps(message) + "\n")
-        self._child.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # _receive then says that it ended
+            self._child.stdin.write(json.dumps(message) + "\n")
+            self._child.stdin.flush()
 
     def _receive(self) -> Message:
         assert self._child.stdout is not None

@@ -189,7 +189,7 @@ def _offload_settings(
     settings: dict[str, Any], num_conversations: int, folder: str
 ) -> dict[str, Any]:
     """Return settings with host memory for all conversations, and a disk below it."""
-    per_conversation = settings["kv_cache_bytes"] / 2.5
+    per_conversation = settings["kv_cache_bytes"] / CONVERSATIONS_ON_DEVICE
     return {
         "cpu_bytes": int(per_conversation * (num_conversations + 2)),
         "blocks_per_chunk": 4,

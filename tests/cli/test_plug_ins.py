@@ -20,12 +20,18 @@ sqlite = kvoffload_sqlite:SqliteBackend
 examined = examined:Examined
 """
 EXAMINED = """
-from kvoffload.backends.admin import Finding
+from kvoffload.backends.admin import Finding, Holding, Overview
 from kvoffload_sqlite import SqliteBackend
 
 class Examined(SqliteBackend):
     async def diagnose(self):
         return [Finding("journal", "failed", "no [b]WAL[/b]", "turn it on")]
+
+    async def survey(self):
+        return [Holding("n", {}, 1, 1, details=["in [/kv]\\x1b"])]
+
+    async def overview(self, held):
+        return Overview({}, [("journal", "[red]off\\x1b")])
 """
 FILLED = """
 import asyncio, sys
@@ -70,6 +76,16 @@ def test_inspect_and_doctor_open_a_store_by_its_name(tmp_path, installed):
     assert "3.0 KiB" in text
     done = process("doctor", "--type", "examined", *setting, **installed)
     assert (done.returncode, "no [b]WAL[/b]" in done.stdout) == (1, True), done.stderr
+
+
+def test_inspect_shows_what_a_store_tells_without_markup_and_control_characters(
+    tmp_path, installed
+):
+    words = ("--type", "examined", "-o", f"path={tmp_path / 'kv.db'}", "-v")
+    done = process("inspect", *words, **installed)
+    assert done.returncode == 0, done.stderr
+    assert "  in [/kv]\\x1b\n" in done.stdout
+    assert "journal: [red]off\\x1b\n" in done.stdout
 
 
 def test_verify_reads_the_store_of_a_plug_in_and_repairs_it(tmp_path, installed):

@@ -1,5 +1,6 @@
 """``kvoffload top``: an engine by its endpoint, and a store by itself."""
 
+import contextlib
 import json
 import os
 import pty
@@ -8,7 +9,9 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -97,7 +100,9 @@ def test_what_cannot_be_reached_or_is_none_of_ours_is_said(tmp_path):
     assert kvoffload("top", "ftp://x").returncode == 2
 
 
-def test_live_it_shows_rates_and_ends_with_control_c(engine):
+@contextlib.contextmanager
+def live(target):
+    """Run the command on a terminal; yields a function that reads on until something is shown."""
     # A shell's background job ignores the interrupt, and what it starts does as well.
     program = (
         "import signal, sys; sys.argv[0] = 'kvoffload'\n"
@@ -105,23 +110,63 @@ def test_live_it_shows_rates_and_ends_with_control_c(engine):
         "from kvoffload.cli.main import main; main()"
     )
     here, there = pty.openpty()
-    words = ["top", f"http://127.0.0.1:{engine}", "--interval", "0.2"]
     process = subprocess.Popen(
-        [sys.executable, "-c", program, *words],
+        [sys.executable, "-c", program, "top", target, "--interval", "0.2"],
         stdin=there,
         stdout=there,
         stderr=there,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
     )
     os.close(there)
-    shown, until_s = b"", time.monotonic() + 120
-    while b"loaded/s" not in shown and time.monotonic() < until_s:
-        if select.select([here], [], [], 0.5)[0]:
-            shown += os.read(here, 1 << 16)
-    assert b"loaded/s" in shown
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0
-    os.close(here)
+    shown, until_s = bytearray(), time.monotonic() + 120
+
+    def read_until(wanted):
+        while not re.search(wanted, shown) and time.monotonic() < until_s:
+            if select.select([here], [], [], 0.5)[0]:
+                shown.extend(os.read(here, 1 << 16))
+        assert re.search(wanted, shown), shown.decode(errors="replace")
+        return bytes(shown)
+
+    try:
+        yield read_until
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(here)
+
+
+def test_live_it_shows_rates_and_ends_with_control_c(engine):
+    with live(f"http://127.0.0.1:{engine}") as read_until:
+        read_until(rb"loaded/s")
+
+
+def test_live_it_goes_on_after_a_restart_of_the_engine_without_negative_rates():
+    """A new engine has no metrics of ours at first, and its counters begin at zero."""
+    pages = [
+        f'kvoffload_evictions_total{{tier="{tier}"}} {count}'
+        for tier, count in (("before", 5e6), ("before", 0), ("after", 0))
+    ]
+    pages.insert(1, "")
+
+    class Engine(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write((pages.pop(0) if len(pages) > 1 else pages[0]).encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with live(f"http://127.0.0.1:{server.server_port}") as read_until:
+            assert not re.search(rb"-\d", read_until(rb"after"))
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_pages_of_vllm_are_read_and_engines_are_added_up():

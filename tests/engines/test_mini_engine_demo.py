@@ -11,6 +11,7 @@ from kvoffload.cli import demo
 from kvoffload.cli.bench import benchmark
 from kvoffload.demo.conversations import conversations
 from kvoffload.demo.demo_report import problems
+from kvoffload.demo.engine_process import DemoError, EngineProcess
 from kvoffload.demo.showcase import DemoOptions, num_requests
 
 COMMAND = [sys.executable, "-c", "from kvoffload.cli.main import main; main()", "demo"]
@@ -71,6 +72,15 @@ def test_the_e2e_bench_makes_rows_of_a_report(quick):
         row["case"] for row in made
     }
     assert all(row["ratio"] == pytest.approx(row["value"] / row["limit"]) for row in made)
+
+
+def test_an_engine_that_dies_between_two_prompts_is_named(tmp_path):
+    settings = {"max_model_len": 512}
+    with open(tmp_path / "engine.log", "w") as log, EngineProcess(settings, 1, log) as engine:
+        engine._child.kill()
+        engine._child.wait()
+        with pytest.raises(DemoError, match="an engine process ended"):
+            engine.serve([1] * 10, {"max_tokens": 1})
 
 
 @pytest.fixture
