@@ -201,13 +201,14 @@ class HashChain:
         cache_salt: requests with different salts share nothing.
 
     Attributes:
+        block_size: tokens in a hashed block.
         extras: the further inputs that the hashes cover.
         token_ids: all tokens; only the chain writes them.
         hashes: one for each *full* block; read only.
     """
 
     __slots__ = (
-        "_block_size", "_start", "extras", "hasher", "hashes", "token_ids",
+        "_start", "block_size", "extras", "hasher", "hashes", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -224,23 +225,18 @@ class HashChain:
         self.extras = Extras(lora, items, cache_salt)
         self.token_ids: list[int] = list(token_ids)
         self.hashes: list[bytes] = []
-        self._block_size = hasher.block_size
+        self.block_size = hasher.block_size
         self._start: bytes = hasher.start(self.extras)
         self._catch_up()
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    @property
-    def block_size(self) -> int:
-        """Tokens in a hashed block."""
-        return self._block_size
-
     def append(self, token_id: int) -> None:
         """Add one token; hashes its block if that is full now."""
         token_ids = self.token_ids
         token_ids.append(token_id)
-        if not len(token_ids) % self._block_size:
+        if not len(token_ids) % self.block_size:
             self._catch_up()
 
     def extend(self, token_ids: Iterable[int]) -> None:
@@ -251,7 +247,7 @@ class HashChain:
     def _catch_up(self) -> None:
         hashes = self.hashes
         done = len(hashes)
-        size = self._block_size
+        size = self.block_size
         full = len(self.token_ids) // size
         if full == done:
             return

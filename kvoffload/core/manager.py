@@ -156,11 +156,15 @@ class KVCacheManager:
                 found do not contain its prefix (any more); nothing was taken.
             ValueError: a negative number of tokens.
         """
-        if min(num_new_tokens, num_lookahead_tokens, num_external_computed_tokens) < 0:
+        lowest = min(
+            num_new_tokens, num_new_computed_tokens, num_lookahead_tokens,
+            num_external_computed_tokens, num_encoder_tokens,
+        )  # fmt: skip
+        if lowest < 0:
             raise ValueError(
-                f"num_new_tokens = {num_new_tokens}, num_lookahead_tokens = "
-                f"{num_lookahead_tokens}, num_external_computed_tokens = "
-                f"{num_external_computed_tokens}: counts of tokens must be 0 or more"
+                f"{num_new_tokens = }, {num_new_computed_tokens = }, {num_lookahead_tokens = }, "
+                f"{num_external_computed_tokens = }, {num_encoder_tokens = }: counts of tokens "
+                "must be 0 or more"
             )
         computed = (
             request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
@@ -189,8 +193,7 @@ class KVCacheManager:
             chain = request.chain
             sequence = self._sequences[request.request_id]
             if self.enable_caching:
-                done = min(computed + num_new_tokens, len(chain.token_ids))
-                self._register(sequence, chain, done)
+                self._register(sequence, chain, min(num_tokens, len(chain.token_ids)))
             sequence.settle(self.groups, self.max_model_len, self.enable_caching)
         return new
 
@@ -296,7 +299,7 @@ class KVCacheManager:
                 raise UsageError(
                     f"{request.request_id} holds no blocks: allocate_slots() comes first"
                 )
-            done = min(num_computed_tokens, len(request.chain))
+            done = min(num_computed_tokens, len(request.chain), self.max_model_len)
             self._register(sequence, request.chain, done)
 
     def _register(self, sequence: RequestBlocks, chain: HashChain, num_tokens: int) -> None:

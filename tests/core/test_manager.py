@@ -3,6 +3,7 @@
 import pytest
 
 from kvoffload.core.cache_stats import AllBlocksCleared, BlockRemoved, BlockStored
+from kvoffload.core.manager import KVCacheManager
 from kvoffload.errors import UsageError
 from tests.support.block_checks import check_manager, free_in_order
 
@@ -225,9 +226,20 @@ def test_numbers_that_cannot_be_are_refused(make_manager, make_request):
         {"num_new_tokens": -1},
         {"num_new_tokens": 1, "num_lookahead_tokens": -1},
         {"num_new_tokens": 1, "num_external_computed_tokens": -4},
+        {"num_new_tokens": 1, "num_new_computed_tokens": -4},
+        {"num_new_tokens": 1, "num_encoder_tokens": -1},
     ):
         with pytest.raises(ValueError, match="0 or more"):
             manager.allocate_slots(make_request([1, 2]), **wrong)
+
+
+def test_a_request_longer_than_the_longest_gets_and_keeps_as_much_as_fits(plan, make_request):
+    manager = KVCacheManager(plan(60), max_model_len=100)
+    request = make_request(list(range(110)))
+    assert len(manager.allocate_slots(request, 110).get_block_ids()[0]) == 25
+    manager.cache_blocks(request, 110)
+    check_manager(manager)
+    assert manager.get_computed_blocks(make_request(list(range(110))))[1] == 100
 
 
 def test_lookups_are_counted_when_a_request_is_admitted(make_manager, make_request):
