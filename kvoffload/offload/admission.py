@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from kvoffload.messages import OffloadKey
 
 MIN_REMEMBERED = 1 << 16
+MAX_NAMES = 8
+"""Latest requests that are remembered of each chunk: they do not count again."""
 
 
 class AdmissionFilter:
@@ -19,8 +21,8 @@ class AdmissionFilter:
     def __init__(self, threshold: int, limit: int) -> None:
         self.threshold = threshold
         self._limit = limit
-        # Key → number of requests, and the last request, which may name a chunk more than once.
-        self._seen: OrderedDict[OffloadKey, tuple[int, str]] = OrderedDict()
+        # Key → how many requests, and the latest of them.
+        self._seen: OrderedDict[OffloadKey, tuple[int, tuple[str, ...]]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -28,9 +30,9 @@ class AdmissionFilter:
     def see(self, keys: Iterable[OffloadKey], req_id: str) -> None:
         """Count a request that uses these chunks; each call without a name is another request."""
         for key in keys:
-            count, last = self._seen.get(key, (0, ""))
-            if not (count and req_id) or last != req_id:
-                self._seen[key] = count + 1, req_id
+            count, names = self._seen.get(key, (0, ()))
+            if count < self.threshold and not (req_id and req_id in names):
+                self._seen[key] = count + 1, (*names, req_id)[-MAX_NAMES:]
             self._seen.move_to_end(key)
         while len(self._seen) > self._limit:
             self._seen.popitem(last=False)
@@ -43,7 +45,7 @@ class AdmissionFilter:
         admitted: list[OffloadKey] = []
         rest: list[OffloadKey] = []
         for key in keys:
-            count, _ = self._seen.get(key, (0, ""))
+            count, _ = self._seen.get(key, (0, ()))
             (admitted if count >= self.threshold else rest).append(key)
         return admitted, rest
 

@@ -39,7 +39,7 @@ __all__ = [
     "OffloadingSpec", "PrepareStoreOutput", "Reason", "ReqContext", "StagedLoadStoreSpec",
     "StoreJob", "Transfer", "TransferResult", "TransferSpec",
     "get_offload_block_hash", "get_offload_group_idx",
-    "make_offload_key",
+    "make_offload_key", "request_id",
 ]  # fmt: skip
 
 
@@ -51,6 +51,11 @@ class ReqContext:
     kv_transfer_params: Mapping[str, Any] | None = None
     reads_tier: Callable[[str], bool] | None = None
     """Whether the request may load from the tier of a name; None: from all."""
+
+
+def request_id(req_context: ReqContext | None) -> str:
+    """Return the request's name; "" without a context."""
+    return req_context.req_id if req_context else ""
 
 
 class Reason(StrEnum):

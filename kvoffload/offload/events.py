@@ -18,13 +18,15 @@ REMEMBERED_MISSES = 1 << 15
 MAX_EVENTS = 1 << 16
 """Events kept for a consumer that may never take them. The oldest are dropped, and the consumer
 gets an event with the reason LOST."""
+MAX_EVENT_KEYS = 1 << 20
+"""Keys in these events: one event may name all chunks of host memory."""
 
 
 class MissReasons:
     """Remembers why chunks are missing, for the latest ``limit`` chunks that left a medium.
 
-    At most twice as many keys are kept. :meth:`note` takes O(1) for a batch, because each eviction
-    calls it. The index of answers is updated when :meth:`reason` is called.
+    At most three times as many keys are kept. :meth:`note` takes O(1) for a batch, because each
+    eviction calls it. The index of answers is updated when :meth:`reason` is called.
     """
 
     def __init__(self, limit: int) -> None:
@@ -76,6 +78,7 @@ class EventLog:
         self.reasons = MissReasons(REMEMBERED_MISSES)
         self._counters = counters
         self._events: deque[OffloadingEvent] = deque()
+        self._num_keys = 0
         # Media of events that were dropped since events were last taken.
         self._gaps: dict[str, None] = {}
         self._removed: Counter[tuple[str, str]] = Counter()
@@ -92,10 +95,13 @@ class EventLog:
             self._append(ChunksRemoved(tuple(keys), medium, reason))
 
     def _append(self, event: OffloadingEvent) -> None:
-        if len(self._events) >= MAX_EVENTS:
-            self._gaps[self._events.popleft().medium] = None
-            self._counters["events_lost"] += 1
         self._events.append(event)
+        self._num_keys += len(event.keys)
+        while len(self._events) > MAX_EVENTS or self._num_keys > MAX_EVENT_KEYS:
+            lost = self._events.popleft()
+            self._num_keys -= len(lost.keys)
+            self._gaps[lost.medium] = None
+            self._counters["events_lost"] += 1
 
     def evicted(self, keys: Sequence[OffloadKey]) -> None:
         """Record chunks evicted from host memory."""
@@ -146,6 +152,7 @@ class EventLog:
         taken += self._events
         self._gaps.clear()
         self._events.clear()
+        self._num_keys = 0
         return taken
 
     def removed_by_medium(self) -> dict[str, dict[str, int]]:

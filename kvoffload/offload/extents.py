@@ -98,11 +98,11 @@ class ExtentLedger(HostCache):
     ) -> None:
         self._extent_rows = extent_rows = geometry.extent_rows
         self._first_extent = -(-first_row // extent_rows)
-        self._num_extents = geometry.num_extents
+        self._num_extents = max(0, geometry.num_extents - self._first_extent)
         by_rows = {}
         for rows in geometry.sizes:
             per_extent = extent_rows // rows
-            by_rows[rows] = _Size(rows, per_extent, new_policy(per_extent * geometry.num_extents))
+            by_rows[rows] = _Size(rows, per_extent, new_policy(per_extent * self._num_extents))
         self._sizes = list(by_rows.values())
         self._smallest = self._sizes[0]
         # By the key's last four bytes, its group.

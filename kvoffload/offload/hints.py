@@ -74,14 +74,12 @@ class HintReader:
         request alone."""
         self._quiet_until_s = float("-inf")
 
-    def hints(self, context: ReqContext | None, tier_names: frozenset[str]) -> Hints:
+    def hints(self, context: ReqContext, tier_names: frozenset[str]) -> Hints:
         """Return what a request asks for; ``tier_names`` are those that exist."""
-        if context is None:
-            return NO_HINTS
         known = self.known.get(context.req_id)
-        if known is not None or not context.kv_transfer_params:
+        if known is not None or not (context.kv_transfer_params or context.reads_tier):
             return known or NO_HINTS
-        hints = self._parse(context.kv_transfer_params, tier_names)
+        hints = self._parse(context.kv_transfer_params or {}, tier_names)
         read = hints.tiers
         if context.reads_tier is not None:
             read = tuple(filter(context.reads_tier, tier_names if read is None else read))

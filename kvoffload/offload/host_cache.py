@@ -42,7 +42,6 @@ class HostCache:
     ) -> None:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
-        self.policy = policy
         self.evictable: dict[OffloadKey, int] = {}
         """The slot of each ready chunk that no transfer uses."""
         self.pinned: dict[OffloadKey, int] = {}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from kvoffload.messages import OffloadKey
-from kvoffload.offload.base import LoadJob, ReqContext, StoreJob
+from kvoffload.offload.base import LoadJob, ReqContext, StoreJob, request_id
 
 log = logging.getLogger(__name__)
 J = TypeVar("J", LoadJob, StoreJob)
@@ -59,11 +59,6 @@ class JobsInFlight(dict[int, LoadJob | StoreJob]):
         self._counters["unexpected_completion"] += 1
         if self._counters["unexpected_completion"] <= MAX_WARNINGS:
             log.warning("an answer for %s fits no job in flight", what)
-
-
-def request_id(req_context: ReqContext | None) -> str:
-    """Return the request's name; "" without a context."""
-    return req_context.req_id if req_context else ""
 
 
 def _split(

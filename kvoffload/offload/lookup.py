@@ -15,7 +15,7 @@ ASKED_AHEAD = 1024
 
 
 class Lookups:
-    """Answers lookups and counts the answers; changes nothing.
+    """Answers lookups; changes nothing but the counters of :meth:`find_prefix`.
 
     Args:
         host: host memory.
@@ -115,6 +115,7 @@ class Lookups:
             found[tiers[0].medium] = from_below
             hits += from_below
         for key in keys[hits:]:
+            medium = ""
             if key in idle:
                 idle_hits += 1
             elif key not in pinned:
@@ -125,10 +126,12 @@ class Lookups:
                 if tier is None:
                     break
                 from_below += 1
-                found[tier.medium] += 1
+                medium = tier.medium
             if from_below and self._caching and from_below + idle_hits > host.room_for(key):
                 answer = False
                 break
+            if medium:
+                found[medium] += 1
             hits += 1
         if answer is None:
             # Ask about the following chunks now, so that requests to slow tiers travel together.

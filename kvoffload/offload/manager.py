@@ -28,11 +28,12 @@ from kvoffload.offload.base import (
     StagedLoadStoreSpec,
     StoreJob,
     Transfer,
+    request_id,
 )
 from kvoffload.offload.events import CPU, DROPPED, NOT_ADMITTED, NOT_WANTED, EventLog
 from kvoffload.offload.hints import NO_HINTS, HintReader, Hints
 from kvoffload.offload.host_cache import HostCache
-from kvoffload.offload.in_flight import JobsInFlight, request_id
+from kvoffload.offload.in_flight import JobsInFlight
 from kvoffload.offload.lookup import Lookups
 from kvoffload.offload.passthrough import PassThrough
 from kvoffload.offload.promises import Promises
@@ -91,7 +92,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._job_ids = count(1)
         self.unexpected = self._jobs.unexpected
         """Counts and logs an answer that fits no job; takes the words for the answer."""
-        limit_bytes = max_persisting_slots * max(1, host.slot_bytes)
+        limit_bytes = max_persisting_slots * host.slot_bytes
         self._write_through = WriteThrough(
             host, limit_bytes, self.counters, self._job_ids, self._dropped
         )
@@ -106,9 +107,10 @@ class TieredOffloadingManager(OffloadingManager):
 
     def hints(self, req_context: ReqContext | None) -> Hints:
         """Return a request's hints; connectors obey ``max_load_tokens`` and ``explain``."""
-        if req_context is None or not (req_context.kv_transfer_params or self._hints.known):
+        request, reader = req_context, self._hints
+        if not request or not (request.kv_transfer_params or request.reads_tier or reader.known):
             return NO_HINTS
-        return self._hints.hints(req_context, frozenset(tier.name for tier in self.tiers))
+        return reader.hints(request, frozenset(tier.name for tier in self.tiers))
 
     def _tiers_for(self, names: Collection[str] | None) -> tuple[Tier, ...]:
         """Return the tiers of these names; all for None."""
@@ -120,9 +122,7 @@ class TieredOffloadingManager(OffloadingManager):
         return self.promises.allowed(tiers, request_id(req_context))
 
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
-        if self._host.is_ready(key):
-            return True
-        return self._lookups.find(key, self._tiers_of(req_context))
+        return self._host.is_ready(key) or self._lookups.find(key, self._tiers_of(req_context))
 
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None

@@ -33,6 +33,7 @@ class HostFigures(msgspec.Struct, frozen=True):
     inflight_bytes: int
     resident_chunks: int
     busy_chunks: int
+    """Slots that transfers use; rows, if chunks differ in size."""
 
 
 class LaneFigures(msgspec.Struct, frozen=True):

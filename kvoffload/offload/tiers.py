@@ -152,9 +152,8 @@ class WriteThrough:
 
     def use(self, tiers: Sequence[Tier]) -> None:
         """Write to these tiers from now on; transfers in flight to old tiers end as usual."""
-        slot_bytes = max(1, self._host.slot_bytes)
-        slots = self._limit_bytes // slot_bytes
-        share = -(-slots // max(1, len(tiers))) * slot_bytes
+        slots = self._limit_bytes // self._host.slot_bytes
+        share = -(-slots // max(1, len(tiers))) * self._host.slot_bytes
         self._lanes = {tier.name: _Lane(tier, share) for tier in tiers}
 
     def offer(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:

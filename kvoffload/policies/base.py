@@ -22,7 +22,8 @@ class Policy(Protocol):
         """Put keys at the recent end: stored ones, or ones whose last pin was released.
 
         No key is in the order yet or named twice. The first ``add`` of a key is its first use. A
-        later one is no use: what the policy knew at ``remove`` is valid again.
+        later one is no use: what the policy knew at ``remove`` is valid again. A victim that the
+        store must keep comes back by ``add`` as well, as a key that was evicted and stored again.
         """
         ...
 

@@ -113,11 +113,6 @@ class HandicapPolicy:
         )
         self._chosen = self._shadows[_START]
 
-    @property
-    def handicaps(self) -> tuple[float, float, float]:
-        """The handicaps in force; one of :data:`HANDICAPS`."""
-        return HANDICAPS[self._shadows.index(self._chosen)]
-
     def add(self, keys: Sequence[bytes]) -> None:
         """Put keys at the recent end of the queues they belong to."""
         pinned, queues = self._pinned, self._queues

@@ -7,6 +7,7 @@ from collections import Counter
 
 import msgspec
 import pytest
+from manager_parts import Store
 
 from kvoffload.config import HARMLESS_HINTS, KNOWN_HINTS, OffloadConfig, parse_config
 from kvoffload.errors import ConfigError
@@ -20,7 +21,7 @@ from kvoffload.offload.hints import (
     Hints,
 )
 from kvoffload.offload.host_cache import HostCache
-from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
 
 TIERS = frozenset({"disk"})
@@ -68,6 +69,17 @@ def test_an_engine_may_name_the_tiers_that_a_request_reads():
     assert tiers({"tiers": ["disk"]}, lambda name: False) == (("disk",), ())
     # A client cannot name it: the hint ``tiers`` has its own rules.
     assert ask(HintReader(Counter(), KNOWN_HINTS), {"load_tiers": ["disk"]}).load_tiers is None
+
+
+@pytest.mark.parametrize("params", [None, {}, {"kvoffload": {}}])
+def test_the_tiers_that_a_request_reads_need_no_wish_of_the_client(params):
+    a = make_offload_key(bytes(32), 0)
+    tiers = [Tier(name, store, store) for name in ("near", "far") for store in [Store([a])]]
+    manager = TieredOffloadingManager(HostCache(4, LRUPolicy(4)), tiers)
+    assert manager.explain([a], ReqContext("r", params)) == ["NEAR"]
+    context = ReqContext("s", params, lambda name: name == "far")
+    assert manager.explain([a], context) == ["FAR"]
+    assert manager.counters["hints_ignored"] == 0
 
 
 def test_the_manager_obeys_the_setting():

@@ -12,6 +12,7 @@ from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
+from kvoffload.policies.lru2 import LRU2Policy
 
 KIB = 1024
 
@@ -75,8 +76,10 @@ def test_sizes_in_equal_demand_by_bytes_share_equally():
     assert resident_kib(manager, 1, 20) == pytest.approx(2048, rel=0.15)
 
 
-def test_sizes_in_equal_demand_do_not_take_extents_from_each_other_for_ever():
-    manager = new_manager(1000, 4, 20)
+@pytest.mark.parametrize("first_row", [0, 1, 100])
+def test_sizes_in_equal_demand_do_not_take_extents_from_each_other_for_ever(first_row):
+    geometry = HostGeometry.plan(1000 * KIB, [4 * KIB, 20 * KIB])
+    manager = TieredOffloadingManager(ExtentLedger(geometry, LRUPolicy, first_row))
     sizes = manager._host._sizes
     shares = []
     for i in range(300):
@@ -185,6 +188,12 @@ def test_rows_that_something_may_still_write_into_are_never_given_out():
     taken = [slot for _, slot in host.ready()]
     assert min(taken) >= 10
     assert sum(host.bytes_of(key) for key, _ in host.ready()) > 0.9 * (4096 - 40) * KIB
+
+
+def test_where_no_whole_extent_may_be_used_nothing_is_stored():
+    geometry = HostGeometry.plan(11 * KIB, [3 * KIB, 2 * KIB])
+    host = ExtentLedger(geometry, LRU2Policy, first_row=geometry.num_rows - 1)
+    assert put(TieredOffloadingManager(host), keys(0, "a", 1)) == 0
 
 
 KINDS = {

@@ -79,6 +79,12 @@ def test_hits_are_counted_by_where_they_are():
     assert (count["lookup_hits"], count["lookup_pending"], count["lookup_misses"]) == (9, 1, 2)
 
 
+def test_a_chunk_that_host_memory_has_no_room_for_is_a_hit_of_no_tier():
+    manager = new_manager(slots=4, stores=[Store(keys("a", 10))])
+    assert manager.lookup_prefix(keys("a", 10)) == (4, False)
+    assert manager.stats().lookups.hits == {"CPU": 0, "TIER0": 4}
+
+
 def test_after_a_change_of_namespace_what_was_known_belongs_to_the_other_one():
     manager = new_manager(slots=2)
     put(manager, keys("a", 1))
@@ -162,6 +168,21 @@ def test_whoever_misses_events_is_told_so_and_believes_nothing_that_is_not_so(mo
     assert resident_by(heard)["CPU"] == {key for key, _ in manager._host.ready()}
     put(manager, keys("late", 1))
     assert {event.reason for event in manager.take_events()} == {"stored", "evicted"}
+
+
+def test_events_that_no_consumer_takes_are_bounded_in_keys(monkeypatch):
+    monkeypatch.setattr("kvoffload.offload.events.MAX_EVENT_KEYS", 10)
+    manager = new_manager(slots=40)
+    for name in "abc":
+        put(manager, keys(name, 4))
+    assert manager.counters["events_lost"] == 1
+    heard = manager.take_events()
+    assert heard[0] == ChunksRemoved((), "CPU", Reason.LOST)
+    assert resident_by(heard)["CPU"] == {*keys("b", 4), *keys("c", 4)}
+    put(manager, keys("d", 10))
+    assert resident_by(manager.take_events()) == {"CPU": set(keys("d", 10))}
+    put(manager, keys("e", 11))  # one event beyond the bound is lost as well
+    assert manager.take_events() == [ChunksRemoved((), "CPU", Reason.LOST)]
 
 
 def test_what_stays_resident_is_not_named_again_after_a_gap(monkeypatch):

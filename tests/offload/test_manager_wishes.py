@@ -31,6 +31,15 @@ def test_with_a_threshold_a_chunk_is_stored_when_enough_requests_have_used_it():
     assert manager.explain([a[2]]) == ["not_admitted"]
 
 
+def test_requests_in_turn_count_once_each():
+    manager = new_manager(store_threshold=3)
+    a = keys("a", 1)
+    for name in ("first", "second", "first", "second"):
+        manager.touch(a, ReqContext(name))
+        assert put(manager, a, name=name).keys_to_store == ()
+    assert put(manager, a, name="third").keys_to_store == tuple(a)
+
+
 def test_without_names_each_call_counts_as_another_request():
     manager = new_manager(store_threshold=2)
     assert manager.prepare_store(keys("a", 1)).keys_to_store == ()

@@ -8,7 +8,6 @@ import pytest
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
 from bare_half import bare_half
-from vllm.v1.kv_offload.base import ReqContext
 
 from kvoffload import registry
 from kvoffload.backends.base import Removal
@@ -19,6 +18,7 @@ from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, Wo
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
 from kvoffload.errors import ConfigError
 from kvoffload.messages import TransferResult, make_offload_key
+from kvoffload.offload.base import ReqContext
 
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(2)]
 
