@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -11,7 +10,6 @@ from kvoffload.backends.base import Answers, ReadsEach, reason_of
 from kvoffload.io.open_stores import OpenStore, text_of
 from kvoffload.io.protocol import Answered, Arrived, Load, Store, ToClient
 
-log = logging.getLogger(__name__)
 _A = TypeVar("_A", bound=Answers)
 
 KEYS_PER_CALL = 8
@@ -106,7 +104,8 @@ class ChunkJobs:
                 answers = await backend.read(keys, views)
             same_length(answers, keys)
         except Exception as error:
-            log.warning("%s: read of %d chunks failed: %s", store.name, len(keys), text_of(error))
+            text = "%s: read of %d chunks failed: %s"
+            store.failures.warning(text, store.name, len(keys), text_of(error))
             return "error"
         arrived([i for i, fine in enumerate(answers) if fine])
         return reason_of(answers)
@@ -118,7 +117,8 @@ class ChunkJobs:
             views = self._views(order, range(len(keys)))
             ok[:] = bytes(map(bool, same_length(await store.backend.write(keys, views), keys)))
         except Exception as error:
-            log.warning("%s: write of %d chunks failed: %s", store.name, len(keys), text_of(error))
+            text = "%s: write of %d chunks failed: %s"
+            store.failures.warning(text, store.name, len(keys), text_of(error))
             return "error"
         return "" if all(ok) else "refused"
 

@@ -1,7 +1,7 @@
 """The engine's side of the I/O server: jobs, presence, and the server's death.
 
 One thread, ``kvoffload-io-client``, receives. It waits without the GIL, and calls the listeners of
-jobs. Other threads only send, which never waits.
+jobs. Other threads only send, which never waits; without a server they call the listener.
 """
 
 import itertools
@@ -47,9 +47,11 @@ from kvoffload.io.remote_tier import RemoteTier
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.02
-"""Time between two looks at deadlines while jobs run."""
-IDLE_TICK_S = 1.0
+TICK_S, IDLE_TICK_S = 0.02, 0.25
+"""Time between two looks at deadlines while jobs run, and while none does."""
+PATIENT_S = IDLE_TICK_S + TICK_S
+"""The thread sees a job before so long a deadline without being woken, which would take the
+engine's thread 0.2 ms."""
 SILENT_S = 10.0
 """How long a server may be silent, with a cancelled job, before it is killed."""
 KILLED_S = 1.0
@@ -169,14 +171,14 @@ class IOClient:
             self._link.wake()
 
     def _begin(self, order: Load | Store, listener: Listener, timeout_s: float) -> None:
-        data = frame(order)
-        link = self._link
+        data, link = frame(order), self._link
         with link.lock:  # a server that dies either takes this job with it, or is known to be dead
             is_up = link.is_up
-            must_wake = is_up and self._jobs.add(order, listener, timeout_s)
-            must_wake |= link.push(data)
+            if is_up:
+                self._jobs.add(order, listener, timeout_s)
+            must_wake = link.push(data) or (is_up and timeout_s < PATIENT_S)
         if must_wake:
-            link.wake()  # its thread looks at deadlines from now on
+            link.wake()
         if not is_up:
             listener.ended(bytes(len(order.keys)), "io_died", True, 0.0)
 
@@ -333,9 +335,9 @@ class IOClient:
         # A server that starts, on a busy machine or a slow disk, would be as late the next time.
         silent_s = OPEN_S if self._is_starting else SILENT_S
         if since_s is not None and now_s >= max(since_s, self._heard_s) + silent_s:
-            log.error("%s has been silent for %g s; it is killed", self._peer, silent_s)
+            what = "it is killed" if self._peer.kill() else "it cannot be ended"
+            log.error("%s has been silent for %g s; %s", self._peer, silent_s, what)
             self._heard_s = now_s
-            self._peer.kill()
 
     def _lost(self) -> None:
         """Answer all jobs: the server is gone, or will be. Its slots are free once it has ended."""

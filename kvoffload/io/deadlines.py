@@ -19,7 +19,11 @@ CANCEL_GRACE_S = 0.02
 
 
 class Listener(Protocol):
-    """What a job tells; called on the client's thread. Nothing here waits or raises."""
+    """What a job tells. Nothing here waits or raises.
+
+    The client's thread calls it. While the server is down, ``ended`` is called by the thread that
+    submits the job, before that call returns.
+    """
 
     def arrived(self, numbers: Sequence[int]) -> None:
         """Take in that these chunks of a load are verified in their slots."""
@@ -81,11 +85,10 @@ class IOJobs:
         job = self._jobs.get(number)
         return job.order if job else None
 
-    def add(self, order: Load | Store, listener: Listener, timeout_s: float) -> bool:
-        """Expect the answer to a job, on any thread; return whether no other is in flight."""
-        was_idle, now_s = not self._jobs, time.monotonic()
+    def add(self, order: Load | Store, listener: Listener, timeout_s: float) -> None:
+        """Expect the answer to a job; on any thread."""
+        now_s = time.monotonic()
         self._jobs[order.job] = IOJob(order, listener, timeout_s, now_s, now_s + timeout_s)
-        return was_idle
 
     def arrived(self, message: Arrived) -> None:
         """Take in that chunks of a load arrived, unless it is answered."""

@@ -23,8 +23,8 @@ class Peer(Protocol):
     sock: socket.socket
     """The engine's end."""
 
-    def kill(self) -> None:
-        """End it at once, if its form can."""
+    def kill(self) -> bool:
+        """End it at once, if its form can; return whether that is so."""
         ...
 
     def wait(self, timeout_s: float) -> bool:
@@ -56,8 +56,9 @@ class ServerThread:
     def _run(self) -> None:
         run_server(self._other, self._memory, lambda session: setattr(self, "session", session))
 
-    def kill(self) -> None:
+    def kill(self) -> bool:
         """Do nothing: a thread that hangs cannot be ended."""
+        return False
 
     def wait(self, timeout_s: float) -> bool:
         self._thread.join(timeout_s)
@@ -103,9 +104,10 @@ class ServerProcess:
         """Of the process."""
         return self._process.pid
 
-    def kill(self) -> None:
+    def kill(self) -> bool:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
+        return True
 
     def wait(self, timeout_s: float) -> bool:
         # Not Popen.wait: that one polls ever more slowly.

@@ -33,7 +33,8 @@ class OpenStore:
         self.is_told = False
         """Whether the engine knows all that the index knew at some time."""
         self._told: Figures | None = None
-        self._failures = Throttle(log)
+        self.failures = Throttle(log)
+        """Logs what the store's calls raise."""
 
     def changes(self) -> Presence | None:
         """Return the next changes of the index; None if there are none."""
@@ -87,7 +88,7 @@ class OpenStore:
         try:
             return call()
         except Exception as error:
-            self._failures.warning("%s: %s failed: %r", self.name, what, error)
+            self.failures.warning("%s: %s failed: %r", self.name, what, error)
             return failed
 
 

@@ -41,9 +41,9 @@ class RemoteTier:
         """Whether processes of this host that open the store alike see each other's chunks."""
         self._changes = ChangedKeys()
         self._loads, self._stores = Traffic(), Traffic()
-        self._figures: Figures | None = None
-        self._counted: Counter[str] = Counter()
-        """What earlier openings of the store have counted."""
+        self._told: tuple[Counter[str], Figures | None] = (Counter(), None)
+        """What earlier openings of the store have counted, and the figures of this one. They are
+        replaced together, because any thread reads them."""
         self.listing = 0
         """Counts the listings: each begins with nothing, when the store is opened again."""
         self.reset()
@@ -78,10 +78,10 @@ class RemoteTier:
             # First, so that no announcement from before this call brings the keys back.
             forgetting.update(keys)
             known.difference_update(keys)
-        # A failed load forgets its chunks one by one: they are sent together.
-        is_first = not unsent
         unsent.extend(keys)
-        if is_first:
+        # A failed load forgets its chunks one by one: they are sent together. The check comes last,
+        # so that keys appended as the client's thread ended its taking cause a call.
+        if len(unsent) <= len(keys):
             self._ask()
 
     @property
@@ -110,13 +110,15 @@ class RemoteTier:
     @property
     def usage(self) -> Usage | None:
         """The store's usage as it was last told; None if the store tells none."""
-        return Usage(*self._figures.usage) if self._figures else None
+        _, figures = self._told
+        return Usage(*figures.usage) if figures else None
 
     @property
     def counters(self) -> Mapping[str, int]:
         """The store's counters since this process began, as they were last told."""
-        now = self._figures.counters if self._figures else {}
-        return self._counted + Counter(now) if self._counted else now
+        counted, figures = self._told
+        now = figures.counters if figures else {}
+        return counted + Counter(now) if counted else now
 
     @property
     def figures(self) -> TierFigures:
@@ -155,9 +157,7 @@ class RemoteTier:
         """Whether the copy has all that the index has."""
         self._is_met = False
         self._patient_until_s = time.monotonic() + self._lookup_timeout_s
-        if self._figures is not None:
-            self._counted.update(self._figures.counters)
-        self._figures = None
+        self._told = Counter(self.counters), None
 
     def opened(self, has_index: bool, is_shared: bool = False) -> None:
         """Take in that the store is open."""
@@ -210,7 +210,12 @@ class RemoteTier:
 
     def take_forgotten(self) -> list[bytes]:
         """Return the keys that the server must forget, before it gets any further store."""
-        return [self._unsent.popleft() for _ in range(len(self._unsent))]
+        unsent = self._unsent
+        taken: list[bytes] = []
+        # Until none is left: a key that another thread appends meanwhile causes no call.
+        while unsent:
+            taken.append(unsent.popleft())
+        return taken
 
     def take_questions(self) -> list[bytes]:
         """Return the keys to ask the store for."""
@@ -227,4 +232,4 @@ class RemoteTier:
 
     def told(self, figures: Figures) -> None:
         """Take in usage and counters."""
-        self._figures = figures
+        self._told = self._told[0], figures

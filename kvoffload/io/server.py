@@ -176,6 +176,8 @@ class Session:
 
     def _before_answer(self, order: Load | Store, store: OpenStore, ok: Sequence[int]) -> None:
         """Tell what a job changed, so that it is known when the job is answered."""
+        if self._stores.get(store.name) is not store:
+            return  # replaced by a renewal: its changes would count as those of the new store
         has_more = self._tell_changes_of(store)
         if has_more and isinstance(order, Store):
             # The index still lists what it had before; these chunks need not wait for it.
@@ -190,13 +192,16 @@ class Session:
     async def _ask(self, message: Ask) -> None:
         store = self._stores.get(message.tier)
         answers = [False] * len(message.keys)
-        try:
-            if store is not None:
+        if store is not None:
+            try:
                 asked = store.backend.contains(message.keys)
                 found = await asyncio.wait_for(asked, self._opening.lookup_timeout_s)
                 answers = [bool(each) for each in same_length(found, message.keys)]
-        except Exception as error:
-            log.warning("probing %d keys failed: %s", len(message.keys), text_of(error))
+            except Exception as error:
+                text = "%s: probing %d keys failed: %s"
+                store.failures.warning(text, store.name, len(message.keys), text_of(error))
+        if self._stores.get(message.tier) is not store:
+            return  # replaced by a renewal, as above
         for start in range(0, len(answers), KEYS_PER_MESSAGE):
             part = slice(start, start + KEYS_PER_MESSAGE)
             self.send(Present(message.tier, message.keys[part], answers[part]))

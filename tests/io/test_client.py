@@ -229,6 +229,25 @@ def test_a_hung_load_is_answered_at_its_deadline_and_released(rig, until, planne
     assert len(load.answers) == 1
 
 
+def test_only_a_job_with_a_short_deadline_wakes_the_clients_thread(
+    rig, until, planned, monkeypatch
+):
+    client = rig.open(("planned", "planned", planned.options), load_timeout_s=0.3)
+    rig.store(client, "planned", KEYS[:1], until)
+    planned.set(Plan("hang", frozenset({"read"})))
+    wake, woken = client._link.wake, []
+    monkeypatch.setattr(client._link, "wake", lambda: (woken.append(True), wake()))
+    until(lambda: not client._jobs)
+    patient = rig.load(client, "planned", KEYS[:1])
+    assert not woken
+    client._load_timeout_s = 0.1
+    hurried = rig.load(client, "planned", KEYS[:1], first=3)
+    assert woken, "the thread may be asleep for longer than this job has"
+    for load in (patient, hurried):
+        until(lambda load=load: load.answers)
+        assert [reason for _, reason, _ in load.answers] == ["deadline"]
+
+
 def test_a_load_that_goes_on_may_take_longer_than_its_timeout(rig, until, tmp_path, planned):
     """Calls of eight chunks end one after the other; each gives the load more time."""
     client = rig.open(("planned", "planned", planned.options), load_timeout_s=1.5)
@@ -317,4 +336,4 @@ def test_logs_of_the_server_are_logs_of_the_engine(rig, until, planned, caplog):
         until(lambda: "a fault was planned here" in caplog.text)
     assert until(lambda: load.answers) == [([False], "error", True)]
     (record,) = [r for r in caplog.records if "planned here" in r.getMessage()]
-    assert record.name == "kvoffload.io.chunk_jobs"
+    assert record.name == "kvoffload.io.open_stores"

@@ -1,12 +1,17 @@
 """Stores are opened again under another namespace while the server still tells of the old ones."""
 
+import asyncio
 import threading
 import time
 
 import pytest
 
+from kvoffload import registry
+from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.io.protocol import Opened, Presence, TierOpened
 from kvoffload.testing.backends import keys_of
+from kvoffload.transfer.slab import Slab
+from tests.support.io_rig import client_over
 
 KEYS = keys_of(4)
 
@@ -66,3 +71,82 @@ def test_stores_of_the_old_namespace_that_open_late_do_not_end_a_renewal(rig, mo
     monkeypatch.setattr(client._link, "send", send_after_the_old_words)
     client.renew("1" * 64, {}, [])
     assert [client.tiers["memory"].holds(key) for key in KEYS] == [False] * 4
+
+
+class Gated(MemoryBackend):
+    """Each write and each question waits for the gate, also after the store was closed."""
+
+    def __init__(self):
+        super().__init__(MemoryOptions(), "old")
+        self.is_called, self.gate, self.is_past = (threading.Event() for _ in range(3))
+
+    async def contains(self, keys):
+        await self._pass(keys)
+        return await super().contains(keys)
+
+    async def write(self, keys, chunks):
+        await self._pass(keys)
+        return await super().write(keys, chunks)
+
+    async def close(self):
+        pass
+
+    async def _pass(self, keys):
+        if keys:
+            self.is_called.set()
+            await asyncio.to_thread(self.gate.wait, 20)
+            self.is_past.set()
+
+
+class Unlisted:
+    """A memory tier without an index."""
+
+    def __init__(self, inner):
+        self.contains, self.write, self.close = inner.contains, inner.write, inner.close
+
+
+@pytest.fixture
+def client_of(monkeypatch):
+    """Start a client over a store; a renewal opens another one in its place."""
+    clients = []
+
+    def client_of(store, heir):
+        clients.append(client_over({"memory": store}, Slab(4, 4096)))
+        monkeypatch.setattr(registry, "open_backend", lambda *_, **__: heir)
+        return clients[-1]
+
+    yield client_of
+    for client in clients:
+        client.close()
+
+
+def test_a_job_that_ends_on_an_old_store_tells_nothing_of_the_new_one(client_of, until, listener):
+    old = Gated()
+    client = client_of(old, MemoryBackend(MemoryOptions(), "new"))
+    tier = client.tiers["memory"]
+    client.store("memory", KEYS, range(4), 4096, listener)
+    assert old.is_called.wait(20)
+    client.renew("1" * 64, {}, [])
+    old.gate.set()
+    until(lambda: listener.answers)
+    assert [tier.holds(key) for key in KEYS] == [False] * 4
+    assert tier.usage.chunks == 0
+
+
+def test_an_answer_of_an_old_store_is_none_of_the_new_one(client_of, until, listener):
+    old, new = Gated(), Gated()
+    client = client_of(Unlisted(old), Unlisted(new))
+    tier = client.tiers["memory"]
+    old.put(KEYS[0], memoryview(b"x"))
+    assert tier.holds(KEYS[0]) is None
+    assert old.is_called.wait(20)
+    client.renew("1" * 64, {}, [])
+    assert tier.holds(KEYS[0]) is None
+    assert new.is_called.wait(20)
+    old.gate.set()
+    assert old.is_past.wait(20)
+    client.load("memory", [], [], 4096, listener)  # answered after any word of the old store
+    until(lambda: listener.answers)
+    new.gate.set()
+    until(lambda: tier.holds(KEYS[0]) is not None)
+    assert tier.holds(KEYS[0]) is False

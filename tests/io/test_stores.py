@@ -1,12 +1,16 @@
 """Open stores: a plug-in's exceptions are logged and cost only what they concern."""
 
 import asyncio
+import sys
 import threading
+from collections import deque
 
 import pytest
 
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
+from kvoffload.io import client as io_client
 from kvoffload.io.open_stores import OpenStore, close_stores, greet, retire
+from kvoffload.io.protocol import Figures
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.transfer.slab import Slab
 from tests.support.io_rig import client_over
@@ -130,3 +134,110 @@ def test_a_chunk_that_has_arrived_does_not_arrive_again_with_its_answer(until, l
     assert listener.answers == [([True] * 4, "", True)]
     assert sorted(listener.numbers) == [0, 1, 2, 3]
     client.close()
+
+
+# ---- what the log says ----
+
+
+def test_a_store_that_raises_at_each_call_takes_one_line_a_second(until, listener, caplog):
+    class Raising(MemoryBackend):
+        async def read(self, keys, into):
+            raise RuntimeError("out of order")
+
+    client = client_over({"t": Raising(MemoryOptions(), "n")}, Slab(40, 4096))
+    client.load("t", [b"%d" % i * 36 for i in range(40)], range(40), 4096, listener)
+    until(lambda: listener.answers)
+    client.close()
+    assert [line for line in caplog.messages if "read of" in line] == [
+        "t: read of 8 chunks failed: out of order"
+    ]
+
+
+def test_a_server_that_is_a_thread_is_not_said_to_be_killed(until, listener, caplog, monkeypatch):
+    go_on = threading.Event()
+
+    class Hung(MemoryBackend):
+        async def read(self, keys, into):
+            go_on.wait(20)  # on the event loop
+            return [False] * len(keys)
+
+    monkeypatch.setattr(io_client, "SILENT_S", 0.1)
+    client = client_over({"t": Hung(MemoryOptions(), "n")}, Slab(2, 4096), load_timeout_s=0.1)
+    client.load("t", KEYS, range(2), 4096, listener)
+    until(lambda: [line for line in caplog.messages if "has been silent" in line])
+    go_on.set()
+    client.close()
+    assert "the I/O thread has been silent for 0.1 s; it cannot be ended" in caplog.messages
+    assert "it is killed" not in caplog.text
+
+
+# ---- what the engine's process knows, on two threads ----
+
+
+@pytest.fixture
+def asked():
+    """Events at which a tier had something to send."""
+    return []
+
+
+@pytest.fixture
+def tier(asked):
+    tier = RemoteTier("t", 1.0, lambda: asked.append(True))
+    tier.opened(has_index=True)
+    return tier
+
+
+def test_a_key_forgotten_while_others_are_taken_is_taken_too(tier, asked):
+    class Interrupted(deque):
+        def popleft(self):
+            if late:
+                tier.forget([late.pop()])
+            return super().popleft()
+
+    late = [KEYS[1]]
+    tier._unsent = Interrupted()
+    tier.forget(KEYS[:1])
+    assert tier.take_forgotten() == KEYS
+    assert asked == [True]
+
+
+def test_a_key_forgotten_as_the_taking_of_others_ends_is_sent(tier, asked):
+    taken = []
+
+    class Interrupted(deque):
+        def extend(self, keys):
+            taken.extend(tier.take_forgotten())
+            super().extend(keys)
+
+    tier._unsent = Interrupted()
+    for key in KEYS:
+        tier.forget([key])
+    assert (taken, asked) == (KEYS[:1], [True, True])
+
+
+def test_counters_may_be_read_while_the_store_closes(tier):
+    """No counter falls, or counts twice, on a thread that reads it meanwhile."""
+    seen, failures, is_over = [], [], threading.Event()
+
+    def read():
+        try:
+            while not is_over.is_set():
+                seen.append(sum(tier.counters.values()))
+        except Exception as error:
+            failures.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for number in range(400):  # a new name each time
+            tier.told(Figures("t", (0, None, 0, {}), {"every": 1000, f"{number}": 1}))
+            tier.reset()
+    finally:
+        is_over.set()
+        reader.join()
+        sys.setswitchinterval(before)
+    assert not failures
+    assert seen == sorted(seen)
+    assert not {total % 1001 for total in seen} - {0}
