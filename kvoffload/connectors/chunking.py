@@ -274,13 +274,12 @@ def layout_facts(
     kv_cache_config: KVCacheConfig | None,
 ) -> dict[str, Fact]:
     """Return the facts of the namespace that the layout decides, so that no engine names them."""
-    pages = [[region.page_bytes for region in regions] for regions in layout.regions]
     facts: dict[str, Fact] = {
         "block_size": block_size,
         "blocks_per_chunk": config.blocks_per_chunk,
-        "chunk_layout": f"tensor-major-1 {pages}",
+        "chunk_layout": layout.description,
     }
-    if len(pages) > 1:
+    if len(layout.regions) > 1:
         facts["chunk_tokens"] = f"{[group.chunk_tokens for group in groups.all]}"
     if kv_cache_config is not None:
         # A window or a state decides what its bytes were computed from.

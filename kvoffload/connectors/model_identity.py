@@ -13,6 +13,40 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _NOT_IDENTITY = ("_name_or_path", "transformers_version", "_commit_hash")
 
 
+def weights_identity(
+    weights_id: str | None,
+    revision: str | None,
+    model: str,
+    *,
+    dummy_seed: int | None,
+    source: str,
+    engine: str,
+) -> str | None:
+    """Tell the weights apart by the setting or by their files; None where the revision does.
+
+    Args:
+        weights_id: the setting; nothing is asked if it has a name.
+        revision: of a model on a hub.
+        model: a folder, or a name on a hub.
+        dummy_seed: of random weights; None for real ones.
+        source: where the weights come from, for people.
+        engine: a name that no other engine has.
+    """
+    if weights_id:
+        return weights_id
+    if dummy_seed is not None:
+        return f"dummy, seed {dummy_seed}"
+    weights = files_digest(Path(model)) if Path(model).is_dir() else None
+    if weights is None and revision is None:
+        log.warning(
+            "kvoffload: neither a revision nor files tell which weights of %s these are, so "
+            "NOTHING STORED WILL BE FOUND after a restart or by another instance. Set weights_id.",
+            source,
+        )
+        weights = f"known to {engine} alone"
+    return weights
+
+
 def files_digest(folder: Path) -> str | None:
     """Digest the weight files of a folder, by their facts and beginnings; None without files."""
     digest = hashlib.sha256()

@@ -111,6 +111,12 @@ class ChunkLayout:
             self.payload_bytes.append(-(-offset // PAGE) * PAGE)
 
     @property
+    def description(self) -> str:
+        """A fact of the namespace: with another text nothing that is stored would be found."""
+        pages = [[region.page_bytes for region in regions] for regions in self.regions]
+        return f"tensor-major-1 {pages}"
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of a slot for a chunk of any group."""
         return max(self.payload_bytes)

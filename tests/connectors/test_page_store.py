@@ -1,8 +1,10 @@
 """Pages of an engine's memory on tiers: exact bytes, bounded calls, slots that late reads keep."""
 
 import ctypes
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +77,12 @@ def keys(count, start=0):
 
 def disk(root, **more):
     return {"type": "disk", "root": str(root), "capacity": "64MiB", "min_free": 0, **more}
+
+
+def chunks_under(root):
+    """List the files of chunks, also while folders are being removed."""
+    return [name for folder, _, names in os.walk(root) if len(Path(folder).name) == 2
+            for name in names]  # fmt: skip
 
 
 @pytest.mark.parametrize("form", ["thread", "process"])
@@ -190,7 +198,7 @@ def test_a_cleared_store_serves_nothing_and_takes_pages_again(pool, opened, tmp_
     store = opened(disk(tmp_path))
     assert all(store.save(keys(4), pool.pages(range(4))))
     store.clear()
-    until(lambda: store.num_leading(keys(4)) == 0 and not list(tmp_path.glob("*/??/*")))
+    until(lambda: not any(store.present(keys(4))) and not chunks_under(tmp_path))
     assert all(store.save(keys(4), pool.pages(range(4))))
     until(lambda: store.num_leading(keys(4)) == 4)
 
@@ -246,3 +254,61 @@ def test_a_disk_that_hangs_costs_no_deadline_once_it_counts_as_dead(
     until(lambda: all(store.save(keys(20), pool.pages(range(20)))))
     until(lambda: all(store.load(keys(20), pool.pages(range(30, 50)))))
     assert pool.read(range(30, 50)) == pool.read(range(20))
+
+
+@pytest.fixture
+def hang_under(monkeypatch):
+    """Let reads of files under a folder hang until the test ends."""
+    read, may_end = Vfs.preadv, threading.Event()
+
+    def begin(folder):
+        def hang(file, *rest):
+            if os.readlink(f"/proc/self/fd/{file}").startswith(str(folder)):
+                may_end.wait(60)
+            return read(file, *rest)
+
+        monkeypatch.setattr(Vfs, "preadv", staticmethod(hang))
+
+    yield begin
+    may_end.set()
+
+
+def test_a_tier_that_hangs_does_not_make_the_next_one_forget(
+    pool, opened, tmp_path, until, hang_under
+):
+    slow, sound = disk(tmp_path / "a", stall_s=60), disk(tmp_path / "b")
+    store = opened(slow, sound, slots=16, load_timeout_s=0.3, io="thread")
+    pool.fill(range(4))
+    assert all(store.save(keys(4), pool.pages(range(4))))
+    until(lambda: store.num_leading(keys(4)) == 4)
+    hang_under(tmp_path / "a")
+    assert not any(store.load(keys(4), pool.pages(range(10, 14))))
+    assert store.present(keys(4)) == [True] * 4
+    assert store.counters["load_deadline"] == 4
+    assert all(store.load(keys(4), pool.pages(range(10, 14))))
+    assert pool.read(range(10, 14)) == pool.read(range(4))
+
+
+def test_pages_of_a_tier_for_which_no_time_was_left_are_counted(
+    pool, opened, tmp_path, until, hang_under
+):
+    slow, sound = disk(tmp_path / "a", stall_s=60), disk(tmp_path / "b")
+    assert all(opened(sound).save(keys(4), pool.pages(range(4))))
+    store = opened(slow, sound, slots=16, load_timeout_s=0.3, io="thread")
+    assert all(store.save(keys(2), pool.pages(range(2))))
+    until(lambda: store.num_leading(keys(4)) == 4)
+    hang_under(tmp_path / "a")
+    assert not any(store.load(keys(4), pool.pages(range(10, 14))))
+    assert store.counters["load_deadline"] == 4
+
+
+def test_pages_that_no_tier_was_asked_for_are_not_forgotten(
+    pool, opened, tmp_path, until, hang_under
+):
+    store = opened(disk(tmp_path, stall_s=60), slots=4, load_timeout_s=0.3, io="thread")
+    assert all(store.save(keys(6), pool.pages(range(6))))
+    until(lambda: store.num_leading(keys(6)) == 6)
+    hang_under(tmp_path)
+    assert not any(store.load(keys(6), pool.pages(range(10, 16))))
+    assert store.present(keys(6)) == [False] * 4 + [True] * 2
+    assert store.counters["load_deadline"] == 6

@@ -179,3 +179,9 @@ def test_a_batch_takes_the_same_steps_however_many_copies_it_has(tensors):
     many, batches = steps(MOST_COPIES)
     assert (one, batches) == (1, tensors)
     assert many / batches <= few + 100
+
+
+def test_the_layout_s_description_is_the_one_that_namespaces_are_made_of():
+    """Another text would lose all that is stored."""
+    layout = ChunkLayout(caches_of([64, 32], 4), PER_CHUNK)
+    assert layout.description == "tensor-major-1 [[64, 32]]"

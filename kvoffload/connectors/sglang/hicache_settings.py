@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvoffload import registry
 from kvoffload.config import Bytes, ByteSize, OffloadConfig, parse_config
 from kvoffload.errors import ConfigError
+from kvoffload.registry import check_plugins
 
 OF_SGLANG = frozenset(
     {
@@ -62,6 +62,5 @@ def read_settings(extra: Mapping[str, Any]) -> HiCacheSettings:
         remedy = 'name a tier, or more, such as [{"type": "disk", "root": "/var/cache/kv"}]'
         raise ConfigError("backends", ours.get("backends"), remedy)
     settings = parse_config(ours, HiCacheSettings)
-    for i, tier in enumerate(settings.backends):
-        registry.read_options(tier.type, tier.options, f"backends[{i}].")
+    check_plugins(settings)
     return settings

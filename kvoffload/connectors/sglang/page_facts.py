@@ -8,10 +8,9 @@ import logging
 import re
 import uuid
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-from kvoffload.connectors.model_identity import config_digest, files_digest
+from kvoffload.connectors.model_identity import config_digest, weights_identity
 from kvoffload.connectors.sglang.hicache_settings import HiCacheSettings
 from kvoffload.errors import ConfigError
 from kvoffload.offload.namespace import Fact
@@ -92,18 +91,14 @@ def model_facts(args: Any, settings: HiCacheSettings) -> dict[str, Fact]:
         args.model_path, trust_remote_code=args.trust_remote_code, revision=args.revision
     )
     revision = args.revision or getattr(hf_config, "_commit_hash", None)
-    weights = settings.weights_id
-    if weights is None and args.load_format == "dummy":
-        weights = f"dummy, seed {args.random_seed}"
-    elif weights is None and Path(args.model_path).is_dir():
-        weights = files_digest(Path(args.model_path))
-    if weights is None and revision is None:
-        log.warning(
-            "kvoffload: neither a revision nor files tell which weights of %s these are, so "
-            "NOTHING STORED WILL BE FOUND after a restart or by another instance. Set weights_id.",
-            args.model_path,
-        )
-        weights = f"known to {uuid.uuid4().hex} alone"
+    weights = weights_identity(
+        settings.weights_id,
+        revision,
+        args.model_path,
+        dummy_seed=args.random_seed if args.load_format == "dummy" else None,
+        source=args.model_path,
+        engine=uuid.uuid4().hex,
+    )
     return {
         "model_path": args.model_path,
         "revision": revision,

@@ -166,10 +166,15 @@ class PageStore:
         self._check(keys, pages)
         ok = [False] * len(keys)
         until_s = time.monotonic() + self._config.load_timeout_s
+        tried: set[int] = set()
         for tier in self._tiers:
             held = self._holds(tier, keys)
             wanted = [i for i, here in enumerate(held) if not ok[i] and here is not False]
-            self._load_from(tier, deque(wanted), keys, pages, ok, until_s)
+            if time.monotonic() < until_s:
+                self._load_from(tier, deque(wanted), keys, pages, ok, until_s)
+            else:
+                self._not_asked(tier, len({*wanted} - tried))
+            tried.update(wanted)
         self.counters["loaded"] += sum(ok)
         return ok
 
@@ -202,10 +207,17 @@ class PageStore:
                 running.remove(told.job)
                 told.job.lease.release()
                 self._forget(tier, [keys[i] for i in told.job.places if not ok[i]], told.reason)
-        unloaded = [*left, *(i for job in running for i in job.places)]
+        self._not_asked(tier, len(left))
+        late = [keys[i] for job in running for i in job.places if not ok[i]]
         for job in running:
             job.lease.release()
-        self._forget(tier, [keys[i] for i in unloaded if not ok[i]], "deadline")
+        self._forget(tier, late, "deadline")
+
+    def _not_asked(self, tier: RemoteTier, count: int) -> None:
+        """Count pages for which there was no time; the tier may well have them."""
+        if count:
+            self.counters["load_deadline"] += count
+            self._warnings.warning("%s: no time was left to load %d pages", tier.name, count)
 
     def _forget(self, tier: RemoteTier, keys: Sequence[bytes], reason: str) -> None:
         """Let a tier answer False for pages that it could not load; count why."""
@@ -218,7 +230,10 @@ class PageStore:
     # ---- stores ----
 
     def save(self, keys: Sequence[bytes], pages: Sequence[Page]) -> list[bool]:
-        """Store pages on all tiers; True where one tier has the page. The head is stored first."""
+        """Store pages on all tiers, the head first.
+
+        True where all tiers had the page, or one has stored it now.
+        """
         self._check(keys, pages)
         until_s = time.monotonic() + self._config.store_timeout_s
         held = [self._holds(tier, keys) for tier in self._tiers]

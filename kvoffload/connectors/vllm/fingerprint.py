@@ -1,18 +1,14 @@
 """Everything that decides what one rank's stored bytes mean, as vLLM has resolved it."""
 
 import hashlib
-import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from kvoffload.connectors.model_identity import config_digest, files_digest
+from kvoffload.connectors.model_identity import config_digest, weights_identity
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.versions import installed_version, release_series
 from kvoffload.errors import ConfigError
 from kvoffload.offload.namespace import Fact
-
-log = logging.getLogger(__name__)
 
 _REFUSED_LAYOUTS = ("LHBNC",)
 """Where the heads of a block lie apart from each other, outside of the block."""
@@ -36,14 +32,15 @@ def resolve_facts(
     )
     root, shared = hash_root(vllm_config)
     revision = model.revision or getattr(model.hf_config, "_commit_hash", None)
-    weights = settings.weights_id or weights_fingerprint(vllm_config)
-    if revision is None and weights is None:
-        log.warning(
-            "kvoffload: neither a revision nor files tell which weights of %s these are, so "
-            "NOTHING STORED WILL BE FOUND after a restart or by another instance. Set weights_id.",
-            model.model_weights or model.model,
-        )
-        weights = f"known to {vllm_config.kv_transfer_config.engine_id} alone"
+    is_dummy = str(vllm_config.load_config.load_format) == "dummy"
+    weights = weights_identity(
+        settings.weights_id,
+        revision,
+        model.model,
+        dummy_seed=model.seed if is_dummy else None,
+        source=model.model_weights or model.model,
+        engine=vllm_config.kv_transfer_config.engine_id,
+    )
     facts: dict[str, Fact] = {
         "engine": "vllm",
         "engine_version": release_series(installed_version()),
@@ -106,17 +103,6 @@ def hash_root(vllm_config: Any) -> tuple[str, bool]:
     # Asked twice: a root that other processes share comes out the same.
     first, second = resolve_none_hash_seed(algorithm), resolve_none_hash_seed(algorithm)
     return first, first == second
-
-
-def weights_fingerprint(vllm_config: Any) -> str | None:
-    """Tell the weights apart by their files; None where there are none (a name on a hub, a URL)."""
-    model, load = vllm_config.model_config, vllm_config.load_config
-    if str(load.load_format) == "dummy":
-        return f"dummy, seed {model.seed}"
-    folder = Path(model.model)
-    if not folder.is_dir():
-        return None  # a name on a hub: the revision says it
-    return files_digest(folder)
 
 
 def attention_backends(vllm_config: Any, kv_caches: Mapping[str, Any]) -> str:

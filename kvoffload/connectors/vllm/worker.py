@@ -113,13 +113,12 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         """
         ours = canonical(kv_caches, self._group_ids)
         layout = ChunkLayout(ours, self.settings.blocks_per_chunk)
-        pages = [[region.page_bytes for region in regions] for regions in layout.regions]
         # vLLM says so of tensor parallel ranks of one host alone.
         is_replicated = self.spec.config.replicated_layout
         facts = resolve_facts(
             self.vllm_config, self.kv_cache_config, self._kv_caches, self.settings, is_replicated
         )
-        facts["chunk_layout"] = f"tensor-major-1 {pages}"
+        facts["chunk_layout"] = layout.description
         with unbound(self._device_type):
             # Stages of a pipeline have other layers each, so their slots are of one size.
             sizes = layout if self._num_stages == 1 else None
@@ -225,6 +224,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
 
         A copy after that would be an illegal access, which ends the engine.
         """
+        self._submit_stores()  # those that wait for the next step, too
         self._transfers.wait([*self._stores, *self._loads])
 
     def _submit_stores(self) -> None:

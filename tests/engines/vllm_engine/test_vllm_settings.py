@@ -34,7 +34,6 @@ from kvoffload.connectors.vllm.fingerprint import (
     config_digest,
     hash_root,
     resolve_facts,
-    weights_fingerprint,
 )
 from kvoffload.connectors.vllm.settings import read_settings
 from kvoffload.connectors.vllm.versions import check_version, is_tested
@@ -162,18 +161,6 @@ def test_ranks_that_ask_for_more_than_there_is_together_are_refused():
     check_memory_of_ranks(settings, 2)
     with pytest.raises(ConfigError, match="cpu_bytes of 4 ranks"):
         check_memory_of_ranks(settings, 4)
-
-
-def test_weights_in_a_folder_are_told_apart(tmp_path):
-    config = types.SimpleNamespace(
-        model_config=types.SimpleNamespace(model=str(tmp_path), seed=0),
-        load_config=types.SimpleNamespace(load_format="auto"),
-    )
-    (tmp_path / "model.safetensors").write_bytes(b"a" * 100)
-    first = weights_fingerprint(config)
-    assert first == weights_fingerprint(config)
-    (tmp_path / "model.safetensors").write_bytes(b"b" * 100)
-    assert weights_fingerprint(config) != first
 
 
 def test_json_of_the_documentation_is_accepted():

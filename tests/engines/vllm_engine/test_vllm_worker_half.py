@@ -155,3 +155,12 @@ def test_a_sleep_waits_for_copies_out_of_the_memory_that_it_unmaps(half, monkeyp
     step(half)
     half.unregister_kv_caches()
     assert half._transfers._slab.rows[5].tolist() == [6] * PAGE + [7] * PAGE
+
+
+def test_a_sleep_takes_the_stores_along_that_wait_for_the_next_step(half):
+    """After it their blocks are unmapped, or have other bytes."""
+    source = GPULoadStoreSpec([1, 2, 6, 7], group_sizes=[2, 2], block_indices=[0, 2])
+    job = TransferJob(req_id="r", src_spec=source, dst_spec=CPULoadStoreSpec([4, 5]))
+    step(half, stores={7: job})
+    half.unregister_kv_caches()
+    assert half._transfers._slab.rows[5].tolist() == [6] * PAGE + [7] * PAGE
