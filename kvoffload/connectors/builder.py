@@ -45,11 +45,16 @@ def make_host_cache(
         first_row: the first row that may be used.
     """
     new_policy = registry.load(registry.POLICIES, policy, "policy")
-    if len({size for size in payload_bytes if size}) > 1:
+    if _differ(payload_bytes):
         geometry = HostGeometry.plan(num_rows * row_bytes, payload_bytes)
         return ExtentLedger(geometry, new_policy, first_row)
     num_slots = num_rows - first_row
     return HostCache(num_slots, new_policy(num_slots), row_bytes, first_row)
+
+
+def _differ(payload_bytes: Sequence[int]) -> bool:
+    """Say whether groups have chunks of several sizes; a group without bytes has no chunks."""
+    return len({size for size in payload_bytes if size}) > 1
 
 
 def make_manager(
@@ -94,7 +99,7 @@ class TieredOffloadingSpec(OffloadingSpec):
         self._layout = layout
         self._geometry: HostGeometry | None = None
         setting, host_bytes = config.host_memory
-        if layout is not None and len({size for size in layout.payload_bytes if size}) > 1:
+        if layout is not None and _differ(layout.payload_bytes):
             self._geometry = HostGeometry.plan(host_bytes, layout.payload_bytes, setting)
             slot_bytes = self._geometry.row_bytes
         self.slot_bytes = slot_bytes

@@ -95,7 +95,8 @@ class JobTable:
     ) -> Ended | None:
         """Add the answer of some ranks; return the job if it was the last one.
 
-        An answer to a job that has ended, or never began, changes nothing.
+        An answer that fits no job is counted and changes nothing else. One of the wrong length
+        fails all chunks of its job.
 
         Args:
             job_id: of the job.
@@ -104,8 +105,6 @@ class JobTable:
             ranks: how many ranks answer.
             unsettled: ranks on which a late transfer may still touch the job's host slots.
             seconds: the transfer's own time, on the slowest of these ranks.
-
-        An answer that fits no job is counted. One of the wrong length fails all chunks of its job.
         """
         entry = self._jobs.get(job_id)
         if entry is None:

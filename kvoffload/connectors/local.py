@@ -111,29 +111,29 @@ class LocalConnector:
                 f"kv_cache_config has {len(self._groups.all)}"
             )
         layout = ChunkLayout(kv_caches, [group.per_chunk for group in self._groups.all])
-        chunk_tokens = self._groups.offloaded[0].chunk_tokens
-        self._log = RequestLog(self.config.record, chunk_tokens) if self.config.record else None
-        meaning = {
-            **facts,
-            **layout_facts(self.config, block_size, self._groups, layout, kv_cache_config),
-        }
-        self._spans = open_spans(self.config.otel_spans)
+        self._log = RequestLog(self.config.record, self._groups.offloaded[0].chunk_tokens)
+        of_layout = layout_facts(self.config, block_size, self._groups, layout, kv_cache_config)
+        meaning = {**facts, **of_layout}
         self._spec = TieredOffloadingSpec(self.config, layout.slot_bytes, meaning, layout)
-        self._manager = self._spec.get_manager()
-        self._uses = UseCounter(self._manager)
-        self._worker = self._spec.open_engine(kv_caches)
-        self._requests: dict[str, RequestState] = {}
-        # An engine that can use any part of a prefix goes on after one short load.
-        self._short_loads = LoadBackoff(tolerated=int(self._groups.keeps_prefixes))
-        parts = self._manager, self._worker, self._groups, self._requests, self._short_loads
-        self._transfers = Transfers(*parts, self._spans)
-        self._outcomes: list[LoadOutcome] = []
-        loaded_tokens = self._transfers.loaded_tokens
-        self._stats = LocalStats(self._spec, self._manager, self._worker, loaded_tokens)
+        self._spans = None
         try:
+            self._spans = open_spans(self.config.otel_spans)
+            self._manager = self._spec.get_manager()
+            self._uses = UseCounter(self._manager)
+            self._worker = self._spec.open_engine(kv_caches)
+            self._requests: dict[str, RequestState] = {}
+            # An engine that can use any part of a prefix goes on after one short load.
+            self._short_loads = LoadBackoff(tolerated=int(self._groups.keeps_prefixes))
+            parts = self._manager, self._worker, self._groups, self._requests, self._short_loads
+            self._transfers = Transfers(*parts, self._spans)
+            self._outcomes: list[LoadOutcome] = []
+            loaded_tokens = self._transfers.loaded_tokens
+            self._stats = LocalStats(self._spec, self._manager, self._worker, loaded_tokens)
             self._metrics = serve_metrics(self.config, self._stats.samples)
-        except ConfigError:
+        except BaseException:
             self._spec.close()
+            if self._spans is not None:
+                self._spans.close()
             raise
 
     # ---- a waiting request ----
@@ -391,7 +391,7 @@ class LocalConnector:
         """Count the request as a use of its chunks; of windows, of the chunks it reads."""
         groups = self._groups
         counted = self._uses.count(state.context, lambda: groups.used(state.keys, loaded_end))
-        if counted and self._log:
+        if counted and self.config.record:
             self._log.asked_for(state.keys[groups.offloaded[0].index])
 
     def _extend_keys(self, request: OffloadRequest, state: RequestState) -> None:

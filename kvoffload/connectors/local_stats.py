@@ -46,7 +46,11 @@ class LocalStats:
         )
 
     def collect(self) -> dict[str, Any]:
-        """Return all figures as plain data."""
+        """Return all figures as plain data.
+
+        Host memory's ``capacity_chunks`` counts slots of ``slot_bytes``: rows, if chunks differ in
+        size, of which a chunk takes several.
+        """
         spec, tiers = self._spec, {}
         manager: dict[str, Any] = msgspec.to_builtins(self._manager.stats())
         for name, tier in spec.tiers.items():

@@ -1,8 +1,10 @@
 """OpenTelemetry spans of lookups, loads and stores."""
 
 import os
+import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -133,3 +135,21 @@ def test_off_is_the_default_and_imports_nothing():
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
     assert open_spans(False) is None
+
+
+@pytest.mark.parametrize("problem", ["tier", "port"])
+def test_a_connector_that_cannot_start_leaves_no_exporter(kv_caches, monkeypatch, until, problem):
+    trace = pytest.importorskip("opentelemetry.trace", reason=NEEDED)
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason=NEEDED)
+    pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
+    # As in a process that has set no provider; other tests of this one have.
+    monkeypatch.setattr(trace, "get_tracer_provider", trace.ProxyTracerProvider)
+    threads = set(threading.enumerate())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        wrong = {
+            "tier": {"backends": [{"type": "disk", "root": "/proc/none"}]},
+            "port": {"metrics_port": taken.getsockname()[1]},
+        }
+        with pytest.raises(ConfigError):
+            attach(kv_caches, otel_spans=True, **wrong[problem])
+    until(lambda: set(threading.enumerate()) <= threads)
