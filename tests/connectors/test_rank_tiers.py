@@ -11,7 +11,6 @@ from kvoffload.config import parse_config
 from kvoffload.connectors.vllm import worker_presence
 from kvoffload.connectors.vllm.rank_tiers import QUIET_S, RankTiers
 from kvoffload.connectors.vllm.worker_presence import WorkerPresence
-from kvoffload.errors import ConfigError
 from kvoffload.io.chunk_jobs import same_length
 from kvoffload.io.open_stores import OpenStore
 from kvoffload.io.protocol import Present
@@ -288,8 +287,3 @@ def test_announced_chunks_of_a_store_that_lists_nothing_are_bounded(monkeypatch)
     tier.written(KEYS[:3])
     tier.removed([Removal(key, "evicted") for key in KEYS[:3]])
     assert [removal.key for removal in tier.take_removals()] == KEYS[1:3]
-
-
-def test_two_ranks_with_one_number_are_refused():
-    with pytest.raises(ConfigError, match="rank"):
-        RankTiers(CONFIG, [0, 0], ())

@@ -61,11 +61,6 @@ class GpuEnd:
         self._num_groups = max(group_ids) + 1
         self._per_chunk = blocks_per_chunk
         self.num_chunks = sum(self._chunks(size, index) for _, size, index in self._groups)
-        self.is_whole = not any(
-            size and (size % blocks_per_chunk or index % blocks_per_chunk)
-            for _, size, index in self._groups
-        )
-        """Whether it has no part of a chunk; only the ends of a group may be parts."""
 
     @property
     def chunks(self) -> list[tuple[int, tuple[int, ...]]]:

@@ -38,9 +38,8 @@ def follow_vllm(configures: bool) -> None:
 class ToVllm(logging.Handler):
     """Hands records to vLLM's logger, which may be given other handlers at any time.
 
-    Both halves of the connector, and each rank's store on the scheduler's side, notice the same
-    change of a store's state. In one process it is said once; in several, vLLM's format names the
-    process.
+    Both halves of the connector, and several ranks, notice the same change of a store's state. In
+    one process it is said once; in several, vLLM's format names the process.
     """
 
     def __init__(self, theirs: logging.Logger) -> None:

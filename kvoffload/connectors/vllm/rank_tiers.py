@@ -11,7 +11,6 @@ from kvoffload.connectors.tier_io import tier_names
 from kvoffload.connectors.vllm.asked_tier import AskedTier
 from kvoffload.connectors.vllm.presence_messages import Answer, IndexPart, Question
 from kvoffload.connectors.vllm.tier_index import TierIndex
-from kvoffload.errors import ConfigError
 from kvoffload.offload.manager import Tier
 
 QUIET_S = 60.0
@@ -26,9 +25,6 @@ class RankTiers:
         ranks: the numbers of all ranks.
         listed: the tiers whose stores list their chunks; workers ask the rest.
         clock: seconds, monotonic.
-
-    Raises:
-        ConfigError: two ranks have the same number, so that their reports are alike.
     """
 
     def __init__(
@@ -38,8 +34,6 @@ class RankTiers:
         listed: Collection[str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if len(set(ranks)) != len(ranks):
-            raise ConfigError("rank", list(ranks), "must differ; the executor gave one out twice")
         self._config = config
         self._ranks = tuple(ranks)
         self._listed = frozenset(listed)

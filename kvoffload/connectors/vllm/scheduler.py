@@ -97,7 +97,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         """Build the manager from all workers' messages; what tiers hold comes with their reports.
 
         Raises:
-            ConfigError: two workers have the same number, or sizes of chunks differ.
+            ConfigError: sizes of chunks differ.
         """
         ranks = list(ranks)
         first_slot = max(rank.first_slot for rank in ranks)
@@ -145,8 +145,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         hints = self.adapter.hints(status.req_context)
         if (wished := hints.max_load_tokens) is not None:
             wanted = wished if max_num_new_tokens is None else min(wished, max_num_new_tokens)
-            # Whole chunks, or a load would end inside one.
-            max_num_new_tokens = wanted // self._chunk_tokens * self._chunk_tokens
+            past = (num_computed_tokens + wanted) % self._chunk_tokens
+            max_num_new_tokens = max(0, wanted - past)  # or a load would end inside a chunk
         found, is_async = self._find(request, num_computed_tokens, max_num_new_tokens)
         while found and not self._is_worth_loading(status, num_computed_tokens, found):
             found, is_async = self._find(request, num_computed_tokens, max_num_new_tokens)

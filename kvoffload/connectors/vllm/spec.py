@@ -16,7 +16,6 @@ class HalvesSpec(OffloadingSpec):  # type: ignore[misc]  # untyped base
 
     def __init__(self, config: Any, settings: VllmConfigSettings) -> None:
         super().__init__(config)
-        self.settings = settings
         self.offload_prompt_only = settings.offload_prompt_only
 
     @classmethod

@@ -59,7 +59,6 @@ def test_the_whole_chunks_of_a_gpu_end(sizes, indices, blocks, whole):
     part, flags = end.whole()
     assert (part.block_ids.tolist(), flags) == (blocks, whole)
     assert not any(each % 2 for each in (*part.group_sizes, *part.block_indices))
-    assert not end.is_whole
     assert len(flags) == end.num_chunks
 
 

@@ -132,7 +132,7 @@ def test_a_slot_that_a_tier_may_still_touch_on_one_rank_is_given_to_no_chunk(met
     half.meet_workers(ranks)
     ledger = half.adapter.ledger
     keys = KEYS[:3]
-    slots = ledger.prepare_store(keys, ReqContext("a")).store_spec.host_slots.tolist()
+    slots = ledger.prepare_store(keys, OurContext("a")).store_spec.host_slots.tolist()
     assert sorted(slots) == [1, 2, 3]
     assert ledger.stats().host.capacity_bytes == 3 * 4096
 
@@ -147,7 +147,7 @@ def test_chunks_of_several_sizes_take_the_rows_that_they_need(met):
     half.meet_workers(ranks)
     ledger = half.adapter.ledger
     keys = [make_offload_key(bytes([i]) * 32, i % 2) for i in range(8)]
-    job = ledger.prepare_store(keys, ReqContext("a")).job
+    job = ledger.prepare_store(keys, OurContext("a")).job
     rows = [
         row
         for key, slot in zip(job.keys, job.spec.host_slots.tolist(), strict=True)
@@ -163,7 +163,7 @@ def test_chunks_of_several_sizes_take_the_rows_that_they_need(met):
 
 def test_the_store_threshold_and_the_size_of_slots_reach_the_ledger(met):
     _, ledger = met(cpu_bytes=16384, store_threshold=2)
-    first, second = (ReqContext(name) for name in "ab")
+    first, second = (OurContext(name) for name in "ab")
     ledger.touch(KEYS[:1], first)
     assert ledger.prepare_store(KEYS[:1], first).keys_to_store == ()
     ledger.touch(KEYS[:1], second)
@@ -274,8 +274,8 @@ def test_a_chunk_that_left_in_the_step_of_its_write_is_absent(monkeypatch):
     half = half_of([worker(0)], monkeypatch, cpu_bytes=16384, backends=[DISK])
     half._transfer_ids = iter(range(-2, -9, -1))
     ledger, last = half.adapter.ledger, {"is_first": True, "is_complete": True}
-    ledger.prepare_store(KEYS[:2], ReqContext("r"))
-    ledger.complete_store(KEYS[:2], ReqContext("r"))
+    ledger.prepare_store(KEYS[:2], OurContext("r"))
+    ledger.complete_store(KEYS[:2], OurContext("r"))
     orders = StepMetadata({}, {}, set())
     half._order_write_through(orders)
     (job_id,) = orders.write_through
@@ -343,3 +343,26 @@ def test_a_request_waits_for_a_load_of_its_chunks_as_long_as_that_load_takes(met
     waiting.deferred_lookup_start_time = 0.0
     assert half._waited_long(request)
     assert half.adapter.stats.worker_counters["lookup_timeout"] == 1
+
+
+@pytest.mark.parametrize(
+    ("computed", "wished", "most"),
+    [(0, 40, 32), (24, 40, 40), (24, 30, 24), (24, 7, 0), (24, 8, 8)],
+)
+def test_a_load_that_a_client_bounds_ends_where_a_chunk_does(
+    met, monkeypatch, computed, wished, most
+):
+    """What the GPU has may end inside a chunk, of 16 tokens here."""
+    half, _ = met(cpu_bytes=16384)
+    asked = []
+
+    def look_up(half, request, start, bound):
+        asked.append(bound)
+        return 0, False
+
+    monkeypatch.setattr(OffloadingConnectorScheduler, "get_num_new_matched_tokens", look_up)
+    context = ReqContext("r", {"kvoffload": {"max_load_tokens": wished}})
+    half._req_status = {"r": types.SimpleNamespace(req_context=context)}
+    monkeypatch.setattr(KVOffloadScheduler, "_note_first_look", lambda *_: None)
+    half.get_num_new_matched_tokens(types.SimpleNamespace(request_id="r"), computed)
+    assert asked == [most]
