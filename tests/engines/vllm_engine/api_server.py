@@ -8,8 +8,12 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 from tests.support.engine_process import kill_group
+
+INTERPRETER = Path(__file__).parent / "interpreter"
+"""See ``conftest.py``."""
 
 
 def free_port():
@@ -44,6 +48,9 @@ class Server:
                     "VLLM_CPU_KVCACHE_SPACE": "1",
                     "VLLM_NO_USAGE_STATS": "1",
                     "OMP_NUM_THREADS": "2",
+                    "PYTHONPATH": os.pathsep.join(
+                        filter(None, (str(INTERPRETER), os.environ.get("PYTHONPATH")))
+                    ),
                     **environment,
                 },
                 stdout=output,
