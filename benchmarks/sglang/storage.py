@@ -1,13 +1,16 @@
 """HiCache's storage calls: kvoffload's disk tier, and SGLang's own ``file`` backend.
 
-    .venv-sglang/bin/python -m benchmarks.sglang.storage [--pages 512] [--page-bytes 524288]
+    .venv-sglang/bin/python -m benchmarks.sglang.storage [--folder /dev/shm] [--pages 512]
 
 Both store and load the same pages of one host pool, in batches of 128 as HiCache does, in one
-process and by turns. Reads come from the page cache. ``file`` verifies nothing.
+process and by turns. ``file`` verifies nothing, and reads the page cache where it has the pages. So
+each store loads twice: just after it has stored, and after the page cache has forgotten all files.
+In a folder in memory, as ``/dev/shm``, no device limits either side, and nothing is forgotten.
 """
 
 import argparse
 import hashlib
+import os
 import statistics
 import tempfile
 import time
@@ -117,14 +120,34 @@ def until_found(store: Any, keys: list[str]) -> None:
         time.sleep(0.01)
 
 
+def forget_files(folder: str) -> None:
+    """Write all files below a folder to the device, and take them out of the page cache."""
+    for path in Path(folder).rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def loaded_in_s(store: Any, pool: Pool, keys: list[str]) -> float:
+    """Load all pages into an empty pool; return the seconds."""
+    before = pool.buffer.clone()
+    pool.buffer.zero_()
+    seconds = in_batches(store.load, keys)
+    assert torch.equal(pool.buffer, before), "wrong bytes"
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pages", type=int, default=512)
     parser.add_argument("--page-bytes", type=int, default=512 << 10)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", help="where all stores are made; default: the temporary folder")
     options = parser.parse_args()
     pool = Pool(options.pages, options.page_bytes)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         stores = {
             "file": File(pool, Path(folder, "file")),
             "kvoffload": Ours(pool, Path(folder, "process"), "process"),
@@ -132,30 +155,31 @@ def main() -> None:
             "kvoffload, buffered": Ours(pool, Path(folder, "buffered"), "process", io="buffered"),
             "kvoffload, 8 writers": Ours(pool, Path(folder, "many"), "process", write_threads=8),
         }
-        times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in stores}
+        times: dict[str, list[tuple[float, ...]]] = {name: [] for name in stores}
         for turn in range(options.rounds):
             keys = [hashlib.sha256(f"{turn} {i}".encode()).hexdigest() for i in range(2000)]
             held = keys[: options.pages]
             for name, store in stores.items():
                 saved = in_batches(store.save, held)
                 until_found(store, held)
-                before = pool.buffer.clone()
-                pool.buffer.zero_()
-                loaded = in_batches(store.load, held)
-                assert torch.equal(pool.buffer, before), "wrong bytes"
+                loaded = loaded_in_s(store, pool, held)
+                forget_files(folder)
+                cold = loaded_in_s(store, pool, held)
                 # As many keys as a prompt of 128,000 tokens has: all of them are present.
                 many = (held * (2000 // len(held) + 1))[:2000]
                 begun = time.perf_counter()
                 assert store.find(many) == 2000
-                times[name].append((saved, loaded, time.perf_counter() - begun))
+                times[name].append((saved, loaded, cold, time.perf_counter() - begun))
         for store in stores.values():
             store.close()
     gib = options.pages * options.page_bytes / (1 << 30)
     print(f"{options.pages} pages of {options.page_bytes >> 10} KiB, medians of {options.rounds}")
-    print(f"{'':24} {'backup':>11} {'prefetch':>11} {'2,000 keys':>11}")
+    columns = ("backup", "prefetch", "cold", "2,000 keys")
+    print(" " * 24, *(f"{column:>11}" for column in columns))
     for name, rows in times.items():
-        saved, loaded, asked = (statistics.median(column) for column in zip(*rows, strict=True))
-        print(f"{name:24} {gib / saved:6.2f} GiB/s {gib / loaded:5.2f} GiB/s {asked * 1e3:8.2f} ms")
+        *moved, asked = (statistics.median(column) for column in zip(*rows, strict=True))
+        rates = (f"{gib / seconds:5.2f} GiB/s" for seconds in moved)
+        print(f"{name:24}", *rates, f"{asked * 1e3:8.2f} ms")
 
 
 if __name__ == "__main__":

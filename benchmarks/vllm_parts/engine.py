@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 CHILD = "examples/vllm/bench_child.py"
 TINY_MODEL = "examples/vllm/tiny_model.py"
 PEER = ROOT / "tests/engines/vllm_engine"
-"""Has ``peer.py``, with which vLLM's own connector runs on a CPU."""
+"""Has connectors to compare with: vLLM's own on a CPU (``peer``), and one that does nothing."""
 MARK = "@@answer "
 SHAPE = {
     "num_hidden_layers": 24,
@@ -47,6 +47,15 @@ def theirs(num_bytes: int, **more: Any) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {**extra, "cpu_bytes_to_use": num_bytes, **more},
+    }
+
+
+def idle() -> dict[str, Any]:
+    """Return the same for a connector that does nothing."""
+    return {
+        "kv_connector": "IdleConnector",
+        "kv_connector_module_path": "sibling",
+        "kv_role": "kv_both",
     }
 
 

@@ -1,12 +1,13 @@
 """Time between tokens with a connector and without, for ours and for vLLM's own; CPU.
 
-    python -m benchmarks.vllm_parts.paired        about 5 minutes on two idle cores
+    python -m benchmarks.vllm_parts.paired        about 6 minutes on two idle cores
 
 A tiny model, so that a step takes about 3 ms. Each engine is compared with itself: its connector is
 removed and put back (see :mod:`benchmarks.vllm_parts.cost`). Of vLLM's own connector torch does the
 copies, because its copies need a GPU.
 
-* Nothing to reuse: one request decodes; the connector is in every other two steps.
+* Nothing to reuse: one request decodes; the connector is in every other two steps. A connector
+  that does nothing shows what vLLM's own side of the hooks costs.
 * Under load: a request decodes, and every few steps a prompt arrives. Prompts that are computed and
   stored alternate with prompts that begin with a stored prefix, which is loaded. Without the
   connector the prefix is left out. So both sides compute as many tokens.
@@ -23,7 +24,7 @@ from typing import Any
 
 from benchmarks.harness import Row, report, row
 from benchmarks.vllm_parts import cost
-from benchmarks.vllm_parts.engine import Engine, make_model, ours, prompt, theirs
+from benchmarks.vllm_parts.engine import Engine, idle, make_model, ours, prompt, theirs
 
 REQUESTS = 20
 ROUNDS = 12
@@ -44,10 +45,14 @@ def run() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_model(folder / "tiny")
+        with Engine(model, None, idle()) as engine:
+            rows += _nothing_to_reuse(engine, random.Random(1), "no work", min(GOALS.values()))
         for case, transfers in _transfers(folder).items():
             for who, transfer in transfers.items():
                 with Engine(model, None, transfer) as engine:
-                    rows += _measure(engine, f"{case}, {who}", GOALS[case])
+                    rng, both = random.Random(1), f"{case}, {who}"
+                    rows += _nothing_to_reuse(engine, rng, both, GOALS[case])
+                    rows += _under_load(engine, rng, both)
     return report("vllm_paired", rows)
 
 
@@ -63,8 +68,7 @@ def _transfers(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
     }
 
 
-def _measure(engine: Engine, case: str, goal: float) -> list[Row]:
-    rng = random.Random(1)
+def _nothing_to_reuse(engine: Engine, rng: random.Random, case: str, goal: float) -> list[Row]:
     found = cost.nothing_yet()
     engine.serve(prompt(rng, PREFIX), 8, CALM_S)
     cost.measure_tokens(engine, rng, found, REQUESTS)
@@ -74,7 +78,6 @@ def _measure(engine: Engine, case: str, goal: float) -> list[Row]:
     return [
         _row(f"nothing to reuse, {case} (a step takes {step_s * 1e3:.1f} ms)", quiet, goal),
         _row(f"noise of it, {case}", noise, goal),
-        *_under_load(engine, rng, case),
     ]
 
 

@@ -1,4 +1,4 @@
-"""A connector that shakes hands, for ``MultiConnector``; it loads and stores nothing."""
+"""Connectors that load and store nothing: to compare with, and beside others."""
 
 from dataclasses import dataclass
 
@@ -10,20 +10,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 
-@dataclass
-class Address(KVConnectorHandshakeMetadata):
-    port: int
+class IdleConnector(KVConnectorBase_V1):
+    """What is left of a step's cost with it is vLLM's own side of the hooks."""
 
-
-class ShakingConnector(KVConnectorBase_V1, SupportsHMA):
-    """As strict as NixlConnector about whose handshake it is given."""
-
-    def get_handshake_metadata(self):
-        return Address(7)
-
-    def set_xfer_handshake_metadata_pp_aware(self, metadata):
-        if not all(isinstance(each, Address) for each in metadata.values()):
-            raise TypeError(f"the handshake of another connector: {metadata}")
+    def __init__(self, vllm_config, role, kv_cache_config=None):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._nothing = KVConnectorMetadata()
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         return 0, False
@@ -32,13 +24,7 @@ class ShakingConnector(KVConnectorBase_V1, SupportsHMA):
         pass
 
     def build_connector_meta(self, scheduler_output):
-        return KVConnectorMetadata()
-
-    def request_finished(self, request, block_ids):
-        return False, None
-
-    def request_finished_all_groups(self, request, block_ids):
-        return False, None
+        return self._nothing
 
     def start_load_kv(self, forward_context, **kwargs):
         pass
@@ -51,3 +37,25 @@ class ShakingConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self):
         pass
+
+
+@dataclass
+class Address(KVConnectorHandshakeMetadata):
+    port: int
+
+
+class ShakingConnector(IdleConnector, SupportsHMA):
+    """Shakes hands, for ``MultiConnector``; as strict as NixlConnector about whose it is given."""
+
+    def get_handshake_metadata(self):
+        return Address(7)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata):
+        if not all(isinstance(each, Address) for each in metadata.values()):
+            raise TypeError(f"the handshake of another connector: {metadata}")
+
+    def request_finished(self, request, block_ids):
+        return False, None
+
+    def request_finished_all_groups(self, request, block_ids):
+        return False, None
