@@ -19,7 +19,7 @@ _MODULES = {
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 
-_SUITES = ("backends", "hazards", "harness", "policies")
+_SUITES = ("backends", "hazards", "indexes", "policies")
 if "pytest" in sys.modules:
     # A failed assertion of a suite then shows its values.
     sys.modules["pytest"].register_assert_rewrite(*(f"{__name__}.{name}" for name in _SUITES))

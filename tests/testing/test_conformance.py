@@ -1,9 +1,14 @@
 """The suite that authors of backends inherit fails on backends that break the contract."""
 
+import ast
+import importlib
+import inspect
+import pkgutil
 import time
 
 import pytest
 
+from kvoffload import testing
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.testing import BackendSuite, hazards
 from kvoffload.testing.backends import CHUNK_BYTES
@@ -179,3 +184,11 @@ def test_what_the_suite_cannot_prove_it_says(tmp_path):
         suite.test_a_damaged_chunk_is_a_miss_and_can_come_back()
     with pytest.raises(pytest.skip.Exception, match=r"unproven: .*capacity.*override open_small"):
         suite.test_a_full_store_keeps_its_capacity_and_says_what_left()
+
+
+@pytest.mark.parametrize("name", [each.name for each in pkgutil.iter_modules(testing.__path__)])
+def test_a_failed_assertion_shows_its_values_in_each_module_that_has_some(name):
+    module = importlib.import_module(f"kvoffload.testing.{name}")
+    source = ast.parse(inspect.getsource(module))
+    asserts = any(isinstance(each, ast.Assert) for each in ast.walk(source))
+    assert type(module.__loader__).__name__ == "AssertionRewritingHook" or not asserts
