@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvoffload.connectors.spans import Spans
-from kvoffload.offload.base import Job, StoreJob
+from kvoffload.offload.base import Job, LoadJob, StoreJob
 from kvoffload.offload.manager import TieredOffloadingManager
 
 
@@ -122,7 +122,8 @@ class JobTable:
             return None
         del self._jobs[job_id]
         job, ok = entry.job, entry.ok
-        self._manager.promises.measured(job.id, ok, entry.seconds, entry.reason)
+        if isinstance(job, LoadJob):
+            self._manager.promises.measured(job.id, ok, entry.seconds, entry.reason)
         if entry.stale:
             ok = (False,) * len(job.keys)
         self._manager.complete(job, ok, not entry.ranks_unsettled, entry.reason)

@@ -149,9 +149,9 @@ class Promises:
             loads.declines = 0
 
     def measured(self, job_id: int, ok: Sequence[bool], seconds: float, reason: str) -> None:
-        """Note how long a job took that is about to end.
+        """Note how long a load took that is about to end.
 
-        A load that brought nothing tells nothing, nor does one that ended at its deadline.
+        One that brought nothing tells nothing, nor does one that ended at its deadline.
         """
         now_s, arrived = self._clock(), sum(ok) / max(1, len(ok))
         for name, (num_bytes, expected_s) in self._in_flight.get(job_id, {}).items():

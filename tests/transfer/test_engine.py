@@ -354,12 +354,8 @@ def test_copies_refused_after_a_read_are_a_failed_job_with_a_reason(half, until,
 def test_one_handler_serves_every_route_of_a_spec(new_kv_caches):
     caches = new_kv_caches(num_blocks=8)
     layout = ChunkLayout(caches, 2)
-    spec = TieredOffloadingSpec(
-        parse_config({"cpu_bytes": 4 * layout.slot_bytes}),
-        layout.slot_bytes,
-        {"of": "test"},
-        layout,
-    )
+    config = parse_config({"cpu_bytes": 4 * layout.slot_bytes})
+    spec = TieredOffloadingSpec(config, layout.slot_bytes, {"of": "test"}, layout)
     try:
         routes = list(spec.get_handlers(caches))
         assert tuple((source, destination) for source, destination, _ in routes) == ROUTES

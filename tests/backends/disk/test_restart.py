@@ -18,8 +18,7 @@ from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of, payload_of, slots
 from tests.support.vfs import StuckVfs
 
-SIZE = 28 * 1024
-ON_DISK = 32 * 1024
+SIZE, ON_DISK = 28 * 1024, 32 * 1024
 
 
 def open_disk(root, vfs=None, *, ready=True, **settings):
@@ -95,9 +94,8 @@ async def test_without_a_snapshot_keys_are_misses_until_they_are_found(tmp_path)
 async def test_a_snapshot_of_things_gone_costs_misses_only(tmp_path):
     keys = keys_of(6)
     await stored(tmp_path, keys)
-    for path in tmp_path.glob("*/??/*"):
-        if path.name == keys[0].hex():
-            path.unlink()
+    (path,) = tmp_path.glob(f"*/??/{keys[0].hex()}")
+    path.unlink()
     backend = open_disk(tmp_path)
     assert [backend.holds(key) for key in keys] == [False] + [True] * 5
     assert await backend.read(keys, slots(6, SIZE)) == [False] + [True] * 5
