@@ -4,29 +4,56 @@ import hashlib
 import json
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_COMMIT = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _NOT_IDENTITY = ("_name_or_path", "transformers_version", "_commit_hash")
+
+
+def commit_of(model: str, revision: str | None) -> str | None:
+    """Return the commit of a hub's repository that a revision means now; None if nothing tells.
+
+    The name of a branch or a tag is no identity: it may mean other weights tomorrow.
+
+    Args:
+        model: a folder, or a name on a hub.
+        revision: as the engine has it; None for the default branch.
+    """
+    # The hub's own class compares as the name that was asked for; it has the commit as well.
+    named = getattr(revision, "resolved", None) or revision
+    if named and _COMMIT.fullmatch(named):
+        return str(named)
+    if Path(model).is_dir():
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        file = try_to_load_from_cache(model, "config.json", revision=revision)
+    except (ImportError, ValueError):  # no name that a hub can have
+        return None
+    commit = Path(file).parent.name if isinstance(file, str) else ""
+    return commit if _COMMIT.fullmatch(commit) else None
 
 
 def weights_identity(
     weights_id: str | None,
-    revision: str | None,
+    commit: str | None,
     model: str,
     *,
     dummy_seed: int | None,
     source: str,
     engine: str,
 ) -> str | None:
-    """Tell the weights apart by the setting or by their files; None where the revision does.
+    """Tell the weights apart by the setting or by their files; None where the commit does.
 
     Args:
         weights_id: the setting; nothing is asked if it has a name.
-        revision: of a model on a hub.
+        commit: of a model on a hub; see :func:`commit_of`.
         model: a folder, or a name on a hub.
         dummy_seed: of random weights; None for real ones.
         source: where the weights come from, for people.
@@ -37,9 +64,9 @@ def weights_identity(
     if dummy_seed is not None:
         return f"dummy, seed {dummy_seed}"
     weights = files_digest(Path(model)) if Path(model).is_dir() else None
-    if weights is None and revision is None:
+    if weights is None and commit is None:
         log.warning(
-            "kvoffload: neither a revision nor files tell which weights of %s these are, so "
+            "kvoffload: neither a commit nor files tell which weights of %s these are, so "
             "NOTHING STORED WILL BE FOUND after a restart or by another instance. Set weights_id.",
             source,
         )

@@ -1,15 +1,19 @@
 """Which weights an engine computes with, as the namespace of its stores tells them apart."""
 
 import os
+import sys
+import types
 
 import pytest
 
-from kvoffload.connectors.model_identity import weights_identity
+from kvoffload.connectors.model_identity import commit_of, weights_identity
+
+COMMIT, OTHER = "a" * 40, "b" * 40
 
 
-def identity(weights_id=None, revision=None, model="hub/name", dummy_seed=None, engine="e"):
+def identity(weights_id=None, commit=None, model="hub/name", dummy_seed=None, engine="e"):
     return weights_identity(
-        weights_id, revision, model, dummy_seed=dummy_seed, source=model, engine=engine
+        weights_id, commit, model, dummy_seed=dummy_seed, source=model, engine=engine
     )
 
 
@@ -34,9 +38,30 @@ def test_random_weights_are_told_by_their_seed(folder):
     assert identity(model=str(folder), dummy_seed=0) == "dummy, seed 0"
 
 
-def test_a_revision_is_enough(caplog):
-    assert identity(revision="main") is None
+def test_a_commit_is_enough(caplog):
+    assert identity(commit=COMMIT) is None
     assert caplog.text == ""
+
+
+def test_a_revision_is_told_by_its_commit_not_by_its_name(monkeypatch, tmp_path):
+    """A branch means other weights after an upload, and hubs resolve it to a string of its name."""
+
+    class Resolved(str):
+        resolved = COMMIT
+
+    assert commit_of("hub/name", Resolved("main")) == COMMIT
+    assert commit_of("hub/name", COMMIT) == COMMIT
+    assert commit_of(str(tmp_path), "main") is None
+
+    def cached(model, file, revision):
+        return f"/cache/{model}/{revision}/snapshots/{OTHER}/{file}" if revision else None
+
+    hub = types.SimpleNamespace(try_to_load_from_cache=cached)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert commit_of("hub/name", "v1") == OTHER
+    assert commit_of("hub/name", None) is None
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert commit_of("hub/name", "v1") is None
 
 
 @pytest.mark.parametrize("weights_id", [None, ""])

@@ -10,7 +10,7 @@ import uuid
 from importlib.metadata import version
 from typing import Any
 
-from kvoffload.connectors.model_identity import config_digest, weights_identity
+from kvoffload.connectors.model_identity import commit_of, config_digest, weights_identity
 from kvoffload.connectors.sglang.hicache_settings import HiCacheSettings
 from kvoffload.errors import ConfigError
 from kvoffload.offload.namespace import Fact
@@ -90,10 +90,10 @@ def model_facts(args: Any, settings: HiCacheSettings) -> dict[str, Fact]:
     hf_config = get_config(
         args.model_path, trust_remote_code=args.trust_remote_code, revision=args.revision
     )
-    revision = args.revision or getattr(hf_config, "_commit_hash", None)
+    commit = commit_of(args.model_path, args.revision)
     weights = weights_identity(
         settings.weights_id,
-        revision,
+        commit,
         args.model_path,
         dummy_seed=args.random_seed if args.load_format == "dummy" else None,
         source=args.model_path,
@@ -101,7 +101,7 @@ def model_facts(args: Any, settings: HiCacheSettings) -> dict[str, Fact]:
     )
     return {
         "model_path": args.model_path,
-        "revision": revision,
+        "revision": commit,
         "weights": weights,
         "hf_config": config_digest(hf_config),
         "model_overrides": args.json_model_override_args,

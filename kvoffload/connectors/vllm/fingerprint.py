@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from kvoffload.connectors.model_identity import config_digest, weights_identity
+from kvoffload.connectors.model_identity import commit_of, config_digest, weights_identity
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.versions import installed_version, release_series
 from kvoffload.errors import ConfigError
@@ -31,11 +31,11 @@ def resolve_facts(
         vllm_config.parallel_config,
     )
     root, shared = hash_root(vllm_config)
-    revision = model.revision or getattr(model.hf_config, "_commit_hash", None)
+    commit = commit_of(model.model, model.revision)
     is_dummy = str(vllm_config.load_config.load_format) == "dummy"
     weights = weights_identity(
         settings.weights_id,
-        revision,
+        commit,
         model.model,
         dummy_seed=model.seed if is_dummy else None,
         source=model.model_weights or model.model,
@@ -45,7 +45,7 @@ def resolve_facts(
         "engine": "vllm",
         "engine_version": release_series(installed_version()),
         "model": model.model,
-        "revision": revision,
+        "revision": commit,
         "weights": weights,
         "hf_config": config_digest(model.hf_config),
         "dtype": str(model.dtype),
@@ -71,9 +71,25 @@ def resolve_facts(
     # keep their digest, and their stored chunks.
     if (interleaved := parallel.cp_kv_cache_interleave_size) != 1:
         facts["context_parallel_interleave"] = interleaved
+    if (rotated := long_rope(model)) is not None:
+        facts["long_rope"] = rotated
     if states := recurrent_states(kv_cache_config):
         facts["recurrent_states"] = states
     return facts
+
+
+def long_rope(model_config: Any) -> bool | int | None:
+    """Tell which factors vLLM rotates keys with; None for models that have one set of them.
+
+    Source: ``Phi3LongRoPEScaledRotaryEmbedding`` of vLLM.
+    """
+    config = getattr(model_config, "hf_text_config", model_config.hf_config)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if "longrope" not in str(rope):
+        return None
+    name, longest = "original_max_position_embeddings", int(model_config.max_model_len)
+    original = rope.get(name) or getattr(config, name, None)
+    return longest if original is None else longest > original
 
 
 def check_layout(layout: str | None) -> None:

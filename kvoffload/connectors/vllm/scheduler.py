@@ -273,9 +273,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             self._awaits_reports = False
             self.adapter.changes += 1
         self._stepped_s = time.monotonic()
-        due = self._due.of_step(
-            scheduler_output, has_orders(self), all_blocks=bool(self._block_id_to_pending_jobs)
-        )
+        # The last stores of ended requests are made below, and read blocks that may be given out.
+        has_readers = self._block_id_to_pending_jobs or scheduler_output.finished_req_ids
+        due = self._due.of_step(scheduler_output, has_orders(self), all_blocks=bool(has_readers))
         if due is None:
             return IDLE_STEP
         theirs = super().build_connector_meta(due)

@@ -154,7 +154,7 @@ class CudaDevice:
 
     def new_tables(self, count: int, num_blocks: int) -> list[BlockTable]:
         shape = (count, 3 * num_blocks)
-        pinned = torch.empty(shape, dtype=torch.int64, pin_memory=True)
+        pinned = torch.empty(shape, dtype=torch.int64, pin_memory=True, device="cpu")
         device = torch.empty(shape, dtype=torch.int64, device=self._device)
         torch.cuda.synchronize(self._device)  # as for a stage
         return [BlockTable(*rows) for rows in zip(pinned.numpy(), device, strict=True)]

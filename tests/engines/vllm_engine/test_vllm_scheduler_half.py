@@ -366,3 +366,20 @@ def test_a_load_that_a_client_bounds_ends_where_a_chunk_does(
     monkeypatch.setattr(KVOffloadScheduler, "_note_first_look", lambda *_: None)
     half.get_num_new_matched_tokens(types.SimpleNamespace(request_id="r"), computed)
     assert asked == [most]
+
+
+@pytest.mark.parametrize(("finished", "matter"), [((), False), ({"ended"}, True)])
+def test_blocks_given_out_as_a_request_ends_matter(met, monkeypatch, finished, matter):
+    """Its last store is made in this very step, and reads them in the next one."""
+    half, _ = met(cpu_bytes=16384)
+    asked = []
+
+    def of_step(output, is_wanted, *, all_blocks):
+        asked.append(all_blocks)
+
+    monkeypatch.setattr(half._due, "of_step", of_step)
+    output = types.SimpleNamespace(
+        total_num_scheduled_tokens=0, num_scheduled_tokens={}, finished_req_ids=finished
+    )
+    half.build_connector_meta(output)
+    assert asked == [matter]

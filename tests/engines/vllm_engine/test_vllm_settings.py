@@ -33,6 +33,7 @@ from kvoffload.connectors.vllm.fingerprint import (
     check_layout,
     config_digest,
     hash_root,
+    long_rope,
     resolve_facts,
 )
 from kvoffload.connectors.vllm.settings import read_settings
@@ -236,6 +237,18 @@ def test_weights_that_nothing_tells_apart_are_shared_with_nobody(facts, caplog):
     assert facts("before a restart")["weights"] != facts("after it")["weights"]
     assert "Set weights_id" in caplog.text
     assert facts("a", weights_id="v7")["weights"] == facts("b", weights_id="v7")["weights"]
+
+
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_the_length_of_a_long_rope_model_chooses_its_factors(name):
+    def rotated(longest, kind="longrope", **more):
+        rope = {"rope_type": kind, **more}
+        config = types.SimpleNamespace(**{name: rope}, original_max_position_embeddings=4096)
+        return long_rope(types.SimpleNamespace(hf_config=config, max_model_len=longest))
+
+    assert [rotated(4096), rotated(4097)] == [False, True]
+    assert rotated(4097, original_max_position_embeddings=8192) is False
+    assert rotated(4097, "yarn") is None
 
 
 def test_an_upgrade_that_keeps_what_bytes_mean_keeps_the_namespace(facts, monkeypatch):
