@@ -46,7 +46,7 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         # Past OffloadingConnector's own constructor, which would build vLLM's halves.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         settings = check_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        config = build_offloading_config(vllm_config, kv_cache_config)
+        config = build_offloading_config(with_settings(vllm_config, settings), kv_cache_config)
         self._canonical_layout = False
         self._known = KnownLookups(settings.lookup_timeout_s)
         self._has_stats = True
@@ -213,6 +213,20 @@ def check_memory_of_ranks(settings: VllmConfigSettings, num_ranks: int) -> None:
     """
     name, num_bytes = settings.host_memory
     check_host_memory(num_bytes * num_ranks, f"{name} of {num_ranks} ranks")
+
+
+def with_settings(vllm_config: Any, settings: VllmConfigSettings) -> Any:
+    """Return vLLM's configuration with those of our settings that vLLM reads too.
+
+    They may come from the environment or a file, which vLLM does not know.
+    """
+    config = copy(vllm_config)
+    config.kv_transfer_config = transfer = copy(vllm_config.kv_transfer_config)
+    transfer.kv_connector_extra_config = transfer.kv_connector_extra_config | {
+        "blocks_per_chunk": settings.blocks_per_chunk,
+        "self_describing_kv_events": settings.self_describing_kv_events,
+    }
+    return config
 
 
 def warn_of_settings(vllm_config: Any, settings: VllmConfigSettings) -> None:

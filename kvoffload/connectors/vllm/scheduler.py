@@ -26,6 +26,7 @@ from kvoffload.connectors.vllm import self_test as canary
 from kvoffload.connectors.vllm.client_images import is_trusted
 from kvoffload.connectors.vllm.engine_metrics import hit_tokens
 from kvoffload.connectors.vllm.explained_requests import ExplainedRequests
+from kvoffload.connectors.vllm.holed_chunks import skip_holed_chunks
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.quiet_steps import DueRequests, has_orders
 from kvoffload.connectors.vllm.rank_tiers import RankTiers
@@ -115,13 +116,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self.adapter.attach(ledger, host.num_slots)
         self._table = JobTable(ledger, len(ranks), self._spans)
         self._waits_for_workers = False
-        log.info(
-            "kvoffload: %d host slots on each of %d ranks; tiers: %s; namespace %s",
-            host.num_slots,
-            len(ranks),
-            ", ".join(tier.name for tier in self.tiers.tiers) or "none",
-            namespace(**ranks[0].facts),
-        )
+        text = "kvoffload: %d host slots on each of %d ranks; tiers: %s; namespace %s"
+        tiers = ", ".join(tier.name for tier in self.tiers.tiers) or "none"
+        log.info(text, host.num_slots, len(ranks), tiers, namespace(**ranks[0].facts))
 
     # ---- a waiting request ----
 
@@ -269,9 +266,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self._meter.scheduled(
             scheduler_output.total_num_scheduled_tokens, len(scheduler_output.num_scheduled_tokens)
         )
-        if self._awaits_reports:
-            self._awaits_reports = False
-            self.adapter.changes += 1
+        self.adapter.changes += self._awaits_reports
+        self._awaits_reports = False
         self._stepped_s = time.monotonic()
         # The last stores of ended requests are made below, and read blocks that may be given out.
         has_readers = self._block_id_to_pending_jobs or scheduler_output.finished_req_ids
@@ -299,6 +295,10 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         for req_id in scheduler_output.finished_req_ids or ():
             self._failed_loads.pop(req_id, None)
         return orders
+
+    def _build_store_jobs(self, scheduler_output: Any) -> Any:
+        skip_holed_chunks(self, scheduler_output)
+        return super()._build_store_jobs(scheduler_output)
 
     def _offer_again(self) -> None:
         """Make vLLM offer chunks that found no room again at the next step."""
