@@ -39,7 +39,6 @@ from kvoffload.io.protocol import (
     Refused,
     Remove,
     Removed,
-    Renew,
     Store,
     frame,
 )
@@ -50,8 +49,7 @@ log = logging.getLogger(__name__)
 TICK_S, IDLE_TICK_S = 0.02, 0.25
 """Time between two looks at deadlines while jobs run, and while none does."""
 PATIENT_S = IDLE_TICK_S + TICK_S
-"""The thread sees a job before so long a deadline without being woken, which would take the
-engine's thread 0.2 ms."""
+"""The thread sees in time a job with so long a deadline; waking it takes the engine 0.2 ms."""
 SILENT_S = 10.0
 """How long a server may be silent, with a cancelled job, before it is killed."""
 KILLED_S = 1.0
@@ -66,8 +64,7 @@ class IOClient:
     Args:
         start: starts a server of the wanted form.
         opening: what to open.
-        load_timeout_s: how long a load may go on without a chunk that arrives; see
-            :mod:`kvoffload.io.deadlines`.
+        load_timeout_s: how long a load may go on; see :mod:`kvoffload.io.deadlines`.
         store_timeout_s: how long a store may take.
 
     Raises:
@@ -101,11 +98,9 @@ class IOClient:
         """Whether the server has said nothing of its stores yet."""
         self._is_started = False
         """Whether the stores were open once: then a server that dies is started again."""
-        self._is_restarted = False
-        """Whether the stores are being opened again after a server's death."""
         self._settled = threading.Condition()
         """Notified when :attr:`_is_settled` may have become true."""
-        self._refusal: ConfigError | None = None
+        self._refusal: ConfigError | OSError | None = None
         self._heard_s = time.monotonic()
         self._backoff = Backoff()
         self._close_by_s: float | None = None
@@ -186,7 +181,6 @@ class IOClient:
 
     @property
     def stats(self) -> dict[str, str | int]:
-        """The server's form, and counters."""
         return {"server": str(self._peer), **self.counters}
 
     def renew(
@@ -196,16 +190,19 @@ class IOClient:
         forgotten: Sequence[str],
         timeout_s: float = OPEN_S,
     ) -> None:
-        """Open all stores again under another namespace. No tier has anything until it is open.
+        """Open all stores again; see :class:`kvoffload.io.protocol.Open`. Until then all is a miss.
 
         Raises:
-            ConfigError: they cannot be opened; there are none then.
+            ConfigError: they cannot be opened yet; the server goes on trying.
+            OSError: something of the wanted namespace could not be removed, and is served.
         """
-        self._is_restarted = False
-        # First: from now on nothing opens but stores of this namespace.
-        self._opening = replace(self._opening, namespace=namespace, facts=facts)
-        self._reset_tiers()
-        self._link.send(frame(Renew(namespace, facts, list(forgotten))))
+        forgotten = [*self._opening.forgotten, *forgotten]  # some may be unconfirmed
+        wanted = {"namespace": namespace, "facts": facts, "forgotten": forgotten}
+        with self._link.lock:  # orders with a higher number are carried out on the new stores
+            self._opening = replace(self._opening, number=next(self._numbers), **wanted)
+            self._reset_tiers()
+            self._link.push(frame(self._opening))
+        self._link.wake()
         self._await_stores(timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -275,14 +272,12 @@ class IOClient:
             case Answered():
                 order = self._jobs.order(message.job)
                 if order is not None:  # known before it is answered
-                    self.tiers[order.tier].moved(order, message)
+                    is_current = order.job > self._opening.number
+                    self.tiers[order.tier].moved(order, message, is_current)
                 self._jobs.answered(message)
-            case Opened() if message.namespace == self._opening.namespace:
-                for opened in message.tiers:
-                    self.tiers[opened.name].opened(opened.has_index, opened.is_shared)
-                self._is_opening = False
-                self._tell_waiting()
-            case Refused():
+            case Opened() if message.number == self._opening.number:
+                self._opened(message)
+            case Refused() if message.number == self._opening.number:
                 self._refuse(ConfigError(message.field, message.value, message.remedy))
             case Alive():
                 self.loop_delays.add(message.late_s)
@@ -306,13 +301,19 @@ class IOClient:
         with self._settled:
             self._settled.notify_all()
 
+    def _opened(self, message: Opened) -> None:
+        self._opening.forgotten.clear()  # or a server that is started again would remove new chunks
+        for opened in message.tiers:
+            self.tiers[opened.name].opened(opened.has_index, opened.is_shared)
+        self._refusal = OSError("; ".join(message.remains)) if message.remains else None
+        self._is_opening = False
+        self._tell_waiting()
+
     def _refuse(self, refusal: ConfigError) -> None:
         for tier in self.tiers.values():
             tier.refused()
-        if self._is_restarted:
-            log.error("the tiers cannot be opened again: %s", refusal)
-            self._peer.kill()  # another server tries it later
-            return
+        if self._is_started:
+            log.error("the tiers cannot be opened again yet: %s", refusal)
         self._refusal = refusal
         self._tell_waiting()
 
@@ -366,7 +367,6 @@ class IOClient:
         self._jobs.release()
         if not self._backoff.is_over:
             return
-        self._is_restarted = True
         try:
             self._connect()
         except Exception as error:  # no descriptors, no memory, no threads

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvoffload import registry
 from kvoffload.backends.admin import Admin
@@ -92,7 +92,7 @@ class OpenStore:
             return failed
 
 
-async def open_stores(wanted: Open, namespace: str) -> list[OpenStore]:
+async def open_stores(wanted: Open) -> list[OpenStore]:
     """Open every tier, or none.
 
     Raises:
@@ -102,7 +102,7 @@ async def open_stores(wanted: Open, namespace: str) -> list[OpenStore]:
     places: dict[str, int] = {}
     try:
         for i, tier in enumerate(wanted.tiers):
-            store = _open(tier, namespace)
+            store = _open(tier, wanted.namespace)
             opened.append(store)
             if store.observable is not None:
                 _check_fit(i, store.observable, wanted.chunk_bytes, places)
@@ -161,15 +161,21 @@ async def close_stores(stores: Sequence[OpenStore], timeout_s: float = 5.0) -> N
         log.warning("%s: closing still hung after %g s", tasks[task], timeout_s)
 
 
-async def retire(store: OpenStore, heir: Any, forgotten: Sequence[str]) -> None:
-    """Close a store; the one in its place removes what no engine will ask for any more."""
-    await close_stores([store])
-    if not forgotten or not isinstance(heir, Admin):
-        return
+async def purge(stores: Sequence[OpenStore], namespaces: Sequence[str]) -> list[str]:
+    """Remove namespaces from stores; return what remains, and why."""
+    reasons = await asyncio.gather(*(_purge(store, namespaces) for store in stores))
+    return [f"{store.name}: {why}" for store, why in zip(stores, reasons, strict=True) if why]
+
+
+async def _purge(store: OpenStore, namespaces: Sequence[str]) -> str:
+    remove = getattr(store.backend, "purge", None)
+    if remove is None or getattr(remove, "__func__", None) is Admin.purge:
+        return "this store cannot remove a namespace"
     try:
-        await heir.purge(forgotten)
-    except OSError as error:
-        log.warning("what an old generation stored stays until it is evicted: %s", error)
+        await remove(namespaces)
+    except Exception as error:
+        return text_of(error)
+    return ""
 
 
 def _figures(name: str, store: Observable) -> Figures:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-VERSION = 3
+VERSION = 4
 _LENGTH_BYTES = 4
 MOST_BYTES = 1 << 28
 """A longer message is none of ours: its length is garbage."""
@@ -33,7 +33,10 @@ class TierSettings(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Open(_Message):
-    """Open the stores; the first message. ``Opened`` or ``Refused`` answers it."""
+    """Open the stores: the first message, and later in the place of those that are open.
+
+    ``Opened`` answers it, or ``Refused`` each time that a try has failed.
+    """
 
     version: int
     tiers: list[TierSettings]
@@ -44,6 +47,16 @@ class Open(_Message):
     """Bytes of the largest chunk, which each store must be able to hold."""
     slot_bytes: int
     lookup_timeout_s: float
+    number: int = 0
+    """From the sequence of the jobs' numbers; the same one again changes nothing."""
+    forgotten: list[str] = []
+    """Namespaces to remove: those that only this engine used, once the stores are open. If the
+    wanted namespace is one, it is removed first, so that nothing of it is found."""
+
+    @property
+    def erases(self) -> bool:
+        """Whether the stores are to be empty when they are open."""
+        return self.namespace in self.forgotten
 
 
 class Load(_Message):
@@ -94,15 +107,6 @@ class Remove(_Message):
     keys: list[bytes]
 
 
-class Renew(_Message):
-    """Open the stores again under another namespace; ``Opened`` or ``Refused`` answers."""
-
-    namespace: str
-    facts: dict[str, str]
-    forgotten: list[str]
-    """Namespaces that only this engine used, to be removed."""
-
-
 # ---- from the server ----
 
 
@@ -117,14 +121,17 @@ class TierOpened(msgspec.Struct, array_like=True, frozen=True):
 class Opened(_Message):
     """The stores are open. What earlier messages said of tiers holds no longer."""
 
-    namespace: str
-    """The one asked for: a renewal may come before stores of the last one have opened."""
+    number: int
+    """Of the ``Open``: another one may have been sent meanwhile."""
     tiers: list[TierOpened]
+    remains: list[str] = []
+    """Chunks that could not be removed first, and why: a text for each store."""
 
 
 class Refused(_Message):
-    """The stores cannot be opened: the parts of a ConfigError."""
+    """The stores cannot be opened now: the parts of a ConfigError."""
 
+    number: int
     field: str
     value: Any
     remedy: str
@@ -201,7 +208,7 @@ class Logged(_Message):
     text: str
 
 
-ToServer = Open | Load | Store | Cancel | Ask | Forget | Remove | Renew
+ToServer = Open | Load | Store | Cancel | Ask | Forget | Remove
 ToClient = (
     Opened
     | Refused

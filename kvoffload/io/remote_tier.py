@@ -162,13 +162,14 @@ class RemoteTier:
     def opened(self, has_index: bool, is_shared: bool = False) -> None:
         """Take in that the store is open."""
         self._patient_until_s = time.monotonic() + self._lookup_timeout_s
+        self.is_complete = False
         self.is_listed, self.is_shared = has_index, is_shared
         if not has_index:
             self._cache = PresenceCache(self._ask, self._lookup_timeout_s, ANSWER_S, ANSWER_S)
         self._is_open = True
 
     def refused(self) -> None:
-        """Take in that the store cannot be opened, now or ever again: it has nothing."""
+        """Take in that the store is closed, or cannot be opened now: it has nothing."""
         self.is_complete = True
 
     def announced(self, message: Presence, is_current: Callable[[], bool]) -> None:
@@ -193,7 +194,7 @@ class RemoteTier:
         """Take in that later announcements of these keys count again."""
         self._forgetting.difference_update(keys)
 
-    def moved(self, order: Load | Store, answer: Answered) -> None:
+    def moved(self, order: Load | Store, answer: Answered, is_current: bool = True) -> None:
         """Take in the answer of a load or store; an index announces stored keys by itself."""
         sizes, ok = order.sizes, answer.ok
         good = ok.count(1)
@@ -203,7 +204,7 @@ class RemoteTier:
             num_bytes = sum(size for size, fine in zip(sizes, ok, strict=True) if fine)
         traffic = self._loads if isinstance(order, Load) else self._stores
         traffic.add(good, num_bytes, answer.io_time_s)
-        if self._cache is not None and isinstance(order, Store):
+        if is_current and self._cache is not None and isinstance(order, Store):
             for key, fine in zip(order.keys, ok, strict=True):
                 if fine:
                     self._cache.set(key, True)

@@ -20,7 +20,7 @@ from kvoffload.io.open_stores import (
     close_stores,
     greet,
     open_stores,
-    retire,
+    purge,
     text_of,
 )
 from kvoffload.io.protocol import (
@@ -39,7 +39,6 @@ from kvoffload.io.protocol import (
     Refused,
     Remove,
     Removed,
-    Renew,
     Store,
     TierOpened,
     ToClient,
@@ -56,6 +55,8 @@ FIGURES_S = 0.5
 END_S = 1.0
 """How long calls of stores may take to end, after their cancellation, before stores are closed."""
 CLOSE_S = 5.0
+TRY_AGAIN_S, LONGEST_S = 0.5, 30.0
+"""Time before stores that could not be opened are tried again; it doubles up to the second."""
 
 
 class Session:
@@ -71,8 +72,10 @@ class Session:
         """Of the backends; other threads may call its ``call_soon_threadsafe``."""
         self._writer: asyncio.StreamWriter | None = None
         self._out: list[bytes] = []
-        self._opening: Open
-        """Set by the first message."""
+        self._wanted: Open | None = None
+        """The last message of what to open."""
+        self._opening: asyncio.Task[None] | None = None
+        """Opens stores while messages are read."""
         self._stores: dict[str, OpenStore] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._telling: set[asyncio.Task[Any]] = set()
@@ -119,16 +122,13 @@ class Session:
             case Remove():
                 if store := self._stores.get(message.tier):
                     self._spawn(store.backend.remove(message.keys))
-            case Open():
-                self._opening, self._jobs.slot_bytes = message, message.slot_bytes
+            case Open() if self._wanted is None or message.number > self._wanted.number:
+                self._wanted, self._jobs.slot_bytes = message, message.slot_bytes
                 if message.version != VERSION:
                     remedy = f"the engine speaks version {message.version}: install one kvoffload"
-                    self.send(Refused("io", VERSION, remedy))
+                    self.send(Refused(message.number, "io", VERSION, remedy))
                 else:
-                    await self._open(message.namespace, message.facts)
-                    self._spawn_telling(self._tell_changes())
-            case Renew():
-                await self._renew(message)
+                    await self._replace(message)
 
     async def _answer(self, answer: Coroutine[Any, Any, None]) -> None:
         """Answer a job; end the session if that fails, or the job's slots would never be free."""
@@ -141,36 +141,66 @@ class Session:
 
     # ---- stores ----
 
-    async def _open(self, namespace: str, facts: dict[str, str]) -> None:
+    async def _replace(self, wanted: Open) -> None:
+        """Open stores in the place of those that are open; their calls end on them."""
+        if self._opening is not None and not self._opening.done():
+            self._opening.cancel()
+            await asyncio.wait([self._opening])
+        old, self._stores = list(self._stores.values()), {}
+        if wanted.erases:
+            self._jobs.cancel_all()  # or what they store would stay
+        closing = self._spawn(close_stores(old, CLOSE_S))
+        if wanted.erases:  # that may take long: until then jobs are answered, with misses
+            self._opening = self._spawn_telling(self._open_in_time(wanted, closing))
+        elif not await self._open(wanted, closing):  # orders that came with it wait
+            self._opening = self._spawn_telling(self._open_in_time(wanted, closing, TRY_AGAIN_S))
+
+    async def _open_in_time(
+        self, wanted: Open, closing: "asyncio.Task[None]", pause_s: float = 0.0
+    ) -> None:
+        """Try to open stores until they are open."""
+        await asyncio.sleep(pause_s)
+        while not await self._open(wanted, closing):
+            pause_s = min(LONGEST_S, max(TRY_AGAIN_S, 2 * pause_s))
+            await asyncio.sleep(pause_s)
+
+    async def _open(self, wanted: Open, closing: "asyncio.Task[None]") -> bool:
+        """Open stores, and tell of them; return False if they cannot be opened now."""
+        if wanted.erases:
+            await asyncio.wait([closing])
         try:
-            stores = await open_stores(self._opening, namespace)
+            stores = await open_stores(wanted)
         except ConfigError as error:
-            self.send(Refused(error.field, error.value, error.remedy))
-            return
+            self.send(Refused(wanted.number, error.field, error.value, error.remedy))
+            return False
+        remains: list[str] = []
+        if wanted.erases:
+            try:
+                remains = await purge(stores, wanted.forgotten)
+            except BaseException:
+                await close_stores(stores, CLOSE_S)
+                raise
+        elif wanted.forgotten:
+            self._spawn(self._retire(closing, stores, wanted.forgotten))
         self._stores = {store.name: store for store in stores}
-        self.send(
-            Opened(
-                namespace,
-                [
-                    TierOpened(store.name, store.index is not None, store.is_shared)
-                    for store in stores
-                ],
-            )
-        )
+        told = [TierOpened(each.name, each.index is not None, each.is_shared) for each in stores]
+        self.send(Opened(wanted.number, told, remains))
         for store in stores:
             # The engine waits for a first word of each store.
             if store.index is not None:
                 self.send(store.changes() or Presence(store.name, [], [], False))
             self._tell_figures_of(store)
-            self._spawn_telling(greet(store, facts))
+            self._spawn_telling(greet(store, wanted.facts))
+        self._spawn_telling(self._tell_changes(self._stores))
+        return True
 
-    async def _renew(self, message: Renew) -> None:
-        """Open new stores; calls still running on the old ones end on those."""
-        old, self._stores = self._stores, {}
-        await self._open(message.namespace, message.facts)
-        for name, store in old.items():
-            heir = self._stores.get(name)
-            self._spawn(retire(store, heir and heir.backend, message.forgotten))
+    async def _retire(
+        self, closing: "asyncio.Task[None]", heirs: list[OpenStore], forgotten: list[str]
+    ) -> None:
+        """Once the old stores are closed, remove what no engine will ask for any more."""
+        await asyncio.wait([closing])
+        for text in await purge(heirs, forgotten):
+            log.warning("what an old generation stored stays until it is evicted: %s", text)
 
     # ---- what stores have ----
 
@@ -192,10 +222,10 @@ class Session:
     async def _ask(self, message: Ask) -> None:
         store = self._stores.get(message.tier)
         answers = [False] * len(message.keys)
-        if store is not None:
+        if store is not None and self._wanted is not None:
             try:
                 asked = store.backend.contains(message.keys)
-                found = await asyncio.wait_for(asked, self._opening.lookup_timeout_s)
+                found = await asyncio.wait_for(asked, self._wanted.lookup_timeout_s)
                 answers = [bool(each) for each in same_length(found, message.keys)]
             except Exception as error:
                 text = "%s: probing %d keys failed: %s"
@@ -206,10 +236,10 @@ class Session:
             part = slice(start, start + KEYS_PER_MESSAGE)
             self.send(Present(message.tier, message.keys[part], answers[part]))
 
-    async def _tell_changes(self) -> None:
+    async def _tell_changes(self, stores: dict[str, OpenStore]) -> None:
         pause_s = LISTING_S  # stores have just opened: an engine may wait for what they have
-        while True:
-            is_listing = [self._tell_changes_of(store) for store in list(self._stores.values())]
+        while self._stores is stores:
+            is_listing = [self._tell_changes_of(store) for store in stores.values()]
             if self._writer is not None:
                 await self._writer.drain()
             pause_s = LISTING_S if any(is_listing) else min(CHANGES_S, 2 * pause_s)
@@ -258,10 +288,11 @@ class Session:
         task.add_done_callback(self._ended)
         return task
 
-    def _spawn_telling(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn_telling(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = self._spawn(work)
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
+        return task
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)

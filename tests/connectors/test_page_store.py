@@ -11,6 +11,7 @@ import pytest
 from kvoffload import registry
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.config import parse_config
+from kvoffload.connectors.sglang import page_store
 from kvoffload.connectors.sglang.page_store import PageStore
 from kvoffload.errors import ConfigError
 from kvoffload.testing import Plan
@@ -198,9 +199,34 @@ def test_a_cleared_store_serves_nothing_and_takes_pages_again(pool, opened, tmp_
     store = opened(disk(tmp_path))
     assert all(store.save(keys(4), pool.pages(range(4))))
     store.clear()
-    until(lambda: not any(store.present(keys(4))) and not chunks_under(tmp_path))
+    assert not chunks_under(tmp_path)
+    assert not any(store.present(keys(4)))
     assert all(store.save(keys(4), pool.pages(range(4))))
     until(lambda: store.num_leading(keys(4)) == 4)
+
+
+def test_while_a_store_is_cleared_pages_are_misses_at_once(
+    pool, opened, tmp_path, until, planned, monkeypatch
+):
+    store = opened({"type": "planned", "root": str(tmp_path / "kv"), **planned.options})
+    assert all(store.save(keys(4), pool.pages(range(4))))
+    monkeypatch.setattr(page_store, "CLEAR_S", 0.1)
+    planned.set(process=Process("slow_purge", 1.0))
+    with pytest.raises(ConfigError, match="to open the tiers"):
+        store.clear()
+    assert store.save(keys(4, 4), pool.pages(range(4))) == [False] * 4
+    assert store.load(keys(4), pool.pages(range(4))) == [False] * 4
+    assert store.counters["store_no_store"] == 4
+    until(lambda: not store._client._is_opening)
+    assert store.num_leading(keys(8)) == 0
+    assert all(store.save(keys(4), pool.pages(range(4))))
+
+
+def test_a_store_that_cannot_be_cleared_says_so(pool, opened, tmp_path, planned):
+    store = opened({"type": "planned", "root": str(tmp_path / "kv"), **planned.options})
+    planned.set(process=Process("failed_purge"))
+    with pytest.raises(OSError, match="nobody is there"):
+        store.clear()
 
 
 def test_two_thousand_keys_are_looked_up_quickly(pool, opened, tmp_path, until):

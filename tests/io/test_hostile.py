@@ -122,7 +122,7 @@ class Liar:
                 for message in frames.feed(data):
                     if type(message).__name__ == "Open":
                         hello = (
-                            Opened("0" * 64, [TierOpened("memory", True, False)]),
+                            Opened(0, [TierOpened("memory", True, False)]),
                             Presence("memory", [], [], True),
                         )
                         sock.sendall(b"".join(map(frame, hello)))

@@ -15,7 +15,7 @@ ACTS = {
     "Ask": "ask", "Present": "ask", "Forget": "forget", "Remove": "remove", "Cancel": "cancel",
     "Open": "reopen", "store": "reopen", "Opened": "reopen", "greet": "reopen",
     "Presence": "reopen", "Alive": "reopen",
-    "Renew": "renew", "retire": "renew",
+    "Renewal": "renew", "retire": "renew", "purge": "renew",
     "end": "close", "close": "close",
 }  # fmt: skip
 """What an engine does for a point to be reached, by the point's first half."""
@@ -47,7 +47,8 @@ def act(engine, planned, what):
     elif what == "reopen":
         os.kill(engine.pid, signal.SIGKILL)
     elif what == "renew":
-        engine.connector.reset_cache()
+        for _ in range(2):  # the second one forgets the generation of the first
+            engine.connector.reset_cache()
         engine.forget()
     elif what == "close":
         engine.connector.close()
@@ -85,6 +86,7 @@ def test_killed_at_a_named_point_it_costs_only_misses(
         truth, engine = engine.truth, start()
         engine.truth = truth
     if what == "renew":
+        until(lambda: engine.died and not engine.client._is_opening)
         engine.store("p")
     engine.await_hits("p")
     engine.store("p2")

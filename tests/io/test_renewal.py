@@ -60,15 +60,14 @@ def test_a_late_word_of_the_old_stores_does_not_end_a_renewal(rig, until, late_w
 def test_stores_of_the_old_namespace_that_open_late_do_not_end_a_renewal(rig, monkeypatch):
     """A server that was started in place of a dead one opens them, and then those renewed."""
     client = rig.open()
-    old = client._opening.namespace
-    send = client._link.send
+    push = client._link.push
 
-    def send_after_the_old_words(data):
-        client._take(Opened(old, [TierOpened("memory", True, False)]))
+    def push_after_the_old_words(data):
+        client._take(Opened(0, [TierOpened("memory", True, False)]))
         client._take(Presence("memory", KEYS, [], True))
-        send(data)
+        return push(data)
 
-    monkeypatch.setattr(client._link, "send", send_after_the_old_words)
+    monkeypatch.setattr(client._link, "push", push_after_the_old_words)
     client.renew("1" * 64, {}, [])
     assert [client.tiers["memory"].holds(key) for key in KEYS] == [False] * 4
 
@@ -147,6 +146,22 @@ def test_an_answer_of_an_old_store_is_none_of_the_new_one(client_of, until, list
     assert old.is_past.wait(20)
     client.load("memory", [], [], 4096, listener)  # answered after any word of the old store
     until(lambda: listener.answers)
+    new.gate.set()
+    until(lambda: tier.holds(KEYS[0]) is not None)
+    assert tier.holds(KEYS[0]) is False
+
+
+def test_a_store_that_ends_late_is_none_of_the_new_one(client_of, until, listener):
+    old, new = Gated(), Gated()
+    client = client_of(Unlisted(old), Unlisted(new))
+    tier = client.tiers["memory"]
+    client.store("memory", KEYS, range(4), 4096, listener)
+    assert old.is_called.wait(20)
+    client.renew("1" * 64, {}, [])
+    old.gate.set()
+    until(lambda: listener.answers)
+    assert listener.answers == [([True] * 4, "", True)]
+    assert tier.holds(KEYS[0]) is None
     new.gate.set()
     until(lambda: tier.holds(KEYS[0]) is not None)
     assert tier.holds(KEYS[0]) is False

@@ -7,9 +7,10 @@ from collections import deque
 
 import pytest
 
+from kvoffload.backends.admin import Admin
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.io import client as io_client
-from kvoffload.io.open_stores import OpenStore, close_stores, greet, retire
+from kvoffload.io.open_stores import OpenStore, close_stores, greet, purge
 from kvoffload.io.protocol import Figures
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.transfer.slab import Slab
@@ -54,8 +55,21 @@ def test_a_store_that_cannot_say_what_it_has_is_only_logged(broken, caplog):
 
 async def test_a_store_that_does_not_close_is_only_logged(broken, caplog):
     await close_stores([broken])
-    await retire(broken, None, ["old"])
-    assert caplog.messages.count("theirs: closing failed: out of order") == 2
+    assert caplog.messages == ["theirs: closing failed: out of order"]
+
+
+async def test_a_store_says_why_a_namespace_stays(broken):
+    class Unable(MemoryBackend, Admin):
+        purge = Admin.purge
+
+    broken.backend.purge = broken.backend.close
+    unable, able = (
+        OpenStore(kind.__name__, kind(MemoryOptions(), "n")) for kind in (Unable, MemoryBackend)
+    )
+    assert await purge([broken, unable, able], ["old"]) == [
+        "theirs: Broken.close() takes 1 positional argument but 2 were given",
+        "Unable: this store cannot remove a namespace",
+    ]
 
 
 async def test_a_store_that_cannot_connect_is_named_in_the_log(broken, caplog):

@@ -21,7 +21,7 @@ POINTS = (
     "Open:received", "store:opening", "store:opened", "Opened:unsent", "Opened:sent",
     "greet:begun", "Presence:sent", "Alive:sent",
     # stores are renewed
-    "Renew:received", "retire:begun", "Renew:taken",
+    "Renewal:received", "retire:begun", "purge:begun", "Renewal:taken",
     # the session ends
     "end:begun", "close:begun", "close:ended",
 )  # fmt: skip
@@ -100,7 +100,8 @@ def hook(folder):
     _hook_calls(Vfs, points)
     open_stores._open = _around(open_stores._open, points, "store:opening", "store:opened")
     server.greet = _around(server.greet, points, "greet:begun")
-    server.retire = _around(server.retire, points, "retire:begun")
+    server.purge = _around(server.purge, points, "purge:begun")
+    Session._retire = _around(Session._retire, points, "retire:begun")
     server.close_stores = _around_async(server.close_stores, points, "close:begun", "close:ended")
     Session._end = _around(Session._end, points, "end:begun")
 
@@ -130,6 +131,8 @@ def _hook_session(session, points):
 
     async def hooked_take(self, message):
         name = type(message).__name__
+        if name == "Open" and self._wanted is not None:
+            name = "Renewal"
         points.reached(f"{name}:received")
         await take(self, message)
         points.reached(f"{name}:taken")

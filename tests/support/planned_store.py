@@ -3,7 +3,7 @@
 Register it with :func:`installed`, and set the plan with :meth:`Planned.set`. Beside the faults of
 :mod:`kvoffload.testing.faults` the plan knows ``stop`` and ``kill`` of the process, ``hung_open``,
 ``queue``: reads sleep one after the other, and ``stubborn``: a read ignores its cancellation and
-writes to its memory at the end.
+writes to its memory at the end. ``slow_purge``, ``kill_purge`` and ``failed_purge`` strike a purge.
 """
 
 import asyncio
@@ -64,6 +64,17 @@ class PlannedStore(FaultyBackend):
             return [False] * len(keys)
         return await super().read(keys, into)
 
+    async def purge(self, namespaces):
+        plan = self._plans().process
+        if plan is not None and plan.fault == "failed_purge":
+            raise ConnectionError("nobody is there")
+        if plan is not None and plan.fault == "slow_purge":
+            await asyncio.sleep(plan.seconds)
+        removed = await self.inner.purge(namespaces)
+        if plan is not None and plan.fault == "kill_purge":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return removed
+
     async def _process(self, plan, into):
         if plan.fault == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -92,6 +103,7 @@ class ShyStore(PlannedStore):
         whole, self.inner = self.inner, OnlyVerbs()
         for verb in ("contains", "read", "write", "remove", "close"):
             setattr(self.inner, verb, getattr(whole, verb))
+        self.purge = None
         for name in ("holds", "forget", "take_changes", "usage", "counters", "take_removals"):
             delattr(self, name)
 

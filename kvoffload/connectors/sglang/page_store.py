@@ -31,8 +31,8 @@ Page = Sequence[tuple[int, int]]
 PAGES_PER_JOB = 16
 ASK_AGAIN_S = 0.001
 """Time between two looks for an answer of a store without an index."""
-CLEAR_S = 5.0
-"""How long the tiers may take to open again when they are cleared."""
+CLEAR_S = 30.0
+"""How long a call waits until all pages are removed; SGLang's scheduler waits with it."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,7 @@ class PageStore:
         self._staging = StagingSlots(num_slots)
         self._asking = threading.Lock()
         """Held while a tier is asked or told: its methods are for one thread."""
+        self._clearing = threading.Lock()
         self._warnings = Throttle(log)
 
     @property
@@ -329,8 +330,15 @@ class PageStore:
     # ---- resets and the end ----
 
     def clear(self) -> None:
-        """Remove all pages of this namespace, whichever engine stored them."""
-        with self._asking:
+        """Remove all pages of this namespace, whichever engine stored them.
+
+        Until that is done every page is a miss, and none is stored.
+
+        Raises:
+            ConfigError: it is not done yet; it goes on.
+            OSError: a tier could not remove some, and serves them.
+        """
+        with self._clearing:
             facts = readable(self._facts)
             self._client.renew(self.namespace, facts, [self.namespace], CLEAR_S)
 

@@ -291,8 +291,14 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
     # ---- the rest ----
 
     def clear(self) -> None:
-        """Remove all pages of this model and form from the tiers."""
-        self._tried(lambda store: store.clear(), None)
+        """Remove all pages of this model and form from the tiers.
+
+        Raises:
+            ConfigError: they are not removed yet.
+            OSError: some cannot be removed.
+        """
+        if self._store is not None:
+            self._store.clear()  # SGLang takes an exception for a failure, and logs it
 
     def get_stats(self) -> StorageMetrics | None:
         """Return what was stored and loaded since the last call."""

@@ -219,7 +219,7 @@ def test_clear_removes_and_detach_ends_it(attach, until):
     hicache = attach(Pool())
     keys = stored(hicache, 4, until)
     hicache.clear()
-    until(lambda: hicache.batch_exists(keys) == 0)
+    assert hicache.batch_exists(keys) == 0
     stored(hicache, 4, until)
     hicache.close()
     hicache.close()
@@ -228,6 +228,12 @@ def test_clear_removes_and_detach_ends_it(attach, until):
     assert hicache.batch_set_v1(keys, tokens(range(4))) == [False] * 4
     again = attach(Pool())
     until(lambda: again.batch_exists(keys) == 4)
+
+
+def test_a_clear_that_fails_is_an_exception_for_which_sglang_answers_false(attach):
+    nowhere = {"type": "redis", "url": "redis://127.0.0.1:1"}
+    with pytest.raises(OSError, match="redis: "):
+        attach(Pool(), backends=[nowhere]).clear()
 
 
 def test_calls_on_two_threads_while_the_store_is_cleared(attach, until):
