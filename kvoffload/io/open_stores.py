@@ -168,11 +168,11 @@ async def purge(stores: Sequence[OpenStore], namespaces: Sequence[str]) -> list[
 
 
 async def _purge(store: OpenStore, namespaces: Sequence[str]) -> str:
-    remove = getattr(store.backend, "purge", None)
-    if remove is None or getattr(remove, "__func__", None) is Admin.purge:
+    backend = store.backend
+    if not isinstance(backend, Admin) or getattr(backend.purge, "__func__", None) is Admin.purge:
         return "this store cannot remove a namespace"
     try:
-        await remove(namespaces)
+        await backend.purge(namespaces)
     except Exception as error:
         return text_of(error)
     return ""

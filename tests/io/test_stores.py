@@ -59,7 +59,7 @@ async def test_a_store_that_does_not_close_is_only_logged(broken, caplog):
 
 
 async def test_a_store_says_why_a_namespace_stays(broken):
-    class Unable(MemoryBackend, Admin):
+    class Unable(MemoryBackend):
         purge = Admin.purge
 
     broken.backend.purge = broken.backend.close

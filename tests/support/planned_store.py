@@ -14,6 +14,7 @@ import time
 import msgspec
 
 from kvoffload import open_backend, registry
+from kvoffload.backends.admin import Admin
 from kvoffload.errors import ConfigError
 from kvoffload.testing.faults import FaultyBackend, Plan
 
@@ -35,7 +36,7 @@ class Plans(msgspec.Struct):
     refuse: str = ""
 
 
-class PlannedStore(FaultyBackend):
+class PlannedStore(FaultyBackend, Admin):
     Options = Options
 
     def __init__(self, options, namespace):
@@ -103,7 +104,7 @@ class ShyStore(PlannedStore):
         whole, self.inner = self.inner, OnlyVerbs()
         for verb in ("contains", "read", "write", "remove", "close"):
             setattr(self.inner, verb, getattr(whole, verb))
-        self.purge = None
+        self.purge = super(PlannedStore, self).purge
         for name in ("holds", "forget", "take_changes", "usage", "counters", "take_removals"):
             delattr(self, name)
 
