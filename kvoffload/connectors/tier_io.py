@@ -54,8 +54,8 @@ class TierIO:
             if config.backends:
                 self._start(lambda: ServerThread(slab.slot(0, slab.num_bytes)), facts)
             return
-        if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
-            raise ConfigError("io", "process", 'needs Linux 5.3 or newer; use "thread"')
+        if not hasattr(os, "memfd_create"):
+            raise ConfigError("io", "process", 'needs Linux; use "thread"')
         self._fd = fd = create_shared_memory(num_slots * slot_bytes, setting)
         try:
             self.slab = Slab(num_slots, slot_bytes, fd)

@@ -9,7 +9,6 @@ import ctypes
 import logging
 import mmap
 import os
-import select
 import signal
 import socket
 import sys
@@ -21,6 +20,8 @@ from kvoffload.io.protocol import Logged
 from kvoffload.io.server import Session, run_server
 
 _PR_SET_PDEATHSIG = 1
+WATCH_S = 0.5
+"""Time between two looks whether the engine lives."""
 LAST_S = 3.0
 """How long the process goes on after its engine died, to close the stores."""
 
@@ -72,12 +73,11 @@ def main() -> None:
 def _end_with(engine_pid: int, sock: socket.socket) -> None:
     """Wait for the death of the engine's process; then close the session, and soon the process.
 
-    The socket alone does not tell: other children of the engine may have inherited its end.
+    The socket alone does not tell: other children of the engine may have inherited its end. A
+    descriptor of the engine's process would tell at once, but containers may forbid one.
     """
-    with contextlib.suppress(OSError):  # it is dead already
-        pidfd = os.pidfd_open(engine_pid)
-        if os.getppid() == engine_pid:
-            select.select([pidfd], [], [])
+    while os.getppid() == engine_pid:
+        time.sleep(WATCH_S)
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
     time.sleep(LAST_S)
