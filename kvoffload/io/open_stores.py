@@ -4,17 +4,20 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from msgspec import convert
 
 from kvoffload import registry
 from kvoffload.backends.admin import Admin
-from kvoffload.backends.base import Backend, LocalIndex, Observable, Removal
+from kvoffload.backends.base import Backend, LocalIndex, Observable
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
 from kvoffload.io.protocol import Figures, Open, Presence, TierSettings
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_MOST = 2**63 - 1
 
 KEYS_PER_MESSAGE = 1024
 """Keys in one message to the engine's process, which decodes it in one go."""
@@ -41,11 +44,18 @@ class OpenStore:
         if (index := self.index) is None:
             return None
         none: list[tuple[bytes, bool]] = []
-        changes = self._tried("take_changes", lambda: index.take_changes(KEYS_PER_MESSAGE), none)
+        changes = self._tried(
+            "take_changes",
+            # What is of another type would end the engine's understanding of this process.
+            lambda: convert(index.take_changes(KEYS_PER_MESSAGE), list[tuple[bytes, bool]]),
+            none,
+        )
         was_told = self.is_told
         # An index that failed will tell no more: nothing need wait for it.
         has_failed = changes is none
-        self.is_told = has_failed or self._tried("is_complete", lambda: index.is_complete, True)
+        self.is_told = has_failed or self._tried(
+            "is_complete", lambda: bool(index.is_complete), True
+        )
         if not changes and was_told == self.is_told:
             return None
         added = [key for key, present in changes if present]
@@ -63,11 +73,13 @@ class OpenStore:
         if self.index is not None:
             self._tried("forget", partial(self.index.forget, keys), None)
 
-    def removals(self) -> list[Removal]:
-        """Return the chunks that the store removed since the last call."""
-        if self.observable is None:
+    def removals(self) -> list[tuple[bytes, str]]:
+        """Return the chunks that the store removed since the last call, and why."""
+        if (store := self.observable) is None:
             return []
-        return self._tried("take_removals", self.observable.take_removals, [])
+        return self._tried(
+            "take_removals", lambda: convert(store.take_removals(), list[tuple[bytes, str]]), []
+        )
 
     def figures(self) -> Figures | None:
         """Return usage and counters; None if they are as they were told."""
@@ -132,6 +144,8 @@ def _check_fit(i: int, store: Observable, chunk_bytes: int, places: dict[str, in
         store.check_fit(chunk_bytes)
     except ConfigError as error:
         raise ConfigError(f"backends[{i}].{error.field}", error.value, error.remedy) from error
+    except Exception as error:
+        raise ConfigError(f"backends[{i}]", "check_fit", f"failed: {error!r}") from error
     first = places.setdefault(store.place, i) if store.place else i
     if first != i:
         remedy = f"is where backends[{first}] keeps its chunks; one tier is enough there"
@@ -180,7 +194,18 @@ async def _purge(store: OpenStore, namespaces: Sequence[str]) -> str:
 
 def _figures(name: str, store: Observable) -> Figures:
     resident, capacity, chunks, gauges = store.usage()
-    return Figures(name, (resident, capacity, chunks, dict(gauges)), dict(store.counters()))
+    limit = None if capacity is None else _number(capacity)
+    usage = (_number(resident), limit, _number(chunks), _numbers(gauges))
+    return Figures(name, usage, _numbers(store.counters()))
+
+
+def _numbers(named: Mapping[str, Any]) -> dict[str, int]:
+    return {str(name): _number(value) for name, value in named.items()}
+
+
+def _number(value: Any) -> int:
+    """Take a float or a number of numpy as well; a message has no larger number."""
+    return max(-_MOST, min(int(value), _MOST))
 
 
 def text_of(error: BaseException) -> str:

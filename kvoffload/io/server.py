@@ -259,7 +259,7 @@ class Session:
         """Tell a message's worth of changes and all removals; return whether there may be more."""
         if changes := store.changes():
             self.send(changes)
-        removals = [(removal.key, removal.reason) for removal in store.removals()]
+        removals = store.removals()
         for start in range(0, len(removals), KEYS_PER_MESSAGE):
             self.send(Removed(store.name, removals[start : start + KEYS_PER_MESSAGE]))
         return changes is not None and len(changes.added) + len(changes.removed) == KEYS_PER_MESSAGE

@@ -5,16 +5,19 @@ import sys
 import threading
 from collections import deque
 
+import numpy as np
 import pytest
 
 from kvoffload.backends.admin import Admin
+from kvoffload.backends.base import Usage
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
+from kvoffload.errors import ConfigError
 from kvoffload.io import client as io_client
-from kvoffload.io.open_stores import OpenStore, close_stores, greet, purge
-from kvoffload.io.protocol import Figures
+from kvoffload.io.open_stores import OpenStore, close_stores, greet, open_stores, purge
+from kvoffload.io.protocol import Figures, Frames, Presence, frame
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.transfer.slab import Slab
-from tests.support.io_rig import client_over
+from tests.support.io_rig import client_over, opening
 
 KEYS = [b"a" * 36, b"b" * 36]
 
@@ -51,6 +54,54 @@ def test_a_store_that_cannot_say_what_it_has_is_only_logged(broken, caplog):
     assert (told.added, told.removed, told.complete) == ([], [], True)
     assert broken.changes() is None
     assert "theirs: usage and counters failed: RuntimeError('out of order')" in caplog.messages
+
+
+class Odd(MemoryBackend):
+    """Answers with what is not asked for."""
+
+    def usage(self):
+        return Usage(1.5, np.int64(7), np.int32(2), {1: True})
+
+    def counters(self):
+        return {"hits": 2.0, "huge": 1 << 80}
+
+    def take_changes(self, limit):
+        return [("a", True)]
+
+    def take_removals(self):
+        return [(b"a", None)]
+
+    @property
+    def is_complete(self):
+        return np.bool_(True)
+
+
+def test_figures_of_other_types_are_numbers_and_odd_keys_a_failure_of_the_store(caplog):
+    store = OpenStore("odd", Odd(MemoryOptions(), "n"))
+    figures = store.figures()
+    assert figures.usage == (1, 7, 2, {"1": 1})
+    assert figures.counters == {"hits": 2, "huge": (1 << 63) - 1}
+    assert store.removals() == []
+    assert store.changes() == Presence("odd", [], [], True)
+    (first,) = Frames(to_server=False).feed(frame(figures))
+    assert first == figures
+    assert "odd: take_removals failed: ValidationError" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("named", [None, {"hits": None}, [1]])
+def test_counters_that_are_none_keep_the_figures_as_they_were(caplog, monkeypatch, named):
+    backend = MemoryBackend(MemoryOptions(), "n")
+    store = OpenStore("odd", backend)
+    assert store.figures() is not None
+    monkeypatch.setattr(backend, "counters", lambda: named)
+    assert store.figures() is None
+    assert "odd: usage and counters failed" in caplog.text
+
+
+async def test_a_store_whose_check_raises_is_refused(monkeypatch):
+    monkeypatch.setattr(MemoryBackend, "check_fit", lambda self, chunk_bytes: 1 / 0)
+    with pytest.raises(ConfigError, match=r"check_fit.*ZeroDivisionError"):
+        await open_stores(opening([("memory", "memory", {})]))
 
 
 async def test_a_store_that_does_not_close_is_only_logged(broken, caplog):
