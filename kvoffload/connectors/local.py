@@ -210,7 +210,7 @@ class LocalConnector:
         if not num_external_tokens:
             return
         state = self._requests[request.request_id]
-        end = state.start + num_external_tokens
+        end, state.has_kv = state.start + num_external_tokens, True
         self._count_use(state, end)
         pieces = to_load(self._groups, block_ids, state.start, end, self._has_nulls)
         keys = [state.keys[piece.group][piece.chunk] for piece in pieces]
@@ -251,6 +251,7 @@ class LocalConnector:
         """Offer the chunks that have become full for storing."""
         self._short_loads.computed(request.request_id)
         state = self._state(request)
+        state.has_kv = True
         if state.barred:
             return
         pieces = to_store(
@@ -315,16 +316,15 @@ class LocalConnector:
     def reset_cache(self) -> None:
         """Forget everything offloaded, on every tier, as after a change of the weights.
 
-        Waits for transfers in flight. Running requests store nothing more. Loads that ended but
-        were not polled bring nothing: their bytes are older than the reset. The new generation of
-        the tiers' namespace belongs to this process. The facts decide what a restarted engine
-        finds, so they must name the weights that are loaded.
+        Waits for transfers in flight. Requests that run store nothing more. Loads that ended but
+        were not polled bring nothing: they are older than the reset. The tiers' new generation
+        belongs to this process; a restarted engine finds what the facts name.
         """
         self.flush()
         self._transfers.jobs.mark_stale()
         self._outcomes = [LoadOutcome(o.request_id, 0, ok=False) for o in self._outcomes]
         for state in self._requests.values():
-            state.barred = True
+            state.barred |= state.has_kv
         self._manager.reset_cache()
         self._spec.renew(self._manager, generation=uuid.uuid4().hex)
 

@@ -43,8 +43,10 @@ class RequestState:
     pending_since_s: float | None = None
     loading: int | None = None
     """The job in flight that loads for the request."""
+    has_kv: bool = False
+    """Whether it has computed or loaded any of its KV cache."""
     barred: bool = False
-    """Its blocks were computed before a reset: they must not be stored any more."""
+    """Its KV cache is older than a reset: it must not be stored any more."""
     refused: tuple[OffloadKey, ...] = ()
     """Chunks that found no room when they were last offered for storing."""
 

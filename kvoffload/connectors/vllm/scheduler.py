@@ -23,10 +23,10 @@ from kvoffload.connectors.builder import make_host_cache, make_manager
 from kvoffload.connectors.jobs import Ended, JobTable
 from kvoffload.connectors.spans import open_spans
 from kvoffload.connectors.vllm import self_test as canary
+from kvoffload.connectors.vllm import withheld_stores
 from kvoffload.connectors.vllm.client_images import is_trusted
 from kvoffload.connectors.vllm.engine_metrics import hit_tokens
 from kvoffload.connectors.vllm.explained_requests import ExplainedRequests
-from kvoffload.connectors.vllm.holed_chunks import skip_holed_chunks
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.quiet_steps import DueRequests, has_orders
 from kvoffload.connectors.vllm.rank_tiers import RankTiers
@@ -274,7 +274,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         due = self._due.of_step(scheduler_output, has_orders(self), all_blocks=bool(has_readers))
         if due is None:
             return IDLE_STEP
-        theirs = super().build_connector_meta(due)
+        theirs = super().build_connector_meta(withheld_stores.without_barred(self, due))
         self._due.visited(due, self._req_status)
         self._offer_again()
         orders = StepMetadata(theirs.load_jobs, theirs.store_jobs, theirs.jobs_to_flush)
@@ -297,7 +297,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         return orders
 
     def _build_store_jobs(self, scheduler_output: Any) -> Any:
-        skip_holed_chunks(self, scheduler_output)
+        withheld_stores.skip_holed_chunks(self, scheduler_output)
         return super()._build_store_jobs(scheduler_output)
 
     def _offer_again(self) -> None:
@@ -388,13 +388,13 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         vLLM resets when it falls asleep and after new weights, and does not say which it is.
         """
         super().reset_cache()
+        withheld_stores.bar_computing(self)
         self._due.again(self._req_status)
         if self._table is None or self.tiers is None or self.adapter.ledger is None:
             return
         self._table.mark_stale()
         if self.settings.fixed_weights:
             return
-        generation = uuid.uuid4().hex
-        self.tiers.renew(generation)
+        self._generation = uuid.uuid4().hex
+        self.tiers.renew(self._generation)
         self.adapter.ledger.replace_tiers(self.tiers.tiers)
-        self._generation = generation

@@ -210,6 +210,30 @@ def weigh():
     return add_weights
 
 
+@pytest.fixture
+def halves(models, tmp_path):
+    """Make halves that have met, with a disk tier if wanted; vLLM's scheduler drives them."""
+    from benchmarks.vllm_parts.engine import ours
+    from benchmarks.vllm_parts.halves import Halves
+
+    made = []
+
+    def begin(*, disk=False, **settings):
+        tier = {"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}
+        more = {"backends": [tier]} if disk else {}
+        extra = {"cpu_bytes": "16MiB", "weights_id": "w", **more, **settings}
+        blocks = settings.pop("num_blocks", 2048)
+        extra.pop("num_blocks", None)
+        rig = Halves(models("llama"), ours(extra), num_blocks=blocks)
+        made.append(rig.__enter__())
+        rig.quiet()
+        return rig
+
+    yield begin
+    for rig in made:
+        rig.__exit__()
+
+
 @pytest.fixture(scope="module")
 def start(models, tmp_path_factory):
     """Start an engine; all are killed at the end of the module."""

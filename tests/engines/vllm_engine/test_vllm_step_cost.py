@@ -1,10 +1,8 @@
 """What a step costs the hooks of both halves, in functions called; driven by vLLM's scheduler."""
 
-import importlib.util
 import json
 import random
 import time
-from pathlib import Path
 
 import pytest
 
@@ -13,44 +11,11 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 import torch
 from vllm.v1.request import RequestStatus
 
-from benchmarks.vllm_parts.engine import ours
-from benchmarks.vllm_parts.halves import BLOCK, Halves
+from benchmarks.vllm_parts.halves import BLOCK
 from kvoffload.connectors.vllm.worker import COUNTERS_PERIOD_S
 
-ROOT = Path(__file__).parents[3]
 IDLE_SCHEDULER, IDLE_WORKER, A_TIER = 16, 23, 8
 """Functions a step without anything to do may call, and how many more for a tier."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    spec = importlib.util.spec_from_file_location(
-        "tiny_model", ROOT / "examples/vllm/tiny_model.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.make_model(tmp_path_factory.mktemp("models") / "llama")
-
-
-@pytest.fixture
-def halves(model, tmp_path):
-    """Make halves that have met, with a disk tier if wanted."""
-    made = []
-
-    def begin(*, disk=False, **settings):
-        tier = {"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}
-        more = {"backends": [tier]} if disk else {}
-        extra = {"cpu_bytes": "16MiB", "weights_id": "w", **more, **settings}
-        blocks = settings.pop("num_blocks", 2048)
-        extra.pop("num_blocks", None)
-        rig = Halves(model, ours(extra), num_blocks=blocks)
-        made.append(rig.__enter__())
-        rig.quiet()
-        return rig
-
-    yield begin
-    for rig in made:
-        rig.__exit__()
 
 
 def prompt(length, seed=0):
