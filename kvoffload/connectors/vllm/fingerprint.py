@@ -1,6 +1,7 @@
 """Everything that decides what one rank's stored bytes mean, as vLLM has resolved it."""
 
 import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,6 +74,8 @@ def resolve_facts(
         facts["context_parallel_interleave"] = interleaved
     if (rotated := long_rope(model)) is not None:
         facts["long_rope"] = rotated
+    if media := media_settings(model):
+        facts["media"] = media
     if states := recurrent_states(kv_cache_config):
         facts["recurrent_states"] = states
     return facts
@@ -90,6 +93,17 @@ def long_rope(model_config: Any) -> bool | int | None:
     name, longest = "original_max_position_embeddings", int(model_config.max_model_len)
     original = rope.get(name) or getattr(config, name, None)
     return longest if original is None else longest > original
+
+
+def media_settings(model_config: Any) -> str:
+    """Spell how the engine makes tokens of images and sounds; empty for the model's own way.
+
+    vLLM's hash of an image has what its request sets, and not what the engine sets.
+    """
+    config = getattr(model_config, "multimodal_config", None)
+    names = ("media_io_kwargs", "mm_processor_kwargs")
+    chosen = {name: value for name in names if (value := getattr(config, name, None))}
+    return json.dumps(chosen, sort_keys=True, default=str) if chosen else ""
 
 
 def check_layout(layout: str | None) -> None:

@@ -34,6 +34,7 @@ from kvoffload.connectors.vllm.fingerprint import (
     config_digest,
     hash_root,
     long_rope,
+    media_settings,
     resolve_facts,
 )
 from kvoffload.connectors.vllm.settings import read_settings
@@ -249,6 +250,20 @@ def test_the_length_of_a_long_rope_model_chooses_its_factors(name):
     assert [rotated(4096), rotated(4097)] == [False, True]
     assert rotated(4097, original_max_position_embeddings=8192) is False
     assert rotated(4097, "yarn") is None
+
+
+def test_how_the_engine_reads_images_is_told_unless_it_is_the_models_own_way():
+    def told(**chosen):
+        return media_settings(
+            types.SimpleNamespace(multimodal_config=types.SimpleNamespace(**chosen))
+        )
+
+    assert media_settings(types.SimpleNamespace(multimodal_config=None)) == ""
+    assert told(mm_processor_kwargs=None, media_io_kwargs={}) == ""
+    assert told(mm_processor_kwargs={"num_crops": 4}) != told(mm_processor_kwargs={"num_crops": 16})
+    assert told(mm_processor_kwargs={"a": 4}, media_io_kwargs={"video": {"num_frames": 4}}) == (
+        '{"media_io_kwargs": {"video": {"num_frames": 4}}, "mm_processor_kwargs": {"a": 4}}'
+    )
 
 
 def test_an_upgrade_that_keeps_what_bytes_mean_keeps_the_namespace(facts, monkeypatch):
