@@ -132,6 +132,7 @@ def install(put, portion_bytes):
     properties = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
     put(torch.cuda, "get_device_properties", lambda device: properties)
     put(torch, "empty", fake.empty_of(torch.empty))
+    put(pinning, "PAUSES_S", (0.0, 0.0))
     put(pinning.Pinning.__init__, "__defaults__", (None, portion_bytes))
     return fake
 

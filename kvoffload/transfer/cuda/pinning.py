@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 PORTION_BYTES = 256 << 20
 PROGRESS_S = 5.0
 """Time between two log lines about progress."""
+PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+"""Before each further try of a portion. What made CUDA refuse it may pass: the capture of a graph,
+or a shortage of memory."""
 
 
 class Pinning:
@@ -72,8 +75,8 @@ class Pinning:
         for start in range(0, total, self.portion_bytes):
             length = min(self.portion_bytes, total - start)
             try:
-                self._slab.populate(start, length)
-                self._register(self._slab.address + start, length)
+                if not self._pin(start, length):
+                    return
             except Exception as error:
                 self._give_up(error, start)
                 return
@@ -87,6 +90,22 @@ class Pinning:
                 done = human_bytes(start + length)
                 log.info("host memory: %s of %s pinned", done, human_bytes(total))
         log.info("host memory: %s pinned in %.1f s", human_bytes(total), time.monotonic() - begun_s)
+
+    def _pin(self, start: int, length: int) -> bool:
+        """Pin a portion, in several tries if need be; False if the copier was closed meanwhile."""
+        self._slab.populate(start, length)
+        address = self._slab.address + start
+        for pause_s in PAUSES_S:
+            try:
+                self._register(address, length)
+                return True
+            except Exception as error:
+                log.info("host memory: a portion is not pinned yet (%s); trying again", error)
+            with self._progress:
+                if self._progress.wait_for(lambda: self._is_stopping, pause_s):
+                    return False
+        self._register(address, length)
+        return True
 
     def _give_up(self, error: Exception, start: int) -> None:
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
