@@ -19,7 +19,7 @@ from tests.support.index_kernels import IndexKernels
 
 
 class FakeCuda:
-    """Stands in for ``torch.cuda``; registered ranges are those of ``cudaHostRegister``."""
+    """Stands in for ``torch.cuda``; registered ranges are those of the driver."""
 
     def __init__(self):
         self.registered = {}
@@ -67,24 +67,15 @@ class FakeCuda:
 
     ExternalStream = Stream
 
-    def cudart(self):
-        return self
-
-    def cudaHostRegister(self, address, length, flags):
-        assert flags == 1
+    def register(self, address, length):
         assert address % 4096 == 0
         if sum(self.registered.values()) + length > self.refuse_after:
-            return 2
+            raise RuntimeError("cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY (2)")
         assert address not in self.registered
         self.registered[address] = length
-        return 0
 
-    def cudaHostUnregister(self, address):
+    def unregister(self, address):
         del self.registered[address]
-        return 0
-
-    def cudaGetErrorString(self, error):
-        return "out of memory"
 
     def is_registered(self, address):
         return any(start <= address < start + size for start, size in self.registered.items())
@@ -148,6 +139,14 @@ class FakeDriver:
 
     def enter_thread(self):
         self._cuda.entered.add(threading.current_thread().name)
+
+    def register(self, address, length):
+        assert threading.current_thread().name in self._cuda.entered
+        self._cuda.register(address, length)
+
+    def unregister(self, address):
+        assert threading.current_thread().name in self._cuda.entered
+        self._cuda.unregister(address)
 
     def new_stream(self):
         handle = 4711 + self._cuda.streams_made

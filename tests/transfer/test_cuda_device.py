@@ -179,14 +179,14 @@ def test_memory_that_is_not_pinned_does_not_end_batches_of_what_is(cuda, until):
 def test_a_copy_that_waits_for_pinning_goes_on_without_when_the_copier_is_closed(cuda, monkeypatch):
     """Left alone instead, the slab would stay registered for ever."""
     registers, goes_on = threading.Event(), threading.Event()
-    register = cuda.cudaHostRegister
+    register = cuda.register
 
     def slowly(address, *given):
         registers.set()
         assert goes_on.wait(60)
         return register(address, *given)
 
-    monkeypatch.setattr(cuda, "cudaHostRegister", slowly)
+    monkeypatch.setattr(cuda, "register", slowly)
     caches = make_caches([(512, 0)])
     layout = ChunkLayout(caches, 1)
     slab = Slab(8, layout.slot_bytes)
@@ -205,11 +205,13 @@ def test_a_copy_that_waits_for_pinning_goes_on_without_when_the_copier_is_closed
 
 
 def test_memory_is_unpinned_on_the_thread_that_pinned_it(cuda, monkeypatch, caplog):
-    """CUDA keeps each thread's last error: torch's next kernel on the engine's would raise it."""
     threads = []
-    monkeypatch.setattr(
-        cuda, "cudaHostUnregister", lambda address: threads.append(threading.current_thread()) or 1
-    )
+
+    def refuse(address):
+        threads.append(threading.current_thread())
+        raise RuntimeError("cuMemHostUnregister: CUDA_ERROR_UNKNOWN (999)")
+
+    monkeypatch.setattr(cuda, "unregister", refuse)
     slab = Slab(8, 4096)
     device = CudaDevice(make_caches([(512, 0)]), slab, triton=False)
     device.close()

@@ -37,6 +37,8 @@ typedef struct {
 
 static int context;
 static __thread CUcontext current, pushed;
+void *registered;
+size_t registered_bytes;
 int order, copies, one_address = 1, priority, stream_flags, capture_mode, streams, refuse;
 
 CUresult batch(CUdeviceptr *to, CUdeviceptr *from, size_t *sizes, size_t count,
@@ -85,6 +87,21 @@ CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t count, CU
     if (current != (CUcontext)&context || stream != (CUstream)0x4711) return 201;
     copies++;
     memcpy((void *)to, from, count);
+    return 0;
+}
+
+CUresult cuMemHostRegister_v2(void *p, size_t bytesize, unsigned int flags)
+{
+    if (current != (CUcontext)&context || flags != 1) return 201;
+    registered = p;
+    registered_bytes = bytesize;
+    return 0;
+}
+
+CUresult cuMemHostUnregister(void *p)
+{
+    if (current != (CUcontext)&context || p != registered) return 201;
+    registered = NULL;
     return 0;
 }
 
@@ -245,6 +262,23 @@ def test_a_thread_without_the_context_is_refused_what_it_enqueues(library):
     """So a launch thread that only told torch its device would be, on the first GPU."""
     driver = Driver(3, library)
     assert "(201)" in str(on_a_thread(lambda: driver.copy(0x4711, 0, 0, 5, True)))
+
+
+def test_host_memory_is_pinned_for_all_contexts_and_let_go_again(library):
+    driver = Driver(3, library)
+    registered = ctypes.c_void_p.in_dll(ctypes.CDLL(library), "registered")
+    num_bytes = ctypes.c_size_t.in_dll(ctypes.CDLL(library), "registered_bytes")
+    address = 0x7F12_3456_7000
+
+    def pin():
+        driver.enter_thread()
+        driver.register(address, 5 << 30)
+        assert (registered.value, num_bytes.value) == (address, 5 << 30)
+        driver.unregister(address)
+
+    assert on_a_thread(pin) is None
+    assert registered.value is None
+    assert "(201)" in str(on_a_thread(lambda: driver.register(address, 8)))
 
 
 def test_a_stream_is_of_the_highest_priority_and_made_on_any_thread(library):

@@ -141,7 +141,7 @@ def test_memory_that_cannot_be_pinned_is_told_and_not_waited_for(monkeypatch):
     monkeypatch.setattr(factory, "CpuCopier", gpu_on_cpu.copier)
     monkeypatch.setattr(torch.cuda, "Stream", cuda.Stream)
     cuda.refuse_after = 3 * 4096
-    why = "'why_not_pinned': 'cudaHostRegister: out of memory'"
+    why = "'why_not_pinned': 'cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY"
     with OnCpu(cuda), pytest.raises(RuntimeError, match=why):
         Ours(2, 4096, 1 << 16)
     assert not cuda.registered

@@ -19,6 +19,7 @@ _BATCHES = (("cuMemcpyBatchAsync", True), ("cuMemcpyBatchAsync_v2", False))
 """Exported names, and whether the call has CUDA 12's place for the number of the failed copy."""
 _NON_BLOCKING = 1
 _CAPTURE_MODE_RELAXED = 2
+_REGISTERED_FOR_ALL_CONTEXTS = 1
 _SOURCE_IN_STREAM_ORDER, _SOURCE_AT_ANY_TIME = 1, 3
 _REGISTERED_MEMORY_HAS_ONE_ADDRESS = 91
 _ADDRESS = ctypes.c_uint64
@@ -100,6 +101,17 @@ class Driver:
             self._call("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(host), _ADDRESS(device), *rest)
         else:
             self._call("cuMemcpyHtoDAsync_v2", _ADDRESS(device), ctypes.c_void_p(host), *rest)
+
+    # ---- host memory ----
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Pin host memory; takes some tenths of a second for each gigabyte."""
+        rest = (ctypes.c_size_t(num_bytes), ctypes.c_uint(_REGISTERED_FOR_ALL_CONTEXTS))
+        self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), *rest)
+
+    def unregister(self, address: int) -> None:
+        """Unpin the memory that was registered at this address."""
+        self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     # ---- streams ----
 

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 PORTION_BYTES = 256 << 20
 PROGRESS_S = 5.0
 """Time between two log lines about progress."""
+CLOSE_TIMEOUT_S = 10.0
 PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 """Before each further try of a portion. What made CUDA refuse it may pass: the capture of a graph,
 or a shortage of memory."""
@@ -124,10 +125,7 @@ class Pinning:
             self._progress.notify_all()
 
     def _unpin_all(self) -> None:
-        """Unpin, on the thread that pinned: CUDA stores the last error of each thread.
-
-        On the engine's thread, the next kernel that torch launches would raise that error.
-        """
+        """Unpin, on the thread that pinned: it has the device's context."""
         first = self._slab.address
         for start in range(0, self.pinned_bytes, self.portion_bytes):
             try:
@@ -151,11 +149,13 @@ class Pinning:
             self._progress.notify_all()
 
     def close(self) -> None:
-        """Unpin all; no copy may run any more."""
+        """Unpin all, in the background if it takes long; no copy may run any more."""
         with self._progress:
             self._is_stopping = self._is_closing = True
             self._progress.notify_all()
-        self._thread.join()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():  # the thread keeps the slab, so nothing is freed too early
+            log.warning("host memory is still pinned after %.0f s; left alone", CLOSE_TIMEOUT_S)
 
 
 def numa_node_of(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:

@@ -10,8 +10,10 @@ The engine's thread only queues a transfer. One thread enqueues the work of both
 end of a transfer is an event, which the engine's thread polls.
 """
 
+import atexit
 import contextlib
 import logging
+import os
 import queue
 import threading
 from collections import deque
@@ -311,6 +313,9 @@ class StreamCopier:
         except BaseException:
             device.close()
             raise
+        self._pid = os.getpid()
+        # A thread that is within torch's code when the interpreter ends aborts the process.
+        atexit.register(self._at_exit)
 
     def record_fence(self) -> Fence:
         return EngineFence(self._device.engine_event())
@@ -329,7 +334,12 @@ class StreamCopier:
             **self._device.stats(),
         }
 
+    def _at_exit(self) -> None:
+        if os.getpid() == self._pid:  # a forked child has neither the threads nor the device
+            self.close()
+
     def close(self) -> None:
+        atexit.unregister(self._at_exit)
         self._device.stop_pinning()
         if self._launcher.end(CLOSE_TIMEOUT_S):
             self._device.close()

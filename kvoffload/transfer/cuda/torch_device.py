@@ -20,8 +20,6 @@ _cuda: Any = torch.cuda
 
 COPY_BYTES = 2 << 20
 """The most bytes of one copy: the engine's own small copies wait for it on the same copy engine."""
-_PORTABLE = 1
-"""``cudaHostRegisterPortable``."""
 
 
 class CudaEvent:
@@ -88,7 +86,7 @@ class CudaDevice:
         """For each choice, why the better way is not taken."""
         if why := self._driver.why_no_batches() if batches else "not asked for":
             self._why_not["copies"] = why
-        self._pinning = Pinning(slab, self._pin, self._unpin, self._numa_node())
+        self._pinning = Pinning(slab, self._pin, self._driver.unregister, self._numa_node())
 
     def prepare(self, parts: Sequence[Part]) -> bool:
         """Compile the kernels, and upload what they need of these parts; wait for the device."""
@@ -111,16 +109,9 @@ class CudaDevice:
     # ---- host memory ----
 
     def _pin(self, address: int, length: int) -> None:
-        self._on_host_memory("cudaHostRegister", address, length, _PORTABLE)
-
-    def _unpin(self, address: int) -> None:
-        self._on_host_memory("cudaHostUnregister", address)
-
-    def _on_host_memory(self, name: str, *given: int) -> None:
-        self.enter_thread()
-        error = getattr(_cuda.cudart(), name)(*given)
-        if int(error) != 0:
-            raise RuntimeError(f"{name}: {_cuda.cudart().cudaGetErrorString(error)}")
+        # Without torch, whose code would abort the process if the interpreter ended meanwhile.
+        self._driver.enter_thread()
+        self._driver.register(address, length)
 
     def _numa_node(self) -> int | None:
         properties: Any = torch.cuda.get_device_properties(self._device)

@@ -149,14 +149,14 @@ def test_the_canary_finds_layers_whose_blocks_are_not_rows(attached):
 def test_the_canary_does_not_wait_until_all_host_memory_is_pinned(attached, monkeypatch, request):
     """200 GiB take a minute: the engine starts meanwhile."""
     cuda = install(monkeypatch.setattr, 4096)
-    register, goes_on = cuda.cudaHostRegister, threading.Event()
+    register, goes_on = cuda.register, threading.Event()
     request.addfinalizer(goes_on.set)  # before the spec is closed
 
     def first_alone(address, *given):
         assert not cuda.registered or goes_on.wait(60)
         return register(address, *given)
 
-    monkeypatch.setattr(cuda, "cudaHostRegister", first_alone)
+    monkeypatch.setattr(cuda, "register", first_alone)
     monkeypatch.setattr(
         builder,
         "make_copier",

@@ -1,0 +1,59 @@
+"""The interpreter's end meets none of our threads within torch's code or the driver's."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from kvoffload.transfer.cuda import pinning
+from kvoffload.transfer.cuda.pinning import Pinning
+from kvoffload.transfer.slab import Slab
+
+CHILD = """
+import os, sys, threading
+from kvoffload.transfer.cuda.stream_copier import StreamCopier
+from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.slab import Slab
+from tests.support.interleavings import NUM_SLOTS, PER_CHUNK, small_caches
+from tests.support.late_device import LateDevice
+
+class Device(LateDevice):
+    def close(self):
+        left = [t.name for t in threading.enumerate() if "kvoffload" in t.name]
+        print("closed, threads:", *left, flush=True)
+
+caches = small_caches()
+layout = ChunkLayout(caches, PER_CHUNK)
+slab = Slab(NUM_SLOTS, layout.slot_bytes)
+copier = StreamCopier(caches, slab, layout, Device(caches, slab, 1))
+"""
+FORKS = """
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "times"), [("", 1), ("copier.close()", 1), (FORKS, 1), ("os._exit(0)", 0)]
+)
+def test_a_copier_that_was_not_closed_is_closed_when_its_process_ends(ends, times):
+    command = [sys.executable, "-W", "ignore", "-c", CHILD + ends]  # Python warns of the fork
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "closed, threads:\n" * times
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_registration_that_hangs_keeps_neither_a_close_nor_the_process(monkeypatch, caplog):
+    monkeypatch.setattr(pinning, "CLOSE_TIMEOUT_S", 0.05)
+    slab, hangs = Slab(2, 8192), threading.Event()
+    pinned = Pinning(slab, lambda address, length: hangs.wait(60), lambda address: None)
+    closes = threading.Thread(target=pinned.close)
+    closes.start()
+    closes.join(10)
+    assert not closes.is_alive()
+    assert "left alone" in caplog.text
+    hangs.set()
+    pinned.close()
+    assert pinned.pinned_bytes == 0
