@@ -122,6 +122,7 @@ class LateDevice:
         self.broken: Exception | None = None
         """The error of earlier work: every event raises it from then on."""
         self.is_closed = False
+        self.pinned_bytes = slab.num_bytes
         self._kernels = IndexKernels(kv_caches)
         self._slab = slab
         self._stages: list[torch.Tensor] = []
@@ -235,8 +236,13 @@ class LateDevice:
             target, source = ends if to_host else ends[::-1]
             stream.enqueue(lambda t=target, s=source, n=num_bytes: ctypes.memmove(t, s, n))  # type: ignore[misc]
 
+    def is_settled(self, end: int) -> bool:
+        """Whether the slab is pinned up to here, as tests say."""
+        return self.pinned_bytes >= end
+
     def stop_pinning(self) -> None:
-        """Do nothing: no memory is pinned."""
+        """See :class:`kvoffload.transfer.cuda.device.Device`."""
+        self.pinned_bytes = self._slab.num_bytes
 
     def stats(self) -> dict[str, str | int]:
         """Name itself."""

@@ -44,6 +44,18 @@ def plan_of(direct_page_bytes):
     return plan, caches.tensors[0].tensor.data_ptr()
 
 
+def test_a_transfer_ends_in_the_slab_where_its_last_chunk_does():
+    """Slots are rows: a chunk of a wider group takes several."""
+    caches = caches_of([PAGE, PAGE, PAGE], 8)
+    wide, thin = caches.group_data_refs[0][:2], caches.group_data_refs[0][2:]
+    layout = ChunkLayout(CanonicalKVCaches(caches.tensors, (wide, thin)), PER_CHUNK)
+    plan = CopyPlan(caches, layout, 2 * PAGE, 1 << 20, 1)
+    assert plan.host_end(moves_of(move(3, [1]), move(4, [2], group_idx=1))) == 10 * PAGE
+    assert plan.host_end(moves_of(move(2, [1]), move(4, [2], group_idx=1))) == 10 * PAGE
+    assert plan.host_end(moves_of(move(4, [2], group_idx=1))) == 10 * PAGE
+    assert plan.host_end(moves_of(move(4, [2, 3]), move(0, [1]))) == 12 * PAGE
+
+
 def pairs_of(slots_and_blocks):
     return moves_of(*(move(slot, ids) for slot, *ids in slots_and_blocks))
 

@@ -112,7 +112,7 @@ def test_kernels_that_do_not_compile_are_not_used_and_told(cuda, monkeypatch):
 
 @pytest.mark.parametrize("why", ["", "not asked for"])
 @pytest.mark.parametrize("to_host", [True, False])
-def test_no_copy_crosses_two_registrations(cuda, to_host, why):
+def test_no_copy_crosses_two_registrations(cuda, to_host, why, until):
     cuda.why_no_batches = why
     slab = Slab(8, 4096)
     device = CudaDevice(make_caches([(512, 0)]), slab)
@@ -122,6 +122,7 @@ def test_no_copy_crosses_two_registrations(cuda, to_host, why):
     copies = Copies(*(np.array(row) for row in zip(*ends, strict=True)))
     there = torch.from_numpy(slab.flat)[PORTION - 100 :][: PORTION + 200]
     there.fill_(1)
+    until(lambda: device.is_settled(slab.num_bytes))
     try:
         device.copy(device.new_stream(), copies, to_host)
         assert torch.equal(here[7:][: len(there)], there)

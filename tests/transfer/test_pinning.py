@@ -38,12 +38,13 @@ def start(slab, registrar):
     return Pinning(slab, registrar.register, registrar.unregister, portion_bytes=SLOT)
 
 
-def test_a_portion_that_is_refused_for_a_moment_is_pinned_all_the_same(slab, monkeypatch, caplog):
+def test_a_portion_that_is_refused_for_a_moment_is_pinned(slab, monkeypatch, caplog, until):
     """A graph is captured on another thread, for example; the rest must not stay slow for ever."""
     monkeypatch.setattr(pinning, "PAUSES_S", (0.0, 0.0, 0.0))
     registrar = Registrar(slab, 3)
     pinned = start(slab, registrar)
-    assert pinned.wait_for(slab.num_bytes) == slab.num_bytes
+    until(lambda: pinned.is_settled(slab.num_bytes))
+    assert pinned.pinned_bytes == slab.num_bytes
     assert pinned.error is None
     assert registrar.tries == [0, *[SLOT] * 4, 2 * SLOT, 3 * SLOT]
     assert "could be pinned" not in caplog.text
@@ -51,11 +52,12 @@ def test_a_portion_that_is_refused_for_a_moment_is_pinned_all_the_same(slab, mon
     assert not registrar.registered
 
 
-def test_a_portion_that_stays_refused_is_given_up_and_told(slab, monkeypatch, caplog):
+def test_a_portion_that_stays_refused_is_given_up_and_told(slab, monkeypatch, caplog, until):
     monkeypatch.setattr(pinning, "PAUSES_S", (0.0, 0.0))
     registrar = Registrar(slab, 1000)
     pinned = start(slab, registrar)
-    assert pinned.wait_for(slab.num_bytes) == SLOT
+    until(lambda: pinned.is_settled(slab.num_bytes))
+    assert pinned.pinned_bytes == SLOT
     assert "CaptureUnsupported" in str(pinned.error)
     assert registrar.tries == [0, *[SLOT] * 3]
     assert "only 8.0 KiB of 32.0 KiB could be pinned" in caplog.text

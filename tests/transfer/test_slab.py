@@ -108,7 +108,7 @@ def test_a_core_file_has_no_cache_of_clients_in_it():
     assert "dd" in flags.split()
 
 
-def test_copies_do_not_wait_for_memory_whose_pages_cannot_be_taken(monkeypatch):
+def test_copies_do_not_wait_for_memory_whose_pages_cannot_be_taken(monkeypatch, until):
     slab = Slab(4, SLOT)
 
     def refuse(start, length):
@@ -116,11 +116,8 @@ def test_copies_do_not_wait_for_memory_whose_pages_cannot_be_taken(monkeypatch):
 
     monkeypatch.setattr(slab, "populate", refuse)
     pinning = Pinning(slab, lambda address, length: None, lambda address: None)
-    ready = []
-    waits = threading.Thread(target=lambda: ready.append(pinning.wait_for(SLOT)), daemon=True)
-    waits.start()
-    waits.join(10)
-    assert ready == [0]
+    until(lambda: pinning.is_settled(SLOT))
+    assert pinning.pinned_bytes == 0
     assert "out of bounds" in str(pinning.error)
     pinning.close()
 
@@ -150,7 +147,7 @@ def test_memory_is_taken_without_the_gil():
     assert resident_bytes(slab.address)[0] >= slab.num_bytes
 
 
-def test_a_copy_waits_until_its_portion_is_pinned_and_not_for_later_ones():
+def test_a_copy_waits_until_its_portion_is_pinned_and_not_for_later_ones(until):
     slab, pinned, goes_on = Slab(4, SLOT), [], [threading.Event() for _ in range(4)]
 
     def register(address, length):
@@ -158,15 +155,16 @@ def test_a_copy_waits_until_its_portion_is_pinned_and_not_for_later_ones():
         pinned.append((address - slab.address, length))
 
     pinning = Pinning(slab, register, lambda address: None, portion_bytes=SLOT)
+    assert not pinning.is_settled(1)
     goes_on[0].set()
-    assert pinning.wait_for(SLOT) == SLOT
+    until(lambda: pinning.is_settled(SLOT))
     assert (pinned, pinning.pinned_bytes) == ([(0, SLOT)], SLOT)
-    stopped = threading.Timer(0.05, pinning.stop)
-    stopped.start()
-    assert pinning.wait_for(2 * SLOT) == SLOT
+    assert not pinning.is_settled(SLOT + 1)
+    pinning.stop()
+    assert pinning.is_settled(4 * SLOT)
+    assert pinning.pinned_bytes == SLOT
     goes_on[1].set()
     pinning.close()
-    stopped.join()
     assert len(pinned) <= 2
 
 

@@ -66,6 +66,28 @@ def make():
         parts.copier.close()
 
 
+@pytest.mark.parametrize("to_host", [True, False])
+@pytest.mark.parametrize("direct_page_bytes", [1, 1 << 20])
+def test_a_transfer_into_slots_that_are_not_pinned_yet_lets_others_pass(
+    make, until, to_host, direct_page_bytes
+):
+    """Pinning takes a minute after the start; loads of pinned slots need not wait for it."""
+    parts = make(direct_page_bytes=direct_page_bytes, stage_bytes=1000)
+    slot_bytes = parts.slab.slot_bytes
+    parts.device.pinned_bytes = 3 * slot_bytes
+    late = [parts.launch(moves_of(move(0, [1]), move(3 + i, [2, 3])), to_host) for i in range(3)]
+    for way in (True, False):
+        other = parts.launch(moves_of(move(2, [5, 6])), way)
+        assert other.wait(10)
+        assert other.error is None
+    assert all(fence._events is None for fence in late)
+    parts.device.pinned_bytes = 4 * slot_bytes
+    assert late[0].wait(10)
+    assert late[1]._events is late[2]._events is None
+    parts.copier.close()
+    assert all(fence.done() and fence.error is None for fence in late)
+
+
 def passes(blocks, found):
     """A forward pass that reads these blocks."""
 

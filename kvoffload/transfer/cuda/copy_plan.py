@@ -39,6 +39,7 @@ class CopyPlan:
         direct_page_bytes: int,
     ) -> None:
         self._slot_bytes = slot_bytes
+        self._payloads = np.array(layout.payload_bytes)
         self._tensors = [entry.tensor for entry in kv_caches.tensors]
         # One row for each of a group's regions: address, bytes from block to block, place, page.
         self._regions = [self._describe(regions) for regions in layout.regions]
@@ -81,6 +82,11 @@ class CopyPlan:
     def _chunks_at_once(self, part: Part) -> int:
         by_table = MOST_BLOCKS // part.per_chunk
         return max(1, min(self.stage_bytes // part.num_bytes, by_table))
+
+    def host_end(self, moves: Moves) -> int:
+        """Return where in the slab the last of these chunks ends."""
+        slots, groups, *_ = moves.chunks
+        return int((slots * self._slot_bytes + self._payloads[groups]).max(initial=0))
 
     # ---- staged ----
 

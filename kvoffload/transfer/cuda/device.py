@@ -120,13 +120,17 @@ class Device(Protocol):
     def copy(self, stream: Stream, copies: Copies, to_host: bool) -> None:
         """Copy between device memory and the slab, in any order among the copies.
 
-        Waits for slots that are not pinned yet. The bytes of the slab do not change meanwhile, so
-        they may be read earlier than the stream's order says.
+        The slots are settled. The bytes of the slab do not change meanwhile, so they may be read
+        earlier than the stream's order says.
         """
         ...
 
+    def is_settled(self, end: int) -> bool:
+        """Whether the slab is pinned up to here, or will not be; never blocks."""
+        ...
+
     def stop_pinning(self) -> None:
-        """Pin no more host memory; copies no longer wait for it."""
+        """Pin no more host memory: all of it is settled."""
         ...
 
     def stats(self) -> dict[str, str | int]:

@@ -2,7 +2,7 @@
 
 Registering memory takes some tenths of a second for each gigabyte, with locks of the driver. A
 thread therefore registers it in portions, without the GIL, while the engine starts and serves.
-Copies of slots that are not pinned yet wait on the thread that launches copies.
+A transfer whose slots are not pinned yet lets later ones pass, and is launched when they are.
 
 ``RLIMIT_MEMLOCK`` is not checked beforehand: NVIDIA's driver pins pages itself and does not count
 them against it, so a container's usual 8 MiB would refuse what works. The warning names it if
@@ -83,7 +83,6 @@ class Pinning:
                 return
             with self._progress:
                 self.pinned_bytes += length
-                self._progress.notify_all()
                 if self._is_stopping:
                     return
             if time.monotonic() - logged_s > PROGRESS_S:
@@ -120,9 +119,7 @@ class Pinning:
             error,
             memlock,
         )
-        with self._progress:
-            self.error = error
-            self._progress.notify_all()
+        self.error = error
 
     def _unpin_all(self) -> None:
         """Unpin, on the thread that pinned: it has the device's context."""
@@ -134,16 +131,12 @@ class Pinning:
                 log.warning("host memory at %d could not be unpinned: %s", first + start, error)
         self.pinned_bytes = 0
 
-    def wait_for(self, end: int) -> int:
-        """Wait until bytes up to ``end`` are pinned, or will not be; return how many are."""
-        with self._progress:
-            self._progress.wait_for(
-                lambda: self.pinned_bytes >= end or self.error is not None or self._is_stopping
-            )
-            return self.pinned_bytes
+    def is_settled(self, end: int) -> bool:
+        """Whether bytes up to ``end`` are pinned, or will not be; never blocks."""
+        return self.pinned_bytes >= end or self.error is not None or self._is_stopping
 
     def stop(self) -> None:
-        """Pin no more; nothing waits for it from now on."""
+        """Pin no more; every byte is settled from now on."""
         with self._progress:
             self._is_stopping = True
             self._progress.notify_all()

@@ -63,6 +63,8 @@ class StreamJob:
     to_host: bool
     after: Fence
     fence: StreamFence
+    host_end: int = 0
+    """Where in the slab its last chunk ends."""
     lanes: list[Lane] = field(default_factory=list)
     """The lanes used so far, in the order of their first use."""
     timing: Timing = field(default_factory=Timing)
@@ -141,6 +143,7 @@ class Launcher:
                 elif isinstance(job, StreamFence):
                     watched.append(job)
                 else:
+                    job.host_end = self._plan.host_end(job.moves)
                     begun[job.to_host].append((job, self._launch(job)))
             # Both directions take turns: a large store does not hold up a load.
             went_on = [self._advance(jobs) for jobs in begun.values() if jobs]
@@ -151,7 +154,16 @@ class Launcher:
             fence.done()
 
     def _advance(self, jobs: deque[tuple[StreamJob, Iterator[bool]]]) -> bool:
-        """Take the next step of the first transfer; False if it can take none now."""
+        """Take the next step of the first transfer; False if it can take none now.
+
+        A transfer whose slots are not pinned yet lets later ones pass: pinning takes a minute.
+        """
+        for _ in range(len(jobs)):
+            if self._device.is_settled(jobs[0][0].host_end):
+                break
+            jobs.rotate(-1)
+        else:
+            return False
         (job, steps), failed = jobs[0], None
         try:
             if not self._has_entered:

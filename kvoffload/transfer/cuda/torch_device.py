@@ -163,8 +163,7 @@ class CudaDevice:
             self._kernels.move(part, table, stage, to_stage)
 
     def copy(self, stream: Stream, copies: Copies, to_host: bool) -> None:
-        ends = copies.host + copies.sizes
-        pinned_bytes = self._pinning.wait_for(int(ends.max(initial=0)))
+        pinned_bytes = self._pinning.pinned_bytes
         copies = copies.within_registrations(self._pinning.portion_bytes).of_at_most(COPY_BYTES)
         pinned = copies.host < pinned_bytes
         self._enqueue(_handle(stream), copies.take(pinned), to_host)
@@ -187,6 +186,9 @@ class CudaDevice:
         first = self._slab.address
         for device, host, num_bytes in zip(*(row.tolist() for row in copies), strict=True):
             self._driver.copy(stream, device, first + host, num_bytes, to_host)
+
+    def is_settled(self, end: int) -> bool:
+        return self._pinning.is_settled(end)
 
     def stop_pinning(self) -> None:
         self._pinning.stop()
