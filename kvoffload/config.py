@@ -124,6 +124,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     client_hints: tuple[str, ...] = HARMLESS_HINTS
     """Hints that requests may use. ``priority``, ``tiers`` and ``explain`` affect other requests or
     tell of them: allow these where all clients trust each other."""
+    batched_copies: bool = True
+    """False: one call of the GPU's driver for each copy, which is slower for pages of 32 KiB and
+    more. It is for a driver whose batched copies fail or copy wrong bytes."""
     io: Literal["thread", "process"] = "thread"
     """Where the tiers' code runs: in a thread of the engine's process, or in a process of its own.
     A process keeps the engine's steps short while chunks are read and written; it is the default

@@ -75,6 +75,7 @@ def test_a_whole_configuration():
         ({"cpu_bytes": 1, "blocks_per_chunk": "4"}, "blocks_per_chunk", "whole number, such as 1"),
         ({"cpu_bytes": 1, "blocks_per_chunk": 4.5}, "blocks_per_chunk", "whole number"),
         ({"cpu_bytes": 1, "promote": "yes"}, "promote", "true or false"),
+        ({"cpu_bytes": 1, "batched_copies": "no"}, "batched_copies", "true or false"),
         ({"cpu_bytes": 1, "record": 3}, "record", "text"),
         ({"cpu_bytes": 1, "load_timeout_s": math.inf}, "load_timeout_s", "finite"),
         ({"cpu_bytes": 1, "store_timeout_s": math.nan}, "store_timeout_s", "finite"),

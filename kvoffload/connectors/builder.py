@@ -171,7 +171,9 @@ class TieredOffloadingSpec(OffloadingSpec):
                 f"a chunk takes {layout.slot_bytes} bytes, slots have {self.slot_bytes}"
             )
         try:
-            copier = self._copier = make_copier(kv_caches, self._slab, layout)
+            copier = self._copier = make_copier(
+                kv_caches, self._slab, layout, batches=self.config.batched_copies
+            )
         except BaseException:
             self.close()
             raise

@@ -14,10 +14,12 @@ from kvoffload.transfer.slab import Slab
 log = logging.getLogger(__name__)
 
 
-def make_copier(kv_caches: CanonicalKVCaches, slab: Slab, layout: ChunkLayout) -> Copier:
+def make_copier(
+    kv_caches: CanonicalKVCaches, slab: Slab, layout: ChunkLayout, *, batches: bool = True
+) -> Copier:
     """Make the copier for these tensors. The caller closes it before the slab is freed.
 
-    For CUDA a thread pins the slab.
+    For CUDA a thread pins the slab. ``batches`` allows batched copies of its driver.
 
     Raises:
         ValueError: the tensors are not rows of bytes on one device; names them by index.
@@ -31,7 +33,7 @@ def make_copier(kv_caches: CanonicalKVCaches, slab: Slab, layout: ChunkLayout) -
         from kvoffload.transfer.cuda.stream_copier import StreamCopier
         from kvoffload.transfer.cuda.torch_device import CudaDevice
 
-        copier = StreamCopier(kv_caches, slab, layout, CudaDevice(kv_caches, slab))
+        copier = StreamCopier(kv_caches, slab, layout, CudaDevice(kv_caches, slab, batches=batches))
     else:
         raise ConfigError("kv_caches", str(device), "must be CPU or CUDA tensors")
     log.info("copies: %s", ", ".join(f"{name} {value}" for name, value in copier.stats().items()))

@@ -33,6 +33,7 @@ def test_the_keys_are_those_under_vllm_and_sglangs_own_are_left_to_it():
         ({"policy": "lru"}, "--radix-eviction-policy"),
         ({"blocks_per_chunk": 4}, "--page-size"),
         ({"otel_spans": True}, "shows no requests to its storage"),
+        ({"batched_copies": False}, "HiCache copies"),
         ({"metrics_port": 9401}, "--enable-metrics"),
         ({"load_timeout": 1}, "did you mean 'load_timeout_s'"),
         ({"load_timeout_s": "soon"}, "number of seconds"),

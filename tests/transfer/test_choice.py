@@ -4,13 +4,16 @@ import threading
 
 import pytest
 import torch
+from cuda_stand_in import install
 
+from kvoffload import LocalConnector
 from kvoffload.errors import ConfigError
 from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
 )
+from kvoffload.transfer import factory
 from kvoffload.transfer.factory import make_copier
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
@@ -57,6 +60,23 @@ def test_a_device_that_nobody_copies_from_is_refused_by_name():
     layout = ChunkLayout(caches, 1)
     with pytest.raises(ConfigError, match=r"kv_caches = .*meta.*must be CPU or CUDA tensors"):
         make_copier(caches, Slab(1, layout.slot_bytes), layout)
+
+
+@pytest.mark.parametrize(("setting", "way"), [({}, "batched"), ({"batched_copies": False}, "one")])
+def test_batched_copies_can_be_switched_off(monkeypatch, setting, way):
+    """For a driver whose batches are defective."""
+    cuda = install(monkeypatch.setattr, 1 << 20)
+    monkeypatch.setattr(factory, "check_caches", lambda caches: torch.device("cuda", 0))
+    caches = CanonicalKVCaches(
+        (CanonicalKVCacheTensor(GOOD, PAGE),), ((CanonicalKVCacheRef(0, PAGE),),)
+    )
+    settings = {"cpu_bytes": "64KiB", "backends": [], **setting}
+    connector = LocalConnector(settings, caches, block_size=4, facts={"model": "m"})
+    try:
+        assert connector.stats()["copies"]["copies"].startswith(way)
+    finally:
+        connector.close()
+    assert not cuda.registered
 
 
 def test_padded_rows_are_not_refused():

@@ -26,6 +26,7 @@ _NOT_HERE = {
     "blocks_per_chunk": "a chunk is a page of SGLang: set --page-size",
     "store_threshold": "SGLang chooses what is stored: set --hicache-write-policy",
     "promote": "each page is stored on every tier",
+    "batched_copies": "HiCache copies between the GPU and its own host memory",
     "record": "SGLang shows no requests to its storage",
     "otel_spans": "SGLang shows no requests to its storage; its own traces have them",
     "metrics_port": _METRICS,

@@ -70,7 +70,7 @@ class CudaDevice:
         kv_caches: tensors of one CUDA device.
         slab: host memory, to be pinned.
         triton: whether the Triton kernel may be used; for measurements.
-        batches: whether batched copies may be used; for measurements.
+        batches: whether batched copies may be used.
     """
 
     def __init__(

@@ -160,7 +160,9 @@ def test_the_canary_does_not_wait_until_all_host_memory_is_pinned(attached, monk
     monkeypatch.setattr(
         builder,
         "make_copier",
-        lambda caches, slab, layout: StreamCopier(caches, slab, layout, CudaDevice(caches, slab)),
+        lambda caches, slab, layout, **how: StreamCopier(
+            caches, slab, layout, CudaDevice(caches, slab, **how)
+        ),
     )
     spec, transfers, ours, layers = attached()
     assert check_tiers(spec, transfers, ours, layers, 1) == 0
