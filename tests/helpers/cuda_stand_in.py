@@ -26,6 +26,7 @@ class FakeCuda:
         self.refuse_after = 1 << 60
         self.allocated_bytes = 0
         """Of device memory that still lives."""
+        self.device_bytes = 1 << 60
         self.why_no_batches = ""
         self.batch_error = None
         self.batches = []
@@ -94,7 +95,9 @@ class FakeCuda:
 
         def counted(*sizes, pin_memory=False, **how):
             tensor = empty(*sizes, **how)
-            if "device" in how:
+            if "device" in how and not pin_memory:
+                if self.allocated_bytes + tensor.nbytes > self.device_bytes:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24.00 MiB.")
                 self.allocated_bytes += tensor.nbytes
                 weakref.finalize(tensor, free, tensor.nbytes)
             return tensor

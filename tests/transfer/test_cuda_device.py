@@ -14,9 +14,9 @@ from kvoffload.messages import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
 )
-from kvoffload.transfer.cuda import torch_device
+from kvoffload.transfer.cuda import stream_copier, torch_device
 from kvoffload.transfer.cuda.copies import Copies
-from kvoffload.transfer.cuda.stream_copier import LANES, StreamCopier
+from kvoffload.transfer.cuda.stream_copier import LANES, TABLES, StreamCopier
 from kvoffload.transfer.cuda.torch_device import CudaDevice
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
@@ -258,17 +258,37 @@ def test_the_engines_fence_is_on_its_current_stream_whichever_that_is(cuda, monk
         device.close()
 
 
+@pytest.mark.parametrize("stage_bytes", [10_000, 0])
+def test_a_gpu_without_room_for_staging_memory_is_no_error(cuda, monkeypatch, stage_bytes):
+    """An engine leaves as little as its settings say; it would not start without 195 MiB."""
+    monkeypatch.setattr(stream_copier, "LEAST_STAGE_BYTES", 1000)
+    caches = make_caches([(512, 0)])
+    layout = ChunkLayout(caches, 1)
+    slab = Slab(80, layout.slot_bytes)
+    tables = 2 * TABLES * 3 * 8 * (stage_bytes // 512)
+    cuda.device_bytes = 2 * LANES * stage_bytes + tables if stage_bytes else 1000
+    copier = StreamCopier(caches, slab, layout, CudaDevice(caches, slab), stage_bytes=40_000)
+    try:
+        stats = copier.stats()
+        assert stats["stage_bytes"] == stage_bytes
+        assert stats["groups"] == ("staged" if stage_bytes else "direct")
+        assert stats["why_not_stage_bytes"].startswith("the GPU has no memory left for ")
+        store_and_load(copier, caches, layout.moves(GPULoadStoreSpec([5, 9]), [0, 4]), [5, 9])
+    finally:
+        copier.close()
+
+
 def test_a_copier_that_cannot_be_made_leaves_no_memory_pinned(cuda, monkeypatch):
     """Memory that is freed while it is registered makes the next registration there fail."""
 
     def refuse(device, num_bytes):
-        raise torch.OutOfMemoryError
+        raise RuntimeError("an illegal memory access")
 
     monkeypatch.setattr(CudaDevice, "new_stage", refuse)
     caches = make_caches([(512, 0)])
     layout = ChunkLayout(caches, 1)
     slab = Slab(8, layout.slot_bytes)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(RuntimeError, match="illegal"):
         StreamCopier(caches, slab, layout, CudaDevice(caches, slab, triton=False))
     assert not cuda.registered
     assert not [t for t in threading.enumerate() if t.name == "kvoffload-pin"]

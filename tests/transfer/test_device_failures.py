@@ -1,10 +1,13 @@
 """A call that the device refuses fails its own transfers, and each of them ends."""
 
 import threading
+import weakref
 
 import pytest
+import torch
 
 from kvoffload.transfer.cpu.copier import CpuCopier
+from kvoffload.transfer.cuda import stream_copier
 from kvoffload.transfer.cuda.stream_copier import LANES, TABLES, StreamCopier
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
@@ -185,6 +188,58 @@ class StageRefused(RefusingDevice):
         if len(self._stages) == self.last_stage:
             raise Refusal("out of memory")
         return super().new_stage(num_bytes)
+
+
+class SmallDevice(RefusingDevice):
+    """A device with little memory."""
+
+    num_bytes = 0
+
+    def new_stage(self, num_bytes):
+        if num_bytes > self.num_bytes:
+            raise MemoryError("the device is full")
+        self.num_bytes -= num_bytes
+        stage = torch.empty(num_bytes, dtype=torch.int8)
+        weakref.finalize(stage, self.free, num_bytes)
+        return stage
+
+    def free(self, num_bytes):
+        self.num_bytes += num_bytes
+
+
+@pytest.mark.parametrize(
+    ("left", "stage_bytes"),
+    [(0, 16_000), (-8, 8000), (-64_001, 4000), (-96_001, 0), (-128_000, 0)],
+)
+def test_with_little_device_memory_less_is_staged_and_told(monkeypatch, caplog, left, stage_bytes):
+    monkeypatch.setattr(stream_copier, "LEAST_STAGE_BYTES", 4000)
+    monkeypatch.setattr(SmallDevice, "num_bytes", 2 * LANES * 16_000 + left)
+    parts = Parts(SmallDevice, stage_bytes=16_000)
+    try:
+        stats = parts.copier.stats()
+        assert (stats["stage_bytes"], stats["groups"]) == (
+            stage_bytes,
+            "staged" if stage_bytes else "direct",
+        )
+        assert stats.get("why_not_stage_bytes") == ("the device is full" if left else None)
+        assert ("the device is full" in caplog.text) == bool(left)
+        assert ("without staging" in caplog.text) == (not stage_bytes)
+        for block in (1, 2):
+            for page in words(parts.caches, block):
+                page.fill_(block)
+        assert parts.store(3, [1, 2]) is None
+        loaded = parts.launch(3, [5, 6], to_host=False)
+        assert loaded.wait(10)
+        assert [page[0] for block in (5, 6) for page in words(parts.caches, block)] == [
+            1,
+            1,
+            1,
+            2,
+            2,
+            2,
+        ]
+    finally:
+        parts.copier.close()
 
 
 def ours():

@@ -100,11 +100,19 @@ class Device(Protocol):
         ...
 
     def new_stage(self, num_bytes: int) -> "torch.Tensor":
-        """Allocate device memory, as one row of bytes, that no earlier work uses."""
+        """Allocate device memory, as one row of bytes, that no earlier work uses.
+
+        Raises:
+            MemoryError: the device has not that much left.
+        """
         ...
 
     def new_tables(self, count: int, num_blocks: int) -> Sequence[BlockTable]:
-        """Allocate tables for up to ``num_blocks`` each, that no earlier work uses."""
+        """Allocate tables for up to ``num_blocks`` each, that no earlier work uses.
+
+        Raises:
+            MemoryError: the device has not that much left.
+        """
         ...
 
     def upload(self, stream: Stream, table: BlockTable) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvoffload.config import human_bytes
 from kvoffload.messages import CanonicalKVCaches
 from kvoffload.transfer.base import CopyFence, Fence
 from kvoffload.transfer.cuda.copy_plan import CopyPlan, blocks_of
@@ -42,6 +43,9 @@ LANES = 4
 STAGE_BYTES = 24 << 20
 """Staging memory of a lane. A direction's 96 MiB keep the bus busy for 1.8 ms, as long as a kernel
 may wait on a GPU busy with a prefill."""
+LEAST_STAGE_BYTES = 1 << 20
+"""Where device memory is short, a lane's staging memory is halved down to this; then pages are
+copied directly."""
 TABLES = 16
 """Portions of a direction in flight: enough for 7 ms of the bus."""
 CLOSE_TIMEOUT_S = 5.0
@@ -73,6 +77,8 @@ class StreamJob:
 class Launcher:
     """Enqueues all transfers, on one thread.
 
+    If device memory is too short for the plan, the error is a MemoryError, and nothing is left.
+
     Each wait for another stream or for the device is a method named ``fence_...``. Tests on
     :mod:`tests.support.late_device` remove each one and find other bytes.
     """
@@ -80,16 +86,15 @@ class Launcher:
     def __init__(self, device: Device, plan: CopyPlan) -> None:
         self._device = device
         self._plan = plan
-        # The rings of lanes to the host (True) and from it; the leftmost lane is next.
-        self._lanes = {
-            to_host: deque(
-                Lane(device.new_stream(), device.new_stage(plan.stage_bytes)) for _ in range(LANES)
-            )
-            for to_host in (True, False)
-        }
+        stages = [device.new_stage(plan.stage_bytes) for _ in range(2 * LANES)]
         # Each with the event after which no kernel reads it; the leftmost was used longest ago.
         self._tables: dict[bool, deque[tuple[BlockTable, Event | None]]] = {
             to_host: deque((table, None) for table in self._new_tables(TABLES))
+            for to_host in (True, False)
+        }
+        # The rings of lanes to the host (True) and from it; the leftmost lane is next.
+        self._lanes = {
+            to_host: deque(Lane(device.new_stream(), stages.pop()) for _ in range(LANES))
             for to_host in (True, False)
         }
         self._has_ended = self._has_entered = False
@@ -291,6 +296,12 @@ def _await(lanes: Sequence[Lane]) -> None:
             log.warning("a stream's end is not known: %s", error)
 
 
+def _halved(num_bytes: int) -> Iterator[int]:
+    yield num_bytes
+    while (num_bytes := num_bytes // 2) >= LEAST_STAGE_BYTES:
+        yield num_bytes
+
+
 class StreamCopier:
     """Copies through the streams of a device.
 
@@ -312,22 +323,40 @@ class StreamCopier:
     ) -> None:
         self._layout = layout
         self._device = device
+        self._why_less = ""
+        """Why there is less staging memory than asked for."""
 
-        def plan(direct_page_bytes: int) -> CopyPlan:
-            staged = min(stage_bytes, slab.num_bytes)
-            return CopyPlan(kv_caches, layout, slab.slot_bytes, staged, direct_page_bytes)
+        def plan(stage_bytes: int, direct_page_bytes: int) -> CopyPlan:
+            return CopyPlan(kv_caches, layout, slab.slot_bytes, stage_bytes, direct_page_bytes)
 
         try:
-            self._plan = plan(direct_page_bytes)
-            if not device.prepare([part for parts in self._plan.parts for part in parts]):
-                self._plan = plan(0)
-            self._launcher = Launcher(device, self._plan)
+            sizes = _halved(min(stage_bytes, slab.num_bytes))
+            plans = (plan(size, direct_page_bytes) for size in sizes)
+            self._plan, self._launcher = self._begin(plans, plan(0, 0))
         except BaseException:
             device.close()
             raise
         self._pid = os.getpid()
         # A thread that is within torch's code when the interpreter ends aborts the process.
         atexit.register(self._at_exit)
+
+    def _begin(self, plans: Iterator[CopyPlan], direct: CopyPlan) -> tuple[CopyPlan, Launcher]:
+        """Begin with the first of these plans that device memory is enough for."""
+        for plan in plans:
+            if not self._device.prepare([part for parts in plan.parts for part in parts]):
+                break
+            try:
+                launcher = Launcher(self._device, plan)
+            except MemoryError as error:
+                self._why_less = str(error)
+                continue
+            if self._why_less:
+                text = "%s; staging memory of %s for each stream is used"
+                log.warning(text, self._why_less, human_bytes(plan.stage_bytes))
+            return plan, launcher
+        if self._why_less:
+            log.warning("%s; small pages are copied without staging: slowly", self._why_less)
+        return direct, Launcher(self._device, direct)
 
     def record_fence(self) -> Fence:
         return EngineFence(self._device.engine_event())
@@ -344,6 +373,7 @@ class StreamCopier:
             "groups": " ".join(used),
             "stage_bytes": self._plan.stage_bytes,
             **self._device.stats(),
+            **({"why_not_stage_bytes": self._why_less} if self._why_less else {}),
         }
 
     def _at_exit(self) -> None:

@@ -1,11 +1,13 @@
 """A CUDA device through torch and the driver, and through Triton if it is installed."""
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 
+from kvoffload.config import human_bytes
 from kvoffload.messages import CanonicalKVCaches
 from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.cuda.device import BlockTable, Event, Part, Stream
@@ -137,16 +139,23 @@ class CudaDevice:
         return CudaStream(_cuda.ExternalStream(stream, device=self._device))
 
     def new_stage(self, num_bytes: int) -> torch.Tensor:
-        stage = torch.empty(-(-num_bytes // 8) * 8, dtype=torch.int8, device=self._device)
+        stage = self._empty((-(-num_bytes // 8) * 8,), torch.int8)
         # The allocator may return memory that was just freed on this thread's stream and is still
         # in use there. Our streams are not ordered behind that stream.
         torch.cuda.synchronize(self._device)
         return stage
 
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        except torch.OutOfMemoryError as error:
+            wanted = human_bytes(math.prod(shape) * dtype.itemsize)
+            raise MemoryError(f"the GPU has no memory left for {wanted}") from error
+
     def new_tables(self, count: int, num_blocks: int) -> list[BlockTable]:
         shape = (count, 3 * num_blocks)
         pinned = torch.empty(shape, dtype=torch.int64, pin_memory=True, device="cpu")
-        device = torch.empty(shape, dtype=torch.int64, device=self._device)
+        device = self._empty(shape, torch.int64)
         torch.cuda.synchronize(self._device)  # as for a stage
         return [BlockTable(*rows) for rows in zip(pinned.numpy(), device, strict=True)]
 
