@@ -22,9 +22,12 @@ class ChangedKeys:
         return len(self._keys or ())
 
     def begin(self, present: Iterable[bytes]) -> None:
-        """Note all keys that are present; the caller holds the lock under which keys change."""
+        """Note all keys that are present; the caller holds the lock under which keys change.
+
+        Begun again, it keeps the keys that were not taken: some of them may be gone.
+        """
         with self._lock:
-            self._keys = dict.fromkeys(present)
+            self._keys = {**(self._keys or {}), **dict.fromkeys(present)}
         self.is_read = True
 
     def note(self, key: bytes) -> None:

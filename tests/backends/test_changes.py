@@ -20,6 +20,14 @@ def test_keys_are_kept_for_a_reader_alone_each_once_and_the_latest_come_first():
     assert changes.is_read
 
 
+def test_keys_that_were_not_taken_stay_when_it_is_begun_again():
+    changes = ChangedKeys()
+    changes.begin(())
+    changes.note(b"gone")
+    changes.begin([b"present"])
+    assert changes.take(9) == [b"present", b"gone"]
+
+
 def test_no_change_is_lost_while_it_is_noted():
     """The reader takes a key first, and then looks: its last look at each key is right."""
     changes, state, seen = ChangedKeys(), dict.fromkeys(range(8), 0), {}

@@ -69,6 +69,20 @@ async def test_a_root_that_is_refused_has_no_chunks_until_it_is_in_order(tmp_pat
     assert copy.has([])
 
 
+async def test_a_chunk_that_left_just_before_all_are_listed_again_is_gone(tmp_path):
+    backend, keys = open_disk(tmp_path / "kv"), keys_of(3)
+    await write(backend, keys)
+    copy, root = Copy(backend), backend._store.root
+    assert copy.has(keys)
+    await backend.remove(keys[:1])
+    root._refuse("changed by another user")
+    assert copy.has([])
+    root._allow()
+    await backend.remove(keys[1:2])
+    assert copy.has(keys[2:])
+    await backend.close()
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """Seconds by which the clock of uses is ahead, in a list."""
