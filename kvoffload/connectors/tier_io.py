@@ -32,7 +32,7 @@ class TierIO:
         facts: everything that decides what the bytes mean; see :mod:`kvoffload.offload.namespace`.
 
     Raises:
-        ConfigError: a tier cannot be opened, or there is not that much memory.
+        ConfigError: a tier cannot be opened, or memory cannot be had or shared.
     """
 
     def __init__(
@@ -56,7 +56,11 @@ class TierIO:
             return
         if not hasattr(os, "memfd_create"):
             raise ConfigError("io", "process", 'needs Linux; use "thread"')
-        self._fd = fd = create_shared_memory(num_slots * slot_bytes, setting)
+        try:
+            self._fd = fd = create_shared_memory(num_slots * slot_bytes, setting)
+        except OSError as error:  # a container may forbid memory files
+            remedy = f'cannot share memory: {error.strerror}; use "thread"'
+            raise ConfigError("io", "process", remedy) from error
         try:
             self.slab = Slab(num_slots, slot_bytes, fd)
             self._start(lambda: ServerProcess(fd), facts)

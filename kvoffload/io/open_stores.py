@@ -17,7 +17,8 @@ from kvoffload.io.protocol import Figures, Open, Presence, TierSettings
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-_MOST = 2**63 - 1
+_MOST = 1 << 53
+"""Of a figure: Prometheus loses no digit, and sums fit into a message."""
 
 KEYS_PER_MESSAGE = 1024
 """Keys in one message to the engine's process, which decodes it in one go."""
@@ -142,11 +143,11 @@ def _check_fit(i: int, store: Observable, chunk_bytes: int, places: dict[str, in
     """Refuse a tier that could never hold a chunk, or that is another one over again."""
     try:
         store.check_fit(chunk_bytes)
+        first = places.setdefault(store.place, i) if store.place else i
     except ConfigError as error:
         raise ConfigError(f"backends[{i}].{error.field}", error.value, error.remedy) from error
     except Exception as error:
-        raise ConfigError(f"backends[{i}]", "check_fit", f"failed: {error!r}") from error
-    first = places.setdefault(store.place, i) if store.place else i
+        raise ConfigError(f"backends[{i}]", type(store).__name__, f"failed: {error!r}") from error
     if first != i:
         remedy = f"is where backends[{first}] keeps its chunks; one tier is enough there"
         raise ConfigError(f"backends[{i}]", store.place, remedy)
@@ -200,11 +201,13 @@ def _figures(name: str, store: Observable) -> Figures:
 
 
 def _numbers(named: Mapping[str, Any]) -> dict[str, int]:
-    return {str(name): _number(value) for name, value in named.items()}
+    # Not each text of Python is one of Unicode.
+    texts = {name: str(name).encode(errors="replace").decode() for name in named}
+    return {texts[name]: _number(value) for name, value in named.items()}
 
 
 def _number(value: Any) -> int:
-    """Take a float or a number of numpy as well; a message has no larger number."""
+    """Take a float or a number of numpy as well."""
     return max(-_MOST, min(int(value), _MOST))
 
 

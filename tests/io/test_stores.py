@@ -63,7 +63,7 @@ class Odd(MemoryBackend):
         return Usage(1.5, np.int64(7), np.int32(2), {1: True})
 
     def counters(self):
-        return {"hits": 2.0, "huge": 1 << 80}
+        return {"hits": 2.0, "huge": 1 << 80, "\ud800": 1}
 
     def take_changes(self, limit):
         return [("a", True)]
@@ -80,7 +80,7 @@ def test_figures_of_other_types_are_numbers_and_odd_keys_a_failure_of_the_store(
     store = OpenStore("odd", Odd(MemoryOptions(), "n"))
     figures = store.figures()
     assert figures.usage == (1, 7, 2, {"1": 1})
-    assert figures.counters == {"hits": 2, "huge": (1 << 63) - 1}
+    assert figures.counters == {"hits": 2, "huge": 1 << 53, "?": 1}
     assert store.removals() == []
     assert store.changes() == Presence("odd", [], [], True)
     (first,) = Frames(to_server=False).feed(frame(figures))
@@ -100,7 +100,7 @@ def test_counters_that_are_none_keep_the_figures_as_they_were(caplog, monkeypatc
 
 async def test_a_store_whose_check_raises_is_refused(monkeypatch):
     monkeypatch.setattr(MemoryBackend, "check_fit", lambda self, chunk_bytes: 1 / 0)
-    with pytest.raises(ConfigError, match=r"check_fit.*ZeroDivisionError"):
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
         await open_stores(opening([("memory", "memory", {})]))
 
 
