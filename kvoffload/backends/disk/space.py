@@ -61,13 +61,13 @@ class Space:
         if time.monotonic() < self._paused_until:
             self._count("refused_full")
             return False
-        if not self._has_free(allocated_bytes):
-            self._count("refused_min_free")
-            return False
         self.largest_bytes = max(self.largest_bytes, allocated_bytes)
         self.add_in_flight(allocated_bytes)
         granted = False
         try:
+            if not self._has_free():
+                self._count("refused_min_free")
+                return False
             # Fairness: stores that wait for an eviction get the freed space first.
             granted = not self._waiting and self._fits(allocated_bytes)
             granted = granted or self._evict_for(allocated_bytes)
@@ -116,23 +116,29 @@ class Space:
     def _is_evictor(self) -> bool:
         return self._root.evictor.held and self.may_evict
 
-    def _has_free(self, allocated_bytes: int) -> bool:
-        """Return whether the file system keeps its minimum free after a write; evict if need be."""
-        root = self._root
-        for _ in range(_ROOM_TRIES):
-            try:
-                space = root.vfs.statvfs(root.path)
-            except OSError:
-                return False
-            needed = root.limits.min_free_bytes + self.in_flight_bytes + allocated_bytes
-            short = needed - space.f_bavail * space.f_frsize
-            if short <= 0:
+    def _short_bytes(self) -> int:
+        """Return what the file system lacks for its minimum and all writes; raises OSError."""
+        space = self._root.vfs.statvfs(self._root.path)
+        needed = self._root.limits.min_free_bytes + self.in_flight_bytes
+        return needed - space.f_bavail * space.f_frsize
+
+    def _has_free(self) -> bool:
+        """Return whether the minimum stays free after the writes in flight; evict if need be."""
+        try:
+            if self._short_bytes() <= 0:
                 return True
             if not self._is_evictor():
                 return False
             with self._waiting_for_eviction():
-                self._evict_to(root.quota.resident_bytes - short)
-        return False
+                for _ in range(_ROOM_TRIES):
+                    # Measured again: another store may have evicted for this one as well.
+                    short = self._short_bytes()
+                    if short <= 0:
+                        return True
+                    self._evict_to(self._root.quota.resident_bytes - short)
+            return self._short_bytes() <= 0
+        except OSError:
+            return False
 
     def evict_one(self) -> bool:
         """Evict one chunk unless stores wait to evict themselves; return whether to continue."""
