@@ -158,6 +158,7 @@ class Housekeeper:
             # The last evictor ended: its figure may be off, and its index is gone.
             self._has_order = False
             self._recount_now()
+        self._store.space.keep_free(self._stop.is_set)
         now = time.monotonic()
         if now >= self._recount_at and self._is_exact:
             self._recount_now()

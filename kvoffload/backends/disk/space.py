@@ -18,6 +18,11 @@ _ROOM_TRIES = 4
 _MAX_SPARED = 64
 _MAX_UNDELETABLE = 64
 """One eviction gives up after so many failed removals."""
+_HEADROOM_SHARE, _HEADROOM_CHUNKS = 8, 4
+"""The background keeps an eighth of ``min_free`` more free, and room for a few chunks at least."""
+_FREE_SHARE, _FREE_S = 64, 0.5
+"""One round of the background evicts this part of the capacity at most, for so long. Some file
+systems free space only seconds after a removal."""
 
 
 class Space:
@@ -139,6 +144,31 @@ class Space:
             return self._short_bytes() <= 0
         except OSError:
             return False
+
+    def keep_free(self, is_stopping: Callable[[], bool]) -> None:
+        """Evict a bounded part of what the minimum and some headroom lack.
+
+        Writers that cannot evict need it, and so do other programs that fill the file system.
+        """
+        if not self._is_evictor():
+            return
+        limits, quota = self._root.limits, self._root.quota
+        most_bytes = limits.capacity_bytes // _FREE_SHARE
+        mean_bytes = quota.resident_bytes // max(1, len(self._index))
+        # A damaged quota may count far too much.
+        headroom = min(_HEADROOM_CHUNKS * mean_bytes, most_bytes)
+        headroom = max(headroom, limits.min_free_bytes // _HEADROOM_SHARE)
+        try:
+            short = self._short_bytes() + headroom
+        except OSError:
+            return  # the next round tries again
+        if short <= 0:
+            return
+        goal_bytes = quota.resident_bytes - min(short, most_bytes)
+        ends_at = time.monotonic() + _FREE_S
+        while quota.resident_bytes > goal_bytes and time.monotonic() < ends_at:
+            if is_stopping() or not self.evict_one():
+                return
 
     def evict_one(self) -> bool:
         """Evict one chunk unless stores wait to evict themselves; return whether to continue."""
