@@ -26,7 +26,7 @@ class ReadResult(Enum):
 
     HIT = "hit"
     MISSING = "missing"
-    """No chunk of this length is stored under the key."""
+    """No chunk of this length and of this version is stored under the key."""
     CORRUPT = "corrupt"
     """A chunk is stored, and its verification failed."""
     LATE = "late"
@@ -58,6 +58,7 @@ _BY_REASON = {
     "": ReadResult.HIT,
     "missing": ReadResult.MISSING,
     "length": ReadResult.MISSING,
+    "other_version": ReadResult.MISSING,
     "lost_timeout": ReadResult.LATE,
 }
 Answers = Sequence[bool | ReadResult]

@@ -26,6 +26,8 @@ MAX_KEY_BYTES = 120
 MAGIC = b"\x89KVOFF\r\n"
 VERSION = 1
 XXH3_128 = 1
+OTHER_VERSION = "other_version"
+"""The reason why a whole chunk of another version of this format is a miss. It is not damage."""
 
 # magic, version, header bytes, checksum kind, key length, payload length, checksum, namespace, key
 _FIELDS = struct.Struct(f"<8sHHHHQ16s32s{MAX_KEY_BYTES}s")
@@ -36,7 +38,6 @@ class Header(NamedTuple):
     """A valid header; :func:`mismatch` compares it with the one wanted."""
 
     header_bytes: int
-    checksum_kind: int
     key: bytes
     payload_bytes: int
     checksum: bytes
@@ -89,7 +90,8 @@ def pack_header(
 def parse_header(buffer: Buffer) -> Header | str:
     """Read a header from the start of ``buffer``; return the reason if there is none.
 
-    Reasons: ``short``, ``magic``, ``version``, ``header`` (its own checksum or sizes are wrong).
+    Reasons: ``short``, ``magic``, ``header`` (its own checksum or sizes are wrong),
+    :data:`OTHER_VERSION` (a right header of another version, or with a checksum of another kind).
     """
     view = memoryview(buffer)
     if len(view) < COMPACT_BYTES:
@@ -99,16 +101,19 @@ def parse_header(buffer: Buffer) -> Header | str:
     )
     if magic != MAGIC:
         return "magic"
-    if version != VERSION:
-        return "version"
-    if size not in (COMPACT_BYTES, ALIGNED_BYTES) or not 0 < key_bytes <= MAX_KEY_BYTES:
+    if size not in (COMPACT_BYTES, ALIGNED_BYTES):
         return "header"
     if len(view) < size:
         return "short"
     body = view[: size - _SEAL.size]
     if _SEAL.unpack_from(view, size - _SEAL.size)[0] != xxhash.xxh3_64_intdigest(body):
         return "header"
-    return Header(size, kind, key[:key_bytes], payload_bytes, digest, namespace)
+    # Every version has these lengths and this seal: damage does not pass for another version.
+    if version != VERSION or kind != XXH3_128:
+        return OTHER_VERSION
+    if not 0 < key_bytes <= MAX_KEY_BYTES:
+        return "header"
+    return Header(size, key[:key_bytes], payload_bytes, digest, namespace)
 
 
 def check_chunk(header: Buffer, payload: Buffer, key: bytes, namespace: bytes) -> str | None:
@@ -127,15 +132,17 @@ def check_chunk(header: Buffer, payload: Buffer, key: bytes, namespace: bytes) -
 def mismatch(found: Header | str, key: bytes, namespace: bytes, payload_bytes: int) -> str | None:
     """Return why a parsed header is not that of the chunk wanted, or None.
 
-    Reasons: those of :func:`parse_header`, ``namespace``, ``key``, ``length``, ``kind`` (a checksum
-    this version does not know).
+    Reasons: those of :func:`parse_header`, ``namespace``, ``key``, ``length``.
     """
     if isinstance(found, str):
         return found
-    if found.checksum_kind != XXH3_128:
-        return "kind"
     if found.namespace != namespace:
         return "namespace"
     if found.key != key:
         return "key"
     return None if found.payload_bytes == payload_bytes else "length"
+
+
+def counted_as(reason: str) -> str:
+    """Return the counter's name for a reason: all but :data:`OTHER_VERSION` are damage."""
+    return reason if reason == OTHER_VERSION else f"corrupt_{reason}"

@@ -39,6 +39,7 @@ class Verification:
         self._of_chunks, self._total_bytes = of_chunks, total_bytes
         self._bytes_per_s, self._progress = bytes_per_s, progress
         self._chunks = self._read_bytes = self._passed_bytes = 0
+        self._other_versions = 0
         self._damaged: list[dict[str, Any]] = []
         self._began = time.monotonic()
 
@@ -59,6 +60,10 @@ class Verification:
         """Add damage: where it is, its reason, and why it was removed or stays."""
         self._damaged.append({"path": path, "reason": reason, "removed": removed, "why": why})
 
+    def add_other_version(self) -> None:
+        """Count a chunk that another version wrote: it is not checked further, and stays."""
+        self._other_versions += 1
+
     def figures(self) -> dict[str, Any]:
         """Return the figures for ``--json``."""
         seconds = self._seconds()
@@ -68,6 +73,7 @@ class Verification:
             "bytes": self._read_bytes,
             "seconds": seconds,
             "bytes_per_second": self._read_bytes / seconds if seconds else 0.0,
+            "other_versions": self._other_versions,
             "reasons": dict(Counter(each["reason"] for each in self._damaged)),
             "damaged": self._damaged,
         }
@@ -85,6 +91,11 @@ def lines_of(figures: dict[str, Any]) -> list[str]:
     ]
     if figures["chunks"] < figures["of_chunks"]:
         lines.append(f"a part of {figures['of_chunks']} chunks")
+    if figures["other_versions"]:
+        lines.append(
+            f"{counted(figures['other_versions'], 'chunk')} of another version of kvoffload, left "
+            "in place unchecked"
+        )
     return lines + [
         f"{each['reason']}: {each['path']} ({each['why']})" for each in figures["damaged"]
     ]

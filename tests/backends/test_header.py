@@ -10,6 +10,7 @@ import pytest
 
 from kvoffload.backends import header as fmt
 from kvoffload.testing import payload_of
+from tests.support.other_version import OTHERS, resealed
 
 KEY = bytes(range(36))
 NAMESPACE = fmt.namespace_digest("v1-test")
@@ -73,12 +74,15 @@ def test_reasons_name_what_differs():
     assert mismatch(b"\x80\x04" + bytes(300), KEY, NAMESPACE, 8192) == "magic"
 
 
-def test_headers_of_other_versions_and_kinds_are_refused_even_if_sealed():
-    for offset, value, reason in ((8, 0, "version"), (8, 2, "version"), (12, 9, "kind")):
-        body = bytearray(fmt.pack_header(KEY, NAMESPACE, PAYLOAD)[:-8])
-        struct.pack_into("<H", body, offset, value)
-        sealed = bytes(body) + struct.pack("<Q", fmt.xxhash.xxh3_64_intdigest(bytes(body)))
-        assert mismatch(sealed, KEY, NAMESPACE, 8192) == reason
+@OTHERS
+def test_a_sealed_header_of_another_version_or_kind_is_no_damage(offset, value):
+    header = fmt.pack_header(KEY, NAMESPACE, PAYLOAD)
+    sealed = resealed(header, fmt.COMPACT_BYTES, offset, value)
+    assert mismatch(sealed, KEY, NAMESPACE, 8192) == fmt.OTHER_VERSION
+    assert fmt.counted_as(fmt.OTHER_VERSION) == "other_version"
+    unsealed = bytearray(header)
+    struct.pack_into("<H", unsealed, offset, value)
+    assert mismatch(unsealed, KEY, NAMESPACE, 8192) == "header"
 
 
 def test_an_absurd_declared_length_is_a_mismatch_and_nothing_is_allocated():

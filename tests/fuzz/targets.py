@@ -68,7 +68,7 @@ def chunk_header(data: bytes) -> None:
     body = data[:_SEALED].ljust(_SEALED, b"\0")
     sealed = body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
     reason = check_chunk(sealed, data[_SEALED:], _KEY, _NAMESPACE)
-    assert reason is None or reason.isalpha()
+    assert reason is None or reason.isidentifier()
     found = parse_header(sealed)
     assert isinstance(found, str) or 0 < len(found.key) <= MAX_KEY_BYTES
 

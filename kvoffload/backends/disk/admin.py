@@ -24,6 +24,7 @@ from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.disk.doctor import diagnose
 from kvoffload.backends.disk.inspector import ChunkFile, DiskInspector, Waste
 from kvoffload.backends.disk.options import DiskOptions
+from kvoffload.backends.header import OTHER_VERSION
 from kvoffload.backends.verification import Verification, lines_of, sampled
 from kvoffload.config import convert, human_bytes
 
@@ -241,7 +242,9 @@ def verify(
     for chunk in chunks:
         fault, read_bytes = found.verify(chunk, buffer)
         is_gone = fault == "missing"  # evicted since it was listed
-        if fault is not None and not is_gone:
+        if fault == OTHER_VERSION:
+            run.add_other_version()
+        elif fault is not None and not is_gone:
             removed, why = _repaired(found, chunk, repair)
             run.add_damage(chunk.path, fault, why, removed=removed)
         time.sleep(run.add(read_bytes, chunk.allocated_bytes, is_gone=is_gone))

@@ -15,7 +15,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvoffload.backends.disk.vfs import Buffers, Vfs
-from kvoffload.backends.header import ALIGNED_BYTES, check_chunk, pack_header
+from kvoffload.backends.header import (
+    ALIGNED_BYTES,
+    OTHER_VERSION,
+    check_chunk,
+    counted_as,
+    pack_header,
+    parse_header,
+)
 from kvoffload.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -27,7 +34,7 @@ class Outcome(NamedTuple):
     """The result of one file operation."""
 
     reason: str | None
-    """None: done. Otherwise ``missing``, ``io_<ERRNO>`` or ``corrupt_<what>``."""
+    """None: done. Else ``missing``, ``other_version``, ``io_<ERRNO>`` or ``corrupt_<what>``."""
     facts: os.stat_result | None = None
     """The file's facts, if it could be opened."""
 
@@ -89,13 +96,18 @@ class ChunkFiles:
             moved = vfs.preadv(fd, [header, target, beyond], 0)
             if 0 < moved < wanted:
                 moved = _continue(vfs.preadv, fd, [header, target, beyond], moved)
-            reason = check_chunk(header, target, key, namespace) if moved == wanted else "size"
+            if moved == wanted:
+                reason = check_chunk(header, target, key, namespace)
+            else:
+                reason = "size"
+                if parse_header(header[:moved]) == OTHER_VERSION:
+                    reason = OTHER_VERSION  # whose chunks may have other lengths
             if reason is None:
                 return _DONE
             facts = vfs.fstat(fd)
             if reason == "size" and facts.st_size == wanted:
                 reason = "short"
-            return Outcome(f"corrupt_{reason}", facts)
+            return Outcome(counted_as(reason), facts)
         except OSError as error:
             return _failed(error, lambda: vfs.fstat(fd))
         finally:

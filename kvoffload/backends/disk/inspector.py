@@ -29,7 +29,7 @@ from kvoffload.backends.disk.quota import Quota, recorded_bytes
 from kvoffload.backends.disk.root_checks import check_root, denied
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.disk.walker import names_in, remove_namespace, walk
-from kvoffload.backends.header import XXH3_128, Header, parse_header
+from kvoffload.backends.header import Header, counted_as, parse_header
 
 _MANIFEST_BYTES = 1 << 20
 _IN_ROOT = {paths.BOUNDS, LEDGER, paths.OWNER, QUARANTINE, WRITERS, "lost+found"}
@@ -175,7 +175,7 @@ class DiskInspector:
     # ---- one chunk -------------------------------------------------------------------------
 
     def verify(self, chunk: ChunkFile, buffer: memoryview) -> tuple[str | None, int]:
-        """Read a chunk in pieces of ``buffer``; return what is wrong with it, and bytes read."""
+        """Read a chunk in pieces of ``buffer``; return why loads miss it, and bytes read."""
         try:
             fd = self._open(chunk.path)
         except OSError as error:
@@ -202,9 +202,7 @@ class DiskInspector:
         read = self.vfs.preadv(fd, [buffer[:PAGE]], 0)
         header = parse_header(buffer[:read])
         if not isinstance(header, Header):
-            return f"corrupt_{header}", read
-        if header.checksum_kind != XXH3_128:
-            return "corrupt_kind", read
+            return counted_as(header), read
         shard = os.path.basename(os.path.dirname(chunk.path))
         if header.key != chunk.key or shard != shard_of(chunk.key):
             return "corrupt_key", read

@@ -30,7 +30,7 @@ from kvoffload.backends.disk.quarantine import Quarantine
 from kvoffload.backends.disk.root import RootHandle
 from kvoffload.backends.disk.space import Space
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.backends.header import MAX_KEY_BYTES, namespace_digest
+from kvoffload.backends.header import MAX_KEY_BYTES, OTHER_VERSION, namespace_digest
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
 from kvoffload.registry import POLICIES, load
@@ -163,7 +163,21 @@ class DiskStore:
         else:
             self.count(f"read_{reason}")
             self._unreadable.warning("disk: cannot read %s: %s", self.path_of(name), reason)
+            if reason == OTHER_VERSION:
+                self._pass_over(name, facts)
         return ReadResult.of(reason)
+
+    def _pass_over(self, name: Name, facts: os.stat_result | None) -> None:
+        """Hide a chunk of another version until a store replaces it; it can be evicted."""
+        with self._publishing:
+            try:
+                if facts is None or self.vfs.lstat(self.path_of(name)).st_ino != facts.st_ino:
+                    return  # a newer file replaced it meanwhile
+            except OSError:
+                return
+            if self.index.size(name) is None:
+                self.index.found([(name, facts.st_blocks * 512)])
+            self.index.hide([name])
 
     def store(self, key: bytes, chunk: memoryview) -> bool:
         name, repairs = name_of(0, key), self.root.repairs

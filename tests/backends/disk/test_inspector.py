@@ -57,12 +57,12 @@ def test_a_chunk_is_verified_whole_or_reported_as_missing(tmp_path):
         assert inspector.verify(three, buffer) == (None, 4096 + SIZE)
 
 
-def test_a_checksum_of_another_kind_is_reported_as_loads_count_it(tmp_path, monkeypatch):
+def test_a_checksum_of_another_kind_is_of_another_version_as_for_loads(tmp_path, monkeypatch):
     with monkeypatch.context() as later_version:
         later_version.setattr(header, "XXH3_128", 2)
         inspector = inspected(tmp_path)
     buffer = memoryview(bytearray(100_000))
-    assert {inspector.verify(chunk, buffer)[0] for chunk in inspector.chunks()} == {"corrupt_kind"}
+    assert {inspector.verify(chunk, buffer)[0] for chunk in inspector.chunks()} == {"other_version"}
 
 
 def test_a_namespace_is_not_removed_from_outside_while_an_engine_has_the_root_open(tmp_path):

@@ -1,0 +1,91 @@
+"""Chunks that another version of kvoffload stored: misses, which stay until they are replaced."""
+
+import pytest
+from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, write
+
+from kvoffload.backends.disk import admin
+from kvoffload.backends.disk.chunk_file import PAGE
+from kvoffload.backends.disk.inspector import DiskInspector
+from kvoffload.config import ByteSize
+from kvoffload.testing.backends import keys_of, slots
+from tests.support.other_version import OTHERS, VERSION, resealed
+
+
+def file_of(root, key):
+    (path,) = root.glob(f"*/??/{key.hex()}")
+    return path
+
+
+def change(root, key, offset=VERSION, value=2, more=b""):
+    """Make a chunk one of another version; return its file's content."""
+    path = file_of(root, key)
+    content = resealed(path.read_bytes(), PAGE, offset, value) + more
+    path.write_bytes(content)
+    return content
+
+
+@OTHERS
+async def test_a_chunk_of_another_version_is_a_miss_stays_and_gives_way_to_a_store(
+    tmp_path, offset, value
+):
+    backend = open_disk(tmp_path)
+    good, other = keys_of(2)
+    assert all(await write(backend, [good, other]))
+    content = change(tmp_path, other, offset, value)
+    assert await backend.read([other, good], slots(2, SIZE)) == [False, True]
+    assert backend.counters() == {"read_other_version": 1}
+    assert file_of(tmp_path, other).read_bytes() == content
+    assert not list((tmp_path / ".quarantine").iterdir())
+    assert not backend.holds(other)
+    assert await backend.contains([other, good]) == [False, True]
+    assert (other, False) in backend.take_changes(10)
+    assert await write(backend, [other]) == [True]
+    assert await backend.read([other], slots(1, SIZE)) == [True]
+    assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 2 * ON_DISK
+    await backend.close()
+
+
+@pytest.mark.parametrize("io", ["auto", "buffered"])
+async def test_a_chunk_of_another_version_may_have_another_length(tmp_path, io):
+    backend = open_disk(tmp_path, io=io)
+    keys = keys_of(2)
+    assert all(await write(backend, keys))
+    change(tmp_path, keys[0], more=b"and more")
+    content = file_of(tmp_path, keys[1]).read_bytes()
+    file_of(tmp_path, keys[1]).write_bytes(resealed(content, PAGE, VERSION, 2)[: PAGE + 5])
+    assert await backend.read(keys, slots(2, SIZE)) == [False] * 2
+    assert backend.counters() == {"read_other_version": 2}
+    await backend.close()
+
+
+async def test_one_that_the_index_does_not_know_is_asked_for_once_and_can_be_evicted(tmp_path):
+    settings = {"capacity": ByteSize(2 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+    backend = open_disk(tmp_path, **settings)
+    old, new, newer = keys_of(3)
+    assert await write(backend, [old]) == [True]
+    change(tmp_path, old)
+    backend._store.index.drop(b"\0\0" + old)  # as if another process had stored it
+    assert await backend.contains([old]) == [True]
+    assert await backend.read([old], slots(1, SIZE)) == [False]
+    assert await backend.contains([old]) == [False]
+    assert await write(backend, [new]) == [True]
+    assert await write(backend, [newer]) == [True]
+    assert not list(tmp_path.glob(f"*/??/{old.hex()}"))
+    assert chunk_bytes(tmp_path) == 2 * ON_DISK
+    await backend.close()
+
+
+async def test_verify_and_its_repair_leave_them_and_count_them(tmp_path):
+    backend = open_disk(tmp_path)
+    sound, other, damaged = keys_of(3)
+    assert all(await write(backend, [sound, other, damaged]))
+    await backend.close()
+    content = change(tmp_path, other)
+    path = file_of(tmp_path, damaged)
+    path.write_bytes(b"X" + path.read_bytes()[1:])
+    report = admin.verify(DiskInspector(str(tmp_path)), repair=True)
+    assert (report["reasons"], report["other_versions"]) == ({"corrupt_magic": 1}, 1)
+    assert file_of(tmp_path, other).read_bytes() == content
+    report = admin.verify(DiskInspector(str(tmp_path)), repair=True)
+    assert (report["damaged"], report["other_versions"]) == ([], 1)
+    assert any("1 chunk of another version" in line for line in admin.lines_of(report))
