@@ -162,10 +162,9 @@ class LocalConnector:
         groups = self._groups
         if num_computed_tokens % groups.alignment or self._short_loads.declined(request.request_id):
             return 0
-        context = state.context
         state.start = start = num_computed_tokens
         limit = request.num_tokens - 1
-        most = self._manager.hints(context).max_load_tokens
+        most = self._manager.hints(state.context).max_load_tokens
         if most is not None:
             limit = min(limit, start + most)
         if groups.aligned(limit) <= start:
@@ -207,10 +206,11 @@ class LocalConnector:
         The request must not be scheduled before :meth:`poll` has named it. Call it in the same step
         as the lookup that promised these tokens.
         """
+        state = self._state(request)
+        state.has_kv = True
         if not num_external_tokens:
             return
-        state = self._requests[request.request_id]
-        end, state.has_kv = state.start + num_external_tokens, True
+        end = state.start + num_external_tokens
         self._count_use(state, end)
         pieces = to_load(self._groups, block_ids, state.start, end, self._has_nulls)
         keys = [state.keys[piece.group][piece.chunk] for piece in pieces]

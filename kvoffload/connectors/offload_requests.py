@@ -44,7 +44,7 @@ class RequestState:
     loading: int | None = None
     """The job in flight that loads for the request."""
     has_kv: bool = False
-    """Whether it has computed or loaded any of its KV cache."""
+    """Whether it was admitted: it has computed or loaded some of its KV cache, or may have."""
     barred: bool = False
     """Its KV cache is older than a reset: it must not be stored any more."""
     refused: tuple[OffloadKey, ...] = ()
