@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar, overload
 
 import msgspec
 
-from kvoffload.errors import ConfigError, shown
+from kvoffload.errors import HIDDEN, ConfigError, may_be_secret, shown
 
 _PREFIXES = "kmgtpe"
 _UNITS = {"": 1, "b": 1} | {
@@ -197,11 +197,12 @@ def parse_config(
     data = dict(raw)
     backends = data.get("backends", [])
     if not isinstance(backends, (list, tuple)):
-        raise ConfigError("backends", backends, "must be a list of objects with a 'type'")
+        raise ConfigError("backends", HIDDEN, "must be a list of objects with a 'type'")
     tiers: list[dict[str, Any]] = []
     for i, tier in enumerate(backends):
+        # What is no tier is not shown: it may have a password anywhere.
         if not isinstance(tier, Mapping) or not isinstance(tier.get("type"), str):
-            raise ConfigError(f"backends[{i}]", tier, "must be an object with a 'type'")
+            raise ConfigError(f"backends[{i}]", HIDDEN, "must be an object with a 'type'")
         options = {k: v for k, v in tier.items() if k != "type"}
         tiers.append({"type": tier["type"], "options": options})
     data["backends"] = tiers
@@ -220,7 +221,8 @@ def convert(data: Mapping[str, Any], struct: type[_T], where: str = "") -> _T:
     for name in data:
         if name not in known:
             hint = did_you_mean(str(name), known) or f"known keys: {', '.join(known)}"
-            raise ConfigError(f"{where}{name}", data[name], f"unknown key; {hint}")
+            value = HIDDEN if may_be_secret(str(name)) else data[name]
+            raise ConfigError(f"{where}{name}", value, f"unknown key; {hint}")
     for field in msgspec.structs.fields(struct):
         if field.required and field.encode_name not in data:
             raise ConfigError(f"{where}{field.encode_name}", None, "is required")

@@ -18,6 +18,8 @@ FILE = "KVOFFLOAD_CONFIG"
 """The environment variable that names a file of settings."""
 PREFIX = "KVOFFLOAD_SETTING_"
 """Before the upper-case name of a setting; the value is JSON, or else plain text."""
+_LISTS = {"backends": '[{"type": "memory"}]', "client_hints": '["offload"]'}
+"""Settings that are never plain text, each with an example."""
 
 
 def gather(
@@ -35,7 +37,7 @@ def gather(
         source: what the engine's dictionary is called.
 
     Raises:
-        ConfigError: a file cannot be read, or a variable names no setting.
+        ConfigError: a file cannot be read, or a variable names no setting or has no list for it.
     """
     if not isinstance(given, Mapping):
         raise ConfigError("config", given, "must be an object of settings")
@@ -66,19 +68,23 @@ def _add(
 
 def _from_environment(known: Iterable[str], environ: Mapping[str, str]) -> dict[str, Any]:
     names = {PREFIX + name.upper(): name for name in known}
-    found = {}
+    found: dict[str, Any] = {}
     for variable, text in environ.items():
         if not variable.startswith(PREFIX):
             continue
         if variable not in names:
             hint = did_you_mean(variable, names) or "no setting has this name"
             raise ConfigError(variable, HIDDEN, hint)
+        name = names[variable]
         try:
-            found[names[variable]] = json.loads(text)
+            found[name] = json.loads(text)
         except ValueError as error:
             if text.lstrip().startswith(("[", "{")):  # no text, and may have a password in it
                 raise ConfigError(variable, HIDDEN, f"is damaged: {error}") from None
-            found[names[variable]] = text
+            found[name] = text
+        # Also a text may have a password in it: such as a list between quotes of the shell.
+        if name in _LISTS and not isinstance(found[name], list):
+            raise ConfigError(variable, HIDDEN, f"must be a list in JSON, such as {_LISTS[name]}")
     return found
 
 

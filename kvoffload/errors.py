@@ -1,5 +1,6 @@
 """Exceptions. Only misuse and bad configuration raise; a broken store is a miss, never an error."""
 
+import difflib
 import re
 from collections.abc import Mapping
 
@@ -34,6 +35,13 @@ def shown(value: object, field: str = "") -> object:
     if isinstance(value, list | tuple):
         return [shown(each) for each in value]
     return value
+
+
+def may_be_secret(name: str) -> bool:
+    """Return whether an unknown setting of this name may be a password, perhaps misspelt."""
+    name = name.lower()
+    words = (*_SECRETS, "key")
+    return any(word in name for word in words) or bool(difflib.get_close_matches(name, words))
 
 
 class KVOffloadError(Exception):

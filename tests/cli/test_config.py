@@ -11,10 +11,11 @@ import pytest
 
 from kvoffload.cli.config_command import Engine, json_schema
 from kvoffload.cli.main import main
-from kvoffload.config import OffloadConfig
+from kvoffload.config import OffloadConfig, parse_config
 from kvoffload.config_sources import gather, read_file
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.errors import ConfigError
+from kvoffload.registry import read_options
 from tests.support import redis_server
 
 GOOD = {"cpu_bytes": "1GiB", "backends": [{"type": "memory", "capacity": "2GiB"}]}
@@ -129,11 +130,40 @@ def test_damaged_json_on_the_command_line_is_not_repeated(kvoffload):
     [
         ("KVOFFLOAD_SETTING_REDIS_PASSWORD", "hunter2"),
         ("KVOFFLOAD_SETTING_BACKENDS", '[{"type": "redis", "password": "hunter2"}'),
+        ("KVOFFLOAD_SETTING_BACKENDS", """'[{"type": "redis", "password": "hunter2"}]'"""),
+        ("KVOFFLOAD_SETTING_BACKENDS", '"redis hunter2"'),
+        ("KVOFFLOAD_SETTING_BACKENDS", "redis hunter2"),
+        ("KVOFFLOAD_SETTING_BACKENDS", "type: redis\npass: hunter2"),
+        ("KVOFFLOAD_SETTING_BACKENDS", '{"type": "redis", "pass": "hunter2"}'),
     ],
 )
 def test_a_wrong_variable_is_named_without_its_value(variable, text):
     with pytest.raises(ConfigError, match=variable) as caught:
         gather({}, ["backends"], {variable: text})
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    "backends",
+    [
+        "redis hunter2",
+        {"type": "redis", "pass": "hunter2"},
+        ["redis hunter2"],
+        [{"typ": "redis", "pass": "hunter2"}],
+        [{"type": {"redis": "hunter2"}}],
+    ],
+)
+def test_what_is_no_tier_is_told_without_its_value(backends):
+    with pytest.raises(ConfigError, match="backends") as caught:
+        parse_config({"cpu_bytes": 1, "backends": backends})
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("name", ["pasword", "Password", "passwrd", "redis_password", "api_key"])
+def test_a_misspelt_password_is_not_repeated(name):
+    options = {"url": "redis://h", name: "hunter2"}
+    with pytest.raises(ConfigError, match=rf"{name} = '\*\*\*': unknown key") as caught:
+        read_options("redis", options, "backends[0].")
     assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
 
