@@ -20,6 +20,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from kvoffload.backends.admin import Admin, Aged, Holding, Overview, Verified, counted
 from kvoffload.backends.base import Usage
+from kvoffload.backends.header import OTHER_VERSION
 from kvoffload.backends.redis.channel import Address
 from kvoffload.backends.redis.discovery import masters
 from kvoffload.backends.redis.namespace_info import (
@@ -253,7 +254,9 @@ async def _verify(
     else:
         found, is_gone = answer or b"", answer is None
         reason = None if is_gone else check.fault(value.name, found)
-    if reason:
+    if reason == OTHER_VERSION:
+        run.add_other_version()
+    elif reason:
         if repair:
             await client.unlink(value.name)
         why = "removed" if repair else "left in place"

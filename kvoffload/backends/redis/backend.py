@@ -13,13 +13,13 @@ several. ``chunk_io`` has loads, stores and lookups. ``options`` has the setting
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kvoffload.backends.admin import Finding
 from kvoffload.backends.base import Observable, ReadResult, Usage, check_lengths
-from kvoffload.backends.header import check_key, namespace_digest
+from kvoffload.backends.header import OTHER_VERSION, check_key, namespace_digest
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.redis.admin import RedisAdmin, usage_of
 from kvoffload.backends.redis.chunk_io import ChunkIO, Sealer, TransferBatch
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 _MAX_SUSPECTS = 4
 """Damaged values checked again at the same time, each in memory of its own."""
+_MAX_PASSED_OVER = 1 << 16
+"""Keys with values of another version that are remembered: a few mebibytes."""
 
 
 class RedisBackend(RedisAdmin, Observable):
@@ -63,6 +65,8 @@ class RedisBackend(RedisAdmin, Observable):
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._suspects: set[bytes] = set()  # keys whose values are checked again
+        self._passed_over: OrderedDict[bytes, None] = OrderedDict()
+        """Keys whose values are of another version: absent here until this engine stores them."""
         self._info = NamespaceInfo(namespace, options.ttl_s, self._send)
         self._damaged = Throttle(log)
 
@@ -73,7 +77,10 @@ class RedisBackend(RedisAdmin, Observable):
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
         found = await self._count(keys, b"EXISTS")
-        return [answer == 1 for answer in found]
+        return [
+            answer == 1 and key not in self._passed_over
+            for key, answer in zip(keys, found, strict=True)
+        ]
 
     async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[ReadResult]:
         return await self.read_each(keys, into, lambda i: None)
@@ -99,7 +106,9 @@ class RedisBackend(RedisAdmin, Observable):
                 arrived(i)
                 return
             self._counters[f"read_{why}"] += 1
-            if why.startswith("corrupt_"):
+            if why == OTHER_VERSION:
+                self._pass_over(keys[i])
+            elif why.startswith("corrupt_"):
                 self._damaged.warning("redis: a value is not the chunk asked for (%s)", why)
                 self._check_again(keys[i], into[i].nbytes)
 
@@ -110,13 +119,19 @@ class RedisBackend(RedisAdmin, Observable):
         return ok
 
     async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
-        """Store chunks; only prolong the life of those that the server has."""
+        """Store chunks; only prolong the life of those that the server has.
+
+        A value of another version is replaced: the tier would never serve its key otherwise.
+        """
         check_lengths(keys, chunks)
         for key in keys:
             check_key(key)
         prolonged = await self._count(keys, b"PEXPIRE", self._ttl_ms)
         io = await self._ready()
-        ok = [answer == 1 for answer in prolonged]
+        ok = [
+            answer == 1 and key not in self._passed_over
+            for key, answer in zip(keys, prolonged, strict=True)
+        ]
         self._counters["write_present"] += sum(ok)
         if io is None:
             return ok
@@ -126,6 +141,7 @@ class RedisBackend(RedisAdmin, Observable):
             self._counters[f"write_{why}" if why else "write_ok"] += 1
             if not why:
                 ok[i] = True
+                self._passed_over.pop(keys[i], None)
 
         batch = TransferBatch()
         for i, (key, view) in enumerate(zip(keys, chunks, strict=True)):
@@ -136,6 +152,8 @@ class RedisBackend(RedisAdmin, Observable):
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         await self._count(keys, b"UNLINK")
+        for key in keys:
+            self._passed_over.pop(key, None)
 
     async def close(self) -> None:
         self._closed = True
@@ -190,6 +208,12 @@ class RedisBackend(RedisAdmin, Observable):
     @property
     def _ttl_ms(self) -> bytes:
         return b"%d" % int(self._options.ttl_s * 1000)
+
+    def _pass_over(self, key: bytes) -> None:
+        """Treat a value of another version as absent until this engine replaces it."""
+        self._passed_over[key] = None
+        if len(self._passed_over) > _MAX_PASSED_OVER:
+            self._passed_over.popitem(last=False)
 
     def _check_again(self, key: bytes, nbytes: int) -> None:
         if key not in self._suspects and len(self._suspects) < _MAX_SUSPECTS:

@@ -17,7 +17,14 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
 
-from kvoffload.backends.header import COMPACT_BYTES, check_chunk, pack_header
+from kvoffload.backends.header import (
+    COMPACT_BYTES,
+    OTHER_VERSION,
+    check_chunk,
+    counted_as,
+    pack_header,
+    parse_header,
+)
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.redis.connection import Frames, Lost, Outcome, RedisRequest
 from kvoffload.backends.redis.node import Node
@@ -69,7 +76,8 @@ class Sealer:
     def broken(self, header: memoryview, tail: memoryview, key: bytes, chunk: memoryview) -> str:
         """Return why this value is not the wanted chunk; empty if it is."""
         if self._secret is not None and not hmac.compare_digest(self._mac(header, chunk), tail):
-            return "mac"
+            # Another version may make it otherwise. No byte of such a value is used.
+            return OTHER_VERSION if parse_header(header) == OTHER_VERSION else "mac"
         return check_chunk(header, chunk, key, self._namespace) or ""
 
     def _mac(self, header: bytes | memoryview, chunk: memoryview) -> bytes:
@@ -208,7 +216,7 @@ class ChunkIO:
         header, tail = seal[:COMPACT_BYTES], seal[COMPACT_BYTES:]
         # One command reads the chunk and prolongs its life.
         command = encode(b"GETEX", name, b"PX", self._ttl_ms)
-        fill = Fill([header, chunk, tail])
+        fill = Fill([header, chunk, tail], header)
 
         def frames() -> Frames:
             return [command]
@@ -220,6 +228,8 @@ class ChunkIO:
             node, request, outcome = yield from redirected
         if outcome is not FILLED:
             wrong_type = isinstance(outcome, ServerError) and outcome.code == "WRONGTYPE"
+            if outcome is MISFIT and parse_header(header) == OTHER_VERSION:
+                return OTHER_VERSION  # whose chunks may have other lengths
             if wrong_type or outcome is MISFIT:
                 return "corrupt_type" if wrong_type else "corrupt_size"
             return _failure(outcome) or "missing"
@@ -231,7 +241,7 @@ class ChunkIO:
         if broken in ("key", "namespace") and request.connection:
             # A whole chunk of another key: the later replies may belong to other keys too.
             request.connection.abort("out_of_step")
-        return f"corrupt_{broken}" if broken else ""
+        return counted_as(broken) if broken else ""
 
     def store(self, key: bytes, chunk: memoryview) -> Transfer:
         name, tag = self._name(key)

@@ -81,10 +81,13 @@ class FillResult(Enum):
 
     FILLED = "filled"
     MISFIT = "misfit"
-    """The value has another size. The reader dropped it and did not touch the views."""
+    """The value has another size. The reader kept what the header takes, and dropped the rest."""
 
 
 FILLED, MISFIT = FillResult.FILLED, FillResult.MISFIT
+
+
+_NO_HEADER = memoryview(b"")
 
 
 class Line:
@@ -101,11 +104,13 @@ class Integers:
 class Fill:
     """Expect null, an error, or a bulk string of exactly the size of ``views``.
 
-    The views belong to the caller. The reader drops them when it closes.
+    The views belong to the caller. The reader drops them when it closes. A value of another size
+    fills no more than the beginning of ``header``, if there is one: it tells whose value it is.
     """
 
-    def __init__(self, views: Sequence[memoryview]) -> None:
+    def __init__(self, views: Sequence[memoryview], header: memoryview = _NO_HEADER) -> None:
         self.views = views
+        self.header = header
         self.nbytes = sum(view.nbytes for view in views)
 
 
@@ -312,7 +317,8 @@ class ReplyReader:
         if size > 2 * expect.nbytes + SCRATCH_BYTES:
             raise WrongSize(f"a value of {size} bytes instead of {expect.nbytes}")
         fits = size == expect.nbytes
-        views = expect.views if fits else sink(size)
+        header = expect.header[:size]
+        views = expect.views if fits else [header, *sink(size - header.nbytes)]
         self._filling.extend(view for view in views if view.nbytes)
         self._filled, self._missing = 0, size
         while self._missing and self._start < self._end:  # bytes that arrived with the line

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from kvoffload.backends.header import COMPACT_BYTES, namespace_digest
+from kvoffload.backends.header import COMPACT_BYTES, counted_as, namespace_digest
 from kvoffload.backends.redis.channel import Address
 from kvoffload.backends.redis.chunk_io import MAC_BYTES, Sealer
 from kvoffload.backends.redis.namespace_info import namespace_of
@@ -34,7 +34,7 @@ class ValueCheck:
         """Values with an authentication code of another secret."""
 
     def fault(self, name: bytes, value: bytes) -> str | None:
-        """Return what is wrong with a value, or None."""
+        """Return why loads of a value miss it, or None."""
         _, _, scheme, tag = name.decode().split(":")
         tail_bytes = 0 if scheme == "xxh3" else MAC_BYTES
         is_known = scheme == self._scheme
@@ -46,4 +46,4 @@ class ValueCheck:
         sealer = Sealer(namespace_digest(namespace_of(name)), self._secret if is_known else None)
         header, chunk, tail = view[:COMPACT_BYTES], view[COMPACT_BYTES:stop], view[stop:]
         broken = sealer.broken(header, tail, bytes.fromhex(tag[1:-1]), chunk)
-        return f"corrupt_{broken}" if broken else None
+        return counted_as(broken) if broken else None

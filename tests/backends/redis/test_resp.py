@@ -222,6 +222,18 @@ def test_a_value_of_another_size_is_thrown_away_and_the_next_one_is_good(size, p
     assert other.content == b"good"
 
 
+@pytest.mark.parametrize("size", [0, 2, 3, 9, 500])
+@pytest.mark.parametrize("pieces", [(), (1,) * 9])
+def test_a_value_of_another_size_fills_no_more_than_the_header(size, pieces):
+    header, chunk = Slot(3), Slot(5)
+    reader = ReplyReader()
+    reader.expect(Fill([*header.views, *chunk.views], header.views[0]))
+    value = bytes(range(100, 110)) * 50
+    assert feed(reader, b"$%d\r\n%b\r\n" % (size, value[:size]), pieces) == [MISFIT]
+    assert header.content == value[: min(3, size)].ljust(3, bytes([OUTSIDE]))
+    assert chunk.content == bytes([OUTSIDE]) * 5
+
+
 def test_a_value_of_another_size_that_does_not_end_there_is_an_error():
     with pytest.raises(ProtocolError):
         reading(Fill(Slot(4).views), b"$3\r\nabcdXY")
