@@ -5,9 +5,12 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from typing import ClassVar
 
 import pytest
 
+from kvoffload import registry
+from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.config import parse_config
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.connectors.metrics_port import serve_metrics
@@ -150,6 +153,36 @@ def test_the_endpoint_shows_what_happened_without_a_call_of_the_engine(serving, 
     assert found['kvoffload_store_seconds_bucket{le="+Inf",tier="memory"}'] >= 1
     until(lambda: scraped()['kvoffload_resident_bytes{tier="memory"}'] == 5 * 4096)
     until(lambda: scraped()["kvoffload_io_loop_delay_seconds_count"] >= 2)
+
+
+class OddFigures(MemoryBackend):
+    """Counts under odd names, and one count is none."""
+
+    odd: ClassVar = {'line\nbreak "quoted" \\ \ud800': 1, "": 2, "huge": 1 << 80}
+    bad: ClassVar = {}
+
+    def counters(self):
+        return {**self.odd, **self.bad}
+
+
+@pytest.mark.parametrize("bad", [{}, {"read": None}, {"read": "many"}])
+def test_odd_figures_of_a_plug_in_hide_no_others(serving, monkeypatch, until, bad):
+    real = registry.open_backend
+    monkeypatch.setattr(OddFigures, "bad", bad)
+
+    def open_backend(type, options, namespace, where=""):
+        if where == "backends[0].":
+            return OddFigures(MemoryOptions(), namespace)
+        return real(type, options, namespace, where)
+
+    monkeypatch.setattr(registry, "open_backend", open_backend)
+    _, scraped = serving(backends=[{"type": "memory"}, {"type": "memory"}])
+    until(lambda: 'kvoffload_resident_bytes{tier="memory1"}' in scraped())
+    found = scraped()
+    assert found['kvoffload_tier_up{tier="memory1"}'] == 1
+    assert found["kvoffload_io_restarts_total"] == 0
+    events = {name for name in found if name.startswith("kvoffload_tier_events_total")}
+    assert len(events) == (0 if bad else 3), events
 
 
 def test_the_endpoint_listens_on_this_machine_alone_and_ends_with_the_connector(serving):
