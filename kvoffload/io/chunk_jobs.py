@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 from kvoffload.backends.base import Answers, ReadsEach, reason_of
@@ -103,12 +103,12 @@ class ChunkJobs:
             else:
                 answers = await backend.read(keys, views)
             same_length(answers, keys)
+            arrived([i for i, fine in enumerate(answers) if fine])
+            return reason_of(answers)
         except Exception as error:
             text = "%s: read of %d chunks failed: %s"
             store.failures.warning(text, store.name, len(keys), text_of(error))
             return "error"
-        arrived([i for i, fine in enumerate(answers) if fine])
-        return reason_of(answers)
 
     async def _write(self, order: Store, store: OpenStore, ok: bytearray) -> str:
         """Write chunks from their slots; return why some were not stored."""
@@ -176,7 +176,7 @@ class ArrivalBatches:
 
 
 def same_length(answers: _A, keys: Sequence[bytes]) -> _A:
-    """Return a store's answers; raise ValueError if they are not one for each key."""
-    if len(answers) != len(keys):
+    """Return a store's answers; raise ValueError if they are not one for each key, in order."""
+    if isinstance(answers, (Mapping, Set)) or len(answers) != len(keys):
         raise ValueError(f"{len(answers)} answers for {len(keys)} keys")
     return answers

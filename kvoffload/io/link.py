@@ -87,7 +87,10 @@ class Link:
             return None, is_woken
         if events & select.POLLOUT:
             with self.lock, contextlib.suppress(OSError):
-                del self._out[: sock.send(self._out[:_READ_BYTES])]
+                try:
+                    del self._out[: sock.send(self._out[:_READ_BYTES])]
+                except BrokenPipeError:  # else poll() would return at once for ever
+                    self._out.clear()
         try:
             return sock.recv(_READ_BYTES), is_woken
         except BlockingIOError:
@@ -96,9 +99,9 @@ class Link:
             return b"", is_woken
 
     def end_sending(self) -> None:
-        """Let the other end read that this one is done."""
+        """Let the other end read that this one is done, once the socket has taken everything."""
         with self.lock, contextlib.suppress(OSError):
-            if self._sock is not None:
+            if self._sock is not None and not self._out:
                 self._sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:

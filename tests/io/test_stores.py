@@ -201,6 +201,27 @@ def test_a_chunk_that_has_arrived_does_not_arrive_again_with_its_answer(until, l
     client.close()
 
 
+@pytest.mark.parametrize(
+    "answers",
+    [[np.zeros(2)] * 2, dict.fromkeys(KEYS, False), {False, None}],
+    ids=["neither true nor false", "by key", "without order"],
+)
+def test_answers_that_are_not_one_for_each_key_are_a_failed_read(
+    until, listener, monkeypatch, answers
+):
+    async def read(*_):
+        return answers
+
+    backend = MemoryBackend(MemoryOptions(), "n")
+    monkeypatch.setattr(backend, "read", read)
+    client = client_over({"t": backend}, Slab(4, 4096))
+    client.load("t", KEYS, range(2), 4096, listener)
+    until(lambda: listener.answers)
+    assert listener.answers == [([False] * 2, "error", True)]
+    assert client.counters["died"] == 0
+    client.close()
+
+
 # ---- what the log says ----
 
 
