@@ -85,7 +85,7 @@ class PageStore:
     """
 
     def __init__(self, config: OffloadConfig, page_bytes: int, facts: Mapping[str, Fact]) -> None:
-        self._slot_bytes = slot_bytes = page_rounded(page_bytes)  # for direct I/O
+        self.slot_bytes = slot_bytes = page_rounded(page_bytes)  # for direct I/O
         num_slots = config.staging_bytes // slot_bytes
         if num_slots < 2:
             remedy = f"must hold at least two pages, which take {human_bytes(2 * slot_bytes)}"
@@ -286,8 +286,8 @@ class PageStore:
         """Refuse what does not fit into slots; raises ValueError."""
         if len(keys) != len(pages):
             raise ValueError(f"{len(keys)} keys, but {len(pages)} pages")
-        if (most := max(map(self._size, pages), default=0)) > self._slot_bytes:
-            raise ValueError(f"a page of {most} bytes, slots have {self._slot_bytes}")
+        if (most := max(map(self._size, pages), default=0)) > self.slot_bytes:
+            raise ValueError(f"a page of {most} bytes, slots have {self.slot_bytes}")
 
     def _lend(
         self,
@@ -318,7 +318,7 @@ class PageStore:
 
     def _copy(self, page: Page, slot: int, *, into_slot: bool) -> None:
         """Copy a page between the engine's memory and a slot; ctypes releases the GIL."""
-        at = self._io.slab.address + slot * self._slot_bytes
+        at = self._io.slab.address + slot * self.slot_bytes
         for address, size in page:
             ctypes.memmove(*((at, address) if into_slot else (address, at)), size)
             at += size

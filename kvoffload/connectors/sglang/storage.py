@@ -72,6 +72,8 @@ class HostPool:
         self.facts = pool_facts(pool, self.page_bytes, len(addresses), is_v1)
         self.digest = b""
         """Of a side pool: decides, with a page's hash, the key of the page."""
+        self.fits = True
+        """Whether slots can take its pages."""
 
     def pages(self, host_indices: Any, count: int) -> list[Page]:
         """Return the parts of the pages that these tokens are in."""
@@ -126,6 +128,15 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         if name == PoolName.MAMBA:  # sharded, also where the KV cache is the same on all ranks
             facts |= {"rank": self._config.tp_rank, "tensor_parallel": self._config.tp_size}
         pool.digest = bytes.fromhex(namespace(**facts))
+        if self._store is not None and pool.page_bytes > self._store.slot_bytes:
+            pool.fits = False
+            log.warning(
+                "kvoffload: the pool %s came after the tiers were opened, and its pages have %d "
+                "bytes, slots %d: NOTHING OF IT IS STORED. Detach the storage and attach it again.",
+                name,
+                pool.page_bytes,
+                self._store.slot_bytes,
+            )
 
     def on_host_pools_registered(self) -> None:
         """Open the tiers, for the pages of all pools.
@@ -172,7 +183,7 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
             pool = self._side_pools.get(str(transfer.name))
             if pool is None or not restorable or transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
                 continue  # groups of blocks never limit a hit
-            held = store.present(pool.keys(keys[:count]))
+            held = store.present(pool.keys(keys[:count])) if pool.fits else [False] * count
             needed = count
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 needed = max(1, len(transfer.keys or ()))
@@ -242,7 +253,9 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
                 return move(store, keys, pool.pages(transfer.host_indices, len(keys)))
 
             failed = [False] * len(hashes)
-            answers[transfer.name] = self._tried(move_pages, failed) if hashes else []
+            side_pool = self._side_pools.get(str(transfer.name))
+            can_move = hashes and (side_pool is None or side_pool.fits)
+            answers[transfer.name] = self._tried(move_pages, failed) if can_move else failed
         return answers
 
     # ---- flat copies of pages, and single values ----

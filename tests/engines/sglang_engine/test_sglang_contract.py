@@ -209,6 +209,28 @@ def test_side_pools_restore_prefixes_by_their_policies(attach, until):
     assert torch.equal(state.buffer[:, 30], state.buffer[:, 5])
 
 
+def test_a_pool_that_comes_later_with_larger_pages_restores_nothing(attach, until, caplog):
+    large = Pool(WIDTH * 16)
+    side = {PoolName.INDEXER: large}
+    every = [PoolTransfer(PoolName.INDEXER, tokens(range(4)), keys=hashes(4))]
+    failed = {PoolName.INDEXER: [False] * 4}
+    early = attach(Pool(), side)  # has room for it
+    stored(early, 4, until)
+    assert early.batch_set_v2(every) == {PoolName.INDEXER: [True] * 4}
+    until(lambda: early.batch_exists_v2(hashes(4), every).kv_hit_pages == 4)
+    hicache = attach(Pool())
+    until(lambda: hicache.batch_exists(hashes(4)) == 4)
+    hicache.register_mem_host_pool_v2(large, PoolName.INDEXER)
+    assert caplog.text.count("NOTHING OF IT IS STORED") == 1
+    assert hicache.batch_set_v2(every) == hicache.batch_get_v2(every) == failed
+    assert hicache.batch_exists_v2(hashes(4), every).kv_hit_pages == 0
+    assert hicache._store.counters["raised"] == 0
+    small = Pool()  # one that fits
+    hicache.register_mem_host_pool_v2(small, PoolName.MAMBA)
+    fits = [PoolTransfer(PoolName.MAMBA, tokens(range(4)), keys=hashes(4))]
+    assert hicache.batch_set_v2(fits) == {PoolName.MAMBA: [True] * 4}
+
+
 def test_one_call_looks_up_thousands_of_keys(attach, until):
     hicache = attach(Pool())
     keys = stored(hicache, 50, until)
