@@ -48,6 +48,7 @@ def weights_identity(
     dummy_seed: int | None,
     source: str,
     engine: str,
+    strangers: str = "by another instance",
 ) -> str | None:
     """Tell the weights apart by the setting or by their files; None where the commit does.
 
@@ -58,6 +59,7 @@ def weights_identity(
         dummy_seed: of random weights; None for real ones.
         source: where the weights come from, for people.
         engine: a name that no other engine has.
+        strangers: who has another such name, for people.
     """
     if weights_id:
         return weights_id
@@ -67,8 +69,9 @@ def weights_identity(
     if weights is None and commit is None:
         log.warning(
             "kvoffload: neither a commit nor files tell which weights of %s these are, so "
-            "NOTHING STORED WILL BE FOUND after a restart or by another instance. Set weights_id.",
+            "NOTHING STORED WILL BE FOUND after a restart or %s. Set weights_id.",
             source,
+            strangers,
         )
         weights = f"known to {engine} alone"
     return weights

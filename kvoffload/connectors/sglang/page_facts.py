@@ -97,7 +97,9 @@ def model_facts(args: Any, settings: HiCacheSettings) -> dict[str, Fact]:
         args.model_path,
         dummy_seed=args.random_seed if args.load_format == "dummy" else None,
         source=args.model_path,
+        # Nothing that SGLang tells its ranks has another value in each start: a seed may be set.
         engine=uuid.uuid4().hex,
+        strangers="by another instance or rank (of a MLA model, one rank stores for all)",
     )
     return {
         "model_path": args.model_path,

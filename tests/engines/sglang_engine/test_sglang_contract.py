@@ -4,6 +4,8 @@ import hashlib
 import subprocess
 import sys
 import threading
+import types
+import unittest.mock
 
 import pytest
 
@@ -27,7 +29,7 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 from kvoffload.connectors.sglang import KVOffloadHiCache, storage
-from kvoffload.connectors.sglang.page_facts import check_version
+from kvoffload.connectors.sglang.page_facts import check_version, model_facts
 from kvoffload.errors import ConfigError
 
 PAGE, NUM_PAGES, WIDTH, LAYERS = 4, 64, 32, 3
@@ -178,6 +180,19 @@ def test_all_ranks_of_a_mla_model_share_pages(attach, until):
     keys = stored(attach(Pool(), is_mla_model=True, tp_size=2), 4, until)
     reader = attach(Pool(), is_mla_model=True, tp_rank=1, tp_size=2)
     until(lambda: reader.batch_exists(keys) == 4)
+
+
+@pytest.mark.parametrize("named", ["v7", None])
+def test_ranks_whose_weights_nothing_tells_hear_of_the_remedy(named, monkeypatch, caplog):
+    hf_config = types.SimpleNamespace(to_dict=dict)
+    get_config = "sglang.srt.utils.hf_transformers.config.get_config"
+    monkeypatch.setattr(get_config, lambda *_, **__: hf_config)
+    args = unittest.mock.Mock(model_path="bucket/model", revision=None, load_format="auto")
+    ranks = [model_facts(args, types.SimpleNamespace(weights_id=named)) for _ in range(2)]
+    assert (ranks[0]["weights"] == ranks[1]["weights"]) is (named is not None)
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == (0 if named else 2)
+    assert all("one rank stores for all" in text and "Set weights_id" in text for text in warned)
 
 
 def test_side_pools_restore_prefixes_by_their_policies(attach, until):
