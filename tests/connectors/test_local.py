@@ -303,15 +303,6 @@ def test_requests_running_at_a_reset_store_nothing_of_before(connect, new_reques
     assert connector.get_num_new_matched_tokens(new_request("p", 81, request_id="last"), 0) == 40
 
 
-def test_a_request_that_waits_at_a_reset_stores_what_it_computes(connect, new_request):
-    connector = connect()
-    waiting = new_request("p", 41)
-    assert connector.get_num_new_matched_tokens(waiting, 0) == 0
-    connector.reset_cache()
-    store(connector, waiting)
-    assert connector.get_num_new_matched_tokens(new_request("p", 41, request_id="b"), 0) == 40
-
-
 def test_a_load_that_ended_before_a_reset_but_was_not_polled_brings_nothing(
     connect, new_request, until
 ):

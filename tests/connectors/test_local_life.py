@@ -243,6 +243,24 @@ def test_caches_of_another_number_of_groups_are_refused(new_kv_caches):
 # ---- resets --------------------------------------------------------------------------------------
 
 
+def test_only_requests_that_have_blocks_at_a_reset_store_nothing_more(connect, new_request):
+    connector = connect()
+    begun, loading = new_request("p", 41), new_request("l", 41)
+    connector.after_forward(begun, [range(5, 15)], 2)  # its first chunk is not full
+    connector.update_state_after_alloc(loading, [range(40, 50)], 0)
+    waiting = new_request("w", 41)
+    for request in (loading, waiting):
+        connector.get_num_new_matched_tokens(request, 0)
+    connector.reset_cache()
+    for request in (begun, loading, waiting):
+        store(connector, request)
+    found = [
+        connector.get_num_new_matched_tokens(new_request(name, 41, request_id=f"{name} again"), 0)
+        for name in "plw"
+    ]
+    assert found == [0, 0, 40]
+
+
 def test_an_old_generation_that_cannot_be_removed_is_logged(
     connect, new_request, until, tmp_path, monkeypatch, caplog
 ):
