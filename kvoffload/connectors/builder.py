@@ -184,14 +184,12 @@ class TieredOffloadingSpec(OffloadingSpec):
 
     def renew(self, manager: TieredOffloadingManager, generation: str) -> None:
         """Give the stores a new namespace, because stored bytes no longer mean the same."""
-        # Close the old tiers first: if new ones cannot be opened there are none, not stale ones.
         manager.replace_tiers(())
         try:
             self.renew_stores(generation)
         except Exception:
-            log.exception("the tiers cannot be opened again; host memory goes on alone")
-        else:
-            manager.replace_tiers(self._manager_tiers())
+            log.exception("the tiers cannot be opened again yet; until then they have nothing")
+        manager.replace_tiers(self._manager_tiers())
 
     def renew_stores(self, generation: str) -> None:
         """Give the stores a new namespace, where the manager is in another process.

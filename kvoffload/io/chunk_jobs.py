@@ -178,5 +178,6 @@ class ArrivalBatches:
 def same_length(answers: _A, keys: Sequence[bytes]) -> _A:
     """Return a store's answers; raise ValueError if they are not one for each key, in order."""
     if isinstance(answers, (Mapping, Set)) or len(answers) != len(keys):
-        raise ValueError(f"{len(answers)} answers for {len(keys)} keys")
+        found = f"{type(answers).__name__} of {len(answers)}"
+        raise ValueError(f"not a list of {len(keys)} answers, one for each key: {found}")
     return answers

@@ -352,17 +352,22 @@ def test_a_shutdown_says_how_many_transfers_it_did_not_wait_for(
     assert "1 transfers had not ended at shutdown" in caplog.text
 
 
-def test_tiers_that_cannot_be_opened_again_at_a_reset_are_left_out_with_a_line_in_the_log(
-    connect, new_request, monkeypatch, caplog
+def test_tiers_that_cannot_be_opened_again_at_a_reset_have_nothing_until_they_are(
+    connect, new_request, monkeypatch, caplog, until
 ):
     connector = connect()
     store(connector, new_request("p", 41))
-    monkeypatch.setattr(registry, "open_backend", lambda *_, **__: 1 / 0)
-    connector.reset_cache()
+    with monkeypatch.context() as broken:
+        broken.setattr(registry, "open_backend", lambda *_, **__: 1 / 0)
+        connector.reset_cache()
     assert "the tiers cannot be opened again" in caplog.text
     assert connector.get_num_new_matched_tokens(new_request("p", 41), 0) == 0
     store(connector, new_request("p", 41))
     assert connector.get_num_new_matched_tokens(new_request("p", 41), 0) == 40
+    until(lambda: "memory" in connector.stats()["tiers"])  # figures of an open store
+    store(connector, new_request("q", 41))
+    push_out(connector, new_request)
+    assert connector.get_num_new_matched_tokens(new_request("q", 41, request_id="last"), 0) == 40
 
 
 @pytest.mark.parametrize("params", [[1], "x", {"kvoffload": 3}, {"kvoffload": {"tiers": 5}}])

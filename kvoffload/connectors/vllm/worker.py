@@ -192,7 +192,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
                     self._spec.renew_stores(orders.generation)
             except Exception:
                 # The old tiers are closed, so every question to them is a miss.
-                log.exception("the tiers cannot be opened again; host memory goes on alone")
+                log.exception("the tiers cannot be opened again yet; until then they have nothing")
             if self._presence is not None:
                 self._presence.renew(orders.generation)
 
