@@ -3,10 +3,12 @@
 import random
 import threading
 
+import numpy as np
 import pytest
 import torch
 
 from kvoffload.transfer.cuda import fences, stream_copier
+from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.cuda.stream_copier import Launcher, StreamCopier
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
@@ -257,3 +259,16 @@ def _caught(**how):
         if caught > 5:
             return True
     return False
+
+
+def test_the_device_reads_the_slab_early_or_late():
+    """Between a copy's submission and its end, as the driver may: its bytes must not change."""
+    slab, target = Slab(NUM_SLOTS, 4096), torch.zeros(64, dtype=torch.uint8)
+    device = LateDevice(small_caches(), slab, 1)
+    slab.rows[:] = 1
+    places = np.arange(64)
+    copies = Copies(places + target.data_ptr(), places, np.ones(64, np.int64))
+    device.copy(device.new_stream(), copies, to_host=False)
+    slab.rows[:] = 2
+    device.run_all()
+    assert set(target.tolist()) == {1, 2}
