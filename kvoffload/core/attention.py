@@ -107,7 +107,8 @@ class CpuGpuBuffer:
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device | str) -> None:
         device = torch.device(device)
-        self.cpu = torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+        is_cuda = device.type == "cuda"
+        self.cpu = torch.zeros(size, dtype=dtype, pin_memory=is_cuda, device="cpu")
         self.np: np.ndarray[Any, Any] = self.cpu.numpy()
         self.gpu = self.cpu if device.type == "cpu" else self.cpu.to(device)
 
@@ -221,7 +222,7 @@ def prepare_attn_metadata(
         int(starts.np[-1]),
         starts,
         seq_lens,
-        torch.tensor(list(num_computed_tokens), dtype=torch.int32),
+        torch.tensor(list(num_computed_tokens), dtype=torch.int32, device="cpu"),
         tables,
         slots,
         kv_cache_config,

@@ -60,7 +60,7 @@ class HostPool:
 
         self.pool = pool
         if is_v1:
-            page = torch.arange(pool.page_size, dtype=torch.int64)
+            page = torch.arange(pool.page_size, dtype=torch.int64, device="cpu")
             addresses, sizes = pool.get_page_buffer_meta(page) or ((), ())
         else:
             flat = pool.get_dummy_flat_data_page()

@@ -123,10 +123,13 @@ class _GroupCheck:
         # Rows of a packed layout have bytes of other groups as well, which a load overwrites.
         used = target[-1] + 1
         self._before = [(view, view[:used].clone()) for view in (*rows, *self._views)]
-        noise = torch.Generator().manual_seed(1 + group_idx)
+        noise = torch.Generator(device="cpu").manual_seed(1 + group_idx)
         for view in self._views:
             shape = (len(self._source), *view.shape[1:], view.element_size())
-            pattern = torch.randint(-128, 128, shape, dtype=torch.int8, generator=noise)
+            # The engine may have another default device.
+            pattern = torch.randint(
+                -128, 128, shape, dtype=torch.int8, device="cpu", generator=noise
+            )
             view[self._source] = pattern.view(view.dtype).squeeze(-1).to(view.device)
             view[self._target] = 0
 

@@ -128,6 +128,12 @@ def test_the_canary_is_content_and_leaves_no_trace(attached):
     assert not layers[0][0].any()
 
 
+def test_the_canary_makes_its_pattern_on_the_cpu_whatever_torchs_default_device_is(attached):
+    spec, transfers, ours, layers = attached()
+    with torch.device("meta"):
+        assert check_tiers(spec, transfers, ours, layers, 1) == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64])
 def test_the_canary_passes_through_layers_of_any_type_in_any_order(attached, dtype):
     """Heads, tokens and contents of a block may lie in any order inside of it."""
