@@ -209,6 +209,7 @@ class IOClient:
         """Answer all jobs, end the server within this time, and join the thread. Idempotent."""
         if self._close_by_s is None:
             self._close_by_s = time.monotonic() + timeout_s
+            self._tell_waiting()
             self._link.wake()
             self._thread.join()
             self._link.close()
@@ -232,8 +233,8 @@ class IOClient:
 
     @property
     def _is_settled(self) -> bool:
-        """Whether the stores are open or refused, or the first server ended before it said so."""
-        has_ended = not self._is_started and not self._link.is_up
+        """Whether the stores are open or refused, or the client or its first server has ended."""
+        has_ended = self._close_by_s is not None or not (self._is_started or self._link.is_up)
         return has_ended or self._refusal is not None or self._are_stores_open
 
     def _reset_tiers(self) -> None:
@@ -275,10 +276,10 @@ class IOClient:
                     is_current = order.job > self._opening.number
                     self.tiers[order.tier].moved(order, message, is_current)
                 self._jobs.answered(message)
-            case Opened() if message.number == self._opening.number:
-                self._opened(message)
-            case Refused() if message.number == self._opening.number:
-                self._refuse(ConfigError(message.field, message.value, message.remedy))
+            case Opened() | Refused():
+                with self._link.lock:  # a renewal comes before it or after it
+                    if message.number == self._opening.number:
+                        self._settle(message)
             case Alive():
                 self.loop_delays.add(message.late_s)
             case Logged():
@@ -301,20 +302,19 @@ class IOClient:
         with self._settled:
             self._settled.notify_all()
 
-    def _opened(self, message: Opened) -> None:
-        self._opening.forgotten.clear()  # or a server that is started again would remove new chunks
-        for opened in message.tiers:
-            self.tiers[opened.name].opened(opened.has_index, opened.is_shared)
-        self._refusal = OSError("; ".join(message.remains)) if message.remains else None
-        self._is_opening = False
-        self._tell_waiting()
-
-    def _refuse(self, refusal: ConfigError) -> None:
-        for tier in self.tiers.values():
-            tier.refused()
-        if self._is_started:
-            log.error("the tiers cannot be opened again yet: %s", refusal)
-        self._refusal = refusal
+    def _settle(self, message: Opened | Refused) -> None:
+        if isinstance(message, Opened):
+            self._opening.forgotten.clear()  # or another server would remove new chunks
+            for opened in message.tiers:
+                self.tiers[opened.name].opened(opened.has_index, opened.is_shared)
+            self._refusal = OSError("; ".join(message.remains)) if message.remains else None
+            self._is_opening = False
+        else:
+            for tier in self.tiers.values():
+                tier.refused()
+            self._refusal = ConfigError(message.field, message.value, message.remedy)
+            if self._is_started:
+                log.error("the tiers cannot be opened again yet: %s", self._refusal)
         self._tell_waiting()
 
     def _ask(self) -> None:

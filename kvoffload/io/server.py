@@ -143,9 +143,9 @@ class Session:
 
     async def _replace(self, wanted: Open) -> None:
         """Open stores in the place of those that are open; their calls end on them."""
-        if self._opening is not None and not self._opening.done():
+        if self._opening is not None:
             self._opening.cancel()
-            await asyncio.wait([self._opening])
+            await asyncio.wait([self._opening], timeout=CLOSE_S)
         old, self._stores = list(self._stores.values()), {}
         if wanted.erases:
             self._jobs.cancel_all()  # or what they store would stay
@@ -182,6 +182,9 @@ class Session:
                 raise
         elif wanted.forgotten:
             self._spawn(self._retire(closing, stores, wanted.forgotten))
+        if wanted is not self._wanted:  # it hung until newer stores were wanted
+            await close_stores(stores, CLOSE_S)
+            return True
         self._stores = {store.name: store for store in stores}
         told = [TierOpened(each.name, each.index is not None, each.is_shared) for each in stores]
         self.send(Opened(wanted.number, told, remains))
@@ -274,6 +277,8 @@ class Session:
         self._jobs.cancel_all()
         for task in self._telling:
             task.cancel()
+        if self._opening is not None:  # it closes what it opened
+            await asyncio.wait([self._opening], timeout=CLOSE_S)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=END_S)
         await close_stores(list(self._stores.values()), CLOSE_S)

@@ -1,5 +1,7 @@
 """Stores are opened again, empty: nothing of before is found, whatever happens meanwhile."""
 
+import threading
+
 import pytest
 
 from kvoffload.errors import ConfigError
@@ -145,3 +147,21 @@ def test_an_io_process_started_later_removes_nothing_again(rig, opened, until):
     client._peer.kill()
     until(lambda: client.counters["died"] and not client._is_opening)
     until(lambda: held(client, until) == [True] * 4)
+
+
+def test_a_close_ends_the_wait_of_another_thread(rig, opened, planned, until):
+    client, said = opened(), []
+
+    def wait():
+        try:
+            clear(client, 60.0)
+        except ConfigError as error:
+            said.append(str(error))
+
+    planned.set(process=Process("slow_purge", 60.0))
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    until(lambda: client._is_opening)
+    client.close(4.0)
+    waiting.join(10)
+    assert "ended before it had opened the tiers" in said[0]
