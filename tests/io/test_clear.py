@@ -39,7 +39,7 @@ def held(client, until, keys=KEYS):
     return [tier.holds(key) for key in keys]
 
 
-def test_nothing_is_there_when_it_returns(rig, opened, until, tmp_path):
+def test_nothing_is_there_when_it_returns(rig, opened, until, tmp_path, caplog):
     client = opened()
     rig.store(client, "planned", KEYS, until)
     assert len(files(tmp_path / "kv")) == 4
@@ -47,6 +47,8 @@ def test_nothing_is_there_when_it_returns(rig, opened, until, tmp_path):
     assert files(tmp_path / "kv") == []
     assert held(client, until) == [False] * 4
     rig.store(client, "planned", KEYS, until)
+    assert not caplog.messages
+    assert list((tmp_path / "kv").glob("*/manifest.json"))
 
 
 def test_while_it_goes_on_jobs_are_answered_with_misses(rig, opened, planned, until):

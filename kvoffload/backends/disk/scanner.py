@@ -233,7 +233,9 @@ class Scanner:
 
 
 def purge(store: DiskStore, namespaces: Sequence[str], is_stopping: threading.Event) -> int:
-    """Remove all chunks of these namespace folders, then the folders; return the chunks removed.
+    """Remove all chunks of these namespace folders; return how many were removed.
+
+    Then remove the folders, but for the store's own.
 
     Releases the bytes of each file at once, so that a concurrent scan counts right. A folder in
     which an engine keeps storing stays with its new chunks.
@@ -251,5 +253,6 @@ def purge(store: DiskStore, namespaces: Sequence[str], is_stopping: threading.Ev
             removed += store.discard(name_of(number, key), "purged")
             if removed % _PURGE_STEP == 0:
                 is_stopping.wait(_PURGE_PAUSE_S)
-        remove_namespace(store.vfs, store.folder(number))
+        if number:  # the own folder is in use
+            remove_namespace(store.vfs, store.folder(number))
     return removed
