@@ -10,6 +10,7 @@ import pytest
 
 from kvoffload import testing
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
+from kvoffload.backends.threaded import InlineBackend
 from kvoffload.testing import BackendSuite, hazards
 from kvoffload.testing.backends import CHUNK_BYTES
 
@@ -107,8 +108,13 @@ class Boundless(Verified):
         return super().usage()._replace(capacity_bytes=self._reported)
 
 
-class Partial(Verified):
+class Partial(InlineBackend):
     """Has one method of a protocol, and lacks the rest."""
+
+    has = get = put = delete = lambda self, *_: False
+
+    def __init__(self, options, namespace):
+        super().__init__()
 
     async def survey(self):
         return []
