@@ -196,10 +196,11 @@ class IOClient:
             ConfigError: they cannot be opened yet; the server goes on trying.
             OSError: something of the wanted namespace could not be removed, and is served.
         """
-        forgotten = [*self._opening.forgotten, *forgotten]  # some may be unconfirmed
-        wanted = {"namespace": namespace, "facts": facts, "forgotten": forgotten}
+        wanted = {"namespace": namespace, "facts": facts}
         with self._link.lock:  # orders with a higher number are carried out on the new stores
+            wanted |= {"forgotten": [*self._opening.forgotten, *forgotten]}  # some are unconfirmed
             self._opening = replace(self._opening, number=next(self._numbers), **wanted)
+            self._refusal = None
             self._reset_tiers()
             self._link.push(frame(self._opening))
         self._link.wake()
@@ -239,7 +240,6 @@ class IOClient:
 
     def _reset_tiers(self) -> None:
         """Let no tier have anything until the server says that its stores are open."""
-        self._refusal = None
         self._is_opening = True  # first, so that nothing said of the old stores is taken in
         for tier in self.tiers.values():
             tier.reset()

@@ -52,8 +52,8 @@ class RemoteTier:
 
     def holds(self, key: bytes) -> bool | None:
         """Return True, False, or None for "ask again", at most for the lookup timeout."""
-        if self._cache is not None:
-            return self._cache.holds(key)
+        if (cache := self._cache) is not None:  # another thread may reset the tier
+            return cache.holds(key)
         if key in self._keys:
             return True
         if self.is_complete or time.monotonic() >= self._patient_until_s:
@@ -162,7 +162,7 @@ class RemoteTier:
     def opened(self, has_index: bool, is_shared: bool = False) -> None:
         """Take in that the store is open."""
         self._patient_until_s = time.monotonic() + self._lookup_timeout_s
-        self.is_complete = False
+        self.is_complete = self._is_met = False
         self.is_listed, self.is_shared = has_index, is_shared
         if not has_index:
             self._cache = PresenceCache(self._ask, self._lookup_timeout_s, ANSWER_S, ANSWER_S)
@@ -204,10 +204,11 @@ class RemoteTier:
             num_bytes = sum(size for size, fine in zip(sizes, ok, strict=True) if fine)
         traffic = self._loads if isinstance(order, Load) else self._stores
         traffic.add(good, num_bytes, answer.io_time_s)
-        if is_current and self._cache is not None and isinstance(order, Store):
+        cache = self._cache
+        if is_current and cache is not None and isinstance(order, Store):
             for key, fine in zip(order.keys, ok, strict=True):
                 if fine:
-                    self._cache.set(key, True)
+                    cache.set(key, True)
 
     def take_forgotten(self) -> list[bytes]:
         """Return the keys that the server must forget, before it gets any further store."""
@@ -220,12 +221,13 @@ class RemoteTier:
 
     def take_questions(self) -> list[bytes]:
         """Return the keys to ask the store for."""
-        return self._cache.take_questions() if self._cache is not None else []
+        cache = self._cache
+        return cache.take_questions() if cache is not None else []
 
     def answered(self, message: Present) -> None:
         """Take in the answers to questions."""
-        if self._cache is not None:
-            self._cache.answer(message.keys, message.answers)
+        if (cache := self._cache) is not None:
+            cache.answer(message.keys, message.answers)
 
     def removed(self, removals: Sequence[tuple[bytes, str]]) -> None:
         """Take in what the store removed by itself."""

@@ -14,7 +14,8 @@ from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.errors import ConfigError
 from kvoffload.io import client as io_client
 from kvoffload.io.open_stores import OpenStore, close_stores, greet, open_stores, purge
-from kvoffload.io.protocol import Figures, Frames, Presence, frame
+from kvoffload.io.presence import PresenceCache
+from kvoffload.io.protocol import Answered, Figures, Frames, Presence, Present, Store, frame
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.transfer.slab import Slab
 from tests.support.io_rig import client_over, opening
@@ -327,3 +328,24 @@ def test_counters_may_be_read_while_the_store_closes(tier):
     assert not failures
     assert seen == sorted(seen)
     assert not {total % 1001 for total in seen} - {0}
+
+
+@pytest.mark.parametrize("verb", ["holds", "set", "answer", "take_questions"])
+def test_a_tier_that_is_reset_while_it_is_asked_or_told_raises_nothing(tier, monkeypatch, verb):
+    """By another thread, between a look at its cache and the use of it."""
+    real = getattr(PresenceCache, verb)
+
+    def reset_first(cache, *given):
+        tier.reset()
+        return real(cache, *given)
+
+    tier.opened(has_index=False)
+    monkeypatch.setattr(PresenceCache, verb, reset_first)
+    answer = Answered(1, b"\1\1", "", 0.1)
+    tier.holds(KEYS[0])
+    tier.opened(has_index=False)
+    tier.moved(Store(1, "t", KEYS, [0, 1], 4096), answer)
+    tier.opened(has_index=False)
+    tier.answered(Present("t", KEYS, [True, True]))
+    tier.opened(has_index=False)
+    assert tier.take_questions() == []

@@ -190,6 +190,7 @@ class PageStore:
     ) -> None:
         news: SimpleQueue[News] = SimpleQueue()
         running: set[PageJob] = set()
+        listing = tier.listing
         while left or running:
             if left and (job := self._lend(left, news, until_s, running, storing=False)):
                 asked = [keys[i] for i in job.places]
@@ -207,12 +208,13 @@ class PageStore:
             if told.has_ended:
                 running.remove(told.job)
                 told.job.lease.release()
-                self._forget(tier, [keys[i] for i in told.job.places if not ok[i]], told.reason)
+                lost = [keys[i] for i in told.job.places if not ok[i]]
+                self._forget(tier, listing, lost, told.reason)
         self._not_asked(tier, len(left))
         late = [keys[i] for job in running for i in job.places if not ok[i]]
         for job in running:
             job.lease.release()
-        self._forget(tier, late, "deadline")
+        self._forget(tier, listing, late, "deadline")
 
     def _not_asked(self, tier: RemoteTier, count: int) -> None:
         """Count pages for which there was no time; the tier may well have them."""
@@ -220,13 +222,17 @@ class PageStore:
             self.counters["load_deadline"] += count
             self._warnings.warning("%s: no time was left to load %d pages", tier.name, count)
 
-    def _forget(self, tier: RemoteTier, keys: Sequence[bytes], reason: str) -> None:
-        """Let a tier answer False for pages that it could not load; count why."""
+    def _forget(self, tier: RemoteTier, listing: int, keys: Sequence[bytes], reason: str) -> None:
+        """Let a tier answer False for pages that it could not load; count why.
+
+        A tier that was opened again meanwhile, as by a clear, may have stored them since.
+        """
         if keys:
             self.counters[f"load_{reason}"] += len(keys)
             self._warnings.warning("%s: %d pages not loaded: %s", tier.name, len(keys), reason)
             with self._asking:
-                tier.forget(keys)
+                if tier.listing == listing:
+                    tier.forget(keys)
 
     # ---- stores ----
 

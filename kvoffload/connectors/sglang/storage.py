@@ -281,9 +281,9 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         target_sizes: Any = None,
     ) -> bool:
         """Store the values of tensors; True if all are stored."""
-        tensors = [value.contiguous() for value in values or []]
 
         def store_all(store: PageStore) -> bool:
+            tensors = [value.contiguous() for value in values or []]
             pages = [[(tensor.data_ptr(), tensor.nbytes)] for tensor in tensors]
             return all(store.save(self._value_keys(keys), pages))
 
@@ -310,8 +310,8 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
             ConfigError: they are not removed yet.
             OSError: some cannot be removed.
         """
-        if self._store is not None:
-            self._store.clear()  # SGLang takes an exception for a failure, and logs it
+        if (store := self._store) is not None:
+            store.clear()  # SGLang takes an exception for a failure, and logs it
 
     def get_stats(self) -> StorageMetrics | None:
         """Return what was stored and loaded since the last call."""

@@ -267,6 +267,10 @@ def test_clear_removes_and_detach_ends_it(attach, until):
     until(lambda: again.batch_exists(keys) == 4)
 
 
+def test_a_value_that_is_none_is_not_stored(attach):
+    assert attach(Pool()).set(hashes(1)[0], None) is False
+
+
 def test_a_clear_that_fails_is_an_exception_for_which_sglang_answers_false(attach):
     nowhere = {"type": "redis", "url": "redis://127.0.0.1:1"}
     with pytest.raises(OSError, match="redis: "):
