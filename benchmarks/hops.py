@@ -101,7 +101,8 @@ def _connector(root: str, form: str) -> LocalConnector:
     )
     disk = {"type": "disk", "root": root, "capacity": "1GiB", "min_free": 0}
     settings = {"cpu_bytes": "1MiB", "policy": "lru", "backends": [disk], "io": form}
-    return LocalConnector(settings, caches, block_size=BLOCK, facts={"model": "m"})
+    facts = {"model": "m", "weights": "none", "dtype": "bytes"}
+    return LocalConnector(settings, caches, block_size=BLOCK, facts=facts)
 
 
 def measured() -> dict[str, tuple[dict[str, int], list[str]]]:

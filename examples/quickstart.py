@@ -9,14 +9,14 @@ import time
 
 import torch
 
-from kvoffload.connectors.local import LocalConnector
+from kvoffload import LocalConnector, canonicalize_kv_caches
 from kvoffload.core.hashing import BlockHasher, HashChain
 from kvoffload.core.interface import FullAttentionSpec, ModelLimits
 from kvoffload.core.manager import KVCacheManager
 from kvoffload.core.planning import get_kv_cache_config
 from kvoffload.core.request import Request
 from kvoffload.core.sdpa import SdpaPagedBackend
-from kvoffload.core.tensors import allocate_kv_cache, canonicalize_kv_caches, reshape_kv_cache
+from kvoffload.core.tensors import allocate_kv_cache, reshape_kv_cache
 
 # 1. Plan and allocate the cache of a small model.
 BLOCK = 16
@@ -38,7 +38,7 @@ connector = LocalConnector(
     },
     canonicalize_kv_caches(plan, caches, backends),
     block_size=BLOCK,
-    facts={"model": "quickstart", "dtype": "float32"},
+    facts={"model": "quickstart", "weights": "none", "dtype": "float32"},
 )
 
 # 3. A request is computed: the engine fills its blocks, the connector stores the full ones.

@@ -23,9 +23,17 @@ if TYPE_CHECKING:
     from kvoffload.connectors.local import LocalConnector
     from kvoffload.connectors.offload_requests import OffloadRequest
     from kvoffload.connectors.transfers import LoadOutcome
-    from kvoffload.core.tensors import canonicalize_kv_caches
+    from kvoffload.connectors.weights import folder_digest
+    from kvoffload.core.canonicalize import canonicalize_kv_caches
     from kvoffload.errors import ConfigError, KVOffloadError, UsageError
-    from kvoffload.messages import CanonicalKVCaches, OffloadKey, make_offload_key
+    from kvoffload.identity import namespace
+    from kvoffload.messages import (
+        CanonicalKVCacheRef,
+        CanonicalKVCaches,
+        CanonicalKVCacheTensor,
+        OffloadKey,
+        make_offload_key,
+    )
     from kvoffload.metrics import Exporter
     from kvoffload.offload.base import (
         ChunksRemoved,
@@ -34,7 +42,6 @@ if TYPE_CHECKING:
         OffloadingManager,
         OffloadingSpec,
     )
-    from kvoffload.offload.namespace import namespace
     from kvoffload.policies.base import Policy
     from kvoffload.registry import open_backend
 
@@ -50,26 +57,31 @@ _MODULES = {
     "connectors.local": ("LocalConnector",),
     "connectors.transfers": ("LoadOutcome",),
     "connectors.offload_requests": ("OffloadRequest",),
-    "core.tensors": ("canonicalize_kv_caches",),
+    "connectors.weights": ("folder_digest",),
+    "core.canonicalize": ("canonicalize_kv_caches",),
     "errors": ("ConfigError", "KVOffloadError", "UsageError"),
-    "messages": ("CanonicalKVCaches", "OffloadKey", "make_offload_key"),
+    "messages": (
+        "CanonicalKVCacheRef", "CanonicalKVCacheTensor", "CanonicalKVCaches", "OffloadKey",
+        "make_offload_key",
+    ),
     "metrics": ("Exporter",),
     "offload.base": (
         "ChunksRemoved", "ChunksStored", "OffloadingEvent", "OffloadingManager", "OffloadingSpec",
     ),
-    "offload.namespace": ("namespace",),
+    "identity": ("namespace",),
     "policies.base": ("Policy",),
     "registry": ("open_backend",),
 }  # fmt: skip
 _HOMES = {name: f"kvoffload.{module}" for module, names in _MODULES.items() for name in names}
 
 __all__ = [
-    "Admin", "Backend", "BackendConfig", "ByteSize", "CanonicalKVCaches", "ChunksRemoved",
-    "ChunksStored", "ConfigError", "Exporter", "InlineBackend", "KVOffloadError",
-    "LoadOutcome", "LocalConnector", "LocalIndex", "Observable", "OffloadConfig", "OffloadKey",
-    "OffloadRequest", "OffloadingEvent", "OffloadingManager", "OffloadingSpec", "Policy",
-    "ReadResult", "ReadsEach", "Removal", "ThreadedBackend", "Usage", "UsageError", "__version__",
-    "canonicalize_kv_caches", "make_offload_key", "namespace", "open_backend", "parse_config",
+    "Admin", "Backend", "BackendConfig", "ByteSize", "CanonicalKVCacheRef",
+    "CanonicalKVCacheTensor", "CanonicalKVCaches", "ChunksRemoved", "ChunksStored", "ConfigError",
+    "Exporter", "InlineBackend", "KVOffloadError", "LoadOutcome", "LocalConnector", "LocalIndex",
+    "Observable", "OffloadConfig", "OffloadKey", "OffloadRequest", "OffloadingEvent",
+    "OffloadingManager", "OffloadingSpec", "Policy", "ReadResult", "ReadsEach", "Removal",
+    "ThreadedBackend", "Usage", "UsageError", "__version__", "canonicalize_kv_caches",
+    "folder_digest", "make_offload_key", "namespace", "open_backend", "parse_config",
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar, overload
 
 import msgspec
 
-from kvoffload.errors import HIDDEN, ConfigError, may_be_secret, shown
+from kvoffload.errors import HIDDEN, ConfigError, shown
 
 _PREFIXES = "kmgtpe"
 _UNITS = {"": 1, "b": 1} | {
@@ -108,8 +108,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     policy: str = "handicap"
     """Which host chunks leave first; a name of the ``kvoffload.policies`` entry-point group."""
     load_timeout_s: _Seconds = 5.0
-    """A load is a miss when no chunk arrives for so long, of it or of loads that it waits behind;
-    the engine recomputes."""
+    """A load is a miss when no chunk arrives for so long: none of its own, and none of a load that
+    it waits for. The engine then computes."""
     store_timeout_s: _Seconds = 30.0
     """A store or write-through not finished by then is dropped."""
     lookup_timeout_s: _Seconds = 0.25
@@ -135,11 +135,14 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         int | None, msgspec.Meta(extra_json_schema={"minimum": 1, "maximum": 65535})
     ] = None
     """A port for an HTTP endpoint with metrics for Prometheus; needs the extra ``metrics``. Under
-    vLLM each worker has one: rank 0 at this port, rank 1 at the next, those of the second
-    data-parallel replica after them. By default there is none."""
+    vLLM and SGLang each rank has one: rank 0 at this port, rank 1 at the next. Those of the second
+    data-parallel replica come after them. By default there is none."""
     metrics_host: str = "127.0.0.1"
     """The address of that endpoint. It has no password: keep it on the machine, or in a network
     whose members may all read it."""
+    control_socket: bool = True
+    """Whether the engine answers ``kvoffload cache`` of its own user, on a socket in a private
+    folder. SGLang's storage has none."""
     record: str = ""
     """A file to which each request's chunks are appended, as a trace for ``kvoffload replay``."""
     otel_spans: bool = False
@@ -221,8 +224,8 @@ def convert(data: Mapping[str, Any], struct: type[_T], where: str = "") -> _T:
     for name in data:
         if name not in known:
             hint = did_you_mean(str(name), known) or f"known keys: {', '.join(known)}"
-            value = HIDDEN if may_be_secret(str(name)) else data[name]
-            raise ConfigError(f"{where}{name}", value, f"unknown key; {hint}")
+            # Its value may be a password under a misspelt name.
+            raise ConfigError(f"{where}{name}", HIDDEN, f"unknown key; {hint}")
     for field in msgspec.structs.fields(struct):
         if field.required and field.encode_name not in data:
             raise ConfigError(f"{where}{field.encode_name}", None, "is required")

@@ -5,7 +5,9 @@ from one of them: lists are not joined.
 """
 
 import json
+import logging
 import os
+import stat
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any
 
 from kvoffload.config import OffloadConfig, did_you_mean, parse_config
 from kvoffload.errors import HIDDEN, ConfigError
+
+log = logging.getLogger(__name__)
 
 FILE = "KVOFFLOAD_CONFIG"
 """The environment variable that names a file of settings."""
@@ -98,7 +102,9 @@ def read_file(path: str, field: str = "file") -> dict[str, Any]:
     if ending not in _READERS:
         raise ConfigError(field, path, f"must end in {', '.join(_READERS)}")
     try:
-        found = _READERS[ending](Path(path).read_text())
+        with open(path, encoding="utf-8") as file:
+            _warn_of_writers(path, os.fstat(file.fileno()))
+            found = _READERS[ending](file.read())
     except OSError as error:
         raise ConfigError(field, path, f"cannot be read: {error.strerror}") from error
     except ImportError as error:
@@ -112,6 +118,14 @@ def read_file(path: str, field: str = "file") -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(field, path, "must be an object of settings")
     return found
+
+
+def _warn_of_writers(path: str, facts: os.stat_result) -> None:
+    """Warn of a file that another user may change: it names the stores, and so what is loaded."""
+    if facts.st_uid not in (0, os.geteuid()):
+        log.warning("settings file %s belongs to user %d: chown it", path, facts.st_uid)
+    elif facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        log.warning("settings file %s may be changed by other users: chmod go-w %s", path, path)
 
 
 def _yaml(text: str) -> Any:

@@ -1,10 +1,10 @@
 """Exceptions. Only misuse and bad configuration raise; a broken store is a miss, never an error."""
 
-import difflib
 import re
 from collections.abc import Mapping
 
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*")
+_VARIABLE = re.compile(r"[A-Z_0-9]*")
 _SECRETS = ("password", "passwd", "secret", "token")
 HIDDEN = "***"
 """What stands for something that must not be shown."""
@@ -22,6 +22,8 @@ def shown(value: object, field: str = "") -> object:
     """
     if field.rpartition(".")[2].lower() in _SECRETS:
         return value if value is None else HIDDEN
+    if field.endswith("_env") and isinstance(value, str):
+        return value if _VARIABLE.fullmatch(value) else HIDDEN  # perhaps the password itself
     if isinstance(value, bytes):
         text = value.decode("latin-1")
         return value if shown(text) == text else HIDDEN.encode()
@@ -35,13 +37,6 @@ def shown(value: object, field: str = "") -> object:
     if isinstance(value, list | tuple):
         return [shown(each) for each in value]
     return value
-
-
-def may_be_secret(name: str) -> bool:
-    """Return whether an unknown setting of this name may be a password, perhaps misspelt."""
-    name = name.lower()
-    words = (*_SECRETS, "key")
-    return any(word in name for word in words) or bool(difflib.get_close_matches(name, words))
 
 
 class KVOffloadError(Exception):

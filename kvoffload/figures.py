@@ -91,6 +91,8 @@ class WorkerFigures(msgspec.Struct):
     """Ends of the I/O process, each followed by a start."""
     loop_delays: Durations = msgspec.field(default_factory=Durations)
     """By how much the event loop of the I/O server was late, twice a second."""
+    namespaces: list[str] = []
+    """The first digits of those that stores are open with: one a rank, or one for all ranks."""
 
     def include(self, other: "WorkerFigures") -> None:
         """Add another rank's figures."""
@@ -105,6 +107,7 @@ class WorkerFigures(msgspec.Struct):
             self.failed[reason] = self.failed.get(reason, 0) + count
         self.io_restarts += other.io_restarts
         self.loop_delays.include(other.loop_delays)
+        self.namespaces = sorted({*self.namespaces, *other.namespaces})
 
 
 def total(workers: Iterable[bytes]) -> WorkerFigures:

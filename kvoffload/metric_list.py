@@ -21,7 +21,12 @@ class Metric(NamedTuple):
     text: str
 
 
+NAMESPACE = "kvoffload_namespace_info"
+"""Its labels change where weights do: with each renewal."""
 METRICS = {
+    NAMESPACE: Metric(
+        "gauge", ("namespace",), "", "1 for the namespace of the tiers, by its first 16 digits."
+    ),
     "kvoffload_tier_up": Metric(
         "gauge", ("tier",), "", "1 while the tier is open and can be reached, else 0."
     ),
@@ -29,13 +34,25 @@ METRICS = {
         "gauge", ("tier",), "breakers", "Circuit breakers of the tier's servers that are open."
     ),
     "kvoffload_resident_bytes": Metric(
-        "gauge", ("tier",), "bytes", "Bytes of chunks that can be loaded."
+        "gauge",
+        ("tier",),
+        "bytes",
+        "Bytes of chunks that can be loaded; of Redis, the memory that all its data takes.",
     ),
     "kvoffload_inflight_bytes": Metric(
         "gauge", ("tier",), "bytes", "Bytes being written, or held by a transfer."
     ),
     "kvoffload_capacity_bytes": Metric(
-        "gauge", ("tier",), "bytes", "Bytes that may be resident; absent without a limit."
+        "gauge",
+        ("tier",),
+        "bytes",
+        "Bytes that may be resident, of Redis its maxmemory; absent without a limit.",
+    ),
+    "kvoffload_server_evictions": Metric(
+        "counter",
+        ("tier",),
+        "values",
+        "Values of any kind that the tier's servers evicted since they started.",
     ),
     "kvoffload_waiting_chunks": Metric(
         "gauge", ("tier",), "chunks", "Chunks in host memory that wait to be written to the tier."
@@ -71,7 +88,10 @@ METRICS = {
         "histogram", ("tier",), "seconds", "Durations of these copies and writes, a batch each."
     ),
     "kvoffload_evictions": Metric(
-        "counter", ("tier", "reason"), "chunks", "Chunks that left a tier."
+        "counter",
+        ("tier", "reason"),
+        "chunks",
+        "Chunks that left a tier; of a server, what this engine removed.",
     ),
     "kvoffload_stores_dropped": Metric(
         "counter", ("tier", "reason"), "chunks", "Chunks that were not stored."
@@ -136,6 +156,8 @@ def samples_of_worker(figures: WorkerFigures) -> Iterator[Sample]:
     yield from _traffic("cpu", figures.loads, figures.stores)
     for reason, count in {**dict.fromkeys(FAILURES, 0), **_failed(figures.failed)}.items():
         yield "kvoffload_transfer_failures", (reason,), count
+    for name in figures.namespaces:
+        yield NAMESPACE, (name,), 1
     if figures.tiers:
         yield "kvoffload_io_restarts", (), figures.io_restarts
         yield "kvoffload_io_loop_delay_seconds", (), figures.loop_delays
@@ -146,6 +168,7 @@ def samples_of_worker(figures: WorkerFigures) -> Iterator[Sample]:
             yield "kvoffload_resident_bytes", (name,), tier.resident_bytes
         if tier.capacity_bytes is not None:
             yield "kvoffload_capacity_bytes", (name,), tier.capacity_bytes
+        yield "kvoffload_server_evictions", (name,), tier.gauges.get("server_evictions", 0)
         yield from _traffic(name, tier.loads, tier.stores)
         for kind, count in {**dict.fromkeys(CORRUPT_KINDS, 0), **_corrupt(tier.counters)}.items():
             yield "kvoffload_corrupt_chunks", (name, kind), count

@@ -9,14 +9,19 @@ a collector, and passes the result of a connector's ``stats()`` as often as it l
     exporter.update(connector.stats())
 """
 
+import asyncio
+import contextlib
 import logging
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 try:
-    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.core import (
         CounterMetricFamily,
         GaugeMetricFamily,
@@ -26,7 +31,7 @@ try:
     from prometheus_client.registry import Collector
 except ImportError as error:
     raise ImportError(
-        "kvoffload.metrics needs its extra: pip install 'kvoffload[metrics]'"
+        "kvoffload.metrics needs its extra: pip install '/path/to/kvoffload[metrics]'"
     ) from error
 
 import kvoffload
@@ -39,6 +44,17 @@ log = logging.getLogger(__name__)
 
 TRIES = 5
 """Readings of figures for one scrape: the engine's thread may change a dictionary meanwhile."""
+MOST_CONNECTIONS = 8
+"""Of the endpoint at once: each takes a descriptor of the engine's process."""
+CONNECTION_S = 5.0
+"""A connection is closed after so long, whatever it does."""
+FRESH_S = 1.0
+"""A page is computed once in so long, for all who ask."""
+LONGEST_REQUEST = 8192
+_HEAD = (
+    b"HTTP/1.0 200 OK\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
+    b"Connection: close\r\n\r\n"
+)
 _FAMILIES = {
     "gauge": GaugeMetricFamily,
     "counter": CounterMetricFamily,
@@ -112,7 +128,10 @@ def _buckets(durations: Durations) -> list[tuple[str, float]]:
 
 
 class MetricsServer:
-    """An HTTP endpoint with the path ``/metrics``, on threads of its own.
+    """An HTTP endpoint with the path ``/metrics``, on a thread of its own.
+
+    Every user of the host can reach it. So its connections, their time and the pages computed for
+    them are bounded, and more wait in the kernel.
 
     Args:
         host: the address to listen on.
@@ -124,18 +143,78 @@ class MetricsServer:
     """
 
     def __init__(self, host: str, port: int, read: Callable[[], Iterable[Sample]]) -> None:
-        registry = CollectorRegistry()
-        registry.register(Exporter(read))
+        self._registry = CollectorRegistry()
+        self._registry.register(Exporter(read))
+        self._page, self._fresh_until_s = b"", 0.0
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._listening = _listening(host, port)
         except (OSError, OverflowError) as error:  # a rank's port may be past the last one
             reason = getattr(error, "strerror", None) or error
             remedy = f"cannot be listened on at {host}: {reason}; take another"
             raise ConfigError("metrics_port", port, remedy) from error
-        log.info("metrics at http://%s:%d/metrics", host, self._server.server_port)
+        self._loop = asyncio.SelectorEventLoop()
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="kvoffload-metrics", daemon=True)
+        self._thread.start()
+        log.info("metrics at http://%s:%d/metrics", host, port)
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join()
+
+    def _run(self) -> None:
+        with self._listening, asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        accepting = asyncio.create_task(self._accept())
+        await self._closing.wait()
+        accepting.cancel()
+
+    async def _accept(self) -> None:
+        free, answers = asyncio.Semaphore(MOST_CONNECTIONS), set()
+        while True:
+            await free.acquire()
+            try:
+                connection, _ = await self._loop.sock_accept(self._listening)
+            except OSError:  # no descriptor is left, or the other end has gone
+                free.release()
+                await asyncio.sleep(FRESH_S)
+                continue
+            answer = asyncio.create_task(self._answer(connection))
+            answers.add(answer)
+            answer.add_done_callback(answers.discard)
+            answer.add_done_callback(lambda _: free.release())
+
+    async def _answer(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):  # a timeout is one
+            connection.setblocking(False)
+            async with asyncio.timeout(CONNECTION_S):
+                asked = b""
+                while b"\r\n\r\n" not in asked:
+                    piece = await self._loop.sock_recv(connection, LONGEST_REQUEST)
+                    asked += piece
+                    if not piece or len(asked) > LONGEST_REQUEST:
+                        return
+                await self._loop.sock_sendall(connection, _HEAD + self._latest())
+
+    def _latest(self) -> bytes:
+        if time.monotonic() > self._fresh_until_s:
+            self._fresh_until_s = time.monotonic() + FRESH_S
+            self._page = generate_latest(self._registry)
+        return self._page
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
+    family, _, _, _, address = socket.getaddrinfo(host, None, type=kind, flags=flags)[0]
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    if port > 65535:
+        raise OverflowError("the last port is 65535")
+    found = socket.create_server(
+        (address[0], port), family=family, backlog=MOST_CONNECTIONS, dualstack_ipv6=both
+    )
+    found.setblocking(False)
+    return found

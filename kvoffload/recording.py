@@ -9,8 +9,10 @@ keys in hexadecimal. ``kvoffload size`` reads the tokens of a chunk. Each line h
 file may be cut, and several engines may append to it.
 """
 
+import errno
 import logging
 import os
+import stat
 from collections.abc import Sequence
 
 import msgspec
@@ -63,9 +65,17 @@ class RequestLog:
 
 
 def _append(path: str, line: bytes) -> None:
-    # Block hashes confirm a guessed prompt, so the file is for its owner alone.
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    # Block hashes confirm a guessed prompt, so the file is for its owner alone. In a folder that
+    # everyone may write, another user may have made it before, or a link to another file.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    file = os.open(path, flags, 0o600)
     try:
+        facts = os.fstat(file)
+        if stat.S_ISREG(facts.st_mode):
+            if facts.st_uid != os.geteuid():
+                raise PermissionError(errno.EPERM, f"belongs to user {facts.st_uid}", path)
+            if facts.st_mode & 0o077:
+                os.fchmod(file, 0o600)
         if line:
             # One write a line: a killed process leaves whole lines, and several may append.
             os.write(file, line)

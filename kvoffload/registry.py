@@ -8,6 +8,7 @@ from kvoffload.backends.admin import Admin
 from kvoffload.backends.base import Backend, BackendFactory
 from kvoffload.config import OffloadConfig, convert, did_you_mean
 from kvoffload.errors import ConfigError
+from kvoffload.extras import check_extra
 from kvoffload.policies.base import refusal
 
 BACKENDS = "kvoffload.backends"
@@ -18,24 +19,37 @@ _refusal = cache(refusal)
 
 
 @cache
-def _named(group: str) -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=group)}
+def _named(group: str) -> dict[str, list[EntryPoint]]:
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=group):
+        found.setdefault(point.name, []).append(point)
+    return found
+
+
+def _giver(point: EntryPoint) -> str:
+    return point.dist.name if point.dist else "an unknown package"
 
 
 def load(group: str, name: str, field: str = "type") -> Any:
     """Return what an entry point names, importing it on first use.
 
     Raises:
-        ConfigError: nothing of that name is installed, or it cannot be imported or used.
+        ConfigError: nothing of that name is installed, or two things are, or it cannot be imported
+            or used.
     """
     found = _named(group)
     if name not in found:
         known = ", ".join(sorted(found)) or "none (is the package installed?)"
         hint = did_you_mean(name, found) or f"installed: {known}"
         raise ConfigError(field, name, f"no such plug-in in {group}; {hint}")
-    plugin = f"the plug-in {found[name].value}"
+    point, *others = found[name]
+    if others:
+        # Which one comes first depends on the order of folders: neither is what was asked for.
+        givers = " and ".join(sorted(f"{each.value} of {_giver(each)}" for each in found[name]))
+        raise ConfigError(field, name, f"is registered twice, {givers}: uninstall one of them")
+    plugin = f"the plug-in {point.value}"
     try:
-        loaded = found[name].load()
+        loaded = point.load()
     except Exception as error:  # a plug-in's module may raise anything
         raise ConfigError(field, name, f"{plugin} cannot be imported: {error}") from error
     if group == POLICIES and (reason := _refusal(loaded)):
@@ -54,11 +68,14 @@ def read_options(type: str, options: dict[str, Any], where: str = "") -> Any:
 
 
 def check_plugins(config: OffloadConfig) -> None:
-    """Check the policy and the options of each tier; no store is opened.
+    """Check the policy, the options of each tier, and extras; no store is opened.
 
     Raises:
-        ConfigError: no such plug-in, unknown or bad option.
+        ConfigError: no such plug-in, unknown or bad option, an extra that is not installed.
     """
+    for setting in ("metrics_port", "otel_spans"):
+        if value := getattr(config, setting):
+            check_extra(setting, value)
     load(POLICIES, config.policy, "policy")
     for i, tier in enumerate(config.backends):
         read_options(tier.type, tier.options, f"backends[{i}].")
@@ -76,7 +93,7 @@ def open_backend(
         type: a name in the ``kvoffload.backends`` entry-point group: ``memory``, ``disk``...
         options: that backend's own settings; unknown keys are errors.
         namespace: the digest of everything that decides what the bytes mean
-            (:func:`kvoffload.offload.namespace.namespace`). Other namespaces are invisible.
+            (:func:`kvoffload.identity.namespace`). Other namespaces are invisible.
         where: prefix for field names in errors.
 
     Raises:

@@ -14,6 +14,7 @@ from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.registry import check_plugins
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+VERIFY = "kvoffload-verify.service"
 UNITS = ["vllm.service"]
 UNITS += sorted(path.name for path in (EXAMPLES / "systemd").glob("kvoffload-*.*"))
 
@@ -41,6 +42,34 @@ def test_systemd_accepts_the_units(unit, tmp_path):
     assert mine == []
 
 
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is missing")
+@pytest.mark.parametrize(("unit", "at_most"), [("vllm.service", 89), (VERIFY, 20)])
+def test_the_units_may_do_little(unit, at_most):
+    """The exposure that systemd computes, of 100; a unit without any setting has 92 to 96."""
+    path = EXAMPLES / "systemd" / unit
+    words = ["systemd-analyze", "security", "--offline=true", f"--threshold={at_most}", str(path)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_steps_for_systemd_make_what_the_units_and_the_settings_need():
+    text = (EXAMPLES / "systemd" / "README.md").read_text()
+    steps = re.search(r"```sh\n(.*?)```", text, re.DOTALL)[1]
+    settings = read_file(str(EXAMPLES / "systemd" / "kvoffload.toml"))
+    assert steps.index("useradd") < steps.index(f"vllm {settings['backends'][0]['root']}\n")
+    assert "sudo -u vllm /opt/vllm/bin/kvoffload config check" in steps
+    assert "[cli,metrics]" in steps
+    assert "metrics_port" in settings
+    for unit in ("vllm.service", VERIFY):
+        service = (EXAMPLES / "systemd" / unit).read_text()
+        assert "User=vllm\n" in service
+        assert f"ReadWritePaths={settings['backends'][0]['root']}\n" in service
+
+
+def pod_labels(deployment):
+    return deployment["spec"]["template"]["metadata"]["labels"]
+
+
 def test_the_manifest_mounts_what_its_settings_name():
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     parts = list(yaml.safe_load_all((EXAMPLES / "kubernetes" / "vllm.yaml").read_text()))
@@ -54,7 +83,34 @@ def test_the_manifest_mounts_what_its_settings_name():
     disk, redis = settings["backends"]
     assert str(Path(disk["root"]).parent) in mounts
     assert str(Path(redis["password_file"]).parent) in mounts
-    assert Path(engine["env"][0]["value"]).name in parts[0]["data"]
+    variables = {each["name"]: each["value"] for each in engine["env"]}
+    assert Path(variables["KVOFFLOAD_CONFIG"]).name in parts[0]["data"]
+    assert variables["HF_HOME"] in mounts
+    assert {"HOME", "USER"} <= set(variables)  # the image does not know user 1000
+    root, check = pod["initContainers"]
+    assert {disk["root"], variables["HF_HOME"]} < set(root["command"])  # theirs before the start
+    assert check["env"] == engine["env"]
+    recipe = (EXAMPLES / "kubernetes" / "Dockerfile").read_text()
+    (extras,) = re.findall(r"/src/kvoffload\[(.*)\]", recipe)
+    assert check["command"][0] == "kvoffload"
+    assert {"cli", "redis", "blake3"} <= set(extras.split(","))
+    files = {Path(value).name for name, value in redis.items() if name.endswith("_file")}
+    assert files == {"password", "secret", "ca.pem"}
+    create = (EXAMPLES / "kubernetes" / "README.md").read_text()
+    assert files == set(re.findall(r"--from-file=(\S+)", create))
+    assert (redis["url"].partition("://")[0], redis["username"]) == ("rediss", "kvoffload")
+    policy = parts[2]["spec"]
+    assert policy["podSelector"]["matchLabels"].items() <= pod_labels(parts[1]).items()
+    assert policy["ingress"][0]["ports"] == [{"port": engine["ports"][0]["containerPort"]}]
     assert "fsGroup" not in pod["securityContext"]  # a root that its group may write is refused
     given = next(arg for arg in engine["args"] if arg.startswith("--kv-transfer-config="))
     assert json.loads(given.partition("=")[2])["kv_connector"] == "KVOffloadConnector"
+
+
+def test_grafana_has_no_user_with_a_password_that_everyone_knows():
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    parts = yaml.safe_load((EXAMPLES / "observability" / "compose.yaml").read_text())
+    given = parts["services"]["grafana"]["environment"]
+    assert given["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
+    assert given["GF_AUTH_BASIC_ENABLED"] == "false"
+    assert given["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"

@@ -1,9 +1,13 @@
 """What Prometheus scrapes after real stores, loads and evictions."""
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
 from typing import ClassVar
 
@@ -16,6 +20,7 @@ from kvoffload.connectors.local import LocalConnector
 from kvoffload.connectors.metrics_port import serve_metrics
 from kvoffload.errors import ConfigError
 from kvoffload.figures import BUCKETS_S, Durations, Traffic, WorkerFigures, packed, total
+from kvoffload.identity import short
 from kvoffload.metric_list import METRICS, samples_of_worker
 from tests.support import redis_server
 from tests.support.redis_server import free_port
@@ -90,7 +95,7 @@ def test_without_its_extra_the_module_names_it():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
     assert (
-        "ImportError: kvoffload.metrics needs its extra: pip install 'kvoffload[metrics]'"
+        "ImportError: kvoffload.metrics needs its extra: pip install '/path/to/kvoffload[metrics]'"
         in (done.stderr.splitlines()[-1])
     )
 
@@ -155,6 +160,29 @@ def test_the_endpoint_shows_what_happened_without_a_call_of_the_engine(serving, 
     until(lambda: scraped()["kvoffload_io_loop_delay_seconds_count"] >= 2)
 
 
+def test_the_endpoint_names_the_namespace_of_the_tiers_and_after_a_renewal_the_new_one_alone(
+    serving, until
+):
+    connector, scraped = serving(backends=[{"type": "memory", "capacity": "1MiB"}])
+
+    def named():
+        return {k: v for k, v in scraped().items() if k.startswith("kvoffload_namespace_info")}
+
+    first = short(connector.stats()["namespace"])
+    assert named() == {f'kvoffload_namespace_info{{namespace="{first}"}}': 1}
+    connector.reset_cache()
+    second = short(connector.stats()["namespace"])
+    assert len(second) == 16
+    assert second != first
+    # A page is up to a second old.
+    assert until(lambda: named() == {f'kvoffload_namespace_info{{namespace="{second}"}}': 1})
+
+
+def test_the_namespaces_of_ranks_are_named_once_each():
+    ranks = (WorkerFigures(namespaces=[name]) for name in ("b", "a", "b"))
+    assert total(map(packed, ranks)).namespaces == ["a", "b"]
+
+
 class OddFigures(MemoryBackend):
     """Counts under odd names, and one count is none."""
 
@@ -194,6 +222,86 @@ def test_the_endpoint_listens_on_this_machine_alone_and_ends_with_the_connector(
     connector.close()
     with pytest.raises(OSError, match="refused"):
         scraped()
+
+
+CLIENT = """
+import socket, sys, time
+port = int(sys.argv[1])
+held = []
+for _ in range(600):
+    each = socket.socket()
+    each.setblocking(False)
+    each.connect_ex(("127.0.0.1", port))
+    held.append(each)
+print("all", flush=True)
+while True:
+    time.sleep(0.5)
+    for each in held:
+        try:
+            each.send(b"X")  # a request that never ends
+        except OSError:
+            pass
+"""
+
+
+def test_connections_that_never_end_take_few_descriptors_and_no_threads(serving, monkeypatch):
+    monkeypatch.setattr("kvoffload.metrics.CONNECTION_S", 1.0)
+    connector, scraped = serving()
+    assert scraped()
+
+    def taken():
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    descriptors, threads = taken()
+    client = [sys.executable, "-c", CLIENT, str(connector.config.metrics_port)]
+    with subprocess.Popen(client, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout.readline() == "all\n"
+            most = [taken() for _ in range(50) if not time.sleep(0.02)]
+            assert max(open_now for open_now, _ in most) <= descriptors + 8 + 1  # 1: the pipe
+            assert max(count for _, count in most) <= threads
+            began_s = time.monotonic()
+            connector.close()
+            assert time.monotonic() - began_s < 0.8, "it waits for open connections"
+        finally:
+            other.kill()
+
+
+def test_a_page_is_computed_once_a_second_for_all_who_ask():
+    from kvoffload.metrics import MetricsServer
+
+    asked = []
+    server = MetricsServer("127.0.0.1", port := free_port(), lambda: asked.append(1) or ())
+    try:
+        before = len(asked)
+        began_s = time.monotonic()
+        pages = {frozenset(scrape(port)) for _ in range(100)}
+        assert len(asked) - before <= 2 + time.monotonic() - began_s
+    finally:
+        server.close()
+    assert len(pages) == 1
+
+
+@pytest.mark.parametrize("request_text", [b"", b"X" * 9000, b"GET / HTTP/1.1\r\n"])
+def test_a_request_that_is_none_gets_no_answer_and_the_next_one_does(serving, request_text):
+    connector, scraped = serving()
+    with socket.create_connection(("127.0.0.1", connector.config.metrics_port)) as client:
+        client.sendall(request_text)
+        client.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):  # more was sent than is read
+            assert client.recv(100) == b""
+    assert scraped()
+
+
+def test_an_address_of_ipv6_may_be_given():
+    from kvoffload.metrics import MetricsServer
+
+    server = MetricsServer("::1", port := free_port(), lambda: ())
+    with urllib.request.urlopen(f"http://[::1]:{port}/metrics", timeout=10) as answer:
+        assert b"kvoffload_build_info" in answer.read()
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    server.close()
+    server.close()
 
 
 def test_a_port_in_use_is_an_error_that_names_it(serving):

@@ -8,6 +8,7 @@ import time
 import tomllib
 from contextlib import ExitStack
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -23,6 +24,7 @@ ALERTS = re.findall(r"alert: (\w+)", RULES)
 QUERIES = [target["expr"] for panel in BOARD["panels"] for target in panel["targets"]]
 ENDINGS = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
 SCRAPED = {name + ending for name, metric in METRICS.items() for ending in ENDINGS[metric.kind]}
+ALERTMANAGER = shutil.which("prometheus-alertmanager") or shutil.which("alertmanager")
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason=NEEDED)
 needs_prometheus = pytest.mark.skipif(shutil.which("prometheus") is None, reason=NEEDED)
 
@@ -37,7 +39,8 @@ def test_each_metric_that_is_queried_is_in_the_list(text):
 def test_each_alert_has_its_section_and_each_section_its_parts():
     assert len(ALERTS) == 10
     for alert in ALERTS:
-        assert f"runbook: docs/guides/runbook.md#{alert.lower()}\n" in RULES
+        page = "http://localhost:8080/docs/guides/runbook.html"
+        assert f"runbook_url: {page}#{alert.lower()}\n" in RULES
         section = RUNBOOK.partition(f"\n## {alert}\n")[2].partition("\n## ")[0]
         for part in ("**Symptom.**", "**Query.**", "**Command.**", "**Remedy.**"):
             assert part in section, f"{alert} lacks {part}"
@@ -53,6 +56,49 @@ def test_each_command_of_the_runbook_exists():
     from kvoffload.cli.main import COMMANDS
 
     assert set(re.findall(r"`kvoffload (\w+)", RUNBOOK)) <= set(COMMANDS)
+
+
+@pytest.mark.skipif(ALERTMANAGER is None, reason="needs Debian's package prometheus-alertmanager")
+def test_a_tier_that_is_down_is_one_alert(tmp_path, until):
+    port = free_port()
+    words = [
+        ALERTMANAGER,
+        f"--config.file={EXAMPLE / 'alertmanager.yml'}",
+        f"--storage.path={tmp_path}",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--cluster.listen-address=",
+    ]
+    url = f"http://127.0.0.1:{port}/api/v2/alerts"
+    firing = [("KVOffloadTierDown", "redis"), ("KVOffloadBreakerOpen", "redis")]
+    firing += [("KVOffloadBreakerOpen", "redis1")]
+    alerts = [
+        {"labels": {"alertname": name, "tier": tier, "instance": "e"}} for name, tier in firing
+    ]
+    post = Request(url, json.dumps(alerts).encode(), {"Content-Type": "application/json"})
+    with (tmp_path / "log").open("w") as log, subprocess.Popen(words, stderr=log) as process:
+        try:
+            until(lambda: answered(f"http://127.0.0.1:{port}/-/ready") is not None)
+            urlopen(post, timeout=10).close()
+
+            def states():
+                told = json.loads(answered(url) or "[]")
+                return {
+                    (each["labels"]["alertname"], each["labels"]["tier"]): each["status"]["state"]
+                    for each in told
+                }
+
+            sent = dict.fromkeys(firing, "active") | {firing[1]: "suppressed"}
+            until(lambda: states() == sent)
+        finally:
+            process.kill()
+
+
+def answered(url):
+    try:
+        with urlopen(url, timeout=10) as answer:
+            return answer.read()
+    except OSError:
+        return None
 
 
 @needs_promtool

@@ -1,16 +1,22 @@
 """The package as a whole: light to import, layered, and without code in data."""
 
 import ast
+import contextlib
 import inspect
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement  # pytest depends on it
 
 import kvoffload
 
@@ -30,15 +36,43 @@ def test_importing_loads_no_torch_and_no_store():
     assert loaded == []
 
 
+def test_each_requirement_is_bounded_and_what_is_installed_is_within_its_bounds():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = project["optional-dependencies"].values()
+    texts = chain(project["dependencies"], *groups)
+    wanted = [Requirement(text) for text in texts]
+    checked = 0
+    for each in wanted:
+        if each.name == "kvoffload":
+            continue
+        assert any(part.operator in ("<", "==") for part in each.specifier), each
+        with contextlib.suppress(PackageNotFoundError):
+            assert each.specifier.contains(version(each.name)), each
+            checked += 1
+    assert checked > len(project["dependencies"])
+
+
+def test_no_text_installs_kvoffload_by_its_bare_name():
+    """An index may have another project under it: texts name the path of a checkout."""
+    bare = re.compile(r"""pip install(?: -\S+)* ['"]?kvoffload\b""")
+    assert bare.search("pip install -q 'kvoffload[cli]'")
+    files = (*PACKAGE.rglob("*.py"), *ROOT.rglob("docs/**/*.md"), *ROOT.rglob("examples/**/*.*"))
+    texts = [path for path in (*files, ROOT / "README.md") if path.is_file()]
+    assert len(texts) > 200
+    found = [str(path) for path in texts if bare.search(path.read_text(errors="replace"))]
+    assert found == []
+
+
 PUBLIC = {
     "__version__", "open_backend", "OffloadConfig", "BackendConfig", "ByteSize", "parse_config",
     "ConfigError", "KVOffloadError", "UsageError",
     "LocalConnector", "OffloadRequest", "LoadOutcome", "canonicalize_kv_caches",
-    "CanonicalKVCaches", "OffloadKey", "make_offload_key", "namespace",
+    "CanonicalKVCaches", "CanonicalKVCacheTensor", "CanonicalKVCacheRef", "OffloadKey",
+    "make_offload_key", "namespace",
     "Backend", "ThreadedBackend", "InlineBackend", "LocalIndex", "Observable",
     "ReadsEach", "Admin", "ReadResult", "Removal", "Usage", "Policy",
     "OffloadingManager", "OffloadingSpec", "OffloadingEvent", "ChunksStored", "ChunksRemoved",
-    "Exporter",
+    "Exporter", "folder_digest",
 }  # fmt: skip
 
 

@@ -43,6 +43,13 @@ def test_the_page_of_python_names_is_what_their_docstrings_say():
     assert text == api_reference.page(), "run python tools/api_reference.py"
     for name in kvoffload.__all__:
         assert name.startswith("_") or f"\n## {name}\n" in text
+    engine = "    request: OffloadRequest,\n    block_ids: Sequence[Sequence[int]],\n"
+    assert f"```text\nafter_forward(\n{engine}" in text
+    assert "\n    load_timeout_s: float = " in text
+    assert "* `page_size_bytes`: Bytes that layer uses" in text
+    assert "Annotated[" not in text
+    calls = re.findall("```text\n(.*?)```", text, re.DOTALL)
+    assert max(len(line) for call in calls for line in call.splitlines()) <= 110
 
 
 def test_a_page_that_differs_is_found(monkeypatch, capsys):

@@ -30,6 +30,15 @@ ROWS: dict[str, tuple[str, ...]] = {
     "speculative decoding, n-grams: outputs of vLLM alone": (f"{EQUAL}[speculative decoding]",),
     "FP8 KV cache: outputs of vLLM alone": (f"{EQUAL}[8 bits a value]",),
     "preemption: outputs of vLLM alone": (f"{EQUAL}[preemption]", "test_vllm_soak.py"),
+    "other processors, images, adapters, weights: nothing is taken for another": (
+        "test_vllm_meaning.py",
+        "test_vllm_cold_start.py",
+    ),
+    "streaming sessions: what they store": ("test_vllm_sessions.py",),
+    "an outer producer: preempted requests that end": (
+        "test_vllm_roles.py::test_a_request_that_ends",
+    ),
+    "random load: outputs of vLLM alone, nothing left": ("test_vllm_chaos.py",),
     "LoRA: outputs of vLLM alone": (f"{EQUAL}[LoRA]",),
     "images: outputs of vLLM alone": (f"{EQUAL}[images]",),
     "host memory, disk, restart, second instance": ("test_vllm_tiers.py",),
@@ -50,10 +59,16 @@ ROWS: dict[str, tuple[str, ...]] = {
     "sleep and wake": ("test_vllm_sleep.py",),
     "MultiConnector": ("test_vllm_multi.py",),
     "hints of requests": ("test_vllm_hints.py",),
+    "an operator looks into the tiers and empties them": ("test_vllm_operators.py",),
     "the HTTP server: log, wrong settings": (
         "test_vllm_server.py",
         "test_vllm_examples.py::test_the_script_serves",
         "test_vllm_identity.py::test_a_misspelt",
+    ),
+    "command lines of the examples: vLLM's own parser": (
+        "test_vllm_examples.py::test_the_manifest",
+        "test_vllm_examples.py::test_the_compose_file",
+        "test_vllm_examples.py::test_the_script_that",
     ),
     "events for NVIDIA Dynamo's indexer": ("test_vllm_router.py::test_dynamos",),
     "vLLM's own tests of its offloading connector": ("test_vllm_own_suite.py",),

@@ -90,21 +90,21 @@ error that names the field, the value and the remedy. A size is a number of byte
     yield from _section(
         "Engine",
         """
-Under vLLM these keys are in `kv_connector_extra_config`; `LocalConnector` takes them as a
-dictionary. A setting that the dictionary lacks may come from the environment, as
-`KVOFFLOAD_SETTING_` and its name in upper case: JSON, or plain text that begins with no `[` or `{`.
-What both lack may come from the TOML, JSON or YAML file that `KVOFFLOAD_CONFIG` names. A list is
-taken whole from one of them.
+Under vLLM these keys are in `kv_connector_extra_config`, under SGLang in
+`--hicache-storage-backend-extra-config`; `LocalConnector` takes them as a dictionary. A setting
+that the dictionary lacks may come from the environment, as `KVOFFLOAD_SETTING_` and its name in
+upper case: JSON, or plain text that begins with no `[` or `{`. What both lack may come from the
+TOML, JSON or YAML file that `KVOFFLOAD_CONFIG` names. A list is taken whole from one of them.
 
 [`kvoffload config`](command-line.md#kvoffload-config) checks settings, shows where each comes from,
 and prints their JSON Schema. Passwords belong in the variable or file that `password_env` and
 `password_file` name; one in a URL is refused.
 """,
     )
-    yield from struct_table(OffloadConfig)
+    yield from struct_fields(OffloadConfig)
     yield from _section("vLLM only", "The same object takes these keys under vLLM.")
     engine = set(OffloadConfig.__struct_fields__)
-    yield from struct_table(VllmConfigSettings, leave_out=engine)
+    yield from struct_fields(VllmConfigSettings, leave_out=engine)
     yield from _section(
         "SGLang only",
         """
@@ -112,7 +112,7 @@ and prints their JSON Schema. Passwords belong in the variable or file that `pas
 `load_timeout_s`, `store_timeout_s` and `lookup_timeout_s`. The timeouts are of one call of SGLang.
 """,
     )
-    yield from struct_table(HiCacheSettings, leave_out=engine)
+    yield from struct_fields(HiCacheSettings, leave_out=engine)
     for name, options in sorted(_backend_options().items()):
         yield from _section(
             f"Backend `{name}`",
@@ -120,7 +120,7 @@ and prints their JSON Schema. Passwords belong in the variable or file that `pas
 These keys are next to `"type": "{name}"` in an entry of `backends`.
 """,
         )
-        yield from struct_table(options)
+        yield from struct_fields(options, f"{name}: ")
     yield from _section(
         "Hints of a request",
         """
@@ -144,16 +144,16 @@ def _backend_options() -> dict[str, Any]:
     return found
 
 
-def struct_table(struct: Any, leave_out: Iterable[str] = ()) -> Iterator[str]:
-    """Yield a table of the fields of a struct, with the docstrings below them."""
+def struct_fields(struct: Any, title: str = "", leave_out: Iterable[str] = ()) -> Iterator[str]:
+    """Yield a section for each field of a struct, with the docstring below it."""
     described = field_texts(struct)
-    rows = []
     for field in msgspec.structs.fields(struct):
         if field.name in leave_out:
             continue
         text = described.get(field.name) or texts()["settings"].get(field.name, "")
-        rows.append((f"`{field.name}`", type_name(field.type), shown_default(field), text))
-    return table(("setting", "type", "default", "meaning"), rows)
+        default = shown_default(field)
+        kind = type_name(field.type) + (", " if field.required else ", default: ") + default
+        yield from ("", f"### {title}{field.name}", "", *wrapped(f"*{kind}*"), "", *wrapped(text))
 
 
 def field_texts(struct: Any) -> dict[str, str]:
@@ -180,10 +180,10 @@ def type_name(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(f"`{each}`" for each in get_args(kind))
     parts = [each for each in get_args(kind) if each is not NoneType]
+    if hasattr(kind, "__metadata__"):
+        return type_name(parts[0])
     if NoneType in get_args(kind):
         return type_name(parts[0]) + " or null"
-    while hasattr(kind, "__metadata__"):
-        kind = get_args(kind)[0]
     name = getattr(getattr(kind, "__origin__", kind), "__name__", str(kind))
     return TYPES.get(name, name)
 
@@ -203,7 +203,7 @@ def shown_default(field: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(f"`{each}`" for each in value) or "none"
     if value is None or value == "":
-        return "–"
+        return "none"
     return f"`{value}`" if isinstance(value, str) else f"{value:g}"
 
 
@@ -216,12 +216,16 @@ def metrics() -> Iterator[str]:
 
     yield from _begin("Metrics", "What a Prometheus server scrapes, and what the labels mean.")
     yield from _section(
-        "vLLM and `LocalConnector`",
+        "Every engine",
         """
-vLLM and `LocalConnector` have these. SGLang has one counter, `sglang:kvoffload_events`, by
+They are on vLLM's own page, where the names begin with `vllm:`, and on the page of `metrics_port`.
+SGLang's own page has one counter, `sglang:kvoffload_events`, by
 [event](counters.md#pages-of-sglang). Counters begin at 0, and end in `_total` where Prometheus
-reads them. Histograms end in `_bucket`, `_sum` and `_count`. Under vLLM the names begin with
-`vllm:`.
+reads them. Histograms end in `_bucket`, `_sum` and `_count`.
+
+Under SGLang the tier `cpu` is the slots between HiCache's host memory and the tiers: it has copies
+and bytes in flight, and no capacity. `kvoffload_hit_tokens` counts tokens that tiers brought to
+HiCache. `kvoffload_stores_dropped` has an empty `tier`.
 """,
     )
     rows = ((f"`{name}`", m.kind, _codes(m.labels), m.unit, m.text) for name, m in METRICS.items())
@@ -277,9 +281,10 @@ def command_line() -> Iterator[str]:
         "Command line",
         """
 The commands need the extra `cli`. `kvoffload COMMAND --help` prints the same. Each command takes
-`--json` and then prints JSON alone; `config schema` prints nothing else. `--output FILE` writes to
-a file what would be printed, and `--quiet` prints errors only. Neither changes an exit code or
-answers a question of `gc`. After wrong usage an earlier file stays as it was.
+`--json` and then prints [JSON](json.md) alone; `config schema` prints nothing else.
+`--output FILE` writes to a file what would be printed, and `--quiet` prints errors only. Neither
+changes an exit code or answers a question of `gc`. After wrong usage an earlier file stays as it
+was.
 
 Scripts may rely on the exit codes. 0: done, and all is well. 1: the command found something wrong,
 or could not do a part; it says what. 2: wrong usage or settings, and nothing was done. 130: ended

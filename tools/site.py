@@ -14,12 +14,14 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("*.md", "docs/**/*.md", "examples/*/*.md", "kvoffload/demo/README.md")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)|\bsrc=\"([^\"]+)\"")
 HOME = "index.md"
+STYLE = ROOT / "docs" / "site.css"
 
 
 def main() -> int:
     """Write the folder; what it held before is removed."""
     target = Path(sys.argv[1])
     shutil.rmtree(target, ignore_errors=True)
+    _copy(STYLE, target)
     pages = sorted({path for pattern in PAGES for path in ROOT.glob(pattern)})
     for page in pages:
         _copy(page, target)
@@ -34,13 +36,7 @@ def main() -> int:
 def _copy(path: Path, target: Path) -> None:
     copy = target / path.relative_to(ROOT)
     copy.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        listing = "\n".join(f"* `{each.name}`" for each in sorted(path.iterdir()))
-        copy.mkdir(exist_ok=True)
-        if not (path / "README.md").exists():
-            (copy / HOME).write_text(f"# {path.relative_to(ROOT)}\n\n{listing}\n")
-    else:
-        shutil.copyfile(path, copy)
+    shutil.copyfile(path, copy)
 
 
 def _linked(page: Path) -> Iterator[Path]:

@@ -240,8 +240,13 @@ def duration(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def named(wanted: str, names: Iterable[str]) -> str:
+def named(wanted: str, names: Iterable[str], field: str = "namespace") -> str:
     """Return the namespace meant by a name or its beginning, as ``inspect`` shows it.
+
+    Args:
+        wanted: the name, or the beginning of it.
+        names: all that there are.
+        field: the option that has it, for the error.
 
     Raises:
         ConfigError: there is none, or more than one, or the beginning is too short.
@@ -258,7 +263,7 @@ def named(wanted: str, names: Iterable[str]) -> str:
         problem = f"the beginning of a name must have {LEAST_DIGITS} digits or more"
     else:
         problem = "there is no such namespace here; inspect lists them"
-    raise ConfigError("namespace", wanted, problem)
+    raise ConfigError(field, wanted, problem)
 
 
 async def measure(backend: Backend) -> list[tuple[int, float]]:

@@ -177,11 +177,24 @@ class Usage(NamedTuple):
     """Numbers that rise and fall: ``up`` (0 while the store cannot be reached), ``connections``."""
 
 
+class Described(NamedTuple):
+    """A namespace of a store, with the facts behind it."""
+
+    namespace: str
+    facts: Mapping[str, str]
+    chunks: int
+    """Chunks that were found of it, or an estimate; 0: it has none."""
+    stored_bytes: int | None = None
+    """Bytes of its chunks, or an estimate; None: unknown."""
+    used_s: float | None = None
+    """Seconds since an engine last used it; None: unknown."""
+
+
 @runtime_checkable
 class Observable(Protocol):
-    """Optional: figures, removals and limits of a store. No method but ``describe`` does I/O.
+    """Optional: figures, removals and limits of a store.
 
-    All methods are called on the I/O loop.
+    All methods are called on the I/O loop. No method but ``describe`` and ``described`` does I/O.
     """
 
     def usage(self) -> Usage:
@@ -198,6 +211,14 @@ class Observable(Protocol):
 
     async def describe(self, facts: Mapping[str, str]) -> None:
         """Keep the facts behind the namespace digest readable; a failure is logged, not raised."""
+
+    async def described(self) -> Sequence[Described]:
+        """Return the namespaces of this store, for the log line that explains a cold start.
+
+        Called once, in the background of the start. A call is to be cheap: a store may look at a
+        part of what it has. If the own namespace has chunks, it alone is enough.
+        """
+        return ()
 
     @property
     def place(self) -> str:

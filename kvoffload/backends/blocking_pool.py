@@ -119,6 +119,11 @@ class BlockingPool:
                 thread.join(min(0.05, self.stall_s))
         return not any(thread.is_alive() for thread in self._threads)
 
+    def wait(self) -> None:
+        """After :meth:`close`: wait for the threads, stuck ones included."""
+        for thread in self._threads:
+            thread.join()
+
     def _serve(self, me: int) -> None:
         while (batch := self._queue.get()) is not None:
             while (i := batch.take()) is not None:
@@ -199,8 +204,13 @@ async def run_once(work: Callable[..., T], *args: Any) -> T:
             except BaseException as error:
                 future.set_exception(error)
 
-    threading.Thread(target=perform, name="kvoffload-once", daemon=True).start()
+    start_once(perform)
     return await asyncio.wrap_future(future)
+
+
+def start_once(work: Callable[[], None]) -> None:
+    """Begin one call on a daemon thread of its own; nothing waits for it."""
+    threading.Thread(target=work, name="kvoffload-once", daemon=True).start()
 
 
 async def _undisturbed(future: "asyncio.Future[None]") -> None:

@@ -28,7 +28,7 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from kvoffload.backends.base import Observable, ReadResult, Usage, check_lengths
-from kvoffload.backends.blocking_pool import BlockingPool, run_once
+from kvoffload.backends.blocking_pool import BlockingPool, run_once, start_once
 from kvoffload.backends.log_rate import Throttle
 
 log = logging.getLogger(__name__)
@@ -191,6 +191,9 @@ class ThreadedBackend(InlineBackend):
             self._pools["write"] = self._pool("store", store_threads) if store_threads else loads
             undo.pop_all()
 
+    opens_apart = True
+    """Whether the constructor may block: an I/O server then calls it on a thread of its own."""
+
     async def read_each(
         self,
         keys: Sequence[bytes],
@@ -206,7 +209,13 @@ class ThreadedBackend(InlineBackend):
         if await run_once(self._close_pools):
             await run_once(self.release)
         else:  # a thread still uses what release() would take away
-            log.warning("%s: a thread hangs; the store is left open", self._name)
+            log.warning("%s: a thread hangs; the store is closed when it returns", self._name)
+            start_once(self._release_late)
+
+    def _release_late(self) -> None:
+        for pool in set(self._pools.values()):
+            pool.wait()
+        self.release()
 
     def _close_pools(self) -> bool:
         """Close the pools; return whether all threads ended."""

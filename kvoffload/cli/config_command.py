@@ -23,8 +23,15 @@ from kvoffload.config import (
     parse_config,
 )
 from kvoffload.config_sources import gather, read_file
+from kvoffload.connectors.sglang.hicache_settings import (
+    CLASS,
+    NOT_HERE,
+    OF_SGLANG,
+    HiCacheSettings,
+    gather_settings,
+)
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
-from kvoffload.errors import ConfigError, shown
+from kvoffload.errors import HIDDEN, ConfigError, shown
 from kvoffload.registry import BACKENDS, check_plugins, load
 
 app = typer.Typer(
@@ -39,11 +46,13 @@ class Engine(Enum):
     """Whose settings they are."""
 
     VLLM = "vllm"
+    SGLANG = "sglang"
     LOCAL = "local"
 
 
 SETTINGS: dict[Engine, type[OffloadConfig]] = {
     Engine.VLLM: VllmConfigSettings,
+    Engine.SGLANG: HiCacheSettings,
     Engine.LOCAL: OffloadConfig,
 }
 Given = Annotated[
@@ -51,7 +60,8 @@ Given = Annotated[
     typer.Argument(
         metavar="[FILE|JSON]",
         help="A TOML, JSON or YAML file; or the engine's dictionary as JSON, also the whole of "
-        "vLLM's --kv-transfer-config. By default, the environment alone.",
+        "vLLM's --kv-transfer-config, or of SGLang's --hicache-storage-backend-extra-config. By "
+        "default, the environment alone.",
     ),
 ]
 ForEngine = Annotated[Engine, typer.Option("--engine", help="Whose settings they are.")]
@@ -75,6 +85,9 @@ def check(
     """
     config, warnings = checked(given, engine)
     findings = examined(config) if probe else {}
+    failed = [
+        name for name, tier in findings.items() if any(each.verdict == "failed" for each in tier)
+    ]
     if as_json:
         print_json(warnings, findings)
     else:
@@ -85,11 +98,17 @@ def check(
             for each in tier:
                 text = f"{name}: {each.check} {each.verdict}: {each.detail}. {each.remedy}"
                 out.print(plain(text.removesuffix(" ")), soft_wrap=True)
-        tiers = ", ".join(tier.type for tier in config.backends) or "none"
-        host = human_bytes(config.host_memory[1])
-        out.print(plain(f"the settings are right; host memory: {host}, tiers: {tiers}"))
-    if any(each.verdict == "failed" for tier in findings.values() for each in tier):
+        out.print(plain(_verdict(config, failed)))
+    if failed:
         raise typer.Exit(1)
+
+
+def _verdict(config: OffloadConfig, failed: list[str]) -> str:
+    if failed:
+        return f"no setting is wrong, but a tier failed: {', '.join(failed)}"
+    tiers = ", ".join(tier.type for tier in config.backends) or "none"
+    host = human_bytes(config.host_memory[1])
+    return f"the settings are right; host memory: {host}, tiers: {tiers}"
 
 
 def print_json(warnings: list[str], findings: Mapping[str, list[Finding]]) -> None:
@@ -106,7 +125,7 @@ def checked(given: str | None, engine: Engine) -> tuple[OffloadConfig, list[str]
     """
     config, _, whole = _read(given, engine)
     check_plugins(config)
-    return config, list(_warnings(whole))
+    return config, list(_of_sglang(whole) if engine is Engine.SGLANG else _warnings(whole))
 
 
 @app.command()
@@ -119,6 +138,7 @@ def show(given: Given = None, engine: ForEngine = Engine.VLLM, as_json: AsJson =
     rows = [
         (field.name, _plain_data(field.name, getattr(config, field.name)))
         for field in msgspec.structs.fields(config)
+        if engine is not Engine.SGLANG or field.name not in NOT_HERE
     ]
     if as_json:
         told = {
@@ -141,12 +161,18 @@ def schema(engine: ForEngine = Engine.VLLM) -> None:
 
     Exit codes: 0 printed.
     """
-    print(json.dumps(json_schema(SETTINGS[engine]), indent=2))
+    found = json_schema(SETTINGS[engine])
+    if engine is Engine.SGLANG:
+        keys = found["$defs"][HiCacheSettings.__name__]["properties"]
+        for name in NOT_HERE:
+            del keys[name]
+        keys |= {name: {} for name in sorted(OF_SGLANG)}
+    print(json.dumps(found, indent=2))
 
 
 def json_schema(settings: type[OffloadConfig]) -> dict[str, Any]:
     """Return the JSON Schema of the settings; tiers are objects by their type."""
-    types = sorted(point.name for point in entry_points(group=BACKENDS))
+    types = sorted({point.name for point in entry_points(group=BACKENDS)})
     options = {name: load(BACKENDS, name).Options for name in types}
     schemas, parts = msgspec.json.schema_components(
         [settings, *map(_with_plain_defaults, options.values())],
@@ -202,8 +228,12 @@ def _read(
             size = f"{len(given)} characters"  # a password may stand in them
             raise ConfigError("JSON", size, f"is damaged: {error}") from None
     else:
+        given = given.removeprefix("@") if engine is Engine.SGLANG else given  # as SGLang has it
         whole, source = read_file(given), given
     kind = SETTINGS[engine]
+    if engine is Engine.SGLANG:
+        settings, sources = gather_settings(whole, source)
+        return parse_config(settings, kind), sources, whole
     extra = whole.get(_INNER, {}) if _INNER in whole or "kv_connector" in whole else whole
     settings, sources = gather(extra, kind.__struct_fields__, source=source)
     return parse_config(settings, kind), sources, whole
@@ -216,6 +246,18 @@ def _warnings(whole: Mapping[str, Any]) -> Iterator[str]:
         yield f"kv_connector is {whole['kv_connector']!r}: this is KVOffloadConnector's check"
     if whole.get("kv_load_failure_policy") != "recompute":
         yield 'without "kv_load_failure_policy": "recompute" a failed load fails its request'
+
+
+def _of_sglang(extra: Mapping[str, Any]) -> Iterator[str]:
+    if not extra:  # the settings are in the environment
+        return
+    for name, value in CLASS.items():
+        if extra.get(name) != value:
+            yield f"SGLang finds kvoffload only by {json.dumps(name)}: {json.dumps(value)}"
+    if "backend_name" not in extra:
+        yield 'SGLang wants a name for its storage, such as "backend_name": "kvoffload"'
+    if not extra.get("interface_v1"):
+        yield 'without "interface_v1": 1 SGLang makes one more copy of each page'
 
 
 def examined(config: OffloadConfig) -> dict[str, list[Finding]]:
@@ -247,5 +289,12 @@ def _plain_data(name: str, value: Any) -> Any:
 
 
 def shown_options(tier: BackendConfig) -> dict[str, Any]:
-    """Return a tier's options without their secrets."""
-    return {name: shown(value, name) for name, value in tier.options.items()}
+    """Return a tier's options without their secrets, which may be under any unknown name."""
+    try:
+        known = load(BACKENDS, tier.type).Options.__struct_encode_fields__
+    except ConfigError:
+        known = ()
+    return {
+        name: shown(value, name) if name in known else HIDDEN
+        for name, value in tier.options.items()
+    }

@@ -58,7 +58,8 @@ def command(
     except ConfigError:
         raise
     except KVOffloadError as error:
-        to.print(f"kvoffload demo: {error}", style="red", soft_wrap=True, markup=False)
+        message = f"kvoffload demo: {error}"
+        console(stderr=True).print(message, style="red", soft_wrap=True, markup=False)
         sys.exit(1)
 
     written = write(out, report)
@@ -94,7 +95,7 @@ def show(to: Console, out: Path, report: Mapping[str, Any], written: Sequence[st
         lines.append("A check, no figures: prompts are too short for their times to say anything.")
     lines.append(f"Written to {out}: {', '.join(written)}")
     if "ttft.png" not in written:
-        lines.append("no plot: pip install 'kvoffload[plots]'")
+        lines.append("no plot: pip install '/path/to/kvoffload[plots]'")
     for line in lines:
         to.print(line, soft_wrap=True, markup=False)
 

@@ -9,13 +9,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvoffload.backends.admin import Admin, Holding, Overview, counted, duration, is_digest
+from kvoffload.backends.admin import Admin, Holding, Overview, counted, duration, is_digest, named
 from kvoffload.cli.output import console, plain, print_numbers
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
 from kvoffload.config import human_bytes
-
-_DIGITS = 16
-"""Digits of a digest that ``inspect`` shows."""
+from kvoffload.facts import Difference, compared, differences, model_of
+from kvoffload.identity import short
 
 
 class Order(StrEnum):
@@ -34,12 +33,23 @@ def command(
     sort: Annotated[
         Order, typer.Option(help="Largest, longest unused, or first name first.")
     ] = Order.size,
+    diff: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            metavar="A B", help="Show the facts in which two namespaces differ; with -v all."
+        ),
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print every fact.")] = False,
 ) -> None:
     """Show namespaces, chunks, bytes, ages and how lately chunks were used. Changes nothing.
 
-    Exit codes: 0 done, 1 the store cannot be reached, 2 no such store, or one of another user.
+    Exit codes: 0 done, 1 the store cannot be reached, 2 no such store or namespace, or a store of
+    another user.
     """
+    if diff is not None:
+        held = run_on("inspect", root, kind, option, lambda store: store.survey())
+        _diff(held, diff, as_json=as_json, verbose=verbose)
+        return
     held, overview = run_on("inspect", root, kind, option, _look)
     if as_json:
         print(json.dumps({**overview.figures, "namespaces": [_figures(each) for each in held]}))
@@ -73,7 +83,7 @@ def _show(to: Console, held: Sequence[Holding], times: str, order: Order, *, ver
         (
             plain(_short(each.namespace)).plain,
             [
-                plain(_fact(each.facts, "model")).plain,
+                plain(_model(each.facts)).plain,
                 plain(_dtype(each.facts)).plain,
                 f"{each.chunks:,}",
                 human_bytes(each.stored_bytes),
@@ -93,9 +103,35 @@ def _show(to: Console, held: Sequence[Holding], times: str, order: Order, *, ver
             to.print(plain(f"  {line}"), soft_wrap=True)
 
 
+def _diff(
+    held: Sequence[Holding], wanted: tuple[str, str], *, as_json: bool, verbose: bool
+) -> None:
+    """Print the facts of two namespaces side by side.
+
+    Raises:
+        ConfigError: a name means no namespace, or several.
+    """
+    by_name = {each.namespace: each for each in held}
+    one, other = (by_name[named(name, by_name, "diff")] for name in wanted)
+    facts = [each.facts if isinstance(each.facts, Mapping) else {} for each in (one, other)]
+    shown: Sequence[Difference] = list(compared(*facts)) if verbose else differences(*facts)
+    if as_json:
+        names = [one.namespace, other.namespace]
+        print(json.dumps({"namespaces": names, "facts": {n: [a, b] for n, a, b in shown}}))
+        return
+    terminal = console()
+    if not shown:
+        terminal.print("no stored fact differs")
+    for each in shown:
+        terminal.print(plain(each.name, "bold"), soft_wrap=True)
+        for namespace, value in zip((one, other), each[1:], strict=True):
+            text = "(none)" if value is None else value
+            terminal.print(plain(f"  {_short(namespace.namespace)}  {text}"), soft_wrap=True)
+
+
 def _short(name: str) -> str:
     """Return a name whole, or the first digits of a digest, which ``gc`` accepts."""
-    return name[:_DIGITS] if is_digest(name) else name
+    return short(name) if is_digest(name) else name
 
 
 def _freshness(each: Holding) -> float:
@@ -116,6 +152,10 @@ def _time(each: Holding) -> str:
     if each.used_s is not None:
         return f"{duration(each.used_s)} ago"
     return "" if each.expires_s is None else duration(each.expires_s)
+
+
+def _model(facts: object) -> str:
+    return model_of(facts) if isinstance(facts, Mapping) else ""
 
 
 def _fact(facts: object, name: str) -> str:

@@ -6,10 +6,11 @@ Exit codes: 0 done; 1 the command found something wrong (it says what); 2 wrong 
 import errno
 import io
 import os
+import re
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any
 
 import kvoffload
 
@@ -18,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "bench": "Measure, each row beside the limit taken in the same run.",
     "replay": "Replay a trace through eviction policies, beside Belady's bound.",
     "top": "Show what an engine's tiers do now, or how full a store is.",
+    "cache": "Look into the cache of an engine that runs here, or empty it.",
     "config": "Check, show or describe the settings of an engine.",
     "doctor": "Examine a store, or all tiers of settings: verdicts and remedies.",
     "inspect": "Show what a folder or a Redis holds.",
@@ -37,7 +39,8 @@ def main() -> None:
     try:
         import typer
     except ImportError:
-        sys.exit("kvoffload: the command line needs its extra: pip install 'kvoffload[cli]'")
+        remedy = "pip install '/path/to/kvoffload[cli]'"
+        sys.exit(f"kvoffload: the command line needs its extra: {remedy}")
 
     from kvoffload.cli.destination import add_options, destination
     from kvoffload.errors import ConfigError
@@ -80,6 +83,7 @@ def main() -> None:
     _suit_the_terminal()
     whole = typer.main.get_command(app)
     add_options(whole)
+    _join_lines(whole)
     try:
         done = False
         try:
@@ -100,6 +104,13 @@ def main() -> None:
         if error.errno != errno.EPIPE:
             print(f"kvoffload: the output cannot be written: {error.strerror}", file=sys.stderr)
         sys.exit(1)
+
+
+def _join_lines(command: Any) -> None:
+    """Make each paragraph of the help one line, which the terminal then breaks."""
+    command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", command.help or "")
+    for inner in getattr(command, "commands", {}).values():
+        _join_lines(inner)
 
 
 def module_of(command: str) -> ModuleType:

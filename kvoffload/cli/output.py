@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvoffload.facts import escaped
+
 _UNLIMITED = 100_000
 """Columns where no terminal gives a width."""
 _FRAME = 3
@@ -29,8 +31,7 @@ def console(*, stderr: bool = False) -> Console:
 
 def plain(text: object, style: str = "") -> Text:
     """Return text of a store without markup and control characters."""
-    safe = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(text))
-    return Text(safe, style)
+    return Text(escaped(text), style)
 
 
 def print_numbers(
@@ -52,12 +53,23 @@ def print_numbers(
         max(cell_len(column), *(cell_len(cells[at]) for _, cells in rows))
         for at, column in enumerate(columns)
     ]
-    for some in _that_fit(to.width - names_width - _FRAME - 1, widths):
+    room = to.width - names_width - _FRAME - 1
+    for at in range(texts):  # a longer word, such as a model's path, takes several lines
+        widths[at] = max(1, min(widths[at], room - _FRAME))
+    for some in _that_fit(room, widths):
         table = Table()
         table.add_column(first, min_width=names_width, no_wrap=True)
         for at in some:
             side: Literal["left", "right"] = "left" if at < texts else "right"
-            table.add_column(columns[at], justify=side, min_width=widths[at], no_wrap=True)
+            width = widths[at]
+            table.add_column(
+                columns[at],
+                justify=side,
+                min_width=width,
+                max_width=width,
+                no_wrap=at >= texts,
+                overflow="fold",
+            )
         for name, cells in rows:
             table.add_row(Text(name), *(Text(cells[at]) for at in some))
         to.print(table, crop=False)

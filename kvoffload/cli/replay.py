@@ -78,7 +78,8 @@ def command(
     if plot is not None:
         from kvoffload.replay.plot import plot as draw
 
-        draw(rows, loaded.name, plot)
+        part = "" if sample == 1 else f", a sample of {sample:g}"
+        draw(rows, f"{loaded.name}{part}", plot)
     if as_json:
         print(json.dumps({"trace": facts(loaded), "rows": [row.plain() for row in rows]}))
     else:

@@ -1,12 +1,15 @@
 """``kvoffload top``: what an engine's tiers do now, or how full a store is."""
 
 import json
+import math
 import re
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPException
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -22,10 +25,15 @@ from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
 
 TIMEOUT_S = 5.0
-LARGEST = 64 << 20
+LARGEST = 8 << 20
 """Bytes of a page of metrics that are read at most."""
+_PIECE_BYTES = 64 << 10
+LONGEST_LINE = 4096
+"""Characters of a line; a longer one is left out."""
+MOST_TIERS = 64
 _SERIES = re.compile(r"(?:vllm:)?(kvoffload_\w+)(?:\{(.*)\})? (\S+)(?: \d+)?")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_LABEL = re.compile(r'\b(\w++)="((?:[^"\\]|\\.)*+)"')
+_PORT = re.compile(r"[\w.-]+:\d+(?:/.*)?|\[[\da-fA-F:.]+\]:\d+(?:/.*)?")
 COLUMNS: dict[str, tuple[str, str]] = {
     "hit_tokens": ("kvoffload_hit_tokens_total", "hit tokens"),
     "load_bytes": ("kvoffload_load_bytes_total", "loaded"),
@@ -43,7 +51,16 @@ GAUGES = {
     "waiting_chunks": "kvoffload_waiting_chunks",
     "breakers_open": "kvoffload_breakers_open",
 }
+LOOKUPS = "kvoffload_lookups_total"
+HITS, ALL = "lookups that hit", "lookups of all tiers"
+"""What is summed up of it: for each tier, and for the engine."""
+RATES = {
+    "lookup_hits": HITS,
+    "loads": "kvoffload_load_seconds_count",
+    "load_seconds": "kvoffload_load_seconds_sum",
+}
 TOTALS = {
+    "lookups": ALL,
     "saved_prefill_tokens": "kvoffload_saved_prefill_tokens_total",
     "io_restarts": "kvoffload_io_restarts_total",
     "transfer_failures": "kvoffload_transfer_failures_total",
@@ -57,6 +74,8 @@ class Reading:
     when_s: float = field(default_factory=time.monotonic)
     tiers: dict[str, dict[str, float]] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What a store says of itself, for people."""
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -121,6 +140,8 @@ def _read(target: str, option: list[str] | None) -> Reading:
         typer.Exit: with code 1 when it cannot be reached; the reason is printed.
     """
     if not target.startswith(("http://", "https://")):
+        if _PORT.fullmatch(target) and not Path(target).exists():
+            raise ConfigError("target", target, f"is no folder; did you mean http://{target}?")
         return run_on("inspect", target, None, option, _of_store)
     try:
         page = fetch(target)
@@ -139,23 +160,39 @@ def fetch(url: str) -> str:
     if urlsplit(url).path in ("", "/"):
         url = url.rstrip("/") + "/metrics"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    page, until_s = bytearray(), time.monotonic() + TIMEOUT_S
     with opener.open(url, timeout=TIMEOUT_S) as answer:
-        page: bytes = answer.read(LARGEST)
+        while piece := answer.read1(_PIECE_BYTES):
+            page += piece
+            if len(page) > LARGEST:
+                raise ValueError(f"the page has more than {human_bytes(LARGEST)}")
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"the page takes more than {TIMEOUT_S:.0f} s")
     return page.decode(errors="replace")
 
 
 def of_page(page: str) -> Reading:
-    """Read a page of metrics; engines of one page are added up."""
-    sums: dict[tuple[str, str], float] = {}
+    """Read a page of metrics; engines of one page are added up.
+
+    Raises:
+        ConfigError: it has more tiers than any engine.
+    """
+    sums: dict[tuple[str, str], float] = defaultdict(float)
     for name, labels, value in _series(page):
-        series = name, labels.get("tier", "")
-        sums[series] = sums.get(series, 0.0) + value
+        tier = labels.get("tier", "")
+        sums[name, tier] += value
+        if name == LOOKUPS:
+            sums[ALL, ""] += value
+            if labels.get("result") == "hit":
+                sums[HITS, tier] += value
     reading = Reading()
-    wanted = {**GAUGES, **{name: metric for name, (metric, _) in COLUMNS.items()}}
+    wanted = {**GAUGES, **RATES, **{name: metric for name, (metric, _) in COLUMNS.items()}}
     for (metric, tier), value in sums.items():
         for name, known in wanted.items():
             if tier and metric == known:
                 reading.tiers.setdefault(tier, {})[name] = value
+        if len(reading.tiers) > MOST_TIERS:
+            raise ConfigError("target", "page", f"has more than {MOST_TIERS} tiers")
         for name, known in TOTALS.items():
             if metric == known:
                 reading.totals[name] = value
@@ -164,13 +201,19 @@ def of_page(page: str) -> Reading:
 
 def _series(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
     for line in page.splitlines():
-        if match := _SERIES.fullmatch(line.strip()):
-            yield match[1], dict(_LABEL.findall(match[2] or "")), float(match[3])
+        if len(line) > LONGEST_LINE or not (match := _SERIES.fullmatch(line.strip())):
+            continue
+        try:
+            value = float(match[3])
+        except ValueError:
+            continue
+        if math.isfinite(value):  # JSON knows no other
+            yield match[1], dict(_LABEL.findall(match[2] or "")), value
 
 
 async def _of_store(store: Admin) -> Reading:
     held = await store.survey()
-    figures = (await store.overview(held)).figures
+    figures, lines, _ = await store.overview(held)
     tier = {
         "resident_bytes": float(sum(each.stored_bytes for each in held)),
         "chunks": float(sum(each.chunks for each in held)),
@@ -178,7 +221,7 @@ async def _of_store(store: Admin) -> Reading:
     }
     if isinstance(capacity := figures.get("capacity_bytes"), int):
         tier["capacity_bytes"] = float(capacity)
-    return Reading(tiers={"store": tier})
+    return Reading(tiers={"store": tier}, notes=[f"{title}: {text}" for title, text in lines])
 
 
 # ---- showing ----
@@ -187,15 +230,15 @@ async def _of_store(store: Admin) -> Reading:
 def _shown(now: Reading, last: Reading | None) -> RenderableType:
     """Return tables of the figures: since the start, or a second since the last reading."""
     seconds = max(1e-6, now.when_s - last.when_s) if last else 1.0
-    state, moves = Table(), Table()
-    for title in ("tier", "state", "resident", "capacity", "full", "waiting"):
-        state.add_column(title, justify="left" if title in ("tier", "state") else "right")
+    states: list[dict[str, str]] = []
+    moves = Table()
     moves.add_column("tier")
     for _, title in COLUMNS.values():
         moves.add_column(f"{title}/s" if last else title, justify="right")
     for name, tier in now.tiers.items():
         before = last.tiers.get(name, {}) if last else {}
-        state.add_row(plain(name), _state(tier), *_fill(tier))
+        hits = _hits(now, last, tier, before)
+        states.append({"tier": name, "state": _state(tier), **hits, **_fill(tier)})
         if any(column in tier for column in COLUMNS):
             # Counters begin at zero when an engine starts again.
             cells = (
@@ -203,11 +246,39 @@ def _shown(now: Reading, last: Reading | None) -> RenderableType:
                 for column in COLUMNS
             )
             moves.add_row(plain(name), *cells)
-    parts: list[RenderableType] = [state]
+    parts: list[RenderableType] = [_table(states)]
     if moves.row_count:
         parts.append(moves)
-    parts += [plain(line) for line in _lines(now)]
+    parts += [plain(line) for line in (*_lines(now), *now.notes)]
     return Group(*parts)
+
+
+def _table(rows: list[dict[str, str]]) -> Table:
+    """Return a table without the columns that are empty."""
+    table = Table()
+    titles = [title for title in rows[0] if any(row[title] for row in rows)]
+    for title in titles:
+        table.add_column(title, justify="left" if title in ("tier", "state") else "right")
+    for row in rows:
+        table.add_row(*(plain(row[title]) for title in titles))
+    return table
+
+
+def _hits(
+    now: Reading, last: Reading | None, tier: Mapping[str, float], before: Mapping[str, float]
+) -> dict[str, str]:
+    """Return the share of lookups that the tier answered, and how long a batch of loads takes."""
+
+    def grown(after: Mapping[str, float], before: Mapping[str, float], name: str) -> float:
+        return max(0.0, after.get(name, 0.0) - before.get(name, 0.0))
+
+    lookups = grown(now.totals, last.totals if last else {}, "lookups")
+    loads = grown(tier, before, "loads")
+    share, load_s = grown(tier, before, "lookup_hits"), grown(tier, before, "load_seconds")
+    return {
+        "hits": f"{share / lookups:.0%}" if lookups else "",
+        "a load": f"{load_s / loads * 1000:,.1f} ms" if loads else "",
+    }
 
 
 def _state(tier: Mapping[str, float]) -> str:
@@ -218,12 +289,12 @@ def _state(tier: Mapping[str, float]) -> str:
     return "breaker open" if tier.get("breakers_open") else "up"
 
 
-def _fill(tier: Mapping[str, float]) -> tuple[str, str, str, str]:
+def _fill(tier: Mapping[str, float]) -> dict[str, str]:
     resident, capacity = tier.get("resident_bytes"), tier.get("capacity_bytes")
     full = f"{resident / capacity:.0%}" if capacity and resident is not None else ""
     waiting = f"{tier['waiting_chunks']:,.0f}" if "waiting_chunks" in tier else ""
     sizes = ["" if size is None else human_bytes(size) for size in (resident, capacity)]
-    return sizes[0], sizes[1], full, waiting
+    return {"resident": sizes[0], "capacity": sizes[1], "full": full, "waiting": waiting}
 
 
 def _number(column: str, value: float) -> str:

@@ -7,7 +7,8 @@ from kvoffload import registry
 from kvoffload.config import OffloadConfig, human_bytes
 from kvoffload.connectors.tier_io import TierIO
 from kvoffload.errors import ConfigError
-from kvoffload.io.client import IOClient
+from kvoffload.identity import Fact, namespace, readable, short
+from kvoffload.io.client import OPEN_S, IOClient
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.offload.base import (
     CanonicalKVCaches,
@@ -19,13 +20,14 @@ from kvoffload.offload.extents import ExtentLedger
 from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
-from kvoffload.offload.namespace import Fact, namespace, readable
 from kvoffload.transfer.base import Copier
 from kvoffload.transfer.engine import ROUTES, TransferEngine
 from kvoffload.transfer.factory import make_copier
 from kvoffload.transfer.layout import ChunkLayout
 
 log = logging.getLogger(__name__)
+RENEW_S = 0.5
+"""How long a reset waits for the tiers."""
 
 
 def make_host_cache(
@@ -80,7 +82,7 @@ class TieredOffloadingSpec(OffloadingSpec):
     Args:
         config: the settings.
         slot_bytes: bytes of a host slot (:attr:`ChunkLayout.slot_bytes`).
-        facts: everything that decides what the bytes mean; see :mod:`kvoffload.offload.namespace`.
+        facts: everything that decides what the bytes mean; see :mod:`kvoffload.identity`.
         layout: sizes of the chunks, where KV cache groups differ in it. Slots are then rows, and a
             chunk takes as many as it needs.
 
@@ -183,18 +185,25 @@ class TieredOffloadingSpec(OffloadingSpec):
         return tuple(Tier(name, tier, tier) for name, tier in self.tiers.items())
 
     def renew(self, manager: TieredOffloadingManager, generation: str) -> None:
-        """Give the stores a new namespace, because stored bytes no longer mean the same."""
+        """Give the stores a new namespace, because stored bytes no longer mean the same.
+
+        A store that is not open soon opens in the background: it must not delay the engine.
+        """
         manager.replace_tiers(())
         try:
-            self.renew_stores(generation)
-        except Exception:
-            log.exception("the tiers cannot be opened again yet; until then they have nothing")
+            self.renew_stores(generation, RENEW_S)
+        except Exception as error:
+            log.warning("a tier is not open again yet; until then it has nothing: %s", error)
         manager.replace_tiers(self._manager_tiers())
 
-    def renew_stores(self, generation: str) -> None:
+    def renew_stores(self, generation: str, timeout_s: float | None = OPEN_S) -> None:
         """Give the stores a new namespace, where the manager is in another process.
 
         Calls still running on the old stores end on those; they are closed in the background.
+
+        Args:
+            generation: a new name for what is stored from now on.
+            timeout_s: see :meth:`IOClient.renew`; None: does not wait.
         """
         # Only this process knows a generation's name. Other namespaces belong to replicas as well.
         forgotten = [self.namespace] if "generation" in self._facts else []
@@ -203,11 +212,26 @@ class TieredOffloadingSpec(OffloadingSpec):
                 "reset: %s load nothing more of what they stored before, and do not erase it; "
                 "kvoffload gc --namespace %s erases it",
                 ", ".join(self.tiers),
-                self.namespace,
+                short(self.namespace),
             )
         self._facts["generation"] = generation
         if self._io is not None:
-            self._io.renew(self.namespace, readable(self._facts), forgotten)
+            self._io.renew(self.namespace, readable(self._facts), forgotten, timeout_s)
+
+    def empty_stores(self, tier: str = "") -> None:
+        """Begin to remove all chunks of this namespace from a tier, or from all; never waits.
+
+        Until the stores are open again everything is a miss; see :attr:`IOClient.outcome`.
+        """
+        if self._io is not None:
+            facts = readable(self._facts)
+            self._io.renew(self.namespace, facts, [self.namespace], None, tier)
+
+    def empty(self, manager: TieredOffloadingManager, tier: str = "") -> None:
+        """Do so where the manager is in this process."""
+        manager.replace_tiers(())
+        self.empty_stores(tier)
+        manager.replace_tiers(self._manager_tiers())
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Close the stores, the I/O server and the copier. Idempotent."""

@@ -4,6 +4,7 @@ Full attention reads all chunks from the start. A sliding window reads the chunk
 last window. A recurrent layer reads the state at a token.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,9 +13,12 @@ from math import lcm
 from kvoffload.config import OffloadConfig
 from kvoffload.core.groups import Group, MambaGroup, make_group
 from kvoffload.core.interface import KVCacheConfig
+from kvoffload.errors import ConfigError
+from kvoffload.identity import Fact
 from kvoffload.messages import GPULoadStoreSpec, OffloadKey, make_offload_key
-from kvoffload.offload.namespace import Fact
 from kvoffload.transfer.layout import ChunkLayout
+
+log = logging.getLogger(__name__)
 
 NULL_BLOCK = 0
 """Stands in block tables where a group needs no block; never stored or loaded."""
@@ -288,3 +292,22 @@ def layout_facts(
             for group in kv_cache_config.kv_cache_groups
         )
     return facts
+
+
+def check_facts(facts: Mapping[str, Fact], config: OffloadConfig) -> None:
+    """Tell an engine with tiers what its facts should name, and do not.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if not facts:
+        remedy = "must tell models apart: name the weights, dtype and kernels"
+        raise ConfigError("facts", dict(facts), remedy)
+    missing = [name for name in ("weights", "dtype") if name not in facts]
+    if config.backends and missing:
+        log.warning(
+            "kvoffload: facts do not name %s: an engine that differs in it, on these tiers, would "
+            "load this engine's chunks as its own. kvoffload.folder_digest(folder) is a fact that "
+            "tells weights.",
+            " and ".join(missing),
+        )

@@ -52,8 +52,8 @@ class JobTable:
         self._spans = spans
         self._num_ranks = num_ranks
         self._jobs: dict[int, _InFlight] = {}
-        # Answered jobs whose slots some ranks may still touch: these slots, and how many ranks.
-        self._unsettled: dict[int, tuple[list[int], int]] = {}
+        # Answered jobs, their slots that some ranks may still touch, and how many ranks.
+        self._unsettled: dict[int, tuple[Job, list[int], int]] = {}
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -130,7 +130,7 @@ class JobTable:
         if self._spans is not None:
             self._spans.job_ended(job, entry.began_ns, ok, entry.reason)
         if entry.ranks_unsettled:
-            self._unsettled[job_id] = job.unsettled_slots(ok), entry.ranks_unsettled
+            self._unsettled[job_id] = job, job.unsettled_slots(ok), entry.ranks_unsettled
         return Ended(job, ok, entry.reason, entry.stale)
 
     def settle(self, job_id: int, ranks: int = 1) -> None:
@@ -138,11 +138,13 @@ class JobTable:
         if job_id in self._jobs:
             self._jobs[job_id].ranks_unsettled -= ranks
             return
-        slots, left = self._unsettled.pop(job_id, ([], ranks))
+        if job_id not in self._unsettled:
+            return
+        job, slots, left = self._unsettled.pop(job_id)
         if left > ranks:
-            self._unsettled[job_id] = slots, left - ranks
+            self._unsettled[job_id] = job, slots, left - ranks
         else:
-            self._manager.release_slots(slots)
+            self._manager.release_slots(slots, job.id)
 
 
 def well_on_both(first: Sequence[bool] | None, second: tuple[bool, ...]) -> tuple[bool, ...]:

@@ -28,15 +28,17 @@ from typing import Any
 
 from kvoffload.config import OffloadConfig
 from kvoffload.config_sources import read_config
+from kvoffload.connectors import engine_arguments as given
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.chunking import (
     BlockTables,
     ChunkGroups,
-    gpu_end,
+    check_facts,
     layout_facts,
     to_load,
     to_store,
 )
+from kvoffload.connectors.local_operators import LocalOperators
 from kvoffload.connectors.local_stats import LocalStats
 from kvoffload.connectors.metrics_port import serve_metrics
 from kvoffload.connectors.offload_requests import (
@@ -49,15 +51,11 @@ from kvoffload.connectors.offload_requests import (
 from kvoffload.connectors.prefix_search import longest
 from kvoffload.connectors.spans import open_spans
 from kvoffload.connectors.transfers import Load, LoadOutcome, Transfers
+from kvoffload.core.hashing import BlockHasher
 from kvoffload.core.interface import KVCacheConfig
 from kvoffload.errors import ConfigError
-from kvoffload.offload.base import (
-    CanonicalKVCaches,
-    CPULoadStoreSpec,
-    OffloadingEvent,
-    OffloadKey,
-)
-from kvoffload.offload.namespace import Fact
+from kvoffload.identity import Fact
+from kvoffload.offload.base import CanonicalKVCaches, OffloadingEvent, OffloadKey
 from kvoffload.recording import RequestLog
 from kvoffload.transfer.layout import ChunkLayout
 
@@ -77,10 +75,11 @@ class LocalConnector:
         block_size: tokens that one of a request's block hashes stands for. This is a GPU block;
             with several KV cache groups, the greatest common divisor of their blocks.
         facts: the facts that decide the meaning of the bytes and that only the engine has: model,
-            revision or weights' digest, dtype, attention backend... Never empty. The connector adds
-            the layout and the formats of the groups.
+            weights (:func:`kvoffload.folder_digest`), dtype, attention backend... Never empty. The
+            connector adds the layout and the formats of the groups.
         kv_cache_config: the cache's groups; None for one group of full attention. In block tables,
             block 0 is then the null block, which is never stored or loaded.
+        hasher: of the requests' block hashes; with it, ``kvoffload cache lookup`` finds prompts.
 
     Raises:
         ConfigError: a setting cannot work; nothing has been started.
@@ -94,23 +93,18 @@ class LocalConnector:
         block_size: int,
         facts: Mapping[str, Fact],
         kv_cache_config: KVCacheConfig | None = None,
+        hasher: BlockHasher | None = None,
     ) -> None:
         self.config = config if isinstance(config, OffloadConfig) else read_config(config)
         if block_size < 1:
             raise ConfigError("block_size", block_size, "must be at least 1 token")
-        if not facts:
-            raise ConfigError(
-                "facts", dict(facts), "must tell models apart: name the weights, dtype and kernels"
-            )
+        check_facts(facts, self.config)
         self.block_size = block_size
         self._groups = ChunkGroups(block_size, self.config.blocks_per_chunk, kv_cache_config)
         self._has_nulls = kv_cache_config is not None
-        if len(kv_caches.group_data_refs) != len(self._groups.all):
-            raise ValueError(
-                f"kv_caches: has {len(kv_caches.group_data_refs)} KV cache groups, "
-                f"kv_cache_config has {len(self._groups.all)}"
-            )
+        given.check_caches(kv_caches, self._groups)
         layout = ChunkLayout(kv_caches, [group.per_chunk for group in self._groups.all])
+        self._num_blocks = layout.num_blocks
         self._log = RequestLog(self.config.record, self._groups.offloaded[0].chunk_tokens)
         of_layout = layout_facts(self.config, block_size, self._groups, layout, kv_cache_config)
         meaning = {**facts, **of_layout}
@@ -126,10 +120,11 @@ class LocalConnector:
             self._short_loads = LoadBackoff(tolerated=int(self._groups.keeps_prefixes))
             parts = self._manager, self._worker, self._groups, self._requests, self._short_loads
             self._transfers = Transfers(*parts, self._spans)
-            self._outcomes: list[LoadOutcome] = []
             loaded_tokens = self._transfers.loaded_tokens
             self._stats = LocalStats(self._spec, self._manager, self._worker, loaded_tokens)
             self._metrics = serve_metrics(self.config, self._stats.samples)
+            seen = self._transfers, self._groups, hasher, str(facts.get("model", ""))
+            self._operators = LocalOperators(self.config, self._spec, self._manager, *seen)
         except BaseException:
             self._spec.close()
             if self._spans is not None:
@@ -149,8 +144,8 @@ class LocalConnector:
 
         Returns:
             Whole blocks, never the prompt's last token (the engine must compute something); 0 for
-            nothing; None to ask again at the next step: at most for ``lookup_timeout_s``, or while
-            another request loads the same chunks.
+            nothing; None to ask again at the next step. None lasts at most ``lookup_timeout_s``, or
+            as long as a load of these chunks, for this name, or of a full tier is in flight.
         """
         if self._spans is None:
             return self._look_up(request, num_computed_tokens)
@@ -158,11 +153,14 @@ class LocalConnector:
         return self._spans.of_lookup(request.request_id, look_up)
 
     def _look_up(self, request: OffloadRequest, num_computed_tokens: int) -> int | None:
-        state = self._state(request)
-        groups = self._groups
-        if num_computed_tokens % groups.alignment or self._short_loads.declined(request.request_id):
+        if self._transfers.will_name(request.request_id):
+            return None  # poll could not say which of two loads has ended
+        start = given.token_count("num_computed_tokens", num_computed_tokens)
+        state, groups = self._state(request), self._groups
+        state.promised = 0
+        if start % groups.alignment or self._short_loads.declined(request.request_id):
             return 0
-        state.start = start = num_computed_tokens
+        state.start = start
         limit = request.num_tokens - 1
         most = self._manager.hints(state.context).max_load_tokens
         if most is not None:
@@ -180,6 +178,7 @@ class LocalConnector:
                 return None
             end, _ = self._search(state, limit, waits=False)
         state.pending_since_s = None
+        state.promised = end - start
         return end - start
 
     def _search(self, state: RequestState, limit: int, waits: bool) -> tuple[int, bool]:
@@ -205,23 +204,28 @@ class LocalConnector:
 
         The request must not be scheduled before :meth:`poll` has named it. Call it in the same step
         as the lookup that promised these tokens.
+
+        Args:
+            request: as at the lookup.
+            block_ids: for each KV cache group the request's blocks from its first token on.
+            num_external_tokens: what the lookup returned, or fewer whole blocks of all groups.
         """
         state = self._state(request)
         state.has_kv = True
         if not num_external_tokens:
             return
-        end = state.start + num_external_tokens
-        self._count_use(state, end)
+        end = state.start + given.check_promise(self._groups, num_external_tokens, state.promised)
+        given.check_tables(block_ids, self._groups, end)
         pieces = to_load(self._groups, block_ids, state.start, end, self._has_nulls)
+        given.check_pieces(pieces, state.keys, block_ids, self._num_blocks)
+        self._count_use(state, end)
         keys = [state.keys[piece.group][piece.chunk] for piece in pieces]
         job = self._manager.begin_load(keys, state.context)
         if not job.keys:
-            self._outcomes.append(self._transfers.refused(request.request_id))
+            self._transfers.refuse(request.request_id)
             return
-        pieces = pieces[: len(job.keys)]
-        target = gpu_end(self._groups, pieces, block_ids)
-        load = Load(request.request_id, state.start, end, tuple(pieces))
-        self._transfers.begin_load(job, (job.spec, target), target.block_ids.tolist(), load)
+        load = Load(request.request_id, state.start, end, tuple(pieces[: len(job.keys)]))
+        self._transfers.begin_load(job, load, block_ids)
         state.loading = job.id
 
     # ---- every step ----
@@ -234,21 +238,26 @@ class LocalConnector:
             computed, and computes the rest into the same blocks. If the request had ended
             meanwhile, the engine frees the blocks.
         """
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes + self._transfers.poll()
+        if self._operators.orders.order is not None:
+            self._operators.orders.step()
+        return self._transfers.poll()
 
-    def before_forward(self, block_ids: Iterable[int]) -> None:
+    def before_forward(self, blocks: Iterable[int]) -> None:
         """Wait until no transfer uses blocks that the coming forward pass writes.
 
         A store whose copy is in flight would otherwise store what the pass writes there. Blocks are
         seldom reused while their copy is in flight, so this rarely waits at all.
+
+        Args:
+            blocks: their numbers, of all groups in one flat sequence.
         """
-        self._transfers.wait_for_blocks(block_ids)
+        self._transfers.wait_for_blocks(given.block_numbers(blocks, self._num_blocks))
 
     def after_forward(
         self, request: OffloadRequest, block_ids: BlockTables, num_computed_tokens: int
     ) -> None:
-        """Offer the chunks that have become full for storing."""
+        """Offer the chunks that have become full for storing; ``block_ids`` as at the load."""
+        given.check_tables(block_ids, self._groups, num_computed_tokens)
         self._short_loads.computed(request.request_id)
         state = self._state(request)
         state.has_kv = True
@@ -260,6 +269,7 @@ class LocalConnector:
         if not pieces:
             return
         self._extend_keys(request, state)
+        given.check_pieces(pieces, state.keys, block_ids, self._num_blocks)
         self._count_use(state, 0)
         piece_of = {state.keys[piece.group][piece.chunk]: piece for piece in pieces}
         output = self._manager.prepare_store(list(piece_of), state.context)
@@ -273,14 +283,8 @@ class LocalConnector:
             state.next_store[piece.group] = min(state.next_store[piece.group], piece.chunk)
         if output.job is None:
             return
-        job, target, order = output.job, output.job.spec, None
-        stored = [piece_of[key] for key in job.keys]
-        if len(self._groups.offloaded) > 1:  # transfers list group after group
-            order = sorted(range(len(stored)), key=lambda i: stored[i].group)
-            stored = [stored[i] for i in order]
-            target = CPULoadStoreSpec(target.host_slots[order])
-        source = gpu_end(self._groups, stored, block_ids)
-        self._transfers.begin(job, (source, target), source.block_ids.tolist(), order)
+        stored = [piece_of[key] for key in output.job.keys]
+        self._transfers.begin_store(output.job, stored, block_ids)
 
     def request_preempted(self, request: OffloadRequest) -> bool:
         """Forget a request that gave up its blocks; return what :meth:`request_finished` does.
@@ -293,7 +297,8 @@ class LocalConnector:
         """Forget a request that ended or was aborted; harmless if unknown.
 
         Returns:
-            True if a load still writes its blocks: free them only when :meth:`poll` names it.
+            True if a load may still write its blocks: free them only when :meth:`poll` names it.
+            It does so once, however often this is called. False: poll does not name it.
         """
         return self._forget(request)
 
@@ -306,7 +311,7 @@ class LocalConnector:
         """
         until_s = time.monotonic() + timeout_s
         while True:
-            self._outcomes = self.poll()
+            self._transfers.take_in()
             if not self._transfers.jobs:
                 return True
             if time.monotonic() >= until_s:
@@ -321,10 +326,7 @@ class LocalConnector:
         belongs to this process; a restarted engine finds what the facts name.
         """
         self.flush()
-        self._transfers.jobs.mark_stale()
-        self._outcomes = [LoadOutcome(o.request_id, 0, ok=False) for o in self._outcomes]
-        for state in self._requests.values():
-            state.barred |= state.has_kv
+        self._transfers.mark_stale()
         self._manager.reset_cache()
         self._spec.renew(self._manager, generation=uuid.uuid4().hex)
 
@@ -332,6 +334,7 @@ class LocalConnector:
         """End transfers in flight, as far as time allows, and release threads and memory."""
         if not self.flush(timeout_s):
             log.warning("%d transfers had not ended at shutdown", len(self._transfers.jobs))
+        self._operators.close()
         if self._metrics is not None:
             self._metrics.close()
         self._spec.close(timeout_s)
@@ -352,18 +355,14 @@ class LocalConnector:
 
         See :meth:`TieredOffloadingManager.explain`; for people, not for every step.
         """
-        known = request.request_id in self._requests
-        state = self._state(request)
+        known, state = request.request_id in self._requests, self._state(request)
         self._extend_keys(request, state)
         if not known:
             del self._requests[request.request_id]
         return [self._manager.explain(of_group, state.context) for of_group in state.keys]
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Report how long the engine took to compute tokens of prompts.
-
-        With it, loads that would take longer are declined; without it, none are.
-        """
+        """Report how long tokens of prompts took to compute: slower loads are then declined."""
         self._manager.figures.prefilled(num_tokens, seconds)
 
     def check(self) -> None:
@@ -379,11 +378,12 @@ class LocalConnector:
         self._uses.end(state.context, lambda: groups.from_head_to_tail(state.keys), again=again)
         if state.refused:
             self._manager.drop(state.refused)
-        return state.loading is not None
+        return self._transfers.request_ended(request.request_id, state.loading is not None)
 
     def _state(self, request: OffloadRequest) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None:
+            given.check_request(request)
             state = self._requests[request.request_id] = new_state(request, len(self._groups.all))
         return state
 

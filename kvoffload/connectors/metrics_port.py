@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from kvoffload.config import OffloadConfig
-from kvoffload.errors import ConfigError
+from kvoffload.extras import check_extra
 from kvoffload.metric_list import Sample
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ def serve_metrics(
     """
     if config.metrics_port is None:
         return None
-    try:
-        from kvoffload.metrics import MetricsServer
-    except ImportError as error:
-        raise ConfigError("metrics_port", config.metrics_port, error.msg) from error
+    check_extra("metrics_port", config.metrics_port)
+    from kvoffload.metrics import MetricsServer
+
     return MetricsServer(config.metrics_host, config.metrics_port + number, read)

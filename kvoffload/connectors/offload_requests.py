@@ -40,6 +40,8 @@ class RequestState:
     """First chunk not offered for storing yet, for each group."""
     start: int = 0
     """Tokens in GPU memory, where a load would begin."""
+    promised: int = 0
+    """Tokens that the last lookup said can be loaded."""
     pending_since_s: float | None = None
     loading: int | None = None
     """The job in flight that loads for the request."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import kvoffload
-from kvoffload.errors import ConfigError
+from kvoffload.extras import check_extra
 from kvoffload.offload.base import Job, LoadJob, StoreJob
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,8 @@ MOST = 1 << 14
 """Spans that wait at most; more are dropped with a warning."""
 MOST_LOOKUPS = 4096
 """Lookups without an answer, of requests that were aborted among them."""
+LONGEST_ID = 128
+"""Of a request's id, which clients choose, so many characters are kept."""
 REQUEST = "gen_ai.request.id"
 """The attribute that vLLM's own spans have."""
 
@@ -46,14 +48,12 @@ class Spans:
     """
 
     def __init__(self) -> None:
-        try:
-            from opentelemetry import trace
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        except ImportError as error:
-            remedy = f"needs its extra: pip install 'kvoffload[otel]' ({error})"
-            raise ConfigError("otel_spans", True, remedy) from error
+        check_extra("otel_spans", True)
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
         provider: Any = trace.get_tracer_provider()
         self._own: Any = None
         if isinstance(provider, trace.ProxyTracerProvider):  # the process has set none
@@ -70,6 +70,7 @@ class Spans:
 
     def lookup_began(self, request_id: str) -> None:
         """Note a request's lookup, which may be asked several times until it has an answer."""
+        request_id = request_id[:LONGEST_ID]
         if request_id not in self._lookups:
             self._lookups[request_id] = time.time_ns()
             if len(self._lookups) > MOST_LOOKUPS:
@@ -77,7 +78,7 @@ class Spans:
 
     def lookup_ended(self, request_id: str, num_tokens: int) -> None:
         """Note the answer: the tokens that can be loaded."""
-        began_ns = self._lookups.pop(request_id, 0)
+        began_ns = self._lookups.pop(request_id[:LONGEST_ID], 0)
         if began_ns:
             self._add("lookup", began_ns, request_id, {"kvoffload.tokens": num_tokens})
 
@@ -115,7 +116,8 @@ class Spans:
             self._thread.start()
             atexit.register(self.close)  # vLLM's scheduler is not told of its end
         if len(self._ended) < MOST:
-            self._ended.append(_Ended(name, began_ns, time.time_ns(), request_id, *rest))
+            cut = request_id[:LONGEST_ID]
+            self._ended.append(_Ended(name, began_ns, time.time_ns(), cut, *rest))
         else:
             self._dropped += 1
 

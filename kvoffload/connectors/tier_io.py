@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from kvoffload import registry
 from kvoffload.config import BackendConfig, OffloadConfig
 from kvoffload.errors import ConfigError
+from kvoffload.identity import Fact, namespace, readable
 from kvoffload.io.client import IOClient
 from kvoffload.io.forms import Form, ServerProcess, ServerThread
 from kvoffload.io.protocol import VERSION, Open, TierSettings
-from kvoffload.offload.namespace import Fact, namespace, readable
 from kvoffload.transfer.slab import Slab, create_shared_memory
 
 
@@ -29,7 +29,7 @@ class TierIO:
         num_slots: of the slab.
         slot_bytes: of a slot.
         chunk_bytes: of the largest chunk.
-        facts: everything that decides what the bytes mean; see :mod:`kvoffload.offload.namespace`.
+        facts: everything that decides what the bytes mean; see :mod:`kvoffload.identity`.
 
     Raises:
         ConfigError: a tier cannot be opened, or memory cannot be had or shared.

@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvoffload.connectors.chunking import ChunkGroups, Piece
+from kvoffload.connectors.chunking import BlockTables, ChunkGroups, Piece, gpu_end
 from kvoffload.connectors.jobs import JobTable
 from kvoffload.connectors.offload_requests import LoadBackoff, RequestState
 from kvoffload.connectors.spans import Spans
-from kvoffload.messages import TransferResult, TransferSpec
-from kvoffload.offload.base import Job, LoadJob, Transfer
+from kvoffload.messages import CPULoadStoreSpec, TransferResult, TransferSpec
+from kvoffload.offload.base import Job, LoadJob, StoreJob, Transfer
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.transfer.engine import TransferEngine
 
@@ -101,6 +101,10 @@ class Transfers:
         self._loads: dict[int, Load] = {}
         # Stores whose chunks are transferred in another order than the job's: that order.
         self._orders: dict[int, list[int]] = {}
+        # Of loads that ended and were not polled.
+        self._outcomes: list[LoadOutcome] = []
+        # Requests that ended in a load, which poll has yet to name.
+        self._ended: set[str] = set()
 
     def begin(
         self,
@@ -116,14 +120,24 @@ class Transfers:
             self._orders[job.id] = order
         self._worker.submit(job.id, ends, len(job.keys))
 
-    def begin_load(
-        self, job: LoadJob, ends: TransferSpec, gpu_blocks: Sequence[int], load: Load
-    ) -> None:
+    def begin_store(self, job: StoreJob, pieces: Sequence[Piece], tables: BlockTables) -> None:
+        """Submit a store of these chunks, in the order of the job's keys."""
+        target, order = job.spec, None
+        if len(self._groups.offloaded) > 1:  # transfers list group after group
+            order = sorted(range(len(pieces)), key=lambda i: pieces[i].group)
+            pieces = [pieces[i] for i in order]
+            target = CPULoadStoreSpec(target.host_slots[order])
+        source = gpu_end(self._groups, pieces, tables)
+        self.begin(job, (source, target), source.block_ids.tolist(), order)
+
+    def begin_load(self, job: LoadJob, load: Load, tables: BlockTables) -> None:
         """Submit a load into blocks that an earlier store may still read."""
+        target = gpu_end(self._groups, load.pieces, tables)
+        blocks = target.block_ids.tolist()
         # A store of the blocks' last owner that still reads them would store what is loaded.
-        self.wait_for_blocks(gpu_blocks)
+        self.wait_for_blocks(blocks)
         self._loads[job.id] = load
-        self.begin(job, ends, gpu_blocks)
+        self.begin(job, (job.spec, target), blocks)
 
     def wait_for_blocks(self, block_ids: Iterable[int]) -> None:
         """Block until no transfer uses these GPU blocks."""
@@ -132,16 +146,24 @@ class Transfers:
 
     def poll(self) -> list[LoadOutcome]:
         """Answer the jobs that have ended, begin write-through; return the ended loads."""
+        self.take_in()
+        outcomes, self._outcomes = self._outcomes, []
+        if self._ended:
+            self._ended.difference_update(outcome.request_id for outcome in outcomes)
+        return outcomes
+
+    def take_in(self) -> None:
+        """Do as :meth:`poll`, and keep the ended loads for the next poll."""
         # Read first: a job that settles while its result is taken in is settled at the next poll.
         settled = self._worker.get_settled()
-        ended = [self._take_in(result) for result in self._worker.get_finished()]
+        for result in self._worker.get_finished():
+            self._take_in(result)
         for job_id in settled:
             self.jobs.settle(job_id)
         for transfer in self._manager.take_transfers():
             self.begin(transfer, (transfer.spec, transfer.dst))
-        return [outcome for outcome in ended if outcome is not None]
 
-    def _take_in(self, result: TransferResult) -> LoadOutcome | None:
+    def _take_in(self, result: TransferResult) -> None:
         self._busy.end(result.job_id)
         if order := self._orders.pop(result.job_id, None):
             moved = dict(zip(order, result.ok, strict=True))
@@ -155,24 +177,47 @@ class Transfers:
             seconds=result.transfer_time_s,
         )
         if ended is None:
-            return None
+            return
         job = ended.job
         if isinstance(job, LoadJob):
-            return self._load_ended(job, result, ended.stale)
+            self._outcomes.append(self._load_ended(job, result, ended.stale))
+            return
         good = result.ok.count(True)
         if isinstance(job, Transfer):
             medium, num_bytes = job.tier.upper(), result.transfer_bytes if result.success else 0
         else:
             medium, num_bytes = "CPU", result.transfer_bytes * good // len(job.keys)
         self._manager.figures.stored(medium, good, num_bytes, result.transfer_time_s)
-        return None
 
     # ---- loads ----
 
-    def refused(self, request_id: str) -> LoadOutcome:
-        """Return the outcome of a load that found no room in host memory."""
+    def refuse(self, request_id: str) -> None:
+        """End a load at once that found no room in host memory."""
         self._note_short_load(request_id)
-        return LoadOutcome(request_id, 0, ok=False)
+        self._outcomes.append(LoadOutcome(request_id, 0, ok=False))
+
+    def request_ended(self, request_id: str, is_loading: bool) -> bool:
+        """Return whether :meth:`poll` will name a request that gives up its blocks.
+
+        If not, no outcome may remain: the next owner of its name would take it for its own.
+        """
+        if is_loading:
+            self._ended.add(request_id)
+        will_name = self.will_name(request_id)
+        if self._outcomes and not will_name:
+            self._outcomes = [each for each in self._outcomes if each.request_id != request_id]
+        return will_name
+
+    def will_name(self, request_id: str) -> bool:
+        """Whether a request ended in a load that :meth:`poll` has yet to name."""
+        return request_id in self._ended
+
+    def mark_stale(self) -> None:
+        """Let loads and stores from before a reset bring nothing; requests store no more."""
+        self.jobs.mark_stale()
+        for state in self._requests.values():
+            state.barred |= state.has_kv
+        self._outcomes = [LoadOutcome(each.request_id, 0, ok=False) for each in self._outcomes]
 
     def _load_ended(self, job: LoadJob, result: TransferResult, stale: bool) -> LoadOutcome:
         """Return the outcome of an answered job; a stale job brings nothing."""

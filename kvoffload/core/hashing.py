@@ -65,7 +65,7 @@ def _blake3() -> Digest:
         from blake3 import blake3
     except ImportError:
         raise ConfigError(
-            "algorithm", "blake3", "needs the package blake3: pip install 'kvoffload[blake3]'"
+            "algorithm", "blake3", "needs its extra: pip install '/path/to/kvoffload[blake3]'"
         ) from None
     return lambda data: blake3(data).digest()
 

@@ -19,9 +19,9 @@ from kvoffload.demo.decoder import Model
 from kvoffload.demo.engine_config import EngineConfig, parse_engine_config
 from kvoffload.demo.engine_request import EngineRequest, RequestResult, Work
 from kvoffload.demo.offloading import Connector, NoOffloading
+from kvoffload.demo.random_weights import fingerprint, random_weights
 from kvoffload.demo.runner import Runner, plan_kv_cache
 from kvoffload.demo.sampling import EOS, SamplingParams, encode, sample
-from kvoffload.demo.weights import fingerprint, random_weights
 from kvoffload.errors import ConfigError
 
 IDLE_WAIT_S = 0.0002
@@ -59,6 +59,7 @@ class Engine:
             max_model_len=config.max_model_len,
             enable_caching=config.enable_prefix_caching,
         )
+        self._hasher = BlockHasher(self.manager.hash_block_size)
         self.connector: Connector = NoOffloading()
         if config.offload is not None:
             self.connector = connect(
@@ -75,10 +76,10 @@ class Engine:
                     "attention": self.runner.attention_name,
                 },
                 block_size=self.manager.hash_block_size,
+                hasher=self._hasher,
                 # Windows and states: several block tables, or tables with blocks left out.
                 **({} if self.manager.keeps_all_blocks else {"kv_cache_config": kv_cache_config}),
             )
-        self._hasher = BlockHasher(self.manager.hash_block_size)
         self._scheduler = Scheduler(
             self.manager,
             self.connector,

@@ -21,8 +21,8 @@ from kvoffload.demo.conversations import QUESTIONS, Conversation, conversations
 from kvoffload.demo.demo_report import machine, problems, summarize
 from kvoffload.demo.engine_config import ModelConfig
 from kvoffload.demo.engine_process import EngineProcess
+from kvoffload.demo.random_weights import expected_shapes
 from kvoffload.demo.sampling import encode
-from kvoffload.demo.weights import expected_shapes
 
 CONVERSATIONS_ON_DEVICE = 2.5
 """How many conversations the KV cache of the engine holds; it serves several times as many."""

@@ -1,7 +1,7 @@
 """The engine's side of the I/O server: jobs, presence, and the server's death.
 
-One thread, ``kvoffload-io-client``, receives. It waits without the GIL, and calls the listeners of
-jobs. Other threads only send, which never waits; without a server they call the listener.
+One thread, ``kvoffload-io-client``, waits without the GIL, and calls the listeners of jobs. Other
+threads only send, which never waits; without a server they call the listener.
 """
 
 import itertools
@@ -12,13 +12,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec.structs import replace
-
 from kvoffload.errors import ConfigError
 from kvoffload.figures import Durations
 from kvoffload.io.backoff import Backoff
-from kvoffload.io.deadlines import IOJobs, Listener
-from kvoffload.io.forms import Form, Peer
+from kvoffload.io.deadlines import IDLE_TICK_S, PATIENT_S, TICK_S, IOJobs, Listener
+from kvoffload.io.forms import Form
 from kvoffload.io.link import Link
 from kvoffload.io.protocol import (
     Alive,
@@ -26,19 +24,14 @@ from kvoffload.io.protocol import (
     Arrived,
     Ask,
     Cancel,
-    Figures,
     Forget,
-    Forgotten,
     Frames,
     Load,
     Logged,
     Open,
     Opened,
-    Presence,
-    Present,
     Refused,
     Remove,
-    Removed,
     Store,
     frame,
 )
@@ -46,12 +39,8 @@ from kvoffload.io.remote_tier import RemoteTier
 
 log = logging.getLogger(__name__)
 
-TICK_S, IDLE_TICK_S = 0.02, 0.25
-"""Time between two looks at deadlines while jobs run, and while none does."""
-PATIENT_S = IDLE_TICK_S + TICK_S
-"""The thread sees in time a job with so long a deadline; waking it takes the engine 0.2 ms."""
 SILENT_S = 10.0
-"""How long a server may be silent, with a cancelled job, before it is killed."""
+"""How long a server may be silent, with a cancelled job or stores to open, before it is killed."""
 KILLED_S = 1.0
 """How long a killed server may take to end before it is abandoned."""
 OPEN_S = 60.0
@@ -79,10 +68,9 @@ class IOClient:
         """``died``: servers that ended by themselves."""
         self.loop_delays = Durations()
         """By how much the server's event loop was late."""
-        self._start = start
-        self._opening = opening
-        self._load_timeout_s = load_timeout_s
-        self._store_timeout_s = store_timeout_s
+        self._start, self.opening = start, opening
+        """What stores are open with, or are being opened with."""
+        self._load_timeout_s, self._store_timeout_s = load_timeout_s, store_timeout_s
         self._link = Link()
         self.tiers = {
             tier.name: RemoteTier(tier.name, opening.lookup_timeout_s, self._link.wake)
@@ -91,17 +79,17 @@ class IOClient:
         """What is known of each tier, by its name."""
         self._numbers = itertools.count(1)
         self._jobs = IOJobs(self._link.lock, lambda number: self._link.send(frame(Cancel(number))))
-        self._peer: Peer
-        self._is_opening = True
-        """Whether the server has yet to say that the stores are open, at its start or a renewal."""
-        self._is_starting = True
-        """Whether the server has said nothing of its stores yet."""
+        self._is_opening = self._is_starting = True
+        """Whether stores are yet to open; whether one's constructor may keep the server silent."""
         self._is_started = False
         """Whether the stores were open once: then a server that dies is started again."""
         self._settled = threading.Condition()
         """Notified when :attr:`_is_settled` may have become true."""
         self._refusal: ConfigError | OSError | None = None
-        self._heard_s = time.monotonic()
+        self._remains: list[str] = []
+        """What could not be removed from stores that have opened."""
+        # When the server last said anything, and when it was asked to open other stores.
+        self._heard_s = self._asked_s = time.monotonic()
         self._backoff = Backoff()
         self._close_by_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="kvoffload-io-client", daemon=True)
@@ -132,9 +120,7 @@ class IOClient:
         Raises:
             KeyError: there is no such tier.
         """
-        if tier not in self.tiers:
-            raise KeyError(tier)
-        order = Load(next(self._numbers), tier, list(keys), list(slots), sizes)
+        order = Load(next(self._numbers), self.tiers[tier].name, list(keys), list(slots), sizes)
         self._begin(order, listener, self._load_timeout_s)
 
     def store(
@@ -188,23 +174,38 @@ class IOClient:
         namespace: str,
         facts: dict[str, str],
         forgotten: Sequence[str],
-        timeout_s: float = OPEN_S,
+        timeout_s: float | None = OPEN_S,
+        tier: str = "",
     ) -> None:
         """Open all stores again; see :class:`kvoffload.io.protocol.Open`. Until then all is a miss.
+
+        Args:
+            namespace: of the stores from now on.
+            facts: what the namespace is a digest of.
+            forgotten: namespaces whose chunks are removed.
+            timeout_s: how long to wait until they are open. None: not at all; see :attr:`outcome`.
+            tier: from which they are removed; "" for all.
 
         Raises:
             ConfigError: they cannot be opened yet; the server goes on trying.
             OSError: something of the wanted namespace could not be removed, and is served.
         """
-        wanted = {"namespace": namespace, "facts": facts}
         with self._link.lock:  # orders with a higher number are carried out on the new stores
-            wanted |= {"forgotten": [*self._opening.forgotten, *forgotten]}  # some are unconfirmed
-            self._opening = replace(self._opening, number=next(self._numbers), **wanted)
+            wanted = namespace, facts, forgotten, tier
+            self.opening = self.opening.renewed(next(self._numbers), *wanted)
             self._refusal = None
+            self._asked_s = time.monotonic()
             self._reset_tiers()
-            self._link.push(frame(self._opening))
+            self._link.push(frame(self.opening))
         self._link.wake()
-        self._await_stores(timeout_s)
+        if timeout_s is not None:
+            self._await_stores(timeout_s)
+
+    @property
+    def outcome(self) -> str | None:
+        """What is wrong with the stores wanted last, "" for nothing; None while that is open."""
+        wrong = self._refusal or ("" if self._are_stores_open else "the engine ends")
+        return str(wrong) if self._is_settled else None
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Answer all jobs, end the server within this time, and join the thread. Idempotent."""
@@ -240,7 +241,8 @@ class IOClient:
 
     def _reset_tiers(self) -> None:
         """Let no tier have anything until the server says that its stores are open."""
-        self._is_opening = True  # first, so that nothing said of the old stores is taken in
+        self._is_opening = True
+        self._remains = []
         for tier in self.tiers.values():
             tier.reset()
 
@@ -266,61 +268,59 @@ class IOClient:
 
     def _take(self, message: Any) -> None:
         self._heard_s = time.monotonic()
-        self._is_starting &= not isinstance(message, Opened | Refused)
         match message:
             case Arrived():
                 self._jobs.arrived(message)
             case Answered():
                 order = self._jobs.order(message.job)
                 if order is not None:  # known before it is answered
-                    is_current = order.job > self._opening.number
+                    is_current = order.job > self.opening.number
                     self.tiers[order.tier].moved(order, message, is_current)
                 self._jobs.answered(message)
             case Opened() | Refused():
                 with self._link.lock:  # a renewal comes before it or after it
-                    if message.number == self._opening.number:
+                    if message.number == self.opening.number:
                         self._settle(message)
             case Alive():
                 self.loop_delays.add(message.late_s)
             case Logged():
                 logging.getLogger(message.name).log(message.level, "%s", message.text)
-            case _ if self._is_opening:
-                pass  # said of stores that are closed
-            case Presence():
-                self.tiers[message.tier].announced(message, lambda: not self._is_opening)
-                self._tell_waiting()
-            case Forgotten():
-                self.tiers[message.tier].forgotten(message.keys)
-            case Present():
-                self.tiers[message.tier].answered(message)
-            case Removed():
-                self.tiers[message.tier].removed(message.removals)
-            case Figures():
-                self.tiers[message.tier].told(message)
+            case _:
+                tier = self.tiers[message.tier]
+                if tier.is_open:  # or it is said of a store that is closed
+                    tier.take(message)
+                    self._tell_waiting()
 
     def _tell_waiting(self) -> None:
         with self._settled:
             self._settled.notify_all()
 
     def _settle(self, message: Opened | Refused) -> None:
+        self._is_starting = isinstance(message, Opened) and not message.tiers
         if isinstance(message, Opened):
-            self._opening.forgotten.clear()  # or another server would remove new chunks
             for opened in message.tiers:
                 self.tiers[opened.name].opened(opened.has_index, opened.is_shared)
-            self._refusal = OSError("; ".join(message.remains)) if message.remains else None
-            self._is_opening = False
+                self.opening.opened(opened.name)
+            self._remains += message.remains
+            self._is_opening = not all(tier.is_open for tier in self.tiers.values())
+            if not self._is_opening:
+                self._refusal = OSError("; ".join(self._remains)) if self._remains else None
+            if message.remains:
+                log.error("chunks that were to be removed remain: %s", message.remains)
         else:
-            for tier in self.tiers.values():
-                tier.refused()
             self._refusal = ConfigError(message.field, message.value, message.remedy)
             if self._is_started:
-                log.error("the tiers cannot be opened again yet: %s", self._refusal)
+                log.error("a tier cannot be opened again yet: %s", self._refusal)
+            for tier in self.tiers.values():
+                if not tier.is_open:
+                    tier.refused()
         self._tell_waiting()
 
     def _ask(self) -> None:
         for tier in self.tiers.values():
             self._send_forgotten(tier)
-            if questions := tier.take_questions():
+            questions = tier.take_questions()
+            if questions and not self._link.is_clogged:  # unasked, they are misses in time
                 self._link.send(frame(Ask(tier.name, questions)))
 
     # ---- the server's death and end ----
@@ -328,7 +328,7 @@ class IOClient:
     def _look(self, now_s: float) -> None:
         """Look at deadlines; kill a server that is silent, start one that died."""
         self._jobs.look(now_s)
-        since_s = self._jobs.late_since_s
+        since_s = self._jobs.late_since_s or (self._asked_s if self._is_opening else None)
         if not self._link.is_up:
             if self._close_by_s is None:
                 self._restart()
@@ -379,7 +379,7 @@ class IOClient:
         self._backoff.started()
         with self._link.lock:  # a renewal either changes what is sent here, or comes after it
             self._link.attach(self._peer.sock)
-            self._link.push(frame(self._opening))
+            self._link.push(frame(self.opening))
 
     def _is_closed(self) -> bool:
         """Go on with closing, if it was asked for; return whether it is done."""

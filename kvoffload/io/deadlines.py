@@ -14,6 +14,10 @@ from typing import Protocol
 
 from kvoffload.io.protocol import Answered, Arrived, Load, Store
 
+TICK_S, IDLE_TICK_S = 0.02, 0.25
+"""Time between two looks at deadlines while jobs run, and while none does."""
+PATIENT_S = IDLE_TICK_S + TICK_S
+"""A look comes in time for a deadline so far away; waking its thread takes the engine 0.2 ms."""
 CANCEL_GRACE_S = 0.02
 """How long a cancelled job may take to release its slots before it is answered as unsettled."""
 

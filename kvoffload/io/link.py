@@ -7,6 +7,7 @@ import socket
 import threading
 
 _READ_BYTES = 1 << 16
+CLOGGED_BYTES = 1 << 20
 
 
 class Link:
@@ -28,6 +29,11 @@ class Link:
     def is_up(self) -> bool:
         """Whether there is a socket."""
         return self._sock is not None
+
+    @property
+    def is_clogged(self) -> bool:
+        """Whether much waits because the other end reads nothing."""
+        return len(self._out) > CLOGGED_BYTES
 
     def attach(self, sock: socket.socket) -> None:
         """Use this socket from now on; the caller holds the lock."""

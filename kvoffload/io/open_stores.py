@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from msgspec import convert
 from kvoffload import registry
 from kvoffload.backends.admin import Admin
 from kvoffload.backends.base import Backend, LocalIndex, Observable
+from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
 from kvoffload.io.protocol import Figures, Open, Presence, TierSettings
@@ -20,6 +22,8 @@ T = TypeVar("T")
 _MOST = 1 << 53
 """Of a figure: Prometheus loses no digit, and sums fit into a message."""
 
+_CLOSING = "kvoffload closes a store"
+"""Name of tasks."""
 KEYS_PER_MESSAGE = 1024
 """Keys in one message to the engine's process, which decodes it in one go."""
 
@@ -105,25 +109,61 @@ class OpenStore:
             return failed
 
 
-async def open_stores(wanted: Open) -> list[OpenStore]:
-    """Open every tier, or none.
+async def open_store(wanted: Open, i: int, places: dict[str, int]) -> OpenStore:
+    """Open the tier of this number; one that may block opens on a thread of its own.
+
+    Args:
+        wanted: names the tiers.
+        i: the tier's number.
+        places: gets the store's place; has those of other open tiers, with their numbers.
 
     Raises:
-        ConfigError: a store cannot be opened, could hold no chunk, or is another one over again.
+        ConfigError: it cannot be opened, could hold no chunk, or is another one over again.
     """
-    opened: list[OpenStore] = []
-    places: dict[str, int] = {}
+    tier = wanted.tiers[i]
+    open_it = _open_apart if _may_block(tier) else _open_here
+    store = await open_it(tier, wanted.namespace)
     try:
-        for i, tier in enumerate(wanted.tiers):
-            store = _open(tier, wanted.namespace)
-            opened.append(store)
-            if store.observable is not None:
-                _check_fit(i, store.observable, wanted.chunk_bytes, places)
+        if store.observable is not None:
+            _check_fit(i, store.observable, wanted.chunk_bytes, places)
     except BaseException:
-        # What opened before the one that cannot holds threads, descriptors and locks.
+        await close_stores([store])  # it holds threads, descriptors and locks
+        raise
+    return store
+
+
+def _may_block(tier: TierSettings) -> bool:
+    try:
+        return bool(getattr(registry.load(registry.BACKENDS, tier.type), "opens_apart", False))
+    except ConfigError:
+        return False  # opening it says why
+
+
+async def _open_here(tier: TierSettings, namespace: str) -> OpenStore:
+    return _open(tier, namespace)
+
+
+async def _open_apart(tier: TierSettings, namespace: str) -> OpenStore:
+    """Open a store on a thread, which closes it if it is wanted no more once it is open."""
+    deciding, opened = threading.Lock(), list[OpenStore]()
+    is_wanted = True
+
+    def perform() -> OpenStore:
+        store = _open(tier, namespace)
+        with deciding:
+            opened.append(store)
+            if is_wanted:
+                return store
+        asyncio.run(close_stores(opened))
+        raise ConfigError(tier.where.rstrip("."), tier.type, "opened too late")
+
+    try:
+        return await run_once(perform)
+    except asyncio.CancelledError:
+        with deciding:
+            is_wanted = False
         await close_stores(opened)
         raise
-    return opened
 
 
 def _open(tier: TierSettings, namespace: str) -> OpenStore:
@@ -143,14 +183,15 @@ def _check_fit(i: int, store: Observable, chunk_bytes: int, places: dict[str, in
     """Refuse a tier that could never hold a chunk, or that is another one over again."""
     try:
         store.check_fit(chunk_bytes)
-        first = places.setdefault(store.place, i) if store.place else i
+        place = store.place
+        first, second = sorted((i, places.setdefault(place, i) if place else i))
     except ConfigError as error:
         raise ConfigError(f"backends[{i}].{error.field}", error.value, error.remedy) from error
     except Exception as error:
         raise ConfigError(f"backends[{i}]", type(store).__name__, f"failed: {error!r}") from error
-    if first != i:
+    if first != second:  # whichever of them opened first
         remedy = f"is where backends[{first}] keeps its chunks; one tier is enough there"
-        raise ConfigError(f"backends[{i}]", store.place, remedy)
+        raise ConfigError(f"backends[{second}]", place, remedy)
 
 
 async def greet(store: OpenStore, facts: Mapping[str, str]) -> None:
@@ -165,7 +206,7 @@ async def greet(store: OpenStore, facts: Mapping[str, str]) -> None:
 
 async def close_stores(stores: Sequence[OpenStore], timeout_s: float = 5.0) -> None:
     """Close stores, all at once, and wait at most so long."""
-    tasks = {asyncio.ensure_future(store.backend.close()): store.name for store in stores}
+    tasks = {asyncio.create_task(_close(store), name=_CLOSING): store.name for store in stores}
     if not tasks:
         return
     done, hung = await asyncio.wait(tasks, timeout=timeout_s)
@@ -174,6 +215,15 @@ async def close_stores(stores: Sequence[OpenStore], timeout_s: float = 5.0) -> N
             log.warning("%s: closing failed: %s", tasks[task], text_of(error))
     for task in hung:
         log.warning("%s: closing still hung after %g s", tasks[task], timeout_s)
+
+
+async def _close(store: OpenStore) -> None:
+    await store.backend.close()
+
+
+def closings(loop: asyncio.AbstractEventLoop) -> set["asyncio.Task[Any]"]:
+    """Return what still closes stores of a loop."""
+    return {task for task in asyncio.all_tasks(loop) if task.get_name() == _CLOSING}
 
 
 async def purge(stores: Sequence[OpenStore], namespaces: Sequence[str]) -> list[str]:

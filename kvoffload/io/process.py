@@ -59,7 +59,7 @@ def main() -> None:
     watch = threading.Thread(target=_end_with, args=(engine_pid, sock), daemon=True)
 
     def attach(session: Session) -> None:
-        logging.basicConfig(level=level, handlers=[ToEngine(session)])
+        logging.basicConfig(level=level, format="%(message)s", handlers=[ToEngine(session)])
         watch.start()
 
     try:

@@ -5,12 +5,13 @@ tagged MessagePack array after its length (4 bytes, little endian), over a Unix 
 bytes of chunks never travel here: both ends map the slab.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-VERSION = 4
+VERSION = 6
 _LENGTH_BYTES = 4
 MOST_BYTES = 1 << 28
 """A longer message is none of ours: its length is garbage."""
@@ -35,7 +36,7 @@ class TierSettings(msgspec.Struct, array_like=True, frozen=True):
 class Open(_Message):
     """Open the stores: the first message, and later in the place of those that are open.
 
-    ``Opened`` answers it, or ``Refused`` each time that a try has failed.
+    ``Opened`` answers it for each tier, and ``Refused`` each time that a try has failed.
     """
 
     version: int
@@ -49,14 +50,40 @@ class Open(_Message):
     lookup_timeout_s: float
     number: int = 0
     """From the sequence of the jobs' numbers; the same one again changes nothing."""
-    forgotten: list[str] = []
-    """Namespaces to remove: those that only this engine used, once the stores are open. If the
-    wanted namespace is one, it is removed first, so that nothing of it is found."""
+    forgotten: dict[str, list[str]] = {}
+    """Tier → namespaces to remove from it: those that only this engine used, once it is open. If
+    the wanted namespace is one, it is removed first, so that nothing of it is found."""
 
-    @property
-    def erases(self) -> bool:
-        """Whether the stores are to be empty when they are open."""
-        return self.namespace in self.forgotten
+    def erases(self, tier: str) -> bool:
+        """Whether a tier is to be empty when it is open."""
+        return self.namespace in self.forgotten.get(tier, ())
+
+    def renewed(
+        self,
+        number: int,
+        namespace: str,
+        facts: dict[str, str],
+        forgotten: Sequence[str],
+        of_tier: str = "",
+    ) -> "Open":
+        """Return what to open next; one tier alone has to remove what is forgotten, or all.
+
+        A tier that has not opened yet owes what it was to remove before as well. It has nothing of
+        the present namespace, unless that is the next one too.
+        """
+        owed: dict[str, list[str]] = {}
+        for tier in self.tiers:
+            before = self.forgotten.get(tier.name)
+            unused = self.namespace if before is not None and self.namespace != namespace else None
+            is_meant = of_tier in ("", tier.name)
+            more = (each for each in forgotten if is_meant and each != unused)
+            owed[tier.name] = list(dict.fromkeys([*(before or ()), *more]))
+        changed = {"namespace": namespace, "facts": facts, "forgotten": owed}
+        return replace(self, number=number, **changed)
+
+    def opened(self, tier: str) -> None:
+        """Take in that a tier has opened: opened again, it would remove new chunks."""
+        self.forgotten.pop(tier, None)
 
 
 class Load(_Message):
@@ -119,7 +146,10 @@ class TierOpened(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Opened(_Message):
-    """The stores are open. What earlier messages said of tiers holds no longer."""
+    """These stores are open. What earlier messages said of them holds no longer.
+
+    A first one names none: the server has begun to open them.
+    """
 
     number: int
     """Of the ``Open``: another one may have been sent meanwhile."""
@@ -129,7 +159,7 @@ class Opened(_Message):
 
 
 class Refused(_Message):
-    """The stores cannot be opened now: the parts of a ConfigError."""
+    """A store cannot be opened now: the parts of a ConfigError."""
 
     number: int
     field: str

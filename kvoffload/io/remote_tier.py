@@ -4,12 +4,22 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
+from typing import Any
 
 from kvoffload.backends.base import Removal, Usage
 from kvoffload.backends.changes import ChangedKeys
 from kvoffload.figures import TierFigures, Traffic
 from kvoffload.io.presence import PresenceCache
-from kvoffload.io.protocol import Answered, Figures, Load, Presence, Present, Store
+from kvoffload.io.protocol import (
+    Answered,
+    Figures,
+    Forgotten,
+    Load,
+    Presence,
+    Present,
+    Removed,
+    Store,
+)
 
 ANSWER_S = 2.0
 """How long an answer of ``contains`` is believed."""
@@ -138,6 +148,11 @@ class RemoteTier:
     # ---- on the client's thread ----
 
     @property
+    def is_open(self) -> bool:
+        """Whether the store has opened since the last :meth:`reset`."""
+        return self._is_open
+
+    @property
     def is_met(self) -> bool:
         """Whether the store has said a first word of what it has."""
         return self._cache is not None or self._is_met
@@ -172,10 +187,24 @@ class RemoteTier:
         """Take in that the store is closed, or cannot be opened now: it has nothing."""
         self.is_complete = True
 
-    def announced(self, message: Presence, is_current: Callable[[], bool]) -> None:
+    def take(self, message: Any) -> None:
+        """Take in what the server says of the open store."""
+        match message:
+            case Presence():
+                self.announced(message)
+            case Forgotten():
+                self.forgotten(message.keys)
+            case Present():
+                self.answered(message)
+            case Removed():
+                self.removed(message.removals)
+            case Figures():
+                self.told(message)
+
+    def announced(self, message: Presence) -> None:
         """Take in changes of the index, unless the tier is reset meanwhile."""
         keys, forgetting, changes = self._keys, self._forgetting, self._changes
-        if not is_current():
+        if not self._is_open:  # read after these sets: a reset replaces them
             return
         added = message.added
         if forgetting:

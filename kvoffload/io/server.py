@@ -6,20 +6,25 @@ and answers a job when nothing touches its slots any more.
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+from kvoffload.backends.blocking_pool import start_once
 from kvoffload.errors import ConfigError
 from kvoffload.io.chunk_jobs import ChunkJobs, same_length
+from kvoffload.io.cold_start import explain_cold_start
 from kvoffload.io.open_stores import (
     KEYS_PER_MESSAGE,
     OpenStore,
     close_stores,
+    closings,
     greet,
-    open_stores,
+    open_store,
     purge,
     text_of,
 )
@@ -56,7 +61,9 @@ END_S = 1.0
 """How long calls of stores may take to end, after their cancellation, before stores are closed."""
 CLOSE_S = 5.0
 TRY_AGAIN_S, LONGEST_S = 0.5, 30.0
-"""Time before stores that could not be opened are tried again; it doubles up to the second."""
+"""Time before a store that could not be opened is tried again; it doubles up to the second."""
+PATIENT_S = 5.0
+"""How long orders wait for their store that is being opened; one that hangs has misses then."""
 
 
 class Session:
@@ -74,8 +81,12 @@ class Session:
         self._out: list[bytes] = []
         self._wanted: Open | None = None
         """The last message of what to open."""
-        self._opening: asyncio.Task[None] | None = None
-        """Opens stores while messages are read."""
+        self._opening: set[asyncio.Task[Any]] = set()
+        """Opens stores, each by itself, while messages are read."""
+        self._tries: dict[str, asyncio.Event] = {}
+        """Tier → set once its first try to open has ended. Until then its orders wait."""
+        self._waiting: dict[int, asyncio.Task[Any]] = {}
+        """Job that waits for its store → what waits."""
         self._stores: dict[str, OpenStore] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._telling: set[asyncio.Task[Any]] = set()
@@ -89,7 +100,7 @@ class Session:
         try:
             while data := await reader.read(1 << 18):
                 for message in frames.feed(data):
-                    await self._take(message)
+                    self._take(message)
         except ConnectionError:
             pass
         finally:
@@ -106,12 +117,19 @@ class Session:
             self._writer.write(b"".join(self._out))
         self._out.clear()
 
-    async def _take(self, message: Any) -> None:
+    def _take(self, message: Any) -> None:
         match message:
             case Load() | Store():
-                answer = self._jobs.begin(message, self._stores.get(message.tier))
-                self._spawn(self._answer(answer))
+                tried = self._tries.get(message.tier)
+                if tried is None or tried.is_set():
+                    self._begin(message, self._stores.get(message.tier))
+                else:
+                    task = self._waiting[message.job] = self._spawn(_patiently(tried))
+                    # Called also if the task is cancelled before it begins.
+                    task.add_done_callback(partial(self._begin_late, message, tried))
             case Cancel():
+                if waiting := self._waiting.get(message.job):
+                    waiting.cancel()
                 self._jobs.cancel(message.job)
             case Ask():
                 self._spawn_telling(self._ask(message))
@@ -128,7 +146,19 @@ class Session:
                     remedy = f"the engine speaks version {message.version}: install one kvoffload"
                     self.send(Refused(message.number, "io", VERSION, remedy))
                 else:
-                    await self._replace(message)
+                    self._replace(message)
+
+    def _begin(self, order: Load | Store, store: OpenStore | None) -> None:
+        self._spawn(self._answer(self._jobs.begin(order, store)))
+
+    def _begin_late(
+        self, order: Load | Store, tried: asyncio.Event, waiting: "asyncio.Task[None]"
+    ) -> None:
+        """Begin a job once its store is open; without one, if it is late, refused or replaced."""
+        del self._waiting[order.job]
+        # Not on a store of a later namespace: its bytes mean something else there.
+        is_current = self._tries.get(order.tier) is tried and not waiting.cancelled()
+        self._begin(order, self._stores.get(order.tier) if is_current else None)
 
     async def _answer(self, answer: Coroutine[Any, Any, None]) -> None:
         """Answer a job; end the session if that fails, or the job's slots would never be free."""
@@ -141,68 +171,79 @@ class Session:
 
     # ---- stores ----
 
-    async def _replace(self, wanted: Open) -> None:
+    def _replace(self, wanted: Open) -> None:
         """Open stores in the place of those that are open; their calls end on them."""
-        if self._opening is not None:
-            self._opening.cancel()
-            await asyncio.wait([self._opening], timeout=CLOSE_S)
-        old, self._stores = list(self._stores.values()), {}
-        if wanted.erases:
+        self._end_waiting()
+        opening, old, self._stores = self._opening, list(self._stores.values()), {}
+        for task in opening:
+            task.cancel()
+        if any(wanted.erases(tier.name) for tier in wanted.tiers):
             self._jobs.cancel_all()  # or what they store would stay
-        closing = self._spawn(close_stores(old, CLOSE_S))
-        if wanted.erases:  # that may take long: until then jobs are answered, with misses
-            self._opening = self._spawn_telling(self._open_in_time(wanted, closing))
-        elif not await self._open(wanted, closing):  # orders that came with it wait
-            self._opening = self._spawn_telling(self._open_in_time(wanted, closing, TRY_AGAIN_S))
+        self.send(Opened(wanted.number, []))  # first: a constructor may block the loop
+        self._tries = {tier.name: asyncio.Event() for tier in wanted.tiers}
+        closing, places = self._spawn(_close(opening, old)), dict[str, int]()
+        works = [self._open_in_time(wanted, i, places, closing) for i in range(len(wanted.tiers))]
+        self._opening = set(map(self._spawn_telling, works))
+
+    def _end_waiting(self) -> None:
+        for task in self._waiting.values():
+            task.cancel()
 
     async def _open_in_time(
-        self, wanted: Open, closing: "asyncio.Task[None]", pause_s: float = 0.0
+        self, wanted: Open, i: int, places: dict[str, int], closing: "asyncio.Task[None]"
     ) -> None:
-        """Try to open stores until they are open."""
-        await asyncio.sleep(pause_s)
-        while not await self._open(wanted, closing):
-            pause_s = min(LONGEST_S, max(TRY_AGAIN_S, 2 * pause_s))
-            await asyncio.sleep(pause_s)
-
-    async def _open(self, wanted: Open, closing: "asyncio.Task[None]") -> bool:
-        """Open stores, and tell of them; return False if they cannot be opened now."""
-        if wanted.erases:
+        """Try to open a tier until it is open."""
+        name = wanted.tiers[i].name
+        tried = self._tries[name]
+        if wanted.erases(name):
+            tried.set()
             await asyncio.wait([closing])
-        try:
-            stores = await open_stores(wanted)
-        except ConfigError as error:
-            self.send(Refused(wanted.number, error.field, error.value, error.remedy))
-            return False
-        remains: list[str] = []
-        if wanted.erases:
+        pause_s = TRY_AGAIN_S
+        while True:
             try:
-                remains = await purge(stores, wanted.forgotten)
+                store = await open_store(wanted, i, places)
+                break
+            except ConfigError as error:
+                self.send(Refused(wanted.number, error.field, error.value, error.remedy))
+            tried.set()
+            await asyncio.sleep(pause_s)
+            pause_s = min(LONGEST_S, 2 * pause_s)
+        await self._take_up(wanted, store, closing)
+        tried.set()
+
+    async def _take_up(self, wanted: Open, store: OpenStore, closing: "asyncio.Task[None]") -> None:
+        """Let jobs use a store that has opened, and tell of it."""
+        remains: list[str] = []
+        forgotten = wanted.forgotten.get(store.name, [])
+        if wanted.erases(store.name):
+            try:
+                remains = await purge([store], forgotten)
             except BaseException:
-                await close_stores(stores, CLOSE_S)
+                await close_stores([store], CLOSE_S)
                 raise
-        elif wanted.forgotten:
-            self._spawn(self._retire(closing, stores, wanted.forgotten))
+        elif forgotten:
+            self._spawn(self._retire(closing, store, forgotten))
         if wanted is not self._wanted:  # it hung until newer stores were wanted
-            await close_stores(stores, CLOSE_S)
-            return True
-        self._stores = {store.name: store for store in stores}
-        told = [TierOpened(each.name, each.index is not None, each.is_shared) for each in stores]
-        self.send(Opened(wanted.number, told, remains))
-        for store in stores:
-            # The engine waits for a first word of each store.
-            if store.index is not None:
-                self.send(store.changes() or Presence(store.name, [], [], False))
-            self._tell_figures_of(store)
-            self._spawn_telling(greet(store, wanted.facts))
-        self._spawn_telling(self._tell_changes(self._stores))
-        return True
+            await close_stores([store], CLOSE_S)
+            return
+        self._stores[store.name] = store
+        told = TierOpened(store.name, store.index is not None, store.is_shared)
+        self.send(Opened(wanted.number, [told], remains))
+        # The engine waits for a first word of each store.
+        if store.index is not None:
+            self.send(store.changes() or Presence(store.name, [], [], False))
+        self._tell_figures_of(store)
+        self._spawn_telling(greet(store, wanted.facts))
+        if not wanted.number:  # a renewal begins without chunks, as it should
+            self._spawn_telling(explain_cold_start(store, wanted))
+        self._spawn_telling(self._tell_changes(store))
 
     async def _retire(
-        self, closing: "asyncio.Task[None]", heirs: list[OpenStore], forgotten: list[str]
+        self, closing: "asyncio.Task[None]", heir: OpenStore, forgotten: list[str]
     ) -> None:
         """Once the old stores are closed, remove what no engine will ask for any more."""
         await asyncio.wait([closing])
-        for text in await purge(heirs, forgotten):
+        for text in await purge([heir], forgotten):
             log.warning("what an old generation stored stays until it is evicted: %s", text)
 
     # ---- what stores have ----
@@ -239,13 +280,13 @@ class Session:
             part = slice(start, start + KEYS_PER_MESSAGE)
             self.send(Present(message.tier, message.keys[part], answers[part]))
 
-    async def _tell_changes(self, stores: dict[str, OpenStore]) -> None:
-        pause_s = LISTING_S  # stores have just opened: an engine may wait for what they have
-        while self._stores is stores:
-            is_listing = [self._tell_changes_of(store) for store in stores.values()]
+    async def _tell_changes(self, store: OpenStore) -> None:
+        pause_s = LISTING_S  # it has just opened: an engine may wait for what it has
+        while self._stores.get(store.name) is store:
+            is_listing = self._tell_changes_of(store)
             if self._writer is not None:
                 await self._writer.drain()
-            pause_s = LISTING_S if any(is_listing) else min(CHANGES_S, 2 * pause_s)
+            pause_s = LISTING_S if is_listing else min(CHANGES_S, 2 * pause_s)
             await asyncio.sleep(pause_s)
 
     async def _tell_figures(self) -> None:
@@ -274,11 +315,12 @@ class Session:
     # ---- the end ----
 
     async def _end(self) -> None:
+        self._end_waiting()
         self._jobs.cancel_all()
         for task in self._telling:
             task.cancel()
-        if self._opening is not None:  # it closes what it opened
-            await asyncio.wait([self._opening], timeout=CLOSE_S)
+        if self._opening:  # they close what they opened
+            await asyncio.wait(self._opening, timeout=CLOSE_S)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=END_S)
         await close_stores(list(self._stores.values()), CLOSE_S)
@@ -305,6 +347,18 @@ class Session:
             log.error("a task of the I/O server failed", exc_info=error)
 
 
+async def _patiently(tried: asyncio.Event) -> None:
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(tried.wait(), PATIENT_S)
+
+
+async def _close(opening: Collection["asyncio.Task[Any]"], stores: Sequence[OpenStore]) -> None:
+    """Close stores, after those that were being opened: these close what they opened."""
+    if opening:
+        await asyncio.wait(opening, timeout=CLOSE_S)
+    await close_stores(stores, CLOSE_S)
+
+
 def run_server(sock: socket.socket, memory: memoryview, attach: Callable[[Session], None]) -> None:
     """Serve an engine on this thread until the engine's end of the socket is closed.
 
@@ -328,5 +382,15 @@ def run_server(sock: socket.socket, memory: memoryview, attach: Callable[[Sessio
         loop.run_until_complete(serve())
     finally:
         sock.close()
-        executor.shutdown(wait=False, cancel_futures=True)
-        loop.close()
+        if closings(loop):  # they hang, and the engine waits for this thread
+            start_once(partial(_end_loop, loop, executor))
+        else:
+            _end_loop(loop, executor)
+
+
+def _end_loop(loop: asyncio.AbstractEventLoop, executor: ThreadPoolExecutor) -> None:
+    """End a loop once its stores are closed, or they would hold descriptors and locks for good."""
+    if left := closings(loop):
+        loop.run_until_complete(asyncio.wait(left))
+    executor.shutdown(wait=False, cancel_futures=True)
+    loop.close()

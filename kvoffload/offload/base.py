@@ -113,6 +113,10 @@ class Job:
     spec: CPULoadStoreSpec
     """The host slots of ``keys``."""
 
+    def failed(self, ok: Sequence[bool]) -> list[OffloadKey]:
+        """Return the chunks whose transfer failed."""
+        return [key for key, fine in zip(self.keys, ok, strict=True) if not fine]
+
     def unsettled_slots(self, ok: Sequence[bool]) -> list[int]:
         """Return the slots that stay out of use after an unsettled answer."""
         slots = self.spec.host_slots.tolist()
@@ -291,8 +295,14 @@ class OffloadingManager(ABC):
         """Return the write-through to begin now; answer each with :meth:`complete`."""
 
     @abstractmethod
-    def release_slots(self, host_slots: Iterable[int]) -> None:
-        """Take back slots of an unsettled transfer that nothing touches any more."""
+    def release_slots(self, host_slots: Iterable[int], job_id: int = 0) -> None:
+        """Take back slots of an unsettled transfer that nothing touches any more.
+
+        Args:
+            host_slots: the slots.
+            job_id: of the job that used them. Until then they count as its tier's, which gets no
+                more than its share of host memory.
+        """
 
     @abstractmethod
     def take_events(self) -> Iterable[OffloadingEvent]:

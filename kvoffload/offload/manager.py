@@ -85,7 +85,9 @@ class TieredOffloadingManager(OffloadingManager):
         self._hints = HintReader(self.counters, client_hints)
         self._admission = make_filter(store_threshold, host.num_slots)
         self._lookups = Lookups(host, self.counters, caching)
-        self.promises = Promises(host, self._tiers_of, self.figures, self.counters, load_timeout_s)
+        self.promises = Promises(
+            host, self._tiers_of, self.figures, self.counters, load_timeout_s, len(self.tiers)
+        )
         """Which loads are worth their time; connectors ask, and report how long loads take."""
         self._events = EventLog(self.counters)
         self._jobs = JobsInFlight(self.counters)
@@ -135,8 +137,8 @@ class TieredOffloadingManager(OffloadingManager):
         return self._lookups.has_room(keys)
 
     def is_fetching(self, keys: Iterable[OffloadKey]) -> bool:
-        """Whether a load brings one of these chunks to host memory."""
-        return bool(self._host.fetching) and any(map(self._host.fetching.__contains__, keys))
+        """Whether a load brings one of these chunks, or must end before a tier loads more."""
+        return self.promises.has_full(self.tiers) or any(key in self._host.fetching for key in keys)
 
     def explain(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
@@ -181,7 +183,7 @@ class TieredOffloadingManager(OffloadingManager):
         return slots, evicted
 
     def _load_ended(self, job: LoadJob, ok: Sequence[bool], settled: bool, reason: str) -> None:
-        self.promises.ended(job)
+        self.promises.ended(job, () if settled else job.failed(ok))
         staged = isinstance(job.spec, StagedLoadStoreSpec)
         # From tail to head, so that the tail of a prompt is the older and leaves first.
         if not staged and all(ok) and self._host.unpin_all(job.keys[::-1]):
@@ -279,7 +281,7 @@ class TieredOffloadingManager(OffloadingManager):
                 self._store_ended(job, ok, settled)
 
     def _transfer_ended(self, transfer: Transfer, ok: Sequence[bool], settled: bool) -> None:
-        tier = self._write_through.ended(transfer)
+        tier = self._write_through.ended(transfer, settled)
         if tier is None:
             self.unexpected(f"job {transfer.id}")
             return
@@ -292,16 +294,14 @@ class TieredOffloadingManager(OffloadingManager):
         self._write_through.begin()
         self._retirement.landed(transfer.keys)
 
-    def release_slots(self, host_slots: Iterable[int]) -> None:
+    def release_slots(self, host_slots: Iterable[int], job_id: int = 0) -> None:
         # From tail to head, as all chunks return to the order.
-        released: list[OffloadKey] = []
-        for slot in reversed(list(host_slots)):
-            chunks = self._host.release(slot)
-            if chunks is None:
-                self.counters["unexpected_release"] += 1
-            else:
-                released += chunks
-        self._retirement.landed(released)
+        released = [self._host.release(slot) for slot in reversed(list(host_slots))]
+        if unexpected := released.count(None):
+            self.counters["unexpected_release"] += unexpected
+        self.promises.released(job_id)
+        self._write_through.released(job_id)
+        self._retirement.landed([key for chunks in released for key in chunks or ()])
 
     # ---- the same by keys ----
 

@@ -2,15 +2,17 @@
 
 A load is declined if it would begin too late, or would take longer than computing its tokens. Both
 follow from measured times and from what the tier has yet to load. Unknown times decline nothing.
+A load waits while what the tier has yet to load fills too much of host memory.
 """
 
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kvoffload.messages import OffloadKey, StagedLoadStoreSpec
+from kvoffload.messages import Fetch, OffloadKey, StagedLoadStoreSpec
 from kvoffload.offload.base import LoadJob, ReqContext
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.stats import FORGET_PER_SAMPLE, MIN_SAMPLES, Stats
@@ -19,7 +21,7 @@ from kvoffload.offload.tiers import Tier, first_holder
 TOO_SLOW = "too_slow"
 """Loading takes longer than computing."""
 NOT_IN_TIME = "not_in_time"
-"""The first chunk would arrive after ``load_timeout_s``."""
+"""The first chunk would arrive after ``load_timeout_s``, or late reads keep too much memory."""
 _COUNTERS = {TOO_SLOW: "load_declined", NOT_IN_TIME: "load_not_in_time"}
 LEAST_S = 0.1
 """A load that takes no longer than this is worth it, however fast the engine computes."""
@@ -64,6 +66,15 @@ class LoadTimes:
         return mean_s + min(max(slope, 0.0), per_byte) * (num_bytes - mean_bytes)
 
 
+class _Part(NamedTuple):
+    """What a job loads from one tier."""
+
+    num_bytes: int
+    expected_s: float
+    kept_bytes: int
+    """Host memory that it keeps: less, where chunks take turns."""
+
+
 @dataclass
 class _TierLoads:
     """The loads of one tier."""
@@ -79,6 +90,12 @@ class _TierLoads:
     """Requests declined since a load last began."""
     is_probing: bool = False
     """Whether the last load began to show if the tier has become faster."""
+    answered_s: float = -math.inf
+    """When a load last brought something."""
+    flying_bytes: int = 0
+    """Host memory that loads in flight keep."""
+    late_bytes: int = 0
+    """Host memory that answered loads keep, because a late read may still write to it."""
 
     def wait_s(self, now_s: float) -> float:
         """Return how long a further load waits for those in flight."""
@@ -94,6 +111,16 @@ class _TierLoads:
         return now_s >= self.ended_s + PROBE_S
 
 
+class _FullTier(Tier):
+    """A tier that has enough to load: what it has, it may have later."""
+
+    def holds(self, key: OffloadKey) -> bool | None:
+        return False if super().holds(key) is False else None
+
+    def num_leading(self, keys: Sequence[OffloadKey]) -> int:
+        return 0
+
+
 class Promises:
     """Measures the loads from all tiers, and declines tiers for requests.
 
@@ -105,6 +132,8 @@ class Promises:
         figures: tell the rate at which the engine computes prompts.
         counters: of the manager.
         load_timeout_s: how long a load may wait for its first chunk.
+        num_tiers: a tier's loads may keep an equal share of half of host memory; half, while it
+            answers. The one load that goes beyond begins.
         clock: seconds, monotonic.
     """
 
@@ -115,6 +144,7 @@ class Promises:
         figures: Stats,
         counters: Counter[str],
         load_timeout_s: float,
+        num_tiers: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host = host
@@ -124,8 +154,12 @@ class Promises:
         self._load_timeout_s = load_timeout_s
         self._clock = clock
         self._loads: dict[str, _TierLoads] = {}
-        self._in_flight: dict[int, dict[str, tuple[int, float]]] = {}
-        """Job → bytes that it loads from each tier, and the seconds expected for them."""
+        self._in_flight: dict[int, dict[str, _Part]] = {}
+        """Job → what it loads from each tier."""
+        self._half = host.capacity_bytes // 2
+        self._share = self._half // max(1, num_tiers)
+        self._late: dict[int, Counter[str]] = {}
+        """Answered job → bytes of host memory that each tier may still write to for it."""
         self._declined: dict[str, dict[str, str]] = {}
         """Request → reason for each of its declined tiers."""
 
@@ -141,7 +175,10 @@ class Promises:
             loads = self._loads.setdefault(fetch.tier, _TierLoads())
             num_bytes = self._host.bytes_of_all(fetch.keys)
             seconds = loads.times.seconds(num_bytes) or 0.0
-            parts[fetch.tier] = num_bytes, seconds
+            takes_turns = bool(self._host.turns)
+            kept_bytes = self._kept(job.spec, fetch, {*fetch.keys}) if takes_turns else num_bytes
+            parts[fetch.tier] = _Part(num_bytes, seconds, kept_bytes)
+            loads.flying_bytes += kept_bytes
             loads.is_probing = loads.is_to_probe(now_s)
             loads.free_s = max(now_s, loads.free_s) + seconds
             loads.queue_s += seconds
@@ -154,23 +191,50 @@ class Promises:
         One that brought nothing tells nothing, nor does one that ended at its deadline.
         """
         now_s, arrived = self._clock(), sum(ok) / max(1, len(ok))
-        for name, (num_bytes, expected_s) in self._in_flight.get(job_id, {}).items():
+        for name, (num_bytes, expected_s, _) in self._in_flight.get(job_id, {}).items():
             loads = self._loads[name]
             # Loads that run at the same time share the tier: a second counts for one of them.
             busy_s = min(seconds, now_s - loads.ended_s)
-            if seconds > 0 and arrived and reason != "deadline":
+            loads.ended_s = now_s
+            if not arrived or reason == "deadline":
+                continue
+            loads.answered_s = now_s
+            if seconds > 0:
                 if loads.is_probing and 2 * busy_s < expected_s:
                     loads.times = LoadTimes()
                 loads.times.add(num_bytes * arrived, busy_s)
-            loads.ended_s = now_s
 
-    def ended(self, job: LoadJob) -> None:
-        """Note that a load has ended."""
-        for name, (_, expected_s) in self._in_flight.pop(job.id, {}).items():
+    def ended(self, job: LoadJob, late: Collection[OffloadKey] = ()) -> None:
+        """Note that a load has ended, though late reads may still write to these chunks' slots."""
+        for name, (_, expected_s, kept_bytes) in self._in_flight.pop(job.id, {}).items():
             loads = self._loads[name]
             loads.in_flight -= 1
+            loads.flying_bytes -= kept_bytes
             loads.queue_s -= expected_s
             loads.free_s = min(loads.free_s, self._clock() + loads.queue_s)
+
+        if late and isinstance(job.spec, StagedLoadStoreSpec):
+            self._note_late(job.id, job.spec, frozenset(late))
+
+    def _note_late(
+        self, job_id: int, spec: StagedLoadStoreSpec, late: Collection[OffloadKey]
+    ) -> None:
+        of_job = self._late.setdefault(job_id, Counter())
+        for fetch in spec.fetches:
+            num_bytes = self._kept(spec, fetch, late)
+            of_job[fetch.tier] += num_bytes
+            self._loads[fetch.tier].late_bytes += num_bytes
+
+    def _kept(self, spec: StagedLoadStoreSpec, fetch: Fetch, chunks: Collection[OffloadKey]) -> int:
+        """Return the bytes of the slots of these chunks, which may take turns in them."""
+        slots, named = spec.host_slots.tolist(), zip(fetch.positions, fetch.keys, strict=True)
+        in_slot = {slots[i]: key for i, key in named if key in chunks}
+        return self._host.bytes_of_all(list(in_slot.values()))
+
+    def released(self, job_id: int) -> None:
+        """Note that nothing writes to the slots of an answered load any more."""
+        for name, num_bytes in self._late.pop(job_id, {}).items():
+            self._loads[name].late_bytes -= num_bytes
 
     # ---- decisions ----
 
@@ -216,7 +280,11 @@ class Promises:
     def _reason(self, tier: Tier, num_bytes: int, num_tokens: float) -> str:
         """Return why a load from a tier is declined; "" if it is promised."""
         loads, now_s = self._loads.get(tier.name), self._clock()
-        if loads is None or loads.is_to_probe(now_s):
+        if loads is None:
+            return ""
+        if loads.late_bytes >= self._share:
+            return NOT_IN_TIME  # no probe either: it would keep its slots as well
+        if loads.is_to_probe(now_s):
             return ""
         wait_s = loads.wait_s(now_s)
         if wait_s > self._load_timeout_s:
@@ -227,9 +295,31 @@ class Promises:
         return TOO_SLOW if wait_s + load_s > max(LEAST_S, num_tokens / tokens_per_s) else ""
 
     def allowed(self, tiers: tuple[Tier, ...], req_id: str) -> tuple[Tier, ...]:
-        """Return those of these tiers that are not declined for a request."""
-        declined = self._declined.get(req_id) if self._declined else None
-        return tuple(tier for tier in tiers if tier.name not in declined) if declined else tiers
+        """Return those of these tiers that are not declined for a request; ask full ones again."""
+        if declined := self._declined.get(req_id) if self._declined else None:
+            tiers = tuple(tier for tier in tiers if tier.name not in declined)
+        if self.has_full(tiers):
+            return tuple(_FullTier(t.name, t.presence) if self._is_full(t) else t for t in tiers)
+        return tiers
+
+    def has_full(self, tiers: Iterable[Tier]) -> bool:
+        """Whether one of these tiers loads nothing more until loads in flight have ended."""
+        return any(map(self._is_full, tiers))
+
+    def _is_full(self, tier: Tier) -> bool:
+        """Whether a tier's loads, in flight and late, keep as much memory as they may.
+
+        Until a tier answers, as after an idle time, it could be one that hangs.
+        """
+        loads, host = self._loads.get(tier.name), self._host
+        if loads is None or not loads.flying_bytes or loads.late_bytes >= self._share:
+            return False  # it is declined, if late loads alone are too many
+        if host.busy_slots == host.num_slots:
+            return False  # nothing has room, from whichever tier
+        kept_bytes = loads.flying_bytes + loads.late_bytes
+        if self._clock() <= loads.answered_s + self._load_timeout_s:
+            return kept_bytes > self._half
+        return kept_bytes >= self._share
 
     def declined(self, tiers: tuple[Tier, ...], req_id: str) -> dict[Tier, str]:
         """Return those of these tiers that are declined for a request, with the reasons."""

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from operator import is_not
 from typing import Protocol, runtime_checkable
 
@@ -147,14 +147,21 @@ class WriteThrough:
         self._lanes: dict[str, _Lane] = {}
         self._begun: list[Transfer] = []
         self._job_ids = job_ids
-        # Job → its lane, though that tier may have been replaced.
-        self._in_flight: dict[int, _Lane] = {}
+        # Job → its tier, which may have been replaced, and its bytes.
+        self._in_flight: dict[int, tuple[Tier, int]] = {}
+        # The same of answered jobs for which a tier may still read.
+        self._late: dict[int, tuple[Tier, int]] = {}
 
     def use(self, tiers: Sequence[Tier]) -> None:
-        """Write to these tiers from now on; transfers in flight to old tiers end as usual."""
+        """Write to these tiers from now on; transfers in flight to old tiers end as usual.
+
+        Until then they count for the new tier of that name: a store that hangs has no share again.
+        """
         slots = self._limit_bytes // self._host.slot_bytes
         share = -(-slots // max(1, len(tiers))) * self._host.slot_bytes
         self._lanes = {tier.name: _Lane(tier, share) for tier in tiers}
+        for tier, num_bytes in chain(self._in_flight.values(), self._late.values()):
+            self._count(tier.name, num_bytes)
 
     def offer(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
         """Queue ready chunks for a tier, except those that it has."""
@@ -189,7 +196,7 @@ class WriteThrough:
 
     def _begin(self, lane: _Lane) -> None:
         host, waiting = self._host, lane.waiting
-        limit = self._limit_of(lane)
+        limit, before = self._limit_of(lane), lane.pinned_bytes
         batch: list[OffloadKey] = []
         gone: list[OffloadKey] = []
         for key in waiting:
@@ -213,7 +220,7 @@ class WriteThrough:
             target = BackendLoadStoreSpec(name, batch)
             source.job_id = next(self._job_ids)
             transfer = Transfer(source.job_id, tuple(batch), source, target, name)
-            self._in_flight[transfer.id] = lane
+            self._in_flight[transfer.id] = lane.tier, lane.pinned_bytes - before
             self._begun.append(transfer)
 
     def _drop(self, lane: _Lane, keys: Sequence[OffloadKey]) -> None:
@@ -231,13 +238,31 @@ class WriteThrough:
         taken, self._begun = self._begun, []
         return taken
 
-    def ended(self, transfer: Transfer) -> Tier | None:
-        """End an answered transfer; return its tier, or None if it was answered before."""
-        lane = self._in_flight.pop(transfer.id, None)
-        if lane is None:
+    def ended(self, transfer: Transfer, settled: bool = True) -> Tier | None:
+        """End an answered transfer; return its tier, or None if it was answered before.
+
+        Unsettled, its bytes count until :meth:`released`: a tier that hangs has its share alone.
+        """
+        begun = self._in_flight.pop(transfer.id, None)
+        if begun is None:
             return None
-        lane.pinned_bytes -= sum(map(self._host.bytes_of, transfer.keys))
-        return lane.tier
+        tier, num_bytes = begun
+        if settled:
+            self._count(tier.name, -num_bytes)
+        else:
+            self._late[transfer.id] = begun
+        return tier
+
+    def released(self, job_id: int) -> None:
+        """Take in that nothing reads for an unsettled transfer any more."""
+        if job_id in self._late:
+            tier, num_bytes = self._late.pop(job_id)
+            self._count(tier.name, -num_bytes)
+            self.begin()
+
+    def _count(self, name: str, num_bytes: int) -> None:
+        if name in self._lanes:
+            self._lanes[name].pinned_bytes += num_bytes
 
     def forget_waiting(self) -> None:
         """Drop all waiting chunks uncounted."""
@@ -250,5 +275,5 @@ class WriteThrough:
 
     def in_flight(self, name: str) -> tuple[int, int]:
         """Return the bytes in flight to a tier, and the chunks that wait."""
-        lane = self._lanes[name]
-        return lane.pinned_bytes, len(lane.waiting)
+        lane = self._lanes.get(name)  # none: another thread asks during a reset
+        return (lane.pinned_bytes, len(lane.waiting)) if lane else (0, 0)

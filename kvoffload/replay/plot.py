@@ -16,7 +16,8 @@ def check(path: Path) -> None:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
     if find_spec("matplotlib") is None:
-        raise ConfigError("plot", str(path), "needs matplotlib: pip install 'kvoffload[plots]'")
+        remedy = "needs its extra: pip install '/path/to/kvoffload[plots]'"
+        raise ConfigError("plot", str(path), remedy)
     try:
         existed = path.exists()
         path.open("ab").close()  # asks the file system itself, and leaves a picture as it was

@@ -1,15 +1,16 @@
 """Run requests through policies and count hits: the model of a store, without the store.
 
 A request looks up its blocks from the head; an engine can use the *contiguous prefix* it finds.
-Then all its blocks are used, tail first, and missing blocks are stored in place of victims.
+Then the policy is told what the manager of host memory tells it, in the same order. All blocks are
+touched, tail first, and the prefix is pinned and unpinned. Missing blocks are stored in place of
+victims that are not of the request. At last the request's blocks are put in order, tail first.
 """
 
 import heapq
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, takewhile
-from typing import TypeVar
 
 from kvoffload.policies.base import Policy
 from kvoffload.replay.requests import Keys, Requests
@@ -21,7 +22,6 @@ Weights = Mapping[bytes, float]
 WHOLE: Weights = {}
 
 _REPORT_EVERY = 256
-_T = TypeVar("_T")
 
 
 @dataclass
@@ -32,21 +32,19 @@ class Hits:
     prefix: float = 0
     """Blocks found in a contiguous prefix of their request: what an engine would load."""
     blocks: float = 0
-    """Blocks found anywhere."""
+    """Blocks found anywhere, those of the prefix among them."""
 
-    def count(
-        self, request: Keys, prefix: int, hits_backwards: Sequence[bool], weights: Weights
-    ) -> None:
-        """Add one request."""
+    def count(self, request: Keys, prefix: int, hits: Sequence[bool], weights: Weights) -> None:
+        """Add one request, with what its lookup found."""
         if weights:
             each = [weights[key] for key in request]
             self.accesses += sum(each)
             self.prefix += sum(each[:prefix])
-            self.blocks += sum(compress(reversed(each), hits_backwards))
+            self.blocks += sum(compress(each, hits))
         else:
             self.accesses += len(request)
             self.prefix += prefix
-            self.blocks += sum(hits_backwards)
+            self.blocks += sum(hits)
 
     @property
     def prefix_rate(self) -> float:
@@ -84,8 +82,42 @@ def _reported(requests: Sequence[Keys], progress: Progress | None) -> Iterator[K
             since = 0
 
 
-def _prefix(request: Iterable[_T], held: Collection[_T]) -> int:
-    return sum(takewhile(bool, map(held.__contains__, request)))
+class _Store:
+    """The blocks of a level, ordered by its policy as the manager does it."""
+
+    def __init__(self, level: Level) -> None:
+        self.held: set[bytes] = set()
+        self._policy = level.policy
+        self._capacity = level.capacity
+
+    def serve(self, keys: Sequence[bytes], loaded: Sequence[bytes]) -> None:
+        """Use blocks of a request, of which some are loaded from here; store those that are new."""
+        policy, held = self._policy, self.held
+        # A request that names a block twice has it once.
+        keys, loaded = list(dict.fromkeys(keys)), list(dict.fromkeys(loaded))
+        backwards = keys[::-1]
+        policy.touch(backwards)
+        policy.remove(loaded)  # pinned while they are copied
+        policy.add(loaded[::-1])
+        new = [key for key in keys if key not in held]
+        self._make_room(len(new), frozenset(keys if len(new) < len(keys) else ()))
+        stored = new[: self._capacity - len(held)]
+        policy.add(stored[::-1])
+        held.update(stored)
+        ended = [key for key in backwards if key in held]
+        policy.remove(ended)
+        policy.add(ended)
+
+    def _make_room(self, count: int, kept: frozenset[bytes]) -> None:
+        """Evict until there is room for so many blocks, or only kept ones are left."""
+        policy, held = self._policy, self.held
+        short, spared = len(held) + count - self._capacity, list[bytes]()
+        while short > 0 and (victims := policy.victims(short)):
+            gone = [key for key in victims if key not in kept]
+            spared += [key for key in victims if key in kept]
+            held.difference_update(gone)
+            short -= len(gone)
+        policy.add(spared)
 
 
 def replay(
@@ -96,27 +128,7 @@ def replay(
     weights: Weights = WHOLE,
 ) -> Hits:
     """Use one store of ``capacity`` blocks; the policy must be new."""
-    found = Hits()
-    held: set[bytes] = set()
-    for request in _reported(requests, progress):
-        prefix = _prefix(request, held)
-        hits: list[bool] = []
-        used: list[bytes] = []
-        for key in reversed(request):
-            used.append(key)
-            hit = key in held
-            hits.append(hit)
-            if hit:
-                continue
-            policy.touch(used)
-            used = []
-            if len(held) >= capacity:
-                held.difference_update(policy.victims(1))
-            policy.add((key,))
-            held.add(key)
-        policy.touch(used)
-        found.count(request, prefix, hits, weights)
-    return found
+    return replay_levels(requests, [Level("", capacity, policy)], progress, weights)
 
 
 def replay_levels(
@@ -131,35 +143,31 @@ def replay_levels(
     below. What is read from below is put into every level above. ``levels`` receive their counts.
     """
     found = Hits()
-    held: list[set[bytes]] = [set() for _ in levels]
-
-    def put(at: int, key: bytes) -> None:
-        level = levels[at]
-        if key not in held[at]:
-            if len(held[at]) >= level.capacity:
-                held[at].difference_update(level.policy.victims(1))
-            level.policy.add((key,))
-            held[at].add(key)
-
+    stores = [_Store(level) for level in levels]
+    missing = len(stores)
     for request in _reported(requests, progress):
-        sources = [
-            next((at for at, there in enumerate(held) if key in there), None) for key in request
-        ]
-        prefix = 0
-        for key, source in zip(request, sources, strict=True):
-            if source is None:
-                break
-            levels[source].prefix += weights.get(key, 1)
-            prefix += 1
-        sources.reverse()
-        for key, source in zip(reversed(request), sources, strict=True):
-            deepest = len(levels) - 1 if source is None else source
-            for level in levels[: deepest + 1]:
-                level.policy.touch((key,))
-            for at in range(deepest + 1):
-                put(at, key)
-        found.count(request, prefix, [source is not None for source in sources], weights)
+        sources = [_source(key, stores) for key in request]
+        prefix = _leading(source < missing for source in sources)
+        found.count(request, prefix, [source < missing for source in sources], weights)
+        for at, (level, store) in enumerate(zip(levels, stores, strict=True)):
+            asked = [key for key, source in zip(request, sources, strict=True) if source >= at]
+            heads = zip(request[:prefix], sources, strict=False)
+            loaded = [key for key, source in heads if source == at]
+            level.prefix += sum(weights.get(key, 1) for key in loaded) if weights else len(loaded)
+            store.serve(asked, loaded)
     return found
+
+
+def _source(key: bytes, stores: Sequence[_Store]) -> int:
+    """Return the number of the first store that holds a block; that of no store if none does."""
+    for at, store in enumerate(stores):
+        if key in store.held:
+            return at
+    return len(stores)
+
+
+def _leading(found: Iterable[bool]) -> int:
+    return sum(takewhile(bool, found))
 
 
 def infinite(requests: Sequence[Keys], weights: Weights = WHOLE) -> Hits:
@@ -167,8 +175,8 @@ def infinite(requests: Sequence[Keys], weights: Weights = WHOLE) -> Hits:
     found = Hits()
     held: set[bytes] = set()
     for request in requests:
-        hits = [key in held for key in reversed(request)]
-        found.count(request, _prefix(request, held), hits, weights)
+        hits = [key in held for key in request]
+        found.count(request, _leading(hits), hits, weights)
         held.update(request)
     return found
 
@@ -191,27 +199,27 @@ def belady(
     found = Hits()
     at = 0
     for request, blocks in zip(_reported(requests, progress), requests.blocks(), strict=True):
-        prefix = _prefix(blocks, held)
-        hits: list[bool] = []
-        for block in reversed(blocks):
-            due = next_use[at]
-            at += 1
-            hits.append(block in held)
-            if hits[-1]:
-                pass
-            elif due == never:
+        hits = [block in held for block in blocks]
+        found.count(request, _leading(hits), hits, weights)
+        dues = dict(zip(reversed(blocks), next_use[at : at + len(blocks)], strict=True))
+        at += len(blocks)
+        for block in [block for block in dues if block in held]:
+            if dues[block] == never:
+                del held[block]  # its last use was this one
+            else:
+                held[block] = dues[block]
+                farthest.add(block, dues[block])
+            del dues[block]
+        for block, due in dues.items():
+            if due == never:
                 continue
-            elif len(held) >= capacity:
+            if len(held) >= capacity:
                 victim = farthest.find()
                 if held[victim] <= due:
                     continue
                 del held[victim]
-            if due == never:
-                del held[block]  # its last use was this one
-                continue
             held[block] = due
             farthest.add(block, due)
-        found.count(request, prefix, hits, weights)
     return found
 
 

@@ -347,6 +347,25 @@ class PersistentBackendSuite(BackendSuite):
         assert await one.read([key], into) == [True]
 
     @on_a_loop
+    async def test_a_new_namespace_learns_of_the_others_and_a_used_one_of_itself(self) -> None:
+        """Where a store describes its namespaces, a cold start can be explained by their facts."""
+        one, two, keys = await self.opened("one"), await self.opened("two"), keys_of(5)
+        if not isinstance(one, Observable) or not isinstance(two, Observable):
+            pytest.skip("describes no namespaces")
+        if getattr(type(one), "described", None) is Observable.described:
+            pytest.skip("describes no namespaces")
+        await one.describe({"model": "m"})
+        await one.write(keys, filled(keys))
+        found = {each.namespace: each for each in await two.described()}
+        assert found["one"].facts == {"model": "m"}
+        assert found["one"].chunks > 0
+        assert "two" not in found or not found["two"].chunks
+        own = {each.namespace: each.chunks for each in await one.described()}
+        assert own["one"] > 0
+        await one.close()
+        assert not list(await one.described())
+
+    @on_a_loop
     async def test_two_backends_share_one_storage(self) -> None:
         one, two, keys = await self.opened(), await self.opened(), keys_of(4)
         await one.write(keys, filled(keys))

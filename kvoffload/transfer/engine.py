@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.figures import Traffic, WorkerFigures
+from kvoffload.identity import short
 from kvoffload.io.client import IOClient
 from kvoffload.messages import (
     BackendLoadStoreSpec,
@@ -213,6 +214,7 @@ class TransferEngine(OffloadingHandler):
             figures.tiers = {name: tier.figures for name, tier in self._io.tiers.items()}
             figures.io_restarts = self._io.counters["died"]
             figures.loop_delays = self._io.loop_delays
+            figures.namespaces = [short(self._io.opening.namespace)]
         return figures
 
     def get_settled(self) -> list[int]:

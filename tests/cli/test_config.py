@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 import traceback
 from functools import partial
 
@@ -74,6 +75,28 @@ def test_a_right_file_is_right(kvoffload, tmp_path, ending):
 )
 def test_a_wrong_setting_is_named_with_its_remedy_and_exit_code_2(kvoffload, settings, message):
     code, out, err = kvoffload("check", json.dumps(settings))
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+REDIS = {"type": "redis", "url": "redis://h", "secret_file": "/secret"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "module", "message"),
+    [
+        ({"metrics_port": 9401}, "prometheus_client", "metrics_port = 9401: needs its extra"),
+        ({"otel_spans": True}, "opentelemetry", "otel_spans = True: needs its extra"),
+        ({"backends": [REDIS]}, "blake3", "backends[0].secret_file = '/secret': needs its extra"),
+    ],
+)
+def test_an_extra_that_is_missing_is_named_as_at_the_start(
+    kvoffload, monkeypatch, settings, module, message
+):
+    for name in [name for name in sys.modules if name.startswith(module)]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, module, None)
+    code, out, err = kvoffload("check", json.dumps(GOOD | settings))
     assert (code, out) == (2, "")
     assert message in err
 
@@ -159,12 +182,42 @@ def test_what_is_no_tier_is_told_without_its_value(backends):
     assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
 
-@pytest.mark.parametrize("name", ["pasword", "Password", "passwrd", "redis_password", "api_key"])
-def test_a_misspelt_password_is_not_repeated(name):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pasword",
+        "Password",
+        "passwort",
+        "redis_password",
+        "api_key",
+        "AUTH_PASS",
+        "pw",
+        "credentials",
+    ],
+)
+def test_a_misspelt_password_is_not_repeated(name, kvoffload):
     options = {"url": "redis://h", name: "hunter2"}
+    for kind in ("redis", "no such plug-in"):
+        settings = {"cpu_bytes": 1, "backends": [{"type": kind, **options}]}
+        for command, result in (("check", 2), ("show", 0)):
+            code, out, err = kvoffload(command, json.dumps(settings))
+            assert code == result
+            assert "hunter2" not in out + err
     with pytest.raises(ConfigError, match=rf"{name} = '\*\*\*': unknown key") as caught:
         read_options("redis", options, "backends[0].")
     assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("name", ["password_env", "sentinel_password_env"])
+def test_a_password_in_place_of_its_variables_name_is_not_repeated(name, kvoffload):
+    options = {"type": "redis", "url": "redis://127.0.0.1:1"}
+    settings = {"cpu_bytes": 1, "backends": [{**options, name: "hunter2"}]}
+    _, out, err = kvoffload("check", json.dumps(settings), "--probe")
+    assert f"{name}" in out
+    assert "environment variable is not set" in out
+    assert "hunter2" not in out + err + kvoffload("show", json.dumps(settings))[1]
+    settings["backends"][0][name] = "REDIS_PASSWORD_2"
+    assert "REDIS_PASSWORD_2" in kvoffload("show", json.dumps(settings))[1]
 
 
 def test_the_whole_transfer_config_of_vllm_is_checked_too(kvoffload):
@@ -198,6 +251,8 @@ def test_a_probe_examines_each_tier(kvoffload, tmp_path):
     code, out, _ = kvoffload("check", json.dumps(wrong), "--probe")
     assert code == 1
     assert "backends[1] redis: " in out
+    last = "no setting is wrong, but a tier failed: backends[1] redis"
+    assert out.splitlines()[-1] == last
     absent = {"cpu_bytes": 1, "backends": [disk | {"root": str(tmp_path / "absent")}, disk]}
     code, out, _ = kvoffload("check", json.dumps(absent), "--probe", "--json")
     assert code == 1
@@ -285,6 +340,72 @@ def test_a_list_in_the_environment_is_json(tmp_path):
         read_file("nothing")
 
 
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o644, False), (0o664, True)])
+def test_a_settings_file_that_others_may_change_is_warned_about(tmp_path, caplog, mode, warned):
+    path = tmp_path / "settings.json"
+    path.write_text("{}")
+    path.chmod(mode)
+    read_file(str(path))
+    assert (f"chmod go-w {path}" in caplog.text) is warned
+
+
+def test_a_settings_file_of_another_user_is_warned_about(tmp_path, caplog):
+    if os.geteuid():
+        pytest.skip("needs root to give a file to another user")
+    path = tmp_path / "settings.json"
+    path.write_text("{}")
+    os.chown(path, 12345, 12345)
+    read_file(str(path))
+    assert "belongs to user 12345" in caplog.text
+
+
+OF_SGLANG = {
+    "backend_name": "kvoffload", "module_path": "kvoffload.connectors.sglang",
+    "class_name": "KVOffloadHiCache", "interface_v1": 1, "prefetch_threshold": 64,
+}  # fmt: skip
+ON_DISK = {"backends": [{"type": "disk", "root": "/kv", "capacity": "1TiB"}]}
+
+
+def test_the_extra_config_of_sglang_is_checked_as_its_engine_does(kvoffload, tmp_path):
+    check = partial(kvoffload, "check", "--engine", "sglang")
+    code, out, _ = check(json.dumps({**OF_SGLANG, **ON_DISK}))
+    assert (code, out) == (0, "the settings are right; host memory: 256.0 MiB, tiers: disk\n")
+    file = tmp_path / "extra.json"
+    file.write_text(json.dumps({**OF_SGLANG, **ON_DISK, "staging_bytes": "1GiB"}))
+    assert "host memory: 1.0 GiB" in check(f"@{file}")[1]
+    for wrong, says in (
+        ({"cpu_bytes": "8GiB"}, "--hicache-size"),
+        ({"prefetch_treshold": 64}, "unknown key"),
+        ({"backends": []}, "name a tier"),
+        ({"backends": [{"type": "disk", "root": "/kv", "capacty": 1}]}, "did you mean 'capacity'?"),
+    ):
+        code, _, errors = check(json.dumps({**OF_SGLANG, **ON_DISK, **wrong}))
+        assert (code, says in errors) == (2, True)
+    code, _, errors = check(json.dumps(OF_SGLANG), KVOFFLOAD_SETTING_POLICY="lru")
+    assert (code, "from the environment" in errors) == (2, True)
+
+
+def test_what_sglang_needs_to_find_the_storage_is_warned_of(kvoffload):
+    code, out, _ = kvoffload("check", "--engine", "sglang", json.dumps(ON_DISK), "--json")
+    assert code == 0
+    warnings = " ".join(json.loads(out)["warnings"])
+    wanted = ("backend_name", "module_path", "class_name", "interface_v1")
+    assert all(name in warnings for name in wanted)
+
+
+def test_settings_of_sglang_in_the_environment_are_shown_with_their_source(kvoffload):
+    tiers = json.dumps(ON_DISK["backends"])
+    code, out, _ = kvoffload(
+        "show", "--engine", "sglang", "--json", KVOFFLOAD_SETTING_BACKENDS=tiers
+    )
+    assert code == 0
+    shown = json.loads(out)
+    assert shown["backends"]["source"] == "environment"
+    assert shown["io"] == {"value": "process", "source": "default"}
+    assert not {"cpu_bytes", "policy", "record"} & shown.keys()
+    assert kvoffload("check", "--engine", "sglang")[1].startswith("the settings are right")
+
+
 # ---- show and schema ----
 
 
@@ -316,3 +437,13 @@ def test_the_schema_is_printed(kvoffload):
     code, out, _ = kvoffload("schema", "--engine", "local")
     assert code == 0
     assert "canary" not in json.loads(out)["$defs"]["OffloadConfig"]["properties"]
+
+
+def test_the_schema_of_sglang_takes_its_whole_extra_config(kvoffload):
+    code, out, _ = kvoffload("schema", "--engine", "sglang")
+    assert code == 0
+    check = fastjsonschema.compile(json.loads(out), use_default=False)
+    check({**OF_SGLANG, **ON_DISK, "metrics_port": 9401})
+    for wrong in ({"cpu_bytes": 1}, {"prefetch_treshold": 64}):
+        with pytest.raises(fastjsonschema.JsonSchemaValueException):
+            check({**OF_SGLANG, **ON_DISK, **wrong})

@@ -8,7 +8,7 @@ from disk_commands import files_of, kvoffload, on_terminal, process, two_namespa
 
 from kvoffload.cli.main import COMMANDS
 
-CONFIG = ("check", "show", "schema")
+GROUPS = {"config": ("check", "show", "schema"), "cache": ("list", "lookup", "clear")}
 
 
 @pytest.fixture
@@ -26,7 +26,8 @@ def damaged(root):
 
 @pytest.mark.parametrize(
     "words",
-    [(name,) for name in COMMANDS if name != "config"] + [("config", each) for each in CONFIG],
+    [(name,) for name in COMMANDS if name not in GROUPS]
+    + [(name, each) for name, inner in GROUPS.items() for each in inner],
 )
 def test_every_command_takes_both(words):
     shown = kvoffload(*words, "--help").stdout

@@ -1,9 +1,10 @@
 """What ``inspect``, ``verify`` and ``gc`` say: exactly, in whole lines, and to the right user."""
 
 import contextlib
-import json
+import io
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,9 @@ from disk_commands import (
     process,
     two_namespaces,
 )
+from rich.console import Console
 
+from kvoffload.cli.output import print_numbers
 from kvoffload.testing.backends import filled, keys_of
 
 
@@ -100,7 +103,7 @@ async def test_inspect_sorts_a_table_and_shows_all_facts_on_request(tmp_path, wo
     text = kvoffload("inspect", str(tmp_path), *words).stdout
     rows = table(text)
     assert [row[0] for row in rows] == names
-    assert ["small", "org/m[7b]", "fp8", "2", "64.0 KiB", "2.0 h ago"] in rows
+    assert ["small", "m[7b]", "fp8", "2", "64.0 KiB", "2.0 h ago"] in rows
     assert "zz=" not in text
     told = kvoffload("inspect", str(tmp_path), *words, "--verbose").stdout
     assert told.count(f"dtype=bfloat16, kv_dtype=fp8, model=org/m[7b], zz={'f' * 64}\n") == 3
@@ -214,7 +217,7 @@ def test_paths_and_facts_are_whole_lines_when_piped(root, monkeypatch):
     os.truncate(damaged, 5000)
     assert f"corrupt_size: {damaged} (left in place)\n" in kvoffload("verify", str(root)).stdout
     text = kvoffload("inspect", str(root), "-v").stdout
-    assert f"{root}: 0 open" in text
+    assert f"{root}: processes that have it open: 0, none evicts" in text
     assert "dtype=bfloat16, model=llama\n" in text
     text = kvoffload("inspect", str(root)).stdout
     assert all(word in text for word in ("llama", "qwen", "bfloat16", "192.0 KiB", " s ago"))
@@ -257,16 +260,38 @@ async def test_another_user_is_told_whose_the_folder_is(foreign):
         (foreign / "kv").chmod(mode)
         for command in ("inspect", "verify", "gc", "doctor"):
             assert "belongs to user 0, not to 65534; run as that user" in refused(command)
-    # Another user may verify, which changes the access times; removing is refused.
-    for path in [foreign / "kv", *(foreign / "kv").rglob("*")]:
-        path.chmod(0o755 if path.is_dir() else 0o644)
-    report = json.loads(as_user(65534, "verify", str(foreign / "kv"), "--json").stdout)
-    assert (report["chunks"], report["damaged"]) == (3, [])
-    assert "belongs to user 0" in refused("verify", "--repair")
-    assert "belongs to user 0" in refused("gc", "--capacity", "1B")
-    # A chunk that another user may not read is not one that is damaged.
-    files_of(foreign / "kv")[0].chmod(0o600)
-    assert "belongs to user 0" in refused("verify")
+    # A chunk that its folder's user may not read is not one that is damaged.
+    give(foreign / "kv", 65534)
+    os.chown(files_of(foreign / "kv")[0], 0, 0)
+    result = as_user(65534, "verify", str(foreign / "kv"))
+    assert "belongs to user 0, not to 65534" in result.stderr
+
+
+async def test_root_touches_nothing_below_a_folder_of_another_user(foreign):
+    """That user may put links there, which root could follow to anywhere."""
+    root, theirs = foreign / "kv", foreign / "objects"
+    backend = open_disk(root, "llama")
+    await backend.write(keys_of(3), filled(keys_of(3), SIZE))
+    await backend.close()
+    precious = theirs / "ab" / ("ab" * 20)
+    precious.parent.mkdir(parents=True)
+    precious.write_text("kept")
+    (root / ("ab" * 32)).symlink_to(theirs)
+    give(root, 65534)
+    for words in (("inspect",), ("verify", "--repair"), ("gc", "--older-than", "0s", "--yes")):
+        result = kvoffload(words[0], str(root), *words[1:])
+        assert result.returncode == 2, result.stdout
+        assert "belongs to user 65534, not to 0; run as that user: sudo -u nobody" in result.stderr
+    assert precious.read_text() == "kept"
+    assert len(files_of(root)) == 3 + 1
+    # As that user the link is named, too, and not followed.
+    result = as_user(65534, "gc", str(root), "--older-than", "0s", "--yes")
+    assert "is a symbolic link" in result.stderr
+
+
+def give(root, user):
+    for path in [root, *root.rglob("*")]:
+        os.chown(path, user, user, follow_symlinks=False)
 
 
 def test_wrong_paths_are_told_apart(tmp_path):
@@ -306,3 +331,16 @@ def test_the_progress_bar_counts_in_the_units_of_the_results(root):
     assert b"288.0/288.0 KiB" in shown
     assert b"MB/s" not in shown
     assert b"kB" not in shown
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_a_long_name_of_a_model_leaves_the_namespace_its_column(width):
+    path = f"/root/.cache/huggingface/hub/models--meta-llama--Llama-3.1-70B/snapshots/{'ab' * 20}"
+    out = Console(width=width, file=io.StringIO())
+    columns = ("model", "dtype", "chunks", "bytes", "last used")
+    cells = (path, "bfloat16", "12,345", "190.1 GiB", "3 s ago")
+    print_numbers(out, "1 namespace", "namespace", columns, [("e090c03d671aabb3", cells)], texts=2)
+    shown = out.file.getvalue()
+    assert max(map(len, shown.splitlines())) <= width
+    assert shown.count("│ e090c03d671aabb3 │") >= 2
+    assert path in "".join(re.findall(r"^│[^│]+│ (\S+) +│$", shown, re.MULTILINE))

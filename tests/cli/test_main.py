@@ -1,5 +1,6 @@
 """The command line as a user types it."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -34,6 +35,15 @@ def test_every_command_explains_itself_and_its_exit_codes():
         result = kvoffload(name, "--help")
         assert result.returncode == 0, result.stderr
         assert "xit code" in result.stdout, f"{name} --help does not say its exit codes"
+
+
+@pytest.mark.parametrize("words", [("gc",), ("size",), ("config", "check")])
+def test_help_breaks_lines_at_the_edge_of_the_terminal_alone(words):
+    shown = kvoffload(*words, "--help", COLUMNS="80").stdout
+    prose = shown.partition("Usage:")[2].partition("╭")[0].splitlines()[1:]
+    for line, following in itertools.pairwise(line.strip() for line in prose):
+        if line and following:
+            assert len(f" {line} {following.split()[0]}") >= 80, line
 
 
 def test_the_command_alone_shows_the_help():

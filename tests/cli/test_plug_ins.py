@@ -28,7 +28,8 @@ class Examined(SqliteBackend):
         return [Finding("journal", "failed", "no [b]WAL[/b]", "turn it on")]
 
     async def survey(self):
-        return [Holding("n", {}, 1, 1, details=["in [/kv]\\x1b"])]
+        other = Holding("other", {"dtype": "[b]fp8\\x1b"}, 1, 1)
+        return [Holding("n", {}, 1, 1, details=["in [/kv]\\x1b"]), other]
 
     async def overview(self, held):
         return Overview({}, [("journal", "[red]off\\x1b")])
@@ -60,6 +61,24 @@ def installed(tmp_path):
     return {"PYTHONPATH": f"{tmp_path}:{EXAMPLE}:{repository}"}
 
 
+@pytest.mark.parametrize("at_first", [True, False])
+def test_two_plug_ins_of_one_name_are_an_error_that_names_both(tmp_path, at_first):
+    """By the order of folders the one or the other would be opened without a word."""
+    info = tmp_path / "squatter-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: squatter\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[kvoffload.backends]\ndisk = squatter:Disk\n")
+    (tmp_path / "squatter.py").write_text("raise SystemExit('the code of another package ran')")
+    add = "insert(0, " if at_first else "append("
+    program = f"import sys; sys.path.{add}{str(tmp_path)!r})\n"
+    program += "from kvoffload import open_backend; open_backend('disk', {}, 'ns')"
+    done = run_python(program, "", {"PYTHONPATH": str(Path(__file__).parents[2])})
+    assert "type = 'disk': is registered twice" in done.stderr
+    assert "squatter:Disk of squatter" in done.stderr
+    assert "DiskBackend of kvoffload" in done.stderr
+    assert "another package ran" not in done.stderr
+
+
 def test_inspect_and_doctor_open_a_store_by_its_name(tmp_path, installed):
     setting = ("-o", f"path={tmp_path / 'kv.db'}")
     done = run_python(FILLED, str(tmp_path / "kv.db"), installed)
@@ -86,6 +105,9 @@ def test_inspect_shows_what_a_store_tells_without_markup_and_control_characters(
     assert done.returncode == 0, done.stderr
     assert "  in [/kv]\\x1b\n" in done.stdout
     assert "journal: [red]off\\x1b\n" in done.stdout
+    done = process("inspect", *words, "--diff", "n", "other", **installed)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "dtype\n  n  (none)\n  other  [b]fp8\\x1b\n"
 
 
 def test_verify_reads_the_store_of_a_plug_in_and_repairs_it(tmp_path, installed):

@@ -116,13 +116,19 @@ def test_a_plug_in_that_names_a_class_that_is_not_there_is_named(kvoffload, trac
     assert "Traceback" not in done.stderr
 
 
-def test_a_synthetic_load_is_drawn_as_a_png(kvoffload, tmp_path):
+def test_a_synthetic_load_is_drawn_as_a_png(kvoffload, tmp_path, monkeypatch):
+    Axes = pytest.importorskip("matplotlib.axes", reason="needs the extra 'plots'").Axes
     picture = tmp_path / "rates.png"
     words = ("--synthetic", "agent:seed=3,requests=60", "--sample", "0.5", "--plot", str(picture))
+    titles, draw = [], Axes.set_title
+    monkeypatch.setattr(
+        Axes, "set_title", lambda axes, text, **how: titles.append(text) or draw(axes, text, **how)
+    )
     done = kvoffload("replay", *words)
     assert done.returncode == 0, done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "a sample of 0.5" in done.stdout
+    assert "a sample of 0.5" in titles[0]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """``kvoffload top``: an engine by its endpoint, and a store by itself."""
 
 import contextlib
+import io
 import json
 import os
 import pty
@@ -14,8 +15,9 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from rich.console import Console
 
-from kvoffload.cli.top import of_page
+from kvoffload.cli.top import _shown, of_page
 from kvoffload.connectors.local import LocalConnector
 from tests.cli.test_main import kvoffload
 from tests.support import redis_server
@@ -87,6 +89,7 @@ def test_a_redis_by_itself(tmp_path):
         done = kvoffload("top", server.url, "--json")
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["tiers"]["store"]["chunks"] == 0
+        assert "used by all data, limit: " in kvoffload("top", server.url).stdout
     finally:
         server.stop()
 
@@ -98,6 +101,10 @@ def test_what_cannot_be_reached_or_is_none_of_ours_is_said(tmp_path):
     assert "Traceback" not in dead.stderr
     assert kvoffload("top", str(tmp_path)).returncode in (0, 2)
     assert kvoffload("top", "ftp://x").returncode == 2
+    for port in ("localhost:8000", "h.example:9401/metrics", "[::1]:8000"):
+        told = kvoffload("top", port)
+        assert (told.returncode, told.stdout) == (2, "")
+        assert f"did you mean http://{port}?" in told.stderr
 
 
 @contextlib.contextmanager
@@ -137,6 +144,26 @@ def live(target):
         os.close(here)
 
 
+def test_the_share_of_hits_and_the_time_of_a_load():
+    page = """
+kvoffload_tier_up{tier="disk"} 1
+kvoffload_lookups_total{tier="cpu",result="hit"} 30
+kvoffload_lookups_total{tier="disk",result="hit"} 60
+kvoffload_lookups_total{tier="",result="miss"} 10
+kvoffload_load_seconds_sum{tier="disk"} 0.5
+kvoffload_load_seconds_count{tier="disk"} 20
+"""
+    first = of_page(page)
+    assert (first.tiers["disk"]["lookup_hits"], first.totals["lookups"]) == (60, 100)
+    later = of_page(page.replace("60", "70").replace("0.5", "0.7").replace("} 20", "} 30"))
+    for now, last, hits, load in ((first, None, "60%", "25.0 ms"), (later, first, "100%", "20.0")):
+        out = Console(width=80, file=io.StringIO())
+        out.print(_shown(now, last))
+        shown = out.file.getvalue()
+        assert re.search(rf"disk +\S+ up +\S+ +{hits} +\S+ +{load}", shown), shown
+        assert "waiting" not in shown  # an empty column
+
+
 def test_live_it_shows_rates_and_ends_with_control_c(engine):
     with live(f"http://127.0.0.1:{engine}") as read_until:
         read_until(rb"loaded/s")
@@ -167,6 +194,63 @@ def test_live_it_goes_on_after_a_restart_of_the_engine_without_negative_rates():
     finally:
         server.shutdown()
         server.server_close()
+
+
+UP = 'kvoffload_tier_up{tier="%s"} %s\n'
+
+
+def endless(answer):
+    """Send a page that never ends."""
+    with contextlib.suppress(OSError):
+        while True:
+            answer.wfile.write(b"# a comment that is no series\n" * 10_000)
+
+
+def slow(answer):
+    """Send a page that never ends, a byte now and then."""
+    with contextlib.suppress(OSError):
+        while True:
+            answer.wfile.write(b"#")
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("page", "told"),
+    [
+        (UP % ("a", "abc") + UP % ("b", 1), ""),
+        (UP % ("a", "NaN") + UP % ("b", 1), ""),
+        ("kvoffload_tier_up{" + "a" * 300_000 + "} 1\n" + UP % ("b", 1), ""),
+        (("kvoffload_tier_up{" + "a" * 4000 + "} 1\n") * 2000 + UP % ("b", 1), ""),
+        ("".join(UP % (f"t{i}", 1) for i in range(100_000)), "more than 64 tiers"),
+        (endless, "more than 8.0 MiB"),
+        (slow, "takes more than"),
+    ],
+    ids=["no number", "NaN", "long", "long lines", "tiers", "endless", "slow"],
+)
+def test_a_hostile_page_neither_hangs_it_nor_is_a_traceback(page, told):
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            page(self) if callable(page) else self.wfile.write(page.encode())
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        began_s = time.monotonic()
+        done = kvoffload("top", url, "--once", "--json")
+        assert time.monotonic() - began_s < 30
+        server.shutdown()
+    assert "Traceback" not in done.stderr
+    if told:
+        assert done.returncode in (1, 2)
+        assert told in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["tiers"]["b"] == {"up": 1}
 
 
 def test_pages_of_vllm_are_read_and_engines_are_added_up():

@@ -19,7 +19,8 @@ OF_SGLANG = {
 }  # fmt: skip
 
 
-def test_the_keys_are_those_under_vllm_and_sglangs_own_are_left_to_it():
+def test_the_keys_are_those_under_vllm_and_sglangs_own_are_left_to_it(monkeypatch):
+    monkeypatch.delenv("KVOFFLOAD_SETTING_IO", raising=False)  # of this folder's other tests
     settings = read_settings({**OF_SGLANG, "backends": [DISK], "load_timeout_s": 2.0})
     assert settings.load_timeout_s == 2.0
     assert settings.io == "process"
@@ -34,7 +35,8 @@ def test_the_keys_are_those_under_vllm_and_sglangs_own_are_left_to_it():
         ({"blocks_per_chunk": 4}, "--page-size"),
         ({"otel_spans": True}, "shows no requests to its storage"),
         ({"batched_copies": False}, "HiCache copies"),
-        ({"metrics_port": 9401}, "--enable-metrics"),
+        ({"metrics_port": 0}, "must be 1 to 65535"),
+        ({"control_socket": False}, "the endpoint clear of SGLang"),
         ({"load_timeout": 1}, "did you mean 'load_timeout_s'"),
         ({"load_timeout_s": "soon"}, "number of seconds"),
         ({"backends": [{"type": "dsk"}]}, "did you mean 'disk'"),
@@ -47,6 +49,26 @@ def test_what_cannot_work_is_refused_with_a_remedy(extra, says):
         read_settings({**OF_SGLANG, "backends": [DISK], **extra})
 
 
+def test_settings_come_from_the_environment_and_its_file_as_well(tmp_path, monkeypatch):
+    file = tmp_path / "settings.toml"
+    file.write_text("load_timeout_s = 3.0\nlookup_timeout_s = 3.0\nstore_timeout_s = 3.0\n")
+    monkeypatch.setenv("KVOFFLOAD_CONFIG", str(file))
+    monkeypatch.setenv("KVOFFLOAD_SETTING_LOOKUP_TIMEOUT_S", "2.0")
+    monkeypatch.setenv("KVOFFLOAD_SETTING_STORE_TIMEOUT_S", "2.0")
+    monkeypatch.setenv("KVOFFLOAD_SETTING_BACKENDS", json.dumps([DISK]))
+    settings = read_settings({**OF_SGLANG, "store_timeout_s": 1.0, "metrics_port": 9401})
+    found = settings.load_timeout_s, settings.lookup_timeout_s, settings.store_timeout_s
+    assert found == (3.0, 2.0, 1.0)
+    assert settings.backends[0].options == {"root": "/kv"}
+    assert settings.metrics_port == 9401
+
+
+def test_what_the_environment_cannot_set_here_is_refused_with_its_source(monkeypatch):
+    monkeypatch.setenv("KVOFFLOAD_SETTING_CPU_BYTES", "8GiB")
+    with pytest.raises(ConfigError, match=r"cpu_bytes.*from the environment.*--hicache-size"):
+        read_settings({**OF_SGLANG, "backends": [DISK]})
+
+
 def test_the_script_for_a_server_has_settings_that_can_be_read():
     command = ["sh", str(EXAMPLES / "serve.sh"), "MODEL"]
     env = {**os.environ, "PYTHON": "echo"}
@@ -56,8 +78,13 @@ def test_the_script_for_a_server_has_settings_that_can_be_read():
     assert ByteSize.parse(disk.options["min_free"]) >= 10 << 30
 
 
-def test_the_compose_file_has_settings_that_can_be_read():
+def test_the_compose_file_has_settings_that_can_be_read_and_installs_what_they_need():
     text = (EXAMPLES / "compose.yaml").read_text()
     start = text.index('{"backend_name"')
     extra = text[start : text.index("]}", start) + 2].replace("${KV_DISK:-200GiB}", "200GiB")
-    assert [tier.type for tier in read_settings(json.loads(extra)).backends] == ["disk", "redis"]
+    settings = read_settings(json.loads(extra))
+    assert [tier.type for tier in settings.backends] == ["disk", "redis"]
+    installed = set(text.partition("&& pip install")[2].splitlines()[0].split())
+    assert "secret_file" in settings.backends[1].options
+    assert {"redis", "hiredis", "blake3"} <= installed
+    assert settings.metrics_port is not None

@@ -14,6 +14,7 @@ from kvoffload.replay.trace import read_trace
 from kvoffload.testing import FaultyBackend, Plan
 from kvoffload.transfer.cpu.copier import CpuCopier
 
+FACTS = {"model": "m", "weights": "w", "dtype": "float32"}
 BLOCK, PAYLOAD = 4, 2 * (256 + 256 + 64)
 """Tokens of a block; bytes of a chunk of two blocks."""
 
@@ -29,7 +30,7 @@ def connect(kv_caches):
             "backends": [{"type": "memory", "capacity": "1MiB"}],
             **settings,
         }
-        made.append(LocalConnector(config, kv_caches, block_size=BLOCK, facts={"model": "m"}))
+        made.append(LocalConnector(config, kv_caches, block_size=BLOCK, facts=FACTS))
         return made[-1]
 
     yield make
@@ -236,7 +237,7 @@ def test_host_memory_of_exactly_one_chunk_will_do_and_less_is_refused(connect, n
 def test_caches_of_another_number_of_groups_are_refused(new_kv_caches):
     caches = new_kv_caches()
     two = type(caches)(caches.tensors, caches.group_data_refs * 2)
-    with pytest.raises(ValueError, match="has 2 KV cache groups, kv_cache_config has 1"):
+    with pytest.raises(ValueError, match="kv_caches = '2 groups': kv_cache_config has 1"):
         LocalConnector({"cpu_bytes": "64KiB"}, two, block_size=BLOCK, facts={"model": "m"})
 
 

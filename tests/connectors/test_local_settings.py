@@ -71,3 +71,17 @@ def test_without_memory_that_processes_share_the_thread_is_the_remedy(kv_caches,
         {**config, "io": "thread"}, kv_caches, block_size=BLOCK, facts={"model": "m"}
     )
     connector.close()
+
+
+def test_an_engine_that_names_too_little_is_told_which_facts_are_missing(kv_caches, caplog):
+    def started(*tiers, **facts):
+        caplog.clear()
+        settings = {"cpu_bytes": "64KiB", "backends": list(tiers), "io": "thread"}
+        LocalConnector(settings, kv_caches, block_size=BLOCK, facts={"model": "m", **facts}).close()
+        return caplog.text
+
+    memory = {"type": "memory", "capacity": "1MiB"}
+    assert "do not name weights and dtype" in started(memory)
+    assert "do not name weights:" in started(memory, dtype="float32")
+    assert "do not name" not in started(memory, dtype="float32", weights="sha256:1")
+    assert "do not name" not in started()

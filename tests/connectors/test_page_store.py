@@ -14,6 +14,8 @@ from kvoffload.config import parse_config
 from kvoffload.connectors.sglang import page_store
 from kvoffload.connectors.sglang.page_store import PageStore
 from kvoffload.errors import ConfigError
+from kvoffload.figures import BUCKETS_S
+from kvoffload.metric_list import METRICS
 from kvoffload.testing import Plan
 from tests.support.planned_store import Process, installed
 
@@ -46,6 +48,11 @@ class Pool:
         return [b"".join(ctypes.string_at(*part) for part in self.page(i)) for i in numbers]
 
 
+def pages_in(folder):
+    """Count the pages in a folder whose subfolders may be removed meanwhile."""
+    return sum(len(files) for where, _, files in os.walk(folder) if len(Path(where).name) == 2)
+
+
 @pytest.fixture
 def pool():
     return Pool()
@@ -62,9 +69,10 @@ def planned(tmp_path, monkeypatch):
 def opened():
     made = []
 
-    def begin(*backends, slots=8, facts=None, **settings):
+    def begin(*backends, slots=8, facts=None, tokens=0, **settings):
         config = {"cpu_bytes": 0, "staging_bytes": slots * 4096, "backends": backends, **settings}
-        made.append(PageStore(parse_config(config), PAGE, facts or {"model": "m"}))
+        facts = facts or {"model": "m"}
+        made.append(PageStore(parse_config(config), PAGE, facts, lambda key: tokens))
         return made[-1]
 
     yield begin
@@ -102,6 +110,59 @@ def test_pages_come_back_whole_in_a_new_store(pool, opened, tmp_path, form, unti
     assert pool.read(target) == pool.read(source)
     other = opened(disk(tmp_path), io=form, facts={"model": "other"})
     assert other.num_leading(keys(20)) == 0
+
+
+def test_a_scrape_has_the_metrics_of_every_engine(pool, opened, tmp_path, until):
+    """Names and labels are those of the list, and figures of two tiers add up."""
+    store = opened({"type": "memory", "capacity": "4KiB"}, disk(tmp_path), tokens=16)
+    pool.fill(range(4))
+    assert store.save(keys(4), pool.pages(range(4))) == [True] * 4
+    until(lambda: store.num_leading(keys(5)) == 4)
+    assert store.load(keys(5), pool.pages(range(30, 35))) == [True] * 4 + [False]
+    until(lambda: scraped(store)["kvoffload_evictions", "memory", "evicted"] >= 2)
+    found = scraped(store)
+    hits = [found["kvoffload_lookups", tier, "hit"] for tier in ("memory", "disk")]
+    assert sum(hits) >= 4
+    assert found["kvoffload_lookups", "", "miss"] >= 1
+    assert found["kvoffload_hit_tokens", "disk"] >= 32
+    tokens = [found["kvoffload_hit_tokens", tier] for tier in ("memory", "disk")]
+    assert found[("kvoffload_saved_prefill_tokens",)] == sum(tokens) == 4 * 16
+    assert found["kvoffload_tier_up", "disk"] == 1
+    assert found["kvoffload_resident_bytes", "disk"] >= 4 * PAGE
+    assert found["kvoffload_capacity_bytes", "disk"] == 64 << 20
+    assert found["kvoffload_load_bytes", "cpu"] == 4 * PAGE
+    assert found["kvoffload_store_chunks", "cpu"] == 4
+    assert found["kvoffload_store_chunks", "disk"] == 4
+    assert found["kvoffload_load_seconds", "cpu"].counts != [0] * len(BUCKETS_S)
+    assert found["kvoffload_inflight_bytes", "cpu"] == 0
+    assert len([name for name in found if name[0] == "kvoffload_namespace_info"]) == 1
+
+
+def test_a_scrape_tells_faults_by_their_reasons(pool, opened, tmp_path, until):
+    store = opened(disk(tmp_path))
+    store.save(keys(4), pool.pages(range(4)))
+    until(lambda: store.num_leading(keys(4)) == 4)
+    for file in tmp_path.glob("*/??/*"):
+        file.unlink()
+    assert store.load(keys(4), pool.pages(range(30, 34))) == [False] * 4
+    store.bar()
+    store.load(keys(4), pool.pages(range(30, 34)))
+    store.save(keys(4), pool.pages(range(4)))
+    found = scraped(store)
+    assert found["kvoffload_transfer_failures", "missing"] == 4
+    assert found["kvoffload_transfer_failures", "corrupt"] == 0
+    assert found["kvoffload_stores_dropped", "", "barred"] == 4
+    assert ("kvoffload_transfer_failures", "barred") not in found
+
+
+def scraped(store):
+    """Return the value of each series by its name and labels; the list knows each of them."""
+    found = {}
+    for name, labels, value in store.samples():
+        assert len(METRICS[name].labels) == len(labels)
+        assert (name, *labels) not in found
+        found[name, *labels] = value
+    return found
 
 
 def test_a_page_that_all_tiers_have_is_not_written_again(pool, opened, tmp_path, until):
@@ -227,6 +288,58 @@ def test_a_store_that_cannot_be_cleared_says_so(pool, opened, tmp_path, planned)
     planned.set(process=Process("failed_purge"))
     with pytest.raises(OSError, match="nobody is there"):
         store.clear()
+
+
+def test_new_weights_find_nothing_of_before_and_a_restart_nothing_of_theirs(
+    pool, opened, tmp_path, until
+):
+    store = opened(disk(tmp_path))
+    assert all(store.save(keys(4), pool.pages(range(4))))
+    until(lambda: store.num_leading(keys(4)) == 4)
+    for name in ("1 of this start", "2 of this start"):
+        store.bar()
+        assert store.num_leading(keys(4)) == 0
+        assert not any(store.present(keys(4)))
+        assert store.load(keys(4), pool.pages(range(4))) == [False] * 4
+        assert store.save(keys(4, 4), pool.pages(range(4))) == [False] * 4
+        store.begin_generation(name)
+        assert store.load(keys(8), pool.pages(range(8))) == [False] * 8
+        pool.fill(range(8), seed=name)
+        assert all(store.save(keys(8), pool.pages(range(8))))
+        until(lambda: store.num_leading(keys(8)) == 8)
+    until(lambda: pages_in(tmp_path) == 12)  # nothing of "1" is left
+    store.close()
+    again = opened(disk(tmp_path))
+    until(lambda: again.num_leading(keys(4)) == 4)
+    assert not any(again.present(keys(4, 4)))
+
+
+@pytest.mark.parametrize("store_first", [True, False])
+def test_pages_in_flight_when_weights_change_are_neither_stored_nor_loaded(
+    pool, opened, tmp_path, until, store_first, monkeypatch
+):
+    pool.fill(range(8))
+    store = opened(disk(tmp_path))
+    if store_first:
+        assert all(store.save(keys(8), pool.pages(range(8))))
+        until(lambda: store.num_leading(keys(8)) == 8)
+    copy = PageStore._copy
+
+    def copy_and_change(*args, **more):
+        copy(store, *args, **more)
+        monkeypatch.setattr(store, "_copy", copy.__get__(store))
+        store.bar()
+        store.begin_generation("1 of this start")
+
+    monkeypatch.setattr(store, "_copy", copy_and_change)
+    if store_first:
+        assert store.load(keys(8), pool.pages(range(8))) == [False] * 8
+        assert store.counters["load_barred"] > 0
+    else:
+        assert store.save(keys(8), pool.pages(range(8))) == [False] * 8
+        assert store.counters["store_barred"] == 8
+        assert not chunks_under(tmp_path)
+    assert all(store.save(keys(8, 8), pool.pages(range(8))))  # no slot is lost
 
 
 def test_two_thousand_keys_are_looked_up_quickly(pool, opened, tmp_path, until):

@@ -50,7 +50,7 @@ class Fed(RemoteTier):
 
     def feed(self):
         while message := self.store.changes():
-            self.announced(message, lambda: True)
+            self.announced(message)
 
     async def answer(self):
         if keys := self.take_questions():

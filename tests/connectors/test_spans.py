@@ -13,7 +13,7 @@ from kvoffload.connectors.spans import REQUEST, Spans, open_spans
 from kvoffload.errors import ConfigError
 from tests.support.span_receiver import span_receiver
 
-NEEDED = "needs the extra 'otel': pip install 'kvoffload[otel]'"
+NEEDED = "needs the extra 'otel': pip install '/path/to/kvoffload[otel]'"
 SETTINGS = {
     "cpu_bytes": "20KiB",
     "blocks_per_chunk": 2,
@@ -84,6 +84,20 @@ def test_each_lookup_load_and_store_is_a_span_of_its_request(
         assert span.status.is_ok or span.status.is_unset
 
 
+def test_of_a_long_id_the_beginning_is_kept_alone(exported):
+    from kvoffload.offload.base import CPULoadStoreSpec, LoadJob, ReqContext
+
+    spans = Spans()
+    long = "x" * 100_000
+    spans.of_lookup(long, lambda: 8)
+    spans.lookup_began(long + "again")
+    assert sum(map(len, spans._lookups)) == 128
+    job = LoadJob(1, (b"k",), CPULoadStoreSpec([0]), ReqContext(long), 1, None)
+    spans.job_ended(job, 1, (True,), "")
+    spans.close()
+    assert [span.attributes[REQUEST] for span in exported()] == ["x" * 128] * 2
+
+
 def test_a_load_that_fails_is_a_span_with_its_reason(exported):
     from kvoffload.offload.base import CPULoadStoreSpec, LoadJob, ReqContext
 
@@ -121,6 +135,8 @@ def test_without_a_provider_spans_go_to_the_receiver_that_the_environment_names(
 
 
 def test_without_the_extra_the_setting_names_it(kv_caches, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("opentelemetry")]:
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(ConfigError, match=r"kvoffload\[otel\]"):
         attach(kv_caches, otel_spans=True)

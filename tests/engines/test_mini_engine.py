@@ -8,7 +8,7 @@ import torch
 from kvoffload.core.hashing import BlockHasher, HashChain
 from kvoffload.core.request import Request
 from kvoffload.demo import Engine, ModelConfig, SamplingParams
-from kvoffload.demo.weights import random_weights
+from kvoffload.demo.random_weights import random_weights
 from kvoffload.errors import ConfigError
 from tests.support.block_checks import check_manager
 

@@ -97,7 +97,7 @@ def shown(quick, tmp_path, monkeypatch, capsys):
 
 
 def test_without_matplotlib_the_extra_is_named(shown):
-    assert "no plot: pip install 'kvoffload[plots]'" in shown()
+    assert "no plot: pip install '/path/to/kvoffload[plots]'" in shown()
 
 
 def test_the_quick_form_shows_no_speed_ups(shown):
@@ -135,6 +135,16 @@ def test_a_device_that_is_not_there_is_wrong_usage(tmp_path):
     )
     assert done.returncode == 2
     assert "device" in done.stderr
+
+
+def test_an_engine_that_ends_is_told_as_an_error(tmp_path):
+    words = ["--quick", "--device", "meta", "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [*COMMAND, *words], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 1
+    assert "kvoffload demo: " in done.stderr
+    assert "kvoffload demo: " not in done.stdout
 
 
 def test_other_outputs_and_idle_tiers_are_problems():

@@ -7,8 +7,8 @@ import torch
 
 from kvoffload.demo.decoder import Model
 from kvoffload.demo.engine_config import ModelConfig, parse_engine_config
+from kvoffload.demo.random_weights import expected_shapes, fingerprint, random_weights
 from kvoffload.demo.sampling import SamplingParams, sample
-from kvoffload.demo.weights import expected_shapes, fingerprint, random_weights
 from kvoffload.errors import ConfigError
 
 

@@ -10,7 +10,10 @@ from kvoffload.errors import ConfigError
 @pytest.mark.parametrize(
     ("tier", "sentence"),
     [
-        ({"type": "disk", "root": "ROOT", "capacty": 1}, r"capacty = 1: .*did you mean 'capacity'"),
+        (
+            {"type": "disk", "root": "ROOT", "capacty": 1},
+            r"capacty = .*: .*did you mean 'capacity'",
+        ),
         ({"type": "disk", "root": "ROOT", "io": "fast"}, "io = 'fast': must be one of"),
         ({"type": "memory", "capacity": 0}, "capacity = 0: must be more than 0 bytes"),
         ({"type": "redis", "url": "http://host"}, "url"),

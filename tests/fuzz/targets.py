@@ -29,7 +29,6 @@ from kvoffload.backends.header import (
     pack_header,
     parse_header,
 )
-from kvoffload.backends.redis.admin import _read_facts
 from kvoffload.backends.redis.discovery import (
     MAX_NODES,
     NUM_SLOTS,
@@ -37,6 +36,7 @@ from kvoffload.backends.redis.discovery import (
     parse_redirect,
     parse_slots,
 )
+from kvoffload.backends.redis.namespace_info import read_facts
 from kvoffload.backends.redis.options import parse_url, redacted
 from kvoffload.backends.redis.resp import (
     MAX_TEXT,
@@ -191,13 +191,14 @@ def hints(data: bytes) -> None:
 
 def facts(data: bytes) -> None:
     """The facts of a namespace: a value in Redis, a manifest on disk."""
-    for name, value in _read_facts(data).items():
+    for name, value in read_facts(data).items():
         assert isinstance(name, str)
         assert isinstance(value, str)
     (_ROOT / WRITERS).mkdir(exist_ok=True)
     (_ROOT / "space").mkdir(exist_ok=True)
     (_ROOT / "space" / MANIFEST).write_bytes(data)
-    assert isinstance(DiskInspector(str(_ROOT)).manifest("space"), dict)
+    with contextlib.closing(DiskInspector(str(_ROOT))) as found:
+        assert isinstance(found.manifest("space"), dict)
 
 
 def _slot_row(start: int, stop: int) -> bytes:

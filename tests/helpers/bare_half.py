@@ -2,18 +2,25 @@
 
 import types
 
+from kvoffload.connectors.vllm.client_params import ClientParams
 from kvoffload.connectors.vllm.explained_requests import ExplainedRequests
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
+from kvoffload.connectors.vllm.operators import Operators
 from kvoffload.connectors.vllm.quiet_steps import DueRequests
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.connectors.vllm.settings import read_settings
 from kvoffload.connectors.vllm.step_meter import StepMeter
+from kvoffload.connectors.vllm.weights_watch import Generations
 
 GROUP = types.SimpleNamespace(
     group_idx=0, tokens_per_chunk=16, sliding_window_size_in_chunks=None, requires_cow_source=False
 )
 CONFIG = types.SimpleNamespace(
-    kv_group_configs=(GROUP,), blocks_per_chunk=1, offload_prompt_only=True
+    kv_group_configs=(GROUP,),
+    blocks_per_chunk=1,
+    offload_prompt_only=True,
+    num_workers=1,
+    model_config=types.SimpleNamespace(multimodal_config=None),
 )
 
 
@@ -22,8 +29,11 @@ def bare_half(**settings):
     half = object.__new__(KVOffloadScheduler)
     half.adapter, half.settings = ManagerAdapter(), read_settings(settings)
     half.config, half._meter = CONFIG, StepMeter(half.adapter.computed)
-    half._generation, half._awaits_reports, half._spans = None, False, None
+    half.generations, half.tiers, half._table = Generations(half), None, None
+    half._awaits_reports, half._spans, half._vllm_config = False, None, CONFIG
     half._explained = ExplainedRequests(half.adapter.explain)
+    half.operators = Operators(half, CONFIG)
+    half._params = ClientParams(half.adapter.ignore_hint)
     half._due, half._req_status, half._block_id_to_pending_jobs = DueRequests(CONFIG), {}, {}
     half._current_batch_load_jobs, half._current_batch_jobs_to_flush = {}, set()
     half._current_batch_allocated_block_ids = set()

@@ -19,6 +19,16 @@ GARBAGE = OffloadKey(b"garbage")
 ASKING = [None, {"tiers": ["t1"]}, None, {"tiers": []}]
 
 
+class Full:
+    """A store that loads as much as it may: what it has is promised later."""
+
+    def __init__(self, store):
+        self._store = store
+
+    def holds(self, key):
+        return False if self._store.holds(key) is False else None
+
+
 class FakeTier:
     """A store below: holds keys, may be down (answers False) or slow (answers None)."""
 
@@ -103,7 +113,13 @@ class ManagerTruth:
 
     def tiers_to_read(self, hint):
         wanted = hint["tiers"] if hint else self.stores
-        return [store for name, store in self.stores.items() if name in wanted]
+        promises = self.manager.promises
+        full = {tier.name for tier in self.manager.tiers if promises.has_full([tier])}
+        return [
+            Full(store) if name in full else store
+            for name, store in self.stores.items()
+            if name in wanted
+        ]
 
     def expected(self, key, tiers):
         if key in self.replayed["CPU"]:

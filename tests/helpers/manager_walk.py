@@ -142,7 +142,7 @@ class Walk(ManagerTruth):
             self.answer(self.manager.complete_load, bad, context, False, settled, "missing")
         if not settled:
             late = [(slots[i], keys[i], i in fetched) for i in range(len(keys)) if not ok[i]]
-            self.unsettled.append(late)
+            self.unsettled.append((job, late))
         for i, key in enumerate(keys):
             if key in bad:
                 assert key not in self.resident(), "a failed key is still promised"
@@ -214,7 +214,7 @@ class Walk(ManagerTruth):
             self.answer(self.manager.complete_store, bad, context, False, settled)
         if not settled:
             late = [(slots[i], keys[i], True) for i in range(len(keys)) if not ok[i]]
-            self.unsettled.append(late)
+            self.unsettled.append((job, late))
         if not by_job:
             fine = [key for key, fine in zip(keys, ok, strict=True) if fine]
             self.answer(self.manager.complete_store, fine, context)
@@ -238,17 +238,17 @@ class Walk(ManagerTruth):
         self.answer(self.manager.complete, transfer, ok, settled)
         if not settled:
             late = zip(slots, transfer.keys, [False] * len(slots), strict=True)
-            self.unsettled.append(list(late))
+            self.unsettled.append((transfer, list(late)))
 
     def settle(self, which):
         """A late call lets go: until now it may have written to slots it was filling."""
         if not self.unsettled:
             return
-        late = self.unsettled.pop(which % len(self.unsettled))
+        job, late = self.unsettled.pop(which % len(self.unsettled))
         for slot, key, writes in late:
             if writes:
                 self.fill(slot, key, GARBAGE)
-        self.manager.release_slots([slot for slot, _, _ in late])
+        self.manager.release_slots([slot for slot, _, _ in late], job.id)
 
     def evict_below(self, tier, prompt, i):
         store = list(self.stores.values())[tier % len(self.stores)] if self.stores else None
@@ -312,13 +312,15 @@ class Walk(ManagerTruth):
         while self.saves:
             self.end_store(0, -1, True)
         self.take_transfers()
-        while self.transfers:
+        while self.transfers or self.unsettled:
             self.end_transfer(0, -1, True)
-            self.take_transfers()
-        while self.unsettled:
             self.settle(0)
+            self.take_transfers()
         self.check()
         self.replay()
         assert self.manager.busy_slots == 0
         assert not len(self.manager._jobs)
         assert not self.manager._staging._sources
+        assert not any(loads.late_bytes for loads in self.manager.promises._loads.values())
+        for lane in self.manager._write_through._lanes.values():
+            assert lane.pinned_bytes == 0

@@ -83,6 +83,11 @@ def listener():
     return Listener()
 
 
+@pytest.fixture
+def new_listener():
+    return Listener
+
+
 @pytest.fixture(params=["thread", "process"])
 def rig(request):
     rig = Rig(request.param)
@@ -93,6 +98,13 @@ def rig(request):
 @pytest.fixture
 def process_rig():
     rig = Rig("process")
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def thread_rig():
+    rig = Rig("thread")
     yield rig
     rig.close()
 

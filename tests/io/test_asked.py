@@ -7,8 +7,9 @@ import time
 import pytest
 
 from kvoffload.io import presence as presence_module
+from kvoffload.io.link import CLOGGED_BYTES
 from kvoffload.transfer.slab import Slab
-from tests.support.io_rig import client_over
+from tests.support.io_rig import client_over, loop_of
 
 
 class Store:
@@ -149,3 +150,18 @@ def test_an_answer_that_comes_after_a_chunk_was_forgotten_changes_nothing(presen
     assert prober.holds(b"b") is None
     until(lambda: prober.holds(b"b") is not None)
     assert prober.holds(b"a") is False
+
+
+def test_questions_that_a_blocked_server_does_not_read_do_not_pile_up(until):
+    client = client_over({"t": Store([])}, Slab(1, 4096), lookup_timeout_s=0.1)
+    tier, gate = client.tiers["t"], threading.Event()
+    loop_of(client).call_soon_threadsafe(gate.wait, 60)
+    for first in range(0, 60_000, 1000):
+        for i in range(first, first + 1000):
+            tier.holds(b"%036d" % i)
+        until(lambda: not tier._cache._questions)
+    assert len(client._link._out) < CLOGGED_BYTES + 100_000
+    gate.set()
+    until(lambda: not client._link._out)
+    assert until(lambda: tier.holds(b"asked again") is False)
+    client.close()

@@ -1,5 +1,6 @@
 """Stores are opened again, empty: nothing of before is found, whatever happens meanwhile."""
 
+import itertools
 import threading
 
 import pytest
@@ -32,11 +33,11 @@ def opened(rig, planned, tmp_path):
     return opened
 
 
-def held(client, until, keys=KEYS):
-    """Return what the store has, once it has listed all."""
-    tier = client.tiers["planned"]
-    until(lambda: None not in [tier.holds(key) for key in keys])
-    return [tier.holds(key) for key in keys]
+def held(client, until, tier="planned"):
+    """Return what a store has, once it has listed all."""
+    found = client.tiers[tier]
+    until(lambda: None not in [found.holds(key) for key in KEYS])
+    return [found.holds(key) for key in KEYS]
 
 
 def test_nothing_is_there_when_it_returns(rig, opened, until, tmp_path, caplog):
@@ -167,3 +168,89 @@ def test_a_close_ends_the_wait_of_another_thread(rig, opened, planned, until):
     client.close(4.0)
     waiting.join(10)
     assert "ended before it had opened the tiers" in said[0]
+
+
+def test_one_tier_of_two_is_emptied(rig, planned, until, tmp_path):
+    kept = ("planned", "planned", {**planned.options, "root": str(tmp_path / "kv")})
+    client = rig.open(kept, ("other", "disk", {"root": str(tmp_path / "other")}))
+    for tier in ("planned", "other"):
+        rig.store(client, tier, KEYS, until)
+    planned.set(process=Process("slow_purge", 60.0))  # it would not end, if it were begun
+    client.renew(NAMESPACE, {}, [NAMESPACE], 20.0, "other")
+    assert held(client, until) == [True] * 4
+    assert held(client, until, tier="other") == [False] * 4
+    assert not files(tmp_path / "other")
+
+
+def test_a_renewal_does_not_widen_what_is_to_be_removed(rig, planned, until, tmp_path):
+    kept = ("planned", "planned", {**planned.options, "root": str(tmp_path / "kv")})
+    client = rig.open(kept, ("other", "disk", {"root": str(tmp_path / "other")}))
+    rig.store(client, "planned", KEYS, until)
+    planned.set(refuse="this")  # the first order stays unconfirmed
+    client.renew(NAMESPACE, {}, [NAMESPACE], None, "other")
+    client.renew(NAMESPACE, {}, [], None)
+    planned.set()
+    until(lambda: client.outcome == "" or not client._is_opening)
+    assert held(client, until) == [True] * 4
+
+
+def test_what_is_wrong_is_told_without_a_wait(rig, opened, planned, until):
+    client = opened()
+    rig.store(client, "planned", KEYS, until)
+    planned.set(process=Process("failed_purge"))
+    client.renew(NAMESPACE, {}, [NAMESPACE], None)
+    until(lambda: client.outcome is not None)
+    assert client.outcome == "planned: nobody is there"
+
+
+@pytest.fixture
+def two_disks(rig, tmp_path):
+    """Open two disk tiers, of which the second one refuses its folder from then on."""
+    settings = {"min_free": 0, "trust_parent_folders": True}
+    roots = [tmp_path / name for name in "ab"]
+    for root in roots:
+        root.mkdir(mode=0o700)
+    client = rig.open(*((root.name, "disk", {**settings, "root": str(root)}) for root in roots))
+    roots[1].chmod(0o777)
+    return client
+
+
+@pytest.mark.parametrize("rig", ["process"], indirect=True)
+def test_a_tier_is_erased_once_though_another_one_cannot_be_opened(rig, two_disks, until, tmp_path):
+    client, a = two_disks, two_disks.tiers["a"]
+    rig.store(client, "a", KEYS[:1], until)
+    with pytest.raises(ConfigError, match="folder"):
+        clear(client)
+    until(lambda: a.is_open)
+    assert files(tmp_path / "a") == []
+    rig.store(client, "a", KEYS, until)
+    client._peer.kill()
+    until(lambda: client.counters["died"] and a.is_open and a.is_complete)
+    assert [a.holds(key) for key in KEYS] == [True] * 4
+    assert len(files(tmp_path / "a")) == 4
+    assert client.opening.forgotten == {"b": [NAMESPACE]}
+    (tmp_path / "b").chmod(0o700)
+    until(lambda: not client._is_opening, 40)
+    assert client.opening.forgotten == {}
+
+
+def test_each_tier_removes_each_generation_once(rig, two_disks, until, monkeypatch):
+    told, client = [], two_disks
+    push = client._link.push
+
+    def note(data):
+        told.append(dict(client.opening.forgotten))
+        return push(data)
+
+    monkeypatch.setattr(client._link, "push", note)
+    names = [NAMESPACE, *(f"{i:064}" for i in range(1, 11))]
+    for old, new in itertools.pairwise(names):
+        client.renew(new, {}, [old], None)
+        until(lambda: client.tiers["a"].is_open)
+    assert [each["a"] for each in told] == [[name] for name in names[:-1]]
+    # The second tier was opened with the first name alone.
+    assert [each["b"] for each in told] == [[NAMESPACE]] * 10
+    client.renew(NAMESPACE, {}, [NAMESPACE, names[-1]], None)
+    assert told[-1]["b"] == [NAMESPACE]
+    client.renew("x" * 64, {}, ["y" * 64], None)
+    assert told[-1]["b"] == [NAMESPACE, "y" * 64]

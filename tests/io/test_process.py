@@ -149,6 +149,17 @@ def test_silent_while_it_starts_it_is_not_killed(process_rig, until, monkeypatch
     assert client.counters["died"] == 1
 
 
+def test_silent_while_a_store_opens_again_it_is_not_killed(
+    process_rig, planned, until, monkeypatch
+):
+    client = process_rig.open(("planned", "planned", planned.options))
+    monkeypatch.setattr(io_client, "SILENT_S", 0.5)
+    planned.set(process=Process("hung_open", 2.0))  # blocks the loop, as at the start
+    client.renew("another", {}, [], 30)
+    assert client.counters["died"] == 0
+    process_rig.store(client, "planned", KEYS, until)
+
+
 def test_silent_when_others_are_to_be_opened_it_is_replaced_as_soon(
     process_rig, until, monkeypatch
 ):
@@ -157,6 +168,16 @@ def test_silent_when_others_are_to_be_opened_it_is_replaced_as_soon(
     os.kill(client._peer.pid, signal.SIGSTOP)
     load = process_rig.load(client, "memory", KEYS)
     until(lambda: load.answers)
+    client.renew("another", {}, [], 30)
+    assert client.counters["died"] == 1
+
+
+def test_silent_when_others_are_to_be_opened_it_is_replaced_though_it_has_no_job(
+    process_rig, monkeypatch
+):
+    client = process_rig.open()
+    monkeypatch.setattr(io_client, "SILENT_S", 0.7)
+    os.kill(client._peer.pid, signal.SIGSTOP)
     client.renew("another", {}, [], 30)
     assert client.counters["died"] == 1
 

@@ -25,10 +25,10 @@ def late_word(rig, until, monkeypatch):
     announced, reset, take = tier.announced, tier.reset, client._take
     is_begun, go_on, is_taken = (threading.Event() for _ in range(3))
 
-    def announced_late(message, is_current):
+    def announced_late(message):
         is_begun.set()
         go_on.wait(20)
-        announced(message, is_current)
+        announced(message)
 
     def take_and_tell(message):
         if isinstance(message, Opened):

@@ -13,7 +13,7 @@ from kvoffload.backends.base import Usage
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.errors import ConfigError
 from kvoffload.io import client as io_client
-from kvoffload.io.open_stores import OpenStore, close_stores, greet, open_stores, purge
+from kvoffload.io.open_stores import OpenStore, close_stores, greet, open_store, purge
 from kvoffload.io.presence import PresenceCache
 from kvoffload.io.protocol import Answered, Figures, Frames, Presence, Present, Store, frame
 from kvoffload.io.remote_tier import RemoteTier
@@ -102,7 +102,7 @@ def test_counters_that_are_none_keep_the_figures_as_they_were(caplog, monkeypatc
 async def test_a_store_whose_check_raises_is_refused(monkeypatch):
     monkeypatch.setattr(MemoryBackend, "check_fit", lambda self, chunk_bytes: 1 / 0)
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
-        await open_stores(opening([("memory", "memory", {})]))
+        await open_store(opening([("memory", "memory", {})]), 0, {})
 
 
 async def test_a_store_that_does_not_close_is_only_logged(broken, caplog):

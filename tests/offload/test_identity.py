@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.offload.namespace import namespace, readable
+from kvoffload.identity import namespace, readable
 
 FACT = st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.binary(max_size=5)
 FACTS = st.dictionaries(st.from_regex("[a-z]{1,4}", fullmatch=True), FACT, max_size=4)

@@ -140,7 +140,7 @@ class Entry:
 
 @pytest.mark.parametrize("policy", [OneKeyACall, OldSubclass])
 def test_a_policy_that_takes_one_key_a_call_is_refused_by_name(policy, monkeypatch):
-    monkeypatch.setattr("kvoffload.registry._named", lambda group: {"mine": Entry(policy)})
+    monkeypatch.setattr("kvoffload.registry._named", lambda group: {"mine": [Entry(policy)]})
     with pytest.raises(ConfigError) as refused:
         load(POLICIES, "mine", "policy")
     for part in ("policy", "mine", "plug_in:Policy", "a sequence of keys", "PolicySuite"):

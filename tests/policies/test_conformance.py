@@ -7,6 +7,7 @@ import pytest
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.registry import POLICIES, load
 from kvoffload.testing import PolicySuite
+from kvoffload.testing.policies import work
 
 BUILT_IN = ["arc", "fifo", "handicap", "lru", "lru2", "s3fifo"]
 
@@ -88,6 +89,13 @@ class ForgetsTheRest(LRUPolicy):
 
     def add(self, keys):
         super().add(keys[:1])
+
+
+def test_work_that_grows_is_not_done_to_its_end():
+    done = []
+    with pytest.raises(AssertionError, match="work grew to more than 1,000"):
+        work(lambda: [done.append(i) for i in range(100_000)], at_most=1000)
+    assert len(done) < 1000
 
 
 @pytest.mark.parametrize(

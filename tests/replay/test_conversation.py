@@ -1,5 +1,7 @@
 """The published figures of the conversation trace, and the default policy's place among them."""
 
+from itertools import takewhile
+
 import pytest
 
 from kvoffload.registry import POLICIES, load
@@ -19,8 +21,27 @@ PUBLISHED = {
 def test_the_classic_policies_reach_their_published_hit_rates(conversation, name):
     for capacity, percent in PUBLISHED[name].items():
         if capacity in (3000, 30_000):
-            hits = replay(conversation.requests, load(POLICIES, name)(capacity), capacity)
-            assert 100 * hits.prefix_rate == pytest.approx(percent, abs=0.3)
+            policy = load(POLICIES, name)(capacity)
+            hits = textbook_hits(conversation.requests, policy, capacity)
+            assert 100 * hits / conversation.accesses == pytest.approx(percent, abs=0.3)
+
+
+def textbook_hits(requests, policy, capacity):
+    """Count prefix hits of a store that uses a request's blocks one by one, tail first.
+
+    Nothing is pinned. An engine pins what it loads, which makes FIFO and S3-FIFO other policies.
+    """
+    held, found = set(), 0
+    for request in requests:
+        found += sum(takewhile(bool, (key in held for key in request)))
+        for key in reversed(request):
+            policy.touch((key,))
+            if key not in held:
+                if len(held) >= capacity:
+                    held.difference_update(policy.victims(1))
+                policy.add((key,))
+                held.add(key)
+    return found
 
 
 def test_the_bounds_are_the_published_ones(conversation):

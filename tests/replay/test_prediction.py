@@ -11,8 +11,6 @@ from kvoffload.replay.simulate import replay
 from kvoffload.replay.synthetic import SyntheticOptions, generate
 from kvoffload.replay.trace import from_ids, read_trace
 
-SLOTS = 400
-
 
 def serve(manager, record, prompts):
     """Offer every prompt to the manager as a connector does; returns the chunks loaded."""
@@ -31,17 +29,21 @@ def serve(manager, record, prompts):
     return loaded
 
 
-@pytest.mark.parametrize("name", ["lru", "arc", "handicap"])
-@pytest.mark.parametrize("workload", ["chat", "agent", "shared"])
-def test_the_replay_of_a_manager_s_record_has_the_manager_s_hit_rate(tmp_path, name, workload):
+@pytest.mark.parametrize("name", ["lru", "arc", "handicap", "lru2", "s3fifo", "fifo"])
+@pytest.mark.parametrize(("workload", "slots"), [("chat", 400), ("agent", 100), ("shared", 400)])
+def test_the_replay_of_a_manager_s_record_hits_as_the_manager_did(tmp_path, name, workload, slots):
     policy = load(POLICIES, name)
     trace = from_ids(workload, generate(workload, SyntheticOptions(seed=2, requests=600)))
     prompts = [[make_offload_key(key * 2, 0) for key in request] for request in trace.requests]
-    manager = TieredOffloadingManager(HostCache(SLOTS, policy(SLOTS)))
+    manager = TieredOffloadingManager(HostCache(slots, policy(slots)))
     record = RequestLog(str(tmp_path / "record.jsonl"), tokens_per_chunk=16)
     loaded = serve(manager, record, prompts)
     manager.check()
     recorded = read_trace(tmp_path / "record.jsonl")
-    hits = replay(recorded.requests, policy(SLOTS), SLOTS)
+    replayed = replay(list(map(tuple, prompts)), policy(slots), slots)
+    assert replayed.prefix == loaded
+    hits = replay(recorded.requests, policy(slots), slots)
     assert hits.accesses == trace.accesses
-    assert hits.prefix_rate == pytest.approx(loaded / trace.accesses, abs=0.02)
+    # A record has its own names of blocks, and handicap learns from a sample by the name.
+    tolerance = 0.01 if name == "handicap" else 0
+    assert hits.prefix_rate == pytest.approx(loaded / trace.accesses, abs=tolerance)

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from kvoffload.errors import ConfigError
 from kvoffload.offload.base import make_offload_key
 from kvoffload.recording import RequestLog
 from kvoffload.replay.trace import TraceError, read_trace
@@ -200,6 +201,34 @@ def test_a_recorded_trace_is_for_its_owner_alone(tmp_path):
     finally:
         os.umask(before)
     assert (tmp_path / "trace").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_record_that_all_may_read_is_for_its_owner_alone_from_then_on(tmp_path):
+    path = tmp_path / "trace"
+    path.touch(mode=0o666)
+    path.chmod(0o666)
+    RequestLog(str(path), 16)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_record_that_is_a_link_or_a_pipe_or_another_users_is_refused(tmp_path):
+    path, target = tmp_path / "trace", tmp_path / "target"
+    target.write_text("kept")
+    path.symlink_to(target)
+    with pytest.raises(ConfigError, match=r"record = .*must be a file to append to"):
+        RequestLog(str(path), 16)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="record"):
+        RequestLog(str(path), 16)
+    assert target.read_text() == "kept"
+    if os.geteuid():
+        pytest.skip("needs root to give a file to another user")
+    path.unlink()
+    path.touch()
+    os.chown(path, 12345, 12345)
+    with pytest.raises(ConfigError, match="belongs to user 12345"):
+        RequestLog(str(path), 16)
 
 
 def test_a_conversation_that_cannot_be_read_is_named(tmp_path):

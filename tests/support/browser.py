@@ -51,6 +51,11 @@ class Page:
         """Type into what has the focus."""
         self._ask("Input.insertText", text=text)
 
+    def prefer(self, scheme: str) -> None:
+        """Say that the reader's system asks for this scheme of colours: light or dark."""
+        wish = {"name": "prefers-color-scheme", "value": scheme}
+        self._ask("Emulation.setEmulatedMedia", features=[wish])
+
     def screenshot(self, file: Path) -> None:
         """Write what the page looks like, as a PNG."""
         file.write_bytes(base64.b64decode(self._ask("Page.captureScreenshot")["data"]))

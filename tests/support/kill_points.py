@@ -129,12 +129,12 @@ def _around_async(call, points, before, after):
 def _hook_session(session, points):
     take, send, flush = session._take, session.send, session._flush
 
-    async def hooked_take(self, message):
+    def hooked_take(self, message):
         name = type(message).__name__
         if name == "Open" and self._wanted is not None:
             name = "Renewal"
         points.reached(f"{name}:received")
-        await take(self, message)
+        take(self, message)
         points.reached(f"{name}:taken")
 
     def hooked_send(self, message):

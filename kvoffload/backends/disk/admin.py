@@ -17,12 +17,12 @@ from kvoffload.backends.admin import (
     Verified,
     counted,
     duration,
-    is_digest,
     named,
 )
 from kvoffload.backends.blocking_pool import run_once
+from kvoffload.backends.disk import manifest
 from kvoffload.backends.disk.doctor import diagnose
-from kvoffload.backends.disk.inspector import ChunkFile, DiskInspector, Waste
+from kvoffload.backends.disk.inspector import ChunkFile, DiskInspector, Waste, inspected
 from kvoffload.backends.disk.options import DiskOptions
 from kvoffload.backends.header import OTHER_VERSION
 from kvoffload.backends.verification import Verification, lines_of, sampled
@@ -45,7 +45,11 @@ class DiskAdmin(Admin):
         """Do nothing: each call opens the root by itself."""
 
     async def _inspect(self, work: Callable[[DiskInspector], T]) -> T:
-        return await run_once(lambda: work(DiskInspector(self._root)))
+        return await run_once(self._work, work)
+
+    def _work(self, work: Callable[[DiskInspector], T]) -> T:
+        with inspected(self._root) as found:
+            return work(found)
 
     async def survey(self) -> list[Holding]:
         return await self._inspect(holdings)
@@ -54,14 +58,17 @@ class DiskAdmin(Admin):
         report = await self._inspect(overview)
         report["allocated_bytes"] = sum(each.stored_bytes for each in held)
         booked, capacity = report["ledger_bytes"], report["capacity_bytes"]
-        owner = "one of them evicts" if report["owner"] else "nobody evicts"
+        owner = "one of them evicts" if report["owner"] else "none evicts"
         sizes = (
-            f"allocated by chunks: {human_bytes(report['allocated_bytes'])}, in the ledger: "
+            f"allocated by chunks: {human_bytes(report['allocated_bytes'])}, counted by engines: "
             f"{report['ledger_fault'] if booked is None else human_bytes(booked)}, "
             f"capacity: {'not recorded' if capacity is None else human_bytes(capacity)}, "
             f"set aside as damaged: {len(report['quarantined'])} files"
         )
-        lines = [(report["root"], f"{report['processes']} open, {owner}"), ("", sizes)]
+        lines = [
+            (report["root"], f"processes that have it open: {report['processes']}, {owner}"),
+            ("", sizes),
+        ]
         return Overview(report, lines, "last used")
 
     async def collect(self, wanted: Garbage) -> Collected:
@@ -109,8 +116,8 @@ def holdings(found: DiskInspector) -> list[Holding]:
 
 
 def _holding(found: DiskInspector, folder: str, now: float) -> Holding:
-    manifest, chunks = found.manifest(folder), list(found.chunks(folder))
-    name, facts = manifest.get("namespace"), manifest.get("facts", {})
+    told, chunks = found.manifest(folder), list(found.chunks(folder))
+    name, facts = told.get("namespace"), told.get("facts", {})
     stored_s = [now - chunk.stored_ns / 1e9 for chunk in chunks]
     used_s = [now - chunk.used_ns / 1e9 for chunk in chunks]
     within = {label: sum(each <= age_s for each in used_s) for label, age_s in AGES}
@@ -131,10 +138,8 @@ def _holding(found: DiskInspector, folder: str, now: float) -> Holding:
             f"stored {duration(max(stored_s))} to {duration(min(stored_s))} ago",
             f"used within {', '.join(f'{label}: {count}' for label, count in within.items())}",
         ]
-    # A digest of facts is shown by its folder, which damaged facts and older versions leave alone.
-    is_name = isinstance(name, str) and name != "" and not is_digest(name)
     return Holding(
-        str(name) if is_name else folder,
+        manifest.name_in(told, folder),
         # A namespace that was opened by its name has no facts behind it.
         facts or ({"namespace": name} if name else {}),
         len(chunks),
@@ -152,8 +157,6 @@ def collect(found: DiskInspector, wanted: Garbage) -> Collected:
     """Remove the chunks that the limits name, damaged files, and leftovers of dead processes."""
     namespace, age_s, limit, dry_run = wanted
     folder = None if namespace is None else _folder(found, namespace)
-    if not dry_run:
-        found.require_write()
     chunks = sorted(found.chunks(folder), key=lambda chunk: chunk.used_ns)
     everything = folder is not None and limit is None and age_s is None
     old = _going(chunks, limit=limit, age_s=age_s, everything=everything)
@@ -199,9 +202,10 @@ def collect(found: DiskInspector, wanted: Garbage) -> Collected:
 
 def _folder(found: DiskInspector, wanted: str) -> str:
     """Return the namespace's folder, by the namespace's name or the folder's, or its beginning."""
-    folders = found.namespaces()
-    own = [folder for folder in folders if found.manifest(folder).get("namespace") == wanted]
-    return own[0] if len(own) == 1 else named(wanted, folders)
+    folders = {folder: folder for folder in found.namespaces()}
+    names = {manifest.name_in(found.manifest(folder), folder): folder for folder in folders}
+    known = folders | names
+    return known[named(wanted, known)]
 
 
 def _going(
@@ -230,8 +234,6 @@ def verify(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Check every chunk, or a part; with ``repair`` remove the damaged ones."""
-    if repair:
-        found.require_write()
     everything = list(found.chunks())
     chunks = sampled(everything, share)
     buffer = memoryview(mmap.mmap(-1, _PIECE_BYTES))

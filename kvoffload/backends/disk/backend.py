@@ -8,7 +8,6 @@ in the background; its ``scanner`` compares the index with the folders.
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import threading
@@ -16,11 +15,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kvoffload.backends.admin import Admin
-from kvoffload.backends.base import ReadResult, Removal, Usage
-from kvoffload.backends.blocking_pool import run_once
+from kvoffload.backends.base import Described, ReadResult, Removal, Usage
+from kvoffload.backends.blocking_pool import run_once, start_once
+from kvoffload.backends.disk import manifest
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
 from kvoffload.backends.disk.housekeeper import Housekeeper
 from kvoffload.backends.disk.index import name_of
+from kvoffload.backends.disk.namespace_sample import described
 from kvoffload.backends.disk.options import DiskOptions
 from kvoffload.backends.disk.paths import MANIFEST
 from kvoffload.backends.disk.scanner import purge
@@ -37,7 +38,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _READERS = 4
-_MANIFEST_BYTES = 1 << 20
 
 
 class DiskBackend(ThreadedBackend, Admin):
@@ -58,6 +58,7 @@ class DiskBackend(ThreadedBackend, Admin):
         with contextlib.ExitStack() as undo:
             self._store = DiskStore(vfs, options, namespace)
             undo.callback(self._store.root.close)
+            self._place = os.path.realpath(self._store.path)  # here, where it may block
             self.io_mode, self.io_reason = self._store.io_mode, self._store.io_reason
             super().__init__(
                 threads=self._read_threads(),
@@ -105,12 +106,16 @@ class DiskBackend(ThreadedBackend, Admin):
             self._store.discard(name_of(0, key), "removed")
 
     def release(self) -> None:
-        """Save a snapshot and close the root."""
+        """Save a snapshot and close the root; if housekeeping is stuck, once it has ended."""
         if self._housekeeper.close(self.options.stall_s):
             self._store.root.close()
         else:
-            # Any further call could be stuck as well; the locks end with the process.
-            log.warning("disk: %s is stuck, left as it is", self._store.path)
+            log.warning("disk: %s is busy, closed when its thread ends", self._store.path)
+            start_once(self._close_late)
+
+    def _close_late(self) -> None:
+        self._housekeeper.wait()
+        self._store.root.close()
 
     # ---- batches ---------------------------------------------------------------------------
 
@@ -171,6 +176,7 @@ class DiskBackend(ThreadedBackend, Admin):
 
     async def _shut_down(self) -> None:
         self._stopping.set()
+        self._housekeeper.stop()  # a store that takes this one's place may evict from now on
         if self._unfinished:
             await asyncio.wait(self._unfinished, timeout=self.options.stall_s)
         await super()._shut_down()
@@ -204,7 +210,7 @@ class DiskBackend(ThreadedBackend, Admin):
 
     @property
     def place(self) -> str:
-        return os.path.realpath(self._store.path)
+        return self._place
 
     def check_fit(self, chunk_bytes: int) -> None:
         capacity = self._store.root.limits.capacity_bytes
@@ -235,6 +241,11 @@ class DiskBackend(ThreadedBackend, Admin):
             return
         self._facts, self._repairs = dict(facts), self._store.root.repairs
         await self._finish(run_once(self._write_manifest, facts))
+
+    async def described(self) -> list[Described]:
+        if self._closed:
+            return []
+        return await self._finish(run_once(described, self._store, self._stopping.is_set))
 
     async def purge(self, namespaces: Sequence[str]) -> int:
         """Remove namespaces; engines that use one find nothing there, and may store again.
@@ -270,13 +281,13 @@ class DiskBackend(ThreadedBackend, Admin):
 
     def _write_manifest(self, facts: Mapping[str, str]) -> None:
         """Write name and facts of the namespace once; facts replace a name alone."""
-        store, text = self._store, self._manifest(facts)
+        store, text = self._store, manifest.text_of(self.namespace, facts)
         target = f"{store.folder(0)}/{MANIFEST}"
         with self._describing:
             try:
                 try:
-                    present = bytes(store.vfs.read_file(target, _MANIFEST_BYTES))
-                    if not facts or present != self._manifest({}):
+                    present = bytes(store.vfs.read_file(target, manifest.MOST_BYTES))
+                    if not facts or present != manifest.text_of(self.namespace, {}):
                         return
                 except FileNotFoundError:
                     pass
@@ -284,10 +295,6 @@ class DiskBackend(ThreadedBackend, Admin):
                 store.vfs.replace_file(target, temporary, text)
             except OSError as error:
                 log.warning("disk: cannot write %s: %s", target, error)
-
-    def _manifest(self, facts: Mapping[str, str]) -> bytes:
-        manifest = {"format": 1, "namespace": self.namespace, "facts": dict(facts)}
-        return (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode()
 
     def _refuses(self, kind: str, items: int) -> bool:
         """Return whether to answer False to all: closed, or other users may change the root."""

@@ -22,11 +22,12 @@ from kvoffload.backends.disk import limits as disk_limits
 from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.disk.limits import SETTINGS, Limits
 from kvoffload.backends.disk.options import DiskOptions
-from kvoffload.backends.disk.paths import QUARANTINE, SCRATCH, WRITERS
+from kvoffload.backends.disk.paths import SCRATCH
 from kvoffload.backends.disk.root_checks import (
     check_fresh_or_root,
     refuse_exposed,
     refuse_unsafe,
+    refuse_unsafe_inside,
 )
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.config import convert, human_bytes
@@ -60,6 +61,14 @@ class _Examined(NamedTuple):
 async def diagnose(root: str, settings: Mapping[str, Any]) -> list[Finding]:
     """Examine a folder for an engine with these settings; ConfigError: none would use it."""
     examined = await run_once(_open, root, settings)
+    try:
+        return await _findings(examined)
+    finally:
+        if examined.inspector is not None:
+            examined.inspector.close()
+
+
+async def _findings(examined: _Examined) -> list[Finding]:
     finding, limits = _limits(examined)
     findings = [_medium(examined.root), await run_once(_rights, examined), finding]
     findings.append(await run_once(_ledger, examined))
@@ -108,11 +117,8 @@ def _rights(examined: _Examined) -> Finding:
     """Check which users could replace chunks; the root itself was checked before."""
     vfs, root = examined.vfs, examined.root
     mode = f"mode {stat.S_IMODE(vfs.lstat(root).st_mode):04o}"
-    inner = [WRITERS, QUARANTINE, *examined.inspector.namespaces()] if examined.inspector else []
     try:
-        for name in inner:
-            with contextlib.suppress(FileNotFoundError):
-                refuse_unsafe(f"{root}/{name}", vfs.lstat(f"{root}/{name}"))
+        refuse_unsafe_inside(vfs, root)
     except ConfigError as error:
         return Finding("rights", "failed", str(error), "until then engines that use it refuse it")
     try:

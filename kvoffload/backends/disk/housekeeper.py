@@ -9,6 +9,7 @@ from kvoffload.backends.disk.quarantine import QUARANTINE_S
 from kvoffload.backends.disk.scanner import Scanner
 from kvoffload.backends.disk.store import DiskStore
 from kvoffload.config import human_bytes
+from kvoffload.identity import short
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +60,18 @@ class Housekeeper:
         """Evict if need be: a chunk was written."""
         self._wake.set()
 
-    def close(self, timeout_s: float) -> bool:
-        """Stop the thread and save the snapshot; return False if the thread is stuck."""
+    def stop(self) -> None:
+        """Let the thread end soon, and with it the right to evict."""
         self._stop.set()
         self._wake.set()
+
+    def wait(self) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join()
+
+    def close(self, timeout_s: float) -> bool:
+        """Stop the thread and save the snapshot; return False if the thread is stuck."""
+        self.stop()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return False
@@ -71,6 +80,13 @@ class Housekeeper:
         return True
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            # Held on, it would keep every other store of the root from evicting.
+            self._store.root.evictor.end()
+
+    def _serve(self) -> None:
         self._guarded(self._store.root.clean_up)
         if not self._store.ready.is_set():
             self._guarded(self._scanner.load_snapshot)
@@ -117,7 +133,7 @@ class Housekeeper:
                 "room is needed; kvoffload inspect lists them",
                 self._store.path,
                 human_bytes(own_bytes),
-                self._store.namespaces[0],
+                short(self._store.namespace),
                 human_bytes(other_bytes),
             )
 

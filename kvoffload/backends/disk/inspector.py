@@ -1,20 +1,20 @@
 """Inspects a root without a backend: for ``kvoffload inspect``, ``verify`` and ``gc``.
 
 Any number of engines may run meanwhile. The inspector checks each file again right before it
-touches it, and releases the bytes of removed files from the shared quota.
+touches it, and releases the bytes of removed files from the shared quota. It reaches all files from
+the descriptor of a root that belongs to its own user: no other user can lead it elsewhere.
 """
 
+import contextlib
 import fcntl
-import json
 import os
-import shutil
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import xxhash
 
 from kvoffload.backends.disk import limits as disk_limits
-from kvoffload.backends.disk import paths
+from kvoffload.backends.disk import manifest, paths
 from kvoffload.backends.disk.chunk_file import PAGE, reason_of, strangeness
 from kvoffload.backends.disk.limits import Limits
 from kvoffload.backends.disk.locks import (
@@ -26,12 +26,16 @@ from kvoffload.backends.disk.locks import (
 )
 from kvoffload.backends.disk.paths import LEDGER, QUARANTINE, SCRATCH, WRITERS, key_of, shard_of
 from kvoffload.backends.disk.quota import Quota, recorded_bytes
-from kvoffload.backends.disk.root_checks import check_root, denied
+from kvoffload.backends.disk.root_checks import (
+    check_root,
+    denied,
+    refuse_unsafe,
+    refuse_unsafe_inside,
+)
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.disk.walker import names_in, remove_namespace, walk
 from kvoffload.backends.header import Header, counted_as, parse_header
 
-_MANIFEST_BYTES = 1 << 20
 _IN_ROOT = {paths.BOUNDS, LEDGER, paths.OWNER, QUARANTINE, WRITERS, "lost+found"}
 _IN_NAMESPACE = {paths.MANIFEST, paths.SNAPSHOT, *paths.SHARDS}
 _SCRATCH_S = 600
@@ -62,13 +66,26 @@ class DiskInspector:
     """One root, inspected from outside."""
 
     def __init__(self, root: str, vfs: Vfs | None = None) -> None:
-        """Open a root; ConfigError: the folder is none, or belongs to another user."""
+        """Open a root; ConfigError: it is none, or another user owns it or may write it."""
         self.root = os.path.realpath(os.path.expanduser(root))
         self.vfs = vfs or Vfs()
         self._quota: Quota | None = None
         self.unreadable: list[tuple[str, str]] = []
         """Folders that :meth:`chunks` could not list, and why."""
         check_root(self.vfs, self.root)
+        fd = self.vfs.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            refuse_unsafe(self.root, self.vfs.fstat(fd))
+        except BaseException:
+            self.vfs.close_quietly(fd)
+            raise
+        self.vfs.enter(self.root, fd)
+        check_root(self.vfs, self.root)  # again: another folder may have got the name meanwhile
+
+    def close(self) -> None:
+        if self._quota is not None:
+            self._quota.close()
+        self.vfs.leave()
 
     # ---- what is there ---------------------------------------------------------------------
 
@@ -77,12 +94,7 @@ class DiskInspector:
 
     def manifest(self, namespace: str) -> dict[str, Any]:
         """Return the facts behind a namespace; empty if none were written."""
-        try:
-            path = f"{self.root}/{namespace}/{paths.MANIFEST}"
-            found = json.loads(self.vfs.read_file(path, _MANIFEST_BYTES))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return manifest.read(self.vfs, f"{self.root}/{namespace}")
 
     def chunks(self, namespace: str | None = None) -> Iterator[ChunkFile]:
         """Yield all chunks, of one namespace or of all."""
@@ -116,11 +128,7 @@ class DiskInspector:
         left = [folder for folder in folders if is_dead(self.vfs, folder)]
         inner = (f"{self.root}/{n}" for n in names_in(self.vfs, self.root) if n.startswith(SCRATCH))
         left += (folder for folder in inner if is_older(self.vfs, folder, _SCRATCH_S))
-        return [Waste(folder, self._allocated_below(folder)) for folder in left]
-
-    def _allocated_below(self, folder: str) -> int:
-        files = (f"{where}/{file}" for where, _, names in os.walk(folder) for file in names)
-        return sum(map(self._allocated, files))
+        return [Waste(folder, self.vfs.allocated_below(folder)) for folder in left]
 
     def _allocated(self, path: str) -> int:
         try:
@@ -220,11 +228,6 @@ class DiskInspector:
 
     # ---- removal: each method returns the bytes freed, and raises OSError ------------------
 
-    def require_write(self) -> None:
-        """Refuse a root of another user, before anything is removed."""
-        if not os.access(self.root, os.W_OK, effective_ids=True):
-            self._refuse_foreign(self.root, PermissionError())
-
     def _refuse_foreign(self, path: str, error: OSError) -> None:
         """Raise ConfigError if the error means: run this as another user."""
         if isinstance(error, PermissionError) and (refusal := denied(self.vfs, path)) is not None:
@@ -251,7 +254,7 @@ class DiskInspector:
 
     def remove_leftover(self, leftover: Waste) -> int:
         if os.path.basename(leftover.path).startswith(SCRATCH):
-            shutil.rmtree(leftover.path)
+            self.vfs.remove_tree(leftover.path)
         else:
             self._release(clean_folder(self.vfs, leftover.path))
         return leftover.allocated_bytes
@@ -262,7 +265,20 @@ class DiskInspector:
 
     def _release(self, allocated_bytes: int) -> None:
         """Release the bytes of removed files; a root without a quota file gets none."""
-        if self._quota is None and os.path.exists(f"{self.root}/{LEDGER}"):
-            self._quota = Quota(self.vfs, f"{self.root}/{LEDGER}", fresh=False)
+        if self._quota is None:
+            with contextlib.suppress(FileNotFoundError):
+                self.vfs.lstat(f"{self.root}/{LEDGER}")
+                self._quota = Quota(self.vfs, f"{self.root}/{LEDGER}", fresh=False)
         if self._quota is not None and allocated_bytes:
             self._quota.release(allocated_bytes)
+
+
+@contextlib.contextmanager
+def inspected(root: str) -> Iterator[DiskInspector]:
+    """Open a root; ConfigError: see the constructor, or a folder in it is not safe either."""
+    found = DiskInspector(root)
+    try:
+        refuse_unsafe_inside(found.vfs, found.root)
+        yield found
+    finally:
+        found.close()

@@ -11,6 +11,7 @@ import itertools
 import os
 import secrets
 import stat
+import threading
 import time
 
 from kvoffload.backends.disk.paths import OWNER, WRITERS
@@ -95,6 +96,8 @@ class EvictorLock:
         self._vfs = vfs
         self._path = f"{root}/{OWNER}"
         self._fd: int | None = None
+        self._moving = threading.Lock()
+        self._has_ended = False
 
     @property
     def held(self) -> bool:
@@ -102,8 +105,8 @@ class EvictorLock:
 
     def take(self) -> bool:
         """Take the lock if it is free; return whether this process has it."""
-        if self._fd is None:
-            with contextlib.suppress(OSError):
+        with self._moving, contextlib.suppress(OSError):
+            if self._fd is None and not self._has_ended:
                 flags = os.O_RDWR | os.O_CREAT
                 self._fd = open_locked(self._vfs, self._path, flags, fcntl.LOCK_EX)
         return self._fd is not None
@@ -112,9 +115,15 @@ class EvictorLock:
         return self._fd is not None and not is_at(self._vfs, self._fd, self._path)
 
     def close(self) -> None:
-        if self._fd is not None:
-            self._vfs.close_quietly(self._fd)
-            self._fd = None
+        with self._moving:
+            if self._fd is not None:
+                self._vfs.close_quietly(self._fd)
+                self._fd = None
+
+    def end(self) -> None:
+        """Close the lock for good, though another thread may be about to take it again."""
+        self._has_ended = True
+        self.close()
 
 
 def clean_up(vfs: Vfs, root: str, own: str) -> tuple[int, int]:

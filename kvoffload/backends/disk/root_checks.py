@@ -4,6 +4,7 @@ Checksums find accidents. Modes and owners keep other users' bytes out, as with 
 The checks cover the root, the folders in it, and every folder above it.
 """
 
+import contextlib
 import errno
 import functools
 import grp
@@ -12,7 +13,7 @@ import pwd
 import stat
 from collections.abc import Iterator
 
-from kvoffload.backends.disk.paths import SCRATCH, WRITERS
+from kvoffload.backends.disk.paths import QUARANTINE, SCRATCH, WRITERS, is_namespace
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.errors import ConfigError
 
@@ -29,11 +30,17 @@ def refuse_unsafe(path: str, facts: os.stat_result) -> None:
     if not stat.S_ISDIR(facts.st_mode):
         raise ConfigError("root", path, "is not a folder")
     if facts.st_uid != os.geteuid():
-        remedy = "run as that user, or use a folder of your own"
-        problem = f"belongs to user {facts.st_uid}, not to {os.geteuid()}; {remedy}"
-        raise ConfigError("root", path, problem)
+        raise ConfigError("root", path, f"{_foreign(facts.st_uid)}, or use a folder of your own")
     if _is_open(facts):
         raise ConfigError("root", path, f"is {_writable(path, facts)}{_sub_folder(path, facts)}")
+
+
+def refuse_unsafe_inside(vfs: Vfs, root: str) -> None:
+    """Raise ConfigError if a folder in the root is a link, or another user could change it."""
+    for name in _listed(vfs, root):
+        if name in (WRITERS, QUARANTINE) or is_namespace(name):
+            with contextlib.suppress(FileNotFoundError):  # removed since the listing
+                refuse_unsafe(f"{root}/{name}", vfs.lstat(f"{root}/{name}"))
 
 
 def refuse_exposed(vfs: Vfs, root: str) -> None:
@@ -181,5 +188,12 @@ def denied(vfs: Vfs, path: str) -> ConfigError | None:
             return None
         if owner == os.geteuid():
             return None
-        remedy = f"belongs to user {owner}, not to {os.geteuid()}; run as that user"
-        return ConfigError("root", path, remedy)
+        return ConfigError("root", path, _foreign(owner))
+
+
+def _foreign(owner: int) -> str:
+    try:
+        name = pwd.getpwuid(owner).pw_name
+    except KeyError:
+        name = f"'#{owner}'"
+    return f"belongs to user {owner}, not to {os.geteuid()}; run as that user: sudo -u {name}"

@@ -5,7 +5,9 @@ import logging
 import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
+from typing import TypeVar
 
 from kvoffload.backends.disk import snapshot
 from kvoffload.backends.disk.index import Name, name_of, split_name
@@ -16,6 +18,7 @@ from kvoffload.backends.disk.store import DiskStore
 from kvoffload.backends.disk.walker import remove_namespace, walk
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _RESERVED = 16
 """Chunks that a writer may have reserved at a time; more than its usual threads."""
@@ -38,16 +41,22 @@ class Scanner:
         """How many known chunks the last scan found gone."""
         self._is_complete = True
         """Whether the current scan could list everything so far."""
+        self._is_cut_off = False
+        """Whether the store was closed while its snapshot was loaded."""
 
     def load_snapshot(self) -> None:
         """Fill the index from the snapshot, until the first scan."""
         store = self._store
         sizes = snapshot.load(store.vfs, f"{store.folder(0)}/{SNAPSHOT}")
-        store.index.found((name_of(0, key), allocated) for key, allocated in sizes)
+        listed = ((name_of(0, key), allocated) for key, allocated in sizes)
+        store.index.found(self._until_stopped(listed))
+        self._is_cut_off = self._is_stopping()
 
     def save_snapshot(self) -> None:
-        """Save this process's namespace for the next start."""
+        """Save this process's namespace for the next start, unless the last snapshot has more."""
         store = self._store
+        if self._is_cut_off:
+            return
         own = name_of(0, b"")
         sizes = [(name[2:], size) for name, size in store.index.sizes() if name.startswith(own)]
         try:
@@ -91,11 +100,14 @@ class Scanner:
         if self._is_stopping():
             return False
         found.sort()
-        store.uses.seen((name, used_ns) for used_ns, name, _ in found)
-        index.found((name, size) for _, name, size in found if by_age or name not in index)
+        store.uses.seen((name, used_ns) for used_ns, name, _ in self._until_stopped(found))
+        new = ((name, size) for _, name, size in found if by_age or name not in index)
+        index.found(self._until_stopped(new))
         if full:
-            index.measured((name, size) for _, name, size in found)
+            index.measured((name, size) for _, name, size in self._until_stopped(found))
         self._drop_vanished(None if full else scanned, present)
+        if self._is_stopping():
+            return False
         if not (full and is_evictor):
             return True
         store.space.oldest_use_ns = found[0][0] if found else time.time_ns()
@@ -105,6 +117,10 @@ class Scanner:
         largest = max((size for _, _, size in found), default=0)
         largest = max(largest, store.space.largest_bytes)
         return self._correct_quota(chunk_bytes, moving_bytes, changes, largest)
+
+    def _until_stopped(self, files: Iterable[T]) -> Iterator[T]:
+        """Yield these until the thread is to stop: a million of them take seconds."""
+        return takewhile(lambda _: not self._is_stopping(), files)
 
     def _walk(self, number: int, *, full: bool) -> "list[tuple[str, list[tuple[int, Name, int]]]]":
         """Return the shards of a namespace, each with last use, name and size of its chunks.
@@ -156,7 +172,8 @@ class Scanner:
     def _drop_vanished(self, scanned: set[tuple[int, str]] | None, present: set[Name]) -> None:
         """Drop names whose file is gone, in these shards (None: in all)."""
         store = self._store
-        for name, _ in store.index.sizes() if scanned is None or scanned else ():
+        known = store.index.sizes() if scanned is None or scanned else ()
+        for name, _ in self._until_stopped(known):
             if name in present:
                 continue
             number, key = split_name(name)

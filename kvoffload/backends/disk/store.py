@@ -49,6 +49,7 @@ class DiskStore:
         """Open the root, made if missing; ConfigError: a bad setting, or an unsafe root."""
         self.vfs = vfs
         self.path = os.path.abspath(os.path.expanduser(options.root))
+        self.namespace = namespace
         self._digest = namespace_digest(namespace)
         self.namespaces = [self._digest.hex()]
         """Folder names by number; 0 is this backend's own."""

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -193,6 +194,21 @@ class Vfs:
             yield fd
         finally:
             os.close(fd)
+
+    def allocated_below(self, path: str) -> int:
+        """Return the bytes allocated to the files below a folder, links not followed."""
+        name, at = self._at(path)
+        total = 0
+        for _, _, files, fd in os.fwalk(name, dir_fd=at):
+            for file in files:
+                with contextlib.suppress(FileNotFoundError):
+                    total += os.stat(file, dir_fd=fd, follow_symlinks=False).st_blocks * 512
+        return total
+
+    def remove_tree(self, path: str) -> None:
+        """Remove a folder with all that is in it, links not followed."""
+        name, at = self._at(path)
+        shutil.rmtree(name, dir_fd=at)
 
     def statvfs(self, path: str) -> os.statvfs_result:
         return os.statvfs(self.root_fd if path == self._root else path)

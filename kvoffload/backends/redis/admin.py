@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from itertools import groupby
 from typing import Any
 
-import msgspec
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -29,6 +28,7 @@ from kvoffload.backends.redis.namespace_info import (
     is_ours,
     namespace_of,
     namespace_prefix,
+    read_facts,
 )
 from kvoffload.backends.redis.options import Access, value_key
 from kvoffload.backends.redis.value_check import StoredValue, ValueCheck
@@ -94,7 +94,7 @@ class RedisAdmin(Admin):
             described = [name for name in names if is_info(name)]
             for name, text in zip(described, await _of_each(client, "GET", described), strict=True):
                 if text is not None:
-                    facts[namespace_of(name)] = _read_facts(text)
+                    facts[namespace_of(name)] = read_facts(text)
             stored = [name for name in names if not is_info(name)]
             for name, size, left_ms in zip(
                 stored,
@@ -288,13 +288,6 @@ async def _of_each(client: Redis, command: str, names: Sequence[bytes]) -> list[
 def _is_foreign(value: object) -> bool:
     """Return True if a reply says that a name holds no string, so this backend did not write it."""
     return isinstance(value, ResponseError) and str(value).startswith("WRONGTYPE")
-
-
-def _read_facts(value: Any) -> dict[str, str]:
-    try:
-        return msgspec.json.decode(value or b"{}", type=dict[str, str])
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return {}
 
 
 def usage_of(infos: Sequence[Mapping[str, str]], db: int) -> Usage:

@@ -18,14 +18,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kvoffload.backends.admin import Finding
-from kvoffload.backends.base import Observable, ReadResult, Usage, check_lengths
+from kvoffload.backends.base import Described, Observable, ReadResult, Usage, check_lengths
 from kvoffload.backends.header import OTHER_VERSION, check_key, namespace_digest
 from kvoffload.backends.log_rate import Throttle
-from kvoffload.backends.redis.admin import RedisAdmin, usage_of
+from kvoffload.backends.redis.admin import RedisAdmin, count_of, usage_of
 from kvoffload.backends.redis.chunk_io import ChunkIO, Sealer, TransferBatch
 from kvoffload.backends.redis.connection import RedisRequest
 from kvoffload.backends.redis.doctor import diagnose
 from kvoffload.backends.redis.namespace_info import NamespaceInfo, namespace_prefix
+from kvoffload.backends.redis.namespace_scan import described
 from kvoffload.backends.redis.node import Node
 from kvoffload.backends.redis.options import Access, RedisOptions, redacted, value_key
 from kvoffload.backends.redis.topology import Topology, open_topology
@@ -168,7 +169,7 @@ class RedisBackend(RedisAdmin, Observable):
     # What it tells of itself.
 
     def usage(self) -> Usage:
-        """Return the servers' totals from the last handshake, for all their data."""
+        """Return the servers' totals, for all their data, as they said a few seconds ago."""
         nodes = self._nodes()
         infos = [node.server for node in nodes]
         breakers_open = sum(node.is_open for node in nodes)
@@ -176,6 +177,7 @@ class RedisBackend(RedisAdmin, Observable):
             "connections": sum(node.num_connections for node in nodes),
             "breakers_open": breakers_open,
             "up": int(not nodes or breakers_open < len(nodes)),
+            "server_evictions": sum(count_of(info.get("evicted_keys", "")) for info in infos),
         }
         return usage_of(infos, self._access.target.db)._replace(gauges=gauges)
 
@@ -187,6 +189,10 @@ class RedisBackend(RedisAdmin, Observable):
         self._info.set(facts)
         await self._ready()
         self._info.note_use()
+
+    async def described(self) -> list[Described]:
+        """Look at a part of the servers' names, where the user may SCAN."""
+        return [] if self._closed else await described(self._access, self._namespace)
 
     # For operators.
 

@@ -4,7 +4,7 @@ import asyncio
 import os
 from typing import NamedTuple
 
-from kvoffload.backends.redis.connection import Connection, RedisRequest
+from kvoffload.backends.redis.connection import Connection, Outcome, RedisRequest
 from kvoffload.backends.redis.options import Access
 from kvoffload.backends.redis.resp import Fill, Line, ServerError, encode, sink
 
@@ -13,6 +13,7 @@ IN_STEP = frozenset({"OOM", "MISCONF", "NOREPLICAS", "WRONGTYPE", "MOVED", "ASK"
 _PROBE_BYTES = 4 << 20
 """The largest probe after a failed store."""
 _NOISE_BYTES = 64 << 10
+INFO = encode(b"INFO")
 ServerInfo = dict[str, str]
 """The reply to ``INFO``; empty where the user has no right to it."""
 
@@ -53,14 +54,18 @@ async def handshake(connection: Connection, access: Access) -> ServerInfo:
     await _expect(connection, b"PONG", b"PING")
     if (took_s := loop.time() - began) > access.options.lookup_timeout_s:
         raise ConnectionError(f"a PING takes {took_s:.2f} s")
-    info = await connection.ask(encode(b"INFO"), Line())
-    if not isinstance(info, bytes):
-        return {}  # the user has no right to INFO
-    lines = (line.partition(":") for line in info.decode("utf-8", "replace").splitlines())
-    server = {name: value for name, sep, value in lines if sep}
+    server = info_of(await connection.ask(INFO, Line()))
     if server.get("role", "master") != "master":
         raise ConnectionError("a read-only replica")
     return server
+
+
+def info_of(reply: Outcome) -> ServerInfo:
+    """Parse a reply to INFO; empty for a refusal, or if there is no reply."""
+    if not isinstance(reply, bytes):
+        return {}
+    lines = (line.partition(":") for line in reply.decode("utf-8", "replace").splitlines())
+    return {name: value for name, sep, value in lines if sep}
 
 
 class HealthProbe(NamedTuple):

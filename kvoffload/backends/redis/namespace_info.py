@@ -5,7 +5,10 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 from urllib.parse import quote, unquote
+
+import msgspec
 
 from kvoffload.backends.redis.connection import Lost, Outcome, RedisRequest
 from kvoffload.backends.redis.resp import Line, ServerError, encode
@@ -37,6 +40,14 @@ def is_info(name: bytes) -> bool:
 def namespace_of(name: bytes) -> str:
     """Return the namespace in one of our names."""
     return unquote(name.split(b":")[1].decode())
+
+
+def read_facts(value: Any) -> dict[str, str]:
+    """Return the facts in the value of a :class:`NamespaceInfo`; empty for anything else."""
+    try:
+        return msgspec.json.decode(value or b"{}", type=dict[str, str])
+    except (msgspec.DecodeError, TypeError, ValueError, RecursionError):
+        return {}
 
 
 class NamespaceInfo:

@@ -12,13 +12,21 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 
 from kvoffload.backends.redis.channel import Address, open_socket
 from kvoffload.backends.redis.circuit_breaker import CircuitBreaker
-from kvoffload.backends.redis.connection import Connection, Kind, Lost, RedisRequest
-from kvoffload.backends.redis.handshake import IN_STEP, HealthProbe, ServerInfo, handshake
+from kvoffload.backends.redis.connection import Connection, Kind, Lost, Outcome, RedisRequest
+from kvoffload.backends.redis.handshake import (
+    IN_STEP,
+    INFO,
+    HealthProbe,
+    ServerInfo,
+    handshake,
+    info_of,
+)
 from kvoffload.backends.redis.options import Access
-from kvoffload.backends.redis.resp import ServerError
+from kvoffload.backends.redis.resp import Line, ServerError
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +36,8 @@ _MIN_IN_FLIGHT = 2
 """Requests always allowed in flight to one server, so that it finds the next one waiting."""
 _FORBIDDEN_S = 30.0
 _FULL_S = 1.0
+INFO_EVERY_S = 10.0
+"""Time between two questions of how full a server is."""
 
 Resolve = Callable[[], Awaitable[Address]]
 
@@ -60,6 +70,7 @@ class Node:
     ) -> None:
         self.breaker = CircuitBreaker()
         self.server: ServerInfo = {}
+        """The latest reply to ``INFO``, at most :data:`INFO_EVERY_S` old while the server is up."""
         self._resolve = resolve
         self._access = access
         self._options = access.options
@@ -77,6 +88,7 @@ class Node:
         self._data, self._lookup = _Pool(), _Pool()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._start(self._watch_fill())
 
     @property
     def is_open(self) -> bool:
@@ -149,6 +161,20 @@ class Node:
         else:
             self._counters["lookup_late"] += 1
             self._fail("lookup", took_s, f"lookups take {took_s:.2f} s")
+
+    async def _watch_fill(self) -> None:
+        """Ask now and then how full the server is, behind its lookups, where it may be asked."""
+        while True:
+            await asyncio.sleep(INFO_EVERY_S)
+            if self.server and not self.is_open:
+                request = RedisRequest("lookup", lambda: [INFO], Line())
+                request.done = partial(self._told_fill, request)
+                self.submit([request])
+
+    def _told_fill(self, request: RedisRequest, reply: Outcome) -> None:
+        if server := info_of(reply):
+            self.server = server
+            self.answered(request)
 
     def close(self) -> list[asyncio.Task[None]]:
         """Drop every connection and request; return the tasks that still have to end."""

@@ -16,6 +16,7 @@ import msgspec
 from kvoffload.backends.redis.channel import Address
 from kvoffload.config import ByteSize
 from kvoffload.errors import HIDDEN, ConfigError, shown
+from kvoffload.extras import check_extra
 
 MIN_SECRET_BYTES = 32
 MIN_PASSWORD_CHARS = 16
@@ -93,6 +94,8 @@ class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ConfigError("max_inflight_bytes", self.max_inflight_bytes, "must be >= 1 MiB")
         if self.key_file and not self.cert_file:
             raise ConfigError("key_file", self.key_file, "goes with cert_file, which is not set")
+        if self.secret_file:
+            check_extra("secret_file", self.secret_file)
         if not parse_url(self.url).tls:
             for name in ("ca_file", "cert_file", "key_file"):
                 if getattr(self, name):
@@ -288,12 +291,8 @@ def value_key(file: str) -> bytes | None:
         raise ConfigError("secret_file", file, f"{problem}; {_RANDOM}")
     if _is_guessable(secret, MIN_SECRET_BYTES):
         raise ConfigError("secret_file", file, f"has few distinct bytes; {_RANDOM}")
-    try:
-        import blake3
-    except ImportError:
-        raise ConfigError(
-            "secret_file", file, "needs its extra: pip install 'kvoffload[blake3]'"
-        ) from None
+    import blake3
+
     derived: bytes = blake3.blake3(secret, derive_key_context="kvoffload redis values v1").digest()
     return derived
 

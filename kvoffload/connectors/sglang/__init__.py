@@ -14,15 +14,13 @@ __all__ = ["KVOffloadHiCache", "register"]
 
 
 def register() -> None:
-    """Let SGLang check the settings before it loads a model.
+    """Hook SGLang's functions: the settings are checked early, and new weights are noticed.
 
     SGLang calls this in each of its processes, by the entry-point group ``sglang.srt.plugins``.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry
+    from kvoffload.connectors.sglang.hooks import register_hooks
 
-    from kvoffload.connectors.sglang.start_check import check_settings
-
-    HookRegistry.register("sglang.srt.server_args.ServerArgs.resolve_once", check_settings)
+    register_hooks()
 
 
 def __getattr__(name: str) -> Any:

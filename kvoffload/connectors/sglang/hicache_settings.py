@@ -6,6 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvoffload.config import Bytes, ByteSize, OffloadConfig, parse_config
+from kvoffload.config_sources import gather
 from kvoffload.errors import ConfigError
 from kvoffload.registry import check_plugins
 
@@ -18,8 +19,9 @@ OF_SGLANG = frozenset(
 )  # fmt: skip
 """Keys of the same object that SGLang reads."""
 _HOST = "host memory is HiCache's own: set --hicache-size or --hicache-ratio"
-_METRICS = "start SGLang with --enable-metrics: its page has sglang:kvoffload_events"
-_NOT_HERE = {
+CLASS = {"module_path": "kvoffload.connectors.sglang", "class_name": "KVOffloadHiCache"}
+"""Where SGLang finds the storage."""
+NOT_HERE = {
     "cpu_bytes": _HOST,
     "policy": "host memory is HiCache's own: set --radix-eviction-policy",
     "max_inflight_bytes": "stores use at most a half of staging_bytes",
@@ -29,8 +31,7 @@ _NOT_HERE = {
     "batched_copies": "HiCache copies between the GPU and its own host memory",
     "record": "SGLang shows no requests to its storage",
     "otel_spans": "SGLang shows no requests to its storage; its own traces have them",
-    "metrics_port": _METRICS,
-    "metrics_host": _METRICS,
+    "control_socket": "the endpoint clear of SGLang empties its storage",
     "client_hints": "SGLang shows no hints of requests to its storage",
 }
 """Keys under vLLM that mean nothing here, with what to do instead."""
@@ -43,8 +44,15 @@ class HiCacheSettings(OffloadConfig, frozen=True, forbid_unknown_fields=True, kw
     io: Literal["thread", "process"] = "process"
     """See :class:`OffloadConfig`; each rank has an I/O server of its own."""
     weights_id: str | None = None
-    """A name for the exact weights, where several machines with copies of a local model folder
-    share a tier. By default a fingerprint of the files, which tells copies apart by their times."""
+    """A name for the exact weights of the model and its draft, where neither a commit nor files
+    tell them, as when they are streamed. New weights need a new name. By default a digest of the
+    files' content."""
+    trust_image_hashes: bool = False
+    """True: attach to models with images, video or audio. Only where a gateway removes from
+    requests what names an image, or where all clients trust each other."""
+    allow_clear: bool = False
+    """True: SGLang's endpoint ``clear`` removes the pages of this namespace from every tier, also
+    those that other engines have stored. Set SGLang's ``--admin-api-key`` with it."""
     allow_untested_sglang: bool = False
     """True: go on with a newer version of SGLang than those that are tested."""
 
@@ -55,13 +63,32 @@ def read_settings(extra: Mapping[str, Any]) -> HiCacheSettings:
     Raises:
         ConfigError: an unknown key (with a suggestion), one that means nothing here, a bad value.
     """
+    settings, _ = gather_settings(extra)
+    config = parse_config(settings, HiCacheSettings)
+    check_plugins(config)
+    return config
+
+
+def gather_settings(
+    extra: Mapping[str, Any], source: str = "engine"
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return our settings of the extra config, the environment and the file; the source of each.
+
+    Args:
+        extra: the extra config.
+        source: what it is called.
+
+    Raises:
+        ConfigError: see :func:`kvoffload.config_sources.gather`; a setting means nothing here, or
+            no tier is named.
+    """
     ours = {name: value for name, value in extra.items() if name not in OF_SGLANG}
-    for name, value in ours.items():
-        if name in _NOT_HERE:
-            raise ConfigError(name, value, f"does not apply under SGLang; {_NOT_HERE[name]}")
-    if not ours.get("backends"):
+    settings, sources = gather(ours, HiCacheSettings.__struct_fields__, source=source)
+    for name, value in settings.items():
+        if name in NOT_HERE:
+            remedy = f"comes from the {sources[name]} and does not apply under SGLang"
+            raise ConfigError(name, value, f"{remedy}; {NOT_HERE[name]}")
+    if not settings.get("backends"):
         remedy = 'name a tier, or more, such as [{"type": "disk", "root": "/var/cache/kv"}]'
-        raise ConfigError("backends", ours.get("backends"), remedy)
-    settings = parse_config(ours, HiCacheSettings)
-    check_plugins(settings)
-    return settings
+        raise ConfigError("backends", settings.get("backends"), remedy)
+    return settings, sources

@@ -1,28 +1,52 @@
-"""Everything that decides what a rank's stored pages mean, as SGLang has resolved it.
+"""What decides the form of a rank's stored pages, and which versions of SGLang are known.
 
-SGLang's keys are hashes of tokens, seeded with ``cache_salt`` and the adapter of a request. They
-name neither the model nor the form of a page.
+SGLang's keys are hashes of tokens, seeded with ``cache_salt`` and what :mod:`.request_keys` makes
+of a request's adapter and ``extra_key``. They name neither the model nor the form of a page.
 """
 
 import logging
 import re
-import uuid
 from importlib.metadata import version
 from typing import Any
 
-from kvoffload.connectors.model_identity import commit_of, config_digest, weights_identity
-from kvoffload.connectors.sglang.hicache_settings import HiCacheSettings
+from kvoffload.connectors.configuration import facts_of, names
 from kvoffload.errors import ConfigError
-from kvoffload.offload.namespace import Fact
+from kvoffload.identity import Fact
 
 log = logging.getLogger(__name__)
 
 FIRST, LAST = (0, 5, 23), (0, 5, 23)
-_POOL_FACTS = (
-    "dtype", "layout", "page_size", "size_per_token", "head_num", "head_dim", "v_head_dim",
-    "layer_num", "start_layer", "end_layer", "kv_lora_rank", "qk_rope_head_dim",
-    "storage_format_tag", "dcp_size", "dcp_rank",
+_COMPUTED = (
+    "storage_format_tag", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "dtype", "layout",
+    "page_size",
 )  # fmt: skip
+"""Attributes that a pool may compute, or have from its class."""
+_HARMLESS_OF_POOLS = names(
+    {
+        "how many pages there are, and which are free": (
+            "size page_num token_num device_capacity_tokens indexer_page_num device_num_pages "
+            "device_slots capacity_bytes release_slots num_release_slots"
+        ),
+        "where they are, and how they are copied": (
+            "device device_pool device_data_ptrs pin_memory fd can_use_jit can_use_write_back_jit "
+            "staging_page_capacity staging_token_capacity staging_buffer staging_k_buffer "
+            "staging_v_buffer temporal_staging_buffer conv_staging_buffers pool_label "
+            "registration_owner slot_state_device_tensors slot_state_buffers "
+            "mtp_draft_buffer_infos"
+        ),
+    }
+)
+_HARMLESS_OF_RANKS = names(
+    {
+        "a label": "model_name",
+        "replicas compute the same": "dp_rank",
+        "settings of the storage": "enable_storage_metrics extra_config",
+        "splits pages of a layout that only other storages have; the next field says so": (
+            "tp_lcm_size"
+        ),
+    }
+)
+_OF_TENSOR_RANKS = frozenset({"tp_rank", "tp_size"})
 
 
 def check_version(allow_untested: bool, text: str | None = None) -> None:
@@ -45,71 +69,54 @@ def check_version(allow_untested: bool, text: str | None = None) -> None:
     log.warning("SGLang %s is newer than the tested 0.5.23; going on as told", found)
 
 
-def pool_facts(pool: Any, page_bytes: int, num_parts: int, is_v1: bool) -> dict[str, Fact]:
-    """Collect what decides the form of a page in a host pool."""
+def process_number() -> int:
+    """Return the number of this process among all that have pages, replicas of the engine too."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    # Groups of one engine that share out the attention are among its ranks.
+    replica = (parallel.dp_rank or 0) // parallel.attn_dp_size
+    return int(replica * parallel.launch_world_size + parallel.launch_world_rank)
+
+
+def pool_facts(pool: Any, part_bytes: list[int], is_v1: bool) -> dict[str, Fact]:
+    """Collect what decides the form of a page in a host pool: each plain attribute of the pool."""
     pool = getattr(getattr(pool, "anchor_entry", None), "host_pool", pool)
-    facts: dict[str, Fact] = {
-        "pool": type(pool).__name__,
-        "page_bytes": page_bytes,
-        # The parts of a page and its flat form have the same bytes in different orders.
-        "page_form": f"{num_parts} parts" if is_v1 else "flat",
-    }
-    for name in _POOL_FACTS:
+    plain = {name: value for name, value in vars(pool).items() if _is_plain(name, value)}
+    for name in _COMPUTED:
         if (value := getattr(pool, name, None)) is not None:
-            facts[f"pool_{name}"] = value if isinstance(value, int) else str(value)
-    return facts
+            plain.setdefault(name, value)
+    return {
+        "pool": type(pool).__name__,
+        "page_bytes": sum(part_bytes),
+        # The parts of a page and its flat form have the same bytes in different orders.
+        "page_form": f"{len(part_bytes)} parts" if is_v1 else "flat",
+        "part_bytes": " ".join(map(str, sorted({*part_bytes}))),
+        **facts_of(plain, prefix="pool."),
+    }
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    """Tell whether an attribute is a number, a text or a dtype, or a list of such ones."""
+    if name.startswith("_") or name in _HARMLESS_OF_POOLS or value is None:
+        return False
+    if isinstance(value, list | tuple):
+        return all(_is_plain("", each) for each in value)
+    return isinstance(value, int | str) or type(value).__name__ == "dtype"
 
 
 def rank_facts(config: Any) -> dict[str, Fact]:
     """Collect which part of the KV cache this rank has: all ranks of a MLA model have the same."""
-    facts: dict[str, Fact] = {
-        "engine": "sglang",
-        "model": config.model_name,
-        "is_mla": config.is_mla_model,
-        "pipeline_rank": config.pp_rank,
-        "pipeline_parallel": config.pp_size,
-        "context_rank": config.attn_cp_rank,
-        "context_parallel": config.attn_cp_size,
-        "decode_context_rank": config.dcp_rank,
-        "decode_context_parallel": config.dcp_size,
-    }
-    if not config.is_mla_model:
-        facts |= {"rank": config.tp_rank, "tensor_parallel": config.tp_size}
-    return facts
+    left_out = _HARMLESS_OF_RANKS | (_OF_TENSOR_RANKS if config.is_mla_model else frozenset())
+    return facts_of(config, {f"rank.{name}" for name in left_out}, prefix="rank.")
 
 
-def model_facts(args: Any, settings: HiCacheSettings) -> dict[str, Fact]:
-    """Collect which model computes the pages.
+def side_pool_facts(name: str, pool: Any, config: Any) -> dict[str, Fact]:
+    """Collect which part of a side pool this rank has, where the ranks of a MLA model differ.
 
-    Args:
-        args: SGLang's ``ServerArgs``.
-        settings: may name the weights.
+    The KV cache is replicated there. A recurrent state is sharded, and so are the heads of a draft.
     """
-    from sglang.srt.utils.hf_transformers.config import get_config
-
-    hf_config = get_config(
-        args.model_path, trust_remote_code=args.trust_remote_code, revision=args.revision
-    )
-    commit = commit_of(args.model_path, args.revision)
-    weights = weights_identity(
-        settings.weights_id,
-        commit,
-        args.model_path,
-        dummy_seed=args.random_seed if args.load_format == "dummy" else None,
-        source=args.model_path,
-        # Nothing that SGLang tells its ranks has another value in each start: a seed may be set.
-        engine=uuid.uuid4().hex,
-        strangers="by another instance or rank (of a MLA model, one rank stores for all)",
-    )
-    return {
-        "model_path": args.model_path,
-        "revision": commit,
-        "weights": weights,
-        "hf_config": config_digest(hf_config),
-        "model_overrides": args.json_model_override_args,
-        "dtype": str(args.dtype),
-        "quantization": args.quantization,
-        "kv_dtype": str(args.kv_cache_dtype),
-        "attention": f"{args.attention_backend} {args.prefill_attention_backend} "
-        f"{args.decode_attention_backend}",
-    }
+    has_heads = name.startswith("draft") and getattr(pool, "head_num", None) is not None
+    if name == "mamba" or has_heads:
+        return {"name": name, "rank": config.tp_rank, "tensor_parallel": config.tp_size}
+    return {"name": name}

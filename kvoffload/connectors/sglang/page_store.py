@@ -11,17 +11,19 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
 
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.config import OffloadConfig, human_bytes
+from kvoffload.connectors.sglang.page_figures import PageFigures
+from kvoffload.connectors.sglang.page_jobs import News, PageJob
 from kvoffload.connectors.sglang.staging_slots import Lease, StagingSlots
 from kvoffload.connectors.tier_io import TierIO
 from kvoffload.errors import ConfigError
+from kvoffload.identity import Fact, namespace, readable
 from kvoffload.io.remote_tier import RemoteTier
-from kvoffload.offload.namespace import Fact, namespace, readable
+from kvoffload.metric_list import Sample
 from kvoffload.transfer.slab import page_rounded
 
 log = logging.getLogger(__name__)
@@ -33,43 +35,8 @@ ASK_AGAIN_S = 0.001
 """Time between two looks for an answer of a store without an index."""
 CLEAR_S = 30.0
 """How long a call waits until all pages are removed; SGLang's scheduler waits with it."""
-
-
-@dataclass(frozen=True)
-class News:
-    """What a job told: pages that arrived, or its end."""
-
-    job: "PageJob"
-    numbers: Sequence[int]
-    has_ended: bool
-    reason: str = ""
-
-
-class PageJob:
-    """A load or store of some pages of a call; a listener of the I/O client.
-
-    Args:
-        places: of its pages in the call.
-        lease: their slots, released here once the server does not use them any more.
-        news: tells the thread of the call.
-    """
-
-    def __init__(self, places: Sequence[int], lease: Lease, news: "SimpleQueue[News]") -> None:
-        self.places = places
-        self.lease = lease
-        self._news = news
-
-    def arrived(self, numbers: Sequence[int]) -> None:
-        self._news.put(News(self, numbers, has_ended=False))
-
-    def ended(self, ok: bytes, reason: str, settled: bool, io_time_s: float) -> None:
-        good = [i for i, fine in enumerate(ok) if fine]
-        self._news.put(News(self, good, has_ended=True, reason=reason))
-        if settled:
-            self.lease.release()
-
-    def released(self) -> None:
-        self.lease.release()
+RENEW_S = 5.0
+"""How long an update of weights waits for new stores; SGLang's scheduler waits with it."""
 
 
 class PageStore:
@@ -79,12 +46,19 @@ class PageStore:
         config: the settings.
         page_bytes: of the largest page.
         facts: everything that decides what the bytes mean.
+        tokens_of: returns the tokens of a prompt that the page of a key holds.
 
     Raises:
         ConfigError: a tier cannot be opened, or the staging memory cannot be had.
     """
 
-    def __init__(self, config: OffloadConfig, page_bytes: int, facts: Mapping[str, Fact]) -> None:
+    def __init__(
+        self,
+        config: OffloadConfig,
+        page_bytes: int,
+        facts: Mapping[str, Fact],
+        tokens_of: Callable[[bytes], int] = lambda key: 0,
+    ) -> None:
         self.slot_bytes = slot_bytes = page_rounded(page_bytes)  # for direct I/O
         num_slots = config.staging_bytes // slot_bytes
         if num_slots < 2:
@@ -99,10 +73,15 @@ class PageStore:
             raise ConfigError("backends", [], "must name a tier")
         self._client = self._io.client
         self._tiers = list(self._client.tiers.values())
+        self._figures = PageFigures(self._client, tokens_of)
         self._staging = StagingSlots(num_slots)
         self._asking = threading.Lock()
         """Held while a tier is asked or told: its methods are for one thread."""
         self._clearing = threading.Lock()
+        self._changing = threading.Lock()
+        """Held while a store is begun or barred: each store is of one generation."""
+        self._num_bars = 0
+        self._is_barred = False
         self._warnings = Throttle(log)
 
     @property
@@ -117,16 +96,30 @@ class PageStore:
             found |= {f"{tier.name}_{name}": count for name, count in tier.counters.items()}
         return found
 
+    def samples(self) -> Iterator[Sample]:
+        """Return the samples of all metrics, on any thread.
+
+        Raises:
+            RuntimeError: a call changed a dictionary while it was read.
+        """
+        inflight_bytes = self._staging.num_busy * self.slot_bytes
+        return self._figures.samples(dict(self.counters), inflight_bytes)
+
     # ---- lookups ----
 
     def num_leading(self, keys: Sequence[bytes]) -> int:
         """Count the leading pages that tiers have; wait for a store at most its lookup timeout."""
         until_s = time.monotonic() + self._config.lookup_timeout_s
+        if self._is_barred:
+            return 0
+        found: Counter[str] = Counter()
         count = before = 0
         while True:
             for tier in self._tiers:
-                count += self._num_leading_on(tier, keys[count:], until_s)
+                found[tier.name] += self._num_leading_on(tier, keys[count:], until_s)
+                count = found.total()
             if count in (before, len(keys)) or len(self._tiers) == 1:
+                self._figures.looked_up(found, len(keys))
                 return count
             before = count
 
@@ -150,7 +143,7 @@ class PageStore:
         """Tell of each page whether a tier has it; wait as :meth:`num_leading` does."""
         until_s = time.monotonic() + self._config.lookup_timeout_s
         found = [False] * len(keys)
-        for tier in self._tiers:
+        for tier in () if self._is_barred else self._tiers:
             while None in (held := self._holds(tier, keys)) and time.monotonic() < until_s:
                 time.sleep(ASK_AGAIN_S)
             found = [bool(before or here) for before, here in zip(found, held, strict=True)]
@@ -167,15 +160,26 @@ class PageStore:
         self._check(keys, pages)
         ok = [False] * len(keys)
         until_s = time.monotonic() + self._config.load_timeout_s
+        num_bars = self._num_bars
+        if self._is_barred:
+            self.counters["load_barred"] += len(keys)
+            return ok
         tried: set[int] = set()
+        brought: dict[str, list[bytes]] = {}
         for tier in self._tiers:
             held = self._holds(tier, keys)
             wanted = [i for i, here in enumerate(held) if not ok[i] and here is not False]
             if time.monotonic() < until_s:
                 self._load_from(tier, deque(wanted), keys, pages, ok, until_s)
+                brought[tier.name] = [keys[i] for i in wanted if ok[i]]
             else:
                 self._not_asked(tier, len({*wanted} - tried))
             tried.update(wanted)
+        if num_bars != self._num_bars:  # the loaded pages are of earlier weights
+            self.counters["load_barred"] += sum(ok)
+            return [False] * len(keys)
+        for name, loaded in brought.items():
+            self._figures.loaded(name, loaded)
         self.counters["loaded"] += sum(ok)
         return ok
 
@@ -243,6 +247,10 @@ class PageStore:
         """
         self._check(keys, pages)
         until_s = time.monotonic() + self._config.store_timeout_s
+        num_bars = self._num_bars
+        if self._is_barred:
+            self.counters["store_barred"] += len(keys)
+            return [False] * len(keys)
         held = [self._holds(tier, keys) for tier in self._tiers]
         ok = [all(here) for here in zip(*held, strict=True)]
         self.counters["already_stored"] += sum(ok)
@@ -255,7 +263,10 @@ class PageStore:
                     self._copy(pages[place], slot, into_slot=True)
                 job.lease.release()
                 running.remove(job)
-                running |= self._store(job, keys, pages, news)
+                begun = self._store(job, keys, pages, news, num_bars)
+                running |= begun
+                if not begun:
+                    self.counters["store_barred"] += len(job.places)
                 continue
             told = self._next(news, until_s) if running else None
             if told is None:
@@ -276,14 +287,19 @@ class PageStore:
         keys: Sequence[bytes],
         pages: Sequence[Page],
         news: "SimpleQueue[News]",
+        num_bars: int,
     ) -> set[PageJob]:
-        """Begin the stores of copied pages on all tiers."""
+        """Begin the stores of copied pages on all tiers; of none if weights may have changed."""
         asked = [keys[i] for i in job.places]
         sizes = [self._size(pages[i]) for i in job.places]
         begun = set()
-        for tier in self._tiers:
-            begun.add(each := PageJob(job.places, job.lease, news))
-            self._client.store(tier.name, asked, job.lease.slots, sizes, each)
+        with self._changing:
+            for tier in self._tiers:
+                if num_bars != self._num_bars:
+                    job.lease.release()
+                    continue
+                begun.add(each := PageJob(job.places, job.lease, news))
+                self._client.store(tier.name, asked, job.lease.slots, sizes, each)
         return begun
 
     # ---- both ----
@@ -324,16 +340,44 @@ class PageStore:
 
     def _copy(self, page: Page, slot: int, *, into_slot: bool) -> None:
         """Copy a page between the engine's memory and a slot; ctypes releases the GIL."""
-        at = self._io.slab.address + slot * self.slot_bytes
+        begun_s = time.monotonic()
+        begin = at = self._io.slab.address + slot * self.slot_bytes
         for address, size in page:
             ctypes.memmove(*((at, address) if into_slot else (address, at)), size)
             at += size
+        self._figures.copied(at - begin, time.monotonic() - begun_s, into_slot=into_slot)
 
     @staticmethod
     def _size(page: Page) -> int:
         return sum(size for _, size in page)
 
     # ---- resets and the end ----
+
+    def bar(self) -> None:
+        """Load and store nothing from now on, in calls that run now as well.
+
+        Stores that have begun go on: their pages were copied before, under the namespace of then.
+        """
+        with self._changing:
+            self._is_barred = True
+            self._num_bars += 1
+
+    def begin_generation(self, name: str) -> None:
+        """Go on with pages of new weights alone, which neither a restart nor another engine finds.
+
+        Args:
+            name: of the generation; no other start of any engine has it.
+        """
+        with self._clearing:
+            # No other start knows the name of a generation, so its end makes the pages useless.
+            forgotten = [self.namespace] if "generation" in self._facts else []
+            self._facts["generation"] = name
+            try:
+                self._client.renew(self.namespace, readable(self._facts), forgotten, RENEW_S)
+            except (ConfigError, OSError) as error:  # the server goes on trying
+                self._warnings.warning("the tiers cannot be opened again yet: %s", error)
+            with self._changing:
+                self._is_barred = False
 
     def clear(self) -> None:
         """Remove all pages of this namespace, whichever engine stored them.

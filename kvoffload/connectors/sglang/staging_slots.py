@@ -13,9 +13,15 @@ class StagingSlots:
     """
 
     def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
         self._free = list(range(num_slots))
         self._for_stores = max(1, num_slots // 2)
         self._changed = threading.Condition()
+
+    @property
+    def num_busy(self) -> int:
+        """Slots that are lent."""
+        return self._num_slots - len(self._free)
 
     def take(self, count: int, *, storing: bool, until_s: float) -> list[int]:
         """Return at most ``count`` slots, and at least one unless there is none until then."""

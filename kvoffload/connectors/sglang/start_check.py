@@ -2,10 +2,12 @@
 
 from typing import Any
 
-from kvoffload.connectors.sglang.hicache_settings import read_settings
+from kvoffload.connectors.sglang.engine_start import begin_start
+from kvoffload.connectors.sglang.hicache_settings import CLASS, HiCacheSettings, read_settings
 from kvoffload.connectors.sglang.page_facts import check_version
+from kvoffload.errors import ConfigError
 
-CLASS_NAME = "KVOffloadHiCache"
+RESOLVE = "sglang.srt.server_args.ServerArgs.resolve_once"
 
 
 def check_settings(result: None, args: Any) -> None:
@@ -16,13 +18,39 @@ def check_settings(result: None, args: Any) -> None:
         args: SGLang's ``ServerArgs``.
 
     Raises:
-        ConfigError: a setting is wrong, or this SGLang is not supported.
+        ConfigError: a setting is wrong, or this SGLang or its model is not supported.
     """
+    begin_start()
     if args.hicache_storage_backend != "dynamic" or not args.hicache_storage_backend_extra_config:
         return
+    from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
     parse = HybridCacheController.parse_storage_backend_extra_config
     extra, *_ = parse(args.hicache_storage_backend_extra_config)
-    if extra.get("class_name") == CLASS_NAME:
-        check_version(read_settings(extra).allow_untested_sglang)
+    if extra.get("class_name") == CLASS["class_name"]:
+        settings = read_settings(extra)
+        check_version(settings.allow_untested_sglang)
+        if not settings.trust_image_hashes:
+            check_media(settings, model_config_of(args))
+
+
+def check_media(settings: HiCacheSettings, model_config: Any) -> None:
+    """Refuse a model with images unless the operator vouches for the names of images.
+
+    SGLang stores the pages of an image under 64 bits, which a client may choose. It sends
+    ``mm_hashes``, or an item with ``hash`` or ``pad_value``. It may also search for pixels with the
+    same 64 bits, because a GPU adds them up.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    takes_media = model_config.is_multimodal or model_config.is_audio_model
+    if takes_media and not settings.trust_image_hashes:
+        kinds = ", ".join(model_config.hf_config.architectures or ["?"])
+        remedy = (
+            f"the model takes images, video or audio ({kinds}), and a client could choose which "
+            "pages they share; docs/guides/sglang.md says what a gateway removes before you set "
+            "it to true"
+        )
+        raise ConfigError("trust_image_hashes", False, remedy)

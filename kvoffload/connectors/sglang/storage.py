@@ -9,7 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -19,20 +19,29 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import process_model_config
 
 from kvoffload.backends.log_rate import Throttle
+from kvoffload.connectors.metrics_port import serve_metrics
+from kvoffload.connectors.sglang.engine_facts import engine_facts
 from kvoffload.connectors.sglang.hicache_settings import read_settings
+from kvoffload.connectors.sglang.hooks import check_hooks
 from kvoffload.connectors.sglang.page_events import PageEvents
 from kvoffload.connectors.sglang.page_facts import (
     check_version,
-    model_facts,
     pool_facts,
+    process_number,
     rank_facts,
+    side_pool_facts,
 )
 from kvoffload.connectors.sglang.page_store import Page, PageStore
+from kvoffload.connectors.sglang.start_check import check_media
+from kvoffload.connectors.sglang.weight_generations import WEIGHTS
 from kvoffload.errors import ConfigError
-from kvoffload.offload.namespace import namespace
+from kvoffload.identity import namespace, short
+
+if TYPE_CHECKING:
+    from kvoffload.metrics import MetricsServer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -69,7 +78,7 @@ class HostPool:
             remedy = "has no memory of its own, and its model is not supported"
             raise ConfigError("mem_pool_host", type(pool).__name__, remedy)
         self.page_bytes = sum(sizes)
-        self.facts = pool_facts(pool, self.page_bytes, len(addresses), is_v1)
+        self.facts = pool_facts(pool, list(sizes), is_v1)
         self.digest = b""
         """Of a side pool: decides, with a page's hash, the key of the page."""
         self.fits = True
@@ -103,11 +112,13 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         extra = dict(storage_config.extra_config or {})
         self._settings = read_settings(extra)
         check_version(self._settings.allow_untested_sglang)
+        check_hooks()
         self._config = storage_config
         self._is_v1 = bool(extra.get("interface_v1"))
         self._kv: HostPool
         self._side_pools: dict[str, HostPool] = {}
         self._store: PageStore | None = None
+        self._endpoint: MetricsServer | None = None
         self._metrics = StorageMetrics()
         self._events = PageEvents(storage_config.tp_rank, storage_config.pp_rank)
         self._warnings = Throttle(log)
@@ -124,9 +135,7 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         if name == PoolName.KV:
             return
         pool = self._side_pools[name] = HostPool(host_pool)
-        facts = {**pool.facts, "name": name}
-        if name == PoolName.MAMBA:  # sharded, also where the KV cache is the same on all ranks
-            facts |= {"rank": self._config.tp_rank, "tensor_parallel": self._config.tp_size}
+        facts = pool.facts | side_pool_facts(name, host_pool, self._config)
         pool.digest = bytes.fromhex(namespace(**facts))
         if self._store is not None and pool.page_bytes > self._store.slot_bytes:
             pool.fits = False
@@ -144,16 +153,32 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         Raises:
             ConfigError: a tier cannot be opened.
         """
-        facts = rank_facts(self._config) | self._kv.facts
-        facts |= model_facts(get_server_args(), self._settings)
+        check_media(self._settings, process_model_config())
+        facts = rank_facts(self._config) | self._kv.facts | engine_facts(self._settings)
         page_bytes = max(pool.page_bytes for pool in (self._kv, *self._side_pools.values()))
-        self._store = PageStore(self._settings, page_bytes, facts)
-        log.info("kvoffload: namespace %s", self._store.namespace)
+        if (generation := WEIGHTS.name) is not None:  # weights have changed before the attach
+            facts["generation"] = generation
+        self._store = store = PageStore(self._settings, page_bytes, facts, self._tokens_of)
+        try:
+            number = process_number() if self._settings.metrics_port is not None else 0
+            self._endpoint = serve_metrics(self._settings, store.samples, number)
+        except BaseException:
+            self.close()
+            raise
+        WEIGHTS.attach(store)
+        log.info("kvoffload: namespace %s", short(store.namespace))
+
+    def _tokens_of(self, key: bytes) -> int:
+        """Return the tokens of a prompt that a page holds; pages of side pools hold none."""
+        return int(self._kv.pool.page_size) if key.endswith(_OF_KV) else 0
 
     def close(self) -> None:
         """Close the tiers; from now on everything is a miss. Idempotent."""
         store, self._store = self._store, None
         if store is not None:
+            WEIGHTS.detach(store)
+            if self._endpoint is not None:
+                self._endpoint.close()
             store.close()
             log.info("kvoffload: detached; pages %s", store.counts())
 
@@ -307,9 +332,12 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         """Remove all pages of this model and form from the tiers.
 
         Raises:
-            ConfigError: they are not removed yet.
+            ConfigError: it is not allowed, or they are not removed yet.
             OSError: some cannot be removed.
         """
+        if not self._settings.allow_clear:
+            remedy = "other engines may use these pages; set it to true, and --admin-api-key"
+            raise ConfigError("allow_clear", False, remedy)
         if (store := self._store) is not None:
             store.clear()  # SGLang takes an exception for a failure, and logs it
 

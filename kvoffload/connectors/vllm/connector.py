@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Iterable
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -17,16 +18,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
+from kvoffload.connectors.vllm.adapters import hash_adapters
 from kvoffload.connectors.vllm.client_images import refuse_weak_hashes, warn_of_images
 from kvoffload.connectors.vllm.cpu_affinity import warn_of_cores
 from kvoffload.connectors.vllm.early import check_settings
 from kvoffload.connectors.vllm.engine_metrics import EngineStats
 from kvoffload.connectors.vllm.fingerprint import check_layout, hash_root
+from kvoffload.connectors.vllm.operators import wake_for_operators
 from kvoffload.connectors.vllm.quiet_steps import KnownLookups
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.spec import HalvesSpec
 from kvoffload.connectors.vllm.step_messages import IDLE_STEP, StepMetadata
+from kvoffload.connectors.vllm.weights_watch import watch_weights
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
 from kvoffload.transfer.slab import check_host_memory
 
@@ -52,6 +56,9 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         self._has_stats = True
         """Whether the scheduler half did something since it was last asked for statistics."""
         self._has_events = True
+        self._has_served = self._awaits_figures = False
+        """Whether a request ended since the last publication of all metrics; whether workers were
+        asked for the figures of the next one."""
         events = vllm_config.kv_events_config
         self._publishes = events is not None and bool(events.enable_kv_cache_events)
         # One of them is made: vLLM asks a role for its own calls alone.
@@ -62,10 +69,14 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
             refuse_weak_hashes(vllm_config, settings)
             warn_of_settings(vllm_config, settings)
             warn_of_images(vllm_config, settings)
+            hash_adapters()
+            watch_weights()
             warn_of_cores(vllm_config.device_config.device_type)
             self.connector_scheduler = KVOffloadScheduler(
                 spec, settings, vllm_config, kv_cache_config
             )
+            wake_for_operators()
+            self.connector_scheduler.operators.serve()
         else:
             check_memory_of_ranks(settings, vllm_config.parallel_config.local_world_size)
             self.connector_worker = KVOffloadWorker(spec, settings, vllm_config, kv_cache_config)
@@ -98,14 +109,33 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         if orders is not IDLE_STEP:
             self._has_stats = self._has_events = True
             for req_id in scheduler_output.finished_req_ids or ():
+                self._has_served = True
                 self._known.forget(req_id)
+        if self._has_served and not scheduler_output.num_scheduled_tokens:
+            return self._with_question(orders)
         return orders
+
+    def _with_question(self, orders: StepMetadata) -> StepMetadata:
+        """Ask workers for their figures, if this is the last step before the engine is idle."""
+        if self.connector_scheduler.has_pending_push_work():
+            return orders
+        self._has_served, self._awaits_figures = False, True
+        return replace(
+            orders if orders is not IDLE_STEP else StepMetadata({}, {}), asks_figures=True
+        )
+
+    def has_pending_push_work(self) -> bool:
+        """Keep the engine stepping until all is done and told; vLLM asks if no request is left."""
+        return self._has_served or bool(super().has_pending_push_work())
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in the workers' report, if there is one."""
         if connector_output.kv_connector_worker_meta is not None:
             self._has_stats = self._has_events = True
             self.scheduler.update_connector_output(connector_output)
+            if self._awaits_figures and connector_output.kv_connector_worker_meta.figures:
+                self._awaits_figures = False
+                self.scheduler.adapter.stats.publish_all()
 
     def take_events(self) -> Iterable[Any]:
         """Return what was stored and removed since the last call."""
@@ -118,6 +148,25 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
     def reset_cache(self) -> bool | None:
         self._has_stats = self._has_events = True
         return bool(super().reset_cache())
+
+    def weights_may_have_changed(self, cause: str) -> None:
+        """Let nothing of before be loaded, and nothing of before be stored any more.
+
+        Args:
+            cause: the call to the workers, for people.
+        """
+        half = self.connector_scheduler
+        if half.settings.fixed_weights:
+            return
+        if not half.generations.has_new_weights:
+            log.warning(
+                "kvoffload: %s may have changed the weights: tiers load nothing of before, and "
+                "what is stored from now on is found by this engine alone. Where no such call "
+                'changes weights, set "fixed_weights": true.',
+                cause,
+            )
+        half.generations.has_new_weights = True
+        self.reset_cache()
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         self.connector_worker.handle_preemptions(kv_connector_metadata)
@@ -132,6 +181,11 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
     def unregister_kv_caches(self) -> None:
         """See :meth:`KVOffloadWorker.unregister_kv_caches`; vLLM calls it from 0.33 on."""
         self.connector_worker.unregister_kv_caches()
+
+    def shutdown(self) -> None:
+        if self.connector_scheduler is not None:
+            self.connector_scheduler.operators.close()
+        super().shutdown()
 
     # ---- failures ----
 

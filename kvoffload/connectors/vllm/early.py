@@ -7,8 +7,10 @@ from typing import Any
 from kvoffload.connectors.vllm.fingerprint import check_layout
 from kvoffload.connectors.vllm.logs import follow_vllm
 from kvoffload.connectors.vllm.settings import VllmConfigSettings, read_settings
+from kvoffload.errors import ConfigError
 
 CONNECTOR = "KVOffloadConnector"
+ROLE = "kv_both"
 
 
 def check_settings(extra: Mapping[str, Any]) -> VllmConfigSettings:
@@ -22,6 +24,23 @@ def check_settings(extra: Mapping[str, Any]) -> VllmConfigSettings:
     follow_vllm(envs.VLLM_CONFIGURE_LOGGING)
     check_layout(envs.VLLM_KV_CACHE_LAYOUT)
     return read_settings(extra)
+
+
+def check_role(transfer: Any) -> None:
+    """Refuse the roles of one direction: the connector stores and loads in each of them.
+
+    For a producer vLLM gives blocks to another request while a step may still write them.
+
+    Args:
+        transfer: vLLM's ``KVTransferConfig`` with our connector.
+
+    Raises:
+        ConfigError: the role is another one than ``kv_both``.
+    """
+    if transfer.kv_role != ROLE:
+        raise ConfigError(
+            "kv_role", transfer.kv_role, f'must be "{ROLE}": the connector stores and loads'
+        )
 
 
 def check_asker(frame: FrameType | None) -> None:
@@ -48,4 +67,5 @@ def check_asker(frame: FrameType | None) -> None:
         config = frame.f_back.f_locals.get("kv_transfer_config")
     extra = getattr(config, "kv_connector_extra_config", None)
     if isinstance(extra, Mapping) and getattr(config, "kv_connector", None) == CONNECTOR:
+        check_role(config)
         check_settings(extra)

@@ -1,13 +1,15 @@
 """Statistics through vLLM's own channel: its Prometheus endpoint and its periodic log line.
 
 The names are those of :data:`kvoffload.metric_list.METRICS` after ``vllm:``. Where vLLM's host tier
-has a metric of equal meaning, that one is set too. A step publishes a part of the metrics.
+has a metric of equal meaning, that one is set too. A step publishes a part of the metrics; the last
+one before the engine is idle publishes all of them.
 """
 
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -22,7 +24,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 
 from kvoffload.figures import BUCKETS_S, Durations
-from kvoffload.metric_list import METRICS, Sample
+from kvoffload.metric_list import METRICS, NAMESPACE, Sample
 from kvoffload.offload.base import LoadJob, get_offload_group_idx
 
 LEDGER_EVENTS = "vllm:kvoffload_events"
@@ -38,6 +40,8 @@ SAMPLES_PER_STEP = 8
 """Series that one step looks at, so that a step takes less than 10 microseconds more."""
 MAX_OBSERVED = 256
 """Durations of one bucket that one publication tells; vLLM takes each by itself."""
+MAX_NAMESPACES = 100
+"""Namespaces that are told in all: vLLM forgets no series, and each renewal makes one."""
 _KINDS = {"gauge": OffloadingGaugeMetadata, "counter": OffloadingCounterMetadata}
 _PUBLISHED = {name: (PREFIX + name, metric.kind) for name, metric in METRICS.items()}
 
@@ -119,6 +123,14 @@ class StatsPublisher:
         self._samples: Iterator[Sample] | None = None
         """The rest of the publication that has begun."""
         self._published: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._namespaces: dict[tuple[str, ...], int] = {}
+        """Those that were told, as labels; 1 for those in use."""
+        self._is_last = False
+        """Whether the next step publishes all metrics."""
+
+    def publish_all(self) -> None:
+        """Let the next step publish all metrics: it is the last one before the engine is idle."""
+        self._is_last, self._samples, self._due_s = True, None, -math.inf
 
     @property
     def is_midway(self) -> bool:
@@ -152,19 +164,33 @@ class StatsPublisher:
         return None if stats.is_empty() else stats
 
     def _publish(self, stats: Any, samples: Callable[[], Iterable[Sample]]) -> None:
-        """Add the next few samples of the list that changed."""
+        """Add the next few samples of the list that changed; in a last step all of them."""
         if self._samples is None:
             now_s = self._clock()
             if now_s < self._due_s:
                 return
             self._due_s = now_s + PERIOD_S
-            self._samples = iter(samples())
-        for _ in range(SAMPLES_PER_STEP):
+            self._samples = self._and_renewed(samples())
+        is_last, self._is_last = self._is_last, False
+        for _ in repeat(None) if is_last else range(SAMPLES_PER_STEP):
             sample = next(self._samples, None)
             if sample is None:
                 self._samples = None
                 return
             self._add(stats, *sample)
+
+    def _and_renewed(self, samples: Iterable[Sample]) -> Iterator[Sample]:
+        """Yield samples, and 0 for each namespace that was told and is no longer in use."""
+        told = self._namespaces
+        renewed = dict.fromkeys(told, 0)
+        for sample in samples:
+            if sample[0] == NAMESPACE:
+                if sample[1] not in told and len(told) >= MAX_NAMESPACES:
+                    continue
+                renewed[sample[1]] = 1
+            yield sample
+        self._namespaces = renewed
+        yield from ((NAMESPACE, labels, 0) for labels, value in renewed.items() if not value)
 
     def _add(self, stats: Any, name: str, labels: tuple[str, ...], value: Any) -> None:
         told = self._published.get((name, labels))

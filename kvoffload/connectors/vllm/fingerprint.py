@@ -1,15 +1,26 @@
-"""Everything that decides what one rank's stored bytes mean, as vLLM has resolved it."""
+"""The facts of one rank of vLLM: its whole configuration, but what changes no byte of a KV cache.
+
+:mod:`kvoffload.connectors.vllm.harmless_fields` lists what is left out. What the worker resolves is
+a fact in its resolved form, so that an option may be spelled in several ways.
+"""
 
 import hashlib
-import json
-from collections.abc import Mapping
+import platform
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from kvoffload.connectors.model_identity import commit_of, config_digest, weights_identity
+from kvoffload.connectors.configuration import fact, facts_of
+from kvoffload.connectors.hf_config import hf_facts
+from kvoffload.connectors.vllm import harmless_fields as harmless
+from kvoffload.connectors.vllm.request_length import length_fact
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
+from kvoffload.connectors.vllm.variables_elsewhere import set_elsewhere
 from kvoffload.connectors.vllm.versions import installed_version, release_series
+from kvoffload.connectors.vllm.weights_source import format_read, weights_of
+from kvoffload.connectors.weights import file_digest, generation_facts
 from kvoffload.errors import ConfigError
-from kvoffload.offload.namespace import Fact
+from kvoffload.identity import Fact
 
 _REFUSED_LAYOUTS = ("LHBNC",)
 """Where the heads of a block lie apart from each other, outside of the block."""
@@ -21,10 +32,17 @@ def resolve_facts(
     kv_caches: Mapping[str, Any],
     settings: VllmConfigSettings,
     is_replicated: bool = False,
+    unknown_weights: str = "",
 ) -> dict[str, Fact]:
     """Collect the facts of this rank; the caller adds how chunks are laid out in a slot.
 
-    Ranks that all have the same bytes, which ``is_replicated`` says, have the facts of rank 0.
+    Args:
+        vllm_config: vLLM's, of the worker.
+        kv_cache_config: vLLM's.
+        kv_caches: the tensors of each layer.
+        settings: ours.
+        is_replicated: whether all tensor parallel ranks have the same bytes, and so the same facts.
+        unknown_weights: a name that these ranks share, for weights that nothing tells.
     """
     model, cache, parallel = (
         vllm_config.model_config,
@@ -32,78 +50,170 @@ def resolve_facts(
         vllm_config.parallel_config,
     )
     root, shared = hash_root(vllm_config)
-    commit = commit_of(model.model, model.revision)
-    is_dummy = str(vllm_config.load_config.load_format) == "dummy"
-    weights = weights_identity(
-        settings.weights_id,
-        commit,
-        model.model,
-        dummy_seed=model.seed if is_dummy else None,
-        source=model.model_weights or model.model,
-        engine=vllm_config.kv_transfer_config.engine_id,
-    )
+    dtype = str(model.dtype).removeprefix("torch.")
     facts: dict[str, Fact] = {
+        "label.model": model.model,
         "engine": "vllm",
         "engine_version": release_series(installed_version()),
-        "model": model.model,
-        "revision": commit,
-        "weights": weights,
-        "hf_config": config_digest(model.hf_config),
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization) if model.quantization else None,
-        "kv_dtype": str(cache.cache_dtype),
-        "kv_scales": None,  # vLLM calculates none any more; without the name all stores go cold
+        "weights": weights_of(model, vllm_config.load_config, settings.weights_id, unknown_weights),
+        "load_format": format_read(model, vllm_config.load_config),
+        "dtype": dtype,
+        "kv_dtype": dtype if cache.cache_dtype == "auto" else str(cache.cache_dtype),
         "kv_layout": str(cache.kv_cache_layout),
         "kv_tensors": _tensor_digest(kv_caches),
         "kv_groups": _groups(kv_cache_config),
         "attention": attention_backends(vllm_config, kv_caches),
+        "platform": platform_fact(vllm_config, kv_caches),
         "block_size": cache.block_size,
         "blocks_per_chunk": settings.blocks_per_chunk,
-        "rank": 0 if is_replicated else parallel.rank,
-        "tensor_parallel": parallel.tensor_parallel_size,
-        "pipeline_parallel": parallel.pipeline_parallel_size,
-        "prefill_context_parallel": parallel.prefill_context_parallel_size,
-        "decode_context_parallel": parallel.decode_context_parallel_size,
-        "lora": vllm_config.lora_config is not None,
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "hash_root": root if shared else f"random in {vllm_config.kv_transfer_config.engine_id}",
+        "recurrent_states": recurrent_states(kv_cache_config),
+        "request_length": length_fact(model),
+        "generation_config": fact("generation_config", _generation(model)),
+        "media_scales": _content("mm_encoder_fp8_scale_path", _media_scales(model)),
+        "quantization_file": _content("hf_overrides", _quantization_file(model)),
     }
-    # A newer fact is present only where it differs from vLLM's default. So engines with the default
-    # keep their digest, and their stored chunks.
-    if (interleaved := parallel.cp_kv_cache_interleave_size) != 1:
-        facts["context_parallel_interleave"] = interleaved
-    if (rotated := long_rope(model)) is not None:
-        facts["long_rope"] = rotated
-    if media := media_settings(model):
-        facts["media"] = media
-    if states := recurrent_states(kv_cache_config):
-        facts["recurrent_states"] = states
+    facts |= hf_facts(model.hf_config)
+    facts |= facts_of(vllm_config, harmless.FIELDS)
+    facts |= _lora(vllm_config.lora_config, model.dtype)
+    facts |= _speculation(
+        vllm_config.speculative_config, model, facts["weights"], settings.weights_id
+    )
+    facts |= variables()
+    if is_replicated or has_latent_cache_alone(vllm_config, kv_cache_config):
+        facts["rank"] = facts["tensor_parallel"] = "any"
+    else:
+        facts["rank"] = parallel.rank
+        facts["tensor_parallel"] = parallel.tensor_parallel_size
     return facts
 
 
-def long_rope(model_config: Any) -> bool | int | None:
-    """Tell which factors vLLM rotates keys with; None for models that have one set of them.
+def variables() -> dict[str, Fact]:
+    """Return what vLLM reads from the environment, as it understands it."""
+    from vllm import envs
 
-    Source: ``Phi3LongRoPEScaledRotaryEmbedding`` of vLLM.
+    return set_elsewhere() | {
+        f"env.{name}": fact(name, _variable(envs, name))
+        for name in sorted(envs.environment_variables)
+        if name not in harmless.VARIABLES
+    }
+
+
+def _variable(envs: Any, name: str) -> Any:
+    try:
+        return getattr(envs, name)
+    except Exception as error:  # vLLM fails where it needs it; a wrong value is a value
+        return f"unclear: {error}"
+
+
+def platform_fact(vllm_config: Any, kv_caches: Mapping[str, Any]) -> str:
+    """Name what decides the order of the bytes in a block, next to the attention backend.
+
+    CUDA has one order for each backend, but kernels of a quantized model may round activations
+    otherwise on another generation. On CPUs vLLM chooses an order by the instruction set.
+    Other devices have formats of their own, as some of AMD's have for 8-bit floats.
     """
-    config = getattr(model_config, "hf_text_config", model_config.hf_config)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if "longrope" not in str(rope):
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda():
+        if vllm_config.model_config.quantization is None:
+            return "cuda"
+        return f"cuda {current_platform.get_device_capability()}"
+    if not current_platform.is_cpu():
+        return f"{current_platform.device_name} {current_platform.get_device_name()}"
+    layers = vllm_config.compilation_config.static_forward_context
+    orders = {getattr(layers.get(name), "isa", None) or _cpu_features() for name in kv_caches}
+    told = [platform.machine(), *sorted(orders)]
+    if platform.machine() not in ("x86_64", "AMD64"):
+        told.append(_cpu_features())  # there a wheel's compiled form decides further
+    return " ".join(("cpu", *told))
+
+
+def _cpu_features() -> str:
+    """Digest the instruction sets of this machine's processor."""
+    try:
+        with open("/proc/cpuinfo") as info:
+            lines = {line for line in info if line.lower().startswith(("flags", "features"))}
+    except OSError:
+        lines = {platform.processor()}
+    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()[:16]
+
+
+def has_latent_cache_alone(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether one tensor parallel rank has what each of several would have."""
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    parallel = vllm_config.parallel_config
+    specs = list(_layer_specs(kv_cache_config))
+    return (
+        bool(specs)
+        and parallel.tensor_parallel_size == parallel.world_size == 1
+        and all(type(spec) is MLAAttentionSpec for _, spec in specs)
+    )
+
+
+def _lora(lora_config: Any, dtype: Any) -> dict[str, Fact]:
+    """Return what changes an adapter's effect; nothing where it is as vLLM has it by default.
+
+    So engines that serve the base model share its chunks, with adapters and without.
+    """
+    if lora_config is None:
+        return {}
+    default = facts_of(type(lora_config)(), harmless.OF_LORA)
+    default["lora_dtype"] = fact("lora_dtype", dtype)
+    told = facts_of(lora_config, harmless.OF_LORA)
+    return {f"lora.{name}": value for name, value in told.items() if default[name] != value}
+
+
+def _speculation(config: Any, model: Any, weights: Fact, weights_id: str | None) -> dict[str, Fact]:
+    """Return the draft model's facts: its layers lie in the same chunks as the target's."""
+    draft = getattr(config, "draft_model_config", None)
+    if draft is None or draft is config.target_model_config or draft is model:
+        return {}  # n-grams and suffixes have no layers
+    is_own = draft.model == model.model and draft.revision == model.revision
+    loading = getattr(config, "draft_load_config", None)
+    return {
+        **{
+            f"speculative_config.{name}": value
+            for name, value in facts_of(config, harmless.OF_SPECULATION).items()
+        },
+        **hf_facts(draft.hf_config, "speculative_config.hf_config."),
+        "speculative_config.weights": weights if is_own else weights_of(draft, loading, weights_id),
+        "speculative_config.load_format": format_read(draft, loading),
+    }
+
+
+def _generation(model: Any) -> dict[str, Any]:
+    """Return what a model may read of the settings of generation.
+
+    The file in the model's own folder counts with its weights.
+    """
+    source = getattr(model, "generation_config", "auto")
+    settings = {} if source in ("auto", "vllm") else (model.try_get_generation_config() or {})
+    return generation_facts(settings | (model.override_generation_config or {}))
+
+
+def _media_scales(model: Any) -> str | None:
+    """Return the file of scales for an encoder of media in 8-bit floats."""
+    media = getattr(model, "multimodal_config", None)
+    return getattr(media, "mm_encoder_fp8_scale_path", None)
+
+
+def _quantization_file(model: Any) -> str | None:
+    """Return the file that says how weights are quantized while they are loaded."""
+    overrides = model.hf_overrides
+    return overrides.get("quantization_config_file") if isinstance(overrides, dict) else None
+
+
+def _content(field: str, path: str | None) -> str | None:
+    """Digest a file that an option names."""
+    if not path:
         return None
-    name, longest = "original_max_position_embeddings", int(model_config.max_model_len)
-    original = rope.get(name) or getattr(config, name, None)
-    return longest if original is None else longest > original
-
-
-def media_settings(model_config: Any) -> str:
-    """Spell how the engine makes tokens of images and sounds; empty for the model's own way.
-
-    vLLM's hash of an image has what its request sets, and not what the engine sets.
-    """
-    config = getattr(model_config, "multimodal_config", None)
-    names = ("media_io_kwargs", "mm_processor_kwargs")
-    chosen = {name: value for name in names if (value := getattr(config, name, None))}
-    return json.dumps(chosen, sort_keys=True, default=str) if chosen else ""
+    try:
+        return file_digest(Path(path))
+    except OSError as error:
+        raise ConfigError(field, path, f"cannot be read: {error}") from error
 
 
 def check_layout(layout: str | None) -> None:
@@ -160,14 +270,19 @@ def recurrent_states(kv_cache_config: Any) -> str:
     They say what ``mamba_cache_dtype`` and ``mamba_ssm_cache_dtype`` came to, and in which order
     the dimensions of a convolution's state stand. Empty for models of attention alone.
     """
-    found = []
+    return "; ".join(
+        f"{layer}: {spec.shapes} {spec.dtypes}"
+        for layer, spec in _layer_specs(kv_cache_config)
+        if hasattr(spec, "dtypes")
+    )
+
+
+def _layer_specs(kv_cache_config: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the spec of each layer, or of the layers of a group that have it in common."""
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
-        members = getattr(spec, "kv_cache_specs", {"": spec})  # of a group with several specs
-        for layer, each in sorted(members.items()):
-            if hasattr(each, "dtypes"):
-                found.append(f"{layer or ','.join(group.layer_names)}: {each.shapes} {each.dtypes}")
-    return "; ".join(found)
+        members = getattr(spec, "kv_cache_specs", None)  # of a group with several specs
+        yield from sorted(members.items()) if members else [(",".join(group.layer_names), spec)]
 
 
 def _groups(kv_cache_config: Any) -> str:

@@ -76,6 +76,8 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         """The medium of each chunk of the last load."""
         self.refused: dict[str, tuple[OffloadKey, ...]] = {}
         """For each request, chunks of this step that may be offered again; taken by the owner."""
+        self.unplaced: dict[str, tuple[OffloadKey, ...]] = {}
+        """The same, where none of its chunks found room; they are counted as refused."""
         self._kept_out: set[str] = set()
         self._refused_wishes: set[str] = set()
 
@@ -90,6 +92,13 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         """Load nothing for a request and store nothing of it, until it ends."""
         self._kept_out.add(req_id)
         self.count(Counter(requests_not_trusted=1))
+
+    def ignore_hint(self) -> None:
+        """Count a wish of a request that is malformed."""
+        if self.ledger is not None:
+            self.ledger.counters["hints_ignored"] += 1
+        else:
+            self.count(Counter(hints_ignored=1))
 
     def take_jobs(self) -> dict[int, LoadJob | StoreJob]:
         """Return the jobs begun since the last call, by the ``job_id`` of their specs."""
@@ -199,8 +208,9 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         wanted = list(keys)
         self._count_use(wanted, req_context)
         output = self.ledger.prepare_store(wanted, our_context(req_context))
-        if output is None:
-            return None
+        if output is None:  # vLLM would log a line a request and step
+            self.unplaced[req_context.req_id] = tuple(wanted)
+            return VllmStoreOutput([], CPULoadStoreSpec(()), [])
         if output.refused_keys:
             self.refused[req_context.req_id] = output.refused_keys
         if output.job is not None:

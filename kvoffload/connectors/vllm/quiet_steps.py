@@ -100,7 +100,8 @@ class DueRequests:
 
     def again(self, names: Iterable[str]) -> None:
         """Visit these requests in the next step: chunks of them are to be offered again."""
-        self._full_at.update(dict.fromkeys(names, 0))
+        if not self._visits_all:
+            self._full_at.update(dict.fromkeys(names, 0))
 
 
 def has_orders(half: Any) -> bool:
@@ -116,7 +117,8 @@ def has_orders(half: Any) -> bool:
         or half._current_batch_jobs_to_flush
         or half._current_batch_allocated_block_ids
         or getattr(half, "_step_region", None) is not None  # 0.33: a lookup opened it
-        or half._generation
+        or half.generations.order
+        or half.operators.emptied
         or ledger.has_transfers()
         or (tiers is not None and tiers.has_questions)
     )

@@ -9,7 +9,6 @@ answers.
 import itertools
 import logging
 import time
-import uuid
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -22,12 +21,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from kvoffload.connectors.builder import make_host_cache, make_manager
 from kvoffload.connectors.jobs import Ended, JobTable
 from kvoffload.connectors.spans import open_spans
+from kvoffload.connectors.vllm import offered_again, withheld_stores
 from kvoffload.connectors.vllm import self_test as canary
-from kvoffload.connectors.vllm import withheld_stores
+from kvoffload.connectors.vllm.adapters import is_told
 from kvoffload.connectors.vllm.client_images import is_trusted
+from kvoffload.connectors.vllm.client_params import ClientParams
+from kvoffload.connectors.vllm.early import check_role
 from kvoffload.connectors.vllm.engine_metrics import hit_tokens
 from kvoffload.connectors.vllm.explained_requests import ExplainedRequests
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
+from kvoffload.connectors.vllm.operators import Operators
 from kvoffload.connectors.vllm.quiet_steps import DueRequests, has_orders
 from kvoffload.connectors.vllm.rank_tiers import RankTiers
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
@@ -39,9 +42,10 @@ from kvoffload.connectors.vllm.step_messages import (
 )
 from kvoffload.connectors.vllm.step_meter import StepMeter
 from kvoffload.connectors.vllm.versions import writes_before_flush
+from kvoffload.connectors.vllm.weights_watch import Generations
 from kvoffload.errors import ConfigError
+from kvoffload.identity import namespace, short
 from kvoffload.offload.base import LoadJob, OffloadKey, Transfer
-from kvoffload.offload.namespace import namespace
 from kvoffload.recording import RequestLog
 
 log = logging.getLogger(__name__)
@@ -64,6 +68,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     def __init__(
         self, spec: Any, settings: VllmConfigSettings, vllm_config: Any, kv_cache_config: Any
     ) -> None:
+        check_role(vllm_config.kv_transfer_config)
         super().__init__(spec, vllm_config, kv_cache_config)
         self.adapter: ManagerAdapter = self.manager
         self.adapter.read_whole = self._read_whole
@@ -74,7 +79,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self._waits_for_workers = True
         self._is_runner_v2 = bool(vllm_config.use_v2_model_runner)
         self._transfer_ids = itertools.count(canary.JOB - 1, -1)
-        self._generation: str | None = None
+        self.generations = Generations(self)
+        self._vllm_config = vllm_config
+        self.operators = Operators(self, vllm_config)
         self._stepped_s = time.monotonic()
         self._awaits_reports = False
         """Until the next step: the stores may have changed in a time without reports."""
@@ -83,6 +90,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self._explained = ExplainedRequests(self.adapter.explain)
         self._log = RequestLog(settings.record, self.config.kv_group_configs[0].tokens_per_chunk)
         self._logged: set[str] = set()
+        self._params = ClientParams(self.adapter.ignore_hint)
         self._due = DueRequests(self.config)
         self._spans = open_spans(settings.otel_spans)
 
@@ -116,15 +124,17 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self.adapter.attach(ledger, host.num_slots)
         self._table = JobTable(ledger, len(ranks), self._spans)
         self._waits_for_workers = False
+        self.generations.met_workers()
         text = "kvoffload: %d host slots on each of %d ranks; tiers: %s; namespace %s"
         tiers = ", ".join(tier.name for tier in self.tiers.tiers) or "none"
-        log.info(text, host.num_slots, len(ranks), tiers, namespace(**ranks[0].facts))
+        log.info(text, host.num_slots, len(ranks), tiers, short(namespace(**ranks[0].facts)))
 
     # ---- a waiting request ----
 
     def on_new_request(self, request: Any) -> None:
-        """See vLLM; a request whose hashes a client may have chosen stays out of all tiers."""
-        if not is_trusted(request, self.settings):
+        """See vLLM; a request whose hashes do not tell its content stays out of all tiers."""
+        request.kv_transfer_params = self._params.bounded(request.kv_transfer_params)
+        if not (is_told(request) and is_trusted(request, self.settings, self._vllm_config)):
             self.adapter.keep_out(request.request_id)
         if not self._req_status and self.tiers is not None and self.tiers.are_listed:
             self._awaits_reports |= time.monotonic() - self._stepped_s > IDLE_S
@@ -274,9 +284,12 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         due = self._due.of_step(scheduler_output, has_orders(self), all_blocks=bool(has_readers))
         if due is None:
             return IDLE_STEP
-        theirs = super().build_connector_meta(withheld_stores.without_barred(self, due))
+        withheld_stores.forget_old_tables(self, scheduler_output)
+        withheld_stores.bar_changed_adapters(self, due)
+        output = withheld_stores.without_reloading(self, withheld_stores.without_barred(self, due))
+        theirs = super().build_connector_meta(output)
         self._due.visited(due, self._req_status)
-        self._offer_again()
+        offered_again.offer_refused(self)
         orders = StepMetadata(theirs.load_jobs, theirs.store_jobs, theirs.jobs_to_flush)
         if self._table is not None:
             jobs = self.adapter.take_jobs()
@@ -288,7 +301,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
                 overwritten = self._table.fail_stores(orders.jobs_to_flush or ())
                 self.adapter.count(Counter(stores_overwritten=overwritten))
         self._order_write_through(orders)
-        orders.generation, self._generation = self._generation, None
+        stores = bool(orders.store_jobs or orders.write_through)
+        orders.generation = self.generations.take_order(stores)
+        orders.emptied = self.operators.take_emptied()
         if self.tiers is not None:
             orders.questions = self.tiers.take_questions()
         orders.asks_workers = self._waits_for_workers
@@ -300,22 +315,6 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         withheld_stores.skip_holed_chunks(self, scheduler_output)
         return super()._build_store_jobs(scheduler_output)
 
-    def _offer_again(self) -> None:
-        """Make vLLM offer chunks that found no room again at the next step."""
-        refused, self.adapter.refused = self.adapter.refused, {}
-        for req_id, keys in refused.items():
-            status = self._req_status.get(req_id)
-            if status is None or status.req.is_finished():
-                if self.adapter.ledger is not None:
-                    self.adapter.ledger.drop(keys)
-                continue
-            wanted = frozenset(keys)
-            for group in status.group_states:
-                first = next((i for i, k in enumerate(group.offload_keys) if k in wanted), None)
-                if first is not None:
-                    group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, first)
-            self._due.again([req_id])
-
     def _order_write_through(self, orders: StepMetadata) -> None:
         if self._table is None or self.adapter.ledger is None:
             return
@@ -325,30 +324,29 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             self._table.begin(job_id, transfer)
 
     def has_pending_push_work(self) -> bool:
-        """Keep the engine stepping while workers have to report: an answer, or what tiers hold.
-
-        The first steps bring what the workers tell of themselves, before a request comes.
-        """
-        if self._waits_for_workers or self._generation or (self._table and len(self._table)):
+        """Keep the engine stepping while workers have to report, also at first, or someone asks."""
+        if self._waits_for_workers or self.generations.order or (self._table and len(self._table)):
             return True
         if self.adapter.stats.is_midway or (self.tiers is not None and self.tiers.is_waiting):
             return True
-        return bool(super().has_pending_push_work())
+        return bool(self.operators.orders.order or super().has_pending_push_work())
 
     def step_ended(self) -> None:
-        """Note that vLLM has taken in the output of a step."""
+        """Note that vLLM has taken in the output of a step; between two is time for operators."""
         self._meter.ended()
+        if self.operators.orders.order is not None:
+            self.operators.orders.step()
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in the workers' report, first our part and then vLLM's."""
-        report = connector_output.kv_connector_worker_meta
-        if isinstance(report, WorkerReport):
+        if isinstance(report := connector_output.kv_connector_worker_meta, WorkerReport):
             self._take_in(report)
         super().update_connector_output(connector_output)
 
     def _take_in(self, report: WorkerReport) -> None:
         self.adapter.changes += 1
         self._meet(report.workers)
+        self.operators.take_answers(report.emptied)
         if self._table is not None:
             for ended in report.answer(self._table):
                 self._note(ended)
@@ -379,6 +377,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             if status is not None and not status.finished_signaled:
                 self._failed_loads[req_id] += 1
                 self._explained.load_failed(req_id, ended)
+                offered_again.offer_lost(self, status)
 
     # ---- the rest of an engine's life ----
 
@@ -387,14 +386,14 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
 
         vLLM resets when it falls asleep and after new weights, and does not say which it is.
         """
+        self.empty_host_memory()
+        if not self.settings.fixed_weights:
+            self.generations.begin()
+
+    def empty_host_memory(self) -> None:
+        """Empty it between two steps; what is computing now is not stored any more."""
         super().reset_cache()
         withheld_stores.bar_computing(self)
         self._due.again(self._req_status)
-        if self._table is None or self.tiers is None or self.adapter.ledger is None:
-            return
-        self._table.mark_stale()
-        if self.settings.fixed_weights:
-            return
-        self._generation = uuid.uuid4().hex
-        self.tiers.renew(self._generation)
-        self.adapter.ledger.replace_tiers(self.tiers.tiers)
+        if self._table is not None:
+            self._table.mark_stale()

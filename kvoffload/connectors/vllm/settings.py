@@ -20,16 +20,18 @@ class VllmConfigSettings(OffloadConfig, frozen=True, forbid_unknown_fields=True,
     self_describing_kv_events: bool = False
     """True: events of stored chunks carry their tokens, as vLLM's own connector offers."""
     weights_id: str | None = None
-    """A name for the exact weights, where several machines with copies of a local model folder
-    share a tier. By default a fingerprint of the files, which tells copies apart by their times."""
+    """A name for the exact weights of the model and its draft, where they come from elsewhere than
+    the model's folder or a hub. New weights need a new name. By default a commit, or samples of
+    each tensor in the folder's files."""
     fixed_weights: bool = False
     """True: the weights never change while the engine runs. A reset or a sleep then empties host
-    memory, and the tiers keep what they hold. By default it gives the tiers a new namespace."""
+    memory, and the tiers keep what they hold. By default these, and calls to the workers that may
+    change weights, give the tiers a new namespace."""
     canary: bool = True
     """Store and load a pattern through every tier before the first request is served."""
     trust_image_uuids: bool = False
     """True: offload requests with images and without ``cache_salt``. Safe only behind a gateway
-    that removes ``uuid``, because vLLM takes it as the hash of an image."""
+    that removes ``uuid`` and ``mm_hashes``, because vLLM takes them as hashes of images."""
     allow_weak_hashes: bool = False
     """True: use tiers with a hash whose collisions a client can search for (xxhash)."""
     allow_untested_vllm: bool = False

@@ -12,9 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from kvoffload.backends.base import Removal
 from kvoffload.connectors.jobs import Ended, JobTable, well_on_both
 from kvoffload.connectors.vllm.presence_messages import Answer, IndexPart, Question
+from kvoffload.identity import Fact
 from kvoffload.messages import TransferResult
 from kvoffload.offload.base import Transfer
-from kvoffload.offload.namespace import Fact
 
 
 @dataclass
@@ -48,10 +48,15 @@ class StepMetadata(OffloadingConnectorMetadata):  # type: ignore[misc]  # untype
     """Follow-up transfers by job id (negative: vLLM's ids are not)."""
     generation: str | None = None
     """Set once after a reset: everything stored before no longer means the same."""
+    emptied: tuple[str, str] | None = None
+    """Set once after an operator's order: its name, which reports of the stores opened then have;
+    and the tier that is emptied, "" for all."""
     questions: dict[str, Question] = field(default_factory=dict)
     """Tier → chunks that each worker asks its store for."""
     asks_workers: bool = False
     """Set until the scheduler knows all workers: each answers with its :class:`WorkerInfo`."""
+    asks_figures: bool = False
+    """Set in the last step before the engine is idle: each worker tells its figures at once."""
 
 
 class _IdleStep(StepMetadata):
@@ -93,6 +98,8 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
     """Each rank's answers to the scheduler's questions."""
     workers: dict[int, WorkerInfo] = field(default_factory=dict)
     """Rank → what it tells of itself, where the scheduler asked."""
+    emptied: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """Rank → name of the order to empty stores, and what is wrong with them, "" for nothing."""
     figures: dict[int, bytes] = field(default_factory=dict)
     """Rank → what it has measured since its start (:mod:`kvoffload.figures`)."""
 
@@ -118,6 +125,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
             or self.presence
             or self.answers
             or self.workers
+            or self.emptied
             or self.figures
         )
 
@@ -146,6 +154,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
             report.presence += source.presence
             report.answers += source.answers
             report.workers.update(source.workers)
+            report.emptied.update(source.emptied)
             report.figures.update(source.figures)
         return report
 

@@ -1,7 +1,9 @@
-"""Stores that vLLM's half would make, and that would hold wrong bytes."""
+"""What vLLM's half would take wrongly: stores of wrong bytes, and loads taken for stores."""
 
 from copy import copy
 from typing import Any
+
+from kvoffload.connectors.vllm.adapters import is_told
 
 
 def skip_holed_chunks(half: Any, scheduler_output: Any) -> None:
@@ -29,6 +31,29 @@ def skip_holed_chunks(half: Any, scheduler_output: Any) -> None:
                     group.block_ids[start + size - 1] = 0
 
 
+def forget_old_tables(half: Any, scheduler_output: Any) -> None:
+    """Let vLLM's scheduler half forget block tables that do not hold any more.
+
+    A new request is told with its whole block table. A streaming session comes as a new request
+    with each of its segments, and vLLM 0.32 appends each table to the last one. Chunks of the
+    session would be stored from the blocks of its beginning.
+
+    A preempted request has no blocks. It may end by a token that was in flight, and would then
+    store its last chunk from a block that another request fills.
+
+    Args:
+        half: vLLM's scheduler half, before it updates its requests.
+        scheduler_output: of the step, with all of its requests.
+    """
+    for req_id in (
+        *(scheduler_output.preempted_req_ids or ()),
+        *(new.req_id for new in scheduler_output.scheduled_new_reqs),
+    ):
+        if (status := half._req_status.get(req_id)) is not None:
+            for group in status.group_states:
+                group.block_ids.clear()
+
+
 def bar_computing(half: Any) -> None:
     """Let the requests that were computing at a reset store nothing from now on.
 
@@ -42,6 +67,25 @@ def bar_computing(half: Any) -> None:
     """
     for status in half._req_status.values():
         if status.req.num_computed_tokens:
+            status.max_offload_tokens = 0
+
+
+def bar_changed_adapters(half: Any, scheduler_output: Any) -> None:
+    """Let requests store nothing more whose adapter changed since its content was hashed.
+
+    vLLM reads an adapter again when it has left memory: it may compute with the new files under the
+    hashes of the old ones.
+
+    Args:
+        half: vLLM's scheduler half.
+        scheduler_output: of the step; requests that may store in it.
+    """
+    for req_id in (
+        *scheduler_output.num_scheduled_tokens,
+        *(scheduler_output.finished_req_ids or ()),
+    ):
+        status = half._req_status.get(req_id)
+        if status is not None and status.req.lora_request and not is_told(status.req):
             status.max_offload_tokens = 0
 
 
@@ -64,4 +108,31 @@ def without_barred(half: Any, scheduler_output: Any) -> Any:
         for req_id, entries in handoffs.items()
         if (status := half._req_status.get(req_id)) is None or status.max_offload_tokens != 0
     }
+    return output
+
+
+def without_reloading(half: Any, scheduler_output: Any) -> Any:
+    """Return vLLM's output of a step without the preempted requests that load again in it.
+
+    A reset of the prefix cache preempts running requests, and the next step may find their chunks
+    in host memory. Version 0.32 expects that a preempted request has stores alone, which it
+    flushes; a load ends the engine. Such a request has nothing to flush: a load begins only when
+    no store of its request is in flight.
+
+    Args:
+        half: vLLM's scheduler half.
+        scheduler_output: of the step; not changed, because other connectors read it.
+    """
+    loads = half._current_batch_load_jobs.keys()
+    preempted = scheduler_output.preempted_req_ids or ()
+    reloading = {
+        req_id
+        for req_id in preempted
+        if (status := half._req_status.get(req_id)) is not None
+        and not loads.isdisjoint(status.transfer_jobs)
+    }
+    if not reloading:
+        return scheduler_output
+    output = copy(scheduler_output)
+    output.preempted_req_ids = set(preempted) - reloading
     return output

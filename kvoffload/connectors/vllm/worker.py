@@ -5,7 +5,6 @@ request (several groups), and vLLM computes them. The step's report carries the 
 chunk to the scheduler half.
 """
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -31,6 +30,7 @@ from kvoffload.connectors.vllm.shared_writes import SharedWrites
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
 from kvoffload.connectors.vllm.store_batch import PARTIAL_CHUNK, Store, StoreBatch
 from kvoffload.connectors.vllm.versions import is_synchronous
+from kvoffload.connectors.vllm.weights_source import name_for_all_ranks
 from kvoffload.connectors.vllm.worker_presence import WorkerPresence
 from kvoffload.figures import packed
 from kvoffload.io.remote_tier import RemoteTier
@@ -41,8 +41,6 @@ from kvoffload.transfer.layout import ChunkLayout
 
 if TYPE_CHECKING:
     from kvoffload.metrics import MetricsServer
-
-log = logging.getLogger(__name__)
 
 COUNTERS_PERIOD_S = 0.5
 """How often tiers are asked for their counters: a step may take only 2 ms."""
@@ -89,6 +87,8 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         self._tiers: Mapping[str, RemoteTier] = {}
         self._presence: WorkerPresence | None = None
         self._writes = SharedWrites(0, 1, ())
+        self._emptying = ""
+        """The order to empty stores whose end the scheduler is to be told of."""
         self._is_met = False
         """Whether the scheduler knows all workers; it takes in what tiers hold only then."""
         self._spec: TieredOffloadingSpec | None = None
@@ -116,7 +116,12 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         # vLLM says so of tensor parallel ranks of one host alone.
         is_replicated = self.spec.config.replicated_layout
         facts = resolve_facts(
-            self.vllm_config, self.kv_cache_config, self._kv_caches, self.settings, is_replicated
+            self.vllm_config,
+            self.kv_cache_config,
+            self._kv_caches,
+            self.settings,
+            is_replicated,
+            name_for_all_ranks() if is_replicated else "",
         )
         facts["chunk_layout"] = layout.description
         with unbound(self._device_type):
@@ -184,23 +189,30 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             batches = self._stores.values()
             stores = [it.job_id for it in batches if not flush.isdisjoint(it.job_ids)]
             self._transfers.wait(stores)
+        # Without a wait: the engine's step must not depend on how long a store takes to open.
+        # The old tiers are closed, so every question to them is a miss until then.
+        if orders.emptied is not None and self._spec is not None:
+            self._emptying, tier = orders.emptied
+            self._spec.empty_stores(tier)
+            self._stores_change(self._emptying)
         if orders.generation is not None and self._spec is not None:
-            for load in self._loads.values():
-                load.void = True
-            try:
-                with unbound(self._device_type):
-                    self._spec.renew_stores(orders.generation)
-            except Exception:
-                # The old tiers are closed, so every question to them is a miss.
-                log.exception("the tiers cannot be opened again yet; until then they have nothing")
-            if self._presence is not None:
-                self._presence.renew(orders.generation)
+            self._spec.renew_stores(orders.generation, None)
+            self._stores_change(orders.generation)
+
+    def _stores_change(self, label: str) -> None:
+        """Let loads in flight bring nothing, and report of the stores that open next."""
+        for load in self._loads.values():
+            load.void = True
+        if self._presence is not None:
+            self._presence.renew(label)
 
     def start_kv_transfers(self, metadata: StepMetadata) -> None:
         """Begin this step's loads and write-throughs, and the last step's stores."""
         self._is_met = not metadata.asks_workers
         if not self._is_met:
             self._report.workers[self._info.rank] = self._info
+        if metadata.asks_figures:
+            self._told_s = 0.0
         if metadata.questions and self._presence is not None:
             self._presence.ask(metadata.questions)
         self._submit_stores()
@@ -328,6 +340,11 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         for name, tier in self._tiers.items():
             if removals := tier.take_removals():
                 self._report.removals[name] = removals
+        if self._emptying and self._spec is not None and self._spec.io is not None:
+            wrong = self._spec.io.outcome
+            if wrong is not None:
+                self._report.emptied[self._info.rank] = self._emptying, wrong
+                self._emptying = ""
         if self._presence is not None and self._is_met:
             self._report.presence = self._presence.take_parts()
             self._report.answers = self._presence.take_answers()

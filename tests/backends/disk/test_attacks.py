@@ -11,12 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from disk_parts import SIZE, open_disk, until, write
+from disk_parts import ON_DISK, SIZE, open_disk, until, write
 
+from kvoffload.backends.admin import Garbage
 from kvoffload.backends.disk import root_checks
-from kvoffload.backends.disk.admin import overview
-from kvoffload.backends.disk.inspector import DiskInspector
-from kvoffload.backends.disk.paths import WRITERS, shard_of
+from kvoffload.backends.disk.admin import collect, overview
+from kvoffload.backends.disk.inspector import DiskInspector, inspected
+from kvoffload.backends.disk.paths import QUARANTINE, SCRATCH, WRITERS, shard_of
 from kvoffload.backends.header import namespace_digest
 from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import filled, keys_of, slots
@@ -297,6 +298,64 @@ def test_verify_names_a_link_in_place_of_a_shard_and_follows_none(tmp_path):
     found = DiskInspector(str(tmp_path / "kv"))
     assert not list(found.chunks())
     assert found.unreadable == [(str(shard), "corrupt_link")]
+
+
+def stored(root, count):
+    """Store some chunks under a root, with no engine left on it."""
+    backend = open_disk(root)
+    assert all(asyncio.run(write(backend, keys_of(count))))
+    asyncio.run(backend.close())
+
+
+NAMESPACE = namespace_digest("disk").hex()
+
+
+@pytest.mark.parametrize("name", [WRITERS, QUARANTINE, NAMESPACE])
+@pytest.mark.parametrize("how", ["link", "modes", "owner"])
+def test_commands_refuse_a_root_with_a_folder_that_is_not_its_users_alone(tmp_path, name, how):
+    root, folder = tmp_path / "kv", tmp_path / "kv" / name
+    stored(root, 3)
+    if how == "link":
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+    elif how == "modes":
+        folder.chmod(0o777)
+    elif os.geteuid():
+        pytest.skip("needs root to give folders to another user")
+    else:
+        os.chown(folder, NOBODY, NOBODY)
+    told = {"link": "link|is no folder", "modes": "chmod g-w,o-w", "owner": f"to user {NOBODY}"}
+    with pytest.raises(ConfigError, match=told[how]), inspected(str(root)):
+        pass
+
+
+def test_commands_refuse_a_root_that_others_may_write(tmp_path):
+    stored(tmp_path / "kv", 3)
+    (tmp_path / "kv").chmod(0o777)
+    with pytest.raises(ConfigError, match="writable by everyone"):
+        DiskInspector(str(tmp_path / "kv"))
+
+
+def test_gc_reaches_the_folder_that_it_has_opened_and_none_that_takes_its_name(tmp_path):
+    root, other = tmp_path / "kv", tmp_path / "other"
+    for place in (root, other):
+        stored(place, 3)
+        for dead in (place / WRITERS / "dead", place / f"{SCRATCH}1" / "below"):
+            dead.mkdir(parents=True)
+            (dead / "0").write_bytes(b"x" * 4096)
+        os.utime(place / f"{SCRATCH}1", (0, 0))
+        (place / QUARANTINE / "damaged").write_bytes(b"x" * 4096)
+    before = sorted(other.rglob("*"))
+    with inspected(str(root)) as found:
+        root.rename(tmp_path / "away")
+        other.rename(root)
+        report = collect(found, Garbage(NAMESPACE, None, None, False)).figures
+    assert (report["removed"], report["quarantined"], report["leftovers"]) == (3, 1, 2)
+    assert report["freed_bytes"] == 3 * ON_DISK + 3 * 4096
+    assert not report["not_removed"]
+    assert not [path for path in (tmp_path / "away").rglob("*") if path.name in ("0", "damaged")]
+    root.rename(other)
+    assert sorted(other.rglob("*")) == before
 
 
 @pytest.mark.parametrize("name", [f"{WRITERS}/0123456789abcdef/lock", ".owner"])

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from kvoffload import open_backend
+from kvoffload.backends.redis import node
 from kvoffload.backends.redis.chunk_io import INLINE_BYTES, Sealer
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots
 from tests.support.redis_server import BINARY, MISSING
@@ -206,6 +207,51 @@ async def test_usage_and_facts_can_be_read(empty):
     assert backend.usage().resident_bytes > 0
     assert backend.counters()["write_ok"] == 2
     assert "llama" in empty.cli("get", "kvoffload:n:facts")
+    await backend.close()
+
+
+async def test_usage_follows_the_server_without_a_new_connection(empty, monkeypatch):
+    monkeypatch.setattr(node, "INFO_EVERY_S", 0.05)
+    backend = open_backend("redis", {"url": empty.url, **PATIENT}, "n")
+    await backend.contains(keys_of(1))
+    before = backend.usage()
+    set_to(empty, "foreign", "x" * 2_000_000)
+    limit = int(empty.cli("info", "memory").partition("used_memory:")[2].split()[0])
+    empty.cli("config", "set", "maxmemory-policy", "allkeys-lru")
+    empty.cli("config", "set", "maxmemory", str(limit - 1_000_000))
+
+    async def is_told():
+        while (usage := backend.usage()).capacity_bytes is None or not usage.gauges[
+            "server_evictions"
+        ]:
+            empty.cli("set", "another", "y")
+            await asyncio.sleep(0.02)
+        return usage
+
+    try:
+        told = await asyncio.wait_for(is_told(), 10)
+    finally:
+        empty.cli("config", "set", "maxmemory", "0")
+    assert before.capacity_bytes is None
+    assert before.gauges["server_evictions"] == 0
+    assert told.capacity_bytes == limit - 1_000_000
+    assert told.gauges["server_evictions"] == 1
+    assert backend.counters()["connected"] == 1
+    await backend.close()
+
+
+async def test_a_server_that_stops_answering_is_noticed_while_nothing_is_asked(empty, monkeypatch):
+    monkeypatch.setattr(node, "INFO_EVERY_S", 0.05)
+    options = {"url": empty.url, "timeout_s": 0.2, "connect_timeout_s": 0.2}
+    backend = open_backend("redis", options, "n")
+    await backend.contains(keys_of(1))
+    empty.pause()
+    try:
+        async with asyncio.timeout(20):
+            while not backend.usage().gauges["breakers_open"]:  # noqa: ASYNC110 - in the loop
+                await asyncio.sleep(0.02)
+    finally:
+        empty.resume()
     await backend.close()
 
 

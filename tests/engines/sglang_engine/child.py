@@ -66,12 +66,17 @@ def main() -> None:
         call = getattr(engine.tokenizer_manager, f"{action}_hicache_storage")
         return bool(engine.loop.run_until_complete(call(**arguments)).success)
 
+    def update(path: str) -> bool:
+        """Replace the weights of the running engine; it empties its own caches then."""
+        return bool(engine.update_weights_from_disk(path)[0])
+
     verbs = {
         "generate": generate,
         "rounds": rounds,
         "events": events,
         "flush": flush,
         "storage": storage,
+        "update": update,
     }
     answer({"ready": True})
     for line in sys.stdin:

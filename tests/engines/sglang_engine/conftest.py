@@ -98,20 +98,30 @@ class Engine(EngineProcess):
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    """The folder of a tiny Llama, whose outputs depend on the whole prompt."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+def make_model(tmp_path_factory):
+    """Make the folder of a tiny Llama, whose outputs depend on the whole prompt."""
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=4, head_dim=32, max_position_embeddings=4096,
-        initializer_range=0.15,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return str(folder)
+    def make(seed):
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
+            num_attention_heads=8, num_key_value_heads=4, head_dim=32,
+            max_position_embeddings=4096, initializer_range=0.15,
+        )  # fmt: skip
+        folder = tmp_path_factory.mktemp("model")
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model(make_model):
+    """The folder of a tiny Llama."""
+    return make_model(0)
 
 
 def our_storage(*backends, **more):
@@ -145,7 +155,7 @@ def start(model, tmp_path_factory):
     """Start an engine; all are killed at the end of the module."""
     running = []
 
-    def begin(storage=None, extra=None, **options):
+    def begin(storage=None, extra=None, model=model, **options):
         log = tmp_path_factory.mktemp("log") / "engine.log"
         running.append(Engine(model, log, storage, extra, **options))
         return running[-1].wait_ready()
@@ -181,3 +191,14 @@ def io_process():
         return found
 
     return find
+
+
+@pytest.fixture
+def attach(tmp_path, monkeypatch):
+    """Attach our storage to host pools, without an engine."""
+    from tests.engines.sglang_engine import host_pools
+
+    made = []
+    yield host_pools.attached(made, tmp_path, monkeypatch)
+    for each in made:
+        each.close()

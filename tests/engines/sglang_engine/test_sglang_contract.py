@@ -1,110 +1,27 @@
 """What HiCache calls, on host pools made here: each answer, each key, each form of a page."""
 
-import hashlib
 import subprocess
 import sys
 import threading
-import types
-import unittest.mock
+from urllib.error import URLError
 
 import pytest
 
 pytest.importorskip("sglang.srt.mem_cache.hicache_storage")
 import torch
 from prometheus_client import REGISTRY
-from sglang.srt.mem_cache.device_pool_info import (
-    KVBufferLayout,
-    KVBuffers,
-    MHABufferInfo,
-    MLABufferInfo,
-)
 from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorageConfig,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
 )
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
+from kvoffload.cli.top import fetch, of_page
 from kvoffload.connectors.sglang import KVOffloadHiCache, storage
-from kvoffload.connectors.sglang.page_facts import check_version, model_facts
+from kvoffload.connectors.sglang.page_facts import check_version
 from kvoffload.errors import ConfigError
-
-PAGE, NUM_PAGES, WIDTH, LAYERS = 4, 64, 32, 3
-
-
-class Pool:
-    """A host pool of two buffers, K and V, in pages of four tokens."""
-
-    page_size, layout, dtype = PAGE, "page_first", torch.bfloat16
-
-    def __init__(self, width=WIDTH):
-        self.buffer = torch.randn(2, NUM_PAGES, PAGE, width).to(self.dtype)
-
-    def get_page_buffer_meta(self, indices):
-        pages = [int(i) // PAGE for i in indices[::PAGE]]
-        parts = [self.buffer[half, page] for page in pages for half in range(2)]
-        return [part.data_ptr() for part in parts], [part.nbytes for part in parts]
-
-    def get_dummy_flat_data_page(self):
-        return torch.zeros_like(self.buffer[:, 0]).flatten()
-
-
-def tokens(pages):
-    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
-
-
-def hashes(count, start=0):
-    return [hashlib.sha256(str(i).encode()).hexdigest() for i in range(start, start + count)]
-
-
-@pytest.fixture(autouse=True)
-def _known_model(monkeypatch):
-    monkeypatch.setattr(storage, "get_server_args", lambda: None)
-    monkeypatch.setattr(storage, "model_facts", lambda args, settings: {"weights": "w"})
-
-
-@pytest.fixture
-def attach(tmp_path):
-    made = []
-
-    def begin(pool, side_pools=None, backends=None, v1=1, extra=None, **ranks):
-        disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
-        wanted = {
-            "backend_name": "kvoffload",
-            "module_path": "kvoffload.connectors.sglang",
-            "class_name": "KVOffloadHiCache",
-            "interface_v1": v1,
-            "io": "thread",
-            "staging_bytes": "1MiB",
-            "backends": [disk] if backends is None else backends,
-            **(extra or {}),
-        }
-        config = {
-            "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0,
-            "attn_cp_size": 1, "is_mla_model": False, "enable_storage_metrics": True,
-            "is_page_first_layout": True, "model_name": "m",
-        }  # fmt: skip
-        config = HiCacheStorageConfig(**(config | ranks), extra_config=wanted)
-        made.append(StorageBackendFactory.create_backend("dynamic", config, pool))
-        made[-1].register_mem_pool_host(pool)
-        for name, each in (side_pools or {}).items():
-            made[-1].register_mem_host_pool_v2(each, name)
-        made[-1].on_host_pools_registered()
-        return made[-1]
-
-    yield begin
-    for each in made:
-        each.close()
-
-
-def stored(hicache, count, until, start=0):
-    keys = hashes(count, start)
-    assert hicache.batch_set_v1(keys, tokens(range(count))) == [True] * count
-    until(lambda: hicache.batch_exists(keys) == count)
-    return keys
+from tests.engines.sglang_engine.host_pools import PAGE, WIDTH, Pool, hashes, stored, tokens
+from tests.support.redis_server import free_port
 
 
 def test_pages_come_back_in_place_in_another_engine(attach, until):
@@ -125,6 +42,20 @@ def test_pages_come_back_in_place_in_another_engine(attach, until):
         "sglang:kvoffload_events_total", {"event": "loaded", "tp_rank": "0", "pp_rank": "0"}
     )
     assert found == 10
+
+
+def test_each_rank_serves_metrics_at_a_port_of_its_own_until_it_is_detached(attach, monkeypatch):
+    port = free_port()
+    monkeypatch.setattr(storage, "process_number", lambda: 1)
+    hicache = attach(Pool(), extra={"metrics_port": port})
+    assert of_page(fetch(f"http://127.0.0.1:{port + 1}")).tiers["disk"]["up"] == 1
+    with pytest.raises(ConfigError, match=r"metrics_port.*cannot be listened on"):
+        attach(Pool(), extra={"metrics_port": port})
+    hicache.close()
+    again = attach(Pool(), extra={"metrics_port": port})
+    again.close()
+    with pytest.raises(URLError, match="refused"):
+        fetch(f"http://127.0.0.1:{port + 1}")
 
 
 def test_pages_without_v1_are_flat_and_kept_apart(attach, until):
@@ -156,11 +87,10 @@ def test_a_single_value_has_any_name(attach, until):
     [
         {"tp_rank": 1, "tp_size": 2},
         {"pp_rank": 1, "pp_size": 2},
-        {"model_name": "n"},
         {"is_mla_model": True},
     ],
 )
-def test_another_rank_or_model_hits_nothing(attach, until, other):
+def test_another_rank_hits_nothing(attach, until, other):
     keys = stored(attach(Pool()), 4, until)
     hicache = attach(Pool(), **other)
     assert hicache.batch_exists(keys) == 0
@@ -176,23 +106,15 @@ def test_another_form_of_a_page_hits_nothing(attach, until):
     assert attach(Pool(width=2 * WIDTH)).batch_exists(keys) == 0
 
 
+def test_a_served_name_is_a_label(attach, until):
+    keys = stored(attach(Pool()), 4, until)
+    until(lambda: attach(Pool(), model_name="n").batch_exists(keys) == 4)
+
+
 def test_all_ranks_of_a_mla_model_share_pages(attach, until):
     keys = stored(attach(Pool(), is_mla_model=True, tp_size=2), 4, until)
     reader = attach(Pool(), is_mla_model=True, tp_rank=1, tp_size=2)
     until(lambda: reader.batch_exists(keys) == 4)
-
-
-@pytest.mark.parametrize("named", ["v7", None])
-def test_ranks_whose_weights_nothing_tells_hear_of_the_remedy(named, monkeypatch, caplog):
-    hf_config = types.SimpleNamespace(to_dict=dict)
-    get_config = "sglang.srt.utils.hf_transformers.config.get_config"
-    monkeypatch.setattr(get_config, lambda *_, **__: hf_config)
-    args = unittest.mock.Mock(model_path="bucket/model", revision=None, load_format="auto")
-    ranks = [model_facts(args, types.SimpleNamespace(weights_id=named)) for _ in range(2)]
-    assert (ranks[0]["weights"] == ranks[1]["weights"]) is (named is not None)
-    warned = [record.getMessage() for record in caplog.records]
-    assert len(warned) == (0 if named else 2)
-    assert all("one rank stores for all" in text and "Set weights_id" in text for text in warned)
 
 
 def test_side_pools_restore_prefixes_by_their_policies(attach, until):
@@ -252,8 +174,16 @@ def test_one_call_looks_up_thousands_of_keys(attach, until):
     assert hicache.batch_exists([*keys, *hashes(5000, 1000)]) == 50
 
 
-def test_clear_removes_and_detach_ends_it(attach, until):
+def test_a_clear_is_refused_unless_it_is_allowed(attach, until):
     hicache = attach(Pool())
+    keys = stored(hicache, 4, until)
+    with pytest.raises(ConfigError, match=r"allow_clear.*--admin-api-key"):
+        hicache.clear()
+    assert hicache.batch_exists(keys) == 4
+
+
+def test_clear_removes_and_detach_ends_it(attach, until):
+    hicache = attach(Pool(), extra={"allow_clear": True})
     keys = stored(hicache, 4, until)
     hicache.clear()
     assert hicache.batch_exists(keys) == 0
@@ -274,12 +204,11 @@ def test_a_value_that_is_none_is_not_stored(attach):
 def test_a_clear_that_fails_is_an_exception_for_which_sglang_answers_false(attach):
     nowhere = {"type": "redis", "url": "redis://127.0.0.1:1"}
     with pytest.raises(OSError, match="redis: "):
-        attach(Pool(), backends=[nowhere]).clear()
+        attach(Pool(), backends=[nowhere], extra={"allow_clear": True}).clear()
 
 
 def test_calls_on_two_threads_while_the_store_is_cleared(attach, until):
-    pool = Pool()
-    hicache = attach(pool)
+    hicache = attach(Pool(), extra={"allow_clear": True})
     keys, wrong = hashes(16), []
 
     def use(call):
@@ -351,49 +280,3 @@ args.resolve_once()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode
     assert "host memory is HiCache's own" in done.stderr
-
-
-def host_pool(kind, layout):
-    """SGLang's own host pool of some layers, with random bytes."""
-    shared = {
-        "page_size": PAGE, "dtype": torch.bfloat16, "device": torch.device("cpu"),
-    }  # fmt: skip
-    where = {
-        "host_to_device_ratio": 1.0, "host_size": 0, "page_size": PAGE, "layout": layout,
-        "pin_memory": False, "device_capacity_tokens": NUM_PAGES * PAGE, "start_layer": 0,
-        "end_layer": LAYERS,
-    }  # fmt: skip
-    if kind == "heads":
-        rows = tuple(torch.zeros(NUM_PAGES * PAGE, 2, 8).bfloat16() for _ in range(LAYERS))
-        places = torch.tensor([row.data_ptr() for row in rows], dtype=torch.uint64)
-        buffers = KVBuffers(
-            k=rows, v=rows, k_data_ptrs=places, v_data_ptrs=places, layout=KVBufferLayout.NHD
-        )
-        info = MHABufferInfo(buffers=buffers, head_num=2, head_dim=8, v_head_dim=8, **shared)
-        pool = MHATokenToKVPoolHost(info, **where)
-    else:
-        rows = tuple(torch.zeros(NUM_PAGES * PAGE, 1, 24).bfloat16() for _ in range(LAYERS))
-        info = MLABufferInfo(
-            buffers=rows, data_ptrs=None, layer_indices=tuple(range(LAYERS)),
-            device_layer_num=LAYERS, kv_lora_rank=16, qk_rope_head_dim=8, kv_cache_dim=24,
-            **shared,
-        )  # fmt: skip
-        pool = MLATokenToKVPoolHost(info, **where, target_layer_num=LAYERS)
-    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape))
-    return pool
-
-
-@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
-@pytest.mark.parametrize("kind", ["heads", "latent"])
-def test_sglangs_own_pools_in_each_layout(attach, until, kind, layout):
-    first, second = host_pool(kind, layout), host_pool(kind, layout)
-    is_mla = {"is_mla_model": kind == "latent"}
-    keys = stored(attach(first, **is_mla), 6, until)
-    again = attach(second, **is_mla)
-    until(lambda: again.batch_exists(keys) == 6)
-    assert again.batch_get_v1(keys, tokens(range(20, 26))) == [True] * 6
-    for page in range(6):
-        loaded = second.get_data_page((20 + page) * PAGE, flat=True)
-        assert torch.equal(loaded, first.get_data_page(page * PAGE, flat=True))
-    for other in {"layer_first", "page_first", "page_first_direct"} - {layout}:
-        assert attach(host_pool(kind, other), **is_mla).batch_exists(keys) == 0

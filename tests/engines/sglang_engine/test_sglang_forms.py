@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
 
 def test_flat_pages_and_storage_attached_while_serving(start, prompt, tiers, disk, tmp_path):
-    extra = tiers(disk(tmp_path / "kv"), interface_v1=0)
+    extra = tiers(disk(tmp_path / "kv"), interface_v1=0, allow_clear=True)
     engine = start("dynamic", extra)
     asked = prompt(1)
     told = engine.generate(asked)["tokens"]

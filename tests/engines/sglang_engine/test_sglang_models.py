@@ -2,6 +2,9 @@
 
 import pytest
 
+from kvoffload.cli.top import fetch, of_page
+from tests.support.redis_server import free_port
+
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.long]
 
 WINDOW = 64
@@ -26,9 +29,13 @@ def serve_again(start, extra, asked, **options):
 
 
 def test_two_ranks(start, prompt, tiers, disk, tmp_path):
-    extra = tiers(disk(tmp_path / "kv"))
+    port = free_port()
+    extra = tiers(disk(tmp_path / "kv"), metrics_port=port)
     bind = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     serve_again(start, extra, prompt(1), tp_size=2, env=bind)
+    for rank in range(2):
+        reading = of_page(fetch(f"http://127.0.0.1:{port + rank}"))
+        assert reading.tiers["disk"]["hit_tokens"] == 592
 
 
 def test_pages_by_layer(start, prompt, tiers, disk, tmp_path):

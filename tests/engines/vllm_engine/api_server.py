@@ -86,5 +86,20 @@ class Server:
         with urllib.request.urlopen(request, timeout=300) as answer:
             return json.load(answer)["choices"][0]["text"]
 
+    def post(self, path):
+        """Ask for something that has no arguments and no answer."""
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", b"")
+        urllib.request.urlopen(request, timeout=60).close()
+
+    def counted(self, series):
+        """Return a figure of the page of metrics; vLLM's own labels stand before others."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
+            page = answer.read().decode()
+        name, _, labels = series.removesuffix("}").partition("{")
+        for line in page.splitlines():
+            if line.startswith(f"vllm:{name}{{") and labels in line:
+                return float(line.rpartition(" ")[2])
+        return 0.0
+
     def kill(self):
         kill_group(self.process)

@@ -9,11 +9,14 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from typing import Any
 
 
 def main() -> None:
     faulthandler.register(signal.SIGUSR1)
+    from random_load import RandomLoad, trusted
+    from streaming import run_session
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -25,7 +28,7 @@ def main() -> None:
 
     def generate(
         prompts: list[list[int]],
-        max_tokens: int = 16,
+        max_tokens: int | list[int] = 16,
         salts: list[str] | None = None,
         loras: list[list[Any] | None] | None = None,
         images: list[int | None] | None = None,
@@ -54,7 +57,7 @@ def main() -> None:
             lora = LoRARequest(*loras[i]) if loras and loras[i] else None
             params = SamplingParams(
                 temperature=0,
-                max_tokens=max_tokens,
+                max_tokens=max_tokens if isinstance(max_tokens, int) else max_tokens[i],
                 ignore_eos=True,
                 extra_args={"kv_transfer_params": {"kvoffload": hints}} if hints else None,
             )
@@ -103,6 +106,16 @@ def main() -> None:
     def reset(connector: bool = False, running: bool = False) -> bool:
         return llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
 
+    def session(segments: list[list[int]], max_tokens: int) -> list[int]:
+        return list(run_session(engine, segments, max_tokens, f"session{next(ids)}"))
+
+    def random_load(seconds: float, **settings: Any) -> dict[str, Any]:
+        return dict(RandomLoad(llm, **settings).run(seconds))
+
+    def steps_in_flight() -> int:
+        core: Any = engine.engine_core
+        return int(core.engine_core.batch_queue_size)
+
     def quiet(limit_s: float = 300.0) -> dict[str, float]:
         """Idle until no host slot is busy; the engine reports only when it steps."""
         until = time.monotonic() + limit_s
@@ -124,11 +137,20 @@ def main() -> None:
         llm.sleep(level=level)
         llm.wake_up()
 
+    def update(path: str) -> None:
+        """Load the weights of another folder into the running model."""
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
     calls = {
         "sleep": sleep,
+        "update": update,
         "generate": generate,
         "metrics": metrics,
         "reset": reset,
+        "session": session,
+        "random_load": random_load,
+        "trusted": partial(trusted, llm),
+        "steps_in_flight": steps_in_flight,
         "quiet": quiet,
         "counted": counted,
     }

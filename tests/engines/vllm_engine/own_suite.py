@@ -27,7 +27,7 @@ class _Mocked:
 
     def __init__(self, half):
         self.half = half
-        self.refused = {}
+        self.refused, self.unplaced = {}, {}
 
     def is_worth_loading(self, keys, num_tokens, context):
         return True
@@ -56,7 +56,8 @@ class OurScheduler(KVOffloadScheduler):
         OurScheduler.made += 1
         settings = read_settings({"cpu_bytes": 1 << 20})
         manager = spec.get_manager()
-        manager.computed = manager.explain = lambda *of_ours: None  # no verbs of vLLM's
+        none = manager.computed = manager.explain = lambda *of_ours: None  # no verbs of vLLM's
+        manager.ignore_hint = none
         spec.get_manager = lambda: manager
         super().__init__(spec, settings, vllm_config, kv_cache_config)
         self.adapter = _Mocked(self)

@@ -31,7 +31,7 @@ def _definitions(tree, module):
     """Return what a module of vLLM defines or imports, classes with their methods' parameters."""
     path = tree.joinpath(*module.split(".")[1:])
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    found = {}
+    found = {each.stem: {} for each in path.glob("*.py")} if path.is_dir() else {}
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ClassDef):
             found[node.name] = {
@@ -43,6 +43,8 @@ def _definitions(tree, module):
             found.setdefault(node.name, {})
         elif isinstance(node, ast.Assign):
             found.update((target.id, {}) for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = {}
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             found.update((alias.asname or alias.name, {}) for alias in node.names)
     return found
@@ -122,6 +124,21 @@ OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
             {"get_connector_class": ["cls", "kv_transfer_config"]},
         ),
         (
+            # Wrapped: see weights_watch.py and adapters.py.
+            "vllm.v1.engine.core",
+            "EngineCore",
+            {
+                "collective_rpc": ["self", "method", "timeout", "args", "kwargs"],
+                "add_lora": ["self", "lora_request"],
+                "remove_lora": ["self", "lora_id"],
+            },
+        ),
+        (
+            "vllm.v1.core.sched.scheduler",
+            "Scheduler",
+            {"reset_prefix_cache": ["self", "reset_running_requests", "reset_connector"]},
+        ),
+        (
             "vllm.v1.kv_offload.base",
             "OffloadingManager",
             {
@@ -146,6 +163,12 @@ def test_the_methods_we_override_are_called_as_we_expect(tree, module, theirs, m
         assert found[name][: len(parameters)] == parameters, name
 
 
+def test_adapters_are_hashed_where_we_add_their_content(tree):
+    hashing = tree / "v1" / "core" / "kv_cache_utils.py"
+    assert "_gen_lora_extra_hash_keys" in _definitions(tree, "vllm.v1.core.kv_cache_utils")
+    assert hashing.read_text().count("_gen_lora_extra_hash_keys(request)") == 1
+
+
 def test_the_state_we_read_of_vllms_scheduler_half_is_there(tree):
     text = tree.joinpath(*OFFLOADING.split(".")[1:], "scheduler.py").read_text()
     for attribute in (
@@ -154,7 +177,11 @@ def test_the_state_we_read_of_vllms_scheduler_half_is_there(tree):
         "deferred_lookup_start_time",
         "finished_signaled",
         "transfer_jobs",
+        "self._current_batch_load_jobs",
+        "num_locally_computed_tokens",
         "group_states",
+        "group_state.block_ids",
+        "next_stored_chunk_idx",
         "offload_keys",
         "load_window_size_in_chunks",
         "sliding_window_size_in_chunks",

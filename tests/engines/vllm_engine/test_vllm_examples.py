@@ -33,10 +33,13 @@ DOCS = (EXAMPLES.parents[1] / "docs" / "guides" / "vllm.md").read_text()
 REDIS = EXAMPLES.parent / "redis" / "compose.yaml"
 
 
+def parse(arguments):
+    return make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+
+
 def settings_of(arguments):
     """Parse the arguments behind ``vllm serve`` as vLLM does; return our settings among them."""
-    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
-    transfer = parsed.kv_transfer_config
+    transfer = parse(arguments).kv_transfer_config
     assert transfer.kv_connector == "KVOffloadConnector"
     assert transfer.kv_load_failure_policy == "recompute"
     settings = read_settings(transfer.kv_connector_extra_config)
@@ -167,6 +170,19 @@ def test_the_compose_file():
     assert services["redis"]["networks"] == ["cache"]
     assert yaml.safe_load(filled)["networks"]["cache"]["internal"]
     assert all("KV_UID" in service["user"] for service in yaml.safe_load(text)["services"].values())
+
+
+def test_the_manifest_for_kubernetes(monkeypatch, tmp_path):
+    """The image's entry point is ``vllm serve``: the arguments begin with the model."""
+    text = (EXAMPLES.parent / "kubernetes" / "vllm.yaml").read_text()
+    config, deployment, *_ = yaml.safe_load_all(text)
+    arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert parse(arguments).model_tag == "Qwen/Qwen3-8B"
+    (tmp_path / "kvoffload.json").write_text(config["data"]["kvoffload.json"])
+    monkeypatch.setenv("KVOFFLOAD_CONFIG", str(tmp_path / "kvoffload.json"))
+    settings = settings_of(arguments)
+    assert settings.cpu_bytes == 32 << 30
+    assert [backend.type for backend in settings.backends] == ["disk", "redis"]
 
 
 def test_the_compose_file_of_redis_and_valkey():

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
 from kvoffload.connectors.vllm.engine_metrics import (
+    MAX_NAMESPACES,
     SAMPLES_PER_STEP,
     EngineStats,
     ManagerFigures,
@@ -20,7 +21,7 @@ from kvoffload.connectors.vllm.engine_metrics import (
 )
 from kvoffload.figures import Durations
 from kvoffload.messages import make_offload_key
-from kvoffload.metric_list import METRICS
+from kvoffload.metric_list import METRICS, NAMESPACE
 from tests.support.redis_server import free_port
 
 pytestmark = pytest.mark.timeout(900)
@@ -57,6 +58,24 @@ def test_a_gauge_falls_again(publisher):
     for value in (1, 0, 3):
         told = publish(publisher, [(name, ("redis",), value)])
         assert told["vllm:" + name] == {("redis",): value}
+
+
+def test_after_a_renewal_the_old_namespace_is_0(publisher):
+    name = "vllm:" + NAMESPACE
+    for tells in ({"a": 1}, {"b": 1, "a": 0}, {"c": 1, "b": 0}):
+        current = next(iter(tells))
+        told = publish(publisher, [(NAMESPACE, (current,), 1), (*FRESH, 0)])
+        assert told[name] == {(each,): value for each, value in tells.items()}
+    assert publish(publisher, [(NAMESPACE, ("c",), 1)]) == {}
+
+
+def test_an_engine_with_many_renewals_tells_a_bounded_number_of_namespaces(publisher):
+    told = Counter()
+    for i in range(2 * MAX_NAMESPACES):
+        stats = publish(publisher, [(NAMESPACE, (str(i),), 1)])
+        told.update(stats.get("vllm:" + NAMESPACE, {}).keys())
+    assert len(told) == MAX_NAMESPACES
+    assert max(told.values()) == 2  # 1, then 0
 
 
 def test_durations_arrive_in_their_buckets_with_their_sum(publisher):
@@ -101,6 +120,19 @@ def test_between_publications_a_step_reads_no_figure():
     for _ in range(4):
         publisher.collect(IDLE, lambda: calls.append(1) or [(*FRESH, len(calls))])
     assert len(calls) == 2
+
+
+def test_the_last_step_publishes_all_at_once_and_again_what_a_publication_had_begun():
+    publisher = StatsPublisher(clock=lambda: 0.0)
+    samples = [("kvoffload_tier_events", ("disk", str(i)), 1) for i in range(200)]
+    publisher.collect(IDLE, lambda: samples)
+    assert publisher.is_midway
+    changed = [(name, labels, 2) for name, labels, _ in samples]
+    publisher.publish_all()
+    told = publisher.collect(IDLE, lambda: changed).data["data"]["vllm:kvoffload_tier_events"]
+    assert sorted(told.values()) == [1] * SAMPLES_PER_STEP + [2] * (200 - SAMPLES_PER_STEP)
+    assert not publisher.is_midway
+    assert publisher.collect(IDLE, lambda: samples) is None  # it is not time yet
 
 
 def test_the_log_line_of_vllm_leaves_the_list_out():
@@ -150,6 +182,8 @@ def test_a_real_engine_shows_its_tiers_on_the_page_of_vllm(start, prompts, tmp_p
     assert page["vllm:kvoffload_evictions cpu evicted"] > 0
     assert page["vllm:kvoffload_corrupt_chunks disk payload"] == 0
     assert page["vllm:kvoffload_io_restarts"] == 0
+    (name,) = (name for name in page if name.startswith("vllm:kvoffload_namespace_info "))
+    assert (len(name.split(" ")[1]), page[name]) == (16, 1)
     assert page["vllm:kvoffload_store_bytes disk"] > 0
     assert page["vllm:kvoffload_store_seconds disk"] > 0
     assert page["vllm:kvoffload_hit_tokens disk"] == 992

@@ -5,6 +5,8 @@ is shown to notice wrong chunks: when loads bring back other bytes, outputs diff
 is aborted while it loads changes none of the rest.
 """
 
+import os
+
 import pytest
 
 from tests.engines.vllm_engine.adapters import make_adapter
@@ -31,7 +33,7 @@ def a_case(name, kind="llama", marks=pytest.mark.long, **options):
         a_case("MLA", "mla"),
         a_case("MLA on two ranks", "mla", **TWO_RANKS),
         a_case("chunked prefill", max_num_batched_tokens=128),
-        a_case("async scheduling", async_scheduling=True, distributed_executor_backend="mp"),
+        a_case("async scheduling", plugin="truly_async"),
         a_case(
             "speculative decoding",
             speculative_config={
@@ -48,10 +50,13 @@ def a_case(name, kind="llama", marks=pytest.mark.long, **options):
     ],
 )
 def test_outputs_are_those_of_vllm_alone(
-    start, models, prompts, faulty_tier, tmp_path, kind, options
+    start, models, prompts, plugin, faulty_tier, tmp_path, kind, options
 ):
     env, _, set_plan = faulty_tier
     options = {**options, "env": {**env, **options.get("env", {})}}
+    if is_async := "plugin" in options:
+        more_paths = plugin(options.pop("plugin"))["PYTHONPATH"]
+        options["env"]["PYTHONPATH"] += os.pathsep + more_paths
     more = {}
     if kind == "blip2":
         more["images"] = list(range(COUNT))
@@ -63,6 +68,8 @@ def test_outputs_are_those_of_vllm_alone(
     plain.kill()
     assert len({tuple(answer) for answer in told}) == COUNT
     engine = start({"cpu_bytes": "64MiB", "trust_image_uuids": True}, kind=kind, **options)
+    if is_async:
+        assert engine.ask("steps_in_flight") == 2, "vLLM switches it off on a CPU"
     assert engine.generate(wanted, TOKENS, **more)["tokens"] == told
     ended = forgotten(engine).generate(wanted, TOKENS, abort={0: 2}, **more)
     assert ended["tokens"][1:] == told[1:]

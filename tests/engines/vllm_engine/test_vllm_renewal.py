@@ -1,7 +1,9 @@
 """A reset while stores cannot be opened anew: the engine goes on, and nothing stale is served."""
 
 import itertools
+import threading
 import types
+from pathlib import Path
 
 import pytest
 
@@ -52,7 +54,7 @@ def test_the_scheduler_goes_on_without_tiers(settings, break_storage, monkeypatc
     assert ledger.lookup(KEYS[0])
     break_storage()
     half.reset_cache()
-    assert half._generation, "the workers must let go of the old generation as well"
+    assert half.generations.order, "the workers must let go of the old generation as well"
     assert not ledger.lookup(KEYS[0]), "computed before the reset, and promised after it"
     # What the workers' stores still say of themselves, and chunks stored from now on.
     report = WorkerReport()
@@ -82,21 +84,106 @@ class Answer:
         self.told.append((list(map(bool, ok)), reason))
 
 
-def test_a_worker_goes_on_with_stores_that_miss(settings, break_storage, until):
+def a_worker(settings):
     half = object.__new__(KVOffloadWorker)
     half._unsubmitted_store_jobs, half._loads, half._device_type = [], {}, "cpu"
     half._presence = None
     half._spec = TieredOffloadingSpec(settings, 4096, {"rank": 0})
+    return half
+
+
+def a_reset():
+    orders = StepMetadata({}, {}, set())
+    orders.generation = "next"
+    return orders
+
+
+def test_a_worker_goes_on_with_stores_that_miss(settings, break_storage, until, caplog):
+    half = a_worker(settings)
     io, tier = half._spec.io, half._spec.tiers["disk"]
     stored, loaded = Answer(), Answer()
     io.store("disk", KEYS[:1], [0], 4096, stored)
     assert until(lambda: stored.told) == [([True], "")]
     until(lambda: tier.holds(KEYS[0]))
     break_storage()
-    orders = StepMetadata({}, {}, set())
-    orders.generation = "next"
-    half.handle_preemptions(orders)
-    assert tier.holds(KEYS[0]) is False
+    half.handle_preemptions(a_reset())
+    assert not tier.holds(KEYS[0])
+    assert until(lambda: tier.holds(KEYS[0]) is False)
+    assert "a tier cannot be opened again yet" in caplog.text
     io.load("disk", KEYS[:1], [0], 4096, loaded)
     assert until(lambda: loaded.told) == [([False], "no_store")]
     half._spec.close()
+
+
+def test_a_step_does_not_wait_until_stores_are_open_again(settings, monkeypatch, until):
+    """A store may take long to open, and a new I/O process to start."""
+    half = a_worker(settings)
+    io, tier = half._spec.io, half._spec.tiers["disk"]
+    may_open, open_backend = threading.Event(), registry.open_backend
+
+    def open_late(*args, **kwargs):
+        assert may_open.wait(60)
+        return open_backend(*args, **kwargs)
+
+    monkeypatch.setattr(registry, "open_backend", open_late)
+    step = threading.Thread(target=half.handle_preemptions, args=(a_reset(),), daemon=True)
+    step.start()
+    step.join(20)
+    is_over = not step.is_alive()
+    early = Answer()
+    if is_over:  # a store of the next step: it is carried out when the new stores are open
+        io.store("disk", KEYS[:1], [0], 4096, early)
+        assert not tier.holds(KEYS[0])
+    may_open.set()
+    assert is_over, "the step waits for the stores"
+    assert until(lambda: early.told) == [([True], "")]
+    assert until(lambda: tier.holds(KEYS[0]))
+    half._spec.close()
+
+
+def test_a_reset_right_after_an_operators_clear_leaves_nothing(settings, monkeypatch, until):
+    """Both orders are in one step's message: what was stored before is gone, and not found."""
+    monkeypatch.setattr(
+        OffloadingConnectorScheduler, "reset_cache", lambda half: half.adapter.reset_cache()
+    )
+    worker, half = a_worker(settings), bare_half(cpu_bytes=16384)
+    half.settings = settings
+    half.meet_workers([WorkerInfo(4, 4096, {"rank": 0})])
+    io, root = worker._spec.io, Path(settings.backends[0].options["root"])
+    stored = Answer()
+    io.store("disk", KEYS, [0, 1], 4096, stored)
+    until(lambda: stored.told)
+    assert len(list(root.glob("*/??/*"))) == 2
+    clear = half.operators.clear("")
+    assert next(clear) is None
+    half.reset_cache()
+    orders = StepMetadata({}, {}, set())
+    orders.emptied = half.operators.take_emptied()
+    orders.generation = half.generations.take_order(False)
+    assert orders.emptied
+    assert orders.generation == half.tiers._generation
+    worker.handle_preemptions(orders)
+    until(lambda: io.outcome == "")
+    assert not worker._spec.tiers["disk"].holds(KEYS[0])
+    until(lambda: not list(root.glob("*/??/*")))
+    half.operators.take_answers({0: ("an order of before", "wrong")})
+    assert next(clear) is None
+    half.operators.take_answers({0: (orders.emptied[0], "")})
+    assert next(clear) == ""
+    worker._spec.close()
+
+
+def test_a_clear_waits_for_a_reset_that_workers_have_yet_to_hear_of(settings, monkeypatch):
+    monkeypatch.setattr(
+        OffloadingConnectorScheduler, "reset_cache", lambda half: half.adapter.reset_cache()
+    )
+    half = bare_half(cpu_bytes=16384)
+    half.settings = settings
+    half.meet_workers([WorkerInfo(4, 4096, {"rank": 0})])
+    half.reset_cache()
+    clear = half.operators.clear("disk")
+    assert next(clear) is None
+    assert half.operators.emptied is None
+    assert half.generations.take_order(False)
+    assert next(clear) is None
+    assert half.operators.emptied[0] == half.tiers._generation

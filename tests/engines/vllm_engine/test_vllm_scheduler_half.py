@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from kvoffload import registry
 from kvoffload.backends.base import Removal
-from kvoffload.connectors.vllm import scheduler
+from kvoffload.connectors.vllm import offered_again
 from kvoffload.connectors.vllm.presence_messages import Answer, IndexPart
 from kvoffload.connectors.vllm.scheduler import (
     IDLE_S,
@@ -174,13 +174,13 @@ def test_the_store_threshold_and_the_size_of_slots_reach_the_ledger(met):
 def test_chunks_that_found_no_room_are_offered_again_while_their_request_runs(met):
     half, ledger = met(cpu_bytes=0, staging_bytes=16384, backends=[{"type": "memory"}])
     state = types.SimpleNamespace(offload_keys=KEYS[:4], next_stored_chunk_idx=0)
-    request = types.SimpleNamespace(is_finished=lambda: request.over, over=False)
+    request = types.SimpleNamespace(request_id="r", is_finished=lambda: request.over, over=False)
     half._req_status = {"r": types.SimpleNamespace(req=request, group_states=[state])}
 
     def offer():
         output = half.adapter.prepare_store(KEYS[:4], ReqContext("r"))
         state.next_stored_chunk_idx = 4  # as vLLM does, however much was taken
-        half._offer_again()
+        offered_again.offer_refused(half)
         return output.keys_to_store
 
     assert offer() == KEYS[:2]  # half of four slots; the others are for loads
@@ -242,7 +242,7 @@ def test_an_engine_steps_until_every_rank_has_listed_what_it_has(monkeypatch):
     assert ledger.lookup_prefix(KEYS[:2]) == (1, False)
     # The stores of a new generation list anew; a late report of the old one does not count.
     half.reset_cache()
-    generation, half._generation = half._generation, None
+    generation = half.generations.take_order(stores=False)
     assert half.has_pending_push_work()
     report(half, IndexPart(0, "disk", "", KEYS[:2]), IndexPart(1, "disk", "", KEYS[:2]))
     report(half, *(IndexPart(rank, "disk", generation, KEYS[1:2], **last) for rank in (0, 1)))
@@ -304,8 +304,10 @@ def test_a_chunk_that_left_in_the_step_of_its_write_is_absent(monkeypatch):
 def test_after_an_idle_time_the_first_lookup_waits_one_step_for_the_reports(
     monkeypatch, idle_s, others, backends, waits
 ):
-    vllms, request = KVOffloadScheduler.__mro__[1], types.SimpleNamespace(request_id="n")
-    monkeypatch.setattr(scheduler, "is_trusted", lambda request, settings: True)
+    vllms = KVOffloadScheduler.__mro__[1]
+    request = types.SimpleNamespace(
+        request_id="n", lora_request=None, mm_features=[], kv_transfer_params=None
+    )
     monkeypatch.setattr(vllms, "on_new_request", lambda half, request: None)
     monkeypatch.setattr(
         vllms, "build_connector_meta", lambda half, output: StepMetadata({}, {}, set())

@@ -30,8 +30,8 @@ def unreachable():
 def serve(models, tmp_path):
     running = []
 
-    def begin(extra):
-        running.append(Server(models(), tmp_path / "server.log", extra))
+    def begin(extra, **environment):
+        running.append(Server(models(), tmp_path / "server.log", extra, **environment))
         return running[-1]
 
     yield begin
@@ -73,11 +73,37 @@ def test_where_one_process_has_both_halves_a_stores_state_is_said_once(start, pr
     engine.kill()
 
 
+def test_an_idle_server_shows_all_that_its_last_request_did(serve, prompts, tmp_path):
+    disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
+    server = serve({**settings(disk), "blocks_per_chunk": 1}, VLLM_SERVER_DEV_MODE="1")
+    server.wait_ready()
+    server.ask(prompts(1, 200)[0])
+    # Six of the prompt, and that of the self-test.
+    wait_for(lambda: server.counted('kvoffload_store_chunks_total{tier="disk"}') == 7)
+    assert server.counted('kvoffload_lookups_total{result="miss",tier=""}') == 1
+    assert server.counted('kvoffload_resident_bytes{tier="disk"}') > 0
+    assert server.counted("kvoffload_saved_prefill_tokens_total") == 0
+    loads_before = server.counted('kvoffload_load_chunks_total{tier="cpu"}')
+    server.post("/reset_prefix_cache")
+    server.ask(prompts(1, 200)[0])
+    wait_for(lambda: server.counted("kvoffload_saved_prefill_tokens_total") == 192)
+    assert server.counted('kvoffload_hit_tokens_total{tier="cpu"}') == 192
+    assert server.counted('kvoffload_load_chunks_total{tier="cpu"}') == loads_before + 6
+
+
+def wait_for(is_true, limit_s=10.0):
+    """Wait, and send no request meanwhile."""
+    until_s = time.monotonic() + limit_s
+    while not is_true():
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+
+
 def test_a_misspelt_option_of_a_tier_ends_a_server_before_it_loads_a_model(serve, tmp_path):
     root = tmp_path / "kv"
     server = serve(settings({"type": "disk", "root": str(root), "capacty": "1GiB"}))
     assert server.process.wait(300) != 0
-    assert "backends[0].capacty = '1GiB': unknown key; did you mean 'capacity'?" in server.log
+    assert "backends[0].capacty = '***': unknown key; did you mean 'capacity'?" in server.log
     assert "EngineCore" not in server.log
     assert "oading model" not in server.log
     assert not root.exists()

@@ -69,6 +69,7 @@ def new_half(settings, *kinds):
         ),
         parallel_config=types.SimpleNamespace(world_size=1, decode_context_parallel_size=1),
         speculative_config=None,
+        kv_transfer_config=types.SimpleNamespace(kv_role="kv_both"),
         use_v2_model_runner=False,
     )
     ours = read_settings(settings)
@@ -156,6 +157,7 @@ class Vllm:
             kv_hints=None,
             cache_salt=None,
             mm_features=[],
+            lora_request=None,
             skip_reading_prefix_cache=False,
             status=None,
             is_finished=lambda: request.over,

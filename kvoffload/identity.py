@@ -1,7 +1,9 @@
 """The namespace: a digest of everything that decides what stored bytes mean.
 
 Two engines may exchange chunks only if their facts agree to the last byte. Facts are resolved
-values (the dtype the worker really uses, not ``"auto"``), given as text.
+values (the dtype the worker really uses, not ``"auto"``), given as text. Connectors collect them by
+exclusion: each field of an engine's configuration is a fact, unless it is known to change no byte
+of the KV cache (:mod:`kvoffload.connectors.configuration`).
 """
 
 import hashlib
@@ -10,9 +12,15 @@ from collections.abc import Mapping
 _VERSION = b"kvoffload-namespace-v1"
 Fact = str | int | bool | bytes | None
 
+LABEL = "label."
+"""How the name of a fact begins that is kept for people, and is no part of the digest."""
+_SHORT_DIGITS = 16
+
 
 def namespace(**facts: Fact) -> str:
     """Digest facts into a namespace: 64 hex digits, the same in every process and language.
+
+    Labels are left out; see :data:`LABEL`.
 
     Each fact becomes ``name, type, value``, each preceded by its length, in the order of the names.
     So no two different sets of facts spell the same bytes. Nothing is shortened.
@@ -22,6 +30,8 @@ def namespace(**facts: Fact) -> str:
     """
     digest = hashlib.sha256(_framed(_VERSION))
     for name in sorted(facts):
+        if name.startswith(LABEL):
+            continue
         kind, value = _spell(name, facts[name])
         digest.update(_framed(name.encode()) + _framed(kind) + _framed(value))
     return digest.hexdigest()
@@ -33,6 +43,11 @@ def readable(facts: Mapping[str, Fact]) -> dict[str, str]:
         name: value.hex() if isinstance(value, bytes) else str(value)
         for name, value in sorted(facts.items())
     }
+
+
+def short(namespace: str) -> str:
+    """Return the digits by which logs, ``inspect`` and metrics name a namespace."""
+    return namespace[:_SHORT_DIGITS]
 
 
 def _framed(data: bytes) -> bytes:

@@ -1,0 +1,5 @@
+"""``python -m kvoffload``: the command line."""
+
+from kvoffload.cli.main import main
+
+main()

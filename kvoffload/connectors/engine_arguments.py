@@ -1,0 +1,107 @@
+"""Checks of what an engine passes to LocalConnector: a wrong shape must not become wrong KV."""
+
+from collections.abc import Iterable, Sequence
+from operator import index
+from typing import SupportsIndex
+
+from kvoffload.connectors.chunking import BlockTables, ChunkGroups, Keys, Piece
+from kvoffload.connectors.offload_requests import OffloadRequest
+from kvoffload.errors import ConfigError, UsageError
+from kvoffload.messages import CanonicalKVCaches
+
+
+def check_caches(kv_caches: CanonicalKVCaches, groups: ChunkGroups) -> None:
+    """Raise ConfigError unless tensors are there for each KV cache group."""
+    given = len(kv_caches.group_data_refs)
+    if given != len(groups.all):
+        remedy = f"kv_cache_config has {len(groups.all)} KV cache groups"
+        raise ConfigError("kv_caches", f"{given} groups", remedy)
+
+
+def check_request(request: OffloadRequest) -> None:
+    """Raise UsageError unless an engine's request has a name, a length and hashes.
+
+    Called once a request, when it is seen first.
+    """
+    hashes = request.block_hashes
+    if not isinstance(request.request_id, str):
+        raise _wrong("request_id", request.request_id, "must be a text that no other request has")
+    token_count("num_tokens", request.num_tokens)
+    if len(hashes) and not isinstance(hashes[0], bytes):
+        raise _wrong("block_hashes", hashes[0], "must be bytes, as a SHA-256 of all tokens so far")
+
+
+def token_count(field: str, value: SupportsIndex) -> int:
+    """Return a number of tokens; UsageError: it is none."""
+    try:
+        count = index(value)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise _wrong(field, value, "must be a number of tokens, 0 or more")
+    return count
+
+
+def block_numbers(blocks: Iterable[SupportsIndex], limit: int, field: str = "blocks") -> list[int]:
+    """Return block ids as plain numbers; tensors and arrays of one dimension are taken, too.
+
+    Raises:
+        UsageError: it is a table a group, or no numbers: as keys these would match no transfer. Or
+            a number is not below the limit.
+    """
+    listed = blocks.tolist() if hasattr(blocks, "tolist") else blocks
+    try:
+        numbers = list(map(index, listed))
+    except TypeError:
+        remedy = "must be the numbers of blocks, as [1, 2, 3]; not a list a group"
+        raise _wrong(field, blocks, remedy) from None
+    if numbers and not (min(numbers) >= 0 and max(numbers) < limit):
+        raise _wrong(field, numbers, f"must be below {limit}, the blocks of kv_caches")
+    return numbers
+
+
+def check_tables(tables: BlockTables, groups: ChunkGroups, num_tokens: int) -> None:
+    """Raise UsageError unless each KV cache group has a table that covers these tokens."""
+    token_count("num_computed_tokens", num_tokens)
+    count = len(groups.all)
+    try:
+        lengths = [len(table) for table in tables]
+    except TypeError:
+        lengths = []
+    if len(lengths) != count:
+        remedy = f"must be a sequence of block numbers for each of {count} KV cache groups"
+        raise _wrong("block_ids", tables, f"{remedy}: [[1, 2, 3]] for one group")
+    for group in groups.offloaded:
+        if lengths[group.index] < num_tokens // group.block_size:
+            remedy = f"has too few blocks for {num_tokens} tokens of {group.block_size} a block"
+            raise _wrong(f"block_ids[{group.index}]", tables[group.index], remedy)
+
+
+def check_pieces(pieces: Sequence[Piece], keys: Keys, tables: BlockTables, num_blocks: int) -> None:
+    """Raise UsageError if chunks have no key, or are in blocks that the KV cache does not have."""
+    for piece in pieces:
+        group = piece.group
+        if piece.chunk >= len(keys[group]):
+            remedy = f"name {len(keys[group])} full chunks; these tokens are more"
+            raise _wrong("block_hashes", f"group {group}", remedy)
+        blocks = tables[group][piece.first_block : piece.end_block]
+        block_numbers(blocks, num_blocks, f"block_ids[{group}]")
+
+
+def check_promise(groups: ChunkGroups, num_tokens: SupportsIndex, promised: int) -> int:
+    """Return how many tokens an engine wants to load; UsageError: no lookup has promised them.
+
+    A part of a promise must end where blocks of all groups do: what lies behind would not be
+    loaded.
+    """
+    field = "num_external_tokens"
+    wanted = token_count(field, num_tokens)
+    if wanted > promised or wanted % groups.alignment:
+        remedy = f"get_num_new_matched_tokens returned {promised}: pass that, or fewer whole blocks"
+        raise _wrong(field, wanted, f"{remedy} of {groups.alignment} tokens")
+    return wanted
+
+
+def _wrong(field: str, value: object, remedy: str) -> UsageError:
+    text = repr(value)
+    return UsageError(f"{field} = {text if len(text) <= 80 else text[:76] + ' ...'}: {remedy}")

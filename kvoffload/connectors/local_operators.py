@@ -1,0 +1,92 @@
+"""What operators ask an engine whose scheduler and worker share a process."""
+
+import os
+from collections.abc import Iterator
+
+from kvoffload.config import OffloadConfig
+from kvoffload.connectors.builder import TieredOffloadingSpec
+from kvoffload.connectors.cache_lookup import KeyedGroup, look_up, tiers_of
+from kvoffload.connectors.chunking import ChunkGroups
+from kvoffload.connectors.control_server import Orders, Refused, serve_operators
+from kvoffload.connectors.transfers import Transfers
+from kvoffload.control import HOST, EngineFacts, Found
+from kvoffload.core.hashing import BlockHasher, HashChain
+from kvoffload.offload.base import OffloadKey
+from kvoffload.offload.manager import TieredOffloadingManager
+
+_LONGEST_NAME = 80
+
+
+class LocalOperators:
+    """Carries out operators' orders, in the engine's calls of ``poll``.
+
+    Args:
+        config: the settings.
+        spec: has the stores.
+        manager: decides.
+        transfers: in flight.
+        groups: of the chunks.
+        hasher: of the engine's prompts; None if it is not known.
+        model: its name, for people.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        spec: TieredOffloadingSpec,
+        manager: TieredOffloadingManager,
+        transfers: Transfers,
+        groups: ChunkGroups,
+        hasher: BlockHasher | None,
+        model: str,
+    ) -> None:
+        self._config = config
+        self._spec, self._manager, self._transfers = spec, manager, transfers
+        self._groups = groups
+        self._hasher = hasher
+        self._model = model[:_LONGEST_NAME]
+        self.orders = Orders()
+        self._server = serve_operators(config.control_socket, self, self.orders)
+
+    def close(self) -> None:
+        """Close the control socket."""
+        if self._server is not None:
+            self._server.close()
+
+    # ---- on the server's thread ----
+
+    def facts(self) -> EngineFacts:
+        host = [HOST] if self._config.cpu_bytes else []
+        return EngineFacts(os.getpid(), self._model, "", [*host, *self._spec.tiers])
+
+    def lookup(self, token_ids: list[int], salt: str) -> Iterator[Found | None]:
+        if self._hasher is None:
+            raise Refused("the engine gave LocalConnector no hasher to look prompts up with")
+        chain = HashChain(self._hasher, token_ids, cache_salt=salt or None)
+        groups = []
+        for group in self._groups.offloaded:
+            keys: list[OffloadKey] = []
+            group.extend_keys(keys, chain.hashes)
+            groups.append(KeyedGroup(keys, group.chunk_tokens, group.reads_all))
+        return self._look_up(len(token_ids), groups)
+
+    def clear(self, tier: str) -> Iterator[str | None]:
+        return self._clear(tier)
+
+    # ---- on the engine's thread ----
+
+    def _look_up(self, num_tokens: int, groups: list[KeyedGroup]) -> Iterator[Found | None]:
+        explain = self._manager.explain
+        tiers = tiers_of(explain, self._manager.tiers, has_host=bool(self._config.cpu_bytes))
+        yield from look_up(num_tokens, groups, tiers, explain)
+
+    def _clear(self, tier: str) -> Iterator[str | None]:
+        self._transfers.mark_stale()
+        if tier in ("", HOST):
+            self._manager.reset_cache()
+        if tier != HOST and self._spec.io is not None:
+            self._spec.empty(self._manager, tier)
+            while self._spec.io.outcome is None:
+                yield None
+            yield self._spec.io.outcome
+        yield ""

@@ -1,0 +1,63 @@
+"""SGLang's functions that kvoffload hooks, in the processes of SGLang where they run."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from kvoffload.connectors.sglang import request_keys, start_check, weight_hooks
+from kvoffload.errors import ConfigError
+
+SCHEDULER = "sglang.srt.managers.scheduler"
+"""A module of the processes that have pages; the rest need not import it."""
+
+
+def register_hooks() -> None:
+    """Hook SGLang's functions; SGLang applies the hooks of all plug-ins together."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(start_check.RESOLVE, start_check.check_settings)
+    if SCHEDULER not in sys.modules:
+        return
+    for target, hook in _before().items():
+        HookRegistry.register(target, hook, HookType.BEFORE)
+    for target, hook in _after().items():
+        HookRegistry.register(target, hook, HookType.AFTER)
+    HookRegistry.register(request_keys.LOAD, request_keys.around_load, HookType.AROUND)
+
+
+def _before() -> dict[str, Callable[..., Any]]:
+    return {
+        **dict.fromkeys(weight_hooks.UPDATES, weight_hooks.before_update),
+        weight_hooks.RELEASE: weight_hooks.before_release,
+        weight_hooks.CHECK: weight_hooks.before_check,
+    }
+
+
+def _after() -> dict[str, Callable[..., Any]]:
+    return {
+        **dict.fromkeys(weight_hooks.ENDS, weight_hooks.after_end),
+        weight_hooks.FLUSH: weight_hooks.after_flush,
+        request_keys.INIT: request_keys.after_request,
+    }
+
+
+def check_hooks() -> None:
+    """Refuse a process in which SGLang has not applied all hooks.
+
+    SGLang logs a hook that it cannot apply, and goes on. Without them new weights go unnoticed.
+
+    Raises:
+        ConfigError: names what is missing.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    wanted = {*_before(), *_after(), request_keys.LOAD}
+    hooks = {*_before().values(), *_after().values(), request_keys.around_load}
+    for target in sorted(wanted):
+        registered = {hook for _, hook, _ in HookRegistry._hooks.get(target, ())}
+        if target not in HookRegistry._patched or not registered & hooks:
+            remedy = (
+                "is not hooked, so new weights would go unnoticed; SGLANG_PLUGINS must be unset or "
+                "name kvoffload, and its log says why a hook could not be applied"
+            )
+            raise ConfigError("sglang", target.removeprefix("sglang.srt."), remedy)

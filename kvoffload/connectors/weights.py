@@ -1,0 +1,348 @@
+"""Which weights a model computes with, told by their content.
+
+A name, a time or a place tells nothing: a download has new times, and a merged adapter old ones.
+So each tensor of a ``safetensors`` file is sampled at fixed places. Training, merging and
+quantization change nearly every element of the tensors that they change.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import stat
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvoffload.connectors.configuration import names
+
+log = logging.getLogger(__name__)
+
+_COMMIT = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
+_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors"})
+_HARMLESS_FILES = {
+    "prompts come as token ids, which are in the hashes": (
+        "tokenizer.json tokenizer.model tokenizer_config.json tokenizer.vocab merges.txt "
+        "vocab.json vocab.txt special_tokens_map.json added_tokens.json chat_template.json "
+        "chat_template.jinja tekken.json"
+    ),
+    "the engine has resolved it: a fact of its own": "config.json params.json",
+    "for people": "readme.md license license.txt license.md notice use_policy.md",
+}
+_HARMLESS_FOLDERS = re.compile(r"\..*|original|onnx|checkpoint-\d+")
+"""Other forms of the same weights, and a training's earlier states."""
+_ENDINGS_FOR_PEOPLE = frozenset({".md", ".pdf", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".txt"})
+
+_GENERATION = "generation_config.json"
+_HARMLESS_OF_GENERATION = {
+    "the next token is chosen after its KV": (
+        "temperature top_k top_p min_p typical_p epsilon_cutoff eta_cutoff do_sample num_beams "
+        "repetition_penalty length_penalty no_repeat_ngram_size bad_words_ids suppress_tokens "
+        "begin_suppress_tokens num_return_sequences"
+    ),
+    "when an answer ends": (
+        "max_length max_new_tokens min_length min_new_tokens eos_token_id bos_token_id "
+        "pad_token_id forced_eos_token_id stop_strings stop_words_ids"
+    ),
+    "who wrote it": "transformers_version _from_model_config chat_format",
+}
+
+_SAMPLES = 4
+_SAMPLE_BYTES = 1024
+_PIECE_BYTES = 64 << 10
+"""A file without a list of its tensors is sampled each so many bytes, but at most so often:"""
+_MOST_PIECES = 16_384
+_MOST_HEADER_BYTES = 100_000_000
+"""Of a safetensors file, by its format."""
+_WHOLE_BYTES = 8 << 20
+"""Other files up to this size are read whole."""
+_SLOW_S = 2.0
+_WINDOW = 256
+"""Samples that are read one after the other; the kernel reads the next ones ahead if it is slow."""
+_SLOW_READ_S = 20e-6
+"""A sample in the page cache takes less."""
+
+
+def commit_of(model: str, revision: str | None, file: str = "config.json") -> str | None:
+    """Return the commit of a hub's repository that a revision means now; None if nothing tells.
+
+    The name of a branch or a tag is no identity: it may mean other weights tomorrow.
+
+    Args:
+        model: a folder, or a name on a hub.
+        revision: as the engine has it; None for the default branch.
+        file: one that each such repository has.
+    """
+    # The hub's own class compares as the name that was asked for; it has the commit as well.
+    named = getattr(revision, "resolved", None) or revision
+    if named and _COMMIT.fullmatch(named):
+        return str(named)
+    if Path(model).is_dir():
+        return _commit_of_snapshot(Path(model))
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model, file, revision=revision)
+    except (ImportError, ValueError):  # no name that a hub can have
+        return None
+    commit = Path(found).parent.name if isinstance(found, str) else ""
+    return commit if _COMMIT.fullmatch(commit) else None
+
+
+def _commit_of_snapshot(folder: Path) -> str | None:
+    """Return the commit that a folder of the hub's cache is of: it is named by it."""
+    kept = folder.parent
+    is_one = kept.name == "snapshots" and kept.parent.name.startswith("models--")
+    return folder.name if is_one and _COMMIT.fullmatch(folder.name) else None
+
+
+def weights_identity(
+    weights_id: str | None,
+    model: str,
+    revision: str | None,
+    *,
+    reads_files: bool = True,
+    dummy_seed: int | None = None,
+    unknown: str = "",
+    strangers: str = "by another instance",
+) -> str:
+    """Tell the weights apart: by the setting, by a commit, or by the content of their files.
+
+    Args:
+        weights_id: the setting; nothing is asked if it has a name.
+        model: a folder, or a name on a hub.
+        revision: as the engine has it.
+        reads_files: whether the engine reads just the files of the folder, or of the commit.
+        dummy_seed: of random weights; None for real ones.
+        unknown: the name of weights that nothing tells; a name that no restart repeats if empty.
+        strangers: who finds nothing of such weights, for people.
+    """
+    if weights_id:
+        return weights_id
+    if dummy_seed is not None:
+        return f"dummy, seed {dummy_seed}"
+    if reads_files:
+        if commit := commit_of(model, revision):
+            return f"commit {commit}"
+        if Path(model).exists() and (digest := folder_digest(Path(model))):
+            return digest
+    log.warning(
+        "kvoffload: neither a commit nor files tell which weights of %s these are, so "
+        "NOTHING STORED WILL BE FOUND after a restart or %s. Set weights_id.",
+        model,
+        strangers,
+    )
+    return unknown or f"known to this process alone: {uuid.uuid4().hex}"
+
+
+def folder_digest(folder: Path) -> str | None:
+    """Digest a model's folder, or its one file, by content; None where that cannot be read.
+
+    Places, times and links do not count; contents do. Files that change no weight are left out.
+
+    Args:
+        folder: of the model, or its file.
+    """
+    begun_s = time.monotonic()
+    digest, num_weights = hashlib.sha256(), 0
+    try:
+        for file in _files_of(folder):
+            num_weights += file.suffix in _WEIGHTS
+            told = _generation_digest(file) if file.name == _GENERATION else file_digest(file)
+            digest.update(_framed(os.fsencode(file.name)) + _framed(told.encode()))
+        for file in _weights_below(folder):
+            num_weights += 1
+            name = f"{file.parent.name}/{file.name}"
+            digest.update(_framed(os.fsencode(name)) + _framed(file_digest(file).encode()))
+    except OSError as error:  # it vanished, or is cut, or is of another user
+        log.warning("kvoffload: the weights in %s cannot be read: %s", folder, error)
+        return None
+    if (took_s := time.monotonic() - begun_s) > _SLOW_S:
+        log.info("kvoffload: the weights in %s were sampled in %.1f s", folder, took_s)
+    # Of weights that are streamed from elsewhere the folder has the configuration only.
+    return f"content {digest.hexdigest()}" if num_weights else None
+
+
+def file_digest(file: Path) -> str:
+    """Digest a file by its content: each tensor's header and samples, or a small file whole.
+
+    Raises:
+        OSError: it cannot be read, or its size changes meanwhile.
+    """
+    with open(file, "rb", buffering=0) as data:
+        fd, before = data.fileno(), _state(data.fileno())
+        size = before[0]
+        digest = hashlib.sha256(size.to_bytes(8, "little"))
+        header = _header(fd, size) if file.suffix == ".safetensors" else None
+        if header is not None:
+            digest.update(header[0])
+            places = _tensor_samples(*header, size)
+        elif size <= _WHOLE_BYTES:
+            places = iter([(0, size)])
+        else:
+            places = _pieces(size)
+        for sample in _samples(fd, list(places)):
+            digest.update(sample)
+        if _state(fd) != before:
+            raise OSError(f"{file} changed while it was read")
+    return digest.hexdigest()
+
+
+def generation_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out of a model's generation config what is read only after the KV is computed."""
+    harmless = names(_HARMLESS_OF_GENERATION)
+    return {name: value for name, value in settings.items() if name not in harmless}
+
+
+def adapter_digest(folder: str | os.PathLike[str]) -> str | None:
+    """Digest an adapter's folder by content; None where nothing tells."""
+    return folder_digest(Path(folder)) if Path(folder).is_dir() else None
+
+
+def changes_of(folder: str | os.PathLike[str]) -> tuple[Any, ...]:
+    """Return what differs after a file of a folder was written or replaced; raises OSError."""
+    return tuple(
+        (file.name, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino)
+        for file in _files_of(Path(folder))
+        if (facts := os.stat(file))
+    )
+
+
+def was_changed(folder: str, since_ns: int) -> bool:
+    """Tell whether a model was written after a time: earlier files may have been loaded.
+
+    A link that leads elsewhere since, another folder under the name and a file that is gone count
+    as well. A folder further up that was renamed does not show.
+    """
+    path = Path(folder)
+    try:
+        times = [ctime_ns for *_, ctime_ns, _ in changes_of(path)]
+        times += [os.stat(path).st_ctime_ns, os.stat(path.parent).st_ctime_ns * path.is_file()]
+        links = (each for each in (path.absolute(), *path.absolute().parents) if each.is_symlink())
+        times += [os.lstat(link).st_ctime_ns for link in links]
+    except OSError:  # it vanishes, which its digest says, or it is a name on a hub
+        return False
+    changed = any(ctime_ns > since_ns for ctime_ns in times)
+    if changed:
+        log.warning("kvoffload: files in %s were written after this engine had started", folder)
+    return changed
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """List the files of a folder that may change what a model computes, by name."""
+    if folder.is_file():
+        return [folder]
+    harmless = names(_HARMLESS_FILES)
+    return [
+        file
+        for file in sorted(folder.iterdir())
+        if not file.name.startswith(".")
+        and file.name.lower() not in harmless
+        and file.suffix.lower() not in _ENDINGS_FOR_PEOPLE
+        and _is_file(file)
+    ]
+
+
+def _weights_below(folder: Path) -> list[Path]:
+    """List the weights in a model's subfolders, where some keep those of an encoder."""
+    if folder.is_file():
+        return []
+    inner = (each for each in sorted(folder.iterdir()) if each.is_dir())
+    return [
+        file
+        for each in inner
+        if not _HARMLESS_FOLDERS.fullmatch(each.name)
+        for file in sorted(each.iterdir())
+        if file.suffix in _WEIGHTS and _is_file(file)
+    ]
+
+
+def _is_file(file: Path) -> bool:
+    """Whether it is a file or leads to one: hubs keep files elsewhere."""
+    try:
+        return stat.S_ISREG(os.stat(file).st_mode)
+    except OSError:
+        if file.is_symlink() and file.suffix not in _WEIGHTS:
+            return False  # a cache of a hub keeps links to files that were not fetched
+        raise
+
+
+def _generation_digest(file: Path) -> str:
+    try:
+        settings = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        return file_digest(file)
+    if not isinstance(settings, dict):
+        return file_digest(file)
+    return json.dumps(generation_facts(settings), sort_keys=True)
+
+
+def _header(fd: int, size: int) -> tuple[bytes, dict[str, Any]] | None:
+    """Return the header of a safetensors file, as bytes and read; None if it is damaged."""
+    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+    if not 0 < length <= min(size - 8, _MOST_HEADER_BYTES):
+        return None
+    text = _read(fd, 8, length)
+    try:
+        tensors = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return (text, tensors) if isinstance(tensors, dict) else None
+
+
+def _tensor_samples(text: bytes, tensors: dict[str, Any], size: int) -> Iterator[tuple[int, int]]:
+    """Yield the places of some samples of each tensor, evenly spread, in the file's order."""
+    base = 8 + len(text)
+    found = []
+    for tensor in tensors.values():
+        offsets = tensor.get("data_offsets") if isinstance(tensor, dict) else None
+        if isinstance(offsets, list) and len(offsets) == 2 and all(type(n) is int for n in offsets):
+            start, end = (min(max(0, base + n), size) for n in offsets)
+            found.append((start, end))
+    for start, end in sorted(found):
+        yield from _spread(start, end, _SAMPLES, _SAMPLE_BYTES)
+
+
+def _pieces(size: int) -> Iterator[tuple[int, int]]:
+    return _spread(0, size, min(_MOST_PIECES, size // _PIECE_BYTES), _SAMPLE_BYTES)
+
+
+def _spread(start: int, end: int, count: int, length: int) -> Iterator[tuple[int, int]]:
+    """Yield ``count`` evenly spread places from start to end, both ends among them."""
+    if end - start <= count * length:
+        if end > start:
+            yield start, end - start
+        return
+    for i in range(count):
+        yield start + (end - start - length) * i // (count - 1), length
+
+
+def _samples(fd: int, places: list[tuple[int, int]]) -> Iterator[bytes]:
+    is_slow = False
+    for first in range(0, len(places), _WINDOW):
+        window = places[first : first + _WINDOW]
+        for start, length in window if is_slow else ():
+            os.posix_fadvise(fd, start, length, os.POSIX_FADV_WILLNEED)
+        begun_s = time.monotonic()
+        for start, length in window:
+            yield _read(fd, start, length)
+        is_slow = time.monotonic() - begun_s > _SLOW_READ_S * len(window)
+
+
+def _read(fd: int, start: int, length: int) -> bytes:
+    data = os.pread(fd, length, start)
+    if len(data) < length:
+        raise OSError("the file became shorter while it was read")
+    return data
+
+
+def _state(fd: int) -> tuple[int, int]:
+    facts = os.fstat(fd)
+    return facts.st_size, facts.st_mtime_ns
+
+
+def _framed(data: bytes) -> bytes:
+    return len(data).to_bytes(8, "little") + data

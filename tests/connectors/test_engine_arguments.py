@@ -1,0 +1,177 @@
+"""What an engine of one's own passes: any sequence of numbers is taken, any other is refused."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from kvoffload.connectors.local import LocalConnector
+from kvoffload.errors import ConfigError, UsageError
+
+BLOCKS, OTHERS = list(range(5, 13)), list(range(20, 28))
+
+
+@pytest.fixture
+def connector(kv_caches):
+    connector = LocalConnector(
+        {"cpu_bytes": "64KiB"}, kv_caches, block_size=4, facts={"model": "m"}
+    )
+    yield connector
+    connector.close()
+
+
+def load(connector, request, table):
+    assert connector.get_num_new_matched_tokens(request, 0) == 32
+    connector.update_state_after_alloc(request, table, 32)
+    assert connector.flush()
+    assert connector.poll()[0].ok
+
+
+@pytest.mark.parametrize("form", [list, tuple, iter, set, np.array, torch.tensor, torch.IntTensor])
+def test_a_pass_waits_for_copies_of_its_blocks_in_any_flat_form(
+    connector, kv_caches, new_request, form
+):
+    gate, copier = threading.Event(), connector._spec._copier
+    copy = copier._copy
+    copier._copy = lambda *copies: (gate.wait(5), copy(*copies))
+    tensor = kv_caches.tensors[0].tensor
+    before = tensor[BLOCKS].clone()
+    connector.after_forward(new_request("p", 33), [BLOCKS], 32)
+    threading.Timer(0.1, gate.set).start()
+    connector.before_forward(form(BLOCKS))
+    assert gate.is_set()
+    tensor[BLOCKS] = 0  # the pass
+    assert connector.flush()
+    connector.request_finished(new_request("p", 33))
+    load(connector, new_request("p", 33), [OTHERS])
+    assert torch.equal(tensor[OTHERS], before)
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [BLOCKS],
+        (tuple(BLOCKS),),
+        [torch.tensor(BLOCKS)],
+        torch.tensor([BLOCKS]),
+        np.array([BLOCKS]),
+        torch.tensor(BLOCKS, dtype=torch.float32),
+        ["5"],
+        [None],
+        5,
+        None,
+        [64],
+        [10**9],
+        [-1],
+    ],
+    ids=repr,
+)
+def test_a_pass_whose_blocks_are_none_is_refused_in_flight_or_not(connector, blocks):
+    with pytest.raises(UsageError, match=r"blocks = .*: must be (the numbers of|below 64)"):
+        connector.before_forward(blocks)
+
+
+TABLES = [[BLOCKS], (tuple(BLOCKS),), [np.array(BLOCKS)], [torch.tensor(BLOCKS)]]
+
+
+@pytest.mark.parametrize("table", [*TABLES, torch.tensor([BLOCKS])], ids=repr)
+def test_a_table_in_any_form_is_stored_and_loaded(connector, kv_caches, new_request, table):
+    tensor = kv_caches.tensors[0].tensor
+    before = tensor[BLOCKS].clone()
+    connector.after_forward(new_request("p", 33), table, 32)
+    assert connector.flush()
+    connector.request_finished(new_request("p", 33))
+    tensor[BLOCKS] = 0
+    load(connector, new_request("p", 33), table)
+    assert torch.equal(tensor[BLOCKS], before)
+
+
+REFUSED = {
+    "flat": (BLOCKS, "block_ids = .*must be a sequence of block numbers for each of 1"),
+    "flat tensor": (torch.tensor(BLOCKS), "block_ids = .*must be a sequence"),
+    "nothing": (None, "block_ids = None: must be a sequence"),
+    "two groups": ([BLOCKS, BLOCKS], "block_ids = .*must be a sequence"),
+    "too short": ([BLOCKS[:4]], r"block_ids\[0\] = .*has too few blocks for 32 tokens"),
+    "beyond": ([[*BLOCKS[:-1], 99_999]], r"block_ids\[0\] = .*99999\]: must be below"),
+    "negative": ([[-1, *BLOCKS[1:]]], r"block_ids\[0\] = .*must be below"),
+    "texts": ([["5"] * 8], r"block_ids\[0\] = .*must be the numbers of blocks"),
+}
+
+
+@pytest.mark.parametrize(("table", "told"), REFUSED.values(), ids=REFUSED)
+def test_a_wrong_table_is_refused_before_anything_is_counted(connector, new_request, table, told):
+    request = new_request("p", 33)
+    with pytest.raises(UsageError, match=told):
+        connector.after_forward(request, table, 32)
+    connector.after_forward(request, [BLOCKS], 32)
+    assert connector.flush()
+    connector.request_finished(request)
+    request = new_request("p", 33)
+    assert connector.get_num_new_matched_tokens(request, 0) == 32
+    before = connector.stats()
+    with pytest.raises(UsageError, match=told):
+        connector.update_state_after_alloc(request, table, 32)
+    assert connector.stats() == before
+    assert not connector._transfers.jobs
+    connector.update_state_after_alloc(request, [OTHERS], 32)
+    assert connector.flush()
+    assert connector.poll()[0].ok
+    connector.check()
+
+
+def test_more_tokens_than_there_are_chunks_of_are_refused(connector, new_request):
+    request, table = new_request("p", 33), [list(range(40))]
+    with pytest.raises(UsageError, match="block_hashes = 'group 0': name 8 full chunks"):
+        connector.after_forward(request, table, 80)
+
+
+@pytest.mark.parametrize("wanted", [5, 31, 33, 36, -4, 4.0, "4"])
+def test_only_whole_blocks_of_what_was_promised_can_be_asked_for(connector, new_request, wanted):
+    connector.after_forward(new_request("p", 33), [BLOCKS], 32)
+    assert connector.flush()
+    connector.request_finished(new_request("p", 33))
+    request = new_request("p", 33)
+    with pytest.raises(UsageError, match="returned 0"):  # nothing was asked
+        connector.update_state_after_alloc(request, [OTHERS], 4)
+    assert connector.get_num_new_matched_tokens(request, 0) == 32
+    with pytest.raises(UsageError, match="num_external_tokens = "):
+        connector.update_state_after_alloc(request, [OTHERS], wanted)
+    connector.update_state_after_alloc(request, [OTHERS], torch.tensor(8))
+    assert connector.flush()
+    (outcome,) = connector.poll()
+    assert (outcome.num_loaded_tokens, outcome.ok) == (8, True)
+
+
+@pytest.mark.parametrize("computed", [-4, 4.0, None])
+def test_computed_tokens_are_a_count(connector, new_request, computed):
+    request = new_request("p", 33)
+    with pytest.raises(UsageError, match="num_computed_tokens = "):
+        connector.get_num_new_matched_tokens(request, computed)
+    with pytest.raises(UsageError, match="num_computed_tokens = "):
+        connector.after_forward(request, [BLOCKS], computed)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("request_id", 7), ("num_tokens", None), ("block_hashes", [1, 2]), ("block_hashes", "ab")],
+)
+def test_a_request_of_other_types_is_refused_and_leaves_nothing(
+    connector, new_request, name, value
+):
+    request = new_request("p", 33)
+    vars(request)[name] = value
+    for call in (
+        lambda: connector.get_num_new_matched_tokens(request, 0),
+        lambda: connector.update_state_after_alloc(request, [BLOCKS], 32),
+        lambda: connector.after_forward(request, [BLOCKS], 32),
+    ):
+        with pytest.raises(UsageError, match=name):
+            call()
+    assert not connector._requests
+
+
+def test_tensors_of_other_groups_than_the_configuration_are_refused(kv_caches):
+    pair = type(kv_caches)(kv_caches.tensors, kv_caches.group_data_refs * 2)
+    with pytest.raises(ConfigError, match="kv_caches = '2 groups': kv_cache_config has 1"):
+        LocalConnector({"cpu_bytes": "64KiB"}, pair, block_size=4, facts={"model": "m"})

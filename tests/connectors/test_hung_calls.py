@@ -1,0 +1,180 @@
+"""Calls of a plug-in that hang and cannot be cancelled: how much host memory they may keep."""
+
+import asyncio
+import threading
+
+import pytest
+
+from kvoffload import registry
+from kvoffload.backends.memory import MemoryBackend, MemoryOptions
+from kvoffload.connectors.local import LocalConnector
+
+BLOCK, CHUNKS, SLOTS = 4, 8, 64
+
+
+class Hung(MemoryBackend):
+    """Its verbs of one kind never return before :attr:`released`, not even if cancelled."""
+
+    Options = MemoryOptions
+    hung_verb = ""
+    released = threading.Event()
+
+    async def _hang(self):
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+
+        def wait():
+            self.released.wait()
+            loop.call_soon_threadsafe(future.set_result, None)
+
+        threading.Thread(target=wait, daemon=True).start()
+        while not future.done():
+            try:
+                await asyncio.shield(future)
+            except asyncio.CancelledError:
+                continue
+
+    async def read(self, keys, into):
+        if self.hung_verb == "read":
+            await self._hang()
+        return await super().read(keys, into)
+
+    async def write(self, keys, chunks):
+        if self.hung_verb == "write":
+            await self._hang()
+        return await super().write(keys, chunks)
+
+
+@pytest.fixture
+def hung(monkeypatch):
+    real = registry.load
+    monkeypatch.setattr(
+        registry, "load", lambda group, name, *a: Hung if name == "hung" else real(group, name, *a)
+    )
+    monkeypatch.setattr(Hung, "released", threading.Event())
+    monkeypatch.setattr(Hung, "hung_verb", "")
+    yield Hung
+    Hung.released.set()
+
+
+@pytest.fixture
+def connector(hung, new_kv_caches):
+    settings = {
+        "cpu_bytes": SLOTS * 4096,
+        "policy": "lru",
+        "backends": [{"type": "hung"}, {"type": "memory"}],
+        "load_timeout_s": 0.2,
+        "store_timeout_s": 0.2,
+    }
+    caches = new_kv_caches(num_blocks=64, page_bytes=(4096,))
+    connector = LocalConnector(settings, caches, block_size=BLOCK, facts={"model": "m"})
+    yield connector
+    hung.released.set()
+    connector.close()
+
+
+def store(connector, request):
+    connector.after_forward(request, [range(1, 1 + CHUNKS)], BLOCK * CHUNKS)
+    connector.request_finished(request)
+
+
+def busy(connector):
+    return connector.stats()["host"]["busy_chunks"]
+
+
+def test_a_tier_whose_writes_hang_keeps_its_share_and_the_other_tier_stores(
+    connector, new_request, hung, until
+):
+    hung.hung_verb = "write"
+    for i in range(40):
+        store(connector, new_request(f"p{i}", BLOCK * CHUNKS + 1))
+        connector.flush(0.05)
+    until(connector.flush)
+    assert busy(connector) <= SLOTS // 4
+    assert connector.stats()["stores"]["MEMORY"]["chunks"] == 40 * CHUNKS
+    assert connector.stats()["manager"].get("store_refused", 0) == 0
+    hung.released.set()
+    until(lambda: connector.flush() and not busy(connector))
+    connector.check()
+
+
+def test_a_tier_whose_reads_hang_keeps_half_of_host_memory_until_they_return(
+    connector, new_request, hung, until
+):
+    for i in range(20):
+        store(connector, new_request(f"p{i}", BLOCK * CHUNKS + 1))
+        assert connector.flush()
+    hung.hung_verb = "read"
+    for i in range(10):
+        request = new_request(f"p{i}", BLOCK * CHUNKS + 1, request_id=f"load {i}")
+        tokens = connector.get_num_new_matched_tokens(request, 0)
+        connector.update_state_after_alloc(request, [range(20, 29)], tokens)
+        until(lambda tokens=tokens: not tokens or connector.poll())
+        connector.request_finished(request)
+    assert SLOTS // 4 <= busy(connector) <= SLOTS // 2
+    store(connector, new_request("new", BLOCK * CHUNKS + 1))
+    connector.flush()
+    assert connector.stats()["manager"].get("store_refused", 0) == 0
+    hung.released.set()
+    until(lambda: connector.flush() and not busy(connector))
+    connector.check()
+
+
+def begin_all(connector, new_request, names):
+    """Look up prompts and begin their loads in one step, as an engine's waiting queue does."""
+    requests = [new_request(name, BLOCK * CHUNKS + 1, request_id=f"load {name}") for name in names]
+    begun = []
+    for request in requests:
+        tokens = connector.get_num_new_matched_tokens(request, 0)
+        assert tokens != 0, "declined for good"
+        if tokens:
+            first = 1 + len(begun) * CHUNKS % 48
+            connector.update_state_after_alloc(request, [range(first, first + CHUNKS)], tokens)
+            begun.append(request)
+    return requests, begun
+
+
+def test_reads_that_hang_and_begin_in_one_step_keep_no_more_than_their_share(
+    connector, new_request, hung, until
+):
+    names = [f"p{i}" for i in range(20)]
+    for name in names:
+        store(connector, new_request(name, BLOCK * CHUNKS + 1))
+        assert connector.flush()
+    connector._manager.reset_cache()
+    hung.hung_verb = "read"
+    connector._manager.tiers = connector._manager.tiers[:1]  # the other one would help out
+    _, begun = begin_all(connector, new_request, names[:10])
+    assert 0 < busy(connector) <= SLOTS // 4
+    ended = []
+    until(lambda: ended.extend(connector.poll()) or len(ended) == len(begun))
+    assert SLOTS // 8 <= busy(connector) <= SLOTS // 4
+    for i in range(5):
+        store(connector, new_request(f"new{i}", BLOCK * CHUNKS + 1))
+        connector.flush()
+    assert connector.stats()["manager"].get("store_refused", 0) == 0
+    hung.released.set()
+    until(lambda: connector.flush() and not busy(connector))
+    connector.check()
+
+
+def test_a_burst_of_loads_from_a_tier_that_answers_is_loaded_whole(connector, new_request, until):
+    names = [f"p{i}" for i in range(20)]
+    for name in names:
+        store(connector, new_request(name, BLOCK * CHUNKS + 1))
+        assert connector.flush()
+    connector._manager.reset_cache()
+    connector._manager.tiers = connector._manager.tiers[:1]
+    waiting, loaded = names, []
+    while waiting:
+        requests, begun = begin_all(connector, new_request, waiting)
+        assert begun or loaded, "none begins"
+        outcomes = []
+        until(lambda: outcomes.extend(connector.poll()) or len(outcomes) == len(begun))  # noqa: B023
+        loaded += [each.num_loaded_tokens for each in outcomes]
+        waiting = [
+            name for name, request in zip(waiting, requests, strict=True) if request not in begun
+        ]
+        for request in requests:
+            connector.request_finished(request)
+    assert loaded == [BLOCK * CHUNKS] * len(names)

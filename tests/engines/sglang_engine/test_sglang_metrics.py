@@ -1,0 +1,63 @@
+"""What an operator sees of a real SGLang: the page of metrics, ``kvoffload top``, refused ports."""
+
+import json
+import subprocess
+import sys
+from urllib.error import URLError
+
+import pytest
+
+from kvoffload.cli.top import fetch, of_page
+from kvoffload.metric_list import METRICS
+from tests.support.redis_server import free_port
+
+pytestmark = pytest.mark.timeout(900)
+PROMPT_TOKENS = 592
+"""Tokens of a prompt of 600 that lie in whole pages before its last one."""
+LACKING = {"kvoffload_waiting_chunks", "kvoffload_tier_events"}
+"""SGLang decides what waits, and its tier has counted no event yet."""
+
+
+def test_a_servers_page_has_the_metrics_of_every_engine(start, prompt, tiers, disk, tmp_path):
+    port = free_port()
+    extra = tiers(disk(tmp_path / "kv"), metrics_port=port)
+    engine = start("dynamic", extra)
+    told = engine.generate(prompt(0))["tokens"]
+    engine.wait_stored(prompt(0), told)
+    url = f"http://127.0.0.1:{port}"
+    page = fetch(url)
+    shown = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")}
+    found = {name.removesuffix("_total") for name in shown}
+    assert set(METRICS) - found <= LACKING
+    reading = of_page(page)
+    tier = reading.tiers["disk"]
+    assert tier["up"] == 1
+    assert tier["capacity_bytes"] == 256 << 20
+    assert 0 < tier["resident_bytes"] < tier["capacity_bytes"]
+    assert tier["hit_tokens"] >= PROMPT_TOKENS
+    assert tier["load_bytes"] > 0
+    assert reading.totals["saved_prefill_tokens"] == tier["hit_tokens"]
+    assert reading.totals["transfer_failures"] == 0
+    main = "from kvoffload.cli.main import main; main()"
+    top = [sys.executable, "-c", main, "top", url, "--json"]
+    shown = json.loads(subprocess.run(top, capture_output=True, check=True).stdout)
+    assert shown["tiers"]["disk"]["up"] == 1
+
+    for file in (tmp_path / "kv").glob("*/??/*"):
+        file.unlink()
+    engine.forget()
+    assert engine.generate(prompt(0))["tokens"] == told
+    assert of_page(fetch(url)).totals["transfer_failures"] > 0
+
+    # A detach closes the endpoint, and an attach opens it again.
+    assert engine.ask("storage", action="detach")
+    with pytest.raises(URLError, match="refused"):
+        fetch(url)
+    text = json.dumps(extra)
+    given = {
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config_json": text,
+    }
+    assert engine.ask("storage", action="attach", **given)
+    assert of_page(fetch(url)).tiers["disk"]["up"] == 1
+    engine.kill()

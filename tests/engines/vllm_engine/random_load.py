@@ -1,0 +1,232 @@
+"""Random load on an engine in this process, whose answers are compared with what is right.
+
+Requests arrive, are aborted, preempted and sampled twice. Some answers are bound to a grammar,
+which vLLM compiles while the request waits. Sessions come in segments. The caches are reset in all
+ways, and the I/O process is killed. Everything follows from a seed, but for times.
+"""
+
+import itertools
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+MARGIN = 0.01
+"""By how much the best token must lead: below it, outputs may depend on how work is batched."""
+MOST_LIVE = 20
+LIMIT_S = 300.0
+"""How long all may take to end."""
+
+
+def grammar():
+    """Return a grammar: words of the tiny models' tokenizer that end with an even digit."""
+    return StructuredOutputsParams(regex="(w[0-9]*[02468])+")
+
+
+def trusted(llm, prompts, max_tokens, is_bound=False):
+    """Return for each prompt its greedy tokens up to the first that another one comes close to."""
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        logprobs=2,
+        ignore_eos=True,
+        structured_outputs=grammar() if is_bound else None,
+    )
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    told = []
+    for answer in llm.generate(asked, params, use_tqdm=False):
+        (output,) = answer.outputs
+        sure = []
+        for token, logprobs in zip(output.token_ids, output.logprobs, strict=True):
+            best, second, *_ = sorted((each.logprob for each in logprobs.values()), reverse=True)
+            if best - second < MARGIN:
+                break
+            sure.append(token)
+        told.append(sure)
+    return told
+
+
+class RandomLoad:
+    """Drives an engine.
+
+    Args:
+        llm: vLLM's ``LLM``; the core of its engine has no process of its own.
+        prompts: token ids.
+        told: the trusted tokens of each prompt.
+        bound: those of answers that are bound to the grammar.
+        seed: of all that is random.
+        max_tokens: at most made for a request.
+    """
+
+    def __init__(self, llm, prompts, told, bound, seed, max_tokens):
+        self._engine = llm.llm_engine
+        self._core = self._engine.engine_core.engine_core
+        self._prompts, self._told, self._bound = prompts, told, bound
+        self._rng, self._max_tokens = random.Random(seed), max_tokens
+        self._live = {}
+        """Request → its prompt's place, whether it is sampled twice, whether a grammar binds it."""
+        self._sessions = {}
+        """Session → its name in the engine, and the segments to come."""
+        self._numbers = iter(range(1 << 30))
+        self._done = Counter()
+        self._wrong = []
+
+    def run(self, seconds):
+        """Go on for so long, then let everything end; return what was seen."""
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s:
+            self._act()
+            self._step()
+        limit_s = time.monotonic() + LIMIT_S
+        while self._live or self._sessions or self._core.scheduler.has_requests():
+            if time.monotonic() > limit_s:
+                return {"stuck": [*self._live, *self._sessions], **self._done}
+            self._feed_sessions()
+            self._step()
+            time.sleep(0.0005)
+        left = self._left()
+        return {**self._done, "wrong": self._wrong, "left": left}
+
+    def _act(self):
+        chance = self._rng.random()
+        if chance < 0.3 and len(self._live) < MOST_LIVE:
+            self._add()
+        elif chance < 0.33 and self._live:
+            self._abort(self._rng.choice(sorted(self._live)))
+        elif chance < 0.345:
+            self._begin_session()
+        elif chance < 0.36:
+            self._reset()
+        elif chance < 0.365:
+            self._kill_io_process()
+        self._feed_sessions()
+
+    def _add(self):
+        place = self._rng.randrange(len(self._prompts))
+        name = f"r{next(self._numbers)}"
+        is_double = self._rng.random() < 0.15  # greedy, but for vLLM's refusal of several such
+        sampling = {"n": 2, "temperature": 1.0, "top_k": 1} if is_double else {"temperature": 0}
+        is_bound = not is_double and self._rng.random() < 0.15
+        hints = self._rng.choice([None, None, {"max_load_tokens": 100}, {"offload": False}])
+        params = SamplingParams(
+            **sampling,
+            max_tokens=self._rng.randrange(1, self._max_tokens + 1),
+            ignore_eos=True,
+            structured_outputs=grammar() if is_bound else None,
+            extra_args={"kv_transfer_params": {"kvoffload": hints}} if hints else None,
+        )
+        self._live[name] = place, is_double, is_bound
+        self._engine.add_request(name, {"prompt_token_ids": self._prompts[place]}, params)
+        self._done["requests"] += 1
+        self._done["bound"] += is_bound
+
+    def _abort(self, name):
+        self._engine.abort_request([name])
+        del self._live[name]
+        self._done["aborted"] += 1
+
+    def _step(self):
+        for out in self._engine.step():
+            name = out.request_id.split("-", maxsplit=1)[0]
+            if out.finished and name in self._live:
+                asked = self._live.pop(name)
+                self._done["cached"] += out.num_cached_tokens or 0
+                for answer in out.outputs:
+                    self._compare(asked, list(answer.token_ids), out.num_cached_tokens)
+
+    def _compare(self, asked, tokens, cached):
+        place, _, is_bound = asked
+        right = (self._bound if is_bound else self._told)[place][: len(tokens)]
+        self._done["compared"] += len(right)
+        if tokens[: len(right)] != right:
+            self._wrong.append([*asked, tokens, right, cached])
+
+    # ---- sessions ----
+
+    def _begin_session(self):
+        """Begin one whose tokens are those of a prompt: a token made after a segment is dropped."""
+        prompt = self._rng.choice(self._prompts)
+        cuts = sorted(self._rng.sample(range(1, len(prompt)), min(2, len(prompt) - 1)))
+        bounds = [0, *cuts, len(prompt)]
+        segments = [prompt[a:b] for a, b in itertools.pairwise(bounds)]
+        self._sessions[f"s{next(self._numbers)}"] = [None, segments]
+        self._done["sessions"] += 1
+
+    def _feed_sessions(self):
+        for name, (internal, segments) in list(self._sessions.items()):
+            if segments:
+                if self._rng.random() < 0.1:
+                    self._sessions[name][0] = self._send(name, internal, segments.pop(0))
+                    if not segments:
+                        self._send(name, self._sessions[name][0], [0], resumable=False)
+            elif internal not in self._core.scheduler.requests:
+                del self._sessions[name]
+
+    def _send(self, name, internal, tokens, resumable=True):
+        request = self._engine.input_processor.process_inputs(
+            request_id=internal or name,
+            prompt={"prompt_token_ids": tokens},
+            params=SamplingParams(max_tokens=1, temperature=0, ignore_eos=True),
+            supported_tasks=("generate",),
+            resumable=resumable,
+        )
+        if internal is None:
+            request.external_req_id = name
+        self._engine.engine_core.add_request(request)
+        return request.request_id
+
+    # ---- what happens to an engine ----
+
+    def _reset(self):
+        running, connector = self._rng.random() < 0.5, self._rng.random() < 0.5
+        try:
+            self._engine.reset_prefix_cache(running, connector)
+            self._done["resets"] += 1
+        except RuntimeError:  # vLLM's own, while a request loads
+            self._done["resets refused"] += 1
+
+    def _kill_io_process(self):
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                _, _, rest = (folder / "stat").read_text().rpartition(")")
+                command = (folder / "cmdline").read_bytes()
+            except OSError:
+                continue  # it has ended
+            if int(rest.split()[1]) == os.getpid() and b"kvoffload.io.process" in command:
+                os.kill(int(folder.name), signal.SIGKILL)
+                self._done["kills"] += 1
+
+    # ---- the end ----
+
+    def _left(self):
+        """Return what should be nothing when nothing runs."""
+        scheduler = self._core.scheduler
+        if scheduler.connector is None:
+            return {}
+        connector, pool = scheduler.connector, scheduler.kv_cache_manager.block_pool
+        half = connector.connector_scheduler
+        adapter = half.adapter
+        self._done["loaded"] = adapter.hit_tokens.total()
+        tables = {
+            "requests": half._req_status,
+            "vLLM's jobs": half._jobs,
+            "our jobs": half._table,
+            "blocks of stores": half._block_id_to_pending_jobs,
+            "failed loads": half._failed_loads,
+            "first looks": half._logged,
+            "due requests": half._due._full_at,
+            "known lookups": connector._known._answers,
+            "refused chunks": adapter.refused,
+            "unplaced chunks": adapter.unplaced,
+            "requests kept out": adapter._kept_out,
+            "jobs to take": adapter._jobs,
+        }
+        left = {name: len(table) for name, table in tables.items()}
+        left["busy slots"] = adapter.ledger.busy_slots
+        left["GPU blocks"] = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        return {name: count for name, count in left.items() if count}

@@ -1,0 +1,37 @@
+"""Requests that are preempted: by a reset of the prefix cache, or while their last token comes."""
+
+import random
+import time
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
+
+from benchmarks.vllm_parts.halves import BLOCK
+
+
+def settle(rig, half):
+    """Step until no transfer is in flight."""
+    while half._jobs:
+        rig.step()
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+def test_a_request_that_a_reset_preempts_loads_its_chunks_at_once(halves, blocks_per_chunk):
+    """Its chunks are in host memory: the step after the reset begins a load of them."""
+    rig = halves(blocks_per_chunk=blocks_per_chunk)
+    half = rig.scheduler.connector.connector_scheduler
+    request = rig.add(random.Random(1).choices(range(3, 512), k=10 * BLOCK + 5), 20)
+    rig.step()
+    settle(rig, half)
+    assert not request.is_finished()
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=False)
+    output = rig.step()
+    (load,) = output.kv_connector_metadata.load_jobs.values()
+    assert load.req_id == request.request_id
+    assert len(load.dst_spec.block_ids) == 10
+    rig.quiet()
+    assert request.is_finished()
+    assert request.num_output_tokens == 20
+    assert not half._jobs

@@ -1,0 +1,1 @@
+"""A random model of the whole: an engine, its connector, tiers, and all that can go wrong."""

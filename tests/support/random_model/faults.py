@@ -1,0 +1,170 @@
+"""Everything that goes wrong in the model, at random; ``heal`` ends what would go on."""
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+
+class Faults:
+    """The faults of one model.
+
+    Args:
+        draw: the only source of chance.
+        engine: whose connector, process and tiers are struck.
+        control: of the hostile tiers.
+        roots: folders of the tiers.
+    """
+
+    def __init__(self, draw, engine, control, roots):
+        self._draw = draw
+        self._engine = engine
+        self._control = control
+        self._roots = roots
+        self._stopped = []
+        self._heal_at_s = 0.0
+        self.log = []
+        """What was done, for the report of a failure."""
+
+    def strike(self):
+        """Do some things at once, such as a reset and an abort; end what has gone on."""
+        if self._heal_at_s and time.monotonic() > self._heal_at_s:
+            self.heal()
+        kinds = [self.plan, self.plan, self.plan, self.damage, self.remove, self.reset, self.pause]
+        kinds += [self.kill, self.stop, self.abort, self.preempt, self.look, self.restart]
+        kinds += [self.flush]
+        weights = [3, 3, 3, 2, 1, 1, 1, 2, 1, 6, 6, 2, 0.5, 2]
+        for fault in self._draw.choices(kinds, weights, k=self._draw.choice((1, 1, 2, 4))):
+            self.log.append(fault.__name__)
+            fault()
+
+    def heal(self):
+        self._heal_at_s = 0.0
+        self._control.set()
+        for pid in self._stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._stopped.clear()
+
+    # ---- tiers ----
+
+    def plan(self):
+        """Let calls of tiers fail for a while."""
+        draw = self._draw
+        plans = [
+            {"hang": 0.2, "hang_s": draw.choice((0.3, 1.5))},
+            {"slow": 0.5, "slow_s": 0.05},
+            {"raises": 0.5},
+            {"length": 0.5},
+            {"garbage": 0.3},
+            {"refuses": 0.5},
+            {"disk_slow": 0.05, "disk_slow_s": draw.choice((0.1, 1.0))},
+            {"disk_full": 0.7},
+            {"disk_fails": 0.2},
+        ]
+        chosen = {}
+        for each in draw.sample(plans, draw.choice((1, 1, 2, 3))):
+            chosen |= each
+        self._control.set(**chosen)
+        self.log[-1] = f"plan {chosen}"
+        self._heal_at_s = time.monotonic() + draw.uniform(0.1, 1.0)
+
+    def damage(self):
+        """Turn a bit, cut off, or empty some chunk files."""
+        for path in self._some_chunks(4):
+            with contextlib.suppress(OSError), path.open("r+b") as file:
+                size = path.stat().st_size
+                if not size or self._draw.random() < 0.3:
+                    file.truncate(size // 2)
+                    continue
+                at = self._draw.randrange(size)
+                file.seek(at)
+                byte = file.read(1)
+                file.seek(at)
+                file.write(bytes([byte[0] ^ 1]))
+
+    def remove(self):
+        """Remove some chunk files, a namespace, or a whole root."""
+        roots = [root for root in self._roots if root.exists()]
+        if not roots:
+            return
+        root = self._draw.choice(roots)
+        if self._draw.random() < 0.6:
+            for path in self._some_chunks(10):
+                path.unlink(missing_ok=True)
+        elif self._draw.random() < 0.5:
+            for path in list(root.iterdir())[:1]:
+                shutil.rmtree(path, ignore_errors=True)
+        else:
+            gone = root.with_name(f"{root.name}-gone-{time.monotonic_ns()}")
+            with contextlib.suppress(OSError):
+                root.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+    def _some_chunks(self, most):
+        paths = [path for root in self._roots for path in _files(root) if len(path.name) > 40]
+        return self._draw.sample(paths, min(most, len(paths)))
+
+    # ---- the engine and its I/O process ----
+
+    def reset(self):
+        self._engine.reset(waits=self._draw.random() < 0.5)
+
+    def flush(self):
+        """End loads without naming them, and let something happen to their requests."""
+        self._engine.connector.flush(0.05)
+        self._draw.choice((self.abort, self.preempt))()
+
+    def pause(self):
+        time.sleep(self._draw.uniform(0.02, 0.2))
+
+    def look(self):
+        """Ask for all that an operator may see."""
+        connector = self._engine.connector
+        connector.stats()
+        connector.take_events()
+        for request in self._engine.waiting[:1]:
+            connector.explain(request)
+
+    def abort(self):
+        waits = self._engine.waiting and self._draw.random() < 0.2
+        if requests := self._engine.waiting if waits else self._with_blocks():
+            self._engine.abort(self._draw.choice(requests))
+
+    def preempt(self):
+        if requests := self._with_blocks():
+            self._engine.preempt(self._draw.choice(requests))
+
+    def _with_blocks(self):
+        """Requests that load, or else those that run."""
+        loading = list(self._engine.loading.values())
+        return loading if loading and self._draw.random() < 0.7 else self._engine.running
+
+    def restart(self):
+        self.heal()  # an engine that starts on a broken device is told so
+        self._engine.restart(self._draw.choice((0.0, 0.5, 3.0)))
+
+    def kill(self):
+        for pid in self._pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def stop(self):
+        for pid in self._pids():
+            self._stopped.append(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        self._heal_at_s = time.monotonic() + self._draw.choice((0.2, 3.0))
+
+    def _pids(self):
+        """The I/O process, if it is one and runs."""
+        client = self._engine.connector._spec.io
+        return [client._peer.pid] if client._link.is_up and hasattr(client._peer, "pid") else []
+
+
+def _files(root):
+    for folder, _, names in os.walk(root):
+        for name in names:
+            yield Path(folder, name)

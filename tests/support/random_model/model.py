@@ -1,0 +1,301 @@
+"""One run of the model: all that it does follows from a seed, but for the times it takes.
+
+``python -m tests.support.random_model.model SEED [SECONDS]`` runs one by itself.
+"""
+
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from kvoffload.io import backoff
+from kvoffload.io import client as io_client
+from kvoffload.transfer.layout import ChunkLayout
+from tests.support.random_model import hostile, sums
+from tests.support.random_model.cache import KINDS, Memory
+from tests.support.random_model.engine import VOCABULARY, ModelEngine
+from tests.support.random_model.faults import Faults
+
+STRIKES_A_SECOND = 5
+REST_EVERY_S = 2.0
+
+
+class Model:
+    """An engine over random tiers with random settings.
+
+    Args:
+        seed: decides everything.
+        folder: for the tiers.
+    """
+
+    def __init__(self, seed, folder):
+        self.draw = draw = random.Random(seed)
+        self.kind = draw.choice(list(KINDS))
+        self.memory = Memory(KINDS[self.kind], draw.choice((64, 120)))
+        self.control = hostile.Control(str(folder / "control"), seed)
+        self.control.set()
+        self.roots = []
+        self.capacities = {}
+        self.settings = self._settings(folder)
+        self.engine = ModelEngine(draw, self.memory, self.settings)
+        self.faults = Faults(draw, self.engine, self.control, self.roots)
+        self.held = sums.Held()
+        self.shares = sums.Shares(self.engine)
+        self.compared_while_struck = 0
+        self._prefixes = [self._tokens(draw.randint(8, 60)) for _ in range(6)]
+
+    def _settings(self, folder):
+        draw, per_chunk = self.draw, self.draw.choice((1, 2, 4))
+        layout = ChunkLayout(self.memory.caches, [per_chunk] * len(self.memory.kind.groups))
+        chunk_bytes = layout.slot_bytes
+        keeps = draw.random() < 0.7
+        # Chunks of each size pass through the share of each tier.
+        host_bytes = draw.choice((12, 30, 100) if keeps else (40, 100)) * chunk_bytes
+        return {
+            "cpu_bytes": host_bytes if keeps else 0,
+            "staging_bytes": host_bytes,
+            "blocks_per_chunk": per_chunk,
+            "policy": draw.choice(("lru", "handicap", "fifo", "arc", "s3fifo")),
+            "store_threshold": draw.choice((1, 1, 2)) if keeps else 1,
+            "promote": draw.random() < 0.7,
+            "client_hints": ["tiers"],
+            "io": draw.choice(("thread", "process")),
+            "lookup_timeout_s": 0.3,
+            "load_timeout_s": 0.6,
+            "store_timeout_s": 0.6,
+            "backends": self._tiers(folder, chunk_bytes),
+        }
+
+    def _tiers(self, folder, chunk_bytes):
+        draw, tiers = self.draw, []
+        names = ("memory", "rough", "hostile", "shy")
+        for name in draw.sample(names, draw.choice((1, 2, 2, 3))):
+            root = folder / name
+            num_chunks = draw.choice((60, 200, 600))
+            tier = {"type": name}
+            if name == "memory":
+                tier["capacity"] = num_chunks * chunk_bytes
+            else:
+                tier |= {"root": str(root), "control": str(folder / "control")}
+                self.roots.append(root)
+            if name == "rough":
+                capacity = num_chunks * (chunk_bytes + 8192)
+                self.capacities[root] = capacity
+                tier |= {"capacity": capacity, "min_free": 0, "stall_s": draw.choice((0.3, 2.0))}
+                tier["durability"] = draw.choice(("none", "fsync"))
+            tiers.append(tier)
+        return tiers
+
+    def _tokens(self, count):
+        return [self.draw.randrange(VOCABULARY) for _ in range(count)]
+
+    # ---- a run ----
+
+    def run(self, seconds):
+        """Serve and be struck, with rests at which everything must add up."""
+        until_s = time.monotonic() + seconds
+        self.rest()
+        while time.monotonic() < until_s:
+            before = self.engine.counts["compared"]
+            if self.draw.random() < 0.5:
+                self._endure()
+            else:
+                self._be_struck(time.monotonic() + self.draw.uniform(0.3, 2 * REST_EVERY_S))
+            self._reset_midway()
+            self.compared_while_struck += self.engine.counts["compared"] - before
+            self.faults.heal()
+            self.rest()
+        self.close()
+
+    def _be_struck(self, until_s):
+        strike_at_s = 0.0
+        while (now_s := time.monotonic()) < until_s:
+            if len(self.engine.waiting) < 8 and self.draw.random() < 0.3:
+                prompt = self.draw.choice(self._prefixes) + self._tokens(self.draw.randint(1, 20))
+                self.engine.add(prompt[: self.draw.randint(9, 80)], self.draw.choice((0, 1, 9)))
+            if now_s >= strike_at_s:
+                strike_at_s = now_s + self.draw.expovariate(STRIKES_A_SECOND)
+                self.faults.strike()
+            self.engine.step()
+            self.shares.check()
+            time.sleep(0.0005)
+
+    def _endure(self):
+        """Let all calls of a tier hang through loads and resets: it keeps its shares, no more."""
+        names = [tier["type"] for tier in self.settings["backends"]]
+        if not (hangable := [name for name in names if name in hostile.HANGS]):
+            return
+        hung = self.draw.choice(hangable)
+        self.faults.log.append(f"endure {hung}")
+        prompts = [self._small_prompt() for _ in range(14)]
+        for prompt in prompts * self.settings["store_threshold"]:
+            self.engine.add(prompt)
+            self._finish_all()
+        self._forget_prompts()
+        self.control.set(hung=1 + hostile.HANGS.index(hung))
+        self._add(prompts)
+        self._serve_until(time.monotonic() + 0.7)
+        for _ in range(3):
+            self._add([self._small_prompt() for _ in range(8)] * self.settings["store_threshold"])
+            self._serve_until(time.monotonic() + 0.3)
+            self.engine.reset(waits=False)
+
+    def _small_prompt(self):
+        """One whose chunks take about a tenth of host memory."""
+        spec, kind = self.engine.connector._spec, self.memory.kind
+        chunks = max(1, spec.num_slots // (10 * len(kind.groups)))
+        return self._tokens(
+            min(60, chunks * kind.alignment * self.settings["blocks_per_chunk"]) + 1
+        )
+
+    def _reset_midway(self):
+        """Reset while prompts are computed, and while they are loaded; then ask for them again."""
+        engine, draw = self.engine, self.draw
+        self.faults.log.append("reset midway")
+        self.faults.heal()
+        self._finish_all()
+        prompts = [self._tokens(draw.randint(30, 60)) for _ in range(3)]
+        self._add(prompts)
+        for _ in range(draw.randint(1, 4)):
+            engine.step()
+        engine.reset(waits=draw.random() < 0.5)
+        for _ in range(self.settings["store_threshold"] + 1):
+            self._finish_all()
+            engine._drop_cached(len(engine._cached))
+            self._add(prompts)
+        self._finish_all()
+        self._forget_prompts()
+        self._add(prompts)
+        engine.step()
+        if engine.loading and draw.random() < 0.5:
+            request = draw.choice(list(engine.loading.values()))
+            engine.preempt(request)
+            engine.abort(request)
+        engine.reset(waits=False)
+        self._finish_all()
+
+    def _add(self, prompts):
+        for prompt in prompts:
+            self.engine.add(prompt)
+
+    def _serve_until(self, until_s):
+        while time.monotonic() < until_s:
+            self.engine.step()
+            self.shares.check()
+            time.sleep(0.0005)
+
+    def _forget_prompts(self):
+        """Let the next requests load what they read from tiers."""
+        self.engine._drop_cached(len(self.engine._cached))
+        self.engine.connector._manager.reset_cache()
+
+    def rest(self):
+        """End all requests; then everything adds up, and each tier stores and loads again."""
+        self._finish_all()
+        sums.await_quiet(self.engine)
+        self._await(lambda: not self.engine.connector._spec.io._is_opening, "a tier stays closed")
+        self._await(self._stores_and_loads, "a tier stores nothing or loads nothing")
+        sums.await_quiet(self.engine)
+        self.held.check()
+        self._check_tiers()
+
+    def _finish_all(self):
+        engine, until_s = self.engine, time.monotonic() + sums.REST_S
+        while engine.waiting or engine.running or engine.loading or engine._doomed:
+            engine.step()
+            assert time.monotonic() < until_s, "requests do not end"
+        assert engine.connector.flush(sums.REST_S), "transfers do not end"
+
+    def _stores_and_loads(self):
+        """Return whether each tier takes a new prompt of its own, and some of it comes back.
+
+        Through little memory not each chunk gets to each tier.
+        """
+        return all(map(self._stores_and_loads_on, self.engine.connector._spec.tiers.values()))
+
+    def _stores_and_loads_on(self, tier):
+        prompt, connector = self._tokens(40), self.engine.connector
+        for _ in range(self.settings["store_threshold"]):
+            request = self.engine.add(prompt, tiers=[tier.name])
+            self._finish_all()
+            self.engine._drop_cached(len(self.engine._cached))
+        connector.poll()
+        first = self._first_key(request)
+        self._await(lambda: tier.holds(first) is not None, "a lookup hangs")
+        if not tier.holds(first):
+            return False
+        self._forget_prompts()  # of host memory alone
+        before = self.engine.counts["tokens"]
+        self.engine.add(prompt)
+        self._finish_all()
+        return self.engine.counts["tokens"] > before
+
+    def _first_key(self, request):
+        group = self.engine.connector._groups.offloaded[0]
+        keys = []
+        group.extend_keys(keys, request.block_hashes)
+        return keys[0]
+
+    def _check_tiers(self):
+        for root, capacity in self.capacities.items():
+            assert sums.chunk_bytes(root) <= capacity, "the disk tier is above its capacity"
+        for root in self.roots:
+            assert not sums.violations(root)
+
+    def _await(self, is_so, otherwise):
+        until_s = time.monotonic() + sums.REST_S
+        while not is_so():
+            self.engine.connector.poll()
+            assert time.monotonic() < until_s, otherwise
+            time.sleep(0.005)
+
+    def close(self):
+        """Close in the midst of work: nothing is written then, and nothing of it is left."""
+        self._be_struck(time.monotonic() + 0.2)
+        self.faults.heal()
+        self.engine.connector.close(self.draw.choice((0.0, 3.0)))
+        before = self.memory.snapshot()
+        self._await_end()
+        for old, new in zip(before, self.memory.snapshot(), strict=True):
+            assert old.equal(new), "bytes were written after the connector was closed"
+
+    def _await_end(self):
+        until_s = time.monotonic() + sums.REST_S
+        while left := sums.left_threads():
+            assert time.monotonic() < until_s, f"threads are left: {left}"
+            time.sleep(0.05)
+
+
+def run(seed, seconds, folder, monkeypatch):
+    """Run the model of a seed; a failure says all that replays and explains it."""
+    hostile.install(folder, monkeypatch)
+    monkeypatch.setattr(io_client, "SILENT_S", 1.0)
+    monkeypatch.setattr(backoff, "STEADY_S", 0.0)  # each death counts as a first one
+    model = Model(seed, folder)
+    try:
+        model.run(seconds)
+    except BaseException as error:
+        model.faults.heal()
+        error.add_note(f"seed {seed}: {model.kind}, {model.settings}")
+        error.add_note(f"last faults: {model.faults.log[-12:]}; {dict(model.engine.counts)}")
+        error.add_note(f"again: python -m tests.support.random_model.model {seed} {seconds:g}")
+        model.engine.connector.close(0.0)
+        raise
+    return model
+
+
+def main():
+    seed = int(sys.argv[1])
+    seconds = float(sys.argv[2]) if len(sys.argv) > 2 else 6.0
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
+        began_s = time.monotonic()
+        model = run(seed, seconds, Path(folder), patched)
+        took_s = time.monotonic() - began_s
+    print(f"seed {seed}: {model.kind}, {took_s:.1f} s, {dict(model.engine.counts)}")
+
+
+if __name__ == "__main__":
+    main()

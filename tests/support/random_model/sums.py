@@ -1,0 +1,170 @@
+"""What must be empty, equal or bounded while nothing is in flight."""
+
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+from kvoffload.io.protocol import Store
+
+REST_S = 20.0
+"""A model that is not at rest after so long has lost something."""
+
+
+def tables(connector):
+    """All tables that hold something only while something is in flight, by their names."""
+    transfers, manager = connector._transfers, connector._manager
+    host, writes, promises = manager._host, manager._write_through, manager.promises
+    found = {
+        "requests": connector._requests,
+        "jobs": transfers.jobs._jobs,
+        "unsettled jobs": transfers.jobs._unsettled,
+        "jobs of blocks": transfers._busy._jobs_of,
+        "blocks of jobs": transfers._busy._blocks_of,
+        "loads": transfers._loads,
+        "orders": transfers._orders,
+        "outcomes": transfers._outcomes,
+        "ended requests": transfers._ended,
+        "engine jobs": connector._worker._jobs,
+        "settled jobs": connector._worker._settled,
+        "manager's jobs": manager._jobs,
+        "sources": manager._staging._sources,
+        "pinned": host.pinned,
+        "more uses": host._more_uses,
+        "incoming": host.incoming,
+        "fetching": host.fetching,
+        "orphans": host._orphans,
+        "abandoned": host._abandoned,
+        "turns": host.turns,
+        "begun writes": writes._begun,
+        "writes in flight": writes._in_flight,
+        "late writes": writes._late,
+        "loads of promises": promises._in_flight,
+        "late reads": promises._late,
+        "declined": promises._declined,
+        "counted uses": connector._uses._counted,
+        "retiring": manager._retirement._in_flight,
+    }
+    for name, lane in writes._lanes.items():
+        found[f"bytes pinned for {name}"] = range(lane.pinned_bytes)
+        found[f"waiting for {name}"] = lane.waiting
+    for name, loads in promises._loads.items():
+        found[f"late bytes of {name}"] = range(loads.late_bytes)
+        found[f"loads in flight from {name}"] = range(loads.in_flight)
+    if (client := connector._spec.io) is not None:
+        found["I/O jobs"] = client._jobs._jobs
+        found["late I/O jobs"] = client._jobs._late
+        found["bytes unsent"] = client._link._out
+        for name, tier in client.tiers.items():
+            found[f"being forgotten by {name}"] = tier._forgetting
+            found[f"unsent to {name}"] = tier._unsent
+    return found
+
+
+def await_quiet(engine):
+    """Wait until every table is empty and every slot is free or evictable."""
+    connector, until_s = engine.connector, time.monotonic() + REST_S
+    while True:
+        connector.poll()
+        left = {name: len(table) for name, table in tables(connector).items() if len(table)}
+        busy = connector._manager.busy_slots
+        if not left and not busy:
+            break
+        assert time.monotonic() < until_s, f"not at rest: {left}, {busy} slots busy"
+        time.sleep(0.01)
+    connector.check()
+    assert engine.lost_blocks == 0, f"{engine.lost_blocks} blocks of the engine are lost"
+
+
+class Shares:
+    """What each tier keeps of host memory, counted from the I/O client's jobs, late ones too."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def check(self):
+        connector = self._engine.connector
+        spec, client = connector._spec, connector._spec.io
+        half = spec.num_slots * spec.slot_bytes // 2
+        share = -(-spec.num_slots // 2 // len(client.tiers) or 1) * spec.slot_bytes
+        jobs = [*list(client._jobs._jobs.values()), *list(client._jobs._late.values())]
+        for name in client.tiers:
+            orders = [job.order for job in jobs if job.order.tier == name]
+            stores = [_slots(order) for order in orders if isinstance(order, Store)]
+            loads = [_slots(order) for order in orders if not isinstance(order, Store)]
+            kept, most = _kept(stores), share + max(map(_largest, stores), default=0)
+            assert kept <= most, f"stores on {name} keep {kept} bytes of host memory, not {most}"
+            kept, most = _kept(loads), half + max(map(_bytes, loads), default=0)
+            assert kept <= most, f"loads from {name} keep {kept} bytes of host memory, not {most}"
+
+
+def _slots(order):
+    """The slots of a job, with the bytes that it uses of each."""
+    sizes = [order.sizes] * len(order.slots) if isinstance(order.sizes, int) else order.sizes
+    return dict(zip(order.slots, sizes, strict=True))
+
+
+def _kept(jobs):
+    return sum({slot: size for job in jobs for slot, size in job.items()}.values())
+
+
+def _bytes(job):
+    return sum(job.values())
+
+
+def _largest(job):
+    return max(job.values())
+
+
+class Held:
+    """Descriptors, threads and children of this process: never more than at the first rest."""
+
+    def __init__(self):
+        self._first = None
+
+    def check(self):
+        until_s = time.monotonic() + REST_S
+        while True:
+            now = self._now()
+            self._first = self._first or now
+            if all(a <= b for a, b in zip(now, self._first, strict=True)):
+                return
+            assert time.monotonic() < until_s, f"{now} after {self._first}: {_names()}"
+            time.sleep(0.05)
+
+    def _now(self):
+        gc.collect()  # what was closed may be part of a cycle, and hold a mapping
+        me = psutil.Process()
+        return me.num_fds(), me.num_threads(), len(me.children())
+
+
+def _names():
+    threads = sorted(thread.name for thread in threading.enumerate())
+    files = sorted(os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists())
+    return threads, files
+
+
+def chunk_bytes(root):
+    """Bytes that the chunk files of a disk tier take up."""
+    total = 0
+    for path in Path(root).glob("*/??/*"):
+        try:
+            total += path.lstat().st_blocks * 512
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def violations(root):
+    """What a hostile tier has seen that must not be."""
+    path = Path(root, "violations")
+    return path.read_text() if path.exists() else ""
+
+
+def left_threads():
+    """Threads of ours, which end with the connector."""
+    names = (thread.name for thread in threading.enumerate())
+    return [name for name in names if name.startswith("kvoffload")]
