@@ -127,8 +127,15 @@ def _fields(thing: type) -> Iterator[str]:
 
 
 def _members(thing: type) -> Iterator[tuple[str, Any]]:
-    """Yield the public methods and properties that a class has documented itself."""
-    for name, member in vars(thing).items():
+    """Yield the methods and properties documented by a class, or by bases without a public name."""
+    import kvoffload
+
+    bases = [base for base in thing.__mro__[1:] if base.__module__.startswith("kvoffload.")]
+    private = [base for base in bases if base.__name__ not in kvoffload.__all__]
+    found: dict[str, Any] = {}
+    for each in (thing, *private):
+        found = found | {name: value for name, value in vars(each).items() if name not in found}
+    for name, member in found.items():
         if name.startswith("_") or not (doc := inspect.getdoc(member)):
             continue
         if doc.startswith(BUILT_IN):

@@ -18,7 +18,7 @@ import xxhash
 from kvoffload.backends.admin import Admin, Holding, Verified
 from kvoffload.backends.base import ReadResult, Removal, Usage
 from kvoffload.backends.blocking_pool import run_once
-from kvoffload.backends.threaded import ThreadedBackend
+from kvoffload.backends.threaded import ThreadPoolBackend
 from kvoffload.backends.verification import Verification, lines_of, sampled
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
@@ -46,7 +46,7 @@ class SqliteOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError("capacity", int(self.capacity), "must be more than 0 bytes")
 
 
-class SqliteBackend(ThreadedBackend, Admin):
+class SqliteBackend(ThreadPoolBackend, Admin):
     """One row a chunk, verified on every read."""
 
     Options = SqliteOptions
@@ -68,7 +68,7 @@ class SqliteBackend(ThreadedBackend, Admin):
     def has(self, key: bytes) -> bool:
         return self._row(key, "1") is not None
 
-    def get(self, key: bytes, into: memoryview) -> ReadResult:
+    def load(self, key: bytes, into: memoryview) -> ReadResult:
         row = self._row(key, "id, digest, payload")
         if row is None or len(row[2]) != len(into):
             self.count("read_missing")
@@ -80,7 +80,7 @@ class SqliteBackend(ThreadedBackend, Admin):
         self._db.execute("UPDATE chunks SET used_ns = ? WHERE id = ?", (time.time_ns(), row[0]))
         return ReadResult.HIT
 
-    def put(self, key: bytes, chunk: memoryview) -> bool:
+    def store(self, key: bytes, chunk: memoryview) -> bool:
         if len(chunk) > self._capacity_bytes:
             self.count("refused_size")
             return False

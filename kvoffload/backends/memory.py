@@ -48,12 +48,12 @@ class MemoryBackend(InlineBackend, Admin):
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return [key in self._chunks for key in keys]  # no turn of the loop for each key
 
-    # ---- the blocking functions ------------------------------------------------------------
+    # ---- one chunk -------------------------------------------------------------------------
 
     def has(self, key: bytes) -> bool:
         return key in self._chunks
 
-    def get(self, key: bytes, into: memoryview) -> ReadResult:
+    def load(self, key: bytes, into: memoryview) -> ReadResult:
         chunk = self._chunks.get(key)
         if chunk is None or len(chunk) != into.nbytes:
             self.count("read_missing" if chunk is None else "read_length")
@@ -62,7 +62,7 @@ class MemoryBackend(InlineBackend, Admin):
         into[:] = chunk
         return ReadResult.HIT
 
-    def put(self, key: bytes, chunk: memoryview) -> bool:
+    def store(self, key: bytes, chunk: memoryview) -> bool:
         if chunk.nbytes > self._capacity:
             self.count("refused_size")
             return False

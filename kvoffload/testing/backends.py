@@ -11,6 +11,7 @@ Tests are plain functions that run their own event loop: no plug-in of pytest is
 """
 
 import asyncio
+import inspect
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -263,6 +264,21 @@ class BackendSuite(IndexSuite, HazardSuite):
             own = [name for name in names if name != "close" and hasattr(backend, name)]
             remedy = f"{protocol.__name__} is incomplete beside {own}: inherit it"
             assert not own or isinstance(backend, protocol), remedy
+
+    @on_a_loop
+    async def test_no_attribute_hides_a_method(self) -> None:
+        """A value in place of a method that a base class calls makes every chunk a miss."""
+        backend = await self.opened()
+        hidden = [name for name in vars(backend) if callable(getattr(type(backend), name, None))]
+        assert not hidden, f"attributes hide methods of the class: rename {hidden}"
+        values = [
+            name
+            for name in dir(type(backend))
+            if not callable(value := inspect.getattr_static(type(backend), name))
+            and not isinstance(value, property | staticmethod | classmethod)
+            and any(callable(vars(base).get(name)) for base in type(backend).__mro__)
+        ]
+        assert not values, f"values hide methods of a base class: rename {values}"
 
     @on_a_loop
     async def test_the_loop_is_not_blocked(self) -> None:

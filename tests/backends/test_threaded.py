@@ -1,15 +1,18 @@
 """Three blocking functions as a backend: batches, cancellation, threads that hang."""
 
 import asyncio
+import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from kvoffload.backends import threaded
 from kvoffload.backends.base import ReadResult, reason_of
-from kvoffload.backends.threaded import InlineBackend, ThreadedBackend
+from kvoffload.backends.threaded import InlineBackend, ThreadedBackend, ThreadPoolBackend
 from kvoffload.testing import BackendSuite
-from kvoffload.testing.backends import filled, keys_of, slots, wrong_bytes
+from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots, wrong_bytes
 from tests.support.guide import follow
 
 
@@ -27,14 +30,14 @@ class Functions:
         self.gate.set()
         self.released = 0
 
-    def get(self, key, into):
+    def load(self, key, into):
         self.gate.wait()
         if len(self.chunks.get(key, b"")) != len(into):
             return False
         into[:] = self.chunks[key]
         return True
 
-    def put(self, key, chunk):
+    def store(self, key, chunk):
         self.gate.wait()
         self.chunks[key] = bytes(chunk)
         return True
@@ -49,12 +52,61 @@ class Functions:
         self.released += 1
 
 
-class Dictionary(Functions, ThreadedBackend):
+class Dictionary(Functions, ThreadPoolBackend):
     """On threads."""
 
 
 class OnTheLoop(Functions, InlineBackend):
     """On the event loop."""
+
+
+class Moving(ThreadedBackend):
+    """Moves bytes, and looks at none."""
+
+    def __init__(self, namespace="suite", **threads):
+        super().__init__(namespace, **threads)
+        self.stored = {}
+
+    def get(self, key, header, into):
+        if key not in self.stored:
+            return False
+        value = self.stored[key]
+        for part, start in ((header, 0), (into, len(header))):
+            found = value[start : start + len(part)]
+            part[: len(found)] = found
+        return True
+
+    def put(self, key, header, chunk):
+        self.stored[key] = b"".join([header, chunk])
+        return True
+
+    def has(self, key):
+        return key in self.stored
+
+    def delete(self, key):
+        self.stored.pop(key, None)
+
+
+NATURAL = """closed counts pool pools threads runner read write load store fill each frames digest
+    namespace lock failures release close shut_down counting header key chunks stall_s"""
+
+
+class Natural(Moving):
+    """Uses each private name that comes to an author's mind, as a value or as a method."""
+
+    def __init__(self, namespace="suite"):
+        super().__init__(namespace)
+        for name in NATURAL.split():
+            setattr(self, f"_{name}", None)
+
+    def _name(self, key):
+        return key
+
+    def get(self, key, header, into):
+        return super().get(self._name(key), header, into)
+
+    def put(self, key, header, chunk):
+        return super().put(self._name(key), header, chunk)
 
 
 class Suite(BackendSuite):
@@ -71,6 +123,20 @@ class TestOneThread(Suite):
         return Dictionary(threads=1, store_threads=0)
 
 
+class TestMoving(BackendSuite):
+    def open(self, namespace):
+        return Moving()
+
+    def damage(self, backend, key):
+        value = backend.stored[key]
+        backend.stored[key] = value[:-1] + bytes([value[-1] ^ 1])
+
+
+class TestNatural(TestMoving):
+    def open(self, namespace):
+        return Natural()
+
+
 class TestOnTheLoop(Suite):
     def open(self, namespace):
         return OnTheLoop()
@@ -79,10 +145,10 @@ class TestOnTheLoop(Suite):
 @pytest.mark.parametrize("base", [Dictionary, OnTheLoop])
 async def test_what_a_function_raises_is_a_miss_of_that_chunk_alone(base, caplog):
     class Raising(base):
-        def get(self, key, into):
+        def load(self, key, into):
             if key == keys[1]:
                 raise OSError("bad sector")
-            return super().get(key, into)
+            return super().load(key, into)
 
     backend, keys, into = Raising(), keys_of(3), slots(3)
     assert await backend.write(keys, filled(keys)) == [True] * 3
@@ -162,8 +228,8 @@ async def test_release_comes_once_and_last():
 
 async def test_a_read_says_why_by_value():
     class Knowing(Dictionary):
-        def get(self, key, into):
-            return ReadResult.CORRUPT if key == keys[1] else super().get(key, into)
+        def load(self, key, into):
+            return ReadResult.CORRUPT if key == keys[1] else super().load(key, into)
 
     backend, keys = Knowing(threads=1), keys_of(3)
     await backend.write(keys[:2], filled(keys[:2]))
@@ -185,3 +251,88 @@ def test_a_result_equals_the_bool_it_stands_for_and_no_other_result():
     assert [one for one in ReadResult if one] == [ReadResult.HIT]
     reasons = ("", "missing", "corrupt_key", "lost_timeout", "io_EIO")
     assert [ReadResult.of(reason) for reason in reasons] == list(ReadResult)
+
+
+def test_no_private_name_of_a_base_class_can_meet_one_of_a_subclass():
+    names = set(re.findall(r"self\.(_\w+)", Path(threaded.__file__).read_text()))
+    assert names > {"__name", "__closed", "__frames"}
+    backend = Moving()
+    taken = {name for name in {*vars(backend), *dir(backend)} if re.match(r"_[a-z]", name)}
+    assert not {name for name in taken if not re.match("_abc_|_is_.*protocol", name)}
+    asyncio.run(backend.close())
+
+
+def flipped(value):
+    return value[:300] + bytes([value[300] ^ 1]) + value[301:]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "result"),
+    [
+        (flipped, "corrupt_payload", ReadResult.CORRUPT),
+        (lambda value: value[:-1], "corrupt_payload", ReadResult.CORRUPT),
+        (lambda value: value[:100], "corrupt_header", ReadResult.CORRUPT),
+        (lambda value: b"", "corrupt_magic", ReadResult.CORRUPT),
+        (lambda value: b"x" + value, "corrupt_magic", ReadResult.CORRUPT),
+    ],
+)
+async def test_whatever_lies_under_a_key_is_verified_by_the_base_class(change, reason, result):
+    backend, keys = Moving(threads=1), keys_of(2)
+    assert await backend.write(keys, filled(keys)) == [True] * 2
+    backend.stored[keys[0]] = change(backend.stored[keys[0]])
+    into, arrived = slots(2), []
+    answers = await backend.read_each(keys, into, arrived.append)
+    assert (answers[0], answers[1]) == (result, True)
+    assert arrived == [1]
+    assert backend.counters() == {reason: 1}
+    await backend.close()
+
+
+async def test_a_chunk_of_another_key_namespace_or_length_is_a_miss():
+    backend, other, keys = Moving(), Moving("other"), keys_of(4)
+    await backend.write(keys[:3], filled(keys[:3]))
+    await other.write(keys[1:2], filled(keys[1:2]))
+    backend.stored[keys[0]] = backend.stored[keys[2]]
+    backend.stored[keys[1]] = other.stored[keys[1]]
+    answers = await backend.read(keys, slots(4))
+    assert [answer.value for answer in answers] == ["corrupt", "corrupt", "hit", "missing"]
+    answers = await backend.read(keys[2:3], slots(1, CHUNK_BYTES // 2))
+    assert [answer.value for answer in answers] == ["missing"]
+    counts = {"corrupt_key": 1, "corrupt_namespace": 1, "read_missing": 1, "read_length": 1}
+    assert backend.counters() == counts
+    await backend.close()
+    await other.close()
+
+
+async def test_a_function_that_answers_true_without_a_byte_is_a_miss():
+    class Boasting(Moving):
+        def get(self, key, header, into):
+            return True
+
+    backend, keys = Boasting(), keys_of(2)
+    await backend.write(keys, filled(keys))
+    memory = filled(keys)  # the right bytes were in the slot before
+    assert await backend.read(keys, memory) == [False, False]
+    assert backend.counters() == {"corrupt_magic": 2}
+    await backend.close()
+
+
+async def test_an_author_gets_the_memory_of_the_caller_and_no_copy():
+    seen = []
+
+    class Looking(Moving):
+        def get(self, key, header, into):
+            seen.append(into)
+            return super().get(key, header, into)
+
+        def put(self, key, header, chunk):
+            seen.append(chunk)
+            return super().put(key, header, chunk)
+
+    backend, (key,) = Looking(), keys_of(1)
+    memory = filled([key])[0]
+    assert await backend.write([key], [memory]) == [True]
+    assert await backend.read([key], [memory]) == [True]
+    memory[:] = b"\x77" * CHUNK_BYTES
+    assert [bytes(view[:2]) for view in seen] == [b"\x77\x77"] * 2
+    await backend.close()

@@ -30,24 +30,24 @@ class Verified(MemoryBackend):
         super().__init__(options, namespace)
         self.whole = {}
 
-    def put(self, key, chunk):
+    def store(self, key, chunk):
         self.whole[key] = bytes(chunk)
-        return super().put(key, chunk)
+        return super().store(key, chunk)
 
-    def get(self, key, into):
+    def load(self, key, into):
         if self._chunks.get(key) != self.whole.get(key):
             self._drop(key)
-        return super().get(key, into)
+        return super().load(key, into)
 
 
 class Unforgiving(Verified):
     """Keeps a damaged chunk, and takes no other in its place."""
 
-    def put(self, key, chunk):
-        return key in self._chunks or super().put(key, chunk)
+    def store(self, key, chunk):
+        return key in self._chunks or super().store(key, chunk)
 
-    def get(self, key, into):
-        return self._chunks.get(key) == self.whole.get(key) and super().get(key, into)
+    def load(self, key, into):
+        return self._chunks.get(key) == self.whole.get(key) and super().load(key, into)
 
 
 class Sleeping(Verified):
@@ -93,8 +93,8 @@ class Repeating(Verified):
 class Boasting(Verified):
     """Says of chunks for which it has no room that they are stored."""
 
-    def put(self, key, chunk):
-        return self._resident_bytes + len(chunk) > self._capacity or super().put(key, chunk)
+    def store(self, key, chunk):
+        return self._resident_bytes + len(chunk) > self._capacity or super().store(key, chunk)
 
 
 class Boundless(Verified):
@@ -111,7 +111,7 @@ class Boundless(Verified):
 class Partial(InlineBackend):
     """Has one method of a protocol, and lacks the rest."""
 
-    has = get = put = delete = lambda self, *_: False
+    has = load = store = delete = lambda self, *_: False
 
     def __init__(self, options, namespace):
         super().__init__()
@@ -123,6 +123,26 @@ class Partial(InlineBackend):
 def test_a_part_of_an_optional_protocol_is_named(tmp_path):
     with pytest.raises(AssertionError, match=r"Admin is incomplete .*'survey'.*: inherit it"):
         suite_of(Partial, tmp_path).test_optional_protocols_are_whole()
+
+
+class Counting(Verified):
+    """Keeps a number under the name of a method of its base class."""
+
+    def __init__(self, options, namespace):
+        super().__init__(options, namespace)
+        self.count = 0
+
+
+class Sized(Verified):
+    """Has a number of its class under such a name."""
+
+    usage = 4096
+
+
+@pytest.mark.parametrize(("backend", "name"), [(Counting, "count"), (Sized, "usage")])
+def test_an_attribute_that_hides_a_method_is_named(backend, name, tmp_path):
+    with pytest.raises(AssertionError, match=rf"hide methods .*rename \['{name}'\]"):
+        suite_of(backend, tmp_path).test_no_attribute_hides_a_method()
 
 
 def suite_of(backend, folder):

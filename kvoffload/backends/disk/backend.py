@@ -28,7 +28,7 @@ from kvoffload.backends.disk.scanner import purge
 from kvoffload.backends.disk.store import DiskStore, is_key
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import check_key, namespace_digest
-from kvoffload.backends.threaded import ThreadedBackend
+from kvoffload.backends.threaded import ThreadPoolBackend
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 _READERS = 4
 
 
-class DiskBackend(ThreadedBackend, Admin):
+class DiskBackend(ThreadPoolBackend, Admin):
     """Chunks as files under a root that several processes may share."""
 
     Options = DiskOptions
@@ -60,14 +60,15 @@ class DiskBackend(ThreadedBackend, Admin):
             undo.callback(self._store.root.close)
             self._place = os.path.realpath(self._store.path)  # here, where it may block
             self.io_mode, self.io_reason = self._store.io_mode, self._store.io_reason
+            self._housekeeper = Housekeeper(self._store)
+            undo.callback(self._housekeeper.wait)
+            undo.callback(self._housekeeper.stop)
             super().__init__(
                 threads=self._read_threads(),
                 store_threads=options.write_threads,
                 stall_s=options.stall_s,
                 name=f"disk {self._store.path}",
             )
-            undo.callback(self._close_pools)
-            self._housekeeper = Housekeeper(self._store)
             undo.pop_all()
         self._was_serving = True
         """Whether chunks could be loaded at the last :meth:`take_changes`."""
@@ -77,11 +78,7 @@ class DiskBackend(ThreadedBackend, Admin):
         self._facts: dict[str, str] | None = None
         self._describing = threading.Lock()
         self._repairs = 0
-        vfs.on_fork = self._close_in_child
-
-    def _close_in_child(self) -> None:
-        """Answer only misses in a forked child: it has neither the threads nor the locks."""
-        self._closed = True
+        vfs.on_fork = self.disown  # a child has neither the threads nor the locks
 
     @staticmethod
     def admin(options: Mapping[str, Any]) -> Admin:
@@ -95,10 +92,10 @@ class DiskBackend(ThreadedBackend, Admin):
     def has(self, key: bytes) -> bool:
         return self._store.exists(key)
 
-    def get(self, key: bytes, into: memoryview) -> ReadResult:
+    def load(self, key: bytes, into: memoryview) -> ReadResult:
         return self._store.load(key, into)
 
-    def put(self, key: bytes, chunk: memoryview) -> bool:
+    def store(self, key: bytes, chunk: memoryview) -> bool:
         return self._store.store(key, chunk)
 
     def delete(self, key: bytes) -> None:
@@ -130,7 +127,7 @@ class DiskBackend(ThreadedBackend, Admin):
                 answers[i] = exists
         return answers
 
-    async def _read(
+    async def read_each(
         self,
         keys: Sequence[bytes],
         into: Sequence[memoryview],
@@ -145,7 +142,7 @@ class DiskBackend(ThreadedBackend, Admin):
             arrived(i)
 
         try:
-            return await super()._read(keys, into, note)
+            return await super().read_each(keys, into, note)
         finally:  # also for a load that its deadline cut off
             # The head of a prefix becomes the most recent.
             self._store.used([name_of(0, keys[i]) for i in sorted(loaded, reverse=True)])
@@ -174,12 +171,11 @@ class DiskBackend(ThreadedBackend, Admin):
         if not self._refuses("write", len(keys)):
             await super().remove(keys)
 
-    async def _shut_down(self) -> None:
+    async def closing(self) -> None:
         self._stopping.set()
         self._housekeeper.stop()  # a store that takes this one's place may evict from now on
         if self._unfinished:
             await asyncio.wait(self._unfinished, timeout=self.options.stall_s)
-        await super()._shut_down()
 
     # ---- optional protocols ----------------------------------------------------------------
 
@@ -206,7 +202,7 @@ class DiskBackend(ThreadedBackend, Admin):
 
     @property
     def _is_serving(self) -> bool:
-        return not self._closed and self._store.root.refusal is None
+        return not self.is_closed and self._store.root.refusal is None
 
     @property
     def place(self) -> str:
@@ -237,13 +233,13 @@ class DiskBackend(ThreadedBackend, Admin):
         return self._store.counters()
 
     async def describe(self, facts: Mapping[str, str]) -> None:
-        if self._closed:
+        if self.is_closed:
             return
         self._facts, self._repairs = dict(facts), self._store.root.repairs
         await self._finish(run_once(self._write_manifest, facts))
 
     async def described(self) -> list[Described]:
-        if self._closed:
+        if self.is_closed:
             return []
         return await self._finish(run_once(described, self._store, self._stopping.is_set))
 
@@ -252,7 +248,7 @@ class DiskBackend(ThreadedBackend, Admin):
 
         Closing the backend stops it. The remaining chunks leave as the capacity demands.
         """
-        if self._closed:
+        if self.is_closed:
             return 0
         folders = [namespace_digest(namespace).hex() for namespace in namespaces]
         return await self._finish(run_once(purge, self._store, folders, self._stopping))
@@ -298,10 +294,10 @@ class DiskBackend(ThreadedBackend, Admin):
 
     def _refuses(self, kind: str, items: int) -> bool:
         """Return whether to answer False to all: closed, or other users may change the root."""
-        if not self._closed and self._store.root.refusal is not None:
+        if not self.is_closed and self._store.root.refusal is not None:
             self.count(f"{kind}_unsafe", items)
             return True
-        return self._closed
+        return self.is_closed
 
     def _read_threads(self) -> int:
         if self.options.read_threads is None and self.io_mode == "buffered":
