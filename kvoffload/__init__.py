@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvoffload.backends.admin import Admin
+    from kvoffload.backends.asynchronous import AsyncBackend
     from kvoffload.backends.base import (
         Backend,
         LocalIndex,
@@ -49,6 +50,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "backends.admin": ("Admin",),
+    "backends.asynchronous": ("AsyncBackend",),
     "backends.base": (
         "Backend", "LocalIndex", "Observable", "ReadResult", "ReadsEach", "Removal", "Usage",
     ),
@@ -75,7 +77,7 @@ _MODULES = {
 _HOMES = {name: f"kvoffload.{module}" for module, names in _MODULES.items() for name in names}
 
 __all__ = [
-    "Admin", "Backend", "BackendConfig", "ByteSize", "CanonicalKVCacheRef",
+    "Admin", "AsyncBackend", "Backend", "BackendConfig", "ByteSize", "CanonicalKVCacheRef",
     "CanonicalKVCacheTensor", "CanonicalKVCaches", "ChunksRemoved", "ChunksStored", "ConfigError",
     "Exporter", "InlineBackend", "KVOffloadError", "LoadOutcome", "LocalConnector", "LocalIndex",
     "Observable", "OffloadConfig", "OffloadKey", "OffloadRequest", "OffloadingEvent",

@@ -69,7 +69,7 @@ PUBLIC = {
     "LocalConnector", "OffloadRequest", "LoadOutcome", "canonicalize_kv_caches",
     "CanonicalKVCaches", "CanonicalKVCacheTensor", "CanonicalKVCacheRef", "OffloadKey",
     "make_offload_key", "namespace",
-    "Backend", "ThreadedBackend", "InlineBackend", "LocalIndex", "Observable",
+    "Backend", "ThreadedBackend", "AsyncBackend", "InlineBackend", "LocalIndex", "Observable",
     "ReadsEach", "Admin", "ReadResult", "Removal", "Usage", "Policy",
     "OffloadingManager", "OffloadingSpec", "OffloadingEvent", "ChunksStored", "ChunksRemoved",
     "Exporter", "folder_digest",

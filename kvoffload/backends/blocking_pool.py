@@ -93,7 +93,7 @@ class BlockingPool:
                     self._gave_up(batch.give_up(), on_stall)
         except asyncio.CancelledError:
             batch.give_up()
-            await _undisturbed(batch.ended)
+            await undisturbed(batch.ended)
             raise
         batch.ended.result()
 
@@ -213,7 +213,8 @@ def start_once(work: Callable[[], None]) -> None:
     threading.Thread(target=work, name="kvoffload-once", daemon=True).start()
 
 
-async def _undisturbed(future: "asyncio.Future[None]") -> None:
+async def undisturbed(future: "asyncio.Future[Any]") -> None:
+    """Wait for a future through every cancellation of the caller."""
     while not future.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([future])

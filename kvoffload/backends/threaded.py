@@ -25,21 +25,18 @@ A subclass may use any private name: those of these classes are mangled.
 
 import asyncio
 import logging
-import threading
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from kvoffload.backends.base import Observable, ReadResult, Usage, check_lengths
+from kvoffload.backends.base import ReadResult, check_lengths
 from kvoffload.backends.blocking_pool import BlockingPool, run_once, start_once
+from kvoffload.backends.counted import CountedBackend, Kind
 from kvoffload.backends.frames import Frames
-from kvoffload.backends.log_rate import Throttle
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["read", "write"]
 T = TypeVar("T")
 
 
@@ -55,7 +52,7 @@ class Runner(Protocol):
         ...
 
 
-class ChunkwiseBackend(Observable, ABC):
+class ChunkwiseBackend(CountedBackend, ABC):
     """Answers the batches of a backend by functions of one chunk.
 
     The functions may raise: the chunk is then a miss, counted as ``read_failed`` or
@@ -63,12 +60,8 @@ class ChunkwiseBackend(Observable, ABC):
     """
 
     def __init__(self, name: str, runner: Runner) -> None:
-        self.__name = name
+        super().__init__(name)
         self.__runner = runner
-        self.__closed = False
-        self.__counts: Counter[str] = Counter()
-        self.__counting = threading.Lock()
-        self.__failures = Throttle(log)
 
     # ---- what a subclass defines -----------------------------------------------------------
 
@@ -123,37 +116,15 @@ class ChunkwiseBackend(Observable, ABC):
         await self.run_each("write", len(keys), discard, False)
 
     async def close(self) -> None:
-        if not self.__closed:
-            self.__closed = True
+        if self.begin_close():
             await self.closing()
             await self.__runner.close(self.release)
 
-    # ---- Observable ------------------------------------------------------------------------
-
-    def usage(self) -> Usage:
-        """Return what is stored; zeros by default, as a store need not know."""
-        return Usage(0, None, 0)
-
-    def count(self, reason: str, number: int = 1) -> None:
-        """Add to a counter; thread-safe."""
-        with self.__counting:
-            self.__counts[reason] += number
-
-    def counters(self) -> Mapping[str, int]:
-        """Return the counts by reason, those of this class included."""
-        with self.__counting:
-            return dict(self.__counts)
-
     # ---- for subclasses --------------------------------------------------------------------
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether every call is answered False from now on."""
-        return self.__closed
 
     def disown(self) -> None:
         """Answer False from now on and release nothing: a forked child has none of the threads."""
-        self.__closed = True
+        self.begin_close()
 
     async def run_each(
         self, kind: Kind, items: int, work: Callable[[int], T], failed: T
@@ -161,14 +132,12 @@ class ChunkwiseBackend(Observable, ABC):
         """Return ``work(i)`` for each item; one that raises, or is not begun, is ``failed``."""
 
         def attempt(i: int) -> T:
-            if self.__closed:
+            if self.is_closed:
                 return failed
             try:
                 return work(i)
             except Exception as error:
-                self.count(f"{kind}_failed")
-                text = "%s: a %s failed: %r"
-                self.__failures.warning(text, self.__name, kind, error, traceback=True)
+                self.note_failure(kind, error)
                 return failed
 
         answers = [failed] * items

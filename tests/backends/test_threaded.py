@@ -4,11 +4,9 @@ import asyncio
 import re
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-from kvoffload.backends import threaded
 from kvoffload.backends.base import ReadResult, reason_of
 from kvoffload.backends.threaded import InlineBackend, ThreadedBackend, ThreadPoolBackend
 from kvoffload.testing import BackendSuite
@@ -253,12 +251,15 @@ def test_a_result_equals_the_bool_it_stands_for_and_no_other_result():
     assert [ReadResult.of(reason) for reason in reasons] == list(ReadResult)
 
 
+def private_names(backend):
+    """Return the names that a subclass would take away from a base class of its backend."""
+    names = {name for name in {*vars(backend), *dir(backend)} if re.match(r"_[a-z]", name)}
+    return {name for name in names if not re.match("_abc_|_is_.*protocol", name)}
+
+
 def test_no_private_name_of_a_base_class_can_meet_one_of_a_subclass():
-    names = set(re.findall(r"self\.(_\w+)", Path(threaded.__file__).read_text()))
-    assert names > {"__name", "__closed", "__frames"}
     backend = Moving()
-    taken = {name for name in {*vars(backend), *dir(backend)} if re.match(r"_[a-z]", name)}
-    assert not {name for name in taken if not re.match("_abc_|_is_.*protocol", name)}
+    assert private_names(backend) == set()
     asyncio.run(backend.close())
 
 

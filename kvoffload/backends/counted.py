@@ -1,0 +1,58 @@
+"""What the base classes of backends have in common: counts, failures, whether it is closed."""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal
+
+from kvoffload.backends.base import Observable, Usage
+from kvoffload.backends.log_rate import Throttle
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["read", "write"]
+
+
+class CountedBackend(Observable):
+    """Counts what happens to chunks, and logs what the functions of a subclass raise.
+
+    Args:
+        name: of the store, for the log; by default that of the class.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self.__name = name or type(self).__name__
+        self.__closed = False
+        self.__counts: Counter[str] = Counter()
+        self.__lock = threading.Lock()
+        self.__failures = Throttle(log)
+
+    def usage(self) -> Usage:
+        """Return what is stored; zeros by default, as a store need not know."""
+        return Usage(0, None, 0)
+
+    def count(self, reason: str, number: int = 1) -> None:
+        """Add to a counter; thread-safe."""
+        with self.__lock:
+            self.__counts[reason] += number
+
+    def counters(self) -> Mapping[str, int]:
+        """Return the counts by reason, those of the base classes included."""
+        with self.__lock:
+            return dict(self.__counts)
+
+    def note_failure(self, kind: Kind, error: Exception) -> None:
+        """Count and log that a function raised, and its chunk is a miss."""
+        self.count(f"{kind}_failed")
+        self.__failures.warning("%s: a %s failed: %r", self.__name, kind, error, traceback=True)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether every call is answered False from now on."""
+        return self.__closed
+
+    def begin_close(self) -> bool:
+        """Answer every later call with False; return whether this is the first call of it."""
+        first, self.__closed = not self.__closed, True
+        return first
