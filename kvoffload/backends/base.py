@@ -3,7 +3,9 @@
 A backend is one class: an ``Options`` struct, a constructor ``(options, namespace)`` and the five
 coroutines of :class:`Backend`. Register it in the ``kvoffload.backends`` entry-point group, and
 inherit :class:`kvoffload.testing.BackendSuite` in a short test class. Most stores need only three
-blocking functions: see :class:`kvoffload.backends.threaded.ThreadedBackend`.
+blocking functions, or coroutines, that move bytes: see
+:class:`kvoffload.backends.threaded.ThreadedBackend` and
+:class:`kvoffload.backends.asynchronous.AsyncBackend`.
 
 Four protocols are optional: :class:`LocalIndex`, :class:`Observable`, :class:`ReadsEach` and
 :class:`kvoffload.backends.admin.Admin`. Inherit one and define what differs from its defaults.

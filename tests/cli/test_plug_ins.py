@@ -2,7 +2,6 @@
 
 import json
 import os
-import sqlite3
 import subprocess
 import sys
 from functools import partial
@@ -16,16 +15,16 @@ from kvoffload.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "backend_plugin"
 PLUG_INS = """[kvoffload.backends]
-sqlite = kvoffload_sqlite:SqliteBackend
+files = kvoffload_files:FilesBackend
 examined = examined:Examined
 """
 EXAMINED = """
 from kvoffload.backends.admin import Finding, Holding, Overview
-from kvoffload_sqlite import SqliteBackend
+from kvoffload_files import FilesBackend
 
-class Examined(SqliteBackend):
+class Examined(FilesBackend):
     async def diagnose(self):
-        return [Finding("journal", "failed", "no [b]WAL[/b]", "turn it on")]
+        return [Finding("journal", "failed", "no [b]log[/b]", "turn it on")]
 
     async def survey(self):
         other = Holding("other", {"dtype": "[b]fp8\\x1b"}, 1, 1)
@@ -41,7 +40,7 @@ from kvoffload.testing.backends import filled, keys_of
 
 async def fill():
     for namespace, count in (("alpha", 1), ("beta", 3)):
-        backend = open_backend("sqlite", {"path": sys.argv[1]}, namespace)
+        backend = open_backend("files", {"root": sys.argv[1]}, namespace)
         assert all(await backend.write(keys_of(count), filled(keys_of(count), 1024)))
         await backend.close()
 
@@ -80,27 +79,27 @@ def test_two_plug_ins_of_one_name_are_an_error_that_names_both(tmp_path, at_firs
 
 
 def test_inspect_and_doctor_open_a_store_by_its_name(tmp_path, installed):
-    setting = ("-o", f"path={tmp_path / 'kv.db'}")
-    done = run_python(FILLED, str(tmp_path / "kv.db"), installed)
+    setting = ("-o", f"root={tmp_path / 'kv'}")
+    done = run_python(FILLED, str(tmp_path / "kv"), installed)
     assert done.returncode == 0, done.stderr
-    done = process("inspect", "--type", "sqlite", *setting, "--json", **installed)
+    done = process("inspect", "--type", "files", *setting, "--json", **installed)
     assert done.returncode == 0, done.stderr
     held = json.loads(done.stdout)["namespaces"]
     assert [(n["namespace"], n["chunks"], n["stored_bytes"]) for n in held] == [
-        ("alpha", 1, 1024),
-        ("beta", 3, 3072),
+        ("alpha", 1, 1280),
+        ("beta", 3, 3840),
     ]
-    text = process("inspect", "--type", "sqlite", *setting, **installed).stdout
+    text = process("inspect", "--type", "files", *setting, **installed).stdout
     assert text.index("beta") < text.index("alpha")
-    assert "3.0 KiB" in text
+    assert "3.8 KiB" in text
     done = process("doctor", "--type", "examined", *setting, **installed)
-    assert (done.returncode, "no [b]WAL[/b]" in done.stdout) == (1, True), done.stderr
+    assert (done.returncode, "no [b]log[/b]" in done.stdout) == (1, True), done.stderr
 
 
 def test_inspect_shows_what_a_store_tells_without_markup_and_control_characters(
     tmp_path, installed
 ):
-    words = ("--type", "examined", "-o", f"path={tmp_path / 'kv.db'}", "-v")
+    words = ("--type", "examined", "-o", f"root={tmp_path / 'kv'}", "-v")
     done = process("inspect", *words, **installed)
     assert done.returncode == 0, done.stderr
     assert "  in [/kv]\\x1b\n" in done.stdout
@@ -111,14 +110,12 @@ def test_inspect_shows_what_a_store_tells_without_markup_and_control_characters(
 
 
 def test_verify_reads_the_store_of_a_plug_in_and_repairs_it(tmp_path, installed):
-    path = tmp_path / "kv.db"
-    verify = ("verify", "--type", "sqlite", "-o", f"path={path}", "--json")
-    run_python(FILLED, str(path), installed)
+    verify = ("verify", "--type", "files", "-o", f"root={tmp_path}", "--json")
+    run_python(FILLED, str(tmp_path), installed)
     done = process(*verify, "--sample", "50%", "--rate", "1GB/s", **installed)
     assert (done.returncode, json.loads(done.stdout)["chunks"]) == (0, 2), done.stderr
-    with sqlite3.connect(path) as database:
-        database.execute("UPDATE chunks SET payload = zeroblob(1024) WHERE id = 1")
-    database.close()
+    (path,) = (tmp_path / "ns-alpha").iterdir()
+    path.write_bytes(path.read_bytes()[:256] + bytes(1024))
     done = process(*verify, "--repair", **installed)
     assert (done.returncode, json.loads(done.stdout)["reasons"]) == (1, {"corrupt_payload": 1})
     done = process(*verify, **installed)
@@ -126,22 +123,22 @@ def test_verify_reads_the_store_of_a_plug_in_and_repairs_it(tmp_path, installed)
 
 
 def test_what_cannot_be_opened_is_a_sentence_and_nothing_is_made(tmp_path, installed):
-    setting = ("-o", f"path={tmp_path / 'kv.db'}")
+    setting = ("-o", f"root={tmp_path / 'kv'}")
     here = kvoffload
     for words, said, run in (
-        (("doctor", "--type", "sqlite", *setting), "does not offer", partial(process, **installed)),
+        (("doctor", "--type", "files", *setting), "does not offer", partial(process, **installed)),
         (("inspect", "--type", "memry"), "did you mean 'memory'?", here),
         (("inspect", "--type", "memory"), "does not offer", here),
         (("verify", "--type", "memory"), "does not offer", here),
         (("inspect", "--type", "disk"), "is required", here),
         (("inspect", str(tmp_path), "-o", f"root={tmp_path}"), "given already", here),
-        (("doctor", "redis://localhost", "--type", "sqlite"), "or --type NAME", here),
+        (("doctor", "redis://localhost", "--type", "files"), "or --type NAME", here),
         (("inspect",), "give a URL or a folder", here),
     ):
         done = run(*words)
         assert (done.returncode, said in done.stderr) == (2, True), done.stderr
         assert done.stderr.startswith("kvoffload: ")
-    assert not (tmp_path / "kv.db").exists()
+    assert not (tmp_path / "kv").exists()
 
 
 class RemovesByAge(Admin):
