@@ -282,9 +282,6 @@ def command_line() -> Iterator[str]:
         """
 The commands need the extra `cli`. `kvoffload COMMAND --help` prints the same. Each command takes
 `--json` and then prints [JSON](json.md) alone; `config schema` prints nothing else.
-`--output FILE` writes to a file what would be printed, and `--quiet` prints errors only. Neither
-changes an exit code or answers a question of `gc`. After wrong usage an earlier file stays as it
-was.
 
 Scripts may rely on the exit codes. 0: done, and all is well. 1: the command found something wrong,
 or could not do a part; it says what. 2: wrong usage or settings, and nothing was done. 130: ended
@@ -302,7 +299,6 @@ by Control-C.
 def _click_command(name: str) -> Any:
     import typer
 
-    from kvoffload.cli.destination import add_options
     from kvoffload.cli.main import module_of
 
     module = module_of(name)
@@ -310,9 +306,7 @@ def _click_command(name: str) -> Any:
     if app is None:
         app = typer.Typer(add_completion=False)
         app.command(name)(module.command)
-    command = typer.main.get_command(app)
-    add_options(command)
-    return command
+    return typer.main.get_command(app)
 
 
 def _command(title: str, command: Any) -> Iterator[str]:

@@ -11,8 +11,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from kvoffload.cli.destination import is_answered
-from kvoffload.cli.output import console, plain
+from kvoffload.cli.output import console, is_answered, plain
 from kvoffload.cli.stores import AsJson
 from kvoffload.control import (
     HOST,

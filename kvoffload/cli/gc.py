@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from kvoffload.backends.admin import Garbage
-from kvoffload.cli.destination import is_answered
-from kvoffload.cli.output import console, plain
+from kvoffload.cli.output import console, is_answered, plain
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError

@@ -42,7 +42,6 @@ def main() -> None:
         remedy = "pip install '/path/to/kvoffload[cli]'"
         sys.exit(f"kvoffload: the command line needs its extra: {remedy}")
 
-    from kvoffload.cli.destination import add_options, destination
     from kvoffload.errors import ConfigError
 
     def print_version(asked: bool) -> None:
@@ -82,17 +81,11 @@ def main() -> None:
                 app.command(name)(module.command)
     _suit_the_terminal()
     whole = typer.main.get_command(app)
-    add_options(whole)
     _join_lines(whole)
     try:
-        done = False
         try:
             whole()
-        except SystemExit as ended:
-            done = ended.code in (None, 0, 1)
-            raise
         finally:
-            destination.end(done=done)
             sys.stdout.flush()
     except ConfigError as error:
         print(f"kvoffload: {error}", file=sys.stderr)

@@ -5,6 +5,7 @@ store reaches a terminal as a control character.
 """
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -27,6 +28,11 @@ def console(*, stderr: bool = False) -> Console:
     if not found.is_terminal and not os.environ.get("COLUMNS"):
         found.width = _UNLIMITED
     return found
+
+
+def is_answered() -> bool:
+    """Return whether a person at a terminal can answer a question."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def plain(text: object, style: str = "") -> Text:

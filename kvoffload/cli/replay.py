@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from kvoffload.cli.destination import is_watched
 from kvoffload.cli.output import console, plain, print_numbers
 from kvoffload.errors import ConfigError
 from kvoffload.replay import synthetic
@@ -113,7 +112,8 @@ def facts(trace: Trace) -> dict[str, Any]:
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
     """Show a bar on standard error while it is a terminal."""
-    with Progress(console=console(stderr=True), transient=True, disable=not is_watched()) as bar:
+    to = console(stderr=True)
+    with Progress(console=to, transient=True, disable=not to.is_terminal) as bar:
         task = bar.add_task("replaying", total=total)
         yield lambda blocks: bar.advance(task, blocks)
 

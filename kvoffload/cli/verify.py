@@ -15,7 +15,6 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from kvoffload.cli.destination import is_watched
 from kvoffload.cli.gc import size_with_unit
 from kvoffload.cli.output import console, plain
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
@@ -50,7 +49,7 @@ def command(
     limit = None if rate is None else parse_rate(rate)
     terminal = console(stderr=True)
     columns = BarColumn(), DownloadColumn(binary_units=True), _SpeedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=terminal, disable=as_json or not is_watched()) as bar:
+    with Progress(*columns, console=terminal, disable=as_json or not terminal.is_terminal) as bar:
         task = bar.add_task("", total=None)
         found = run_on(
             "verify",
