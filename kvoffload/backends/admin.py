@@ -75,8 +75,6 @@ class Garbage(NamedTuple):
     """Only chunks of this one: its name, or the beginning of it."""
     unused_s: float | None = None
     """Only chunks that were not used for so long."""
-    capacity_bytes: int | None = None
-    """Only the least recently used chunks above this size."""
     dry_run: bool = False
     """Remove nothing; report what would be removed."""
 
@@ -147,9 +145,6 @@ class Admin(Protocol):
 
     async def collect(self, wanted: Garbage) -> Collected:
         """Remove garbage; for ``gc``. By default by :meth:`purge` and :meth:`purge_unused`."""
-        if wanted.capacity_bytes is not None:
-            remedy = "this store evicts by its own rule, as a server does by maxmemory-policy"
-            raise ConfigError("capacity", human_bytes(wanted.capacity_bytes), remedy)
         meant = None
         if wanted.namespace is not None:
             if wanted.unused_s is None and type(self).purge is Admin.purge:

@@ -9,7 +9,6 @@ import typer
 from kvoffload.backends.admin import Garbage
 from kvoffload.cli.output import console, is_answered, plain
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
-from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d|w)")
@@ -19,9 +18,6 @@ _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 def command(
     root: Target = None,
     kind: Kind = None,
-    capacity: Annotated[
-        str | None, typer.Option(help="Remove the least recently used chunks above this size.")
-    ] = None,
     older_than: Annotated[
         str | None, typer.Option(help="Remove chunks not used for this long: 90min, 36h, 14d.")
     ] = None,
@@ -44,12 +40,8 @@ def command(
     Exit codes: 0 done, or the answer was no; 1 something could not be removed, 2 no such store, one
     of another user, or wrong options.
     """
-    wanted = Garbage(
-        namespace,
-        None if older_than is None else parse_age(older_than),
-        None if capacity is None else size_with_unit(capacity, "capacity"),
-        dry_run,
-    )
+    unused_s = None if older_than is None else parse_age(older_than)
+    wanted = Garbage(namespace, unused_s, dry_run)
     out = console()
     if not (dry_run or yes or as_json) and is_answered():
         planned = run_on(
@@ -70,18 +62,6 @@ def command(
             out.print(plain(line), soft_wrap=True)
     if found.failures:
         raise typer.Exit(1)
-
-
-def size_with_unit(text: str, field: str) -> int:
-    """Read ``100GiB``; refuse a bare number, which might mean any unit.
-
-    Raises:
-        ConfigError: it is no size, or has no unit.
-    """
-    size = ByteSize.parse(text, field)
-    if not text.strip()[-1].isalpha():
-        raise ConfigError(field, text, "needs a unit: 100GiB, 500MB, 4096B")
-    return size
 
 
 def parse_age(text: str) -> float:

@@ -15,10 +15,9 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from kvoffload.cli.gc import size_with_unit
 from kvoffload.cli.output import console, plain
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
-from kvoffload.config import human_bytes
+from kvoffload.config import ByteSize, human_bytes
 from kvoffload.errors import ConfigError
 
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%")
@@ -89,8 +88,11 @@ def parse_share(text: str) -> float:
 
 
 def parse_rate(text: str) -> int:
-    """Read ``100MB/s`` as bytes a second; raises ConfigError."""
-    limit = size_with_unit(text.strip().removesuffix("/s"), "rate")
+    """Read ``100MB/s`` as bytes a second; raises ConfigError, also for a number without unit."""
+    size = text.strip().removesuffix("/s").strip()
+    limit = ByteSize.parse(size, "rate")
+    if not size[-1].isalpha():
+        raise ConfigError("rate", text, "needs a unit: 100MB/s, 1GiB/s")
     if not limit:
         raise ConfigError("rate", text, "must be more than 0 bytes a second")
     return limit

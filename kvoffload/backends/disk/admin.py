@@ -1,9 +1,10 @@
 """The operators' commands on a root: examined from outside, without opening a backend on it."""
 
+import math
 import mmap
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -154,12 +155,13 @@ def _holding(found: DiskInspector, folder: str, now: float) -> Holding:
 
 
 def collect(found: DiskInspector, wanted: Garbage) -> Collected:
-    """Remove the chunks that the limits name, damaged files, and leftovers of dead processes."""
-    namespace, age_s, limit, dry_run = wanted
+    """Remove the chunks that are asked for, damaged files, and leftovers of dead processes."""
+    namespace, age_s, dry_run = wanted
     folder = None if namespace is None else _folder(found, namespace)
     chunks = sorted(found.chunks(folder), key=lambda chunk: chunk.used_ns)
-    everything = folder is not None and limit is None and age_s is None
-    old = _going(chunks, limit=limit, age_s=age_s, everything=everything)
+    everything = folder is not None and age_s is None
+    until_ns = math.inf if everything else 0.0 if age_s is None else time.time_ns() - age_s * 1e9
+    old = [chunk for chunk in chunks if chunk.used_ns < until_ns]
     garbage: list[tuple[str, ChunkFile | Waste, Callable[[Any], int]]] = [
         *(("chunk", chunk, found.remove) for chunk in old),
         *(("damaged", file, found.remove_quarantined) for file in found.quarantined()),
@@ -206,20 +208,6 @@ def _folder(found: DiskInspector, wanted: str) -> str:
     names = {manifest.name_in(found.manifest(folder), folder): folder for folder in folders}
     known = folders | names
     return known[named(wanted, known)]
-
-
-def _going(
-    chunks: list[ChunkFile], *, limit: int | None, age_s: float | None, everything: bool
-) -> Iterable[ChunkFile]:
-    """Yield the chunks to remove; ``chunks`` are in order of their last use."""
-    total = sum(chunk.allocated_bytes for chunk in chunks)
-    now_ns = time.time_ns()
-    for chunk in chunks:
-        too_old = age_s is not None and now_ns - chunk.used_ns > age_s * 1e9
-        too_much = limit is not None and total > limit
-        if everything or too_old or too_much:
-            total -= chunk.allocated_bytes
-            yield chunk
 
 
 # ---- verify --------------------------------------------------------------------------------------

@@ -349,7 +349,7 @@ def test_gc_reaches_the_folder_that_it_has_opened_and_none_that_takes_its_name(t
     with inspected(str(root)) as found:
         root.rename(tmp_path / "away")
         other.rename(root)
-        report = collect(found, Garbage(NAMESPACE, None, None, False)).figures
+        report = collect(found, Garbage(NAMESPACE)).figures
     assert (report["removed"], report["quarantined"], report["leftovers"]) == (3, 1, 2)
     assert report["freed_bytes"] == 3 * ON_DISK + 3 * 4096
     assert not report["not_removed"]

@@ -198,7 +198,6 @@ def test_inspect_and_gc_say_what_is_wrong(server):
         (("inspect", away), 1),
         (("gc", away, "--namespace", "x"), 1),
         (("gc", server.url), 2),
-        (("gc", server.url, "--capacity", "1GB"), 2),
     ):
         done = in_process(*words)
         assert done.returncode == code, words
