@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvoffload.backends.admin import Admin
     from kvoffload.backends.asynchronous import AsyncBackend
     from kvoffload.backends.base import (
         Backend,
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "backends.admin": ("Admin",),
     "backends.asynchronous": ("AsyncBackend",),
     "backends.base": (
         "Backend", "LocalIndex", "Observable", "ReadResult", "ReadsEach", "Removal", "Usage",
@@ -77,7 +75,7 @@ _MODULES = {
 _HOMES = {name: f"kvoffload.{module}" for module, names in _MODULES.items() for name in names}
 
 __all__ = [
-    "Admin", "AsyncBackend", "Backend", "BackendConfig", "ByteSize", "CanonicalKVCacheRef",
+    "AsyncBackend", "Backend", "BackendConfig", "ByteSize", "CanonicalKVCacheRef",
     "CanonicalKVCacheTensor", "CanonicalKVCaches", "ChunksRemoved", "ChunksStored", "ConfigError",
     "Exporter", "InlineBackend", "KVOffloadError", "LoadOutcome", "LocalConnector", "LocalIndex",
     "Observable", "OffloadConfig", "OffloadKey", "OffloadRequest", "OffloadingEvent",

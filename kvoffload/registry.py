@@ -2,9 +2,10 @@
 
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from inspect import isclass
 from typing import Any
 
-from kvoffload.backends.admin import Admin
+from kvoffload.backends.admin import COMMANDS
 from kvoffload.backends.base import Backend, BackendFactory
 from kvoffload.config import OffloadConfig, convert, did_you_mean
 from kvoffload.errors import ConfigError
@@ -109,17 +110,23 @@ def open_backend(
         raise ConfigError(f"{where}{error.field}", error.value, error.remedy) from error
 
 
-def open_admin(type: str, options: dict[str, Any]) -> Admin:
+def offers(type: str, command: str, field: str = "type") -> bool:
+    """Return whether a backend offers a command, as far as its class tells before it is opened."""
+    factory = load(BACKENDS, type, field)
+    factory = getattr(factory, "admin", factory)
+    return not isclass(factory) or issubclass(factory, COMMANDS[command])
+
+
+def open_admin(type: str, options: dict[str, Any]) -> Any:
     """Open a store for an operator's command, by the registered name of its backend.
 
+    Returns:
+        An object with protocols of :mod:`kvoffload.backends.admin`, and with ``close()``.
+
     Raises:
-        ConfigError: unknown type, unknown or bad option, or a backend without operators' methods.
+        ConfigError: unknown type, unknown or bad option.
     """
-    factory: Any = load(BACKENDS, type)
+    factory = load(BACKENDS, type)
     if hasattr(factory, "admin"):
-        store = factory.admin(options)
-    else:
-        store = open_backend(type, options, "kvoffload-command-line")
-    if isinstance(store, Admin):
-        return store
-    raise ConfigError("type", type, "this backend does not offer kvoffload.backends.admin.Admin")
+        return factory.admin(options)
+    return open_backend(type, options, "kvoffload-command-line")

@@ -70,7 +70,7 @@ PUBLIC = {
     "CanonicalKVCaches", "CanonicalKVCacheTensor", "CanonicalKVCacheRef", "OffloadKey",
     "make_offload_key", "namespace",
     "Backend", "ThreadedBackend", "AsyncBackend", "InlineBackend", "LocalIndex", "Observable",
-    "ReadsEach", "Admin", "ReadResult", "Removal", "Usage", "Policy",
+    "ReadsEach", "ReadResult", "Removal", "Usage", "Policy",
     "OffloadingManager", "OffloadingSpec", "OffloadingEvent", "ChunksStored", "ChunksRemoved",
     "Exporter", "folder_digest",
 }  # fmt: skip

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -16,11 +15,11 @@ import aiofiles
 import aiofiles.os
 import msgspec
 
-from kvoffload.backends.admin import Admin, Holding, Verified
+from kvoffload.backends.admin import Check, Holding, Survey, Verified
 from kvoffload.backends.asynchronous import AsyncBackend
 from kvoffload.backends.base import Removal, Usage
 from kvoffload.backends.header import COMPACT_BYTES, check_chunk, counted_as, namespace_digest
-from kvoffload.backends.verification import Verification, lines_of, sampled
+from kvoffload.backends.verification import Verification
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
 
@@ -38,7 +37,7 @@ class FilesOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError("capacity", int(self.capacity), "must be more than 0 bytes")
 
 
-class FilesBackend(AsyncBackend, Admin):
+class FilesBackend(AsyncBackend):
     """A folder a namespace, a file a chunk."""
 
     Options = FilesOptions
@@ -127,32 +126,23 @@ class FilesBackend(AsyncBackend, Admin):
     def take_removals(self) -> list[Removal]:
         return [self._removals.popleft() for _ in range(len(self._removals))]
 
-    async def survey(self) -> list[Holding]:
+    async def survey(self) -> Survey:
         found: dict[str, list[int]] = {}
         for path, size in await asyncio.to_thread(self._files):
             found.setdefault(unquote(path.parent.name[3:]), []).append(size)
-        return [Holding(name, {}, len(sizes), sum(sizes)) for name, sizes in found.items()]
+        return Survey([Holding(name, {}, len(sizes), sum(sizes)) for name, sizes in found.items()])
 
-    async def verify(
-        self,
-        *,
-        repair: bool,
-        share: float | None,
-        bytes_per_s: int | None,
-        progress: Callable[[int, int], None],
-    ) -> Verified:
+    async def verify(self, wanted: Check) -> Verified:
         files = await asyncio.to_thread(self._files)
-        chosen = sampled(files, share)
-        run = Verification(len(files), sum(size for _, size in chosen), bytes_per_s, progress)
-        for path, size in chosen:
+        run = Verification(files, wanted, lambda file: file[1])
+        for path, size in run.chosen:
             if reason := await self._damage(path):
-                if repair:
+                if run.repairs:
                     await aiofiles.os.remove(path)
-                why = "removed" if repair else "left in place"
-                run.add_damage(str(path), counted_as(reason), why, removed=repair)
+                why = "removed" if run.repairs else "left in place"
+                run.add_damage(str(path), counted_as(reason), why, removed=run.repairs)
             await asyncio.sleep(run.add(size, size))
-        figures = run.figures()
-        return Verified(lines_of(figures), figures, not figures["damaged"])
+        return run.report()
 
     async def _damage(self, path: Path) -> str | None:
         async with aiofiles.open(path, "rb") as file:

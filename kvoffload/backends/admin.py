@@ -1,20 +1,21 @@
-"""The optional protocol behind the commands ``inspect``, ``gc``, ``verify`` and ``doctor``.
+"""The optional protocols behind the commands ``inspect``, ``gc``, ``verify`` and ``doctor``.
 
-A command opens a store by its type, and calls the method of its name here. A class that inherits
-:class:`Admin` defines what its store can do; a command whose method it leaves out is refused.
+Each protocol is one method. A command opens a store by its type, and calls the method of its
+protocol in :data:`COMMANDS`. A store without the method does not offer the command.
 
 A store that can be examined without opening it, as a folder can, says so by a class attribute
-``admin``: a callable that takes the options as they were given, and returns an :class:`Admin`.
+``admin``: a callable that takes the options as they were given. It returns an object with these
+methods and ``close()``.
 """
 
 import mmap
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from kvoffload.backends.base import Backend
-from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
 
 MEASURED_BYTES = 2 << 20
@@ -47,25 +48,17 @@ class Holding(NamedTuple):
     """Further lines for ``inspect -v``."""
 
 
-class Overview(NamedTuple):
-    """The state of a whole store."""
+class Survey(NamedTuple):
+    """The state of a whole store; for ``inspect`` and ``top``."""
 
-    figures: Mapping[str, Any]
-    """For ``inspect --json``."""
+    held: Sequence[Holding]
+    """One entry a namespace."""
+    figures: Mapping[str, Any] = MappingProxyType({"servers": []})
+    """The figures of the store for ``inspect --json``, without the namespaces."""
     lines: Sequence[tuple[str, str]] = ()
     """For people: a title and its text, one pair a line."""
     times: Literal["expires in", "last used"] = "expires in"
     """Which time of a :class:`Holding` the table shows."""
-
-
-class Aged(NamedTuple):
-    """The chunks of a removal by age."""
-
-    chunks: int
-    """Removed, or in a dry run to be removed."""
-    stored_bytes: int
-    undated: int
-    """Chunks that stay because their last use is unknown."""
 
 
 class Garbage(NamedTuple):
@@ -90,6 +83,19 @@ class Collected(NamedTuple):
     """Each removed thing, for the report of a dry run."""
     failures: Sequence[str] = ()
     """Each thing that could not be removed, and why."""
+
+
+class Check(NamedTuple):
+    """What ``verify`` is asked to read."""
+
+    repair: bool = False
+    """Remove damaged chunks."""
+    share: float | None = None
+    """The part of the chunks to read, at random; None: all."""
+    bytes_per_s: int | None = None
+    """The most to read on average; None: no limit."""
+    progress: Callable[[int, int], None] = lambda done, total: None
+    """Called with the bytes done and the bytes to do, on any thread."""
 
 
 class Verified(NamedTuple):
@@ -118,103 +124,63 @@ class Finding(NamedTuple):
     """What to do about it; empty where nothing needs doing."""
 
 
+# ---- what a store may offer ------------------------------------------------------------------
+# Methods may take long. They raise OSError if the store cannot be reached or refuses, and
+# ConfigError if it cannot do what is asked.
+
+
 @runtime_checkable
-class Admin(Protocol):
-    """Optional: examines a whole store and removes parts of it. Methods may take long.
+class Surveys(Protocol):
+    """Optional: for ``inspect``, and ``top`` of a store."""
 
-    Raises:
-        OSError: the store cannot be reached, or refuses.
-        ConfigError: the store cannot do what is asked.
-    """
+    async def survey(self) -> Survey:
+        """Return the chunks of every namespace, and the state of the store."""
+        ...
 
-    async def survey(self) -> list[Holding]:
-        """Return the chunks of every namespace; for ``inspect``."""
-        raise _missing(self, "inspect")
 
-    async def overview(self, held: Sequence[Holding]) -> Overview:
-        """Return the state of the store, which holds ``held``; for ``inspect``."""
-        return Overview({"servers": []})
+@runtime_checkable
+class Collects(Protocol):
+    """Optional: for ``gc``."""
+
+    async def collect(self, wanted: Garbage) -> Collected:
+        """Remove garbage."""
+        ...
+
+
+@runtime_checkable
+class Verifies(Protocol):
+    """Optional: for ``verify``; :mod:`kvoffload.backends.verification` helps."""
+
+    async def verify(self, wanted: Check) -> Verified:
+        """Read and check chunks."""
+        ...
+
+
+@runtime_checkable
+class Diagnoses(Protocol):
+    """Optional: for ``doctor``."""
+
+    async def diagnose(self) -> list[Finding]:
+        """Check whether the store is fit to be a tier."""
+        ...
+
+
+@runtime_checkable
+class Purges(Protocol):
+    """Optional: for ``cache clear`` and SGLang's ``clear``, which fail without it."""
 
     async def purge(self, namespaces: Sequence[str]) -> int:
         """Remove all chunks and facts of these namespaces; return how many values were removed."""
-        return 0
-
-    async def purge_unused(self, age_s: float, namespace: str | None, *, dry_run: bool) -> Aged:
-        """Remove the chunks not used for so long, of one namespace or of all."""
-        raise ConfigError("older-than", f"{age_s:g} s", "this store removes nothing by age")
-
-    async def collect(self, wanted: Garbage) -> Collected:
-        """Remove garbage; for ``gc``. By default by :meth:`purge` and :meth:`purge_unused`."""
-        meant = None
-        if wanted.namespace is not None:
-            if wanted.unused_s is None and type(self).purge is Admin.purge:
-                raise ConfigError("namespace", wanted.namespace, "this store removes no namespaces")
-            held = {each.namespace: each for each in await self.survey()}
-            meant = held[named(wanted.namespace, held)]
-        if wanted.unused_s is not None:
-            name = meant and meant.namespace
-            found = await self.purge_unused(wanted.unused_s, name, dry_run=wanted.dry_run)
-        elif meant is not None:
-            found = Aged(meant.chunks, meant.stored_bytes, 0)
-            if not wanted.dry_run:
-                await self.purge([meant.namespace])
-        else:
-            remedy = "name one, or give --older-than; chunks that are not used expire by themselves"
-            raise ConfigError("namespace", None, remedy)
-        summary = f"{counted(found.chunks, 'chunk')}, {human_bytes(found.stored_bytes)}"
-        if found.undated:
-            summary += (
-                f"; {found.undated} chunks stay: they live longer than ttl_s, so their age is "
-                "unknown; give the ttl_s of the engines with -o"
-            )
-        figures = {
-            "dry_run": wanted.dry_run,
-            "removed": found.chunks,
-            "freed_bytes": found.stored_bytes,
-            "undated": found.undated,
-        }
-        return Collected(summary, figures)
-
-    async def verify(
-        self,
-        *,
-        repair: bool,
-        share: float | None,
-        bytes_per_s: int | None,
-        progress: Callable[[int, int], None],
-    ) -> Verified:
-        """Read and check every chunk; for ``verify``.
-
-        Args:
-            repair: remove damaged chunks.
-            share: the part of the chunks to read, at random; None: all.
-            bytes_per_s: the most to read on average; None: no limit.
-            progress: called with the bytes done and the bytes to do, on any thread.
-        """
-        raise _missing(self, "verify")
-
-    async def diagnose(self) -> list[Finding]:
-        """Check whether the store is fit to be a tier; for ``doctor``."""
-        raise _missing(self, "doctor")
-
-    async def close(self) -> None:
-        """Release all resources."""
+        ...
 
 
-METHODS: Mapping[str, Sequence[str]] = {
-    "inspect": ("survey",),
-    "gc": ("collect", "purge", "purge_unused"),
-    "verify": ("verify",),
-    "doctor": ("diagnose",),
+COMMANDS: Mapping[str, type] = {
+    "inspect": Surveys,
+    "gc": Collects,
+    "verify": Verifies,
+    "doctor": Diagnoses,
 }
-"""The methods of a command: a store offers the command if it defines one of them."""
-
-
-def offers(store: type, command: str) -> bool:
-    """Return whether a class defines what a command calls, beyond the defaults of Admin."""
-    own = (getattr(store, name, None) for name in METHODS[command])
-    defaults = [None, *(getattr(Admin, name) for name in METHODS[command])]
-    return issubclass(store, Admin) and any(method not in defaults for method in own)
+"""The protocol of each command."""
 
 
 def is_digest(name: str) -> bool:
@@ -283,7 +249,3 @@ async def measure(backend: Backend) -> list[tuple[int, float]]:
         return measured
     finally:
         await backend.remove(keys)
-
-
-def _missing(store: object, command: str) -> ConfigError:
-    return ConfigError("type", type(store).__name__, f"this backend does not offer {command}")

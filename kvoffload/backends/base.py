@@ -7,8 +7,9 @@ blocking functions, or coroutines, that move bytes: see
 :class:`kvoffload.backends.threaded.ThreadedBackend` and
 :class:`kvoffload.backends.asynchronous.AsyncBackend`.
 
-Four protocols are optional: :class:`LocalIndex`, :class:`Observable`, :class:`ReadsEach` and
-:class:`kvoffload.backends.admin.Admin`. Inherit one and define what differs from its defaults.
+Three protocols are optional: :class:`LocalIndex`, :class:`Observable` and :class:`ReadsEach`.
+Inherit one and define what differs from its defaults. Operators' commands call one method each:
+see :mod:`kvoffload.backends.admin`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvoffload.backends.admin import Admin
 from kvoffload.backends.base import ReadResult, Removal, Usage
 from kvoffload.backends.changes import ChangedKeys
 from kvoffload.backends.threaded import InlineBackend
@@ -27,7 +26,7 @@ class MemoryOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError("capacity", int(self.capacity), "must be more than 0 bytes")
 
 
-class MemoryBackend(InlineBackend, Admin):
+class MemoryBackend(InlineBackend):
     """Chunks in a dictionary, gone with the process. For tests, examples and ordinary memory.
 
     Copies run on the loop itself: one chunk takes less time than a hop to a thread.

@@ -1,45 +1,36 @@
-"""The report of ``verify``, and the means of every store to make one: a sample, a rate, a count."""
+"""What every store's ``verify`` needs: a sample, a rate, a count, and the report."""
 
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-from kvoffload.backends.admin import counted
+from kvoffload.backends.admin import Check, Verified, counted
 from kvoffload.config import human_bytes
 
 T = TypeVar("T")
 
 
-def sampled(chunks: Sequence[T], share: float | None) -> Sequence[T]:
-    """Return a part of the chunks at random, at least one; all without a share."""
-    if share is None or not chunks:
-        return chunks
-    return random.sample(chunks, max(1, round(len(chunks) * share)))
-
-
-class Verification:
+class Verification(Generic[T]):
     """The count of what a ``verify`` read and found.
 
     Args:
-        of_chunks: chunks in the store.
-        total_bytes: bytes of the chunks to read.
-        bytes_per_s: the most to read on average; None: no limit.
-        progress: called with the bytes done and the bytes to do.
+        chunks: all chunks of the store.
+        wanted: what to read of them.
+        size_of: returns the stored bytes of a chunk.
     """
 
-    def __init__(
-        self,
-        of_chunks: int,
-        total_bytes: int,
-        bytes_per_s: int | None,
-        progress: Callable[[int, int], None],
-    ) -> None:
-        self._of_chunks, self._total_bytes = of_chunks, total_bytes
-        self._bytes_per_s, self._progress = bytes_per_s, progress
-        self._chunks = self._read_bytes = self._passed_bytes = 0
-        self._other_versions = 0
+    def __init__(self, chunks: Sequence[T], wanted: Check, size_of: Callable[[T], int]) -> None:
+        self.chosen = chunks
+        """The chunks to read: all, or a part at random, at least one."""
+        if wanted.share is not None and chunks:
+            self.chosen = random.sample(chunks, max(1, round(len(chunks) * wanted.share)))
+        self.repairs = wanted.repair
+        """Whether damaged chunks are to be removed."""
+        self._wanted, self._of_chunks = wanted, len(chunks)
+        self._total_bytes = sum(map(size_of, self.chosen))
+        self._chunks = self._read_bytes = self._passed_bytes = self._other_versions = 0
         self._damaged: list[dict[str, Any]] = []
         self._began = time.monotonic()
 
@@ -51,10 +42,10 @@ class Verification:
         self._chunks += not is_gone
         self._read_bytes += read_bytes
         self._passed_bytes += stored_bytes
-        self._progress(self._passed_bytes, self._total_bytes)
-        if self._bytes_per_s is None:
+        self._wanted.progress(self._passed_bytes, self._total_bytes)
+        if self._wanted.bytes_per_s is None:
             return 0.0
-        return max(0.0, self._read_bytes / self._bytes_per_s - self._seconds())
+        return max(0.0, self._read_bytes / self._wanted.bytes_per_s - self._seconds())
 
     def add_damage(self, path: str, reason: str, why: str, *, removed: bool = False) -> None:
         """Add damage: where it is, its reason, and why it was removed or stays."""
@@ -64,38 +55,35 @@ class Verification:
         """Count a chunk that another version wrote: it is not checked further, and stays."""
         self._other_versions += 1
 
-    def figures(self) -> dict[str, Any]:
-        """Return the figures for ``--json``."""
-        seconds = self._seconds()
-        return {
+    def report(
+        self, more: Sequence[str] = (), *, is_sound: bool = True, **figures: Any
+    ) -> Verified:
+        """Return the result, with further lines, faults and figures of the store itself."""
+        seconds, damaged = self._seconds(), self._damaged
+        per_second = self._read_bytes / seconds if seconds else 0.0
+        lines = [
+            f"{counted(self._chunks, 'chunk')}, {human_bytes(self._read_bytes)} read in "
+            f"{seconds:.1f} s ({human_bytes(per_second)}/s), {len(damaged)} damaged"
+        ]
+        if self._chunks < self._of_chunks:
+            lines.append(f"a part of {self._of_chunks} chunks")
+        if self._other_versions:
+            lines.append(
+                f"{counted(self._other_versions, 'chunk')} of another version of kvoffload, left "
+                "in place unchecked"
+            )
+        lines += [f"{each['reason']}: {each['path']} ({each['why']})" for each in damaged]
+        told = {
             "chunks": self._chunks,
             "of_chunks": self._of_chunks,
             "bytes": self._read_bytes,
             "seconds": seconds,
-            "bytes_per_second": self._read_bytes / seconds if seconds else 0.0,
+            "bytes_per_second": per_second,
             "other_versions": self._other_versions,
-            "reasons": dict(Counter(each["reason"] for each in self._damaged)),
-            "damaged": self._damaged,
+            "reasons": dict(Counter(each["reason"] for each in damaged)),
+            "damaged": damaged,
         }
+        return Verified([*lines, *more], told | figures, is_sound and not damaged)
 
     def _seconds(self) -> float:
         return time.monotonic() - self._began
-
-
-def lines_of(figures: dict[str, Any]) -> list[str]:
-    """Return the figures of a :class:`Verification` as lines for people."""
-    lines = [
-        f"{counted(figures['chunks'], 'chunk')}, {human_bytes(figures['bytes'])} read in "
-        f"{figures['seconds']:.1f} s ({human_bytes(figures['bytes_per_second'])}/s), "
-        f"{len(figures['damaged'])} damaged"
-    ]
-    if figures["chunks"] < figures["of_chunks"]:
-        lines.append(f"a part of {figures['of_chunks']} chunks")
-    if figures["other_versions"]:
-        lines.append(
-            f"{counted(figures['other_versions'], 'chunk')} of another version of kvoffload, left "
-            "in place unchecked"
-        )
-    return lines + [
-        f"{each['reason']}: {each['path']} ({each['why']})" for each in figures["damaged"]
-    ]

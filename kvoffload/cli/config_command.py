@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kvoffload.backends.admin import Finding
 from kvoffload.cli.output import console, plain
-from kvoffload.cli.stores import AsJson, has_command, opened
+from kvoffload.cli.stores import AsJson, opened
 from kvoffload.config import (
     SIZE_SCHEMA,
     BackendConfig,
@@ -32,7 +32,7 @@ from kvoffload.connectors.sglang.hicache_settings import (
 )
 from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.errors import HIDDEN, ConfigError, shown
-from kvoffload.registry import BACKENDS, check_plugins, load
+from kvoffload.registry import BACKENDS, check_plugins, load, offers
 
 app = typer.Typer(
     help="Check, show or describe the settings of an engine.\n\n"
@@ -265,12 +265,13 @@ def examined(config: OffloadConfig) -> dict[str, list[Finding]]:
     findings = {}
     for i, tier in enumerate(config.backends):
         name = f"backends[{i}] {tier.type}"
-        if not has_command(tier.type, "doctor"):
+        if not offers(tier.type, "doctor"):
             findings[name] = [Finding("doctor", "ok", "this backend has no examination", "")]
             continue
-        examination = opened(tier.type, tier.options, lambda store: store.diagnose())
         try:
-            findings[name] = asyncio.run(examination)
+            findings[name] = asyncio.run(
+                opened("doctor", tier.type, tier.options, lambda store: store.diagnose())
+            )
         except ConfigError as error:
             findings[name] = [Finding(error.field, "failed", f"{error.value!r}", error.remedy)]
         except OSError as error:

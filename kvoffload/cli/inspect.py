@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvoffload.backends.admin import Admin, Holding, Overview, counted, duration, is_digest, named
+from kvoffload.backends.admin import Holding, counted, duration, is_digest, named
 from kvoffload.cli.output import console, plain, print_numbers
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
 from kvoffload.config import human_bytes
@@ -46,25 +46,21 @@ def command(
     Exit codes: 0 done, 1 the store cannot be reached, 2 no such store or namespace, or a store of
     another user.
     """
+    held, figures, lines, times = run_on(
+        "inspect", root, kind, option, lambda store: store.survey()
+    )
     if diff is not None:
-        held = run_on("inspect", root, kind, option, lambda store: store.survey())
         _diff(held, diff, as_json=as_json, verbose=verbose)
         return
-    held, overview = run_on("inspect", root, kind, option, _look)
     if as_json:
-        print(json.dumps({**overview.figures, "namespaces": [_figures(each) for each in held]}))
+        print(json.dumps({**figures, "namespaces": [_figures(each) for each in held]}))
         return
     terminal = console()
-    for title, text in overview.lines:
+    for title, text in lines:
         terminal.print(plain(title, "bold") + (": " if title else "") + plain(text), soft_wrap=True)
-    _show(terminal, held, overview.times, sort, verbose=verbose)
+    _show(terminal, held, times, sort, verbose=verbose)
     if not held:
         terminal.print("nothing of kvoffload's is stored here")
-
-
-async def _look(store: Admin) -> tuple[list[Holding], Overview]:
-    held = await store.survey()
-    return held, await store.overview(held)
 
 
 def _figures(each: Holding) -> dict[str, object]:

@@ -7,10 +7,10 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from kvoffload.backends.admin import Admin, offers
+from kvoffload.backends.admin import COMMANDS
 from kvoffload.cli.output import console, plain
 from kvoffload.errors import ConfigError
-from kvoffload.registry import BACKENDS, load, open_admin
+from kvoffload.registry import offers, open_admin
 
 Target = Annotated[
     str | None, typer.Argument(help="A folder, or redis://..., rediss+cluster://...")
@@ -33,7 +33,7 @@ def run_on(
     target: str | None,
     kind: str | None,
     settings: list[str] | None,
-    work: Callable[[Admin], Awaitable[_T]],
+    work: Callable[[Any], Awaitable[_T]],
 ) -> _T:
     """Do a command's work on the store that its arguments name.
 
@@ -42,30 +42,33 @@ def run_on(
         typer.Exit: with code 1 when the store cannot be reached; the reason is printed.
     """
     kind, options = _chosen(target, kind)
-    if not has_command(kind, command, "--type"):
-        raise ConfigError("type", kind, f"this backend does not offer {command}")
     for name, value in _parsed(settings or []).items():
         if name in options:
             raise ConfigError(name, value, "the target is given already")
         options[name] = value
     try:
-        return asyncio.run(opened(kind, options, work))
+        return asyncio.run(opened(command, kind, options, work))
     except OSError as error:
         console(stderr=True).print(plain(f"kvoffload: {error}"), soft_wrap=True)
         raise typer.Exit(1) from None
 
 
-def has_command(kind: str, command: str, field: str = "type") -> bool:
-    """Return whether a backend offers a command, as far as its class tells before it is opened."""
-    factory = load(BACKENDS, kind, field)
-    factory = getattr(factory, "admin", factory)
-    return not isinstance(factory, type) or offers(factory, command)
+async def opened(
+    command: str, kind: str, options: dict[str, Any], work: Callable[[Any], Awaitable[_T]]
+) -> _T:
+    """Open a store for a command, do the command's work on it, and close it.
 
-
-async def opened(kind: str, options: dict[str, Any], work: Callable[[Admin], Awaitable[_T]]) -> _T:
-    """Open a store for operators, do something with it, and close it."""
+    Raises:
+        ConfigError: there is no such backend, an option is wrong, or the command is not offered.
+        OSError: the store cannot be reached.
+    """
+    missing = ConfigError("type", kind, f"this backend does not offer {command}")
+    if not offers(kind, command):
+        raise missing
     store = open_admin(kind, options)
     try:
+        if not isinstance(store, COMMANDS[command]):
+            raise missing
         return await work(store)
     finally:
         await store.close()

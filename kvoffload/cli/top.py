@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from kvoffload.backends.admin import Admin, counted
+from kvoffload.backends.admin import Surveys, counted
 from kvoffload.cli.output import console, plain
 from kvoffload.cli.stores import AsJson, Settings, run_on
 from kvoffload.config import human_bytes
@@ -211,9 +211,8 @@ def _series(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
             yield match[1], dict(_LABEL.findall(match[2] or "")), value
 
 
-async def _of_store(store: Admin) -> Reading:
-    held = await store.survey()
-    figures, lines, _ = await store.overview(held)
+async def _of_store(store: Surveys) -> Reading:
+    held, figures, lines, _ = await store.survey()
     tier = {
         "resident_bytes": float(sum(each.stored_bytes for each in held)),
         "chunks": float(sum(each.chunks for each in held)),

@@ -15,6 +15,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from kvoffload.backends.admin import Check
 from kvoffload.cli.output import console, plain
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
 from kvoffload.config import ByteSize, human_bytes
@@ -50,18 +51,12 @@ def command(
     columns = BarColumn(), DownloadColumn(binary_units=True), _SpeedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=terminal, disable=as_json or not terminal.is_terminal) as bar:
         task = bar.add_task("", total=None)
-        found = run_on(
-            "verify",
-            root,
-            kind,
-            option,
-            lambda store: store.verify(
-                repair=repair,
-                share=share,
-                bytes_per_s=limit,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
-            ),
-        )
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        wanted = Check(repair, share, limit, progress)
+        found = run_on("verify", root, kind, option, lambda store: store.verify(wanted))
     if as_json:
         print(json.dumps(found.figures))
     else:

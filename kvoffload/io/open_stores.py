@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from msgspec import convert
 
 from kvoffload import registry
-from kvoffload.backends.admin import Admin
+from kvoffload.backends.admin import Purges
 from kvoffload.backends.base import Backend, LocalIndex, Observable
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.log_rate import Throttle
@@ -234,7 +234,7 @@ async def purge(stores: Sequence[OpenStore], namespaces: Sequence[str]) -> list[
 
 async def _purge(store: OpenStore, namespaces: Sequence[str]) -> str:
     backend = store.backend
-    if not isinstance(backend, Admin) or getattr(backend.purge, "__func__", None) is Admin.purge:
+    if not isinstance(backend, Purges):
         return "this store cannot remove a namespace"
     try:
         await backend.purge(namespaces)

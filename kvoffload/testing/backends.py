@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvoffload.backends.admin import Admin
 from kvoffload.backends.base import LocalIndex, Observable, ReadsEach
 from kvoffload.testing.harness import (
     CHUNK_BYTES,
@@ -259,7 +258,7 @@ class BackendSuite(IndexSuite, HazardSuite):
     async def test_optional_protocols_are_whole(self) -> None:
         """An engine calls no method of a protocol that is incomplete."""
         backend = await self.opened()
-        for protocol in (LocalIndex, Observable, Admin):
+        for protocol in (LocalIndex, Observable):
             names = [name for name in vars(protocol) if not name.startswith("_")]
             own = [name for name in names if name != "close" and hasattr(backend, name)]
             remedy = f"{protocol.__name__} is incomplete beside {own}: inherit it"

@@ -10,16 +10,13 @@ from pathlib import Path
 import pytest
 from disk_commands import kvoffload, process
 
-from kvoffload.backends.admin import Admin, Aged, Garbage, Holding
-from kvoffload.errors import ConfigError
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "backend_plugin"
 PLUG_INS = """[kvoffload.backends]
 files = kvoffload_files:FilesBackend
 examined = examined:Examined
 """
 EXAMINED = """
-from kvoffload.backends.admin import Finding, Holding, Overview
+from kvoffload.backends.admin import Finding, Holding, Survey
 from kvoffload_files import FilesBackend
 
 class Examined(FilesBackend):
@@ -28,10 +25,8 @@ class Examined(FilesBackend):
 
     async def survey(self):
         other = Holding("other", {"dtype": "[b]fp8\\x1b"}, 1, 1)
-        return [Holding("n", {}, 1, 1, details=["in [/kv]\\x1b"]), other]
-
-    async def overview(self, held):
-        return Overview({}, [("journal", "[red]off\\x1b")])
+        held = [Holding("n", {}, 1, 1, details=["in [/kv]\\x1b"]), other]
+        return Survey(held, {}, [("journal", "[red]off\\x1b")])
 """
 FILLED = """
 import asyncio, sys
@@ -127,6 +122,7 @@ def test_what_cannot_be_opened_is_a_sentence_and_nothing_is_made(tmp_path, insta
     here = kvoffload
     for words, said, run in (
         (("doctor", "--type", "files", *setting), "does not offer", partial(process, **installed)),
+        (("gc", "--type", "files", *setting), "does not offer", partial(process, **installed)),
         (("inspect", "--type", "memry"), "did you mean 'memory'?", here),
         (("inspect", "--type", "memory"), "does not offer", here),
         (("verify", "--type", "memory"), "does not offer", here),
@@ -139,24 +135,6 @@ def test_what_cannot_be_opened_is_a_sentence_and_nothing_is_made(tmp_path, insta
         assert (done.returncode, said in done.stderr) == (2, True), done.stderr
         assert done.stderr.startswith("kvoffload: ")
     assert not (tmp_path / "kv").exists()
-
-
-class RemovesByAge(Admin):
-    """Removes chunks by age and no namespaces."""
-
-    async def survey(self):
-        return [Holding("alpha", {}, 3, 96)]
-
-    async def purge_unused(self, age_s, namespace, *, dry_run):
-        return Aged(1, 32, 0)
-
-
-@pytest.mark.parametrize("dry_run", [False, True])
-async def test_gc_reports_no_removal_by_a_store_that_cannot_remove_namespaces(dry_run):
-    with pytest.raises(ConfigError, match="removes no namespaces"):
-        await RemovesByAge().collect(Garbage("alpha", dry_run=dry_run))
-    found = await RemovesByAge().collect(Garbage("alpha", unused_s=60.0, dry_run=dry_run))
-    assert found.figures["removed"] == 1
 
 
 def run_python(program, argument, environment):

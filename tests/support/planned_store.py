@@ -14,7 +14,6 @@ import time
 import msgspec
 
 from kvoffload import open_backend, registry
-from kvoffload.backends.admin import Admin
 from kvoffload.errors import ConfigError
 from kvoffload.testing.faults import FaultyBackend, Plan
 
@@ -36,7 +35,7 @@ class Plans(msgspec.Struct):
     refuse: str = ""
 
 
-class PlannedStore(FaultyBackend, Admin):
+class PlannedStore(FaultyBackend):
     Options = Options
 
     def __init__(self, options, namespace):
@@ -99,12 +98,13 @@ class PlannedStore(FaultyBackend, Admin):
 class ShyStore(PlannedStore):
     """One that cannot say at once what it has: a backend without any optional protocol."""
 
+    purge = None
+
     def __init__(self, options, namespace):
         super().__init__(options, namespace)
         whole, self.inner = self.inner, OnlyVerbs()
         for verb in ("contains", "read", "write", "remove", "close"):
             setattr(self.inner, verb, getattr(whole, verb))
-        self.purge = super(PlannedStore, self).purge
         for name in ("holds", "forget", "take_changes", "usage", "counters", "take_removals"):
             delattr(self, name)
 

@@ -4,17 +4,16 @@ import math
 import mmap
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from kvoffload.backends.admin import (
-    Admin,
+    Check,
     Collected,
     Finding,
     Garbage,
     Holding,
-    Overview,
+    Survey,
     Verified,
     counted,
     duration,
@@ -26,7 +25,7 @@ from kvoffload.backends.disk.doctor import diagnose
 from kvoffload.backends.disk.inspector import ChunkFile, DiskInspector, Waste, inspected
 from kvoffload.backends.disk.options import DiskOptions
 from kvoffload.backends.header import OTHER_VERSION
-from kvoffload.backends.verification import Verification, lines_of, sampled
+from kvoffload.backends.verification import Verification
 from kvoffload.config import convert, human_bytes
 
 AGES = (("1 min", 60), ("1 hour", 3600), ("1 day", 86400), ("1 week", 7 * 86400))
@@ -34,7 +33,7 @@ _PIECE_BYTES = 4 << 20
 T = TypeVar("T")
 
 
-class DiskAdmin(Admin):
+class DiskAdmin:
     """A root, examined by an operator. Only ``collect`` and a repair change what is stored."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -52,42 +51,14 @@ class DiskAdmin(Admin):
         with inspected(self._root) as found:
             return work(found)
 
-    async def survey(self) -> list[Holding]:
-        return await self._inspect(holdings)
-
-    async def overview(self, held: Sequence[Holding]) -> Overview:
-        report = await self._inspect(overview)
-        report["allocated_bytes"] = sum(each.stored_bytes for each in held)
-        booked, capacity = report["ledger_bytes"], report["capacity_bytes"]
-        owner = "one of them evicts" if report["owner"] else "none evicts"
-        sizes = (
-            f"allocated by chunks: {human_bytes(report['allocated_bytes'])}, counted by engines: "
-            f"{report['ledger_fault'] if booked is None else human_bytes(booked)}, "
-            f"capacity: {'not recorded' if capacity is None else human_bytes(capacity)}, "
-            f"set aside as damaged: {len(report['quarantined'])} files"
-        )
-        lines = [
-            (report["root"], f"processes that have it open: {report['processes']}, {owner}"),
-            ("", sizes),
-        ]
-        return Overview(report, lines, "last used")
+    async def survey(self) -> Survey:
+        return await self._inspect(survey)
 
     async def collect(self, wanted: Garbage) -> Collected:
         return await self._inspect(lambda found: collect(found, wanted))
 
-    async def verify(
-        self,
-        *,
-        repair: bool,
-        share: float | None,
-        bytes_per_s: int | None,
-        progress: Callable[[int, int], None],
-    ) -> Verified:
-        report = await self._inspect(
-            partial(verify, repair=repair, share=share, bytes_per_s=bytes_per_s, progress=progress)
-        )
-        faults = report["damaged"] or report["ledger_fault"] or report["limits_fault"]
-        return Verified(_lines(report), report, not faults)
+    async def verify(self, wanted: Check) -> Verified:
+        return await self._inspect(lambda found: verify(found, wanted))
 
     async def diagnose(self) -> list[Finding]:
         return await diagnose(self._root, self._given)
@@ -96,24 +67,30 @@ class DiskAdmin(Admin):
 # ---- inspect -------------------------------------------------------------------------------------
 
 
-def overview(found: DiskInspector) -> dict[str, Any]:
-    """Return the figures of the root alone."""
-    booked_bytes, ledger_fault = found.ledger()
+def survey(found: DiskInspector) -> Survey:
+    """Return the state of the root, and the chunks of each namespace with their ages."""
+    held = [_holding(found, folder, time.time()) for folder in found.namespaces()]
+    counted_bytes, fault = found.ledger()
     limits, _ = found.limits()
-    return {
+    figures: dict[str, Any] = {
         "root": found.root,
         "processes": found.processes(),
         "owner": found.has_owner(),
-        "ledger_bytes": booked_bytes,
-        "ledger_fault": ledger_fault,
+        "ledger_bytes": counted_bytes,
+        "ledger_fault": fault,
         "capacity_bytes": limits and limits.capacity_bytes,
         "quarantined": [each.path for each in found.quarantined()],
+        "allocated_bytes": sum(each.stored_bytes for each in held),
     }
-
-
-def holdings(found: DiskInspector) -> list[Holding]:
-    """Return the chunks of each namespace, with their ages."""
-    return [_holding(found, folder, time.time()) for folder in found.namespaces()]
+    owner = "one of them evicts" if figures["owner"] else "none evicts"
+    sizes = (
+        f"allocated by chunks: {human_bytes(figures['allocated_bytes'])}, counted by engines: "
+        f"{fault if counted_bytes is None else human_bytes(counted_bytes)}, "
+        f"capacity: {human_bytes(limits.capacity_bytes) if limits else 'not recorded'}, "
+        f"set aside as damaged: {len(figures['quarantined'])} files"
+    )
+    processes = f"processes that have it open: {figures['processes']}, {owner}"
+    return Survey(held, figures, [(found.root, processes), ("", sizes)], "last used")
 
 
 def _holding(found: DiskInspector, folder: str, now: float) -> Holding:
@@ -122,7 +99,7 @@ def _holding(found: DiskInspector, folder: str, now: float) -> Holding:
     stored_s = [now - chunk.stored_ns / 1e9 for chunk in chunks]
     used_s = [now - chunk.used_ns / 1e9 for chunk in chunks]
     within = {label: sum(each <= age_s for each in used_s) for label, age_s in AGES}
-    figures = {
+    figures: dict[str, Any] = {
         "folder": folder,
         "namespace": name,
         "facts": facts,
@@ -179,7 +156,7 @@ def collect(found: DiskInspector, wanted: Garbage) -> Collected:
     number = Counter(str(each["kind"]) for each in going)
     kept = len(chunks) - number["chunk"]
     kept_bytes = sum(chunk.allocated_bytes for chunk in chunks) - freed["chunk"]
-    figures = {
+    figures: dict[str, Any] = {
         "root": found.root,
         "dry_run": dry_run,
         "removed": number["chunk"],
@@ -213,64 +190,43 @@ def _folder(found: DiskInspector, wanted: str) -> str:
 # ---- verify --------------------------------------------------------------------------------------
 
 
-def verify(
-    found: DiskInspector,
-    *,
-    repair: bool,
-    share: float | None = None,
-    bytes_per_s: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[str, Any]:
-    """Check every chunk, or a part; with ``repair`` remove the damaged ones."""
-    everything = list(found.chunks())
-    chunks = sampled(everything, share)
+def verify(found: DiskInspector, wanted: Check) -> Verified:
+    """Check every chunk, or a part; remove the damaged ones if asked."""
     buffer = memoryview(mmap.mmap(-1, _PIECE_BYTES))
-    total_bytes = sum(chunk.allocated_bytes for chunk in chunks)
-    run = Verification(len(everything), total_bytes, bytes_per_s, progress)
+    run = Verification(list(found.chunks()), wanted, lambda chunk: chunk.allocated_bytes)
     for folder, reason in found.unreadable:
         run.add_damage(folder, reason, "cannot be listed")
-    for chunk in chunks:
+    for chunk in run.chosen:
         fault, read_bytes = found.verify(chunk, buffer)
         is_gone = fault == "missing"  # evicted since it was listed
         if fault == OTHER_VERSION:
             run.add_other_version()
         elif fault is not None and not is_gone:
-            removed, why = _repaired(found, chunk, repair)
-            run.add_damage(chunk.path, fault, why, removed=removed)
+            why = _repaired(found, chunk) if run.repairs else "left in place"
+            run.add_damage(chunk.path, fault, why, removed=why == "removed")
         time.sleep(run.add(read_bytes, chunk.allocated_bytes, is_gone=is_gone))
-    return {
-        "root": found.root,
-        **run.figures(),
-        "ledger_fault": found.ledger()[1],
-        "limits_fault": found.limits()[1],
-        "strays": list(found.strays()),
-        "leftovers": [each._asdict() for each in found.leftovers()],
-    }
+    faults = {"ledger_fault": found.ledger()[1], "limits_fault": found.limits()[1]}
+    strays, leftovers = list(found.strays()), found.leftovers()
+    lines = []
+    if fault := faults["ledger_fault"]:
+        lines.append(f"ledger {fault}: an engine counts everything and sets it right")
+    if fault := faults["limits_fault"]:
+        lines.append(f"limits unusable: {fault}; an engine replaces them")
+    lines += [f"not of this store: {path}" for path in strays]
+    lines += [
+        f"leftover of a dead process: {path} ({human_bytes(size)})" for path, size in leftovers
+    ]
+    told = {"strays": strays, "leftovers": [each._asdict() for each in leftovers]}
+    is_sound = not any(faults.values())
+    return run.report(lines, is_sound=is_sound, root=found.root, **faults, **told)
 
 
-def _repaired(found: DiskInspector, chunk: ChunkFile, repair: bool) -> tuple[bool, str]:
-    """Remove a damaged chunk, if asked; return whether it was removed, and why not."""
-    if not repair:
-        return False, "left in place"
+def _repaired(found: DiskInspector, chunk: ChunkFile) -> str:
+    """Remove a damaged chunk; return what became of it."""
     try:
         found.remove(chunk)
     except IsADirectoryError:
-        return False, "left in place: a folder, remove it by hand"
+        return "left in place: a folder, remove it by hand"
     except OSError as error:
-        return False, f"left in place: {error.strerror}"
-    return True, "removed"
-
-
-def _lines(report: dict[str, Any]) -> list[str]:
-    lines = lines_of(report)
-    if report["ledger_fault"]:
-        lines.append(
-            f"ledger {report['ledger_fault']}: an engine counts everything and sets it right"
-        )
-    if report["limits_fault"]:
-        lines.append(f"limits unusable: {report['limits_fault']}; an engine replaces them")
-    lines += [f"not of this store: {path}" for path in report["strays"]]
-    return lines + [
-        f"leftover of a dead process: {each['path']} ({human_bytes(each['allocated_bytes'])})"
-        for each in report["leftovers"]
-    ]
+        return f"left in place: {error.strerror}"
+    return "removed"

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from kvoffload.backends.admin import Admin
 from kvoffload.backends.base import Described, ReadResult, Removal, Usage
 from kvoffload.backends.blocking_pool import run_once, start_once
 from kvoffload.backends.disk import manifest
@@ -40,7 +39,7 @@ T = TypeVar("T")
 _READERS = 4
 
 
-class DiskBackend(ThreadPoolBackend, Admin):
+class DiskBackend(ThreadPoolBackend):
     """Chunks as files under a root that several processes may share."""
 
     Options = DiskOptions
@@ -81,7 +80,7 @@ class DiskBackend(ThreadPoolBackend, Admin):
         vfs.on_fork = self.disown  # a child has neither the threads nor the locks
 
     @staticmethod
-    def admin(options: Mapping[str, Any]) -> Admin:
+    def admin(options: Mapping[str, Any]) -> Any:
         """Return the operators' methods; see :func:`kvoffload.registry.open_admin`."""
         from kvoffload.backends.disk.admin import DiskAdmin  # no engine waits for its import
 

@@ -17,7 +17,16 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from kvoffload.backends.admin import Admin, Aged, Holding, Overview, Verified, counted
+from kvoffload.backends.admin import (
+    Check,
+    Collected,
+    Garbage,
+    Holding,
+    Survey,
+    Verified,
+    counted,
+    named,
+)
 from kvoffload.backends.base import Usage
 from kvoffload.backends.header import OTHER_VERSION
 from kvoffload.backends.redis.channel import Address
@@ -32,7 +41,7 @@ from kvoffload.backends.redis.namespace_info import (
 )
 from kvoffload.backends.redis.options import Access, value_key
 from kvoffload.backends.redis.value_check import StoredValue, ValueCheck
-from kvoffload.backends.verification import Verification, lines_of, sampled
+from kvoffload.backends.verification import Verification
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
 
@@ -79,12 +88,26 @@ async def client_of(address: Address, access: Access) -> AsyncIterator[Redis]:
         await client.aclose()
 
 
-class RedisAdmin(Admin):
+class RedisAdmin:
     """What operators do with all servers of a URL."""
 
     _access: Access
 
-    async def survey(self) -> list[Holding]:
+    async def survey(self) -> Survey:
+        """Return what is stored, and how full each server is whose INFO the user may read."""
+        held, servers, lines = await self._held(), [], []
+        for address in await masters(self._access):
+            async with client_of(address, self._access) as client:
+                with contextlib.suppress(ResponseError):
+                    info: dict[str, Any] = await client.info("memory")
+                    name, used = str(address), count_of(str(info.get("used_memory", "")))
+                    limit = count_of(str(info.get("maxmemory", ""))) or None
+                    servers.append({"server": name, "used_bytes": used, "limit_bytes": limit})
+                    most = "no limit" if limit is None else human_bytes(limit)
+                    lines.append((name, f"{human_bytes(used)} used by all data, limit: {most}"))
+        return Survey(held, {"servers": servers}, lines)
+
+    async def _held(self) -> list[Holding]:
         chunks: Counter[str] = Counter()
         sizes: Counter[str] = Counter()
         facts: dict[str, dict[str, str]] = {}
@@ -118,20 +141,6 @@ class RedisAdmin(Admin):
             )
         return holdings
 
-    async def overview(self, held: Sequence[Holding]) -> Overview:
-        """Return how full each server is; leave out one whose INFO the user may not read."""
-        servers, lines = [], []
-        for address in await masters(self._access):
-            async with client_of(address, self._access) as client:
-                with contextlib.suppress(ResponseError):
-                    info: dict[str, Any] = await client.info("memory")
-                    name, used = str(address), count_of(str(info.get("used_memory", "")))
-                    limit = count_of(str(info.get("maxmemory", ""))) or None
-                    servers.append({"server": name, "used_bytes": used, "limit_bytes": limit})
-                    most = "no limit" if limit is None else human_bytes(limit)
-                    lines.append((name, f"{human_bytes(used)} used by all data, limit: {most}"))
-        return Overview({"servers": servers}, lines)
-
     async def purge(self, namespaces: Sequence[str]) -> int:
         removed = Counter[str]()
 
@@ -142,8 +151,43 @@ class RedisAdmin(Admin):
             await self._scan(f"{namespace_prefix(namespace)}*", remove, only_ours=False)
         return removed["values"]
 
-    async def purge_unused(self, age_s: float, namespace: str | None, *, dry_run: bool) -> Aged:
-        """Remove chunks by age: each use sets their time to live to ``ttl_s``."""
+    async def collect(self, wanted: Garbage) -> Collected:
+        """Remove a namespace, or the chunks that were not used for long."""
+        meant, total = None, Counter[str]()
+        if wanted.namespace is not None:
+            held = {each.namespace: each for each in await self._held()}
+            meant = held[named(wanted.namespace, held)]
+            total = Counter(chunks=meant.chunks, bytes=meant.stored_bytes)
+        if wanted.unused_s is not None:
+            name = meant and meant.namespace
+            total = await self._remove_unused(wanted.unused_s, name, dry_run=wanted.dry_run)
+        elif meant is None:
+            remedy = "name one, or give --older-than; chunks that are not used expire by themselves"
+            raise ConfigError("namespace", None, remedy)
+        elif not wanted.dry_run:
+            await self.purge([meant.namespace])
+        summary = f"{counted(total['chunks'], 'chunk')}, {human_bytes(total['bytes'])}"
+        if total["undated"]:
+            summary += (
+                f"; {total['undated']} chunks stay: they live longer than ttl_s, so their age is "
+                "unknown; give the ttl_s of the engines with -o"
+            )
+        figures = {
+            "dry_run": wanted.dry_run,
+            "removed": total["chunks"],
+            "freed_bytes": total["bytes"],
+            "undated": total["undated"],
+        }
+        return Collected(summary, figures)
+
+    async def _remove_unused(
+        self, age_s: float, namespace: str | None, *, dry_run: bool
+    ) -> Counter[str]:
+        """Remove chunks by age: each use sets their time to live to ``ttl_s``.
+
+        Returns:
+            ``chunks`` and ``bytes`` removed, and chunks that stay because their age is unknown.
+        """
         ttl_s = self._access.options.ttl_s
         if age_s >= ttl_s:
             remedy = f"a chunk expires after ttl_s, {ttl_s:g} s, without use; if the engines"
@@ -165,36 +209,25 @@ class RedisAdmin(Admin):
 
         front = f"{PREFIX}:" if namespace is None else namespace_prefix(namespace)
         await self._scan(f"{front}*", remove_old)
-        return Aged(total["chunks"], total["bytes"], total["undated"])
+        return total
 
-    async def verify(
-        self,
-        *,
-        repair: bool,
-        share: float | None,
-        bytes_per_s: int | None,
-        progress: Callable[[int, int], None],
-    ) -> Verified:
+    async def verify(self, wanted: Check) -> Verified:
         """Read values one by one, without a change of when they expire or are evicted."""
-        everything = await self._values()
-        chosen = sorted(sampled(everything, share))
-        total_bytes = sum(value.stored_bytes for value in chosen)
         check = ValueCheck(value_key(self._access.options.secret_file))
-        run = Verification(len(everything), total_bytes, bytes_per_s, progress)
-        for address, values in groupby(chosen, lambda value: value.address):
+        run = Verification(await self._values(), wanted, lambda value: value.stored_bytes)
+        for address, values in groupby(sorted(run.chosen), lambda value: value.address):
             async with client_of(address, self._access) as client:
                 with contextlib.suppress(ResponseError):  # since Redis 7.2, and a right
                     await _of_each(client, "CLIENT NO-TOUCH", [b"ON"])
                 for value in values:
-                    await asyncio.sleep(await _verify(client, value, check, run, repair=repair))
-        figures = {**run.figures(), "unauthenticated": check.unauthenticated}
-        lines = lines_of(figures)
+                    await asyncio.sleep(await _verify(client, value, check, run))
+        lines = []
         if check.unauthenticated:
             lines.append(
                 f"{counted(check.unauthenticated, 'chunk')} have an authentication code, of which "
                 "only the checksum was checked; give the engines' secret_file with -o"
             )
-        return Verified(lines, figures, not figures["damaged"])
+        return run.report(lines, unauthenticated=check.unauthenticated)
 
     async def _values(self) -> list[StoredValue]:
         """Return the chunks on all servers."""
@@ -241,7 +274,7 @@ class RedisAdmin(Admin):
 
 
 async def _verify(
-    client: Redis, value: StoredValue, check: ValueCheck, run: Verification, *, repair: bool
+    client: Redis, value: StoredValue, check: ValueCheck, run: Verification[StoredValue]
 ) -> float:
     """Check one value; return the seconds to wait before the next one."""
     found, reason, is_gone = b"", None, False
@@ -257,10 +290,10 @@ async def _verify(
     if reason == OTHER_VERSION:
         run.add_other_version()
     elif reason:
-        if repair:
+        if run.repairs:
             await client.unlink(value.name)
-        why = "removed" if repair else "left in place"
-        run.add_damage(value.path, reason, why, removed=repair)
+        why = "removed" if run.repairs else "left in place"
+        run.add_damage(value.path, reason, why, removed=run.repairs)
     return run.add(len(found), value.stored_bytes, is_gone=is_gone)
 
 

@@ -15,7 +15,7 @@ from disk_parts import ON_DISK, SIZE, open_disk, until, write
 
 from kvoffload.backends.admin import Garbage
 from kvoffload.backends.disk import root_checks
-from kvoffload.backends.disk.admin import collect, overview
+from kvoffload.backends.disk.admin import collect, survey
 from kvoffload.backends.disk.inspector import DiskInspector, inspected
 from kvoffload.backends.disk.paths import QUARANTINE, SCRATCH, WRITERS, shard_of
 from kvoffload.backends.header import namespace_digest
@@ -367,9 +367,9 @@ def test_a_pipe_in_place_of_a_lock_stops_no_look_from_outside(tmp_path, name):
     os.mkfifo(path)
     reports = []
     look = threading.Thread(
-        target=lambda: reports.append(overview(DiskInspector(str(tmp_path / "kv")))), daemon=True
+        target=lambda: reports.append(survey(DiskInspector(str(tmp_path / "kv")))), daemon=True
     )
     look.start()
     look.join(30)
     assert reports, "it waits for the pipe"
-    assert (reports[0]["processes"], reports[0]["owner"]) == (0, False)
+    assert (reports[0].figures["processes"], reports[0].figures["owner"]) == (0, False)

@@ -10,8 +10,9 @@ import time
 import pytest
 from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, until, write
 
+from kvoffload.backends.admin import Check
 from kvoffload.backends.disk import housekeeper as disk_housekeeper
-from kvoffload.backends.disk.admin import holdings, overview, verify
+from kvoffload.backends.disk.admin import survey, verify
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.disk.paths import shard_of
@@ -304,15 +305,15 @@ def test_what_cannot_be_looked_at_does_not_end_inspect_and_is_no_success_for_ver
     failing = FailingVfs(
         1, errno.EIO, sticky=True, when=lambda c, p: c == "listdir" and kind_of(p) == "shard"
     )
-    report = verify(DiskInspector(str(tmp_path), failing), repair=True)
+    report = verify(DiskInspector(str(tmp_path), failing), Check(repair=True)).figures
     assert report["chunks"] == 0
     assert report["reasons"] == {"io_EIO": 256}
     read_only = FailingVfs(
         1, errno.EROFS, sticky=True, when=lambda c, p: c == "open" and kind_of(p) == "ledger"
     )
-    found = DiskInspector(str(tmp_path), read_only)
-    assert overview(found)["ledger_bytes"] is None
-    assert holdings(found)[0].chunks == 3
+    found = survey(DiskInspector(str(tmp_path), read_only))
+    assert found.figures["ledger_bytes"] is None
+    assert found.held[0].chunks == 3
 
 
 async def test_what_is_stored_while_a_purge_goes_on_stays(tmp_path, monkeypatch):

@@ -3,7 +3,8 @@
 import pytest
 from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, write
 
-from kvoffload.backends.disk import admin
+from kvoffload.backends.admin import Check
+from kvoffload.backends.disk.admin import verify
 from kvoffload.backends.disk.chunk_file import PAGE
 from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.config import ByteSize
@@ -83,9 +84,9 @@ async def test_verify_and_its_repair_leave_them_and_count_them(tmp_path):
     content = change(tmp_path, other)
     path = file_of(tmp_path, damaged)
     path.write_bytes(b"X" + path.read_bytes()[1:])
-    report = admin.verify(DiskInspector(str(tmp_path)), repair=True)
+    report = verify(DiskInspector(str(tmp_path)), Check(repair=True)).figures
     assert (report["reasons"], report["other_versions"]) == ({"corrupt_magic": 1}, 1)
     assert file_of(tmp_path, other).read_bytes() == content
-    report = admin.verify(DiskInspector(str(tmp_path)), repair=True)
-    assert (report["damaged"], report["other_versions"]) == ([], 1)
-    assert any("1 chunk of another version" in line for line in admin.lines_of(report))
+    lines, report, is_sound = verify(DiskInspector(str(tmp_path)), Check(repair=True))
+    assert (report["damaged"], report["other_versions"], is_sound) == ([], 1, True)
+    assert any("1 chunk of another version" in line for line in lines)

@@ -9,7 +9,7 @@ import pytest
 from disk_commands import kvoffload as in_process
 
 from kvoffload import open_backend
-from kvoffload.backends.admin import Admin
+from kvoffload.backends.admin import COMMANDS
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of
 from tests.support.redis_engine import PATIENT
 from tests.support.redis_server import BINARY, MISSING, RedisServer, free_port, redis_cluster
@@ -38,13 +38,13 @@ async def test_a_survey_counts_each_namespace_and_a_purge_removes_only_what_it_n
     await store(server.url, "one", 3, {"model": "m"})
     await store(server.url, "one:more", 2)  # its name begins with the other's
     backend = open_backend("redis", {"url": server.url}, "x")
-    assert isinstance(backend, Admin)
-    one, more = await backend.survey()
+    assert all(isinstance(backend, protocol) for protocol in COMMANDS.values())
+    one, more = (await backend.survey()).held
     assert (one.namespace, one.chunks, one.facts) == ("one", 3, {"model": "m"})
     assert one.stored_bytes == 3 * (CHUNK_BYTES + 256)
     assert (more.namespace, more.chunks, more.facts) == ("one:more", 2, {})
     assert await backend.purge(["one"]) == 4
-    (left,) = await backend.survey()
+    (left,) = (await backend.survey()).held
     assert left.namespace == "one:more"
     assert server.cli("exists", "somebody:else") == "1"
     await backend.close()
@@ -55,11 +55,11 @@ async def test_a_whole_cluster_is_surveyed_and_purged(tmp_path):
         url = f"redis+cluster://127.0.0.1:{servers[0].port}"
         await store(url, "spread", 30)
         backend = open_backend("redis", {"url": url, **PATIENT}, "x")
-        assert [holding.chunks for holding in await backend.survey()] == [30]
+        assert [holding.chunks for holding in (await backend.survey()).held] == [30]
         findings = await backend.diagnose()
         assert not any(finding.verdict == "failed" for finding in findings), findings
         assert await backend.purge(["spread"]) == 30
-        assert await backend.survey() == []
+        assert (await backend.survey()).held == []
         await backend.close()
 
 
