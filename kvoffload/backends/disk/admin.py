@@ -96,7 +96,7 @@ def survey(found: DiskInspector) -> Survey:
 def _holding(found: DiskInspector, folder: str, now: float) -> Holding:
     told, chunks = found.manifest(folder), list(found.chunks(folder))
     name, facts = told.get("namespace"), told.get("facts", {})
-    stored_s = [now - chunk.stored_ns / 1e9 for chunk in chunks]
+    stored_s = [now - chunk.facts.st_mtime_ns / 1e9 for chunk in chunks]
     used_s = [now - chunk.used_ns / 1e9 for chunk in chunks]
     within = {label: sum(each <= age_s for each in used_s) for label, age_s in AGES}
     figures: dict[str, Any] = {

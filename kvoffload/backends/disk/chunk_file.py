@@ -14,12 +14,16 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+import xxhash
+
 from kvoffload.backends.disk.vfs import Buffers, Vfs
 from kvoffload.backends.header import (
     ALIGNED_BYTES,
     OTHER_VERSION,
+    Header,
     check_chunk,
     counted_as,
+    mismatch,
     pack_header,
     parse_header,
 )
@@ -142,6 +146,36 @@ class ChunkFiles:
             both = memoryview(mmap.mmap(-1, 2 * PAGE))
             pages = self._local.pages = both[:PAGE], both[PAGE:]
         return pages
+
+
+def check(
+    vfs: Vfs, fd: int, key: bytes, namespace: bytes, buffer: memoryview
+) -> tuple[str | None, int]:
+    """Read an open chunk of any length in pieces of ``buffer``; raises OSError.
+
+    Returns:
+        Why loads miss it, if they do, and the bytes read.
+    """
+    facts = vfs.fstat(fd)
+    if (strange := strangeness(facts)) is not None:
+        return strange, 0
+    read = vfs.preadv(fd, [buffer[:PAGE]], 0)
+    header = parse_header(buffer[:read])
+    reason = mismatch(header, key, namespace, facts.st_size - PAGE)
+    if reason is None and isinstance(header, Header):
+        digest = xxhash.xxh3_128()
+        while piece := vfs.preadv(fd, [buffer], read):
+            digest.update(buffer[:piece])
+            read += piece
+        if read != facts.st_size:
+            reason = "short"
+        elif digest.digest() != header.checksum:
+            reason = "payload"
+    if reason is None:
+        return None, read
+    # As for loads, a file that is too short or too long has the wrong size.
+    wrong_size = reason == "length" or facts.st_size < PAGE
+    return counted_as("size" if wrong_size else reason), read
 
 
 def bytes_on_disk(chunk_bytes: int) -> int:

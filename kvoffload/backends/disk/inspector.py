@@ -9,13 +9,12 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
-
-import xxhash
 
 from kvoffload.backends.disk import limits as disk_limits
 from kvoffload.backends.disk import manifest, paths
-from kvoffload.backends.disk.chunk_file import PAGE, reason_of, strangeness
+from kvoffload.backends.disk.chunk_file import check, reason_of
 from kvoffload.backends.disk.limits import Limits
 from kvoffload.backends.disk.locks import (
     clean_folder,
@@ -24,7 +23,7 @@ from kvoffload.backends.disk.locks import (
     is_older,
     open_locked,
 )
-from kvoffload.backends.disk.paths import LEDGER, QUARANTINE, SCRATCH, WRITERS, key_of, shard_of
+from kvoffload.backends.disk.paths import LEDGER, QUARANTINE, SCRATCH, WRITERS, shard_of
 from kvoffload.backends.disk.quota import Quota, recorded_bytes
 from kvoffload.backends.disk.root_checks import (
     check_root,
@@ -34,7 +33,6 @@ from kvoffload.backends.disk.root_checks import (
 )
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.disk.walker import names_in, remove_namespace, walk
-from kvoffload.backends.header import Header, counted_as, parse_header
 
 _IN_ROOT = {paths.BOUNDS, LEDGER, paths.OWNER, QUARANTINE, WRITERS, "lost+found"}
 _IN_NAMESPACE = {paths.MANIFEST, paths.SNAPSHOT, *paths.SHARDS}
@@ -49,10 +47,15 @@ class ChunkFile(NamedTuple):
     """Name of its folder."""
     key: bytes
     path: str
-    allocated_bytes: int
-    stored_ns: int
-    used_ns: int
-    inode: int
+    facts: os.stat_result
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self.facts.st_blocks * 512
+
+    @property
+    def used_ns(self) -> int:
+        return self.facts.st_atime_ns
 
 
 class Waste(NamedTuple):
@@ -99,20 +102,12 @@ class DiskInspector:
     def chunks(self, namespace: str | None = None) -> Iterator[ChunkFile]:
         """Yield all chunks, of one namespace or of all."""
         for folder in self.namespaces() if namespace is None else [namespace]:
-            for shard, files in walk(self.vfs, f"{self.root}/{folder}", self._unlisted):
-                for name, facts in files:
-                    if (key := key_of(name)) is not None:
-                        yield ChunkFile(
-                            namespace=folder,
-                            key=key,
-                            path=f"{shard}/{name}",
-                            allocated_bytes=facts.st_blocks * 512,
-                            stored_ns=facts.st_mtime_ns,
-                            used_ns=facts.st_atime_ns,
-                            inode=facts.st_ino,
-                        )
+            for shard in walk(self.vfs, f"{self.root}/{folder}", partial(self._unlisted, folder)):
+                for key, facts in shard.chunks:
+                    yield ChunkFile(folder, key, f"{shard.path}/{key.hex()}", facts)
 
-    def _unlisted(self, path: str, error: OSError) -> None:
+    def _unlisted(self, folder: str, shard: str, error: OSError) -> None:
+        path = f"{self.root}/{folder}/{shard}"
         self._refuse_foreign(path, error)
         self.unreadable.append((path, reason_of(error)))
 
@@ -143,8 +138,8 @@ class DiskInspector:
             if paths.is_namespace(name):
                 inner = names_in(self.vfs, path)
                 yield from (f"{path}/{each}" for each in inner if each not in _IN_NAMESPACE)
-                for shard, files in walk(self.vfs, path):
-                    yield from sorted(f"{shard}/{n}" for n, _ in files if key_of(n) is None)
+                for shard in walk(self.vfs, path):
+                    yield from (f"{shard.path}/{file}" for file in sorted(shard.strays))
             elif name not in _IN_ROOT and not name.startswith(SCRATCH):
                 yield path
 
@@ -184,13 +179,15 @@ class DiskInspector:
 
     def verify(self, chunk: ChunkFile, buffer: memoryview) -> tuple[str | None, int]:
         """Read a chunk in pieces of ``buffer``; return why loads miss it, and bytes read."""
+        if chunk.path.split("/")[-2] != shard_of(chunk.key):
+            return "corrupt_key", 0
         try:
             fd = self._open(chunk.path)
         except OSError as error:
             self._refuse_foreign(chunk.path, error)
             return reason_of(error), 0
         try:
-            return self._verify(fd, chunk, buffer)
+            return check(self.vfs, fd, chunk.key, bytes.fromhex(chunk.namespace), buffer)
         except OSError as error:
             return reason_of(error), 0
         finally:
@@ -203,29 +200,6 @@ class DiskInspector:
             # Only the owner may read without a change of the access time.
             return self.vfs.open(path, os.O_RDONLY)
 
-    def _verify(self, fd: int, chunk: ChunkFile, buffer: memoryview) -> tuple[str | None, int]:
-        facts = self.vfs.fstat(fd)
-        if (strange := strangeness(facts)) is not None:
-            return strange, 0
-        read = self.vfs.preadv(fd, [buffer[:PAGE]], 0)
-        header = parse_header(buffer[:read])
-        if not isinstance(header, Header):
-            return counted_as(header), read
-        shard = os.path.basename(os.path.dirname(chunk.path))
-        if header.key != chunk.key or shard != shard_of(chunk.key):
-            return "corrupt_key", read
-        if header.namespace.hex() != chunk.namespace:
-            return "corrupt_namespace", read
-        if facts.st_size != PAGE + header.payload_bytes or header.header_bytes != PAGE:
-            return "corrupt_size", read
-        digest = xxhash.xxh3_128()
-        while piece := self.vfs.preadv(fd, [buffer], read):
-            digest.update(buffer[:piece])
-            read += piece
-        if read != facts.st_size:
-            return "corrupt_short", read
-        return (None if digest.digest() == header.checksum else "corrupt_payload"), read
-
     # ---- removal: each method returns the bytes freed, and raises OSError ------------------
 
     def _refuse_foreign(self, path: str, error: OSError) -> None:
@@ -236,7 +210,7 @@ class DiskInspector:
     def remove(self, chunk: ChunkFile) -> int:
         """Remove a chunk unless it was replaced."""
         try:
-            is_same = self.vfs.lstat(chunk.path).st_ino == chunk.inode
+            is_same = self.vfs.lstat(chunk.path).st_ino == chunk.facts.st_ino
         except FileNotFoundError:
             return 0
         return self._unlink(chunk.path, chunk.allocated_bytes) if is_same else 0

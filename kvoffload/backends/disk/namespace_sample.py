@@ -8,7 +8,7 @@ from itertools import islice
 
 from kvoffload.backends.base import Described
 from kvoffload.backends.disk import manifest
-from kvoffload.backends.disk.paths import SHARDS, is_namespace, key_of
+from kvoffload.backends.disk.paths import SHARDS, is_namespace
 from kvoffload.backends.disk.store import DiskStore
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.disk.walker import walk
@@ -63,10 +63,10 @@ def _measure(vfs: Vfs, folder: str) -> tuple[int, int]:
     """Estimate chunks and bytes of a namespace from its first shards; exact for a small one."""
     chunks = num_bytes = 0
     share = 1.0
-    for shard, files in walk(vfs, folder):
-        sizes = [facts.st_blocks * 512 for name, facts in files if key_of(name) is not None]
-        chunks, num_bytes = chunks + len(sizes), num_bytes + sum(sizes)
+    for shard in walk(vfs, folder):
+        chunks += len(shard.chunks)
+        num_bytes += sum(facts.st_blocks * 512 for _, facts in shard.chunks)
         if chunks >= _SAMPLE:
-            share = len(SHARDS) / (1 + SHARDS.index(shard[-2:]))
+            share = len(SHARDS) / (1 + SHARDS.index(shard.name))
             break
     return round(chunks * share), round(num_bytes * share)

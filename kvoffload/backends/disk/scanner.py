@@ -12,7 +12,7 @@ from typing import TypeVar
 from kvoffload.backends.disk import snapshot
 from kvoffload.backends.disk.index import Name, name_of, split_name
 from kvoffload.backends.disk.locks import temporary_bytes
-from kvoffload.backends.disk.paths import SHARDS, SNAPSHOT, is_namespace, key_of, shard_of
+from kvoffload.backends.disk.paths import SHARDS, SNAPSHOT, is_namespace, shard_of
 from kvoffload.backends.disk.root import ABANDONED_S
 from kvoffload.backends.disk.store import DiskStore
 from kvoffload.backends.disk.walker import remove_namespace, walk
@@ -93,10 +93,10 @@ class Scanner:
         scanned: set[tuple[int, str]] = set()
         present: set[Name] = set()
         for number in range(len(store.namespaces)):
-            for shard, files in self._walk(number, full=full):
-                scanned.add((number, shard))
-                present.update(name for _, name, _ in files)
-                found += files if full else [file for file in files if file[1] not in index]
+            shards, files = self._list(number, full=full)
+            scanned.update((number, shard) for shard in shards)
+            present.update(name for _, name, _ in files)
+            found += files if full else [file for file in files if file[1] not in index]
         if self._is_stopping():
             return False
         found.sort()
@@ -122,43 +122,45 @@ class Scanner:
         """Yield these until the thread is to stop: a million of them take seconds."""
         return takewhile(lambda _: not self._is_stopping(), files)
 
-    def _walk(self, number: int, *, full: bool) -> "list[tuple[str, list[tuple[int, Name, int]]]]":
-        """Return the shards of a namespace, each with last use, name and size of its chunks.
+    def _list(self, number: int, *, full: bool) -> tuple[set[str], list[tuple[int, Name, int]]]:
+        """Return a namespace's listed shards, and last use, name and size of the chunks in them.
 
-        Skips unchanged shards unless ``full``. A shard that is no folder counts as empty, because
-        its next use removes it.
+        Skips unchanged shards unless ``full``. A shard that is missing, or no folder, counts as
+        empty: the next use of one that is no folder removes it.
         """
         vfs, folder, prefix = self._store.vfs, self._store.folder(number), name_of(number, b"")
         if not self._exists(folder):
-            return [(shard, []) for shard in self._mtimes.pop(folder, ())]
+            return set(self._mtimes.pop(folder, ())), []
         mtimes = self._mtimes.setdefault(folder, {})
-        shards = []
-        for shard in SHARDS:
+        skipped = set()
+
+        def is_due(shard: str) -> bool:
             if self._is_stopping():
-                break
-            path, known, listed = f"{folder}/{shard}", mtimes.pop(shard, None), []
-            try:
-                facts = vfs.lstat(path)
-                if stat.S_ISDIR(facts.st_mode):
-                    # Within one step of the clock a folder may change again and keep its time.
-                    is_old = time.time_ns() - facts.st_mtime_ns > _CLOCK_STEP_NS
-                    mtimes[shard] = facts.st_mtime_ns if is_old else -1
-                    if known == facts.st_mtime_ns and not full:
-                        continue
-                    listed = vfs.listfacts(path)
-            except FileNotFoundError:
-                pass  # it has no files
-            except OSError as error:
-                mtimes.pop(shard, None)
-                self._missed(path, error)
-                continue
-            files = [
-                (facts.st_atime_ns, prefix + key, facts.st_blocks * 512)
-                for name, facts in listed
-                if (key := key_of(name)) is not None and shard_of(key) == shard
-            ]
-            shards.append((shard, files))
-        return shards
+                skipped.add(shard)
+                return False
+            known = mtimes.pop(shard, None)
+            facts = vfs.lstat(f"{folder}/{shard}")
+            if not stat.S_ISDIR(facts.st_mode):
+                return False
+            # Within one step of the clock a folder may change again and keep its time.
+            is_old = time.time_ns() - facts.st_mtime_ns > _CLOCK_STEP_NS
+            mtimes[shard] = facts.st_mtime_ns if is_old else -1
+            if known == facts.st_mtime_ns and not full:
+                skipped.add(shard)
+            return shard not in skipped
+
+        def failed(shard: str, error: OSError) -> None:
+            mtimes.pop(shard, None)
+            skipped.add(shard)
+            self._missed(f"{folder}/{shard}", error)
+
+        files = [
+            (facts.st_atime_ns, prefix + key, facts.st_blocks * 512)
+            for shard in walk(vfs, folder, failed, is_due)
+            for key, facts in shard.chunks
+            if shard_of(key) == shard.name
+        ]
+        return set(SHARDS) - skipped, files
 
     def _exists(self, folder: str) -> bool:
         """Return whether a namespace still has a folder: a removed one keeps its number."""
@@ -261,9 +263,8 @@ def purge(store: DiskStore, namespaces: Sequence[str], is_stopping: threading.Ev
     store.follow(namespaces)
     for namespace in filter(store.namespaces.__contains__, namespaces):
         number = store.namespaces.index(namespace)
-        shards = walk(store.vfs, store.folder(number))
         # All are listed first: what an engine stores from then on stays.
-        keys = [key for _, files in shards for name, _ in files if (key := key_of(name))]
+        keys = [key for each in walk(store.vfs, store.folder(number)) for key, _ in each.chunks]
         for key in keys:
             if is_stopping.is_set():
                 return removed

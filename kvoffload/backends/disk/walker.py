@@ -1,31 +1,53 @@
-"""Walks the files of a namespace folder, for inspection and purges."""
+"""Walks the files of a namespace folder, for scans, inspection and purges."""
 
 import contextlib
 import os
 import stat
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
-from kvoffload.backends.disk.paths import MANIFEST, SHARDS, SNAPSHOT
+from kvoffload.backends.disk.paths import MANIFEST, SHARDS, SNAPSHOT, key_of
 from kvoffload.backends.disk.vfs import Vfs
 
 
-def walk(
-    vfs: Vfs, folder: str, failed: Callable[[str, OSError], None] = lambda path, error: None
-) -> Iterator[tuple[str, list[tuple[str, os.stat_result]]]]:
-    """Yield the path of each shard of a namespace folder with its files.
+class Shard(NamedTuple):
+    """A listed folder of chunks."""
 
-    ``failed`` learns of each shard that cannot be listed.
+    name: str
+    path: str
+    chunks: list[tuple[bytes, os.stat_result]]
+    """Key and facts of each file with a chunk's name."""
+    strays: list[str]
+    """The names of other files."""
+
+
+def walk(
+    vfs: Vfs,
+    folder: str,
+    failed: Callable[[str, OSError], None] = lambda shard, error: None,
+    is_due: Callable[[str], bool] = lambda shard: True,
+) -> Iterator[Shard]:
+    """Yield the shards of a namespace folder.
+
+    Args:
+        vfs: lists them.
+        folder: of the namespace.
+        failed: called with the name of each shard that cannot be listed, and the error.
+        is_due: returns whether to list the shard of this name; may raise OSError.
     """
-    for shard in SHARDS:
-        path = f"{folder}/{shard}"
+    for name in SHARDS:
+        path = f"{folder}/{name}"
         try:
-            listed = vfs.listfacts(path)
+            listed = vfs.listfacts(path) if is_due(name) else None
         except FileNotFoundError:
             continue
         except OSError as error:
-            failed(path, error)
+            failed(name, error)
             continue
-        yield path, listed
+        if listed is not None:
+            chunks = [(key, facts) for file, facts in listed if (key := key_of(file)) is not None]
+            strays = [file for file, _ in listed if key_of(file) is None]
+            yield Shard(name, path, chunks, strays)
 
 
 def names_in(vfs: Vfs, folder: str) -> list[str]:
