@@ -183,6 +183,16 @@ COMMANDS: Mapping[str, type] = {
 """The protocol of each command."""
 
 
+def first_of(check: str, *rows: tuple[object, Verdict, str, str]) -> Finding:
+    """Return the finding of the first row that applies.
+
+    Args:
+        check: its name.
+        rows: whether the row applies, verdict, detail and remedy.
+    """
+    return next(Finding(check, *row[1:]) for row in rows if row[0])
+
+
 def is_digest(name: str) -> bool:
     """Return whether a namespace's name is a digest of facts, not a name that people give."""
     return len(name) >= _DIGEST_DIGITS and not set(name) - set("0123456789abcdef")

@@ -10,13 +10,12 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
-from kvoffload.backends.admin import SLOW_BYTES_PER_S, Finding, Verdict, measure
-from kvoffload.backends.base import Backend
+from kvoffload.backends.admin import SLOW_BYTES_PER_S, Finding, first_of, measure
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.disk import limits as disk_limits
 from kvoffload.backends.disk.inspector import DiskInspector
@@ -46,49 +45,48 @@ _SHARED = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "fuse")
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
-class _Examined(NamedTuple):
-    """The folder to examine."""
-
-    root: str
-    vfs: Vfs
-    inspector: DiskInspector | None
-    """None: the folder is empty; no engine has used it."""
-    options: DiskOptions
-    given: Mapping[str, Any]
-    """The settings that differ from the defaults."""
-
-
 async def diagnose(root: str, settings: Mapping[str, Any]) -> list[Finding]:
     """Examine a folder for an engine with these settings; ConfigError: none would use it."""
-    examined = await run_once(_open, root, settings)
-    try:
-        return await _findings(examined)
-    finally:
-        if examined.inspector is not None:
-            examined.inspector.close()
+    findings, free_bytes = await run_once(_examined, root, settings)
+    if free_bytes >= _SCRATCH_BYTES:
+        return findings + await _measured(_absolute(root), settings)
+    remedy = f"measuring needs {human_bytes(_SCRATCH_BYTES)} above min_free"
+    space = next(each for each in findings if each.check == "space")
+    verdict = "warning" if space.verdict == "ok" else space.verdict
+    return [*findings, Finding("throughput", verdict, "not measured: no room", remedy)]
 
 
-async def _findings(examined: _Examined) -> list[Finding]:
-    finding, limits = _limits(examined)
-    findings = [_medium(examined.root), await run_once(_rights, examined), finding]
-    findings.append(await run_once(_ledger, examined))
-    space, free = await run_once(_space, examined, limits)
-    findings += [space, await run_once(_sharing, examined)]
-    if free < _SCRATCH_BYTES:
-        remedy = f"measuring needs {human_bytes(_SCRATCH_BYTES)} above min_free"
-        verdict = "warning" if space.verdict == "ok" else space.verdict
-        return [*findings, Finding("throughput", verdict, "not measured: no room", remedy)]
-    return findings + await _measured(examined)
+def _absolute(root: str) -> str:
+    return os.path.abspath(os.path.expanduser(root))
 
 
-def _open(root: str, settings: Mapping[str, Any]) -> _Examined:
+def _examined(root: str, settings: Mapping[str, Any]) -> tuple[list[Finding], int]:
+    """Examine a folder without measuring; return also the bytes free above the minimum."""
     options = convert({**settings, "root": root}, DiskOptions)
-    vfs, root = Vfs(), os.path.abspath(os.path.expanduser(options.root))
+    vfs, root = Vfs(), _absolute(root)
     used = check_fresh_or_root(vfs, root)
     refuse_unsafe(root, vfs.lstat(root))
     if not options.trust_parent_folders:
         refuse_exposed(vfs, root)
-    return _Examined(root, vfs, DiskInspector(root, vfs) if used else None, options, settings)
+    found = DiskInspector(root, vfs) if used else None
+    try:
+        counted_bytes, fault = found.ledger() if found else (0, None)
+        if found and counted_bytes is None:
+            counted_bytes = sum(chunk.allocated_bytes for chunk in found.chunks())
+        limits, agreed = _limits(vfs, root, options, settings, used=used)
+        space, free_bytes = _space(vfs, root, agreed, counted_bytes or 0)
+        ledger = first_of(
+            "ledger",
+            (not used, "ok", "none yet", ""),
+            (fault, "warning", f"{fault}",
+             "an engine counts all files and corrects it; until then it stores nothing"),
+            (True, "ok", "in order", ""),
+        )  # fmt: skip
+        rights, sharing = _rights(vfs, root), _sharing(found)
+        return [_medium(root), rights, limits, ledger, space, sharing], free_bytes
+    finally:
+        if found is not None:
+            found.close()
 
 
 def _medium(root: str) -> Finding:
@@ -103,146 +101,138 @@ def _medium(root: str) -> Finding:
             inside = path == where or path.startswith(where.rstrip("/") + "/")
             if inside and len(where) >= len(best):
                 best, kind = where, found
-    detail, remedy = kind, ""
-    if kind.split(".")[0] in _SHARED:
-        detail = f"{kind}: locks and sizes may be unreliable"
-        remedy = "use a local disk; hosts that share chunks do so through Redis"
-    elif kind in _IN_MEMORY:
-        detail = f"{kind}: gone with the next boot"
-        remedy = "give the memory to cpu_bytes instead, or use a disk"
-    return Finding("file system", "warning" if remedy else "ok", detail, remedy)
+    return first_of(
+        "file system",
+        (kind.split(".")[0] in _SHARED, "warning", f"{kind}: locks and sizes may be unreliable",
+         "use a local disk; hosts that share chunks do so through Redis"),
+        (kind in _IN_MEMORY, "warning", f"{kind}: gone with the next boot",
+         "give the memory to cpu_bytes instead, or use a disk"),
+        (True, "ok", kind, ""),
+    )  # fmt: skip
 
 
-def _rights(examined: _Examined) -> Finding:
+def _rights(vfs: Vfs, root: str) -> Finding:
     """Check which users could replace chunks; the root itself was checked before."""
-    vfs, root = examined.vfs, examined.root
     mode = f"mode {stat.S_IMODE(vfs.lstat(root).st_mode):04o}"
-    try:
-        refuse_unsafe_inside(vfs, root)
-    except ConfigError as error:
-        return Finding("rights", "failed", str(error), "until then engines that use it refuse it")
-    try:
-        refuse_exposed(vfs, root)
-    except ConfigError as error:
-        remedy = "nothing where no untrusted process runs, as in a pod: trust_parent_folders is set"
-        return Finding("rights", "warning", f"{mode}; {error}", remedy)
-    detail = f"{mode}; only user {os.geteuid()} and root may replace the folder"
-    return Finding("rights", "ok", detail)
+    inside, above = (_refusal(check, vfs, root) for check in (refuse_unsafe_inside, refuse_exposed))
+    return first_of(
+        "rights",
+        (inside, "failed", inside, "until then engines that use it refuse it"),
+        (above, "warning", f"{mode}; {above}",
+         "nothing where no untrusted process runs, as in a pod: trust_parent_folders is set"),
+        (True, "ok", f"{mode}; only user {os.geteuid()} and root may replace the folder", ""),
+    )  # fmt: skip
 
 
-def _limits(examined: _Examined) -> tuple[Finding, Limits | None]:
+def _refusal(check: Callable[[Vfs, str], None], vfs: Vfs, root: str) -> str:
+    try:
+        check(vfs, root)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _limits(
+    vfs: Vfs, root: str, options: DiskOptions, given: Mapping[str, Any], *, used: bool
+) -> tuple[Finding, Limits | None]:
     """Return the limits that an engine would use; None: unknown, a root of an older version."""
-    options, given = examined.options, examined.given
-    wanted = options.limits()
+    recorded, fault, has_capacity = None, "", "capacity" in given
     try:
-        recorded = disk_limits.read(examined.vfs, examined.root)
+        recorded = disk_limits.read(vfs, root)
     except ValueError as error:
-        remedy = "an engine replaces the file when it opens the folder alone"
-        detail = f"the limits recorded in the folder cannot be used: {error}"
-        return Finding("limits", "warning", detail, remedy), wanted if "capacity" in given else None
-    if recorded is None:
-        if examined.inspector is None or "capacity" in given:
-            origin = "given" if "capacity" in given else "the default"
-            return Finding("limits", "ok", f"{_shown(wanted)} ({origin})"), wanted
-        remedy = "give the capacity that engines will have: -o capacity=..."
-        return Finding("limits", "ok", "none recorded, as older versions leave it", remedy), None
-    # Settings that are not given are as recorded.
-    chosen = {field: getattr(wanted, field) for name, field, _ in SETTINGS if name in given}
-    limits = msgspec.structs.replace(recorded, **chosen)
-    if limits == recorded:
-        return Finding("limits", "ok", f"{_shown(recorded)} (recorded in the folder)"), recorded
-    detail = f"{_shown(limits)} asked about; recorded in the folder: {_shown(recorded)}"
-    return Finding("limits", "ok", detail), limits
+        fault = str(error)
+    limits = options.limits() if has_capacity or not used else None
+    if recorded is not None:  # settings that are not given are as recorded
+        wanted = msgspec.structs.asdict(options.limits())
+        chosen = {field: wanted[field] for name, field, _ in SETTINGS if name in given}
+        limits = msgspec.structs.replace(recorded, **chosen)
+    found = first_of(
+        "limits",
+        (fault, "warning", f"the limits recorded in the folder cannot be used: {fault}",
+         "an engine replaces the file when it opens the folder alone"),
+        (limits is None, "ok", "none recorded, as older versions leave it",
+         "give the capacity that engines will have: -o capacity=..."),
+        (recorded is None, "ok",
+         f"{_shown(limits)} ({'given' if has_capacity else 'the default'})", ""),
+        (limits == recorded, "ok", f"{_shown(limits)} (recorded in the folder)", ""),
+        (True, "ok",
+         f"{_shown(limits)} asked about; recorded in the folder: {_shown(recorded)}", ""),
+    )  # fmt: skip
+    return found, limits
 
 
-def _shown(limits: Limits) -> str:
+def _shown(limits: Limits | None) -> str:
+    if limits is None:
+        return ""
     capacity, free = human_bytes(limits.capacity_bytes), human_bytes(limits.min_free_bytes)
     return f"capacity {capacity}, min_free {free}"
 
 
-def _ledger(examined: _Examined) -> Finding:
-    if examined.inspector is None:
-        return Finding("ledger", "ok", "none yet")
-    _, fault = examined.inspector.ledger()
-    if fault is None:
-        return Finding("ledger", "ok", "in order")
-    remedy = "an engine counts all files and corrects it; until then it stores nothing"
-    return Finding("ledger", "warning", fault, remedy)
-
-
-def _used_bytes(inspector: DiskInspector | None) -> int:
-    if inspector is None:
-        return 0
-    booked, _ = inspector.ledger()
-    return sum(c.allocated_bytes for c in inspector.chunks()) if booked is None else booked
-
-
-def _space(examined: _Examined, limits: Limits | None) -> tuple[Finding, int]:
+def _space(vfs: Vfs, root: str, limits: Limits | None, used: int) -> tuple[Finding, int]:
     """Check whether the capacity fits the device; return also the bytes free for measuring."""
-    space = examined.vfs.statvfs(examined.root)
-    free, used = space.f_bavail * space.f_frsize, _used_bytes(examined.inspector)
+    space = vfs.statvfs(root)
+    free = space.f_bavail * space.f_frsize
     detail = f"{human_bytes(free)} free, {human_bytes(used)} used, capacity "
     if limits is None:
         return Finding("space", "ok", detail + "unknown"), free
-    detail += human_bytes(limits.capacity_bytes)
-    room, spare = free + used - limits.min_free_bytes, free - limits.min_free_bytes
-    verdict: Verdict = "ok"
-    remedy = ""
-    if room <= 0:
-        verdict, remedy = "failed", "make space: other files have taken all but min_free"
-    elif used > limits.capacity_bytes:
-        leaving = human_bytes(limits.evicted_bytes(used))
-        verdict = "warning"
-        remedy = f"raise capacity: an engine opened with this one evicts {leaving}"
-    elif room < limits.capacity_bytes:
-        verdict, remedy = "warning", f"lower capacity to {human_bytes(room)}, or make space"
-    return Finding("space", verdict, detail, remedy), spare
+    capacity = limits.capacity_bytes
+    detail += human_bytes(capacity)
+    spare = free - limits.min_free_bytes
+    room, leaving = human_bytes(spare + used), human_bytes(limits.evicted_bytes(used))
+    found = first_of(
+        "space",
+        (spare + used <= 0, "failed", detail,
+         "make space: other files have taken all but min_free"),
+        (used > capacity, "warning", detail,
+         f"raise capacity: an engine opened with this one evicts {leaving}"),
+        (spare + used < capacity, "warning", detail, f"lower capacity to {room}, or make space"),
+        (True, "ok", detail, ""),
+    )  # fmt: skip
+    return found, spare
 
 
-def _sharing(examined: _Examined) -> Finding:
-    inspector = examined.inspector
-    count = 0 if inspector is None else inspector.processes()
-    detail = "1 process has it open" if count == 1 else f"{count} processes have it open"
-    if inspector is None:
-        return Finding("sharing", "ok", detail)
-    until = time.monotonic() + _TAKEOVER_S
-    while not inspector.has_owner() and inspector.processes():
-        if time.monotonic() > until:
+def _sharing(found: DiskInspector | None) -> Finding:
+    count, until_s = found.processes() if found else 0, time.monotonic() + _TAKEOVER_S
+    detail = f"{count} process has it open" if count == 1 else f"{count} processes have it open"
+    while found and not found.has_owner() and found.processes():
+        if time.monotonic() > until_s:
             remedy = "see whether a stopped process still holds .owner"
             return Finding("sharing", "warning", f"{detail}, but none may evict", remedy)
         time.sleep(0.1)  # the evicting process may just have ended
     return Finding("sharing", "ok", detail)
 
 
-async def _measured(examined: _Examined) -> list[Finding]:
+async def _measured(root: str, given: Mapping[str, Any]) -> list[Finding]:
     """Measure I/O mode and speed of a store in a sub-folder."""
-    scratch = f"{examined.root}/{SCRATCH}{os.getpid()}-{secrets.token_hex(4)}"
-    settings = {name: examined.given[name] for name in _ENGINE_SETTINGS if name in examined.given}
+    scratch = f"{root}/{SCRATCH}{os.getpid()}-{secrets.token_hex(4)}"
+    settings = {name: given[name] for name in _ENGINE_SETTINGS if name in given}
     settings |= {"root": scratch, "capacity": _SCRATCH_BYTES, "min_free": 0}
+    backend = None
     try:
         backend = await run_once(open_backend, "disk", settings, "kvoffload-doctor")
+        measured = await measure(backend)
     except ConfigError as error:
-        shutil.rmtree(scratch, ignore_errors=True)
         return [Finding("throughput", "failed", str(error), "see what the error says")]
-    try:
-        mode, reason = getattr(backend, "io_mode", "unknown"), getattr(backend, "io_reason", None)
-        io = Finding("io", "ok", mode)
-        if reason is not None:
-            remedy = "nothing, if the page cache may be used; otherwise another file system"
-            detail = f"{mode}: direct I/O does not work here ({reason})"
-            io = Finding("io", "warning", detail, remedy)
-        return [io, await _throughput(backend)]
     finally:
-        await backend.close()
+        if backend is not None:
+            await backend.close()
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-async def _throughput(backend: Backend) -> Finding:
-    (refused, stored_per_s), (missed, loaded_per_s) = await measure(backend)
-    if refused or missed:
-        remedy = "see the log for the reason"
-        return Finding("throughput", "failed", "a chunk was refused or missed", remedy)
-    slow = min(stored_per_s, loaded_per_s) < SLOW_BYTES_PER_S
-    remedy = "recomputation may be faster than this device" if slow else ""
+    mode, reason = getattr(backend, "io_mode", "unknown"), getattr(backend, "io_reason", None)
+    (refused, stored_per_s), (missed, loaded_per_s) = measured
     rates = f"stores {human_bytes(stored_per_s)}/s, loads {human_bytes(loaded_per_s)}/s"
-    return Finding("throughput", "warning" if slow else "ok", f"{rates}, 2 MiB chunks", remedy)
+    return [
+        first_of(
+            "io",
+            (reason, "warning", f"{mode}: direct I/O does not work here ({reason})",
+             "nothing, if the page cache may be used; otherwise another file system"),
+            (True, "ok", mode, ""),
+        ),
+        first_of(
+            "throughput",
+            (refused or missed, "failed", "a chunk was refused or missed",
+             "see the log for the reason"),
+            (min(stored_per_s, loaded_per_s) < SLOW_BYTES_PER_S, "warning",
+             f"{rates}, 2 MiB chunks", "recomputation may be faster than this device"),
+            (True, "ok", f"{rates}, 2 MiB chunks", ""),
+        ),
+    ]  # fmt: skip

@@ -28,7 +28,7 @@ async def found(root, **settings):
 def unmeasured(monkeypatch):
     """Measure no throughput."""
 
-    async def nothing(examined):
+    async def nothing(root, given):
         return []
 
     monkeypatch.setattr(doctor, "_measured", nothing)
@@ -187,7 +187,7 @@ async def test_bytes_of_the_store_itself_count_as_space_and_an_excess_is_reporte
 async def test_doctor_measures_speed_if_there_is_room(
     tmp_path, monkeypatch, free, capacity, throughput
 ):
-    async def measured(examined):
+    async def measured(root, given):
         return [doctor.Finding("throughput", "measured", "")]
 
     monkeypatch.setattr(doctor, "_measured", measured)
