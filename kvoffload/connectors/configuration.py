@@ -129,6 +129,10 @@ def _plain(value: Any, depth: int) -> Any:
         return [_plain(each, depth + 1) for each in value]
     if isinstance(value, type):
         return _name_of_code(value)
+    if hasattr(value, "tolist"):  # an array: its text leaves the middle out
+        return [str(value.dtype), _plain(value.tolist(), depth + 1)]
+    if isinstance(value, re.Pattern):  # its text ends after 200 characters
+        return [value.pattern, value.flags]
     if hasattr(value, "to_dict"):  # a configuration of transformers
         return [type(value).__qualname__, _plain(value.to_dict(), depth + 1)]
     if _is_configuration(value):

@@ -27,7 +27,7 @@ _HARMLESS_FILES = {
     "prompts come as token ids, which are in the hashes": (
         "tokenizer.json tokenizer.model tokenizer_config.json tokenizer.vocab merges.txt "
         "vocab.json vocab.txt special_tokens_map.json added_tokens.json chat_template.json "
-        "chat_template.jinja tekken.json"
+        "chat_template.jinja"
     ),
     "the engine has resolved it: a fact of its own": "config.json params.json",
     "for people": "readme.md license license.txt license.md notice use_policy.md",
@@ -36,6 +36,7 @@ _HARMLESS_FOLDERS = re.compile(r"\..*|original|onnx|checkpoint-\d+")
 """Other forms of the same weights, and a training's earlier states."""
 _ENDINGS_FOR_PEOPLE = frozenset({".md", ".pdf", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".txt"})
 
+_INDEX = (".safetensors.index.json", ".bin.index.json")
 _GENERATION = "generation_config.json"
 _HARMLESS_OF_GENERATION = {
     "the next token is chosen after its KV": (
@@ -164,6 +165,26 @@ def folder_digest(folder: Path) -> str | None:
         log.info("kvoffload: the weights in %s were sampled in %.1f s", folder, took_s)
     # Of weights that are streamed from elsewhere the folder has the configuration only.
     return f"content {digest.hexdigest()}" if num_weights else None
+
+
+def files_digest(folder: Path) -> str | None:
+    """Digest what a model's folder has besides weights: code, and the settings of processors.
+
+    A name of the weights does not tell these. None where there is no folder.
+    """
+    if not folder.is_dir():
+        return None
+    digest = hashlib.sha256()
+    try:
+        for file in _files_of(folder):
+            if file.suffix in _WEIGHTS or file.name.endswith(_INDEX):
+                continue
+            told = _generation_digest(file) if file.name == _GENERATION else file_digest(file)
+            digest.update(_framed(os.fsencode(file.name)) + _framed(told.encode()))
+    except OSError as error:
+        log.warning("kvoffload: files in %s cannot be read, so starts are cold: %s", folder, error)
+        return f"known to this process alone: {uuid.uuid4().hex}"
+    return digest.hexdigest()
 
 
 def file_digest(file: Path) -> str:

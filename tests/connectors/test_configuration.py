@@ -4,11 +4,13 @@ import dataclasses
 import enum
 import json
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -197,3 +199,17 @@ def test_of_a_model_only_what_no_layer_reads_is_left_out():
     )
     assert hf_facts(HfConfig()) != hf_facts(HfConfig(vision_config={"depth": 3}))
     assert hf_facts(HfConfig()) != hf_facts(HfConfig(an_option_of_tomorrow=1))
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array])
+def test_an_array_counts_whole_though_its_text_leaves_the_middle_out(make):
+    one, other = [0.0] * 4000, [0.0] * 4000
+    other[2000] = 1.0
+    assert str(make(one)) == str(make(other))
+    assert fact("scales", make(one)) == fact("scales", make(one)) != fact("scales", make(other))
+
+
+def test_a_long_pattern_counts_whole():
+    one, other = (re.compile("a" * 300 + end) for end in "bc")
+    assert str(one) == str(other)
+    assert fact("skipped", one) != fact("skipped", other)

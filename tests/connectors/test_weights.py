@@ -14,6 +14,7 @@ from kvoffload.connectors.weights import (
     changes_of,
     commit_of,
     file_digest,
+    files_digest,
     folder_digest,
     was_changed,
     weights_identity,
@@ -101,7 +102,14 @@ def test_other_names_of_equal_tensors_are_another_model(folder):
 
 
 @pytest.mark.parametrize(
-    "name", ["preprocessor_config.json", "modeling_new.py", "quantize_config.json", "unheard.of"]
+    "name",
+    [
+        "preprocessor_config.json",
+        "modeling_new.py",
+        "quantize_config.json",
+        "tekken.json",  # it has sizes of images and rates of audio as well as tokens
+        "unheard.of",
+    ],
 )
 def test_any_file_that_is_not_known_to_be_harmless_counts(folder, name):
     before = identity(folder)
@@ -109,6 +117,18 @@ def test_any_file_that_is_not_known_to_be_harmless_counts(folder, name):
     first = identity(folder)
     (folder / name).write_text("2")
     assert len({before, first, identity(folder)}) == 3
+
+
+def test_other_files_than_weights_are_told_without_them(folder, monkeypatch):
+    before = files_digest(folder)
+    write_tensors(folder / "model.safetensors", tensors(1))
+    (folder / "model.safetensors.index.json").write_text("{}")
+    assert files_digest(folder) == before
+    (folder / "preprocessor_config.json").write_text("{}")
+    assert files_digest(folder) != before
+    assert files_digest(folder / "no folder") is None
+    monkeypatch.setattr(os, "pread", lambda *_: b"")
+    assert files_digest(folder) != files_digest(folder)
 
 
 def test_of_the_generation_config_only_what_a_model_may_read_counts(folder):

@@ -23,6 +23,7 @@ from kvoffload.connectors.sglang.hicache_settings import HiCacheSettings
 from kvoffload.connectors.weights import (
     commit_of,
     file_digest,
+    files_digest,
     folder_digest,
     was_changed,
     weights_identity,
@@ -49,6 +50,7 @@ _FILES = ("quantization_param_path", "speculative_token_map")
 _MAY_HAVE_SECRETS = frozenset(
     {"model_loader_extra_config", "modelexpress_config", "unified_cache_external_linker_config"}
 )
+_OF_POOL = "of the pool"
 _PREFIXES = ("SGLANG_", "SGL_")
 _OF_A_SERVICE = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_(TCP|UDP)\w*)")
 """Kubernetes sets such variables for each service of a cluster, also for one named SGLang."""
@@ -73,14 +75,20 @@ def facts_of_engine(
         model_config: SGLang's ``ModelConfig``.
         settings: may name the weights.
     """
+    is_quantized = model_config.quantization is not None
+    kind = kv_dtype(values["kv_cache_dtype"])
+    has_adapters = bool(values.get("enable_lora") or values.get("lora_paths"))
     return {
         "engine": f"sglang {version('sglang')}",
         "label.model": str(values["model_path"]),
-        "platform": platform_name(str(values["device"]), model_config.quantization is not None),
+        "platform": platform_name(str(values["device"]), is_quantized or kind != _OF_POOL),
+        # Kernels without them round between a layer's halves otherwise, or not at all.
+        "adapters": has_adapters if is_quantized else None,
+        "files": settings.weights_id and files_digest(Path(str(values["model_path"]))),
         **weights_facts(values, settings, model_config.hf_config),
         **config_facts(model_config.hf_config),
         "dtype": str(model_config.dtype),
-        "kv_dtype": kv_dtype(values["kv_cache_dtype"]),
+        "kv_dtype": kind,
         **argument_facts(type(args), values),
         **variable_facts(),
     }
@@ -123,7 +131,7 @@ def kv_dtype(asked: Any) -> str:
     """Return the dtype of the KV cache; its pool may only tell how many bytes a value has."""
     text = str(asked)
     # These become the dtype of the pool, or what the model's configuration says.
-    return "of the pool" if text in ("auto", "bf16", "bfloat16") else text
+    return _OF_POOL if text in ("auto", "bf16", "bfloat16") else text
 
 
 def argument_facts(kind: Any, values: Mapping[str, Any]) -> dict[str, Fact]:
@@ -278,7 +286,7 @@ def _digest(value: Fact) -> str:
 def platform_name(device: str, is_quantized: bool) -> str:
     """Name the kind of device, as far as it decides how values are computed and laid out.
 
-    Kernels of a quantized model may round activations otherwise on another generation.
+    Kernels of a quantized model or KV cache may round values otherwise on another generation.
     """
     import torch
 

@@ -127,7 +127,8 @@ _ARGUMENTS = {
         "strip_thinking_cache enable_streaming_session enable_session_radix_cache"
     ),
     "how pages are copied between the device and host memory": "hicache_io_backend",
-    "an adapter's requests have its content in the page hash; base requests ignore adapters": (
+    "an adapter's requests have its content in the page hash; base requests ignore adapters, "
+    "but for kernels of quantized models, which are a fact": (
         "enable_lora lora_paths max_lora_rank lora_target_modules max_loaded_loras "
         "max_loras_per_batch lora_eviction_policy lora_backend max_lora_chunk_size "
         "experts_shared_outer_loras lora_use_virtual_experts lora_strict_loading "
@@ -307,6 +308,10 @@ _READ_ELSEWHERE = {
         "ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16 ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB "
         "ROCM_QUICK_REDUCE_QUANTIZATION TIMM_FUSED_ATTN "
         "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH VIDEO_MAX_PIXELS XHS_VIDEO_JPEG_QUALITY"
+    ),
+    "libraries below Torch multiply floats with fewer bits; no source of SGLang names them": (
+        "CUBLAS_EMULATE_DOUBLE_PRECISION CUBLAS_EMULATE_SINGLE_PRECISION DNNL_DEFAULT_FPMATH_MODE "
+        "NVIDIA_TF32_OVERRIDE ONEDNN_DEFAULT_FPMATH_MODE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
     ),
 }
 

@@ -7,6 +7,7 @@ a fact in its resolved form, so that an option may be spelled in several ways.
 import hashlib
 import platform
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from kvoffload.connectors.vllm.settings import VllmConfigSettings
 from kvoffload.connectors.vllm.variables_elsewhere import set_elsewhere
 from kvoffload.connectors.vllm.versions import installed_version, release_series
 from kvoffload.connectors.vllm.weights_source import format_read, weights_of
-from kvoffload.connectors.weights import file_digest, generation_facts
+from kvoffload.connectors.weights import file_digest, files_digest, generation_facts
 from kvoffload.errors import ConfigError
 from kvoffload.identity import Fact
 
 _REFUSED_LAYOUTS = ("LHBNC",)
 """Where the heads of a block lie apart from each other, outside of the block."""
+_PLAIN_KV = ("auto", "float16", "bfloat16", "float32")
+"""Kinds of KV caches that are not quantized."""
 
 
 def resolve_facts(
@@ -71,6 +74,9 @@ def resolve_facts(
         "recurrent_states": recurrent_states(kv_cache_config),
         "request_length": length_fact(model),
         "generation_config": fact("generation_config", _generation(model)),
+        "experts": _choice_of_experts(vllm_config),
+        "media": _readers_of_media(model),
+        "files": settings.weights_id and files_digest(Path(model.model)),
         "media_scales": _content("mm_encoder_fp8_scale_path", _media_scales(model)),
         "quantization_file": _content("hf_overrides", _quantization_file(model)),
     }
@@ -110,14 +116,16 @@ def _variable(envs: Any, name: str) -> Any:
 def platform_fact(vllm_config: Any, kv_caches: Mapping[str, Any]) -> str:
     """Name what decides the order of the bytes in a block, next to the attention backend.
 
-    CUDA has one order for each backend, but kernels of a quantized model may round activations
-    otherwise on another generation. On CPUs vLLM chooses an order by the instruction set.
-    Other devices have formats of their own, as some of AMD's have for 8-bit floats.
+    CUDA has one order for each backend. Kernels of a quantized model may round activations
+    otherwise on another generation, and those of a quantized KV cache queries. On CPUs vLLM chooses
+    an order by the instruction set. Other devices have formats of their own, as some of AMD's have
+    for 8-bit floats.
     """
     from vllm.platforms import current_platform
 
     if current_platform.is_cuda():
-        if vllm_config.model_config.quantization is None:
+        is_plain = vllm_config.cache_config.cache_dtype in _PLAIN_KV
+        if vllm_config.model_config.quantization is None and is_plain:
             return "cuda"
         return f"cuda {current_platform.get_device_capability()}"
     if not current_platform.is_cpu():
@@ -184,13 +192,48 @@ def _speculation(config: Any, model: Any, weights: Fact, weights_id: str | None)
     }
 
 
+def _choice_of_experts(vllm_config: Any) -> str | None:
+    """Tell what vLLM chooses kernels of quantized experts by; None for other models.
+
+    The kernels round activations to other formats: to 16, 8 or 4 bits.
+    Source: ``is_supported_config`` of vLLM's ``FusedMoEExperts``.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if model.quantization is None or not model.get_num_experts():
+        return None
+    chosen_by = {
+        "adapters": vllm_config.lora_config is not None,
+        "expert parallel": parallel.enable_expert_parallel,
+        "balancing": parallel.enable_eplb,
+        "data parallel": parallel.data_parallel_size > 1,
+        "two batches": parallel.enable_dbo,
+    }
+    return f"by {', '.join(name for name, is_so in chosen_by.items() if is_so) or 'nothing'}"
+
+
+def _readers_of_media(model: Any) -> str | None:
+    """Tell what reads media after their hash is made; None for a model of text.
+
+    Transformers has the code of most processors, and of some models. A tokenizer of Mistral's form
+    says how images and audio are cut.
+    """
+    has_media = getattr(model, "multimodal_config", None) is not None
+    if not has_media and not model.using_transformers_backend():
+        return None
+    told = f"transformers {version('transformers')}"
+    if has_media and model.tokenizer != model.model:
+        told += f", tokenizer {model.tokenizer} {model.tokenizer_mode}"
+    return told
+
+
 def _generation(model: Any) -> dict[str, Any]:
     """Return what a model may read of the settings of generation.
 
     The file in the model's own folder counts with its weights.
     """
     source = getattr(model, "generation_config", "auto")
-    settings = {} if source in ("auto", "vllm") else (model.try_get_generation_config() or {})
+    is_of_model = source in ("auto", "vllm") and not model.hf_config_path
+    settings = {} if is_of_model else (model.try_get_generation_config() or {})
     return generation_facts(settings | (model.override_generation_config or {}))
 
 

@@ -9,8 +9,18 @@ import os
 from kvoffload.connectors.configuration import fact, names
 from kvoffload.identity import Fact
 
-_OF_KERNELS = ("AITER_", "FA_", "FLA_", "FLASH_ATTENTION_", "FMHA_", "INKLING_", "MINIMAX_", "MSA_")
+_OF_KERNELS = (
+    "AITER_", "FA_", "FLA_", "FLASHINFER_", "FLASH_ATTENTION_", "FMHA_", "INKLING_", "MINIMAX_",
+    "MSA_",
+)  # fmt: skip
 """What the names of variables begin with that packages of kernels read."""
+
+OF_PRECISION = (
+    "CUBLAS_EMULATE_DOUBLE_PRECISION", "CUBLAS_EMULATE_SINGLE_PRECISION",
+    "DNNL_DEFAULT_FPMATH_MODE", "NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)  # fmt: skip
+"""Variables of cuBLAS, oneDNN and Torch: no source of an engine names them."""
 
 _FACTS = {
     "kernels, and their precision": (
@@ -19,6 +29,7 @@ _FACTS = {
         "USE_DEFAULT_FLA_NORM USE_FLAGOS VLLM_MINIMAX_M3_MSA_CUTLASS_MIN_BATCH "
         "XPU_USE_TRITON_KERNEL"
     ),
+    "libraries below Torch multiply 32-bit floats with fewer bits": " ".join(OF_PRECISION),
     "media are read so after their hash is made": "XHS_VIDEO_JPEG_QUALITY",
 }
 _HARMLESS = {
@@ -33,12 +44,15 @@ _HARMLESS = {
     ),
     "how kernels are compiled and kept": (
         "CUDACXX CUDA_MODULE_LOADING CUTE_DSL_KEEP_CUBIN CUTE_DSL_KEEP_PTX "
+        "FLASHINFER_CUDA_ARCH_LIST FLASHINFER_DISABLE_VERSION_CHECK FLASHINFER_EXTRA_LDFLAGS "
+        "FLASHINFER_JIT_DEBUG FLASHINFER_JIT_VERBOSE FLASHINFER_NVCC FLASHINFER_WORKSPACE_BASE "
         "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED MM_SPARSE_ATTN_AOT_DISABLE PYTORCH_ROCM_ARCH "
         "TILELANG_CLEANUP_TEMP_FILES TORCH_COMPILE_DISABLE TORCH_CUDA_ARCH_LIST "
         "TRITON_CACHE_AUTOTUNING"
     ),
     "what is logged and measured": (
         "CUTE_DSL_PTXAS_VERBOSE DG_USE_NVIDIA_TOOLS DO_NOT_TRACK FA_LOG_LEVEL FMHA_GMEM_CHECK "
+        "FLASHINFER_LOGDEST FLASHINFER_LOGGING_LEVEL FLASHINFER_LOGLEVEL "
         "GPU_TRACE LLGUIDANCE_LOG_LEVEL MINIMAX_KERNELS_KVOUTER_COUNT_REPLICAS "
         "MINIMAX_KERNELS_KVOUTER_DEBUG_ARTIFACTS MINIMAX_LOG_COMPILE "
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT PROTON_LAUNCH_METADATA_NOSYNC "

@@ -5,6 +5,7 @@ import enum
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,39 @@ def test_dtypes_of_one_size_are_told_apart(facts, monkeypatch):
         told[kind] = namespace(**facts())
     assert told.pop("auto") == told["bfloat16"]
     assert len({*told.values()}) == 4
+
+
+def test_what_changes_how_kernels_of_fewer_bits_round_is_a_fact(facts, model, monkeypatch):
+    """One generation of devices rounds activations and queries, the next one does not."""
+    monkeypatch.setattr(
+        engine_facts, "platform_name", lambda device, is_quantized: f"quantized: {is_quantized}"
+    )
+    args = ServerArgs(model_path=model, device="cpu", skip_tokenizer_init=True)
+    args.resolve_once()
+    config, values = model_config_of(args), engine_facts.resolved(args)
+    ours = HiCacheSettings(backends=[{"type": "memory"}])
+
+    def told(quantization=None, **more):
+        monkeypatch.setattr(config, "quantization", quantization)
+        return engine_facts.facts_of_engine(args, values | more, config, ours)
+
+    plain, adapted = told(), told(enable_lora=True)
+    assert namespace(**plain) == namespace(**adapted)
+    assert plain["platform"] == "quantized: False"
+    assert told("fp8")["platform"] == told(kv_cache_dtype="fp8_e4m3")["platform"]
+    assert told("fp8")["platform"] == "quantized: True"
+    assert namespace(**told("fp8")) != namespace(**told("fp8", enable_lora=True))
+
+
+def test_a_name_of_the_weights_does_not_tell_how_media_are_read(facts, model, tmp_path):
+    folder = tmp_path / "named"
+    shutil.copytree(model, folder)
+
+    def told(mean):
+        (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": mean}))
+        return namespace(**facts({"weights_id": "v1"}, model_path=str(folder)))
+
+    assert told(0.5) == told(0.5) != told(0.4)
 
 
 SCALED = '{"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,'
