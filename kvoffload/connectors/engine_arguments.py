@@ -9,6 +9,8 @@ from kvoffload.connectors.offload_requests import OffloadRequest
 from kvoffload.errors import ConfigError, UsageError
 from kvoffload.messages import CanonicalKVCaches
 
+_NUMBERS = "must be the numbers of blocks, as [1, 2, 3]; not a list a group, not a mask"
+
 
 def check_caches(kv_caches: CanonicalKVCaches, groups: ChunkGroups) -> None:
     """Raise ConfigError unless tensors are there for each KV cache group."""
@@ -46,15 +48,17 @@ def block_numbers(blocks: Iterable[SupportsIndex], limit: int, field: str = "blo
     """Return block ids as plain numbers; tensors and arrays of one dimension are taken, too.
 
     Raises:
-        UsageError: it is a table a group, or no numbers: as keys these would match no transfer. Or
-            a number is not below the limit.
+        UsageError: it is a table a group, or no numbers: as keys these would match no transfer. A
+            mask is no numbers either: it would match blocks 0 and 1. Or a number is not below the
+            limit.
     """
-    listed = blocks.tolist() if hasattr(blocks, "tolist") else blocks
     try:
+        listed = blocks.tolist() if hasattr(blocks, "tolist") else list(blocks)
         numbers = list(map(index, listed))
     except TypeError:
-        remedy = "must be the numbers of blocks, as [1, 2, 3]; not a list a group"
-        raise _wrong(field, blocks, remedy) from None
+        raise _wrong(field, blocks, _NUMBERS) from None
+    if listed and isinstance(listed[0], bool):
+        raise _wrong(field, blocks, _NUMBERS)
     if numbers and not (min(numbers) >= 0 and max(numbers) < limit):
         raise _wrong(field, numbers, f"must be below {limit}, the blocks of kv_caches")
     return numbers

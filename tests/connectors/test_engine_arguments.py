@@ -57,6 +57,9 @@ def test_a_pass_waits_for_copies_of_its_blocks_in_any_flat_form(
         torch.tensor([BLOCKS]),
         np.array([BLOCKS]),
         torch.tensor(BLOCKS, dtype=torch.float32),
+        torch.arange(64) < 8,
+        np.arange(64) < 8,
+        [True, False],
         ["5"],
         [None],
         5,
@@ -68,7 +71,7 @@ def test_a_pass_waits_for_copies_of_its_blocks_in_any_flat_form(
     ids=repr,
 )
 def test_a_pass_whose_blocks_are_none_is_refused_in_flight_or_not(connector, blocks):
-    with pytest.raises(UsageError, match=r"blocks = .*: must be (the numbers of|below 64)"):
+    with pytest.raises(UsageError, match=r"(?s)blocks = .*: must be (the numbers of|below 64)"):
         connector.before_forward(blocks)
 
 
@@ -95,6 +98,7 @@ REFUSED = {
     "too short": ([BLOCKS[:4]], r"block_ids\[0\] = .*has too few blocks for 32 tokens"),
     "beyond": ([[*BLOCKS[:-1], 99_999]], r"block_ids\[0\] = .*99999\]: must be below"),
     "negative": ([[-1, *BLOCKS[1:]]], r"block_ids\[0\] = .*must be below"),
+    "mask": (torch.ones((1, 64), dtype=torch.bool), r"block_ids\[0\] = .*must be the numbers of"),
     "texts": ([["5"] * 8], r"block_ids\[0\] = .*must be the numbers of blocks"),
 }
 
