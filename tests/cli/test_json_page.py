@@ -3,10 +3,15 @@
 import asyncio
 import json
 import re
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from disk_commands import kvoffload, two_namespaces
+
+from kvoffload.connectors.local import LocalConnector
+from kvoffload.core.hashing import BlockHasher
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "json.md").read_text()
 MODEL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
@@ -20,7 +25,33 @@ WORDS = {
     "replay": ["TRACE", "--sizes", "1"],
     "size": ["--model", "MODEL", "--context", "1000", "--sessions", "4"],
     "config check": [TIERS, "--engine", "local", "--probe"],
+    "cache list": [],
+    "cache lookup": ["--token-ids", "TOKENS"],
+    "cache clear": ["--yes"],
 }
+
+
+@pytest.fixture
+def engine(kv_caches, tmp_path, monkeypatch):
+    """An engine that only answers operators."""
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("KVOFFLOAD_RUNTIME_DIR", str(tmp_path / "run"))
+    disk = {"type": "disk", "root": str(tmp_path / "tier"), "capacity": "64MiB"}
+    settings = {"cpu_bytes": "64KiB", "blocks_per_chunk": 2, "backends": [disk]}
+    more = {"block_size": 4, "facts": {"model": "m"}, "hasher": BlockHasher(4)}
+    connector, is_over = LocalConnector(settings, kv_caches, **more), threading.Event()
+
+    def step():
+        while not is_over.is_set():
+            connector.poll()
+            time.sleep(0.001)
+
+    stepping = threading.Thread(target=step)
+    stepping.start()
+    yield
+    is_over.set()
+    stepping.join()
+    connector.close()
 
 
 def fields(value):
@@ -43,11 +74,14 @@ def test_each_section_is_of_a_command():
     assert re.findall(r"^## (.+)$", PAGE, re.MULTILINE) == list(WORDS)
 
 
+@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("command", WORDS)
 def test_the_fields_are_those_of_the_page(command, tmp_path):
     files = {"TRACE": tmp_path / "t.jsonl", "MODEL": tmp_path / "config.json"}
     files["TRACE"].write_text('{"hash_ids": [1, 2]}\n{"hash_ids": [1, 2]}\n')
     files["MODEL"].write_text(json.dumps(MODEL))
+    files["TOKENS"] = tmp_path / "tokens.json"
+    files["TOKENS"].write_text(json.dumps(list(range(41))))
     files["ROOT"] = asyncio.run(two_namespaces(tmp_path / "kv"))
     words = [*command.split(), *WORDS[command]]
     for name, path in files.items():
@@ -63,5 +97,6 @@ def test_the_fields_are_those_of_the_page(command, tmp_path):
         for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
         for name in re.findall(r"`(\w+)`", row)
     }
-    named = set(names(shown, {"facts", "used_within"})) - {"store", "backends[0] disk"}
+    tiers = {"store", "backends[0] disk", "cpu", "disk"}
+    named = set(names(shown, {"facts", "used_within"})) - tiers
     assert named <= explained
