@@ -66,6 +66,17 @@ def test_the_steps_for_systemd_make_what_the_units_and_the_settings_need():
         assert f"ReadWritePaths={settings['backends'][0]['root']}\n" in service
 
 
+def test_an_operator_finds_the_engine_of_the_unit_whose_tmp_is_its_own():
+    unit = (EXAMPLES / "systemd" / "vllm.service").read_text()
+    assert "PrivateTmp=yes" in unit
+    (folder,) = re.findall(r"^RuntimeDirectory=(\S+)$", unit, re.MULTILINE)
+    assert "RuntimeDirectoryMode=0700" in unit
+    variable = f"KVOFFLOAD_RUNTIME_DIR=/run/{folder}"
+    assert f"Environment={variable}\n" in unit
+    text = (EXAMPLES / "systemd" / "README.md").read_text()
+    assert f"sudo -u vllm env {variable} /opt/vllm/bin/kvoffload cache list" in text
+
+
 def pod_labels(deployment):
     return deployment["spec"]["template"]["metadata"]["labels"]
 
