@@ -163,6 +163,26 @@ def test_a_third_party_backend_is_installed_and_passes_the_suite_it_inherits(tmp
     assert len(list((tmp_path / "kv").glob("ns-namespace/*"))) == 1
 
 
+def test_replay_finds_the_policies_of_an_installed_package_by_their_names(tmp_path):
+    example = ROOT / "examples/policies"
+    env = installed(example, tmp_path / "site")
+    replay = "import sys; from kvoffload.cli.main import main; sys.argv[0] = 'kvoffload'; main()"
+    asked = "replay --synthetic loop:seed=1,requests=200 --policies lru,lru2,s3fifo,fifo --sizes 50"
+    for words in (
+        ["-c", replay, *asked.split(), "--json"],
+        ["-m", "pytest", "-q", "-c", "/dev/null", example / "tests"],
+    ):
+        command = [sys.executable, "-P", *words]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        if "--json" in words:
+            names = {row["policy"] for row in json.loads(done.stdout)["rows"]}
+            assert names >= {"lru", "lru2", "s3fifo", "fifo"}
+    assert " passed" in done.stdout
+
+
 def test_the_script_for_a_vllm_server_leaves_room_on_a_shared_file_system():
     script = ROOT / "examples/vllm/serve.sh"
     env = {**os.environ, "PYTHON": "echo"}

@@ -170,12 +170,12 @@ def test_a_broken_trace_names_file_line_and_field(kvoffload, trace):
     assert f"{trace}:21: hash_ids[2]" in done.stderr
 
 
-WIDE = ("--policies", "handicap,s3fifo,lru", "--sizes", "1k,2k,3k,10k,20k,30k,100k,200k,300k")
+WIDE = ("--policies", "handicap,arc,lru", "--sizes", "1k,2k,3k,10k,20k,30k,100k,200k,300k")
 
 
 def test_a_table_has_one_line_a_row_where_a_script_reads_it(kvoffload, trace):
     done = kvoffload("replay", str(trace), *WIDE, columns="")
-    row = next(line for line in done.stdout.splitlines() if "s3fifo" in line)
+    row = next(line for line in done.stdout.splitlines() if "arc" in line)
     assert row.count("90.87") == 9
     assert "…" not in done.stdout
     (tmp := trace.with_name("name " * 40 + ".jsonl")).write_text(trace.read_text())
@@ -187,7 +187,7 @@ def test_a_narrow_terminal_cuts_no_name_and_no_number(kvoffload, trace, columns)
     done = kvoffload("replay", str(trace), *WIDE, columns=columns)
     assert done.returncode == 0, done.stderr
     words = set(done.stdout.split())
-    assert {"handicap", "s3fifo", "infinite", "90.87", "1,000", "300,000"} <= words
+    assert {"handicap", "arc", "infinite", "90.87", "1,000", "300,000"} <= words
     assert done.stdout.count(" 90.87 ") == 2 * 9 * 5  # two tables, three policies and two bounds
     if columns != "10":
         assert all(len(line) <= int(columns) for line in done.stdout.splitlines() if "│" in line)

@@ -3,6 +3,7 @@
 from math import gcd
 
 import pytest
+from kvoffload_policies.lru2 import LRU2Policy
 
 from kvoffload.connectors.builder import make_host_cache
 from kvoffload.errors import ConfigError
@@ -12,7 +13,6 @@ from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
-from kvoffload.policies.lru2 import LRU2Policy
 
 KIB = 1024
 

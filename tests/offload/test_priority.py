@@ -3,6 +3,7 @@
 import tracemalloc
 
 import pytest
+from kvoffload_policies.fifo import FIFOPolicy
 
 from kvoffload.config import KNOWN_HINTS
 from kvoffload.offload.base import ReqContext, make_offload_key
@@ -11,7 +12,6 @@ from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.offload.priority import FURTHEST, PriorityPolicy
-from kvoffload.policies.fifo import FIFOPolicy
 from kvoffload.policies.lru import LRUPolicy
 
 

@@ -6,6 +6,8 @@ from collections import OrderedDict
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvoffload_policies.lru2 import LRU2Policy
+from kvoffload_policies.s3fifo import S3FIFOPolicy
 
 from kvoffload.errors import ConfigError
 from kvoffload.offload.host_cache import HostCache
@@ -13,8 +15,6 @@ from kvoffload.policies.arc import ARCPolicy
 from kvoffload.policies.base import refusal
 from kvoffload.policies.handicap import HandicapPolicy
 from kvoffload.policies.lru import LRUPolicy
-from kvoffload.policies.lru2 import LRU2Policy
-from kvoffload.policies.s3fifo import S3FIFOPolicy
 from kvoffload.registry import POLICIES, load
 
 CALLS = ["store", "load", "use", "evict"]

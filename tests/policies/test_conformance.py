@@ -9,7 +9,7 @@ from kvoffload.registry import POLICIES, load
 from kvoffload.testing import PolicySuite
 from kvoffload.testing.policies import work
 
-BUILT_IN = ["arc", "fifo", "handicap", "lru", "lru2", "s3fifo"]
+BUILT_IN = ["arc", "handicap", "lru"]
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

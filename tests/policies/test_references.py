@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvoffload_policies.lru2 import LRU2Policy
+from kvoffload_policies.s3fifo import S3FIFOPolicy
 
 from kvoffload.policies.arc import ARCPolicy
 from kvoffload.policies.lru import LRUPolicy
-from kvoffload.policies.lru2 import LRU2Policy
-from kvoffload.policies.s3fifo import S3FIFOPolicy
 
 TRACE = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl"
 

@@ -3,8 +3,8 @@
 from itertools import takewhile
 
 import pytest
+from named_policies import NAMED_POLICIES
 
-from kvoffload.registry import POLICIES, load
 from kvoffload.replay.simulate import belady, infinite, replay
 
 PUBLISHED = {
@@ -21,7 +21,7 @@ PUBLISHED = {
 def test_the_classic_policies_reach_their_published_hit_rates(conversation, name):
     for capacity, percent in PUBLISHED[name].items():
         if capacity in (3000, 30_000):
-            policy = load(POLICIES, name)(capacity)
+            policy = NAMED_POLICIES[name](capacity)
             hits = textbook_hits(conversation.requests, policy, capacity)
             assert 100 * hits / conversation.accesses == pytest.approx(percent, abs=0.3)
 
@@ -53,6 +53,6 @@ def test_the_bounds_are_the_published_ones(conversation):
 
 def test_the_handicap_policy_is_no_worse_than_lru_and_arc(conversation):
     for capacity in (3000, 30_000):
-        hits = replay(conversation.requests, load(POLICIES, "handicap")(capacity), capacity)
+        hits = replay(conversation.requests, NAMED_POLICIES["handicap"](capacity), capacity)
         best = max(PUBLISHED[name][capacity] for name in ("lru", "arc"))
         assert 100 * hits.prefix_rate >= best

@@ -1,12 +1,12 @@
 """A replay predicts what the real manager hits, and a manager's record replays to the same."""
 
 import pytest
+from named_policies import NAMED_POLICIES
 
 from kvoffload.offload.base import make_offload_key
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.recording import RequestLog
-from kvoffload.registry import POLICIES, load
 from kvoffload.replay.simulate import replay
 from kvoffload.replay.synthetic import SyntheticOptions, generate
 from kvoffload.replay.trace import from_ids, read_trace
@@ -29,10 +29,10 @@ def serve(manager, record, prompts):
     return loaded
 
 
-@pytest.mark.parametrize("name", ["lru", "arc", "handicap", "lru2", "s3fifo", "fifo"])
+@pytest.mark.parametrize("name", sorted(NAMED_POLICIES))
 @pytest.mark.parametrize(("workload", "slots"), [("chat", 400), ("agent", 100), ("shared", 400)])
 def test_the_replay_of_a_manager_s_record_hits_as_the_manager_did(tmp_path, name, workload, slots):
-    policy = load(POLICIES, name)
+    policy = NAMED_POLICIES[name]
     trace = from_ids(workload, generate(workload, SyntheticOptions(seed=2, requests=600)))
     prompts = [[make_offload_key(key * 2, 0) for key in request] for request in trace.requests]
     manager = TieredOffloadingManager(HostCache(slots, policy(slots)))

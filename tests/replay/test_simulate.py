@@ -4,10 +4,10 @@ import random
 from itertools import combinations
 
 import pytest
+from kvoffload_policies.fifo import FIFOPolicy
+from named_policies import NAMED_POLICIES
 
-from kvoffload.policies.fifo import FIFOPolicy
 from kvoffload.policies.lru import LRUPolicy
-from kvoffload.registry import POLICIES, load
 from kvoffload.replay.simulate import Level, belady, infinite, replay, replay_levels
 from kvoffload.replay.synthetic import WORKLOADS, SyntheticOptions, generate
 from kvoffload.replay.trace import from_ids
@@ -27,7 +27,7 @@ def test_only_the_contiguous_prefix_counts_as_prefix_hits():
 def test_each_prefix_hit_is_a_block_hit(workload, name):
     requests = from_ids("t", generate(workload, SyntheticOptions(requests=300))).requests
     for capacity in (5, 100):  # less than a request, too
-        hits = replay(requests, load(POLICIES, name)(capacity), capacity)
+        hits = replay(requests, NAMED_POLICIES[name](capacity), capacity)
         bound = belady(requests, capacity)
         assert 0 < hits.prefix <= hits.blocks <= bound.blocks
         assert bound.prefix <= bound.blocks
@@ -38,11 +38,11 @@ def test_blocks_are_counted_at_the_lookup_and_not_after_the_request_has_evicted(
     assert (hits.prefix, hits.blocks) == (0, 2)
 
 
-@pytest.mark.parametrize("name", ["lru", "arc", "handicap", "lru2", "s3fifo", "fifo"])
+@pytest.mark.parametrize("name", sorted(NAMED_POLICIES))
 @pytest.mark.parametrize("capacity", [1, 2, 3, 10])
 def test_a_request_that_names_a_block_twice_has_it_once(name, capacity):
     requests = requests_of([1, 2, 1, 2], [1, 1, 2, 3], [2, 2])
-    hits = replay(requests, load(POLICIES, name)(capacity), capacity)
+    hits = replay(requests, NAMED_POLICIES[name](capacity), capacity)
     assert hits.accesses == 10
     if capacity == 10:
         assert (hits.prefix, hits.blocks) == (5, 5)

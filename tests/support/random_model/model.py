@@ -58,7 +58,7 @@ class Model:
             "cpu_bytes": host_bytes if keeps else 0,
             "staging_bytes": host_bytes,
             "blocks_per_chunk": per_chunk,
-            "policy": draw.choice(("lru", "handicap", "fifo", "arc", "s3fifo")),
+            "policy": draw.choice(("lru", "handicap", "arc")),
             "store_threshold": draw.choice((1, 1, 2)) if keeps else 1,
             "promote": draw.random() < 0.7,
             "client_hints": ["tiers"],
