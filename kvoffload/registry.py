@@ -110,9 +110,9 @@ def open_backend(
         raise ConfigError(f"{where}{error.field}", error.value, error.remedy) from error
 
 
-def offers(type: str, command: str, field: str = "type") -> bool:
+def offers(type: str, command: str) -> bool:
     """Return whether a backend offers a command, as far as its class tells before it is opened."""
-    factory = load(BACKENDS, type, field)
+    factory = load(BACKENDS, type)
     factory = getattr(factory, "admin", factory)
     return not isclass(factory) or issubclass(factory, COMMANDS[command])
 

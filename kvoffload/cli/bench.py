@@ -11,10 +11,9 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 import kvoffload
-from kvoffload.cli.output import console
+from kvoffload.cli.output import console, say, table_of
 from kvoffload.errors import ConfigError
 
 FOLDER = Path(kvoffload.__file__).parents[1] / "benchmarks"
@@ -73,20 +72,16 @@ def benchmark(name: str) -> ModuleType:
 
 def show(report: dict[str, Any]) -> None:
     """Print a report as a table."""
-    table = Table()
-    table.add_column("case", overflow="fold")
-    for title in ("value", "limit", "ratio"):
-        table.add_column(title, justify="right", overflow="fold")
-    table.add_column("limit is", overflow="fold")
-    for row in report["rows"]:
-        limit, ratio = row["limit"], row["ratio"]
-        table.add_row(
+    rows = [
+        (
             row["case"],
             f"{row['value']:.4g} {row['unit']}",
-            "" if limit is None else f"{limit:.4g} {row['unit']}",
-            "" if ratio is None else f"{ratio:.2f}",
+            "" if row["limit"] is None else f"{row['limit']:.4g} {row['unit']}",
+            "" if row["ratio"] is None else f"{row['ratio']:.2f}",
             row["limit_name"] or "",
         )
-    to = console()
-    to.print(f"{report['bench']} on {report['machine']}", soft_wrap=True, highlight=False)
-    to.print(table, crop=False)
+        for row in report["rows"]
+    ]
+    say(f"{report['bench']} on {report['machine']}")
+    numbers = ("value", "limit", "ratio")
+    console().print(table_of(("case", *numbers, "limit is"), rows, numbers=numbers), crop=False)

@@ -9,9 +9,8 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.table import Table
 
-from kvoffload.cli.output import console, is_answered, plain
+from kvoffload.cli.output import console, fail, is_answered, say, table_of
 from kvoffload.cli.stores import AsJson
 from kvoffload.control import (
     HOST,
@@ -51,13 +50,11 @@ def list_engines(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps([{"engine": sock.engine, **_plain(facts)} for sock, facts in found]))
         return
-    table = Table()
-    for title in ("engine", "model", "tiers"):
-        table.add_column(title)
-    for sock, facts in found:
-        of_engine = (facts.model, ", ".join(facts.tiers)) if facts else ("busy", "")
-        table.add_row(sock.engine, *map(plain, of_engine))
-    console().print(table)
+    rows = [
+        (sock.engine, *((facts.model, ", ".join(facts.tiers)) if facts else ("busy", "")))
+        for sock, facts in found
+    ]
+    console().print(table_of(("engine", "model", "tiers"), rows))
 
 
 @app.command()
@@ -94,8 +91,8 @@ def lookup(
         prompt = _tokenized(words, model or (facts.tokenizer if facts else ""))
     answer = _ask(sock, Lookup(prompt, salt), ORDER_S)
     if answer.found is None:
-        _fail(f"engine {sock.engine}: {answer.error}")
-    elif as_json:
+        fail(f"engine {sock.engine}: {answer.error}")
+    if as_json:
         print(json.dumps(_plain(answer.found)))
     else:
         _show(answer.found)
@@ -128,17 +125,16 @@ def clear(
             raise ConfigError("yes", False, "other engines lose these chunks too: give --yes")
         stores = ", ".join(name for name in going if name != HOST)
         notice = f"engines that share {stores} with engine {sock.engine} lose these chunks too"
-        console(stderr=True).print(plain(notice), soft_wrap=True)
+        say(notice, stderr=True)
         if not typer.confirm(f"Remove all chunks of {facts.model}?", err=True):
             return
     answer = _ask(sock, Clear(tier), ORDER_S)
     if answer.error:
-        _fail(f"engine {sock.engine}: {answer.error}")
+        fail(f"engine {sock.engine}: {answer.error}")
     if as_json:
         print(json.dumps({"engine": sock.engine, "cleared": going}))
     else:
-        text = f"engine {sock.engine}: {', '.join(going)} cleared"
-        console().print(plain(text), soft_wrap=True)
+        say(f"engine {sock.engine}: {', '.join(going)} cleared")
 
 
 # ---- which engine ----
@@ -153,7 +149,7 @@ def _sockets() -> list[EngineSocket]:
     """
     found = engine_sockets() if is_supported() else []
     if not found:
-        _fail(f"no engine of this user can be asked; its socket would be in {_places()}")
+        fail(f"no engine of this user can be asked; its socket would be in {_places()}")
     return found
 
 
@@ -182,13 +178,7 @@ def _ask(sock: EngineSocket, question: Question, timeout_s: float = ORDER_S) -> 
     try:
         return sock.ask(question, timeout_s)
     except (OSError, msgspec.DecodeError) as error:
-        _fail(f"engine {sock.engine} cannot be asked: {error}")
-        raise
-
-
-def _fail(text: str) -> None:
-    console(stderr=True).print(plain(f"kvoffload: {text}"), soft_wrap=True)
-    raise typer.Exit(1) from None
+        fail(f"engine {sock.engine} cannot be asked: {error}")
 
 
 # ---- the prompt ----
@@ -236,20 +226,16 @@ def _plain(found: object) -> dict[str, object]:
 
 
 def _show(found: Found) -> None:
-    out = console()
-    out.print(plain(f"{found.tokens:,} tokens"))
+    say(f"{found.tokens:,} tokens")
     for number, group in enumerate(found.groups):
         if len(found.groups) > 1:
             reads = "all chunks" if group.reads_all else "the chunks of a window"
-            out.print(plain(f"KV cache group {number}, which reads {reads}"))
-        table = Table()
-        table.add_column("tier")
-        for title in ("tokens from the start", "chunks from the start", "chunks", "of"):
-            table.add_column(title, justify="right")
+            say(f"KV cache group {number}, which reads {reads}")
+        rows = []
         for name, held in [*group.tiers.items(), ("any", group.any)]:
             counts = (held.leading * group.chunk_tokens, held.leading, held.chunks, group.chunks)
-            table.add_row(plain(name), *(f"{count:,}" for count in counts))
-        out.print(table)
+            rows.append((name, *(f"{count:,}" for count in counts)))
+        numbers = ("tokens from the start", "chunks from the start", "chunks", "of")
+        console().print(table_of(("tier", *numbers), rows, numbers=numbers))
         if group.missing:
-            text = f"chunk {group.any.leading} is nowhere: {group.missing}"
-            out.print(plain(text), soft_wrap=True)
+            say(f"chunk {group.any.leading} is nowhere: {group.missing}")

@@ -9,10 +9,9 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.table import Table
 
 from kvoffload.backends.admin import Finding
-from kvoffload.cli.output import console, plain
+from kvoffload.cli.output import console, say, table_of
 from kvoffload.cli.stores import AsJson, opened
 from kvoffload.config import (
     SIZE_SCHEMA,
@@ -91,14 +90,12 @@ def check(
     if as_json:
         print_json(warnings, findings)
     else:
-        out = console()
-        for warning in warnings:
-            out.print(plain(f"warning: {warning}"), soft_wrap=True)
+        say(*(f"warning: {warning}" for warning in warnings))
         for name, tier in findings.items():
             for each in tier:
                 text = f"{name}: {each.check} {each.verdict}: {each.detail}. {each.remedy}"
-                out.print(plain(text.removesuffix(" ")), soft_wrap=True)
-        out.print(plain(_verdict(config, failed)))
+                say(text.removesuffix(" "))
+        say(_verdict(config, failed))
     if failed:
         raise typer.Exit(1)
 
@@ -146,13 +143,15 @@ def show(given: Given = None, engine: ForEngine = Engine.VLLM, as_json: AsJson =
         }
         print(json.dumps(told))
         return
-    table = Table()
-    for title in ("setting", "value", "from"):
-        table.add_column(title, overflow="fold")
-    for name, value in rows:
-        text = human_bytes(value) if name.endswith("_bytes") and value else json.dumps(value)
-        table.add_row(name, plain(text), plain(sources.get(name, "default")))
-    console().print(table)
+    cells = [
+        (
+            name,
+            human_bytes(value) if name.endswith("_bytes") and value else json.dumps(value),
+            sources.get(name, "default"),
+        )
+        for name, value in rows
+    ]
+    console().print(table_of(("setting", "value", "from"), cells))
 
 
 @app.command()

@@ -4,11 +4,10 @@ import json
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from kvoffload.backends.admin import Finding
 from kvoffload.cli.config_command import Engine, ForEngine, checked, examined, print_json
-from kvoffload.cli.output import console, plain
+from kvoffload.cli.output import console, plain, say, table_of
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
 from kvoffload.errors import ConfigError
 
@@ -57,19 +56,16 @@ def _of_settings(given: str, engine: Engine, as_json: bool) -> list[Finding]:
     if as_json:
         print_json(warnings, by_tier)
     else:
-        for warning in warnings:
-            console().print(plain(f"warning: {warning}"), soft_wrap=True)
+        say(*(f"warning: {warning}" for warning in warnings))
         for name, tier in by_tier.items():
-            console().print(plain(name))
+            say(name)
             _show(tier)
     return [each for tier in by_tier.values() for each in tier]
 
 
 def _show(findings: list[Finding]) -> None:
-    table = Table()
-    for title in ("check", "verdict", "found", "what to do"):
-        table.add_column(title, overflow="fold")
-    for finding in findings:
-        verdict = plain(finding.verdict, _COLOURS[finding.verdict])
-        table.add_row(plain(finding.check), verdict, plain(finding.detail), plain(finding.remedy))
-    console().print(table)
+    rows = [
+        (check, plain(verdict, _COLOURS[verdict]), detail, remedy)
+        for check, verdict, detail, remedy in findings
+    ]
+    console().print(table_of(("check", "verdict", "found", "what to do"), rows))

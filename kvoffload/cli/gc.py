@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvoffload.backends.admin import Garbage
-from kvoffload.cli.output import console, is_answered, plain
+from kvoffload.cli.output import is_answered, say
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
 from kvoffload.errors import ConfigError
 
@@ -42,13 +42,11 @@ def command(
     """
     unused_s = None if older_than is None else parse_age(older_than)
     wanted = Garbage(namespace, unused_s, dry_run)
-    out = console()
     if not (dry_run or yes or as_json) and is_answered():
         planned = run_on(
             "gc", root, kind, option, lambda store: store.collect(wanted._replace(dry_run=True))
         )
-        plan = plain(f"would remove {planned.summary}")
-        console(stderr=True).print(plan, soft_wrap=True)
+        say(f"would remove {planned.summary}", stderr=True)
         if not typer.confirm("Remove it?", err=True):
             return
     found = run_on("gc", root, kind, option, lambda store: store.collect(wanted))
@@ -56,10 +54,8 @@ def command(
         print(json.dumps(found.figures))
     else:
         verb = "would remove" if dry_run else "removed"
-        lines = [*found.going, f"{verb} {found.summary}"]
-        lines += [f"cannot be removed: {each}" for each in found.failures]
-        for line in lines:
-            out.print(plain(line), soft_wrap=True)
+        failures = (f"cannot be removed: {each}" for each in found.failures)
+        say(*found.going, f"{verb} {found.summary}", *failures)
     if found.failures:
         raise typer.Exit(1)
 

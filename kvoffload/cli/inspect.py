@@ -4,13 +4,12 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from kvoffload.backends.admin import Holding, counted, duration, is_digest, named
-from kvoffload.cli.output import console, plain, print_numbers
+from kvoffload.cli.output import console, plain, print_numbers, say
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
 from kvoffload.config import human_bytes
 from kvoffload.facts import Difference, compared, differences, model_of
@@ -55,12 +54,12 @@ def command(
     if as_json:
         print(json.dumps({**figures, "namespaces": [_figures(each) for each in held]}))
         return
-    terminal = console()
     for title, text in lines:
-        terminal.print(plain(title, "bold") + (": " if title else "") + plain(text), soft_wrap=True)
-    _show(terminal, held, times, sort, verbose=verbose)
-    if not held:
-        terminal.print("nothing of kvoffload's is stored here")
+        say(plain(title, "bold") + (": " if title else "") + plain(text))
+    if held:
+        _show(held, times, sort, verbose=verbose)
+    else:
+        say("nothing of kvoffload's is stored here")
 
 
 def _figures(each: Holding) -> dict[str, object]:
@@ -69,17 +68,15 @@ def _figures(each: Holding) -> dict[str, object]:
     return {name: getattr(each, name) for name in Holding._fields[:5]}
 
 
-def _show(to: Console, held: Sequence[Holding], times: str, order: Order, *, verbose: bool) -> None:
+def _show(held: Sequence[Holding], times: str, order: Order, *, verbose: bool) -> None:
     """Print namespaces as a table, and every fact on request; ``times`` heads their times."""
-    if not held:
-        return
     order_named, key = _ORDERS[order]
     held = sorted(sorted(held, key=lambda each: each.namespace), key=key)
     cells = [
         (
             plain(_short(each.namespace)).plain,
             [
-                plain(_model(each.facts)).plain,
+                plain(model_of(each.facts)).plain,
                 plain(_dtype(each.facts)).plain,
                 f"{each.chunks:,}",
                 human_bytes(each.stored_bytes),
@@ -90,13 +87,12 @@ def _show(to: Console, held: Sequence[Holding], times: str, order: Order, *, ver
     ]
     title = f"{counted(len(held), 'namespace')}, {order_named}"
     columns = ("model", "dtype", "chunks", "bytes", times)
-    print_numbers(to, title, "namespace", columns, cells, texts=2)
+    print_numbers(console(), title, "namespace", columns, cells, texts=2)
     for each in held if verbose else ():
-        facts = plain(_shown(each.facts))
-        to.print()
-        to.print(plain(_short(each.namespace), "bold") + "  " + facts, soft_wrap=True)
-        for line in each.details:
-            to.print(plain(f"  {line}"), soft_wrap=True)
+        pairs = ", ".join(f"{name}={value}" for name, value in sorted(each.facts.items()))
+        name = plain(_short(each.namespace), "bold")
+        say("", name + "  " + plain(pairs or "no facts stored"))
+        say(*(f"  {line}" for line in each.details))
 
 
 def _diff(
@@ -109,20 +105,18 @@ def _diff(
     """
     by_name = {each.namespace: each for each in held}
     one, other = (by_name[named(name, by_name, "diff")] for name in wanted)
-    facts = [each.facts if isinstance(each.facts, Mapping) else {} for each in (one, other)]
-    shown: Sequence[Difference] = list(compared(*facts)) if verbose else differences(*facts)
+    compare = compared if verbose else differences
+    shown: Sequence[Difference] = list(compare(one.facts, other.facts))
     if as_json:
         names = [one.namespace, other.namespace]
         print(json.dumps({"namespaces": names, "facts": {n: [a, b] for n, a, b in shown}}))
         return
-    terminal = console()
     if not shown:
-        terminal.print("no stored fact differs")
-    for each in shown:
-        terminal.print(plain(each.name, "bold"), soft_wrap=True)
-        for namespace, value in zip((one, other), each[1:], strict=True):
-            text = "(none)" if value is None else value
-            terminal.print(plain(f"  {_short(namespace.namespace)}  {text}"), soft_wrap=True)
+        say("no stored fact differs")
+    for fact in shown:
+        say(plain(fact.name, "bold"))
+        for each, value in zip((one, other), fact[1:], strict=True):
+            say(f"  {_short(each.namespace)}  {'(none)' if value is None else value}")
 
 
 def _short(name: str) -> str:
@@ -150,20 +144,7 @@ def _time(each: Holding) -> str:
     return "" if each.expires_s is None else duration(each.expires_s)
 
 
-def _model(facts: object) -> str:
-    return model_of(facts) if isinstance(facts, Mapping) else ""
-
-
-def _fact(facts: object, name: str) -> str:
-    return str(facts.get(name, "")) if isinstance(facts, Mapping) else ""
-
-
-def _dtype(facts: object) -> str:
+def _dtype(facts: Mapping[str, Any]) -> str:
     """Return the type of the stored elements, which an engine may set apart from the model's."""
-    stored = _fact(facts, "kv_dtype")
-    return stored if stored not in ("", "auto") else _fact(facts, "dtype")
-
-
-def _shown(facts: object) -> str:
-    pairs = sorted(facts.items()) if isinstance(facts, Mapping) else []
-    return ", ".join(f"{name}={value}" for name, value in pairs) or "no facts stored"
+    stored = str(facts.get("kv_dtype", ""))
+    return stored if stored not in ("", "auto") else str(facts.get("dtype", ""))

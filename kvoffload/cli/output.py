@@ -1,4 +1,4 @@
-"""The console of all commands, and text and numbers for it.
+"""The console of all commands, and lines, tables and errors on it.
 
 There are no automatic colours. Lines are whole where no terminal gives a width, and nothing of a
 store reaches a terminal as a control character.
@@ -6,9 +6,10 @@ store reaches a terminal as a control character.
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NoReturn
 
+import typer
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
@@ -38,6 +39,31 @@ def is_answered() -> bool:
 def plain(text: object, style: str = "") -> Text:
     """Return text of a store without markup and control characters."""
     return Text(escaped(text), style)
+
+
+def say(*lines: object, stderr: bool = False) -> None:
+    """Print each text as one whole line, without markup; one with a style is plain already."""
+    to = console(stderr=stderr)
+    for line in lines:
+        to.print(line if isinstance(line, Text) else plain(line), soft_wrap=True)
+
+
+def fail(text: str) -> NoReturn:
+    """Print what is wrong, and end the command with exit code 1."""
+    say(f"kvoffload: {text}", stderr=True)
+    raise typer.Exit(1) from None
+
+
+def table_of(
+    titles: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[str] = ()
+) -> Table:
+    """Return a table; the columns that ``numbers`` names are aligned to the right."""
+    table = Table()
+    for title in titles:
+        table.add_column(title, justify="right" if title in numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else plain(cell) for cell in row))
+    return table
 
 
 def print_numbers(

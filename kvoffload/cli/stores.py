@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from kvoffload.backends.admin import COMMANDS
-from kvoffload.cli.output import console, plain
+from kvoffload.cli.output import fail
 from kvoffload.errors import ConfigError
 from kvoffload.registry import offers, open_admin
 
@@ -49,8 +49,7 @@ def run_on(
     try:
         return asyncio.run(opened(command, kind, options, work))
     except OSError as error:
-        console(stderr=True).print(plain(f"kvoffload: {error}"), soft_wrap=True)
-        raise typer.Exit(1) from None
+        fail(str(error))
 
 
 async def opened(

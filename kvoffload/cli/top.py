@@ -6,7 +6,7 @@ import re
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
@@ -16,10 +16,9 @@ from urllib.parse import urlsplit
 import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 
 from kvoffload.backends.admin import Surveys, counted
-from kvoffload.cli.output import console, plain
+from kvoffload.cli.output import console, fail, plain, say, table_of
 from kvoffload.cli.stores import AsJson, Settings, run_on
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
@@ -121,7 +120,7 @@ def _follow(target: str, option: list[str] | None, last: Reading, interval_s: fl
                 except typer.Exit:
                     continue  # the reason is printed; the next reading may succeed
                 except ConfigError as error:  # an engine that starts again has no metrics yet
-                    console(stderr=True).print(plain(f"kvoffload: {error}"), soft_wrap=True)
+                    say(f"kvoffload: {error}", stderr=True)
                     continue
                 live.update(_shown(now, last), refresh=True)
                 last = now
@@ -146,9 +145,7 @@ def _read(target: str, option: list[str] | None) -> Reading:
     try:
         page = fetch(target)
     except (OSError, HTTPException, ValueError) as error:
-        reason = plain(f"kvoffload: {target} cannot be read: {error}")
-        console(stderr=True).print(reason, soft_wrap=True)
-        raise typer.Exit(1) from None
+        fail(f"{target} cannot be read: {error}")
     reading = of_page(page)
     if not reading.tiers:
         raise ConfigError("target", target, "has no metric of kvoffload; is it the engine's port?")
@@ -186,16 +183,16 @@ def of_page(page: str) -> Reading:
             if labels.get("result") == "hit":
                 sums[HITS, tier] += value
     reading = Reading()
-    wanted = {**GAUGES, **RATES, **{name: metric for name, (metric, _) in COLUMNS.items()}}
+    of_tier = {**GAUGES, **RATES, **{name: metric for name, (metric, _) in COLUMNS.items()}}
+    names = {metric: name for name, metric in of_tier.items()}
+    totals = {metric: name for name, metric in TOTALS.items()}
     for (metric, tier), value in sums.items():
-        for name, known in wanted.items():
-            if tier and metric == known:
-                reading.tiers.setdefault(tier, {})[name] = value
+        if tier and metric in names:
+            reading.tiers.setdefault(tier, {})[names[metric]] = value
         if len(reading.tiers) > MOST_TIERS:
             raise ConfigError("target", "page", f"has more than {MOST_TIERS} tiers")
-        for name, known in TOTALS.items():
-            if metric == known:
-                reading.totals[name] = value
+        if metric in totals:
+            reading.totals[totals[metric]] = value
     return reading
 
 
@@ -230,50 +227,37 @@ def _shown(now: Reading, last: Reading | None) -> RenderableType:
     """Return tables of the figures: since the start, or a second since the last reading."""
     seconds = max(1e-6, now.when_s - last.when_s) if last else 1.0
     states: list[dict[str, str]] = []
-    moves = Table()
-    moves.add_column("tier")
-    for _, title in COLUMNS.values():
-        moves.add_column(f"{title}/s" if last else title, justify="right")
+    moves: list[Sequence[str]] = []
     for name, tier in now.tiers.items():
         before = last.tiers.get(name, {}) if last else {}
         hits = _hits(now, last, tier, before)
         states.append({"tier": name, "state": _state(tier), **hits, **_fill(tier)})
         if any(column in tier for column in COLUMNS):
-            # Counters begin at zero when an engine starts again.
-            cells = (
-                _number(column, max(0.0, tier.get(column, 0.0) - before.get(column, 0.0)) / seconds)
-                for column in COLUMNS
-            )
-            moves.add_row(plain(name), *cells)
-    parts: list[RenderableType] = [_table(states)]
-    if moves.row_count:
-        parts.append(moves)
+            grown = ((column, _grown(tier, before, column)) for column in COLUMNS)
+            moves.append((name, *(_number(column, value / seconds) for column, value in grown)))
+    filled = [title for title in states[0] if any(row[title] for row in states)]
+    rows = [[row[title] for title in filled] for row in states]
+    numbers = [title for title in filled if title not in ("tier", "state")]
+    parts: list[RenderableType] = [table_of(filled, rows, numbers=numbers)]
+    if moves:
+        numbers = [f"{title}/s" if last else title for _, title in COLUMNS.values()]
+        parts.append(table_of(["tier", *numbers], moves, numbers=numbers))
     parts += [plain(line) for line in (*_lines(now), *now.notes)]
     return Group(*parts)
 
 
-def _table(rows: list[dict[str, str]]) -> Table:
-    """Return a table without the columns that are empty."""
-    table = Table()
-    titles = [title for title in rows[0] if any(row[title] for row in rows)]
-    for title in titles:
-        table.add_column(title, justify="left" if title in ("tier", "state") else "right")
-    for row in rows:
-        table.add_row(*(plain(row[title]) for title in titles))
-    return table
+def _grown(after: Mapping[str, float], before: Mapping[str, float], name: str) -> float:
+    """Return by how much a counter rose; one begins at zero when an engine starts again."""
+    return max(0.0, after.get(name, 0.0) - before.get(name, 0.0))
 
 
 def _hits(
     now: Reading, last: Reading | None, tier: Mapping[str, float], before: Mapping[str, float]
 ) -> dict[str, str]:
     """Return the share of lookups that the tier answered, and how long a batch of loads takes."""
-
-    def grown(after: Mapping[str, float], before: Mapping[str, float], name: str) -> float:
-        return max(0.0, after.get(name, 0.0) - before.get(name, 0.0))
-
-    lookups = grown(now.totals, last.totals if last else {}, "lookups")
-    loads = grown(tier, before, "loads")
-    share, load_s = grown(tier, before, "lookup_hits"), grown(tier, before, "load_seconds")
+    lookups = _grown(now.totals, last.totals if last else {}, "lookups")
+    loads = _grown(tier, before, "loads")
+    share, load_s = _grown(tier, before, "lookup_hits"), _grown(tier, before, "load_seconds")
     return {
         "hits": f"{share / lookups:.0%}" if lookups else "",
         "a load": f"{load_s / loads * 1000:,.1f} ms" if loads else "",

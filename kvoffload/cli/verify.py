@@ -16,7 +16,7 @@ from rich.progress import (
 from rich.text import Text
 
 from kvoffload.backends.admin import Check
-from kvoffload.cli.output import console, plain
+from kvoffload.cli.output import console, say
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
 from kvoffload.config import ByteSize, human_bytes
 from kvoffload.errors import ConfigError
@@ -60,8 +60,7 @@ def command(
     if as_json:
         print(json.dumps(found.figures))
     else:
-        for line in found.lines:
-            console().print(plain(line), soft_wrap=True)
+        say(*found.lines)
     if not found.is_sound:
         raise typer.Exit(1)
 

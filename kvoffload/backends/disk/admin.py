@@ -95,7 +95,8 @@ def survey(found: DiskInspector) -> Survey:
 
 def _holding(found: DiskInspector, folder: str, now: float) -> Holding:
     told, chunks = found.manifest(folder), list(found.chunks(folder))
-    name, facts = told.get("namespace"), told.get("facts", {})
+    name, facts = told.get("namespace"), told.get("facts")
+    facts = facts if isinstance(facts, dict) else {}
     stored_s = [now - chunk.facts.st_mtime_ns / 1e9 for chunk in chunks]
     used_s = [now - chunk.used_ns / 1e9 for chunk in chunks]
     within = {label: sum(each <= age_s for each in used_s) for label, age_s in AGES}
@@ -137,8 +138,8 @@ def collect(found: DiskInspector, wanted: Garbage) -> Collected:
     folder = None if namespace is None else _folder(found, namespace)
     chunks = sorted(found.chunks(folder), key=lambda chunk: chunk.used_ns)
     everything = folder is not None and age_s is None
-    until_ns = math.inf if everything else 0.0 if age_s is None else time.time_ns() - age_s * 1e9
-    old = [chunk for chunk in chunks if chunk.used_ns < until_ns]
+    until_ns = -math.inf if age_s is None else time.time_ns() - age_s * 1e9
+    old = [chunk for chunk in chunks if everything or chunk.used_ns < until_ns]
     garbage: list[tuple[str, ChunkFile | Waste, Callable[[Any], int]]] = [
         *(("chunk", chunk, found.remove) for chunk in old),
         *(("damaged", file, found.remove_quarantined) for file in found.quarantined()),
