@@ -28,7 +28,7 @@ from kvoffload.backends.disk.quota import Quota, recorded_bytes
 from kvoffload.backends.disk.root_checks import (
     check_root,
     denied,
-    refuse_unsafe,
+    enter_safely,
     refuse_unsafe_inside,
 )
 from kvoffload.backends.disk.vfs import Vfs
@@ -76,13 +76,7 @@ class DiskInspector:
         self.unreadable: list[tuple[str, str]] = []
         """Folders that :meth:`chunks` could not list, and why."""
         check_root(self.vfs, self.root)
-        fd = self.vfs.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            refuse_unsafe(self.root, self.vfs.fstat(fd))
-        except BaseException:
-            self.vfs.close_quietly(fd)
-            raise
-        self.vfs.enter(self.root, fd)
+        enter_safely(self.vfs, self.root, trust_parents=True)
         check_root(self.vfs, self.root)  # again: another folder may have got the name meanwhile
 
     def close(self) -> None:

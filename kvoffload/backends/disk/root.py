@@ -21,7 +21,7 @@ from kvoffload.backends.disk.locks import (
 from kvoffload.backends.disk.options import DiskOptions
 from kvoffload.backends.disk.paths import BOUNDS, LEDGER, QUARANTINE, WRITERS, is_namespace
 from kvoffload.backends.disk.quota import Quota
-from kvoffload.backends.disk.root_checks import refuse_exposed, refuse_unsafe
+from kvoffload.backends.disk.root_checks import enter_safely, refuse_exposed, refuse_unsafe
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.errors import ConfigError
 
@@ -149,16 +149,7 @@ class RootHandle:
         _make_parents(os.path.dirname(path))
         vfs.make_folder(path, durable=self._durable)
         refuse_unsafe(path, vfs.lstat(path))
-        fd = vfs.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            # Check again: in a folder such as /tmp another user may have replaced it meanwhile.
-            refuse_unsafe(path, vfs.fstat(fd))
-            if not self._trust_parents:
-                refuse_exposed(vfs, path)
-        except BaseException:
-            vfs.close_quietly(fd)
-            raise
-        vfs.enter(path, fd)
+        enter_safely(vfs, path, trust_parents=self._trust_parents)
         for inner in (f"{path}/{WRITERS}", f"{path}/{QUARANTINE}"):
             vfs.make_folder(inner)
             refuse_unsafe(inner, vfs.lstat(inner))

@@ -64,6 +64,26 @@ def refuse_exposed(vfs: Vfs, root: str) -> None:
             raise ConfigError("root", root, problem + remedy)
 
 
+def enter_safely(vfs: Vfs, root: str, *, trust_parents: bool) -> None:
+    """Open a root, check the folder that was opened, and resolve all paths below from it.
+
+    In a folder such as /tmp another user may have replaced the root since an earlier check.
+
+    Raises:
+        ConfigError: other users could change the root, or replace it unless parents are trusted.
+        OSError: it cannot be opened.
+    """
+    fd = vfs.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        refuse_unsafe(root, vfs.fstat(fd))
+        if not trust_parents:
+            refuse_exposed(vfs, root)
+    except BaseException:
+        vfs.close_quietly(fd)
+        raise
+    vfs.enter(root, fd)
+
+
 def _is_open(facts: os.stat_result) -> bool:
     if facts.st_mode & stat.S_IWOTH:
         return True
