@@ -174,7 +174,7 @@ def check(
     if reason is None:
         return None, read
     # As for loads, a file that is too short or too long has the wrong size.
-    wrong_size = reason == "length" or facts.st_size < PAGE
+    wrong_size = reason == "length" or (reason == "short" and facts.st_size < PAGE)
     return counted_as("size" if wrong_size else reason), read
 
 

@@ -173,19 +173,20 @@ class DiskInspector:
 
     def verify(self, chunk: ChunkFile, buffer: memoryview) -> tuple[str | None, int]:
         """Read a chunk in pieces of ``buffer``; return why loads miss it, and bytes read."""
-        if chunk.path.split("/")[-2] != shard_of(chunk.key):
-            return "corrupt_key", 0
         try:
             fd = self._open(chunk.path)
         except OSError as error:
             self._refuse_foreign(chunk.path, error)
             return reason_of(error), 0
         try:
-            return check(self.vfs, fd, chunk.key, bytes.fromhex(chunk.namespace), buffer)
+            namespace = bytes.fromhex(chunk.namespace)
+            reason, read = check(self.vfs, fd, chunk.key, namespace, buffer)
         except OSError as error:
             return reason_of(error), 0
         finally:
             self.vfs.close_quietly(fd)
+        is_misplaced = chunk.path.split("/")[-2] != shard_of(chunk.key)
+        return ("corrupt_key" if reason is None and is_misplaced else reason), read
 
     def _open(self, path: str) -> int:
         try:

@@ -11,6 +11,9 @@ from kvoffload.config import ByteSize
 from kvoffload.testing.backends import keys_of, slots
 from tests.support.other_version import OTHERS, VERSION, resealed
 
+HEADER_BYTES = 10
+"""Offset of the field in the header."""
+
 
 def file_of(root, key):
     (path,) = root.glob(f"*/??/{key.hex()}")
@@ -90,3 +93,22 @@ async def test_verify_and_its_repair_leave_them_and_count_them(tmp_path):
     lines, report, is_sound = verify(DiskInspector(str(tmp_path)), Check(repair=True))
     assert (report["damaged"], report["other_versions"], is_sound) == ([], 1, True)
     assert any("1 chunk of another version" in line for line in lines)
+
+
+async def test_verify_leaves_one_that_lies_elsewhere_or_is_short(tmp_path):
+    """A later version may have other shards, and small chunks behind a small header."""
+    backend = open_disk(tmp_path)
+    moved, small, sound = keys_of(3)
+    assert all(await write(backend, [moved, small, sound]))
+    await backend.close()
+    change(tmp_path, moved)
+    header = resealed(file_of(tmp_path, small).read_bytes()[:256], 256, HEADER_BYTES, 256)
+    file_of(tmp_path, small).write_bytes(resealed(header, 256, VERSION, 2) + b"payload")
+    for path in (file_of(tmp_path, moved), file_of(tmp_path, sound)):
+        shard = path.parent.with_name("00" if path.parent.name != "00" else "01")
+        shard.mkdir(exist_ok=True)
+        path.rename(shard / path.name)
+    _, report, is_sound = verify(DiskInspector(str(tmp_path)), Check(repair=True))
+    assert (report["reasons"], report["other_versions"]) == ({"corrupt_key": 1}, 2)
+    assert not is_sound
+    assert len(list(tmp_path.glob("*/??/*"))) == 2
