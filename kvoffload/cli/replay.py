@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from kvoffload.cli.output import console, plain, print_numbers
+from kvoffload.cli.output import console, print_numbers, say
 from kvoffload.errors import ConfigError
 from kvoffload.replay import synthetic
 from kvoffload.replay.sample import sampled
@@ -120,23 +120,17 @@ def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
 
 def _show(trace: Trace, rows: Sequence[Row]) -> None:
     to = console()
-    to.print(
-        plain(
-            f"{trace.name}: {len(trace.requests):,} requests, {trace.accesses:,} block accesses, "
-            f"{trace.distinct:,} distinct blocks"
-            + (f" (a sample of {trace.sample:.3g})" if trace.sample < 1 else "")
-        ),
-        soft_wrap=True,
+    say(
+        f"{trace.name}: {len(trace.requests):,} requests, {trace.accesses:,} block accesses, "
+        f"{trace.distinct:,} distinct blocks"
+        + (f" (a sample of {trace.sample:.3g})" if trace.sample < 1 else "")
     )
     if any(row.levels for row in rows):
         _show_tiers(to, rows)
     else:
         _show_rates(to, rows, "contiguous-prefix hits, %", lambda hits: hits.prefix_rate)
         _show_rates(to, rows, "block hits, %", lambda hits: hits.block_rate)
-    to.print(
-        "belady bounds block hits; a policy's prefix hits may be above belady's in small stores",
-        soft_wrap=True,
-    )
+    say("belady bounds block hits; a policy's prefix hits may be above belady's in small stores")
 
 
 def _show_rates(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvoffload.backends.admin import counted
-from kvoffload.cli.output import console, print_numbers
+from kvoffload.cli.output import console, print_numbers, say
 from kvoffload.cli.replay import (
     SAMPLE_HELP,
     SYNTHETIC_HELP,
@@ -95,7 +95,6 @@ def command(
         )
         return
     ranks = "one rank" if tensor_parallel == 1 else f"all {tensor_parallel} ranks together"
-    to = console()
     title = (
         f"{human_bytes(token_bytes)} of KV cache a token, {human_bytes(block_bytes)} a block of "
         f"{tokens} tokens, on {ranks}; policy {policy}"
@@ -116,8 +115,8 @@ def command(
     ]
     saved = () if asked_s is None else ("prefill saved",)
     columns = ("prefix hits", "blocks", "tokens", "memory", "cpu_bytes", *saved)
-    print_numbers(to, title, "of what can be hit", columns, lines)
-    to.print(f"memory: on {ranks}; cpu_bytes: the setting, which is for each rank", soft_wrap=True)
+    print_numbers(console(), title, "of what can be hit", columns, lines)
+    say(f"memory: on {ranks}; cpu_bytes: the setting, which is for each rank")
 
 
 def _print_token(
@@ -133,11 +132,10 @@ def _print_token(
         return
     where = "one rank" if ranks == 1 else f"all {ranks} ranks together"
     text = f"{human_bytes(token_bytes)} of KV cache a token on {where}; {tokens_per_gib:,} tokens"
-    console().print(f"{text} in a GiB", soft_wrap=True, highlight=False)
+    say(f"{text} in a GiB")
     if context is not None:
         text = f"{counted(sessions, 'session')} of {context:,} tokens: {human_bytes(whole)}"
-        each = human_bytes(whole / ranks)
-        console().print(f"{text}; cpu_bytes of each rank: {each}", soft_wrap=True, highlight=False)
+        say(f"{text}; cpu_bytes of each rank: {human_bytes(whole / ranks)}")
 
 
 def _tokens(trace: Trace, asked: int | None) -> int:

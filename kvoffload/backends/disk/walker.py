@@ -45,8 +45,13 @@ def walk(
             failed(name, error)
             continue
         if listed is not None:
-            chunks = [(key, facts) for file, facts in listed if (key := key_of(file)) is not None]
-            strays = [file for file, _ in listed if key_of(file) is None]
+            strays: list[str] = []
+            chunks = []
+            for file, facts in listed:
+                if (key := key_of(file)) is not None:
+                    chunks.append((key, facts))
+                else:
+                    strays.append(file)
             yield Shard(name, path, chunks, strays)
 
 
