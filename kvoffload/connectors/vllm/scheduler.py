@@ -347,6 +347,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self.adapter.changes += 1
         self._meet(report.workers)
         self.operators.take_answers(report.emptied)
+        self.generations.were_loaded |= report.has_new_weights
         if self._table is not None:
             for ended in report.answer(self._table):
                 self._note(ended)

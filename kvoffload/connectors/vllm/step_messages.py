@@ -100,6 +100,8 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
     """Rank → what it tells of itself, where the scheduler asked."""
     emptied: dict[int, tuple[str, str]] = field(default_factory=dict)
     """Rank → name of the order to empty stores, and what is wrong with them, "" for nothing."""
+    has_new_weights: bool = False
+    """Whether a rank's model has loaded weights that no order for a generation has followed."""
     figures: dict[int, bytes] = field(default_factory=dict)
     """Rank → what it has measured since its start (:mod:`kvoffload.figures`)."""
 
@@ -126,6 +128,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
             or self.answers
             or self.workers
             or self.emptied
+            or self.has_new_weights
             or self.figures
         )
 
@@ -155,6 +158,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
             report.answers += source.answers
             report.workers.update(source.workers)
             report.emptied.update(source.emptied)
+            report.has_new_weights |= source.has_new_weights
             report.figures.update(source.figures)
         return report
 

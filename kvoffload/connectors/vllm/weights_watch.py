@@ -3,6 +3,9 @@
 vLLM updates weights by a call to all workers (``collective_rpc``), under a name of its own or of a
 plug-in, and tells no connector. So each call that is not known to leave them as they are begins a
 new generation of the tiers. The namespace of the start keeps the chunks of the start's weights.
+
+Trainers that share a process or a device with a worker load weights past the engine core. They call
+``load_weights`` of the model, which each worker counts.
 """
 
 import logging
@@ -77,6 +80,34 @@ def watch_weights() -> None:
     Scheduler.reset_prefix_cache = reset_prefix_cache
 
 
+class Updates:
+    """Counts the calls of ``load_weights`` in a worker's process, after the model is loaded."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def watch(self, model_config: Any) -> None:
+        """Count the calls of one model's class from now on. Idempotent."""
+        from vllm.model_executor.model_loader.utils import get_model_cls
+
+        kind: Any = get_model_cls(model_config)
+        load = kind.load_weights
+        if hasattr(load, _OURS):
+            return
+
+        @wraps(load)
+        def load_weights(model: Any, *args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return load(model, *args, **kwargs)
+
+        setattr(load_weights, _OURS, True)
+        kind.load_weights = load_weights
+
+
+UPDATES = Updates()
+"""Those of this process."""
+
+
 def our_connectors(scheduler: Any) -> Iterator[Any]:
     """Yield our connectors of a scheduler, those in a ``MultiConnector`` among them."""
     found = [getattr(scheduler, "connector", None)]
@@ -100,8 +131,16 @@ class Generations:
         """A generation that the workers are to be told of."""
         self.has_new_weights = False
         """Whether weights may have changed, and vLLM's prefix cache has not been reset since."""
+        self.were_loaded = False
+        """Whether a worker has counted an update that no order had told it of."""
         self._may_have_chunks = True
         self._is_wanted = False
+
+    def take_loaded(self) -> bool:
+        """Tell of an update that a worker has counted; its loads bring nothing until an order."""
+        were_loaded, self.were_loaded = self.were_loaded, False
+        self._may_have_chunks |= were_loaded
+        return were_loaded
 
     def begin(self) -> None:
         """Give the tiers a new namespace, unless this one has no chunks."""

@@ -31,6 +31,7 @@ from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, Wo
 from kvoffload.connectors.vllm.store_batch import PARTIAL_CHUNK, Store, StoreBatch
 from kvoffload.connectors.vllm.versions import is_synchronous
 from kvoffload.connectors.vllm.weights_source import name_for_all_ranks
+from kvoffload.connectors.vllm.weights_watch import UPDATES
 from kvoffload.connectors.vllm.worker_presence import WorkerPresence
 from kvoffload.figures import packed
 from kvoffload.io.remote_tier import RemoteTier
@@ -89,6 +90,10 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         self._writes = SharedWrites(0, 1, ())
         self._emptying = ""
         """The order to empty stores whose end the scheduler is to be told of."""
+        self._updates = UPDATES.count
+        """Updates of the model's weights that the scheduler knows of, or is told of."""
+        self._has_old_chunks = False
+        """Whether host memory and the tiers hold chunks of earlier weights, until the order."""
         self._is_met = False
         """Whether the scheduler knows all workers; it takes in what tiers hold only then."""
         self._spec: TieredOffloadingSpec | None = None
@@ -170,6 +175,8 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             first_slot,
             tuple(layout.payload_bytes) if self._spec.has_sizes else (),
         )
+        if not self.settings.fixed_weights:
+            UPDATES.watch(self.vllm_config.model_config)
         self.worker = self._transfers
 
     # ---- every step ----
@@ -177,6 +184,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         """Before the forward pass: nothing it overwrites may still be read by a store."""
         orders = kv_connector_metadata
+        self._notice_weights(is_ordered=orders.generation is not None)
         flush = orders.jobs_to_flush
         for job_id in flush or ():
             if job := orders.store_jobs.pop(job_id, None):
@@ -199,6 +207,21 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             self._spec.renew_stores(orders.generation, None)
             self._stores_change(orders.generation)
 
+    def _notice_weights(self, is_ordered: bool) -> None:
+        """Let loads bring nothing after an update, until the scheduler begins a generation.
+
+        Args:
+            is_ordered: whether this step does.
+        """
+        is_new = UPDATES.count != self._updates
+        self._updates = UPDATES.count
+        if is_ordered:
+            self._has_old_chunks = False
+        elif is_new:
+            self._has_old_chunks = self._report.has_new_weights = True
+            for load in self._loads.values():
+                load.void = True
+
     def _stores_change(self, label: str) -> None:
         """Let loads in flight bring nothing, and report of the stores that open next."""
         for load in self._loads.values():
@@ -220,7 +243,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             end = GpuEnd(job.dst_spec, self._group_ids, self.settings.blocks_per_chunk)
             num_chunks = len(job.src_spec.host_slots)
             sync = is_synchronous(job)
-            self._loads[job_id] = _Load(job.req_id, end, sync)
+            self._loads[job_id] = _Load(job.req_id, end, sync, void=self._has_old_chunks)
             self._transfers.submit(job_id, (job.src_spec, end.leading(num_chunks)), num_chunks)
             if sync:
                 self._transfers.wait([job_id])

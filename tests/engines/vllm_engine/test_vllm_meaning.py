@@ -5,6 +5,7 @@ must be those of an engine without tiers.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -162,12 +163,52 @@ def test_weights_that_change_while_it_runs_leave_nothing_behind(
     again.kill()
 
 
-def negate_some_weights(folder):
+def test_weights_that_a_trainer_loads_past_the_engine_core_leave_nothing_behind(
+    start, models, prompts, tmp_path
+):
+    """A trainer in the worker's process tells vLLM nothing, and resets vLLM's own cache alone."""
+    old, new = models(), tmp_path / "new"
+    shutil.copytree(old, new)
+    negate_some_weights(new, "input_layernorm")
+    first, second = prompts(2, 500)
+    plain = start(model=str(new))
+    right = [plain.generate([each])["tokens"] for each in (first, second)]
+    plain.kill()
+
+    engine = start(settings(tmp_path / "kv"), model=old)
+    before = engine.generate([first])["tokens"]
+    assert before != right[0]
+    engine.ask("quiet")
+    engine.ask("load_weights", path=str(new))
+    assert engine.ask("reset", connector=False)
+    for each, told in zip((first, second), right, strict=True):
+        answer = engine.generate([each])
+        assert answer["tokens"] == told
+    assert "load_weights of the model in a worker may have changed the weights" in engine.log
+    engine.ask("quiet")
+    assert engine.ask("reset", connector=False)
+    engine.generate([second])
+    engine.ask("quiet")
+    assert engine.ask("reset", connector=False)
+    answer = engine.generate([second])
+    assert (answer["cached"], answer["tokens"]) == ([480], right[1])
+    engine.kill()
+
+    again = start(settings(tmp_path / "kv"), model=old)
+    for each, cached in zip((first, second), (480, 0), strict=True):
+        answer = again.generate([each])
+        assert answer["cached"] == [cached]
+        assert answer["tokens"] != right[0]
+    assert again.generate([first])["tokens"] == before
+    again.kill()
+
+
+def negate_some_weights(folder, part="v_proj"):
     from safetensors.torch import load_file, save_file
 
     file = folder / "model.safetensors"
     state = load_file(file)
-    changed = {name: -value if "v_proj" in name else value for name, value in state.items()}
+    changed = {name: -value if part in name else value for name, value in state.items()}
     save_file(changed, file, {"format": "pt"})
 
 

@@ -187,6 +187,7 @@ RESOLVED = frozenset(
         # read again to make facts of their own: what they came to decides
         "model_config.dtype", "model_config.hf_config", "model_config.model_weights",
         "model_config.model", "model_config.generation_config", "model_config.seed",
+        "model_config.hf_config_path",
         "cache_config.block_size", "cache_config.cache_dtype", "cache_config.kv_cache_layout",
         "cache_config.prefix_caching_hash_algo", "load_config.load_format",
         "load_config.model_loader_extra_config", "model_config.override_generation_config",

@@ -17,6 +17,7 @@ from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.vllm.scheduler import OffloadingConnectorScheduler
 from kvoffload.connectors.vllm.settings import read_settings
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
+from kvoffload.connectors.vllm.weights_watch import UPDATES
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
 from kvoffload.errors import ConfigError
 from kvoffload.messages import TransferResult, make_offload_key
@@ -87,7 +88,7 @@ class Answer:
 def a_worker(settings):
     half = object.__new__(KVOffloadWorker)
     half._unsubmitted_store_jobs, half._loads, half._device_type = [], {}, "cpu"
-    half._presence = None
+    half._presence, half._updates, half._has_old_chunks = None, UPDATES.count, False
     half._spec = TieredOffloadingSpec(settings, 4096, {"rank": 0})
     return half
 

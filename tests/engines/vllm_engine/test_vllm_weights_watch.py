@@ -8,6 +8,8 @@ import pytest
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
 from bare_half import bare_half
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.model_executor.model_loader import utils
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.gpu_worker import Worker
@@ -16,8 +18,13 @@ from vllm.v1.worker.worker_base import WorkerBase
 from kvoffload.connectors.vllm.connector import KVOffloadConnector
 from kvoffload.connectors.vllm.scheduler import OffloadingConnectorScheduler
 from kvoffload.connectors.vllm.settings import read_settings
-from kvoffload.connectors.vllm.step_messages import WorkerInfo
-from kvoffload.connectors.vllm.weights_watch import HARMLESS_CALLS, watch_weights
+from kvoffload.connectors.vllm.step_messages import WorkerInfo, WorkerReport
+from kvoffload.connectors.vllm.weights_watch import (
+    HARMLESS_CALLS,
+    Updates,
+    our_connectors,
+    watch_weights,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -159,6 +166,35 @@ def test_a_reset_after_an_update_includes_the_connector(half, monkeypatch):
     assert asked == [True, True]
     assert scheduler.reset_prefix_cache()
     assert asked == [True, True], "a reset without an update leaves the tiers alone"
+
+
+def test_a_model_that_loads_weights_past_the_engine_core_is_counted_once_a_call(monkeypatch):
+    class Model:
+        def load_weights(self, weights):
+            return set(weights)
+
+    monkeypatch.setattr(utils, "get_model_cls", lambda config: Model)
+    updates, model = Updates(), Model()
+    updates.watch(None)
+    updates.watch(None)
+    assert model.load_weights(["a"]) == {"a"}
+    assert updates.count == 1
+
+
+def test_an_update_that_a_worker_tells_of_begins_a_generation_also_without_chunks(
+    half, monkeypatch
+):
+    """The worker loads nothing until an order comes."""
+    (connector,) = our_connectors(engine(meet(half)).scheduler)
+    half.generations.begin()
+    half.generations.take_order(stores=False)
+    half._take_in(WorkerReport(has_new_weights=True))
+    assert half.generations.order is None  # in the middle of a step
+    monkeypatch.setattr(OffloadingConnector, "get_kv_connector_stats", lambda connector: None)
+    connector._has_stats = False
+    connector.get_kv_connector_stats()
+    assert half.generations.order
+    assert half.generations.has_new_weights
 
 
 def test_harmless_calls_are_methods_of_vllms_workers():

@@ -15,7 +15,8 @@ from kvoffload import registry
 from kvoffload.backends.memory import MemoryBackend
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.vllm.settings import read_settings
-from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo
+from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
+from kvoffload.connectors.vllm.weights_watch import UPDATES
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
 from kvoffload.messages import (
     CanonicalKVCacheRef,
@@ -164,3 +165,36 @@ def test_a_sleep_takes_the_stores_along_that_wait_for_the_next_step(half):
     step(half, stores={7: job})
     half.unregister_kv_caches()
     assert half._transfers._slab.rows[5].tolist() == [6] * PAGE + [7] * PAGE
+
+
+def test_a_load_after_an_update_brings_nothing_until_the_order_for_a_generation(
+    half, until, monkeypatch
+):
+    """A trainer in this process has loaded other weights, and the scheduler does not know it."""
+    monkeypatch.setattr(UPDATES, "count", half._updates + 1)
+
+    def load(job_id, generation=None):
+        target = GPULoadStoreSpec([1, 2], group_sizes=[2, 0], block_indices=[0, 0])
+        job = TransferJob(req_id="r", src_spec=CPULoadStoreSpec([4]), dst_spec=target)
+        metadata = StepMetadata({job_id: job}, {}, set(), generation=generation)
+        half.handle_preemptions(metadata)
+        half.start_kv_transfers(metadata)
+        reports = []
+
+        def is_ended():
+            half.get_finished(set())
+            reports.append(half.build_connector_worker_meta())
+            return any(report and job_id in report.ended for report in reports)
+
+        until(is_ended)
+        told = any(report and report.has_new_weights for report in reports)
+        return told, half.take_failed_requests()
+
+    assert load(7) == (True, {"r"})
+    assert load(8) == (False, {"r"})
+    assert load(9, generation="new") == (False, set())
+    assert load(10) == (False, set())
+    one, other = WorkerReport(), WorkerReport(has_new_weights=True)
+    assert one.is_empty
+    assert not other.is_empty
+    assert one.aggregate(other).has_new_weights
