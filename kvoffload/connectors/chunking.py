@@ -14,7 +14,7 @@ from kvoffload.config import OffloadConfig
 from kvoffload.core.groups import Group, MambaGroup, make_group
 from kvoffload.core.interface import KVCacheConfig
 from kvoffload.errors import ConfigError
-from kvoffload.identity import Fact
+from kvoffload.identity import LABEL, Fact
 from kvoffload.messages import GPULoadStoreSpec, OffloadKey, make_offload_key
 from kvoffload.transfer.layout import ChunkLayout
 
@@ -276,8 +276,21 @@ def layout_facts(
     groups: ChunkGroups,
     layout: ChunkLayout,
     kv_cache_config: KVCacheConfig | None,
+    named: Mapping[str, Fact],
 ) -> dict[str, Fact]:
-    """Return the facts of the namespace that the layout decides, so that no engine names them."""
+    """Return the facts of the namespace that the layout decides, so that no engine names them.
+
+    Args:
+        config: settings.
+        block_size: tokens of a block hash.
+        groups: the KV cache groups.
+        layout: of a slot.
+        kv_cache_config: the engine's, if it has groups.
+        named: by the engine.
+
+    Raises:
+        ConfigError: the engine has another meaning for a name of these facts.
+    """
     facts: dict[str, Fact] = {
         "block_size": block_size,
         "blocks_per_chunk": config.blocks_per_chunk,
@@ -291,6 +304,10 @@ def layout_facts(
             f"{group.layer_names} {group.kv_cache_spec}"
             for group in kv_cache_config.kv_cache_groups
         )
+    for name in facts.keys() & named.keys():
+        if named[name] != facts[name]:
+            remedy = "the connector adds a fact of this name: give this one another name"
+            raise ConfigError(f"facts.{name}", named[name], remedy)
     return facts
 
 
@@ -298,9 +315,9 @@ def check_facts(facts: Mapping[str, Fact], config: OffloadConfig) -> None:
     """Tell an engine with tiers what its facts should name, and do not.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none, or labels alone, which tell nothing apart.
     """
-    if not facts:
+    if all(name.startswith(LABEL) for name in facts):
         remedy = "must tell models apart: name the weights, dtype and kernels"
         raise ConfigError("facts", dict(facts), remedy)
     missing = [name for name in ("weights", "dtype") if name not in facts]

@@ -106,8 +106,8 @@ class LocalConnector:
         layout = ChunkLayout(kv_caches, [group.per_chunk for group in self._groups.all])
         self._num_blocks = layout.num_blocks
         self._log = RequestLog(self.config.record, self._groups.offloaded[0].chunk_tokens)
-        of_layout = layout_facts(self.config, block_size, self._groups, layout, kv_cache_config)
-        meaning = {**facts, **of_layout}
+        parts_of_form = self._groups, layout, kv_cache_config, facts
+        meaning = {**facts, **layout_facts(self.config, block_size, *parts_of_form)}
         self._spec = TieredOffloadingSpec(self.config, layout.slot_bytes, meaning, layout)
         self._spans = None
         try:

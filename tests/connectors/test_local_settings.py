@@ -73,6 +73,18 @@ def test_without_memory_that_processes_share_the_thread_is_the_remedy(kv_caches,
     connector.close()
 
 
+def test_a_fact_of_the_engine_that_the_connectors_own_would_hide_is_refused(kv_caches):
+    """Engines that differ in it would share a namespace."""
+    config = {"cpu_bytes": "64KiB"}
+    facts = {"model": "m", "block_size": BLOCK}
+    LocalConnector(config, kv_caches, block_size=BLOCK, facts=facts).close()
+    facts = {"model": "m", "chunk_layout": "heads first"}
+    with pytest.raises(ConfigError, match=r"facts\.chunk_layout.*another name"):
+        LocalConnector(config, kv_caches, block_size=BLOCK, facts=facts)
+    with pytest.raises(ConfigError, match="must tell models apart"):
+        LocalConnector(config, kv_caches, block_size=BLOCK, facts={"label.model": "m"})
+
+
 def test_an_engine_that_names_too_little_is_told_which_facts_are_missing(kv_caches, caplog):
     def started(*tiers, **facts):
         caplog.clear()

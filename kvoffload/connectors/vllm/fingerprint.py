@@ -74,6 +74,7 @@ def resolve_facts(
         "recurrent_states": recurrent_states(kv_cache_config),
         "request_length": length_fact(model),
         "generation_config": fact("generation_config", _generation(model)),
+        "code": _code_of(model),
         "experts": _choice_of_experts(vllm_config),
         "media": _readers_of_media(model),
         "files": settings.weights_id and files_digest(Path(model.model)),
@@ -190,6 +191,16 @@ def _speculation(config: Any, model: Any, weights: Fact, weights_id: str | None)
         "speculative_config.weights": weights if is_own else weights_of(draft, loading, weights_id),
         "speculative_config.load_format": format_read(draft, loading),
     }
+
+
+def _code_of(model: Any) -> str:
+    """Name the code that computes a model, as vLLM has resolved it, and what it is used for."""
+    from vllm import ModelRegistry
+
+    entry = ModelRegistry.models.get(model.architecture)
+    kind = getattr(entry, "model_cls", None)
+    home = getattr(entry, "module_name", None) or getattr(kind, "__module__", "unknown")
+    return f"{home} {model.architecture}, {model.runner_type} {model.convert_type}"
 
 
 def _choice_of_experts(vllm_config: Any) -> str | None:

@@ -13,6 +13,7 @@ _FIELDS = {
         "model_config.hf_config model_config.hf_text_config model_config.hf_config_path "
         "model_config.hf_overrides model_config.config_format "
         "model_config.generation_config model_config.override_generation_config "
+        "model_config.runner model_config.convert model_config.model_impl "
         "load_config.load_format load_config.model_loader_extra_config quant_config"
     ),
     "a fact of its own: as the worker has resolved it": (

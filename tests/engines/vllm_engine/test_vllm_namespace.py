@@ -187,7 +187,7 @@ RESOLVED = frozenset(
         # read again to make facts of their own: what they came to decides
         "model_config.dtype", "model_config.hf_config", "model_config.model_weights",
         "model_config.model", "model_config.generation_config", "model_config.seed",
-        "model_config.hf_config_path",
+        "model_config.hf_config_path", "model_config.model_impl",
         "cache_config.block_size", "cache_config.cache_dtype", "cache_config.kv_cache_layout",
         "cache_config.prefix_caching_hash_algo", "load_config.load_format",
         "load_config.model_loader_extra_config", "model_config.override_generation_config",
@@ -320,6 +320,7 @@ def test_configurations_with_other_kv_have_other_namespaces(model, one, other):
         pytest.param({"enable_lora": True}, id="adapters allowed"),
         pytest.param({"enable_lora": True, "max_lora_rank": 64, "max_loras": 4}, id="lora sizes"),
         pytest.param({"max_model_len": 2048}, id="length"),
+        pytest.param({"model_impl": "vllm"}, id="the implementation that auto means"),
         pytest.param({"enable_prefix_caching": False}, id="prefix caching"),
         pytest.param({"data_parallel_size": 2}, id="replicas"),
         pytest.param({"hf_overrides": {"_name_or_path": "x"}}, id="override of a name"),

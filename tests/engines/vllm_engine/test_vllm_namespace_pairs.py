@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
 import vllm.platforms
+from vllm import ModelRegistry
 from vllm.config import LoRAConfig, MultiModalConfig
 
 from kvoffload.connectors.vllm import fingerprint
@@ -133,3 +134,23 @@ def test_a_name_of_the_weights_does_not_tell_how_media_are_read(model, tmp_path)
     before = told(0.5)
     (folder / "model.safetensors.index.json").write_text("{}")
     assert told(0.5) == before
+
+
+def test_the_code_that_computes_a_model_is_told_as_it_is_resolved(model, monkeypatch):
+    def code(**options):
+        config = config_of(model, **options)
+        return known(config)
+
+    first = code()
+    assert code(model_impl="vllm") == code(runner="generate") == first
+    assert code(model_impl="transformers") != first
+    assert code(runner="pooling") != first
+
+    class Mine:
+        """The model of a plug-in, under a name that vLLM has."""
+
+    architecture = "LlamaForCausalLM"
+    entry = types.SimpleNamespace(model_cls=Mine)
+    config = config_of(model)
+    monkeypatch.setitem(ModelRegistry.models, architecture, entry)
+    assert known(config) != first
