@@ -9,6 +9,8 @@ import random
 
 import pytest
 
+from tests.engines.vllm_engine.adapters import make_adapter
+
 SECONDS = float(os.environ.get("KVOFFLOAD_SOAK_S", "60"))
 SEEDS = [int(seed) for seed in os.environ.get("KVOFFLOAD_CHAOS_SEEDS", "").split(",") if seed]
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600 + 4 * SECONDS)]
@@ -16,7 +18,9 @@ TOKENS, MODEL_LEN = 16, 1024
 
 
 def settings_of(seed, root):
-    """Return a kind of model, settings, options of the engine, and how many share one folder."""
+    """Return a kind of model, settings, options of the engine, whether it schedules asynchronously,
+    how many share one folder, and how many adapters they have.
+    """
     rng = random.Random(seed)
     disk = {"type": "disk", "root": str(root), "min_free": 0}
     extra = {
@@ -36,7 +40,8 @@ def settings_of(seed, root):
     kind = rng.choice(["llama", "llama", "sliding"])
     is_async = rng.random() < 0.5
     count = 1 + (extra["backends"] != [] and rng.random() < 0.5)
-    return kind, extra, options, is_async, count
+    adapters = 2 if kind == "llama" and rng.random() < 0.5 else 0
+    return kind, extra, options, is_async, count, adapters
 
 
 def make_prompts(seed=5):
@@ -83,13 +88,15 @@ def right(start):
 
 @pytest.mark.parametrize("seed", SEEDS or range(1, 13))
 def test_under_random_load_every_output_is_right_and_nothing_is_left(
-    start, right, plugin, tmp_path, seed
+    start, right, models, plugin, tmp_path, seed
 ):
-    """Without adapters: on a CPU vLLM alone computes other requests of their batches wrongly."""
-    kind, extra, options, is_async, count = settings_of(seed, tmp_path / "kv")
-    load = {**right(kind), "max_tokens": TOKENS}
+    kind, extra, options, is_async, count, adapters = settings_of(seed, tmp_path / "kv")
+    paths = [make_adapter(tmp_path / f"a{i}", models(kind), seed=i) for i in range(adapters)]
+    load = {**right(kind), "max_tokens": TOKENS, "adapters": paths}
     env = plugin("truly_async") if is_async else {}
     more = {"kind": kind, "max_model_len": MODEL_LEN, "env": env, **options}
+    if paths:  # fewer at once than there are, so that they come and go
+        more |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "max_cpu_loras": 1}
     engines = [start(extra, **more) for _ in range(count)]
     for i, engine in enumerate(engines):
         engine.send("random_load", seconds=SECONDS, seed=seed + 1000 * i, **load)
@@ -100,6 +107,6 @@ def test_under_random_load_every_output_is_right_and_nothing_is_left(
         assert "stuck" not in seen
         assert not seen["wrong"]
         assert not seen["left"]
-        assert seen["compared"] > 0
+        assert seen["adapted" if paths else "compared"] > 0
     for engine in engines:
         engine.kill()
