@@ -55,9 +55,9 @@ docs: $(DOCS)/.ready
 	$(DOCS)/bin/python tools/site.py build/docs
 	$(DOCS)/bin/zensical build --strict
 
-$(DOCS)/.ready:
+$(DOCS)/.ready: docs/requirements.txt
 	@$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check zensical==0.0.73
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r docs/requirements.txt
 	@touch $@
 
 # Rebuilt when the dependencies or the entry points change.

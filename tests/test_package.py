@@ -52,6 +52,21 @@ def test_each_requirement_is_bounded_and_what_is_installed_is_within_its_bounds(
     assert checked > len(project["dependencies"])
 
 
+def test_each_file_that_the_site_is_built_with_is_known_by_its_hash():
+    recipe = (ROOT / "Makefile").read_text()
+    assert re.findall(r"^\t\$\(DOCS\)/bin/python -m pip install (.*)$", recipe, re.MULTILINE) == [
+        "--quiet --disable-pip-version-check --require-hashes -r docs/requirements.txt"
+    ]
+    text = (ROOT / "docs" / "requirements.txt").read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert any(line.startswith("zensical==") for line in lines)
+    for line in lines:
+        requirement, *hashes = line.split(" --hash=")
+        assert [each.operator for each in Requirement(requirement).specifier] == ["=="], line
+        assert hashes
+        assert all(each.strip().startswith("sha256:") for each in hashes)
+
+
 def test_no_text_installs_kvoffload_by_its_bare_name():
     """An index may have another project under it: texts name the path of a checkout."""
     bare = re.compile(r"""pip install(?: -\S+)* ['"]?kvoffload\b""")
