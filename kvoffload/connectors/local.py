@@ -363,7 +363,7 @@ class LocalConnector:
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """Report how long tokens of prompts took to compute: slower loads are then declined."""
-        self._manager.figures.prefilled(num_tokens, seconds)
+        self._manager.figures.prefilled(given.token_count("num_tokens", num_tokens), seconds)
 
     def check(self) -> None:
         """Raise UsageError if the ledger contradicts itself; for tests."""

@@ -154,6 +154,8 @@ def test_computed_tokens_are_a_count(connector, new_request, computed):
         connector.get_num_new_matched_tokens(request, computed)
     with pytest.raises(UsageError, match="num_computed_tokens = "):
         connector.after_forward(request, [BLOCKS], computed)
+    with pytest.raises(UsageError, match="num_tokens = "):
+        connector.note_prefill(computed, 0.5)
 
 
 @pytest.mark.parametrize(
