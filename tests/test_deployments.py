@@ -104,7 +104,7 @@ def test_the_manifest_mounts_what_its_settings_name():
     recipe = (EXAMPLES / "kubernetes" / "Dockerfile").read_text()
     (extras,) = re.findall(r"/src/kvoffload\[(.*)\]", recipe)
     assert check["command"][0] == "kvoffload"
-    assert {"cli", "redis", "blake3"} <= set(extras.split(","))
+    assert {"cli", "blake3"} <= set(extras.split(","))
     files = {Path(value).name for name, value in redis.items() if name.endswith("_file")}
     assert files == {"password", "secret", "ca.pem"}
     create = (EXAMPLES / "kubernetes" / "README.md").read_text()

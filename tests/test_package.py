@@ -78,6 +78,25 @@ def test_no_text_installs_kvoffload_by_its_bare_name():
     assert found == []
 
 
+def test_texts_name_extras_that_there_are_and_none_has_the_name_of_a_requirement():
+    """Redis needs no extra: the client that the tier uses is its own."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert not {Requirement(each).name for each in project["dependencies"]} & set(extras)
+    folders = (ROOT / "docs").rglob("*.md"), (ROOT / "examples").rglob("*")
+    files = (*PACKAGE.rglob("*.py"), *chain(*folders))
+    texts = [path.read_text(errors="replace") for path in files if path.is_file()]
+    texts += [(ROOT / name).read_text() for name in ("README.md", "Makefile")]
+    named = {
+        extra
+        for text in texts
+        for names in re.findall(r"(?:kvoffload|'\.)\[([a-z0-9,]+)\]", text)
+        for extra in names.split(",")
+    }
+    assert "cli" in named
+    assert named <= set(extras)
+
+
 PUBLIC = {
     "__version__", "open_backend", "OffloadConfig", "BackendConfig", "ByteSize", "parse_config",
     "ConfigError", "KVOffloadError", "UsageError",

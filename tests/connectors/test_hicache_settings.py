@@ -86,5 +86,5 @@ def test_the_compose_file_has_settings_that_can_be_read_and_installs_what_they_n
     assert [tier.type for tier in settings.backends] == ["disk", "redis"]
     installed = set(text.partition("&& pip install")[2].splitlines()[0].split())
     assert "secret_file" in settings.backends[1].options
-    assert {"redis", "hiredis", "blake3"} <= installed
+    assert {"redis", "blake3"} <= installed
     assert settings.metrics_port is not None
