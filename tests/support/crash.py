@@ -40,7 +40,8 @@ POINTS = (
     # load, recency
     "open:chunk:after", "preadv:chunk:after", "utime:chunk:before", "utime:chunk:after",
     # evict and remove
-    "unlink:chunk:before", "unlink:chunk:after",
+    "unlink:chunk:before", "unlink:chunk:after", "take:chunk:before", "take:chunk:after",
+    "utime:temporary:before", "utime:temporary:after",
     # open and scan
     "mkdir:writer:after", "open:lock:after", "flock:lock:before", "rename:writer:before",
     "rename:writer:after", "flock:owner:after", "listdir:shard:before", "listdir:shard:after",

@@ -74,8 +74,10 @@ class HookedVfs(Vfs):
         self.around("fsync", self._paths[fd], lambda: Vfs.fsync(fd))
 
     def rename(self, source: str, target: str) -> None:
-        """See :class:`Vfs`."""
-        self.around("rename", target, lambda: Vfs.rename(self, source, target))
+        """See :class:`Vfs`; ``take`` is the removal of a chunk whose file is to be overwritten."""
+        is_taken = kind_of(source) == "chunk" and kind_of(target) == "temporary"
+        call, path = ("take", source) if is_taken else ("rename", target)
+        self.around(call, path, lambda: Vfs.rename(self, source, target))
 
     def unlink(self, path: str) -> None:
         """See :class:`Vfs`."""

@@ -1,9 +1,10 @@
 """The disk backend: bounded, verified on every load, restored after a restart. One file a chunk.
 
 This module is the asynchronous face. ``store`` keeps the chunks: ``paths`` names their files,
-``chunk_file`` reads and writes one, ``index`` knows which exist, ``space`` makes room. ``root``
-opens the folder, whose processes share ``quota``, ``locks`` and ``limits``. ``housekeeper`` works
-in the background; its ``scanner`` compares the index with the folders.
+``chunk_file`` reads and writes one, ``index`` knows which exist, ``space`` makes room, and a
+``reservation`` has that of a job. ``root`` opens the folder, whose processes share ``quota``,
+``locks`` and ``limits``. ``housekeeper`` works in the background; its ``scanner`` compares the
+index with the folders.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from kvoffload.backends.base import Described, ReadResult, Removal, Usage
+from kvoffload.backends.base import Described, ReadResult, Removal, Usage, check_lengths
 from kvoffload.backends.blocking_pool import run_once, start_once
 from kvoffload.backends.disk import manifest
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
@@ -152,16 +153,23 @@ class DiskBackend(ThreadPoolBackend):
             return [False] * len(keys)
         for key in keys:
             check_key(key)
+        check_lengths(keys, chunks)
+        reservation = self._store.reservation(keys, chunks)
+
+        def store(i: int) -> bool:
+            return self._store.store(keys[i], chunks[i].cast("B"), reservation)
+
         try:
-            answers = await super().write(keys, chunks)
+            answers = await self.run_each("write", len(keys), store, False)
         finally:
             self._store.index.reorder([name_of(0, key) for key in reversed(keys)])
             self._housekeeper.wake()
+            if not reservation.is_used_up:
+                await self._patiently(run_once(reservation.close))
         if self._facts is None:
-            # Opened without facts: the manifest tells the name alone. A dead disk delays no store.
+            # Opened without facts: the manifest tells the name alone.
             self._facts, self._repairs = {}, self._store.root.repairs
-            naming = self._begin(run_once(self._write_manifest, {}))
-            await asyncio.wait([naming], timeout=self.options.stall_s)
+            await self._patiently(run_once(self._write_manifest, {}))
         elif self._repairs != self._store.root.repairs:
             await self.describe(self._facts)
         return answers
@@ -267,6 +275,10 @@ class DiskBackend(ThreadPoolBackend):
     async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
         """Do work that close() waits for, and that a cancellation does not interrupt."""
         return await asyncio.shield(self._begin(work))
+
+    async def _patiently(self, work: Coroutine[Any, Any, T]) -> None:
+        """Do work that close() waits for; on a dead disk it ends later than this call."""
+        await asyncio.wait([self._begin(work)], timeout=self.options.stall_s)
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":
         task = asyncio.ensure_future(work)

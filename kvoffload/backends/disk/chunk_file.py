@@ -11,6 +11,7 @@ import mmap
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -117,13 +118,22 @@ class ChunkFiles:
         finally:
             vfs.close_quietly(fd)
 
-    def write(self, path: str, key: bytes, namespace: bytes, chunk: memoryview) -> Outcome:
-        """Write a chunk under a temporary name; the caller renames or removes the file."""
+    def write(
+        self, path: str, key: bytes, namespace: bytes, chunk: memoryview, *, overwrite: bool = False
+    ) -> Outcome:
+        """Write a chunk under a temporary name; the caller renames or removes the file.
+
+        ``overwrite``: the file exists and has the length of the new one, see :func:`can_become`.
+        """
+        flags = os.O_WRONLY if overwrite else os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
-            fd = self.vfs.open(path, self._flags(os.O_WRONLY | os.O_CREAT | os.O_EXCL, chunk))
+            fd = self.vfs.open(path, self._flags(flags, chunk))
         except OSError as error:
             return Outcome(reason_of(error))
         try:
+            if overwrite:
+                now_ns = time.time_ns()
+                self.vfs.utime(path, now_ns, now_ns)  # a write leaves the time of the last use
             header, _ = self._pages()
             header[:] = pack_header(key, namespace, chunk, header_bytes=PAGE)
             if _continue(self.vfs.pwritev, fd, [header, chunk], 0) != PAGE + chunk.nbytes:
@@ -181,6 +191,12 @@ def check(
 def bytes_on_disk(chunk_bytes: int) -> int:
     """Return the bytes that a chunk takes up, its header included."""
     return PAGE + -(-chunk_bytes // PAGE) * PAGE
+
+
+def can_become(facts: os.stat_result, chunk_bytes: int) -> bool:
+    """Return whether a file can be overwritten with a chunk: no other name shows its bytes."""
+    is_own = stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
+    return is_own and facts.st_size == PAGE + chunk_bytes
 
 
 def is_aligned(memory: memoryview) -> bool:

@@ -19,6 +19,7 @@ from kvoffload.backends.disk.limits import Limits
 from kvoffload.backends.disk.locks import (
     clean_folder,
     count_alive,
+    is_at,
     is_dead,
     is_older,
     open_locked,
@@ -181,6 +182,8 @@ class DiskInspector:
         try:
             namespace = bytes.fromhex(chunk.namespace)
             reason, read = check(self.vfs, fd, chunk.key, namespace, buffer)
+            if not is_at(self.vfs, fd, chunk.path):  # it may hold another chunk by now
+                return "missing", read
         except OSError as error:
             return reason_of(error), 0
         finally:

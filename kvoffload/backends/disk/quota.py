@@ -59,7 +59,8 @@ class Quota:
         self._recorded_bytes = 0
         """The figure as this process read it last."""
         self.changes = 0
-        """Number of changes by all processes; tells a scan that it was disturbed."""
+        """Number of changes by all processes; a reservation counts as one a chunk. It tells a
+        scan that it was disturbed, and by how many files at most."""
         if self.refresh() is None and fresh:
             self.correct(0)
 
@@ -72,8 +73,11 @@ class Quota:
         """Return whether the file was removed: other processes would count in another file."""
         return not self._closed and not is_at(self._vfs, self._fd, self._path)
 
-    def reserve(self, allocated_bytes: int, limit_bytes: int) -> bool:
-        """Count bytes about to be written, unless they would exceed the limit."""
+    def reserve(self, allocated_bytes: int, limit_bytes: int, chunks: int = 1) -> bool:
+        """Count bytes about to be written, unless they would exceed the limit.
+
+        ``chunks``: how many files will appear; a scan that they disturb needs their number.
+        """
 
         def add(resident: int | None) -> int | None:
             if resident is None:
@@ -82,7 +86,7 @@ class Quota:
             return total if total <= limit_bytes else None
 
         with self._lock:
-            return self._update(add)
+            return self._update(add, chunks)
 
     def release(self, allocated_bytes: int) -> None:
         """Count bytes that are no longer allocated; a negative number counts more bytes."""
@@ -125,7 +129,7 @@ class Quota:
                 self._closed = True
                 self._vfs.close_quietly(self._fd)
 
-    def _update(self, change: Callable[[int | None], int | None]) -> bool:
+    def _update(self, change: Callable[[int | None], int | None], steps: int = 1) -> bool:
         """Replace the figure by ``change(figure)`` unless that is None; return whether it was."""
         if self._closed:
             return False
@@ -137,15 +141,15 @@ class Quota:
                 if record is not None:
                     self._recorded_bytes, self.changes = record
                 total = change(None if record is None else record[0])
-                return total is not None and self._write(total)
+                return total is not None and self._write(total, steps)
             finally:
                 with contextlib.suppress(OSError):
                     self._vfs.flock(self._fd, fcntl.LOCK_UN)
         except OSError:
             return False
 
-    def _write(self, resident: int) -> bool:
-        changes = (self.changes + 1) % _MOST  # a larger number could not be read again
+    def _write(self, resident: int, steps: int) -> bool:
+        changes = (self.changes + steps) % _MOST  # a larger number could not be read again
         record = _RECORD.pack(_MAGIC, _VERSION, resident, changes)
         data = record + _SEAL.pack(xxhash.xxh3_64_intdigest(record))
         if self._vfs.pwritev(self._fd, [data], 0) != len(data):

@@ -5,7 +5,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
+from kvoffload.backends.disk.chunk_file import bytes_on_disk
 from kvoffload.backends.disk.index import Index, Name
 from kvoffload.backends.disk.root import RootHandle
 
@@ -15,6 +17,8 @@ _FULL = ("io_ENOSPC", "io_EDQUOT", "io_EROFS")
 _FULL_PAUSE_S = 1.0
 _ROOM_TRIES = 4
 """Another process may take the room that an eviction made."""
+_MOST_CHUNKS, _MOST_BYTES, _MOST_SHARE = 8, 32 << 20, 16
+"""One reservation has so many chunks and bytes at most, and this part of the capacity."""
 _MAX_SPARED = 64
 _MAX_UNDELETABLE = 64
 """One eviction gives up after so many failed removals."""
@@ -23,6 +27,14 @@ _HEADROOM_SHARE, _HEADROOM_CHUNKS = 8, 4
 _FREE_SHARE, _FREE_S = 64, 0.5
 """One round of the background evicts this part of the capacity at most, for so long. Some file
 systems free space only seconds after a removal."""
+
+
+class Room(NamedTuple):
+    """The reserved room of one chunk."""
+
+    allocated_bytes: int
+    spare: str | None
+    """Path of an evicted chunk's file to overwrite; None: a new file."""
 
 
 class Space:
@@ -35,13 +47,19 @@ class Space:
         count: Callable[[str], None],
         path_of: Callable[[Name], str],
         discard: Callable[[Name, str], bool],
+        take_over: Callable[[Name, int], str | None],
     ) -> None:
-        """Make room under ``root``; ``discard`` removes a chunk for a reason, False: it stays."""
+        """Make room under ``root``.
+
+        ``discard`` removes a chunk for a reason, False: it stays. ``take_over`` evicts a chunk and
+        keeps its file for a chunk of so many bytes; it returns the path, or None: the chunk stays.
+        """
         self._root = root
         self._index = index
         self._count = count
         self._path_of = path_of
         self._discard = discard
+        self._take_over = take_over
         self.in_flight_bytes = 0
         """Of files being written or removed: folders and quota may differ by these."""
         self.largest_bytes = 0
@@ -58,43 +76,103 @@ class Space:
         """Stores that wait for an eviction."""
         self._paused_until = 0.0
 
-    def reserve(self, allocated_bytes: int) -> bool:
-        """Make room for a write and count it; False: there is no room, do not try."""
+    def reserve(self, chunk_bytes: int, most: int = 1) -> "list[Room]":
+        """Make room for a chunk, or for up to ``most``, and count it; empty: do not try.
+
+        Above the high watermark a chunk gets the file of an evicted one.
+        """
+        allocated_bytes = bytes_on_disk(chunk_bytes)
         if allocated_bytes > self._root.limits.capacity_bytes:
             self._count("refused_size")
-            return False
+            return []
         if time.monotonic() < self._paused_until:
             self._count("refused_full")
-            return False
+            return []
         self.largest_bytes = max(self.largest_bytes, allocated_bytes)
-        self.add_in_flight(allocated_bytes)
+        rooms: list[Room] = []
+        for count in sorted({1, min(most, self._most_at_once(allocated_bytes))}, reverse=True):
+            rooms = rooms or self._reserve(chunk_bytes, count)
+        return rooms
+
+    def _most_at_once(self, allocated_bytes: int) -> int:
+        """Return for how many chunks to reserve at once.
+
+        A process that does not evict reserves one: a full scan by the evicting process knows of a
+        reservation only when its file exists.
+        """
+        if not self._is_evictor():
+            return 1
+        most_bytes = min(_MOST_BYTES, self._root.limits.capacity_bytes // _MOST_SHARE)
+        return max(1, min(_MOST_CHUNKS, most_bytes // allocated_bytes))
+
+    def _reserve(self, chunk_bytes: int, count: int) -> "list[Room]":
+        """Reserve for all of these chunks, or for none."""
+        allocated_bytes = bytes_on_disk(chunk_bytes)
+        self.add_in_flight(count * allocated_bytes)
+        spares: list[str] = []
         granted = False
         try:
             if not self._has_free():
-                self._count("refused_min_free")
-                return False
+                if count == 1:
+                    self._count("refused_min_free")
+                return []
+            if self._is_evictor():
+                self._collect_spares(spares, chunk_bytes, count)
+            wanted = (count - len(spares)) * allocated_bytes
             # Fairness: stores that wait for an eviction get the freed space first.
-            granted = not self._waiting and self._fits(allocated_bytes)
-            granted = granted or self._evict_for(allocated_bytes)
+            granted = not self._waiting and self._fits(wanted, count)
+            granted = granted or self._evict_for(wanted, count)
         finally:
             if not granted:
-                self.add_in_flight(-allocated_bytes)
+                for spare in spares:
+                    self._root.vfs.unlink_quietly(spare)
+                    self._root.quota.release(allocated_bytes)
+                self.add_in_flight(-count * allocated_bytes)
         if not granted:
-            self._count("refused_capacity")
-        return granted
+            if count == 1:
+                self._count("refused_capacity")
+            return []
+        new = [Room(allocated_bytes, None)] * (count - len(spares))
+        return [*(Room(allocated_bytes, spare) for spare in spares), *new]
 
-    def _fits(self, allocated_bytes: int) -> bool:
-        return self._root.quota.reserve(allocated_bytes, self._root.limits.capacity_bytes)
+    def _collect_spares(self, spares: list[str], chunk_bytes: int, count: int) -> None:
+        """Evict what would exceed the high watermark; add files that chunks can overwrite."""
+        quota, high_bytes = self._root.quota, self._root.limits.high_bytes
+        allocated_bytes, undeletable = bytes_on_disk(chunk_bytes), 0
 
-    def _evict_for(self, allocated_bytes: int) -> bool:
+        def excess() -> int:
+            return quota.resident_bytes + (count - len(spares)) * allocated_bytes - high_bytes
+
+        if excess() <= 0:
+            return
+        with self._waiting_for_eviction():
+            while len(spares) < count and excess() > 0 and undeletable < _MAX_UNDELETABLE:
+                if (name := self._victim()) is None:
+                    return
+                if (spare := self._take_over(name, chunk_bytes)) is not None:
+                    spares.append(spare)
+                else:
+                    undeletable += not self._discard(name, "evicted")
+
+    def _fits(self, allocated_bytes: int, chunks: int) -> bool:
+        capacity_bytes = self._root.limits.capacity_bytes
+        return self._root.quota.reserve(allocated_bytes, capacity_bytes, chunks)
+
+    def _evict_for(self, allocated_bytes: int, chunks: int) -> bool:
         if not self._is_evictor():
-            return self._fits(allocated_bytes)
+            return self._fits(allocated_bytes, chunks)
         with self._waiting_for_eviction():
             for _ in range(_ROOM_TRIES):
                 self._evict_to(self._root.limits.capacity_bytes - allocated_bytes)
-                if self._fits(allocated_bytes):
+                if self._fits(allocated_bytes, chunks):
                     return True
         return False
+
+    def give_back(self, room: "Room") -> None:
+        """Release a reservation that no store used, and remove the file that came with it."""
+        if room.spare is not None:
+            self._root.vfs.unlink_quietly(room.spare)
+        self.cancel(room.allocated_bytes)
 
     def cancel(self, allocated_bytes: int) -> None:
         self._root.quota.release(allocated_bytes)

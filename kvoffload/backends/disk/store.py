@@ -18,6 +18,7 @@ from kvoffload.backends.base import ReadResult, Removal
 from kvoffload.backends.disk.chunk_file import (
     ChunkFiles,
     bytes_on_disk,
+    can_become,
     choose_io,
     reason_of,
     strangeness,
@@ -27,6 +28,7 @@ from kvoffload.backends.disk.index import Index, Name, name_of, split_name
 from kvoffload.backends.disk.options import DiskOptions
 from kvoffload.backends.disk.paths import shard_of
 from kvoffload.backends.disk.quarantine import Quarantine
+from kvoffload.backends.disk.reservation import Reservation
 from kvoffload.backends.disk.root import RootHandle
 from kvoffload.backends.disk.space import Space
 from kvoffload.backends.disk.vfs import Vfs
@@ -76,7 +78,9 @@ class DiskStore:
         self.files = ChunkFiles(vfs, direct=self.io_mode == "direct", durable=self._durable)
         self.index = Index(make_policy, self.root.limits.capacity_bytes, self._policy_failed)
         self.uses = UseTimes(self.root.limits.ttl_s, self.index.note)
-        self.space = Space(self.root, self.index, self.count, self.path_of, self.discard)
+        self.space = Space(
+            self.root, self.index, self.count, self.path_of, self.discard, self.take_over
+        )
         self.quarantine = Quarantine(self.root)
         self.ready = threading.Event()
         """Set once the index knows everything that was on disk at the start."""
@@ -151,6 +155,9 @@ class DiskStore:
         if self.uses.expires and not self.is_fresh(name):
             return self._missed(name, "missing", None)
         reason, facts = self.files.read(self.path_of(name), key, self._digest, target)
+        if reason is not None and reason.startswith("corrupt"):
+            # A store may have overwritten the file of an evicted chunk under this load.
+            reason, facts = self.files.read(self.path_of(name), key, self._digest, target)
         return ReadResult.HIT if reason is None else self._missed(name, reason, facts)
 
     def _missed(self, name: Name, reason: str, facts: os.stat_result | None) -> ReadResult:
@@ -160,7 +167,8 @@ class DiskStore:
             if name in self.index and self.uses.is_fresh(name):
                 self.note_removed(name, "vanished")
         elif reason.startswith("corrupt"):
-            self._move_to_quarantine(name, facts, reason)
+            if not self._move_to_quarantine(name, facts, reason):
+                return self._missed(name, "missing", None)
         else:
             self.count(f"read_{reason}")
             self._unreadable.warning("disk: cannot read %s: %s", self.path_of(name), reason)
@@ -180,19 +188,32 @@ class DiskStore:
                 self.index.found([(name, facts.st_blocks * 512)])
             self.index.hide([name])
 
-    def store(self, key: bytes, chunk: memoryview) -> bool:
+    def reservation(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> Reservation:
+        """Return the room for a job that stores these chunks; its owner closes it."""
+        new = (
+            chunk.nbytes
+            for key, chunk in zip(keys, chunks, strict=True)
+            if name_of(0, key) not in self.index
+        )
+        return Reservation(self.space, new)
+
+    def store(self, key: bytes, chunk: memoryview, reservation: Reservation | None = None) -> bool:
+        """Store a chunk, in room of ``reservation`` if it is one of a job."""
         name, repairs = name_of(0, key), self.root.repairs
         if name in self.index and self.exists(key):
             if self.uses.expires:
                 self.uses.used([name])
             return self._make_durable(name, is_new=False)
-        reserved = bytes_on_disk(chunk.nbytes)
-        if not self.space.reserve(reserved):
+        room = (reservation or Reservation(self.space, ())).take(chunk.nbytes)
+        if room is None:
             return False
-        temporary = None
+        reserved, temporary = room
         try:
-            temporary = self.root.writer.temporary()
-            reason, facts = self.files.write(temporary, key, self._digest, chunk)
+            overwrite = temporary is not None
+            temporary = temporary or self.root.writer.temporary()
+            reason, facts = self.files.write(
+                temporary, key, self._digest, chunk, overwrite=overwrite
+            )
             if facts is not None:
                 # Some file systems (ZFS) allocate later, and report 512 bytes until then.
                 allocated = max(reserved, facts.st_blocks * 512)
@@ -201,6 +222,8 @@ class DiskStore:
             self._cancel(reserved, temporary)
             raise
         if reason is None:
+            if overwrite:
+                self.count("overwritten")
             return self._make_durable(name, is_new=True)
         self._cancel(reserved, temporary)
         self.space.write_failed(reason)
@@ -315,6 +338,25 @@ class DiskStore:
             self.note_removed(name, reason)
         return True
 
+    def take_over(self, name: Name, chunk_bytes: int) -> str | None:
+        """Evict a chunk whose file the next chunk of this length can overwrite.
+
+        Returns the file's path among the temporary files; the quota goes on counting it. None: the
+        chunk stays. Its file may be open in a reader, whose verification then fails.
+        """
+        path = self.path_of(name)
+        with self._publishing:
+            try:
+                is_counted = self.index.size(name) == bytes_on_disk(chunk_bytes)
+                if not is_counted or not can_become(self.vfs.lstat(path), chunk_bytes):
+                    return None
+                spare = self.root.writer.temporary()
+                self.vfs.rename(path, spare)
+            except OSError:
+                return None
+            self.note_removed(name, "evicted")
+        return spare
+
     def _unlink(self, path: str, counted_bytes: int | None = None) -> None:
         """Remove a file and release its bytes as they were counted; raises OSError.
 
@@ -338,28 +380,33 @@ class DiskStore:
         if known and number == 0 and reason != "removed":  # callers know of removals they asked for
             self._removals.append(Removal(key, reason))
 
-    def _move_to_quarantine(self, name: Name, facts: os.stat_result | None, reason: str) -> None:
-        """Move a damaged file out of every reader's way, and keep a few for inspection."""
+    def _move_to_quarantine(self, name: Name, facts: os.stat_result | None, reason: str) -> bool:
+        """Move a damaged file out of every reader's way, and keep a few for inspection.
+
+        Returns False if the file that a reader found damaged is no longer there: then it may have
+        been whole, and overwritten under the reader.
+        """
         path = self.path_of(name)
-        self._damaged.warning("disk: %s failed verification: %s", path, reason)
-        self.count(reason)
         moved = False
         with self._publishing:
             try:
                 if facts is not None and self.vfs.lstat(path).st_ino != facts.st_ino:
-                    return  # a newer file replaced it meanwhile
+                    return False
                 self.vfs.rename(path, self.quarantine.path_for(path))
                 moved = True
             except FileNotFoundError:
-                moved = True  # another reader was faster
+                return False  # as for the second of two readers
             except OSError:
                 pass  # removed below, if that is possible
             if moved:
                 self.note_removed(name, "corrupt")
+        self._damaged.warning("disk: %s failed verification: %s", path, reason)
+        self.count(reason)
         if moved:
             self.trim_quarantine()
         elif not self.discard(name, "corrupt"):
             self.index.hide([name])
+        return True
 
     def trim_quarantine(self) -> None:
         self.quarantine.trim(self._unlink)

@@ -122,15 +122,25 @@ async def test_many_writers_never_pass_the_capacity(tmp_path):
 
 
 async def test_the_background_evicts_between_the_watermarks(tmp_path):
-    backend = open_disk(
-        tmp_path, capacity=ByteSize(20 * ON_DISK), high_watermark=0.8, low_watermark=0.5
-    )
-    await write_all(backend, keys_of(17))
+    marks = {"capacity": ByteSize(20 * ON_DISK), "high_watermark": 0.8, "low_watermark": 0.5}
+    backend, other = open_disk(tmp_path, **marks), open_disk(tmp_path, **marks)
+    assert await write_all(other, keys_of(17)) == [True] * 17
     for _ in range(1000):
-        if backend.usage().resident_bytes <= 10 * ON_DISK:
+        if backend.usage().resident_bytes <= 10 * ON_DISK and backend.counters().get("evicted"):
             break
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.01)
     assert chunk_bytes(tmp_path) == 10 * ON_DISK
+    await other.close()
+    await backend.close()
+
+
+async def test_the_stores_of_the_evicting_process_stay_at_the_high_watermark(tmp_path):
+    marks = {"capacity": ByteSize(20 * ON_DISK), "high_watermark": 0.8, "low_watermark": 0.5}
+    backend = open_disk(tmp_path, **marks)
+    assert await write_all(backend, keys_of(25)) == [True] * 25
+    await asyncio.sleep(0.1)
+    assert chunk_bytes(tmp_path) == backend.usage().resident_bytes == 16 * ON_DISK
+    assert backend.counters() == {"evicted": 9, "overwritten": 9}
     await backend.close()
 
 
@@ -213,7 +223,7 @@ async def test_the_floor_is_kept_by_evicting_while_others_fill_the_disk(small_di
 
 async def test_a_disk_gone_read_only_still_serves(tmp_path):
     """As file systems do after an error, with files open for writing."""
-    changing = ("rename", "unlink", "mkdir", "rmdir", "pwritev", "utime", "fsync")
+    changing = ("rename", "take", "unlink", "mkdir", "rmdir", "pwritev", "utime", "fsync")
 
     def changes(call, path):
         return call in changing or (call == "open" and not os.path.lexists(path))
@@ -235,7 +245,10 @@ async def test_a_disk_gone_read_only_still_serves(tmp_path):
 async def test_a_file_that_cannot_be_removed_does_not_stop_eviction(tmp_path):
     keys = keys_of(8)
     vfs = FailingVfs(
-        1, errno.EACCES, sticky=True, when=lambda c, p: c == "unlink" and keys[0].hex() in p
+        1,
+        errno.EACCES,
+        sticky=True,
+        when=lambda c, p: c in ("unlink", "take") and keys[0].hex() in p,
     )
     backend = open_disk(
         tmp_path, vfs, capacity=ByteSize(4 * ON_DISK), high_watermark=1.0, low_watermark=1.0

@@ -42,7 +42,10 @@ async def test_chunks_that_a_person_removed_are_no_longer_counted(tmp_path, monk
 
 async def test_files_that_could_not_be_removed_for_a_while_leave_later(tmp_path):
     vfs = FailingVfs(
-        0, errno.EIO, sticky=True, when=lambda c, p: c == "unlink" and kind_of(p) == "chunk"
+        0,
+        errno.EIO,
+        sticky=True,
+        when=lambda c, p: c in ("unlink", "take") and kind_of(p) == "chunk",
     )
     backend = open_disk(tmp_path, vfs=vfs, **FULL)
     assert await write(backend, keys_of(8)) == [True] * 8

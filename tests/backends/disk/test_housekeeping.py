@@ -88,12 +88,16 @@ async def test_a_store_above_the_high_watermark_is_followed_by_eviction_at_once(
     monkeypatch.setattr(disk_housekeeper, "_TICK_S", 3600.0)
     marks = {"high_watermark": 0.5, "low_watermark": 0.25}
     backend = open_disk(tmp_path, capacity=ByteSize(8 * ON_DISK), **marks)
+    other = open_disk(tmp_path, capacity=ByteSize(8 * ON_DISK), **marks)
     assert await write(backend, keys_of(4)) == [True] * 4
     await asyncio.sleep(0.1)
     assert backend.usage().chunks == 4  # at the watermark, not above it
+    assert await write(other, keys_of(1, "other")) == [True]
     assert await write(backend, keys_of(1, "more")) == [True]
-    assert await until(lambda: backend.usage().chunks == 2)
-    assert backend.counters() == {"evicted": 3}
+    assert await until(lambda: backend.usage().chunks == 1)
+    assert backend.usage().resident_bytes == 2 * ON_DISK
+    assert backend.counters() == {"evicted": 4, "overwritten": 1}
+    await other.close()
     await backend.close()
 
 
@@ -237,6 +241,7 @@ async def test_a_step_that_fails_is_counted_logged_and_tried_again(
 ):
     marks = {"high_watermark": 0.5, "low_watermark": 0.25}
     backend = open_disk(tmp_path, capacity=ByteSize(8 * ON_DISK), **marks)
+    other = open_disk(tmp_path, capacity=ByteSize(8 * ON_DISK), **marks)
     failures = [error, error]
     real = Space.evict_one
 
@@ -247,9 +252,12 @@ async def test_a_step_that_fails_is_counted_logged_and_tried_again(
 
     with caplog.at_level(logging.WARNING):
         monkeypatch.setattr(Space, "evict_one", evict_one)
-        assert await write(backend, keys_of(5)) == [True] * 5
-        assert await until(lambda: backend.usage().chunks == 2)
+        assert await write(backend, keys_of(4)) == [True] * 4
+        assert await write(other, keys_of(1, "other")) == [True]
+        assert await until(lambda: backend.counters().get("evicted") == 3)
+    assert backend.usage().resident_bytes == 2 * ON_DISK
     assert backend.counters() == {"housekeeping_failed": 2, "evicted": 3}
+    await other.close()
     records = messages(caplog, "housekeeping failed")
     assert all(str(tmp_path) in record.getMessage() for record in records)
     assert len(records) == 2

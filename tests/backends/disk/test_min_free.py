@@ -84,9 +84,9 @@ async def test_stores_at_the_same_time_evict_one_shortage_once(tmp_path, disk, m
     free_bytes = 64 * ON_DISK - allocated(tmp_path)
     disk.others_bytes = free_bytes - MIN_FREE + 8 * ON_DISK
     with space._evicting:
-        storing = asyncio.ensure_future(write(backend, keys_of(4, "more")))
+        storing = asyncio.gather(*(write(backend, [key]) for key in keys_of(4, "more")))
         assert await until(lambda: space._waiting == 4)
-    assert all(await storing)
+    assert await storing == [[True]] * 4
     # A file that is being written counts twice: it is in flight, and allocated.
     assert 8 + 4 <= backend.counters()["evicted"] <= 8 + 4 + 3
     assert space.in_flight_bytes == 0

@@ -1,0 +1,43 @@
+"""The room of one store job: reserved for several chunks at once, handed out chunk by chunk."""
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from kvoffload.backends.disk.space import Room, Space
+
+
+class Reservation:
+    """Reserves for the stores of one job as they begin. Thread-safe; never raises OSError.
+
+    A reservation takes five system calls: two locks, a read and a write of the quota file, and the
+    free space. One serves several chunks.
+    """
+
+    def __init__(self, space: Space, chunk_bytes: Iterable[int]) -> None:
+        """Prepare; ``chunk_bytes``: the length of each chunk that the job will probably store."""
+        self._space = space
+        self._expected = Counter(chunk_bytes)
+        self._rooms: defaultdict[int, list[Room]] = defaultdict(list)
+        self._lock = threading.Lock()
+
+    def take(self, chunk_bytes: int) -> Room | None:
+        """Return room for a chunk of this length; None: there is none."""
+        with self._lock:
+            rooms = self._rooms[chunk_bytes]
+            if not rooms:
+                rooms += self._space.reserve(chunk_bytes, max(1, self._expected[chunk_bytes]))
+                self._expected[chunk_bytes] -= len(rooms)
+            # Files to overwrite come first: it costs less to give new room back.
+            return rooms.pop(0) if rooms else None
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether stores used all that was reserved."""
+        return not any(self._rooms.values())
+
+    def close(self) -> None:
+        """Release what no store used. No store may follow."""
+        for rooms in self._rooms.values():
+            while rooms:
+                self._space.give_back(rooms.pop())
