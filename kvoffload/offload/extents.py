@@ -342,8 +342,6 @@ class ExtentLedger(HostCache):
         super().make_evictable(keys, slots)
 
     def prioritise(self, keys: Sequence[OffloadKey], priority: int) -> None:
-        if not priority:
-            return
         for size in self._sizes:
             marked = [key for key in keys if self._size_of(key) is size]
             if priority > 0:

@@ -59,7 +59,9 @@ class HostCache:
         """Slots that chunks of a load use one after the other: how many chunks have not ended."""
         if type(policy) is LRUPolicy:
             policy = LRUOfTable(num_slots, cast(dict[bytes, int], self.evictable))
-        self._order = PriorityPolicy(policy)
+        self._order: Policy = policy
+        # Wraps the order from the first chunk with a priority on.
+        self._priorities: PriorityPolicy | None = None
 
     # ---- lookup ----
 
@@ -300,26 +302,27 @@ class HostCache:
         self.make_evictable(here, list(map(self.evictable.pop, here)))
 
     def prioritise(self, keys: Sequence[OffloadKey], priority: int) -> None:
-        """Give chunks about to be stored a priority; see :class:`PriorityPolicy`.
+        """Give chunks about to be stored a priority, which is not 0; see :class:`PriorityPolicy`.
 
         Chunks above :data:`SHARE_ABOVE` of the slots stay normal.
         """
-        if not priority:
-            return
+        if self._priorities is None:
+            if type(self._order) is LRUOfTable:  # the table will have other chunks as well
+                self._order = LRUPolicy(self.num_slots)
+                self._order.add(tuple(self.evictable))
+            self._order = self._priorities = PriorityPolicy(self._order)
         if priority > 0:
-            left = int(self.num_slots * SHARE_ABOVE) - self._order.num_above
+            left = int(self.num_slots * SHARE_ABOVE) - self._priorities.num_above
             keys = keys[: max(0, left)]
-        if type(self._order.normal) is LRUOfTable:  # the table will have other chunks as well
-            self._order.normal = LRUPolicy(self.num_slots)
-            self._order.normal.add(tuple(self.evictable))
-        self._order.mark(keys, priority)
+        self._priorities.mark(keys, priority)
 
     def _forget_priorities(self, keys: Sequence[OffloadKey]) -> None:
         """Drop the priorities of chunks that left: stored again, they get a new one."""
-        self._order.forget(keys)
+        if self._priorities is not None:
+            self._priorities.forget(keys)
 
     def _marked(self) -> Collection[bytes]:
-        return self._order.marked
+        return self._priorities.marked if self._priorities is not None else ()
 
     # ---- forgetting ----
 

@@ -232,7 +232,8 @@ class TieredOffloadingManager(OffloadingManager):
         job = StoreJob(spec.job_id, tuple(new[: len(slots)]), spec, req_context, hints.tiers)
         self._jobs[job.id] = job
         self._host.incoming.update(zip(job.keys, slots, strict=True))
-        self._host.prioritise(job.keys, hints.priority)
+        if hints.priority:
+            self._host.prioritise(job.keys, hints.priority)
         return PrepareStoreOutput(job.keys, spec, tuple(evicted), refused, job)
 
     def _leave_out(self, keys: Sequence[OffloadKey], reason: str) -> None:
