@@ -116,10 +116,6 @@ class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
         """The same numbers under the name of their address space."""
         return self.block_ids
 
-    def media(self) -> list[str]:
-        """Return the medium that each chunk comes from."""
-        return [self.medium()] * len(self.block_ids)
-
 
 @dataclass(frozen=True)
 class Fetch:
@@ -137,13 +133,6 @@ class StagedLoadStoreSpec(CPULoadStoreSpec):
     def __init__(self, host_slots: Iterable[int], fetches: Sequence[Fetch]) -> None:
         super().__init__(host_slots)
         self.fetches = tuple(fetches)
-
-    def media(self) -> list[str]:
-        media = super().media()
-        for fetch in self.fetches:
-            for i in fetch.positions:
-                media[i] = fetch.tier.upper()
-        return media
 
 
 class BackendLoadStoreSpec(LoadStoreSpec):

@@ -123,7 +123,7 @@ class JobTable:
         del self._jobs[job_id]
         job, ok = entry.job, entry.ok
         if isinstance(job, LoadJob):
-            self._manager.promises.measured(job.id, ok, entry.seconds, entry.reason)
+            self._manager.promises.measured(job, ok, entry.seconds, entry.reason)
         if entry.stale:
             ok = (False,) * len(job.keys)
         self._manager.complete(job, ok, not entry.ranks_unsettled, entry.reason)

@@ -240,7 +240,7 @@ class Transfers:
     def _outcome(self, load: Load, job: LoadJob, result: TransferResult) -> LoadOutcome:
         arrived: dict[tuple[int, int], str] = {}
         chunks: Counter[str] = Counter()
-        for piece, medium, ok in zip(load.pieces, job.spec.media(), result.ok, strict=True):
+        for piece, medium, ok in zip(load.pieces, job.media(), result.ok, strict=True):
             if ok:
                 arrived[piece.group, piece.chunk] = medium
                 chunks[medium] += 1

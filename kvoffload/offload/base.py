@@ -6,10 +6,11 @@ both.
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvoffload.messages import (
     BackendLoadStoreSpec,
@@ -30,6 +31,9 @@ from kvoffload.messages import (
     get_offload_group_idx,
     make_offload_key,
 )
+
+if TYPE_CHECKING:
+    from kvoffload.offload.tiers import Tier
 
 __all__ = [
     "BackendLoadStoreSpec", "BlockIDsLoadStoreSpec", "CPULoadStoreSpec",
@@ -104,9 +108,13 @@ class ChunksRemoved(OffloadingEvent):
     """
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Job:
-    """A transfer that the manager began; :meth:`OffloadingManager.complete` answers it once."""
+    """A transfer that the manager began; :meth:`OffloadingManager.complete` answers it once.
+
+    The manager, and whoever carries the job out, note what they know of it here: there is no second
+    record of it in their process.
+    """
 
     id: int
     keys: tuple[OffloadKey, ...]
@@ -123,7 +131,16 @@ class Job:
         return [slot for slot, fine in zip(slots, ok, strict=True) if not fine]
 
 
-@dataclass(frozen=True, eq=False)
+class Read(NamedTuple):
+    """What a job loads from one tier."""
+
+    num_bytes: int
+    expected_s: float
+    kept_bytes: int
+    """Host memory that it keeps: less, where chunks take turns."""
+
+
+@dataclass(eq=False)
 class LoadJob(Job):
     """Chunks that are pinned, or have slots reserved, until a load into the GPU is answered.
 
@@ -135,9 +152,21 @@ class LoadJob(Job):
     """Chunks asked for. ``keys`` are the leading ones, fewer if host memory had no room."""
     tiers: tuple[str, ...] | None
     """Tiers that the request may use; None for all."""
+    sources: "Mapping[OffloadKey, Tier]" = field(default_factory=dict)
+    """Chunk → the tier that it comes from, if it was not in host memory."""
+    reads: "dict[str, Read]" = field(default_factory=dict)
+    """Tier → what the job reads from it; empty once the job has ended."""
+    late_bytes: Counter[str] = field(default_factory=Counter)
+    """Tier → bytes of host memory that it may still write to after the answer."""
+
+    def media(self) -> list[str]:
+        """Return the medium that each chunk comes from."""
+        if not self.sources:
+            return ["CPU"] * len(self.keys)
+        return [tier.medium if (tier := self.sources.get(key)) else "CPU" for key in self.keys]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StoreJob(Job):
     """Chunks that have reserved host slots until a store from the GPU is answered."""
 
@@ -146,15 +175,19 @@ class StoreJob(Job):
     """Tiers to write the chunks through to; None for all."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Transfer(Job):
     """Write-through of stored chunks to a tier, begun by the manager on its own account.
 
     Carry it out with a handler for ``(type(spec), type(dst))``.
     """
 
-    dst: LoadStoreSpec
+    dst: BackendLoadStoreSpec
     tier: str
+    store: "Tier"
+    """The tier that was meant: another store may have replaced it meanwhile."""
+    num_bytes: int
+    """Host memory that the write keeps."""
 
     def unsettled_slots(self, ok: Sequence[bool]) -> list[int]:
         """Return all slots: a late write may still read each of them."""

@@ -1,4 +1,4 @@
-"""The manager's loads and stores in flight, found by job or by a request and its keys."""
+"""The manager's jobs in flight, found by job or by a request and its keys."""
 
 import logging
 from collections import Counter
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from kvoffload.messages import OffloadKey
-from kvoffload.offload.base import LoadJob, ReqContext, StoreJob, request_id
+from kvoffload.offload.base import Job, LoadJob, ReqContext, StoreJob, request_id
 
 log = logging.getLogger(__name__)
 J = TypeVar("J", LoadJob, StoreJob)
@@ -16,7 +16,7 @@ MAX_WARNINGS = 20
 """Unexpected answers that are logged; further ones are only counted."""
 
 
-class JobsInFlight(dict[int, LoadJob | StoreJob]):
+class JobsInFlight(dict[int, Job]):
     """Each job in flight by its number.
 
     Args:

@@ -25,7 +25,6 @@ from kvoffload.offload.base import (
     PrepareStoreOutput,
     Reason,
     ReqContext,
-    StagedLoadStoreSpec,
     StoreJob,
     Transfer,
     request_id,
@@ -95,8 +94,10 @@ class TieredOffloadingManager(OffloadingManager):
         self.unexpected = self._jobs.unexpected
         """Counts and logs an answer that fits no job; takes the words for the answer."""
         limit_bytes = max_persisting_slots * host.slot_bytes
+        self._late: dict[int, LoadJob | Transfer] = {}
+        """Answered jobs for which a tier may still access host memory."""
         self._write_through = WriteThrough(
-            host, limit_bytes, self.counters, self._job_ids, self._dropped
+            host, limit_bytes, self.counters, self._jobs, self._job_ids, self._dropped
         )
         self._write_through.use(self.tiers)
         self.has_transfers = self._write_through.has_begun
@@ -160,16 +161,17 @@ class TieredOffloadingManager(OffloadingManager):
         hints = self.hints(req_context)
         slots = self._host.pin_all(keys)
         if slots is not None:
-            spec, covered = CPULoadStoreSpec(slots), tuple(keys)
+            spec, sources, covered = CPULoadStoreSpec(slots), dict[OffloadKey, Tier](), tuple(keys)
         else:
-            spec = self._staging.plan(keys, self._tiers_of(req_context))
+            spec, sources = self._staging.plan(keys, self._tiers_of(req_context))
             covered = tuple(keys[: len(spec.host_slots)])
             self.counters["load_refused"] += len(keys) - len(covered)
         spec.job_id = next(self._job_ids)
-        job = LoadJob(spec.job_id, covered, spec, req_context, len(keys), hints.tiers)
+        job = LoadJob(spec.job_id, covered, spec, req_context, len(keys), hints.tiers, sources)
         if covered:
             self._jobs[job.id] = job
-            self.promises.begun(job)
+            if sources:
+                self.promises.begun(job)
         return job
 
     def _reserve(
@@ -183,13 +185,15 @@ class TieredOffloadingManager(OffloadingManager):
         return slots, evicted
 
     def _load_ended(self, job: LoadJob, ok: Sequence[bool], settled: bool, reason: str) -> None:
-        self.promises.ended(job, () if settled else job.failed(ok))
-        staged = isinstance(job.spec, StagedLoadStoreSpec)
+        if job.sources:
+            self.promises.ended(job, () if settled else job.failed(ok))
+            if job.late_bytes:
+                self._late[job.id] = job
         # From tail to head, so that the tail of a prompt is the older and leaves first.
-        if not staged and all(ok) and self._host.unpin_all(job.keys[::-1]):
+        elif all(ok) and self._host.unpin_all(job.keys[::-1]):
             self._retirement.landed(job.keys)
             return
-        ended = self._staging.end_load(job.keys, ok, settled)
+        ended = self._staging.end_load(job, ok, settled)
         if ended.lost or ended.missed:
             self._events.reasons.note([*ended.lost, *ended.missed], reason or Reason.FAILED)
             self._events.removed(ended.lost, CPU, Reason.FAILED)
@@ -270,28 +274,28 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> None:
         if len(ok) != len(job.keys):
             raise UsageError(f"{len(ok)} answers for a job of {len(job.keys)} chunks")
+        if self._jobs.get(job.id) is not job:
+            self.unexpected(f"job {job.id}")
+            return
+        del self._jobs[job.id]
         if isinstance(job, Transfer):
             self._transfer_ended(job, ok, settled)
-        elif self._jobs.get(job.id) is not job:
-            self.unexpected(f"job {job.id}")
-        else:
-            del self._jobs[job.id]
-            if isinstance(job, LoadJob):
-                self._load_ended(job, ok, settled, reason)
-            elif isinstance(job, StoreJob):
-                self._store_ended(job, ok, settled)
+        elif isinstance(job, LoadJob):
+            self._load_ended(job, ok, settled, reason)
+        elif isinstance(job, StoreJob):
+            self._store_ended(job, ok, settled)
 
     def _transfer_ended(self, transfer: Transfer, ok: Sequence[bool], settled: bool) -> None:
-        tier = self._write_through.ended(transfer, settled)
-        if tier is None:
-            self.unexpected(f"job {transfer.id}")
-            return
         for key in reversed(transfer.keys):
             self._host.end_use(key, settled)
         good = [key for key, fine in zip(transfer.keys, ok, strict=True) if fine]
-        self.counters[f"persist_failed_{tier.name}"] += len(ok) - len(good)
-        if any(tier is current for current in self.tiers):  # not replaced meanwhile
+        self.counters[f"persist_failed_{transfer.tier}"] += len(ok) - len(good)
+        if (tier := transfer.store) in self.tiers:  # not replaced meanwhile
             self._events.written(tier, good)
+        if settled:
+            self._write_through.settled(transfer)
+        else:
+            self._late[transfer.id] = transfer
         self._write_through.begin()
         self._retirement.landed(transfer.keys)
 
@@ -300,8 +304,12 @@ class TieredOffloadingManager(OffloadingManager):
         released = [self._host.release(slot) for slot in reversed(list(host_slots))]
         if unexpected := released.count(None):
             self.counters["unexpected_release"] += unexpected
-        self.promises.released(job_id)
-        self._write_through.released(job_id)
+        job = self._late.pop(job_id, None)
+        if isinstance(job, LoadJob):
+            self.promises.released(job)
+        elif job is not None:
+            self._write_through.settled(job)
+            self._write_through.begin()
         self._retirement.landed([key for chunks in released for key in chunks or ()])
 
     # ---- the same by keys ----

@@ -10,10 +10,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from kvoffload.messages import Fetch, OffloadKey, StagedLoadStoreSpec
-from kvoffload.offload.base import LoadJob, ReqContext
+from kvoffload.offload.base import LoadJob, Read, ReqContext
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.stats import FORGET_PER_SAMPLE, MIN_SAMPLES, Stats
 from kvoffload.offload.tiers import Tier, first_holder
@@ -64,15 +63,6 @@ class LoadTimes:
         if spread > 1e-6 * mean_bytes**2:
             slope = (self._products / self._weight - mean_bytes * mean_s) / spread
         return mean_s + min(max(slope, 0.0), per_byte) * (num_bytes - mean_bytes)
-
-
-class _Part(NamedTuple):
-    """What a job loads from one tier."""
-
-    num_bytes: int
-    expected_s: float
-    kept_bytes: int
-    """Host memory that it keeps: less, where chunks take turns."""
 
 
 @dataclass
@@ -154,12 +144,8 @@ class Promises:
         self._load_timeout_s = load_timeout_s
         self._clock = clock
         self._loads: dict[str, _TierLoads] = {}
-        self._in_flight: dict[int, dict[str, _Part]] = {}
-        """Job → what it loads from each tier."""
         self._half = host.capacity_bytes // 2
         self._share = self._half // max(1, num_tiers)
-        self._late: dict[int, Counter[str]] = {}
-        """Answered job → bytes of host memory that each tier may still write to for it."""
         self._declined: dict[str, dict[str, str]] = {}
         """Request → reason for each of its declined tiers."""
 
@@ -170,14 +156,13 @@ class Promises:
         if not isinstance(job.spec, StagedLoadStoreSpec):
             return
         now_s = self._clock()
-        parts = self._in_flight[job.id] = {}
         for fetch in job.spec.fetches:
             loads = self._loads.setdefault(fetch.tier, _TierLoads())
             num_bytes = self._host.bytes_of_all(fetch.keys)
             seconds = loads.times.seconds(num_bytes) or 0.0
             takes_turns = bool(self._host.turns)
             kept_bytes = self._kept(job.spec, fetch, {*fetch.keys}) if takes_turns else num_bytes
-            parts[fetch.tier] = _Part(num_bytes, seconds, kept_bytes)
+            job.reads[fetch.tier] = Read(num_bytes, seconds, kept_bytes)
             loads.flying_bytes += kept_bytes
             loads.is_probing = loads.is_to_probe(now_s)
             loads.free_s = max(now_s, loads.free_s) + seconds
@@ -185,13 +170,13 @@ class Promises:
             loads.in_flight += 1
             loads.declines = 0
 
-    def measured(self, job_id: int, ok: Sequence[bool], seconds: float, reason: str) -> None:
+    def measured(self, job: LoadJob, ok: Sequence[bool], seconds: float, reason: str) -> None:
         """Note how long a load took that is about to end.
 
         One that brought nothing tells nothing, nor does one that ended at its deadline.
         """
         now_s, arrived = self._clock(), sum(ok) / max(1, len(ok))
-        for name, (num_bytes, expected_s, _) in self._in_flight.get(job_id, {}).items():
+        for name, (num_bytes, expected_s, _) in job.reads.items():
             loads = self._loads[name]
             # Loads that run at the same time share the tier: a second counts for one of them.
             busy_s = min(seconds, now_s - loads.ended_s)
@@ -206,24 +191,18 @@ class Promises:
 
     def ended(self, job: LoadJob, late: Collection[OffloadKey] = ()) -> None:
         """Note that a load has ended, though late reads may still write to these chunks' slots."""
-        for name, (_, expected_s, kept_bytes) in self._in_flight.pop(job.id, {}).items():
+        for name, (_, expected_s, kept_bytes) in job.reads.items():
             loads = self._loads[name]
             loads.in_flight -= 1
             loads.flying_bytes -= kept_bytes
             loads.queue_s -= expected_s
             loads.free_s = min(loads.free_s, self._clock() + loads.queue_s)
-
+        job.reads.clear()
         if late and isinstance(job.spec, StagedLoadStoreSpec):
-            self._note_late(job.id, job.spec, frozenset(late))
-
-    def _note_late(
-        self, job_id: int, spec: StagedLoadStoreSpec, late: Collection[OffloadKey]
-    ) -> None:
-        of_job = self._late.setdefault(job_id, Counter())
-        for fetch in spec.fetches:
-            num_bytes = self._kept(spec, fetch, late)
-            of_job[fetch.tier] += num_bytes
-            self._loads[fetch.tier].late_bytes += num_bytes
+            for fetch in job.spec.fetches:
+                num_bytes = self._kept(job.spec, fetch, frozenset(late))
+                job.late_bytes[fetch.tier] += num_bytes
+                self._loads[fetch.tier].late_bytes += num_bytes
 
     def _kept(self, spec: StagedLoadStoreSpec, fetch: Fetch, chunks: Collection[OffloadKey]) -> int:
         """Return the bytes of the slots of these chunks, which may take turns in them."""
@@ -231,9 +210,9 @@ class Promises:
         in_slot = {slots[i]: key for i, key in named if key in chunks}
         return self._host.bytes_of_all(list(in_slot.values()))
 
-    def released(self, job_id: int) -> None:
+    def released(self, job: LoadJob) -> None:
         """Note that nothing writes to the slots of an answered load any more."""
-        for name, num_bytes in self._late.pop(job_id, {}).items():
+        for name, num_bytes in job.late_bytes.items():
             self._loads[name].late_bytes -= num_bytes
 
     # ---- decisions ----

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvoffload.messages import CPULoadStoreSpec, Fetch, OffloadKey, StagedLoadStoreSpec
+from kvoffload.offload.base import LoadJob
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.tiers import Tier, first_holder
 
@@ -39,10 +40,10 @@ class Staging:
         self._host = host
         self._take_slots = take_slots
         self._caching = caching
-        # The tier that each fetching chunk comes from.
-        self._sources: dict[OffloadKey, Tier] = {}
 
-    def plan(self, keys: Sequence[OffloadKey], tiers: Sequence[Tier]) -> CPULoadStoreSpec:
+    def plan(
+        self, keys: Sequence[OffloadKey], tiers: Sequence[Tier]
+    ) -> tuple[CPULoadStoreSpec, dict[OffloadKey, Tier]]:
         """Pin or reserve slots of the leading loadable chunks; name what tiers must fetch."""
         host = self._host
         sources = self._find_sources(keys, tiers)
@@ -52,12 +53,13 @@ class Staging:
         slots = self._take_slots(missing)[::-1] if missing else []
         host_slots: list[int] = []
         fetches: dict[Tier, list[int]] = {}
+        fetched: dict[OffloadKey, Tier] = {}
         for i, tier in enumerate(sources):
             if tier is None:
                 host_slots.append(here[i])
             elif slots:
                 host.fetching[keys[i]] = slot = slots.pop()
-                self._sources[keys[i]] = tier
+                fetched[keys[i]] = tier
                 host_slots.append(slot)
                 fetches.setdefault(tier, []).append(i)
             else:
@@ -66,11 +68,9 @@ class Staging:
             if sources[i] is None:
                 host.end_use(keys[i])
         if not fetches:
-            return CPULoadStoreSpec(host_slots)
-        return StagedLoadStoreSpec(
-            host_slots,
-            [Fetch(t.name, tuple(at), tuple(keys[i] for i in at)) for t, at in fetches.items()],
-        )
+            return CPULoadStoreSpec(host_slots), fetched
+        parts = [Fetch(t.name, tuple(at), tuple(keys[i] for i in at)) for t, at in fetches.items()]
+        return StagedLoadStoreSpec(host_slots, parts), fetched
 
     def _find_sources(self, keys: Sequence[OffloadKey], tiers: Sequence[Tier]) -> list[Tier | None]:
         """Return for the leading loadable keys the tier to fetch from; None for host memory."""
@@ -91,19 +91,19 @@ class Staging:
             sources.append(tier)
         return sources
 
-    def end_load(self, keys: Sequence[OffloadKey], ok: Sequence[bool], settled: bool) -> LoadEnd:
+    def end_load(self, job: LoadJob, ok: Sequence[bool], settled: bool) -> LoadEnd:
         """End a load of chunks, from tail to head: the tail of a prompt leaves first."""
-        host, ended = self._host, LoadEnd([], [], [], {})
+        host, keys, ended = self._host, job.keys, LoadEnd([], [], [], {})
         if self._caching and all(ok) and all(map(host.fetching.__contains__, keys)):
             slots = [host.fetching.pop(key) for key in reversed(keys)]
             host.make_evictable(keys[::-1], slots)
             for key in keys:
-                if source := self._sources.pop(key, None):
+                if source := job.sources.get(key):
                     ended.fetched.setdefault(source, []).append(key)
             ended.arrived.extend(keys)
             return ended
         for key, fine in zip(reversed(keys), reversed(ok), strict=True):
-            source = self._sources.pop(key, None)
+            source = job.sources.get(key)
             if source and not fine:
                 source.forget(key)
                 ended.missed.append(key)

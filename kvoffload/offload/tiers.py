@@ -2,16 +2,16 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, takewhile
+from itertools import takewhile
 from operator import is_not
 from typing import Protocol, runtime_checkable
 
 from kvoffload.backends.base import Removal
 from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKey
-from kvoffload.offload.base import Transfer
+from kvoffload.offload.base import Job, Transfer
 from kvoffload.offload.host_cache import HostCache
 
 log = logging.getLogger(__name__)
@@ -54,11 +54,11 @@ class Tier:
     name: str
     presence: Presence
     removals: RemovalSource | None = None
+    medium: str = field(init=False)
+    """The name in events."""
 
-    @property
-    def medium(self) -> str:
-        """The name in events."""
-        return self.name.upper()
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "medium", self.name.upper())
 
     def holds(self, key: OffloadKey) -> bool | None:
         """Ask the store's presence: True, False, or None for "ask again"."""
@@ -112,7 +112,6 @@ class _Lane:
     def __init__(self, tier: Tier, limit_bytes: int) -> None:
         self.tier = tier
         self.limit_bytes = limit_bytes
-        self.pinned_bytes = 0
         # Oldest first. They are not pinned: a chunk evicted before its turn is dropped.
         self.waiting: dict[OffloadKey, None] = {}
 
@@ -128,6 +127,7 @@ class WriteThrough:
         limit_bytes: high-water mark of host bytes pinned for write-through. Each tier has an equal
             share, so that a tier that hangs does not block the rest.
         counters: where drops are counted.
+        jobs: gets each transfer that has begun.
         job_ids: numbers for transfers.
         dropped: called with the chunks that will not be written.
     """
@@ -137,6 +137,7 @@ class WriteThrough:
         host: HostCache,
         limit_bytes: int,
         counters: Counter[str],
+        jobs: MutableMapping[int, Job],
         job_ids: Iterator[int],
         dropped: Callable[[Sequence[OffloadKey]], None],
     ) -> None:
@@ -146,11 +147,10 @@ class WriteThrough:
         self._dropped = dropped
         self._lanes: dict[str, _Lane] = {}
         self._begun: list[Transfer] = []
+        self._jobs = jobs
         self._job_ids = job_ids
-        # Job → its tier, which may have been replaced, and its bytes.
-        self._in_flight: dict[int, tuple[Tier, int]] = {}
-        # The same of answered jobs for which a tier may still read.
-        self._late: dict[int, tuple[Tier, int]] = {}
+        self._kept_bytes: Counter[str] = Counter()
+        """Tier → bytes of its transfers in flight, and of answered ones for which it may read."""
 
     def use(self, tiers: Sequence[Tier]) -> None:
         """Write to these tiers from now on; transfers in flight to old tiers end as usual.
@@ -160,8 +160,6 @@ class WriteThrough:
         slots = self._limit_bytes // self._host.slot_bytes
         share = -(-slots // max(1, len(tiers))) * self._host.slot_bytes
         self._lanes = {tier.name: _Lane(tier, share) for tier in tiers}
-        for tier, num_bytes in chain(self._in_flight.values(), self._late.values()):
-            self._count(tier.name, num_bytes)
 
     def offer(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
         """Queue ready chunks for a tier, except those that it has."""
@@ -186,8 +184,8 @@ class WriteThrough:
 
     def room_bytes(self) -> int:
         """Return the bytes that the tier with the most room would begin to write now."""
-        lanes = self._lanes.values()
-        return max((self._limit_of(lane) - lane.pinned_bytes for lane in lanes), default=0)
+        kept_bytes, lanes = self._kept_bytes, self._lanes.items()
+        return max((self._limit_of(lane) - kept_bytes[name] for name, lane in lanes), default=0)
 
     def _limit_of(self, lane: _Lane) -> int:
         if self._host.fetching and lane.limit_bytes:
@@ -196,7 +194,8 @@ class WriteThrough:
 
     def _begin(self, lane: _Lane) -> None:
         host, waiting = self._host, lane.waiting
-        limit, before = self._limit_of(lane), lane.pinned_bytes
+        name, limit = lane.tier.name, self._limit_of(lane)
+        kept_bytes = before = self._kept_bytes[name]
         batch: list[OffloadKey] = []
         gone: list[OffloadKey] = []
         for key in waiting:
@@ -205,9 +204,9 @@ class WriteThrough:
                 continue
             size = host.bytes_of(key)
             # A chunk larger than the limit is written when nothing else is.
-            if lane.pinned_bytes + size > limit and (lane.pinned_bytes or not limit):
+            if kept_bytes + size > limit and (kept_bytes or not limit):
                 break
-            lane.pinned_bytes += size
+            kept_bytes += size
             batch.append(key)
         slots = list(map(host.pin, batch))
         for key in batch:
@@ -216,11 +215,12 @@ class WriteThrough:
             self._drop(lane, gone)
         if batch:
             source = CPULoadStoreSpec(slots)
-            name = lane.tier.name
             target = BackendLoadStoreSpec(name, batch)
-            source.job_id = next(self._job_ids)
-            transfer = Transfer(source.job_id, tuple(batch), source, target, name)
-            self._in_flight[transfer.id] = lane.tier, lane.pinned_bytes - before
+            source.job_id = job_id = next(self._job_ids)
+            self._kept_bytes[name] = kept_bytes
+            num_bytes = kept_bytes - before
+            transfer = Transfer(job_id, target.keys, source, target, name, lane.tier, num_bytes)
+            self._jobs[job_id] = transfer
             self._begun.append(transfer)
 
     def _drop(self, lane: _Lane, keys: Sequence[OffloadKey]) -> None:
@@ -238,31 +238,12 @@ class WriteThrough:
         taken, self._begun = self._begun, []
         return taken
 
-    def ended(self, transfer: Transfer, settled: bool = True) -> Tier | None:
-        """End an answered transfer; return its tier, or None if it was answered before.
+    def settled(self, transfer: Transfer) -> None:
+        """Take in that nothing reads for an answered transfer any more.
 
-        Unsettled, its bytes count until :meth:`released`: a tier that hangs has its share alone.
+        Until then its bytes count: a tier that hangs has its share alone.
         """
-        begun = self._in_flight.pop(transfer.id, None)
-        if begun is None:
-            return None
-        tier, num_bytes = begun
-        if settled:
-            self._count(tier.name, -num_bytes)
-        else:
-            self._late[transfer.id] = begun
-        return tier
-
-    def released(self, job_id: int) -> None:
-        """Take in that nothing reads for an unsettled transfer any more."""
-        if job_id in self._late:
-            tier, num_bytes = self._late.pop(job_id)
-            self._count(tier.name, -num_bytes)
-            self.begin()
-
-    def _count(self, name: str, num_bytes: int) -> None:
-        if name in self._lanes:
-            self._lanes[name].pinned_bytes += num_bytes
+        self._kept_bytes[transfer.tier] -= transfer.num_bytes
 
     def forget_waiting(self) -> None:
         """Drop all waiting chunks uncounted."""
@@ -276,4 +257,4 @@ class WriteThrough:
     def in_flight(self, name: str) -> tuple[int, int]:
         """Return the bytes in flight to a tier, and the chunks that wait."""
         lane = self._lanes.get(name)  # none: another thread asks during a reset
-        return (lane.pinned_bytes, len(lane.waiting)) if lane else (0, 0)
+        return (self._kept_bytes[name], len(lane.waiting)) if lane else (0, 0)

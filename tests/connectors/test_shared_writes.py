@@ -21,7 +21,6 @@ from kvoffload.messages import (
     TransferResult,
     make_offload_key,
 )
-from kvoffload.offload.base import Transfer
 from tests.support import redis_server
 from tests.support.redis_engine import PATIENT
 
@@ -54,8 +53,8 @@ class Rank:
         """Store all blocks to host memory and write them through; return the answers."""
         host = CPULoadStoreSpec(SLOTS)
         assert self.carry((GPULoadStoreSpec(SLOTS), host), NUM).success
-        transfer = Transfer(1, KEYS, host, BackendLoadStoreSpec(tier, KEYS), tier)
-        result = self.writes.end(self.carry(*self.writes.begin(1, transfer)))
+        ends = host, BackendLoadStoreSpec(tier, KEYS)
+        result = self.writes.end(self.carry(*self.writes.begin(1, ends)))
         return list(result.ok)
 
     def load(self, tier):
@@ -123,13 +122,11 @@ def test_a_store_that_only_its_process_sees_gets_every_ranks_copy(ranks):
 
 def test_a_chunk_that_its_writer_could_not_store_is_stored_on_no_rank():
     first, second = (SharedWrites(i, 2, ("disk",)) for i in range(2))
-    transfer = Transfer(
-        7, KEYS, CPULoadStoreSpec(SLOTS), BackendLoadStoreSpec("disk", KEYS), "disk"
-    )
-    (_, target), num_chunks = first.begin(7, transfer)
+    ends = CPULoadStoreSpec(SLOTS), BackendLoadStoreSpec("disk", KEYS)
+    (_, target), num_chunks = first.begin(7, ends)
     assert list(target.keys) == [key for key in KEYS if first.writes(key)]
     answers = first.end(TransferResult(7, (False,) + (True,) * (num_chunks - 1))).ok
-    second.begin(7, transfer)
+    second.begin(7, ends)
     others = second.end(TransferResult(7, (True,) * (NUM - num_chunks))).ok
     assert others == (True,) * NUM
     assert [key for key, ok in zip(KEYS, answers, strict=True) if not ok] == [target.keys[0]]
@@ -139,7 +136,6 @@ def test_a_rank_without_a_part_in_a_job_answers_it():
     writes = SharedWrites(0, 2, ("disk",))
     keys = tuple(key for key in KEYS if not writes.writes(key))
     spec = CPULoadStoreSpec(range(len(keys)))
-    transfer = Transfer(7, keys, spec, BackendLoadStoreSpec("disk", keys), "disk")
-    (source, _), num_chunks = writes.begin(7, transfer)
+    (source, _), num_chunks = writes.begin(7, (spec, BackendLoadStoreSpec("disk", keys)))
     assert (len(source.host_slots), num_chunks) == (0, 0)
     assert writes.end(TransferResult(7, ())).ok == (True,) * len(keys)

@@ -136,7 +136,7 @@ class Walk(ManagerTruth):
         by_job = self.requests % 2
         if by_job:
             self.now_s += which
-            self.manager.promises.measured(job.id, ok, which, "missing")
+            self.manager.promises.measured(job, ok, which, "missing")
             self.answer(self.manager.complete, job, ok, settled, "missing")
         else:
             self.answer(self.manager.complete_load, bad, context, False, settled, "missing")
@@ -320,7 +320,6 @@ class Walk(ManagerTruth):
         self.replay()
         assert self.manager.busy_slots == 0
         assert not len(self.manager._jobs)
-        assert not self.manager._staging._sources
+        assert not self.manager._late
         assert not any(loads.late_bytes for loads in self.manager.promises._loads.values())
-        for lane in self.manager._write_through._lanes.values():
-            assert lane.pinned_bytes == 0
+        assert not any(self.manager._write_through._kept_bytes.values())

@@ -168,7 +168,7 @@ def test_a_tier_that_answered_and_then_hangs_keeps_half_and_the_load_that_goes_b
     now_s = 100.0
     manager.promises._clock = lambda: now_s
     (first,), _ = begin(manager, prompts[:1])
-    manager.promises.measured(first.id, [True] * 3, 0.1, "")
+    manager.promises.measured(first, [True] * 3, 0.1, "")
     manager.complete(first, [True] * 3)
     now_s += 5.0
     hung, waiting = begin(manager, prompts[1:])
@@ -181,7 +181,7 @@ def test_a_full_tier_leaves_its_loads_to_the_next_tier_that_has_the_chunks():
     prompts = [keys(f"{i}", 3) for i in range(4)]
     manager = new_manager(16, [Store(chain(*prompts)), Store(chain(*prompts))])
     jobs, waiting = begin(manager, prompts)
-    assert [job.spec.media()[0] for job in jobs] == ["TIER0", "TIER0", "TIER1", "TIER1"]
+    assert [job.media()[0] for job in jobs] == ["TIER0", "TIER0", "TIER1", "TIER1"]
     assert waiting == []
 
 

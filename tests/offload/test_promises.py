@@ -44,7 +44,7 @@ class Engine:
 
     def end(self, job, seconds, ok=None, reason=""):
         ok = ok or (True,) * len(job.keys)
-        self.manager.promises.measured(job.id, ok, seconds, reason)
+        self.manager.promises.measured(job, ok, seconds, reason)
         self.manager.complete(job, ok, reason=reason)
         self.manager.reset_cache()  # the chunks are on the tier alone again
 
@@ -111,7 +111,7 @@ def test_a_tier_that_is_declined_leaves_the_load_to_the_next_one():
     context = engine.context()
     assert engine.find(a, context) == 60
     job = engine.manager.begin_load(a[:60], context)
-    assert job.spec.media() == ["TIER1"] * 60
+    assert job.media() == ["TIER1"] * 60
     assert engine.manager.explain(a, context)[59:61] == ["fetching", "too_slow"]
 
 

@@ -90,7 +90,7 @@ def hit_tokens(job: LoadJob, ok: Sequence[bool], groups: Sequence[Any]) -> Count
     """
     group = next((g for g in groups if not g.sliding_window_size_in_chunks), groups[0])
     tokens: Counter[str] = Counter()
-    for key, medium, fine in zip(job.keys, job.spec.media(), ok, strict=True):
+    for key, medium, fine in zip(job.keys, job.media(), ok, strict=True):
         if get_offload_group_idx(key) == group.group_idx:
             if not fine:
                 break

@@ -194,7 +194,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         self._count_use(wanted, req_context, wanted)
         job = self.ledger.begin_load(wanted, our_context(req_context))
         self.changes += 1
-        self._media = dict(zip(job.keys, job.spec.media(), strict=True))
+        self._media = dict(zip(job.keys, job.media(), strict=True))
         self._jobs[job.id] = job
         return job.spec
 

@@ -320,7 +320,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             return
         for transfer in self.adapter.ledger.take_transfers():
             job_id = next(self._transfer_ids)
-            orders.write_through[job_id] = transfer
+            orders.write_through[job_id] = transfer.spec, transfer.dst
             self._table.begin(job_id, transfer)
 
     def has_pending_push_work(self) -> bool:

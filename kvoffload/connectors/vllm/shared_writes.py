@@ -16,10 +16,10 @@ from kvoffload.messages import (
     CPULoadStoreSpec,
     OffloadKey,
     TransferResult,
-    TransferSpec,
 )
-from kvoffload.offload.base import Transfer
 
+Write = tuple[CPULoadStoreSpec, BackendLoadStoreSpec]
+"""The ends of a write-through."""
 _HASHED_BYTES = 8
 """Of the beginning of a key, which is a block's hash."""
 
@@ -44,15 +44,16 @@ class SharedWrites:
         """Return whether this rank writes a chunk."""
         return int.from_bytes(key[:_HASHED_BYTES], "big") % self._num_ranks == self._rank
 
-    def begin(self, job_id: int, transfer: Transfer) -> tuple[TransferSpec, int]:
+    def begin(self, job_id: int, ends: Write) -> tuple[Write, int]:
         """Return the part of a write-through that this rank carries out, and its chunks."""
-        keys: Sequence[OffloadKey] = transfer.keys
-        if transfer.tier not in self._tiers:
-            return (transfer.spec, transfer.dst), len(keys)
+        source, target = ends
+        keys: Sequence[OffloadKey] = target.keys
+        if target.tier not in self._tiers:
+            return ends, len(keys)
         self._own[job_id] = own = list(map(self.writes, keys))
         keys = [key for key, is_own in zip(keys, own, strict=True) if is_own]
-        slots = transfer.spec.host_slots[np.array(own)]
-        return (CPULoadStoreSpec(slots), BackendLoadStoreSpec(transfer.tier, keys)), len(keys)
+        slots = source.host_slots[np.array(own)]
+        return (CPULoadStoreSpec(slots), BackendLoadStoreSpec(target.tier, keys)), len(keys)
 
     def end(self, result: TransferResult) -> TransferResult:
         """Turn the result of a part into one for all chunks of its job."""

@@ -12,9 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from kvoffload.backends.base import Removal
 from kvoffload.connectors.jobs import Ended, JobTable, well_on_both
 from kvoffload.connectors.vllm.presence_messages import Answer, IndexPart, Question
+from kvoffload.connectors.vllm.shared_writes import Write
 from kvoffload.identity import Fact
 from kvoffload.messages import TransferResult
-from kvoffload.offload.base import Transfer
 
 
 @dataclass
@@ -44,7 +44,7 @@ class WorkerInfo:
 class StepMetadata(OffloadingConnectorMetadata):  # type: ignore[misc]  # untyped base
     """Scheduler → workers: loads, stores, and the orders that vLLM's own message lacks."""
 
-    write_through: dict[int, Transfer] = field(default_factory=dict)
+    write_through: dict[int, Write] = field(default_factory=dict)
     """Follow-up transfers by job id (negative: vLLM's ids are not)."""
     generation: str | None = None
     """Set once after a reset: everything stored before no longer means the same."""

@@ -61,7 +61,7 @@ def test_a_request_loads_from_the_tiers_that_it_names_to_vllm(wished, media):
     if media:
         adapter.prepare_load(KEYS[:2], context)
         (job,) = adapter.take_jobs().values()
-        assert set(job.spec.media()) == media
+        assert set(job.media()) == media
     # Host memory is read whatever the request wishes, and every tier is written.
     job = adapter.prepare_store(KEYS[2:4], context)
     assert adapter.take_jobs()[job.store_spec.job_id].tiers is None

@@ -38,7 +38,6 @@ from kvoffload.messages import (
     StagedLoadStoreSpec,
     make_offload_key,
 )
-from kvoffload.offload.base import Transfer
 
 pytestmark = pytest.mark.timeout(600)
 CHUNKS = 6
@@ -119,7 +118,7 @@ def drive(workers, until):
         store = TransferJob(req_id="r", src_spec=source, dst_spec=host)
         step(worker, StepMetadata({}, {1: store}, {1}))
         orders = StepMetadata({}, {}, set())
-        orders.write_through[-7] = Transfer(1, tuple(keys), host, target, "disk")
+        orders.write_through[-7] = host, target
         step(worker, orders)
     for worker in workers:
         until(lambda worker=worker: worker.get_finished(set()) and -7 in worker._report.ok)

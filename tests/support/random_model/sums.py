@@ -31,7 +31,6 @@ def tables(connector):
         "engine jobs": connector._worker._jobs,
         "settled jobs": connector._worker._settled,
         "manager's jobs": manager._jobs,
-        "sources": manager._staging._sources,
         "pinned": host.pinned,
         "more uses": host._more_uses,
         "incoming": host.incoming,
@@ -40,16 +39,13 @@ def tables(connector):
         "abandoned": host._abandoned,
         "turns": host.turns,
         "begun writes": writes._begun,
-        "writes in flight": writes._in_flight,
-        "late writes": writes._late,
-        "loads of promises": promises._in_flight,
-        "late reads": promises._late,
+        "late jobs": manager._late,
         "declined": promises._declined,
         "counted uses": connector._uses._counted,
         "retiring": manager._retirement._in_flight,
     }
     for name, lane in writes._lanes.items():
-        found[f"bytes pinned for {name}"] = range(lane.pinned_bytes)
+        found[f"bytes kept for {name}"] = range(writes._kept_bytes[name])
         found[f"waiting for {name}"] = lane.waiting
     for name, loads in promises._loads.items():
         found[f"late bytes of {name}"] = range(loads.late_bytes)
