@@ -10,13 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
+import numpy as np
+
 from kvoffload.config import OffloadConfig
 from kvoffload.core.groups import Group, MambaGroup, make_group
 from kvoffload.core.interface import KVCacheConfig
 from kvoffload.errors import ConfigError
 from kvoffload.identity import LABEL, Fact
-from kvoffload.messages import GPULoadStoreSpec, OffloadKey, make_offload_key
-from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.messages import BlockIds, OffloadKey, make_offload_key
+from kvoffload.transfer.layout import ChunkLayout, Moves
 
 log = logging.getLogger(__name__)
 
@@ -257,17 +259,22 @@ def to_store(
     return pieces
 
 
-def gpu_end(groups: ChunkGroups, pieces: Sequence[Piece], tables: BlockTables) -> GPULoadStoreSpec:
-    """Name the GPU blocks of parts of chunks, which are listed group after group."""
-    count = len(groups.all)
+def cut(
+    groups: ChunkGroups, pieces: Sequence[Piece], tables: BlockTables, host_slots: BlockIds
+) -> Moves:
+    """Name the GPU blocks of parts of chunks, each with the host slot of its chunk."""
     blocks: list[int] = []
-    sizes, firsts = [0] * count, [0] * count
+    firsts, starts = [], []
     for piece in pieces:
-        if not sizes[piece.group]:
-            firsts[piece.group] = piece.first_block
-        sizes[piece.group] += piece.end_block - piece.first_block
-        blocks.extend(tables[piece.group][piece.first_block : piece.end_block])
-    return GPULoadStoreSpec(blocks, sizes, firsts)
+        firsts.append(piece.first_block % groups.all[piece.group].per_chunk)
+        starts.append(len(blocks))
+        blocks += tables[piece.group][piece.first_block : piece.end_block]
+    chunks = np.empty((5, len(pieces)), np.int64)
+    chunks[0] = host_slots
+    chunks[1] = [piece.group for piece in pieces]
+    chunks[2], chunks[3] = firsts, starts
+    chunks[4] = np.diff(starts, append=len(blocks))
+    return Moves(chunks, np.array(blocks, np.int32))
 
 
 def layout_facts(

@@ -2,39 +2,13 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvoffload.connectors.spans import Spans
 from kvoffload.offload.base import Job, LoadJob, StoreJob
 from kvoffload.offload.manager import TieredOffloadingManager
 
 
-@dataclass
-class _InFlight:
-    job: Job
-    ranks_left: int
-    ranks_unsettled: int = 0
-    ok: tuple[bool, ...] | None = None
-    reason: str = ""
-    seconds: float = 0.0
-    stale: bool = False
-    began_ns: int = 0
-
-
-class Ended(NamedTuple):
-    """A job that all ranks have answered."""
-
-    job: Job
-    ok: tuple[bool, ...]
-    """For each chunk, whether its transfer succeeded on every rank."""
-    reason: str
-    """Why chunks failed, on the last rank that gave a reason."""
-    stale: bool
-    """Whether the bytes mean nothing: a reset came after the order, or blocks were overwritten."""
-
-
-class JobTable:
+class JobTable(dict[int, Job]):
     """Adds up the answers of all ranks, and answers the manager once for each job.
 
     Jobs are named by the id under which the workers carry them out.
@@ -51,36 +25,39 @@ class JobTable:
         self._manager = manager
         self._spans = spans
         self._num_ranks = num_ranks
-        self._jobs: dict[int, _InFlight] = {}
-        # Answered jobs, their slots that some ranks may still touch, and how many ranks.
-        self._unsettled: dict[int, tuple[Job, list[int], int]] = {}
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def __getitem__(self, job_id: int) -> Job:
-        return self._jobs[job_id].job
+        super().__init__()
+        self._using: dict[int, list[int]] = {}
+        """GPU block → jobs in flight that read it (stores) or write it (loads)."""
+        self.unsettled: dict[int, Job] = {}
+        """Answered jobs whose slots some ranks may still touch."""
 
     def begin(self, job_id: int, job: Job) -> None:
         """Expect every rank's answer to a job."""
-        entry = self._jobs[job_id] = _InFlight(job, self._num_ranks)
+        self[job_id] = job
+        for block in job.blocks:
+            self._using.setdefault(block, []).append(job_id)
         if self._spans is not None:
-            entry.began_ns = time.time_ns()
+            job.began_ns = time.time_ns()
+
+    def using(self, blocks: Iterable[int]) -> set[int]:
+        """Return the jobs in flight that use one of these GPU blocks."""
+        using = self._using
+        return {job for block in blocks for job in using.get(block, ())} if using else set()
 
     def mark_stale(self) -> None:
         """Let jobs in flight end as failed: a reset has made their bytes meaningless."""
-        for entry in self._jobs.values():
-            entry.stale = True
+        for job in self.values():
+            job.stale = True
 
     def fail_stores(self, job_ids: Iterable[int]) -> int:
         """Let the stores in flight among these jobs end as failed; return how many they are.
 
         For stores whose blocks may be written before they are copied.
         """
-        entries = [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]
-        stores = [entry for entry in entries if isinstance(entry.job, StoreJob)]
-        for entry in stores:
-            entry.stale = True
+        jobs = [self[job_id] for job_id in job_ids if job_id in self]
+        stores = [job for job in jobs if isinstance(job, StoreJob)]
+        for job in stores:
+            job.stale = True
         return len(stores)
 
     def answer(
@@ -92,7 +69,7 @@ class JobTable:
         ranks: int = 1,
         unsettled: int = 0,
         seconds: float = 0.0,
-    ) -> Ended | None:
+    ) -> Job | None:
         """Add the answer of some ranks; return the job if it was the last one.
 
         An answer that fits no job is counted and changes nothing else. One of the wrong length
@@ -106,45 +83,45 @@ class JobTable:
             unsettled: ranks on which a late transfer may still touch the job's host slots.
             seconds: the transfer's own time, on the slowest of these ranks.
         """
-        entry = self._jobs.get(job_id)
-        if entry is None:
+        job = self.get(job_id)
+        if job is None:
             self._manager.unexpected(f"job {job_id}")
             return None
-        if len(ok) != len(entry.job.keys):
+        if len(ok) != len(job.keys):
             self._manager.unexpected(f"{len(ok)} chunks of job {job_id}")
-            ok = (False,) * len(entry.job.keys)
-        entry.ok = ok if entry.ok is None else well_on_both(entry.ok, ok)
-        entry.reason = reason or entry.reason
-        entry.seconds = max(entry.seconds, seconds)
-        entry.ranks_unsettled += unsettled
-        entry.ranks_left -= ranks
-        if entry.ranks_left > 0:
-            return None
-        del self._jobs[job_id]
-        job, ok = entry.job, entry.ok
-        if isinstance(job, LoadJob):
-            self._manager.promises.measured(job, ok, entry.seconds, entry.reason)
-        if entry.stale:
             ok = (False,) * len(job.keys)
-        self._manager.complete(job, ok, not entry.ranks_unsettled, entry.reason)
+        job.ok = well_on_both(job.ok, ok) if job.ranks else ok
+        job.reason = reason or job.reason
+        job.seconds = max(job.seconds, seconds)
+        job.ranks_unsettled += unsettled
+        job.ranks += ranks
+        if job.ranks < self._num_ranks:
+            return None
+        del self[job_id]
+        for block in job.blocks:
+            self._using[block].remove(job_id)
+            if not self._using[block]:
+                del self._using[block]
+        if isinstance(job, LoadJob):
+            self._manager.promises.measured(job)
+        if job.stale:
+            job.ok = (False,) * len(job.keys)
+        self._manager.complete(job, job.ok, not job.ranks_unsettled, job.reason)
         if self._spans is not None:
-            self._spans.job_ended(job, entry.began_ns, ok, entry.reason)
-        if entry.ranks_unsettled:
-            self._unsettled[job_id] = job, job.unsettled_slots(ok), entry.ranks_unsettled
-        return Ended(job, ok, entry.reason, entry.stale)
+            self._spans.job_ended(job)
+        if job.ranks_unsettled:
+            self.unsettled[job_id] = job
+        return job
 
     def settle(self, job_id: int, ranks: int = 1) -> None:
         """Note ranks on which nothing touches a job's host slots any more."""
-        if job_id in self._jobs:
-            self._jobs[job_id].ranks_unsettled -= ranks
+        job = self.get(job_id) or self.unsettled.get(job_id)
+        if job is None:
             return
-        if job_id not in self._unsettled:
-            return
-        job, slots, left = self._unsettled.pop(job_id)
-        if left > ranks:
-            self._unsettled[job_id] = job, slots, left - ranks
-        else:
-            self._manager.release_slots(slots, job.id)
+        job.ranks_unsettled -= ranks
+        if job_id in self.unsettled and job.ranks_unsettled <= 0:
+            del self.unsettled[job_id]
+            self._manager.release_slots(job.unsettled_slots(job.ok), job.id)
 
 
 def well_on_both(first: Sequence[bool] | None, second: tuple[bool, ...]) -> tuple[bool, ...]:

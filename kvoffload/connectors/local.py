@@ -226,7 +226,7 @@ class LocalConnector:
             return
         load = Load(request.request_id, state.start, end, tuple(pieces[: len(job.keys)]))
         self._transfers.begin_load(job, load, block_ids)
-        state.loading = job.id
+        state.loading = job
 
     # ---- every step ----
 
@@ -390,7 +390,7 @@ class LocalConnector:
     def _count_use(self, state: RequestState, loaded_end: int) -> None:
         """Count the request as a use of its chunks; of windows, of the chunks it reads."""
         groups = self._groups
-        counted = self._uses.count(state.context, lambda: groups.used(state.keys, loaded_end))
+        counted = self._uses.count(state.context, partial(groups.used, state.keys, loaded_end))
         if counted and self.config.record:
             self._log.asked_for(state.keys[groups.offloaded[0].index])
 

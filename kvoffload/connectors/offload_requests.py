@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvoffload.offload.base import OffloadingManager, OffloadKey, ReqContext
+from kvoffload.offload.base import LoadJob, OffloadingManager, OffloadKey, ReqContext
 
 MAX_REMEMBERED = 1024
 """Requests; more only if an engine never admits those again whose loads were short."""
@@ -43,7 +43,7 @@ class RequestState:
     promised: int = 0
     """Tokens that the last lookup said can be loaded."""
     pending_since_s: float | None = None
-    loading: int | None = None
+    loading: LoadJob | None = None
     """The job in flight that loads for the request."""
     has_kv: bool = False
     """Whether it was admitted: it has computed or loaded some of its KV cache, or may have."""

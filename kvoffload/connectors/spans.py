@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import kvoffload
@@ -90,15 +90,15 @@ class Spans:
             self.lookup_ended(request_id, found)
         return found
 
-    def job_ended(self, job: Job, began_ns: int, ok: Sequence[bool], reason: str) -> None:
+    def job_ended(self, job: Job) -> None:
         """Note the end of a request's load or store; other jobs belong to no request."""
         if not isinstance(job, LoadJob | StoreJob) or job.context is None:
             return
         name = "load" if isinstance(job, LoadJob) else "store"
-        failed = ok.count(False)
-        counts = {"kvoffload.chunks": len(ok), "kvoffload.failed_chunks": failed}
-        reason = (reason or "failed") if failed else ""
-        self._add(name, began_ns, job.context.req_id, counts, reason)
+        failed = job.ok.count(False)
+        counts = {"kvoffload.chunks": len(job.ok), "kvoffload.failed_chunks": failed}
+        reason = (job.reason or "failed") if failed else ""
+        self._add(name, job.began_ns, job.context.req_id, counts, reason)
 
     def close(self) -> None:
         """Make the spans that wait, and export them if no one else does. Idempotent."""

@@ -2,14 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from kvoffload.connectors.chunking import BlockTables, ChunkGroups, Piece, gpu_end
+from kvoffload.connectors.chunking import BlockTables, ChunkGroups, Piece, cut
 from kvoffload.connectors.jobs import JobTable
 from kvoffload.connectors.offload_requests import LoadBackoff, RequestState
 from kvoffload.connectors.spans import Spans
-from kvoffload.messages import CPULoadStoreSpec, TransferResult, TransferSpec
-from kvoffload.offload.base import Job, LoadJob, StoreJob, Transfer
+from kvoffload.messages import TransferResult, TransferSpec
+from kvoffload.offload.base import Job, LoadJob, Transfer
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.transfer.engine import TransferEngine
 
@@ -41,33 +41,6 @@ class Load:
     """The parts of chunks that the job's keys stand for."""
 
 
-class BusyBlocks:
-    """GPU blocks that jobs in flight read (stores) or write (loads)."""
-
-    def __init__(self) -> None:
-        self._jobs_of: dict[int, list[int]] = {}
-        self._blocks_of: dict[int, Sequence[int]] = {}
-
-    def begin(self, job_id: int, blocks: Sequence[int]) -> None:
-        """Note the blocks of a job."""
-        self._blocks_of[job_id] = blocks
-        for block in blocks:
-            self._jobs_of.setdefault(block, []).append(job_id)
-
-    def end(self, job_id: int) -> None:
-        """Forget the blocks of a job, if it has any."""
-        for block in self._blocks_of.pop(job_id, ()):
-            jobs = self._jobs_of[block]
-            jobs.remove(job_id)
-            if not jobs:
-                del self._jobs_of[block]
-
-    def jobs(self, blocks: Iterable[int]) -> set[int]:
-        """Return the jobs in flight that use one of these blocks."""
-        busy = self._jobs_of
-        return {job for block in blocks for job in busy.get(block, ())} if busy else set()
-
-
 class Transfers:
     """Carries out the manager's jobs, for one connector, on the engine's thread.
 
@@ -97,51 +70,32 @@ class Transfers:
         self._groups = groups
         self._requests = requests
         self._short_loads = short_loads
-        self._busy = BusyBlocks()
-        self._loads: dict[int, Load] = {}
-        # Stores whose chunks are transferred in another order than the job's: that order.
-        self._orders: dict[int, list[int]] = {}
         # Of loads that ended and were not polled.
         self._outcomes: list[LoadOutcome] = []
         # Requests that ended in a load, which poll has yet to name.
         self._ended: set[str] = set()
 
-    def begin(
-        self,
-        job: Job,
-        ends: TransferSpec,
-        gpu_blocks: Sequence[int] = (),
-        order: list[int] | None = None,
-    ) -> None:
-        """Submit a job; ``order`` lists the job's chunks in the order of the transfer's ends."""
-        self.jobs.begin(job.id, job)
-        self._busy.begin(job.id, gpu_blocks)
-        if order is not None:
-            self._orders[job.id] = order
-        self._worker.submit(job.id, ends, len(job.keys))
-
-    def begin_store(self, job: StoreJob, pieces: Sequence[Piece], tables: BlockTables) -> None:
-        """Submit a store of these chunks, in the order of the job's keys."""
-        target, order = job.spec, None
-        if len(self._groups.offloaded) > 1:  # transfers list group after group
-            order = sorted(range(len(pieces)), key=lambda i: pieces[i].group)
-            pieces = [pieces[i] for i in order]
-            target = CPULoadStoreSpec(target.host_slots[order])
-        source = gpu_end(self._groups, pieces, tables)
-        self.begin(job, (source, target), source.block_ids.tolist(), order)
+    def begin_store(self, job: Job, pieces: Sequence[Piece], tables: BlockTables) -> None:
+        """Submit a store of these parts of chunks, which the job's keys stand for."""
+        moves = cut(self._groups, pieces, tables, job.spec.block_ids)
+        job.blocks = moves.block_ids.tolist()
+        self._begin(job, (moves, job.spec))
 
     def begin_load(self, job: LoadJob, load: Load, tables: BlockTables) -> None:
         """Submit a load into blocks that an earlier store may still read."""
-        target = gpu_end(self._groups, load.pieces, tables)
-        blocks = target.block_ids.tolist()
+        moves = cut(self._groups, load.pieces, tables, job.spec.block_ids)
+        job.blocks, job.waiter = moves.block_ids.tolist(), load
         # A store of the blocks' last owner that still reads them would store what is loaded.
-        self.wait_for_blocks(blocks)
-        self._loads[job.id] = load
-        self.begin(job, (job.spec, target), blocks)
+        self.wait_for_blocks(job.blocks)
+        self._begin(job, (job.spec, moves))
+
+    def _begin(self, job: Job, ends: TransferSpec) -> None:
+        self.jobs.begin(job.id, job)
+        self._worker.submit(job.id, ends, len(job.keys))
 
     def wait_for_blocks(self, block_ids: Iterable[int]) -> None:
         """Block until no transfer uses these GPU blocks."""
-        if jobs := self._busy.jobs(block_ids):
+        if jobs := self.jobs.using(block_ids):
             self._worker.wait(jobs)
 
     def poll(self) -> list[LoadOutcome]:
@@ -157,34 +111,28 @@ class Transfers:
         # Read first: a job that settles while its result is taken in is settled at the next poll.
         settled = self._worker.get_settled()
         for result in self._worker.get_finished():
-            self._take_in(result)
+            # The manager forgets failed chunks before the engine can look them up again.
+            job = self.jobs.answer(
+                result.job_id,
+                result.ok,
+                result.reason,
+                unsettled=int(not result.settled),
+                seconds=result.transfer_time_s,
+            )
+            if job is not None:
+                self._note_end(job, result)
         for job_id in settled:
             self.jobs.settle(job_id)
         for transfer in self._manager.take_transfers():
-            self.begin(transfer, (transfer.spec, transfer.dst))
+            self._begin(transfer, (transfer.spec, transfer.dst))
 
-    def _take_in(self, result: TransferResult) -> None:
-        self._busy.end(result.job_id)
-        if order := self._orders.pop(result.job_id, None):
-            moved = dict(zip(order, result.ok, strict=True))
-            result = replace(result, ok=tuple(moved[i] for i in range(len(order))))
-        # The manager forgets failed chunks before the engine can look them up again.
-        ended = self.jobs.answer(
-            result.job_id,
-            result.ok,
-            result.reason,
-            unsettled=int(not result.settled),
-            seconds=result.transfer_time_s,
-        )
-        if ended is None:
-            return
-        job = ended.job
+    def _note_end(self, job: Job, result: TransferResult) -> None:
         if isinstance(job, LoadJob):
-            self._outcomes.append(self._load_ended(job, result, ended.stale))
+            self._outcomes.append(self._load_ended(job, result))
             return
         good = result.ok.count(True)
         if isinstance(job, Transfer):
-            medium, num_bytes = job.tier.upper(), result.transfer_bytes if result.success else 0
+            medium, num_bytes = job.store.medium, result.transfer_bytes * all(result.ok)
         else:
             medium, num_bytes = "CPU", result.transfer_bytes * good // len(job.keys)
         self._manager.figures.stored(medium, good, num_bytes, result.transfer_time_s)
@@ -219,14 +167,14 @@ class Transfers:
             state.barred |= state.has_kv
         self._outcomes = [LoadOutcome(each.request_id, 0, ok=False) for each in self._outcomes]
 
-    def _load_ended(self, job: LoadJob, result: TransferResult, stale: bool) -> LoadOutcome:
+    def _load_ended(self, job: LoadJob, result: TransferResult) -> LoadOutcome:
         """Return the outcome of an answered job; a stale job brings nothing."""
-        load = self._loads.pop(job.id)
+        load: Load = job.waiter
         state = self._requests.get(load.request_id)
-        waits = state is not None and state.loading == job.id
+        waits = state is not None and state.loading is job
         if state is not None and waits:
             state.loading = None
-        if stale:
+        if job.stale:
             return LoadOutcome(load.request_id, 0, ok=False)
         outcome = self._outcome(load, job, result)
         if waits and not outcome.ok:

@@ -15,7 +15,7 @@ from typing import Any
 from kvoffload.errors import ConfigError
 from kvoffload.figures import Durations
 from kvoffload.io.backoff import Backoff
-from kvoffload.io.deadlines import IDLE_TICK_S, PATIENT_S, TICK_S, IOJobs, Listener
+from kvoffload.io.deadlines import IDLE_TICK_S, PATIENT_S, TICK_S, IOJob, IOJobs, Listener
 from kvoffload.io.forms import Form
 from kvoffload.io.link import Link
 from kvoffload.io.protocol import (
@@ -136,7 +136,8 @@ class IOClient:
         Raises:
             KeyError: there is no such tier.
         """
-        self._send_forgotten(self.tiers[tier])  # forgotten after the store, a key would be lost
+        if self.tiers[tier].unsent:  # forgotten after the store, a key would be lost
+            self._send_forgotten(self.tiers[tier])
         order = Store(next(self._numbers), tier, list(keys), list(slots), sizes)
         self._begin(order, listener, self._store_timeout_s)
 
@@ -152,11 +153,12 @@ class IOClient:
             self._link.wake()
 
     def _begin(self, order: Load | Store, listener: Listener, timeout_s: float) -> None:
-        data, link = frame(order), self._link
+        data, link, now_s = frame(order), self._link, time.monotonic()
         with link.lock:  # a server that dies either takes this job with it, or is known to be dead
             is_up = link.is_up
             if is_up:
-                self._jobs.add(order, listener, timeout_s)
+                job = IOJob(order, listener, timeout_s, now_s, now_s + timeout_s)
+                self._jobs.unanswered[order.job] = job
             must_wake = link.push(data) or (is_up and timeout_s < PATIENT_S)
         if must_wake:
             link.wake()
@@ -250,8 +252,10 @@ class IOClient:
 
     def _run(self) -> None:
         frames = Frames(to_server=False)
-        while not self._is_closed():
-            is_busy = self._jobs or not self._link.is_up or self._close_by_s is not None
+        jobs = self._jobs
+        while self._close_by_s is None or not self._is_closed():
+            is_waiting = jobs.unanswered or jobs.late
+            is_busy = is_waiting or not self._link.is_up or self._close_by_s is not None
             try:
                 data, is_woken = self._link.receive(TICK_S if is_busy else IDLE_TICK_S)
                 for message in frames.feed(data or b""):
@@ -272,10 +276,10 @@ class IOClient:
             case Arrived():
                 self._jobs.arrived(message)
             case Answered():
-                order = self._jobs.order(message.job)
-                if order is not None:  # known before it is answered
-                    is_current = order.job > self.opening.number
-                    self.tiers[order.tier].moved(order, message, is_current)
+                job = self._jobs.unanswered.get(message.job)
+                if job is not None:  # known before it is answered
+                    is_current = message.job > self.opening.number
+                    self.tiers[job.order.tier].moved(job.order, message, is_current)
                 self._jobs.answered(message)
             case Opened() | Refused():
                 with self._link.lock:  # a renewal comes before it or after it
@@ -288,8 +292,10 @@ class IOClient:
             case _:
                 tier = self.tiers[message.tier]
                 if tier.is_open:  # or it is said of a store that is closed
+                    was_met = tier.is_met
                     tier.take(message)
-                    self._tell_waiting()
+                    if not was_met:
+                        self._tell_waiting()
 
     def _tell_waiting(self) -> None:
         with self._settled:
@@ -327,8 +333,7 @@ class IOClient:
 
     def _look(self, now_s: float) -> None:
         """Look at deadlines; kill a server that is silent, start one that died."""
-        self._jobs.look(now_s)
-        since_s = self._jobs.late_since_s or (self._asked_s if self._is_opening else None)
+        since_s = self._jobs.look(now_s) or (self._asked_s if self._is_opening else None)
         if not self._link.is_up:
             if self._close_by_s is None:
                 self._restart()
@@ -382,10 +387,8 @@ class IOClient:
             self._link.push(frame(self.opening))
 
     def _is_closed(self) -> bool:
-        """Go on with closing, if it was asked for; return whether it is done."""
-        if self._close_by_s is None:
-            return False
-        left_s = self._close_by_s - time.monotonic()
+        """Go on with closing, which was asked for; return whether it is done."""
+        left_s = (self._close_by_s or 0.0) - time.monotonic()
         if self._link.is_up:
             self._link.end_sending()
         elif self._peer.wait(0):

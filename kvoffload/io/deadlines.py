@@ -62,7 +62,7 @@ class IOJob:
 
 
 class IOJobs:
-    """The jobs in flight. All methods but :meth:`add` run on the client's thread.
+    """The jobs in flight; all methods run on the client's thread.
 
     Args:
         lock: held by those who add jobs.
@@ -72,31 +72,14 @@ class IOJobs:
     def __init__(self, lock: threading.Lock, cancel: Callable[[int], None]) -> None:
         self._lock = lock
         self._cancel = cancel
-        self._jobs: dict[int, IOJob] = {}
-        self._late: dict[int, IOJob] = {}
+        self.unanswered: dict[int, IOJob] = {}
+        """Those without an answer; any thread adds one."""
+        self.late: dict[int, IOJob] = {}
         """Answered jobs whose slots the server may still use, in the order of their answers."""
-
-    def __len__(self) -> int:
-        return len(self._jobs) + len(self._late)
-
-    @property
-    def late_since_s(self) -> float | None:
-        """When the oldest job was cancelled whose slots are not released."""
-        return next((job.cancelled_s for job in self._late.values()), None)
-
-    def order(self, number: int) -> Load | Store | None:
-        """Return what a job that is not answered was asked for."""
-        job = self._jobs.get(number)
-        return job.order if job else None
-
-    def add(self, order: Load | Store, listener: Listener, timeout_s: float) -> None:
-        """Expect the answer to a job; on any thread."""
-        now_s = time.monotonic()
-        self._jobs[order.job] = IOJob(order, listener, timeout_s, now_s, now_s + timeout_s)
 
     def arrived(self, message: Arrived) -> None:
         """Take in that chunks of a load arrived, unless it is answered."""
-        if job := self._jobs.get(message.job):
+        if job := self.unanswered.get(message.job):
             job.has_arrived = True
             self._has_moved(job)
             job.listener.arrived(message.numbers)
@@ -107,14 +90,14 @@ class IOJobs:
         Raises:
             ValueError: it is no answer to this job; the job still has none.
         """
-        if late := self._late.pop(message.job, None):
+        if late := self.late.pop(message.job, None):
             late.listener.released()
-        if job := self._jobs.get(message.job):
+        if job := self.unanswered.get(message.job):
             if len(message.ok) != len(job.order.keys):
                 raise ValueError(f"{len(message.ok)} answers for {len(job.order.keys)} chunks")
             if isinstance(job.order, Load) and any(message.ok):
                 self._has_moved(job)
-            del self._jobs[message.job]
+            del self.unanswered[message.job]
             is_late = job.cancelled_s and not all(message.ok)
             reason = "deadline" if is_late else message.reason
             job.listener.ended(message.ok, reason, True, message.io_time_s)
@@ -124,34 +107,39 @@ class IOJobs:
         now_s, order = time.monotonic(), job.order
         job.due_s = now_s + job.timeout_s
         with self._lock:
-            jobs = list(self._jobs.values())
+            jobs = list(self.unanswered.values())
         for other in jobs:
             theirs = other.order
             is_behind = isinstance(theirs, Load) and theirs.job > order.job
             if is_behind and theirs.tier == order.tier and not other.has_arrived:
                 other.due_s = now_s + other.timeout_s
 
-    def look(self, now_s: float) -> None:
-        """Cancel the jobs that are late; answer those that were cancelled and do not end."""
+    def look(self, now_s: float) -> float | None:
+        """Cancel the jobs that are late; answer those that were cancelled and do not end.
+
+        Returns:
+            When the oldest job was cancelled whose slots are not released; None if none was.
+        """
         with self._lock:
-            jobs = list(self._jobs.items())
+            jobs = list(self.unanswered.items())
         for number, job in jobs:
             if not job.cancelled_s:
                 if now_s >= job.due_s:
                     job.cancelled_s = now_s
                     self._cancel(number)
             elif now_s >= job.cancelled_s + CANCEL_GRACE_S:
-                self._late[number] = self._jobs.pop(number)
+                self.late[number] = self.unanswered.pop(number)
                 job.fail("deadline", settled=False)
+        return next((job.cancelled_s for job in self.late.values()), None)
 
     def lose(self) -> list[IOJob]:
         """Count all jobs as late, and return those that are not answered."""
-        lost, self._jobs = self._jobs, {}
-        self._late.update(lost)
+        lost, self.unanswered = self.unanswered, {}
+        self.late.update(lost)
         return list(lost.values())
 
     def release(self) -> None:
         """Release all slots: the server that used them has ended."""
-        late, self._late = self._late, {}
+        late, self.late = self.late, {}
         for job in late.values():
             job.listener.released()

@@ -20,15 +20,12 @@ class Link:
         self.lock = threading.Lock()
         """Guards the socket and what it has not taken; the owner may guard more with it."""
         self._sock: socket.socket | None = None
+        self.is_up = False
+        """Whether there is a socket."""
         self._out = bytearray()
         self._woken_fd, self._wake_fd = os.pipe()
         os.set_blocking(self._woken_fd, False)
         os.set_blocking(self._wake_fd, False)
-
-    @property
-    def is_up(self) -> bool:
-        """Whether there is a socket."""
-        return self._sock is not None
 
     @property
     def is_clogged(self) -> bool:
@@ -38,13 +35,13 @@ class Link:
     def attach(self, sock: socket.socket) -> None:
         """Use this socket from now on; the caller holds the lock."""
         sock.setblocking(False)
-        self._sock = sock
+        self._sock, self.is_up = sock, True
 
     def detach(self) -> None:
         """Close the socket and drop what it has not taken; the caller holds the lock."""
         if self._sock is not None:
             self._sock.close()
-        self._sock = None
+        self._sock, self.is_up = None, False
         self._out.clear()
 
     def push(self, data: bytes) -> bool:

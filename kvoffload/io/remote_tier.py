@@ -79,8 +79,8 @@ class RemoteTier:
 
         A closed store has nothing to forget: whatever failed, failed because it was closed.
         """
-        cache, known, forgetting, unsent = self._cache, self._keys, self._forgetting, self._unsent
-        if not self._is_open:  # read last: a reset from now on concerns none of these sets
+        cache, known, forgetting, unsent = self._cache, self._keys, self._forgetting, self.unsent
+        if not self.is_open:  # read last: a reset from now on concerns none of these sets
             return
         if cache is not None:
             cache.forget(keys)
@@ -136,7 +136,7 @@ class RemoteTier:
         usage = self.usage
         gauges = dict(usage.gauges) if usage else {}
         return TierFigures(
-            self._is_open and gauges.get("up", 1) > 0,
+            self.is_open and gauges.get("up", 1) > 0,
             usage.resident_bytes if usage else None,
             usage.capacity_bytes if usage else None,
             gauges,
@@ -147,41 +147,34 @@ class RemoteTier:
 
     # ---- on the client's thread ----
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the store has opened since the last :meth:`reset`."""
-        return self._is_open
-
-    @property
-    def is_met(self) -> bool:
-        """Whether the store has said a first word of what it has."""
-        return self._cache is not None or self._is_met
-
     def reset(self) -> None:
         """Forget everything: the store is closed, or is another one now."""
-        self._is_open = False  # first: see :meth:`forget`
+        self.is_open = False  # first: see :meth:`forget`
+        """Whether the store has opened since the last reset."""
         self.listing += 1
         self._keys: set[bytes] = set()
         was_read, self._changes = self._changes.is_read, ChangedKeys()
         if was_read:
             self._changes.begin(())
         self._forgetting: set[bytes] = set()
-        self._unsent: deque[bytes] = deque()
+        self.unsent: deque[bytes] = deque()
+        """Keys that the server must forget."""
         self._cache: PresenceCache | None = None
         self.is_complete = False
         """Whether the copy has all that the index has."""
-        self._is_met = False
+        self.is_met = False
+        """Whether the store has said a first word of what it has."""
         self._patient_until_s = time.monotonic() + self._lookup_timeout_s
         self._told = Counter(self.counters), None
 
     def opened(self, has_index: bool, is_shared: bool = False) -> None:
         """Take in that the store is open."""
         self._patient_until_s = time.monotonic() + self._lookup_timeout_s
-        self.is_complete = self._is_met = False
+        self.is_complete, self.is_met = False, not has_index
         self.is_listed, self.is_shared = has_index, is_shared
         if not has_index:
             self._cache = PresenceCache(self._ask, self._lookup_timeout_s, ANSWER_S, ANSWER_S)
-        self._is_open = True
+        self.is_open = True
 
     def refused(self) -> None:
         """Take in that the store is closed, or cannot be opened now: it has nothing."""
@@ -204,7 +197,7 @@ class RemoteTier:
     def announced(self, message: Presence) -> None:
         """Take in changes of the index, unless the tier is reset meanwhile."""
         keys, forgetting, changes = self._keys, self._forgetting, self._changes
-        if not self._is_open:  # read after these sets: a reset replaces them
+        if not self.is_open:  # read after these sets: a reset replaces them
             return
         added = message.added
         if forgetting:
@@ -216,7 +209,7 @@ class RemoteTier:
         if changes.is_read:
             for key in (*added, *message.removed):
                 changes.note(key)
-        self._is_met = True
+        self.is_met = True
         self.is_complete = message.complete or self.is_complete
 
     def forgotten(self, keys: Sequence[bytes]) -> None:
@@ -241,7 +234,7 @@ class RemoteTier:
 
     def take_forgotten(self) -> list[bytes]:
         """Return the keys that the server must forget, before it gets any further store."""
-        unsent = self._unsent
+        unsent = self.unsent
         taken: list[bytes] = []
         # Until none is left: a key that another thread appends meanwhile causes no call.
         while unsent:

@@ -120,6 +120,24 @@ class Job:
     keys: tuple[OffloadKey, ...]
     spec: CPULoadStoreSpec
     """The host slots of ``keys``."""
+    # ---- noted by the connector that carries it out; see kvoffload.connectors.jobs ----
+    waiter: Any = field(default=None, init=False)
+    """What the connector has to do once the job has ended."""
+    blocks: Sequence[int] = field(default=(), init=False)
+    """GPU blocks that the job reads or writes."""
+    began_ns: int = field(default=0, init=False)
+    ranks: int = field(default=0, init=False)
+    """Workers that have answered."""
+    ranks_unsettled: int = field(default=0, init=False)
+    """Those on which a late transfer may still touch the host slots."""
+    ok: tuple[bool, ...] = field(default=(), init=False)
+    """For each chunk, whether its transfer succeeded on every rank that has answered."""
+    reason: str = field(default="", init=False)
+    """Why chunks failed, on the last rank that gave a reason."""
+    seconds: float = field(default=0.0, init=False)
+    """The transfer's own time, on the slowest rank."""
+    stale: bool = field(default=False, init=False)
+    """Whether the bytes mean nothing: a reset came after the order, or blocks were overwritten."""
 
     def failed(self, ok: Sequence[bool]) -> list[OffloadKey]:
         """Return the chunks whose transfer failed."""

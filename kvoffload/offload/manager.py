@@ -102,7 +102,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._write_through.use(self.tiers)
         self.has_transfers = self._write_through.has_begun
         self._passthrough = PassThrough(host, self._write_through, promote)
-        take = (lambda keys: self._reserve(keys)[0]) if caching else self._passthrough.take_turns
+        take = self._reserve if caching else self._passthrough.take_turns
         self._staging = Staging(host, take, caching)
         self._retirement = Retirement(host, self._write_through)
 
@@ -164,7 +164,7 @@ class TieredOffloadingManager(OffloadingManager):
             spec, sources, covered = CPULoadStoreSpec(slots), dict[OffloadKey, Tier](), tuple(keys)
         else:
             spec, sources = self._staging.plan(keys, self._tiers_of(req_context))
-            covered = tuple(keys[: len(spec.host_slots)])
+            covered = tuple(keys[: len(spec.block_ids)])
             self.counters["load_refused"] += len(keys) - len(covered)
         spec.job_id = next(self._job_ids)
         job = LoadJob(spec.job_id, covered, spec, req_context, len(keys), hints.tiers, sources)

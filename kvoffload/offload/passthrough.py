@@ -58,11 +58,12 @@ class PassThrough:
                 return keys[:count]
         return keys
 
-    def take_turns(self, keys: Sequence[OffloadKey]) -> list[int]:
+    def take_turns(self, keys: Sequence[OffloadKey]) -> tuple[list[int], list[OffloadKey]]:
         """Take slots that chunks use one after the other, fewer slots than chunks if need be.
 
         Takes at most half of the free slots, so that the next load finds some as well. A slot is
-        free again when the last of its chunks has ended. Empty if a size has no slot.
+        free again when the last of its chunks has ended. No slots if a size has none. No chunk is
+        evicted: the second list is empty.
         """
         host = self._host
         by_size: dict[int, list[OffloadKey]] = {}
@@ -75,11 +76,11 @@ class PassThrough:
         if not all(slots.values()):
             for slot in chain(*slots.values()):
                 host.free(slot)
-            return []
+            return [], []
         next_of = {size: cycle(mine).__next__ for size, mine in slots.items()}
         taken = [next_of[host.bytes_of(key)]() for key in keys]
         host.turns.update(taken)
-        return taken
+        return taken, []
 
     def _room_bytes(self) -> int:
         """Return the bytes that tiers would begin to write now, less those of stores in flight."""

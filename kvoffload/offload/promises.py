@@ -170,21 +170,23 @@ class Promises:
             loads.in_flight += 1
             loads.declines = 0
 
-    def measured(self, job: LoadJob, ok: Sequence[bool], seconds: float, reason: str) -> None:
-        """Note how long a load took that is about to end.
+    def measured(self, job: LoadJob) -> None:
+        """Note how long a load took that is about to end, as the job says.
 
         One that brought nothing tells nothing, nor does one that ended at its deadline.
         """
-        now_s, arrived = self._clock(), sum(ok) / max(1, len(ok))
+        if not job.reads:
+            return
+        now_s, arrived = self._clock(), sum(job.ok) / max(1, len(job.ok))
         for name, (num_bytes, expected_s, _) in job.reads.items():
             loads = self._loads[name]
             # Loads that run at the same time share the tier: a second counts for one of them.
-            busy_s = min(seconds, now_s - loads.ended_s)
+            busy_s = min(job.seconds, now_s - loads.ended_s)
             loads.ended_s = now_s
-            if not arrived or reason == "deadline":
+            if not arrived or job.reason == "deadline":
                 continue
             loads.answered_s = now_s
-            if seconds > 0:
+            if job.seconds > 0:
                 if loads.is_probing and 2 * busy_s < expected_s:
                     loads.times = LoadTimes()
                 loads.times.add(num_bytes * arrived, busy_s)

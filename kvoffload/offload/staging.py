@@ -27,14 +27,14 @@ class Staging:
 
     Args:
         host: host memory.
-        take_slots: takes slots for as many leading chunks as possible.
+        take_slots: takes slots for as many leading chunks as possible; returns them first.
         caching: whether a fetched chunk stays in host memory.
     """
 
     def __init__(
         self,
         host: HostCache,
-        take_slots: Callable[[Sequence[OffloadKey]], list[int]],
+        take_slots: Callable[[Sequence[OffloadKey]], tuple[list[int], object]],
         caching: bool,
     ) -> None:
         self._host = host
@@ -50,7 +50,7 @@ class Staging:
         # Pin resident chunks before making room for the rest, or they might be evicted for it.
         here = {i: host.pin(keys[i]) for i, tier in enumerate(sources) if tier is None}
         missing = [key for key, tier in zip(keys, sources, strict=False) if tier]
-        slots = self._take_slots(missing)[::-1] if missing else []
+        slots = self._take_slots(missing)[0][::-1] if missing else []
         host_slots: list[int] = []
         fetches: dict[Tier, list[int]] = {}
         fetched: dict[OffloadKey, Tier] = {}

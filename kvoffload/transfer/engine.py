@@ -55,14 +55,14 @@ class EngineJob:
 
     job_id: int
     ok: list[bool]
+    on_settled: Callable[[int], None]
+    """Called with the job's id when a job answered as unsettled is settled."""
     num_bytes: int = 0
     reason: str = ""
     parts_left: int = 0
     """Reads and writes of tiers that have not ended."""
     unsettled: int = 0
     """Ended reads and writes that may still touch their slots."""
-    on_settled: Callable[[int], None] = lambda job_id: None
-    """Called with the job's id when a job answered as unsettled is settled."""
     io_done: threading.Event = _NO_IO
     """Set when all reads and writes have ended."""
     io_begun_s: float = math.inf
@@ -130,14 +130,11 @@ class EngineJob:
                 self.reason = self.reason or "copy_error"
                 for i in positions:
                     self.ok[i] = False
-        return TransferResult(
-            self.job_id, tuple(self.ok), self.settled, self.num_bytes, self._time_s(), self.reason
-        )
-
-    def _time_s(self) -> float:
-        """Seconds of the job's own work. All copies but the last run in parallel to the reads."""
         copies_s = [fence.copy_time_s for fence, _ in self.fences] or [0.0]
-        return max(sum(copies_s), self.io_time_s + copies_s[-1])
+        # All copies but the last run in parallel to the reads.
+        time_s = max(sum(copies_s), self.io_time_s + copies_s[-1])
+        ok = tuple(self.ok)
+        return TransferResult(self.job_id, ok, self.settled, self.num_bytes, time_s, self.reason)
 
 
 class TransferEngine(OffloadingHandler):
@@ -174,18 +171,18 @@ class TransferEngine(OffloadingHandler):
             log.error("no transfer from %s to %s", type(spec[0]).__name__, type(spec[1]).__name__)
         except Exception:
             log.exception("transfer %d from %s to %s could not begin", job_id, *spec)
-        self._jobs[job_id] = EngineJob(job_id, [False] * num_chunks, reason="refused_transfer")
+        self._jobs[job_id] = EngineJob(
+            job_id, [False] * num_chunks, self._settled.append, reason="refused_transfer"
+        )
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         match spec:
-            case (GPULoadStoreSpec() as gpu, CPULoadStoreSpec() as host):
-                self._copy(job_id, gpu, host, to_host=True)
-            case (StagedLoadStoreSpec() as host, GPULoadStoreSpec() as gpu):
-                self._load(job_id, host, gpu)
-            case (CPULoadStoreSpec() as host, GPULoadStoreSpec() as gpu):
-                self._copy(job_id, gpu, host, to_host=False)
+            case (GPULoadStoreSpec() | Moves() as gpu, CPULoadStoreSpec() as host):
+                self._jobs[job_id] = self._copy(job_id, gpu, host, to_host=True)
+            case (CPULoadStoreSpec() as host, GPULoadStoreSpec() | Moves() as gpu):
+                self._jobs[job_id] = self._copy(job_id, gpu, host, to_host=False)
             case (CPULoadStoreSpec() as host, BackendLoadStoreSpec() as target):
-                self._write_through(job_id, host, target)
+                self._jobs[job_id] = self._write_through(job_id, host, target)
             case _:
                 return False
         return True
@@ -231,69 +228,46 @@ class TransferEngine(OffloadingHandler):
         """Begin removing a chunk from a tier; nothing tells when that is done."""
         self._tiers().remove(tier, [key])
 
-    # ---- the three kinds of jobs ----
+    # ---- the two kinds of jobs ----
 
     def _copy(
-        self, job_id: int, gpu: GPULoadStoreSpec, host: CPULoadStoreSpec, to_host: bool
-    ) -> None:
-        moves = self._moves(gpu, host, to_host)
-        job = EngineJob(job_id, [True] * len(moves), self._layout.bytes_of(gpu))
+        self, job_id: int, gpu: GPULoadStoreSpec | Moves, host: CPULoadStoreSpec, to_host: bool
+    ) -> EngineJob:
+        # All of it is checked before anything is copied or read.
+        moves = gpu if isinstance(gpu, Moves) else self._layout.moves(gpu, host.block_ids)
+        check_moves(moves, to_host, self._layout, self._slab)
+        fetches = host.fetches if isinstance(host, StagedLoadStoreSpec) and not to_host else ()
+        ok, num_bytes = [not fetches] * len(moves), self._layout.bytes_of(moves)
+        job = EngineJob(job_id, ok, self._settled.append, num_bytes)
+        job.traffic = self._stores if to_host else self._loads
         # The forward pass may still use these blocks: the copies wait for this fence.
         after = self._copier.record_fence()
-        fence = self._copier.launch(moves, to_host, after)
-        job.fences.append((fence, range(len(moves))))
-        job.traffic = self._stores if to_host else self._loads
-        self._jobs[job_id] = job
-
-    def _load(self, job_id: int, host: StagedLoadStoreSpec, gpu: GPULoadStoreSpec) -> None:
-        moves = self._moves(gpu, host, to_host=False)
-        fetched = {i for fetch in host.fetches for i in fetch.positions}
-        job = EngineJob(job_id, [False] * len(moves), self._layout.bytes_of(gpu))
-        after = self._copier.record_fence()
-
-        def copy(positions: Sequence[int]) -> CopyFence:
-            return self._copier.launch(moves.take(positions), to_host=False, after=after)
-
-        job.traffic = self._loads
-        slots = moves.host_slots.tolist()
-        load = None
-        if fetched:
-            load = TierLoad(job, host.fetches, slots, self._layout, self._tiers(), copy)
+        if not fetches:
+            job.fences.append((self._copier.launch(moves, to_host, after), range(len(moves))))
+            return job
+        load = TierLoad(job, fetches, moves, self._layout, self._tiers(), self._copier, after)
+        fetched = {i for fetch in fetches for i in fetch.positions}
         if here := [i for i in range(len(moves)) if i not in fetched]:
-            job.copied(copy(here), here)
-        if load is not None:
-            self._expect_io(job, len(load.parts))
-            load.begin()
-        self._jobs[job_id] = job
+            job.copied(self._copier.launch(moves.take(here), to_host, after), here)
+        job.parts_left, job.io_done = len(load.parts), threading.Event()
+        load.begin()
+        return job
 
     def _write_through(
         self, job_id: int, host: CPULoadStoreSpec, target: BackendLoadStoreSpec
-    ) -> None:
+    ) -> EngineJob:
         sizes = self._layout.sizes(target.keys)
-        slots = host.host_slots.tolist()
-        self._check_slots(slots, len(target.keys))
+        slots = host.block_ids.tolist()
+        in_range = not slots or (min(slots) >= 0 and max(slots) < self._slab.num_slots)
+        if len(slots) != len(target.keys) or not in_range:
+            raise ValueError(f"host slots {slots} for {len(target.keys)} chunks")
         num_bytes = sizes * len(slots) if isinstance(sizes, int) else sum(sizes)
-        job = EngineJob(job_id, [False] * len(slots), num_bytes)
-        self._expect_io(job, 1)
+        job = EngineJob(job_id, [False] * len(slots), self._settled.append, num_bytes)
+        job.parts_left, job.io_done = 1, threading.Event()
         self._tiers().store(target.tier, target.keys, slots, sizes, job)
-        self._jobs[job_id] = job
+        return job
 
     def _tiers(self) -> IOClient:
         if self._io is None:
             raise ValueError("there are no tiers")
         return self._io
-
-    def _expect_io(self, job: EngineJob, num_parts: int) -> None:
-        job.parts_left, job.io_done = num_parts, threading.Event()
-        job.on_settled = self._settled.append
-
-    def _moves(self, gpu: GPULoadStoreSpec, host: CPULoadStoreSpec, to_host: bool) -> Moves:
-        """Cut the blocks into chunks and check all of them before anything is copied or read."""
-        moves = self._layout.moves(gpu, host.host_slots)
-        check_moves(moves, to_host, self._layout, self._slab)
-        return moves
-
-    def _check_slots(self, slots: Sequence[int], num_chunks: int) -> None:
-        in_range = not slots or (min(slots) >= 0 and max(slots) < self._slab.num_slots)
-        if len(slots) != num_chunks or not in_range:
-            raise ValueError(f"host slots {slots} for {num_chunks} chunks")

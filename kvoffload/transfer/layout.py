@@ -6,7 +6,6 @@ In a slot, a chunk is its tensors one after the other, and within a tensor its b
 """
 
 from collections.abc import Iterator, Sequence
-from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ from kvoffload.messages import (
     BlockIds,
     CanonicalKVCaches,
     GPULoadStoreSpec,
+    LoadStoreSpec,
     OffloadKey,
     get_offload_group_idx,
 )
@@ -44,8 +44,10 @@ class ChunkMove(NamedTuple):
     block_ids: BlockIds
 
 
-class Moves:
+class Moves(LoadStoreSpec):
     """The chunks of a transfer as arrays, so that thousands of them cost no Python object each.
+
+    It is the GPU end of a transfer, cut into chunks of which each has its host slot.
 
     Args:
         chunks: five rows, a column for each chunk. The rows are: host slot, group, number of the
@@ -58,6 +60,10 @@ class Moves:
     def __init__(self, chunks: Numbers, block_ids: BlockIds) -> None:
         self.chunks = chunks
         self.block_ids = block_ids
+
+    @staticmethod
+    def medium() -> str:
+        return "GPU"
 
     def __len__(self) -> int:
         return int(self.chunks.shape[1])
@@ -101,7 +107,7 @@ class ChunkLayout:
         self.payload_bytes: list[int] = []
         """Bytes of a chunk of each group as tiers store it: padded to whole pages."""
         num_groups = len(kv_caches.group_data_refs)
-        self._block_bytes = list(map(kv_caches.block_bytes, range(num_groups)))
+        self._block_bytes = np.array(list(map(kv_caches.block_bytes, range(num_groups))), np.int64)
         for refs, count in zip(kv_caches.group_data_refs, self.per_chunk, strict=True):
             regions, offset = [], 0
             for ref in refs:
@@ -163,9 +169,9 @@ class ChunkLayout:
             return self.payload_bytes[0]
         return [self.payload_bytes[get_offload_group_idx(key)] for key in keys]
 
-    def bytes_of(self, gpu: GPULoadStoreSpec) -> int:
+    def bytes_of(self, moves: Moves) -> int:
         """Bytes of these blocks."""
-        return sum(map(mul, gpu.group_sizes, self._block_bytes))
+        return int(self._block_bytes[moves.chunks[1]] @ moves.chunks[4])
 
 
 def numbered(counts: Numbers) -> tuple[Numbers, Numbers]:

@@ -6,13 +6,13 @@ read and verified, so reads and copies of a load run at the same time.
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from kvoffload.io.client import IOClient
 from kvoffload.messages import Fetch, OffloadKey
-from kvoffload.transfer.base import CopyFence
-from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.base import Copier, CopyFence, Fence
+from kvoffload.transfer.layout import ChunkLayout, Moves
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +43,11 @@ class TierLoad:
     Args:
         job: gets the answers of the parts.
         fetches: what to read from which tier.
-        slots: of all chunks of the load.
+        moves: the chunks of the load, with their slots.
         layout: sizes of chunks.
         io: carries out the reads.
-        copy: launches the copies of chunks, by their places in the load.
+        copier: copies the chunks that have arrived.
+        after: done when the blocks may be written.
 
     Raises:
         KeyError: there is no such tier; nothing was begun.
@@ -56,25 +57,31 @@ class TierLoad:
         self,
         job: LoadJob,
         fetches: Sequence[Fetch],
-        slots: Sequence[int],
+        moves: Moves,
         layout: ChunkLayout,
         io: IOClient,
-        copy: Callable[[Sequence[int]], CopyFence],
+        copier: Copier,
+        after: Fence,
     ) -> None:
         self.job = job
         self.layout = layout
         self.io = io
-        self.copy = copy
+        self.moves = moves
+        self.copier = copier
+        self.after = after
         self.lock = threading.Lock()
         """Guards what the parts count."""
         self.parts: list[_Part] = []
+        slots = moves.chunks[0].tolist()
         last: dict[int, _Part] = {}
         for fetch in fetches:
             io.tiers[fetch.tier]  # a tier that is not there ends the load before it begins
             mine = [slots[i] for i in fetch.positions]
             for start, end in portions(mine):
                 part = _Part(self, fetch, start, end, mine[start:end])
-                part.follow(dict.fromkeys(last[slot] for slot in part.slots if slot in last))
+                for earlier in dict.fromkeys(last[slot] for slot in part.slots if slot in last):
+                    earlier.followers.append(part)
+                    part.waits_for += 1
                 last.update(dict.fromkeys(part.slots, part))
                 self.parts.append(part)
 
@@ -97,18 +104,13 @@ class _Part:
         self._tier = fetch.tier
         self._positions = fetch.positions[start:end]
         self._keys: Sequence[OffloadKey] = fetch.keys[start:end]
-        self._followers: list[_Part] = []
+        self.followers: list[_Part] = []
+        """Parts that begin only when this one has released its slots."""
         self._launched: set[int] = set()
         self._uses = 1
         """The read and the copies that still use the slots."""
         self._reason = ""
         self._is_dropped = False
-
-    def follow(self, earlier: "Iterable[_Part]") -> None:
-        """Begin this part only when these have released their slots."""
-        for part in earlier:
-            part._followers.append(self)
-            self.waits_for += 1
 
     def begin(self) -> None:
         """Begin the read."""
@@ -129,13 +131,14 @@ class _Part:
         self._launched.update(new)
         positions = [self._positions[n] for n in new]
         try:
-            fence = self._load.copy(positions)
+            load = self._load
+            fence = load.copier.launch(load.moves.take(positions), to_host=False, after=load.after)
         except Exception as error:
             log.warning("copies of %d chunks were refused: %s", len(positions), error)
             self._reason = "refused_transfer"
             return
         self._load.job.copied(fence, positions)
-        if self._followers:
+        if self.followers:
             with self._load.lock:
                 self._uses += 1
             fence.when_reached(self._used)
@@ -145,7 +148,7 @@ class _Part:
         self._load.job.part_ended(self._reason or reason, settled, io_time_s)
         if reason in _FINAL:
             self._drop_followers(reason)
-        else:
+        elif self.followers:
             self._used()
 
     def released(self) -> None:
@@ -159,7 +162,7 @@ class _Part:
         with self._load.lock:
             self._uses -= 1
             if not self._uses:
-                for part in self._followers:
+                for part in self.followers:
                     part.waits_for -= 1
                     if not part.waits_for and not part._is_dropped:
                         begin.append(part)
@@ -168,13 +171,13 @@ class _Part:
 
     def _drop_followers(self, reason: str) -> None:
         """End the parts that would read into slots which a late read may still use."""
-        left = list(self._followers)
+        left = list(self.followers)
         while left:
             part = left.pop()
             with self._load.lock:
                 was_dropped, part._is_dropped = part._is_dropped, True
             if not was_dropped:
-                left.extend(part._followers)
+                left.extend(part.followers)
                 self._load.job.part_ended(reason, True, 0.0)
 
 

@@ -1,5 +1,6 @@
 """How a prefix is sought among chunks of several KV cache groups: what is asked, and how often."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -7,7 +8,7 @@ from kvoffload.connectors.chunking import (
     NULL_BLOCK,
     ChunkGroups,
     Piece,
-    gpu_end,
+    cut,
     to_load,
     to_store,
 )
@@ -261,14 +262,21 @@ def test_of_states_the_one_at_the_last_token_alone_is_there(computed, first, sto
     assert [piece.chunk for piece in pieces] == stored
 
 
-def test_blocks_of_a_transfer_are_named_group_after_group_with_their_first_ones():
+def test_a_transfer_has_a_slot_a_group_and_the_blocks_of_each_part_in_any_order():
     groups = groups_of(FULL, WINDOW, FULL, per_chunk=2)
-    tables = [list(range(10, 20)), list(range(20, 30)), list(range(30, 40))]
-    pieces = [Piece(0, 1, 3, 4), Piece(0, 2, 4, 6), Piece(2, 0, 1, 2)]
-    spec = gpu_end(groups, pieces, tables)
-    assert spec.block_ids.tolist() == [13, 14, 15, 31]
-    assert list(spec.group_sizes) == [3, 0, 1]
-    assert list(spec.block_indices) == [3, 0, 1]
+    tables = [list(range(10, 20)), range(20, 30), torch.arange(30, 40)]
+    pieces = [Piece(0, 1, 3, 4), Piece(2, 0, 1, 2), Piece(0, 2, 4, 6), Piece(1, 4, 4, 5)]
+    moves = cut(groups, pieces, tables, np.array([7, 5, 9, 8], np.int32))
+    assert [(slot, group, first, blocks.tolist()) for slot, group, first, blocks in moves] == [
+        (7, 0, 1, [13]),
+        (5, 2, 1, [31]),
+        (9, 0, 0, [14, 15]),
+        (8, 1, 0, [24]),
+    ]
+
+
+def test_a_transfer_of_nothing_has_no_chunks():
+    assert len(cut(groups_of(FULL), [], [[1, 2]], np.array([], np.int32))) == 0
 
 
 # ---- orders --------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def ends_of(connector, request, table):
     took = []
 
     def take_in():
-        connector._worker.wait(set(connector._transfers.jobs._jobs))
+        connector._worker.wait(set(connector._transfers.jobs))
         took.append(count_opcodes(connector.poll, MANAGER))
         assert len(connector._transfers.jobs) == 0
 

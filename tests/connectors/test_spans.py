@@ -93,7 +93,8 @@ def test_of_a_long_id_the_beginning_is_kept_alone(exported):
     spans.lookup_began(long + "again")
     assert sum(map(len, spans._lookups)) == 128
     job = LoadJob(1, (b"k",), CPULoadStoreSpec([0]), ReqContext(long), 1, None)
-    spans.job_ended(job, 1, (True,), "")
+    job.began_ns, job.ok = 1, (True,)
+    spans.job_ended(job)
     spans.close()
     assert [span.attributes[REQUEST] for span in exported()] == ["x" * 128] * 2
 
@@ -103,7 +104,8 @@ def test_a_load_that_fails_is_a_span_with_its_reason(exported):
 
     spans = Spans()
     job = LoadJob(1, (b"k", b"l"), CPULoadStoreSpec([0, 1]), ReqContext("r"), 2, None)
-    spans.job_ended(job, 1, (True, False), "deadline")
+    job.began_ns, job.ok, job.reason = 1, (True, False), "deadline"
+    spans.job_ended(job)
     spans.close()
     (span,) = exported()
     assert span.attributes["kvoffload.failed_chunks"] == 1

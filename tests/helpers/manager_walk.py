@@ -136,7 +136,8 @@ class Walk(ManagerTruth):
         by_job = self.requests % 2
         if by_job:
             self.now_s += which
-            self.manager.promises.measured(job, ok, which, "missing")
+            job.ok, job.seconds, job.reason = ok, which, "missing"
+            self.manager.promises.measured(job)
             self.answer(self.manager.complete, job, ok, settled, "missing")
         else:
             self.answer(self.manager.complete_load, bad, context, False, settled, "missing")

@@ -237,7 +237,7 @@ def test_only_a_job_with_a_short_deadline_wakes_the_clients_thread(
     planned.set(Plan("hang", frozenset({"read"})))
     wake, woken = client._link.wake, []
     monkeypatch.setattr(client._link, "wake", lambda: (woken.append(True), wake()))
-    until(lambda: not client._jobs)
+    until(lambda: not client._jobs.unanswered and not client._jobs.late)
     patient = rig.load(client, "planned", KEYS[:1])
     assert not woken
     client._load_timeout_s = 0.1

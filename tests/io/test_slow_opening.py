@@ -68,7 +68,7 @@ def test_while_one_store_opens_the_others_serve_and_the_loop_goes_on(
     gate.is_open.clear()
     renewal = threading.Thread(target=client.renew, args=("1" * 64, {}, []))
     renewal.start()
-    until(lambda: client.tiers["memory"]._is_open)
+    until(lambda: client.tiers["memory"].is_open)
     thread_rig.store(client, "memory", KEYS, until)
     load = thread_rig.load(client, "memory", KEYS)
     until(lambda: load.answers)
@@ -89,7 +89,7 @@ def test_a_store_that_opens_when_another_is_wanted_is_closed(client, gate, until
             client.renew(f"{i}" * 64, {}, [], 0.2)
     until(lambda: gate.waiting == 4)
     gate.is_open.set()
-    until(lambda: gate.opened == 4 and client.tiers["disk"]._is_open)
+    until(lambda: gate.opened == 4 and client.tiers["disk"].is_open)
     until(lambda: held_files(tmp_path) == before, 20)
     assert len(os.listdir(tmp_path / ".writers")) == 1
 
@@ -102,9 +102,9 @@ def test_a_store_that_cannot_open_keeps_no_other_from_opening(client, until, mon
         patched.setattr(disk_backend, "DiskStore", refuse)
         with pytest.raises(io_client.ConfigError, match="is not there"):
             client.renew("1" * 64, {}, [])
-        until(lambda: client.tiers["memory"]._is_open)
+        until(lambda: client.tiers["memory"].is_open)
         assert client.tiers["memory"].holds(KEYS[0]) is False
-    until(lambda: client.tiers["disk"]._is_open, 20)
+    until(lambda: client.tiers["disk"].is_open, 20)
     assert not client._is_opening
 
 

@@ -281,7 +281,7 @@ def test_a_key_forgotten_while_others_are_taken_is_taken_too(tier, asked):
             return super().popleft()
 
     late = [KEYS[1]]
-    tier._unsent = Interrupted()
+    tier.unsent = Interrupted()
     tier.forget(KEYS[:1])
     assert tier.take_forgotten() == KEYS
     assert asked == [True]
@@ -295,7 +295,7 @@ def test_a_key_forgotten_as_the_taking_of_others_ends_is_sent(tier, asked):
             taken.extend(tier.take_forgotten())
             super().extend(keys)
 
-    tier._unsent = Interrupted()
+    tier.unsent = Interrupted()
     for key in KEYS:
         tier.forget([key])
     assert (taken, asked) == (KEYS[:1], [True, True])

@@ -5,8 +5,7 @@ from itertools import chain
 from typing import Any
 
 from kvoffload.backends.base import Removal
-from kvoffload.connectors.jobs import Ended
-from kvoffload.offload.base import OffloadKey, Reason
+from kvoffload.offload.base import Job, OffloadKey, Reason
 from kvoffload.offload.hints import PARAM
 
 CORRUPT = "corrupt"
@@ -32,13 +31,13 @@ class ExplainedRequests:
             dict(zip(keys, self._explain(keys, req_context), strict=True)) for keys in keys_of
         ]
 
-    def load_failed(self, req_id: str, ended: Ended) -> None:
+    def load_failed(self, req_id: str, job: Job) -> None:
         """Note why chunks of a load did not arrive."""
         for group in self._places.get(req_id, ()):
-            for key, fine in zip(ended.job.keys, ended.ok, strict=True):
+            for key, fine in zip(job.keys, job.ok, strict=True):
                 # A store that found the chunk damaged has reported it before, and more exactly.
                 if not fine and group.get(key, CORRUPT) != CORRUPT:
-                    group[key] = ended.reason or Reason.FAILED
+                    group[key] = job.reason or Reason.FAILED
 
     def removed(self, removals: Iterable[Removal]) -> None:
         """Note the chunks that a store removed because they were damaged."""

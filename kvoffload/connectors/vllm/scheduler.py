@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 )
 
 from kvoffload.connectors.builder import make_host_cache, make_manager
-from kvoffload.connectors.jobs import Ended, JobTable
+from kvoffload.connectors.jobs import JobTable
 from kvoffload.connectors.spans import open_spans
 from kvoffload.connectors.vllm import offered_again, withheld_stores
 from kvoffload.connectors.vllm import self_test as canary
@@ -45,7 +45,7 @@ from kvoffload.connectors.vllm.versions import writes_before_flush
 from kvoffload.connectors.vllm.weights_watch import Generations
 from kvoffload.errors import ConfigError
 from kvoffload.identity import namespace, short
-from kvoffload.offload.base import LoadJob, OffloadKey, Transfer
+from kvoffload.offload.base import Job, LoadJob, OffloadKey, Transfer
 from kvoffload.recording import RequestLog
 
 log = logging.getLogger(__name__)
@@ -349,8 +349,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self.operators.take_answers(report.emptied)
         self.generations.were_loaded |= report.has_new_weights
         if self._table is not None:
-            for ended in report.answer(self._table):
-                self._note(ended)
+            for job in report.answer(self._table):
+                self._note(job)
             if self.tiers is not None:
                 for tier, removals in report.removals.items():
                     if presence := self.tiers.presences.get(tier):
@@ -361,10 +361,10 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             self.adapter.count(report.counters)
             self.adapter.worker_figures.update(report.figures)
 
-    def _note(self, ended: Ended) -> None:
-        job, ok = ended.job, ended.ok
+    def _note(self, job: Job) -> None:
+        ok = job.ok
         if isinstance(job, Transfer):
-            if self.tiers is not None and not ended.stale:
+            if self.tiers is not None and not job.stale:
                 good = [key for key, fine in zip(job.keys, ok, strict=True) if fine]
                 if presence := self.tiers.presences.get(job.tier):
                     presence.written(good)
@@ -377,7 +377,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             status = self._req_status.get(req_id)
             if status is not None and not status.finished_signaled:
                 self._failed_loads[req_id] += 1
-                self._explained.load_failed(req_id, ended)
+                self._explained.load_failed(req_id, job)
                 offered_again.offer_lost(self, status)
 
     # ---- the rest of an engine's life ----

@@ -10,11 +10,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 
 from kvoffload.backends.base import Removal
-from kvoffload.connectors.jobs import Ended, JobTable, well_on_both
+from kvoffload.connectors.jobs import JobTable, well_on_both
 from kvoffload.connectors.vllm.presence_messages import Answer, IndexPart, Question
 from kvoffload.connectors.vllm.shared_writes import Write
 from kvoffload.identity import Fact
 from kvoffload.messages import TransferResult
+from kvoffload.offload.base import Job
 
 
 @dataclass
@@ -162,7 +163,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
             report.figures.update(source.figures)
         return report
 
-    def answer(self, jobs: JobTable) -> list[Ended]:
+    def answer(self, jobs: JobTable) -> list[Job]:
         """Add the report to the jobs in flight; return those that the last rank has answered."""
         # First: a job whose last answer is in this report then ends settled.
         for job_id, ranks in self.settled.items():

@@ -20,12 +20,9 @@ def tables(connector):
     host, writes, promises = manager._host, manager._write_through, manager.promises
     found = {
         "requests": connector._requests,
-        "jobs": transfers.jobs._jobs,
-        "unsettled jobs": transfers.jobs._unsettled,
-        "jobs of blocks": transfers._busy._jobs_of,
-        "blocks of jobs": transfers._busy._blocks_of,
-        "loads": transfers._loads,
-        "orders": transfers._orders,
+        "jobs": transfers.jobs,
+        "unsettled jobs": transfers.jobs.unsettled,
+        "jobs of blocks": transfers.jobs._using,
         "outcomes": transfers._outcomes,
         "ended requests": transfers._ended,
         "engine jobs": connector._worker._jobs,
@@ -51,12 +48,12 @@ def tables(connector):
         found[f"late bytes of {name}"] = range(loads.late_bytes)
         found[f"loads in flight from {name}"] = range(loads.in_flight)
     if (client := connector._spec.io) is not None:
-        found["I/O jobs"] = client._jobs._jobs
-        found["late I/O jobs"] = client._jobs._late
+        found["I/O jobs"] = client._jobs.unanswered
+        found["late I/O jobs"] = client._jobs.late
         found["bytes unsent"] = client._link._out
         for name, tier in client.tiers.items():
             found[f"being forgotten by {name}"] = tier._forgetting
-            found[f"unsent to {name}"] = tier._unsent
+            found[f"unsent to {name}"] = tier.unsent
     return found
 
 
@@ -86,7 +83,7 @@ class Shares:
         spec, client = connector._spec, connector._spec.io
         half = spec.num_slots * spec.slot_bytes // 2
         share = -(-spec.num_slots // 2 // len(client.tiers) or 1) * spec.slot_bytes
-        jobs = [*list(client._jobs._jobs.values()), *list(client._jobs._late.values())]
+        jobs = [*list(client._jobs.unanswered.values()), *list(client._jobs.late.values())]
         for name in client.tiers:
             orders = [job.order for job in jobs if job.order.tier == name]
             stores = [_slots(order) for order in orders if isinstance(order, Store)]
