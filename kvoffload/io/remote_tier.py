@@ -1,5 +1,6 @@
 """What the engine's process knows of a tier: which chunks it has, and its figures."""
 
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +8,6 @@ from itertools import takewhile
 from typing import Any
 
 from kvoffload.backends.base import Removal, Usage
-from kvoffload.backends.changes import ChangedKeys
 from kvoffload.figures import TierFigures, Traffic
 from kvoffload.io.presence import PresenceCache
 from kvoffload.io.protocol import (
@@ -22,7 +22,7 @@ from kvoffload.io.protocol import (
 )
 
 ANSWER_S = 2.0
-"""How long an answer of ``contains`` is believed."""
+"""How long an answer of ``contains`` is believed, whatever it is."""
 MAX_REMOVALS = 1 << 16
 """Removals kept for an engine that may never ask; older ones are lost to it."""
 
@@ -31,8 +31,9 @@ class RemoteTier:
     """Presence and figures of one tier, from the server's messages.
 
     Of a store with an index there is a copy of the index, changed by announcements alone. A store
-    without an index is asked. The engine's thread calls the public methods, none of which waits.
-    The client's thread calls those that take messages. Each step on the shared sets is atomic.
+    without an index is asked. Where another process decides, :meth:`relay` hands both on to it, and
+    this one remembers neither. The engine's thread calls the public methods, none of which waits.
+    The client's thread calls those that take messages. Each step on what they share is atomic.
 
     Args:
         name: of the tier.
@@ -42,14 +43,22 @@ class RemoteTier:
 
     def __init__(self, name: str, lookup_timeout_s: float, ask: Callable[[], None]) -> None:
         self.name = name
-        self._lookup_timeout_s = lookup_timeout_s
+        self.lookup_timeout_s = lookup_timeout_s
+        """How long an answer of the store may take."""
         self._ask = ask
         self._removals: deque[Removal] = deque(maxlen=MAX_REMOVALS)
         self.is_listed = False
         """Whether the store has an index, so that its chunks are listed."""
         self.is_shared = False
         """Whether processes of this host that open the store alike see each other's chunks."""
-        self._changes = ChangedKeys()
+        self._cache: PresenceCache | None = None
+        self._lock = threading.Lock()
+        """Guards the copy of an index while it is changed or replaced, or changes are taken."""
+        self._keys: set[bytes] = set()
+        self._asked_for: list[dict[bytes, bool | None]] = []
+        """Tables of questions on their way."""
+        self._relayed: dict[bytes, bool] | None = None
+        """Chunks that appeared or left since they were last taken; None unless they are relayed."""
         self._loads, self._stores = Traffic(), Traffic()
         self._told: tuple[Counter[str], Figures | None] = (Counter(), None)
         """What earlier openings of the store have counted, and the figures of this one. They are
@@ -94,22 +103,47 @@ class RemoteTier:
         if len(unsent) <= len(keys):
             self._ask()
 
+    # ---- the same, for another process ----
+
+    def relay(self) -> None:
+        """Let :meth:`take_changes` and :meth:`ask_for` tell what the store has, and no lookup.
+
+        Before the first change of a listing was taken, all that is there counts as changed.
+        """
+        with self._lock:
+            if self._relayed is None:
+                self._relayed = dict.fromkeys(self._keys, True)
+            self._keys.clear()
+        self._cache = None
+
     @property
     def has_changes(self) -> bool:
         """Whether :meth:`take_changes` has something to return."""
-        return bool(self._changes)
+        return bool(self._relayed)
 
     def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
-        """Return changes of this listing for one reader, as an index lists them.
+        """Return chunks of this listing whose presence changed, with their presence now."""
+        with self._lock:
+            relayed = self._relayed or {}
+            taken = [relayed.popitem() for _ in range(min(limit, len(relayed)))]
+            if not relayed:
+                self._relayed = {}  # an emptied dictionary keeps the memory of a long listing
+        return taken
 
-        See :class:`kvoffload.backends.base.LocalIndex`.
+    def ask_for(self, keys: Sequence[bytes]) -> dict[bytes, bool | None]:
+        """Ask a store without an index for chunks; return a table that its answers come into.
+
+        The answers have come by :attr:`lookup_timeout_s`, or will not. :meth:`end_asking` follows.
         """
-        changes, keys = self._changes, self._keys
-        if not changes.is_read:
-            changes.begin(())  # first, so that what is announced from now on is noted
-            for key in list(keys):
-                changes.note(key)
-        return [(key, key in keys) for key in changes.take(limit)]
+        answers: dict[bytes, bool | None] = dict.fromkeys(keys)
+        self._asked_for.append(answers)
+        self._questions.extend(keys)
+        self._ask()
+        return answers
+
+    def end_asking(self, answers: dict[bytes, bool | None]) -> None:
+        """Expect no more answers for this table."""
+        self._asked_for = [each for each in self._asked_for if each is not answers]
 
     def take_removals(self) -> list[Removal]:
         """Return the chunks that the store removed by itself since the last call."""
@@ -152,28 +186,30 @@ class RemoteTier:
         self.is_open = False  # first: see :meth:`forget`
         """Whether the store has opened since the last reset."""
         self.listing += 1
-        self._keys: set[bytes] = set()
-        was_read, self._changes = self._changes.is_read, ChangedKeys()
-        if was_read:
-            self._changes.begin(())
+        with self._lock:
+            self._keys = set()
+            if self._relayed is not None:
+                self._relayed = {}
+        self._asked_for = []
+        self._questions: deque[bytes] = deque()
         self._forgetting: set[bytes] = set()
         self.unsent: deque[bytes] = deque()
         """Keys that the server must forget."""
-        self._cache: PresenceCache | None = None
+        self._cache = None
         self.is_complete = False
         """Whether the copy has all that the index has."""
         self.is_met = False
         """Whether the store has said a first word of what it has."""
-        self._patient_until_s = time.monotonic() + self._lookup_timeout_s
+        self._patient_until_s = time.monotonic() + self.lookup_timeout_s
         self._told = Counter(self.counters), None
 
     def opened(self, has_index: bool, is_shared: bool = False) -> None:
         """Take in that the store is open."""
-        self._patient_until_s = time.monotonic() + self._lookup_timeout_s
+        self._patient_until_s = time.monotonic() + self.lookup_timeout_s
         self.is_complete, self.is_met = False, not has_index
         self.is_listed, self.is_shared = has_index, is_shared
-        if not has_index:
-            self._cache = PresenceCache(self._ask, self._lookup_timeout_s, ANSWER_S, ANSWER_S)
+        if not has_index and self._relayed is None:
+            self._cache = PresenceCache(self._ask, self.lookup_timeout_s, ANSWER_S, ANSWER_S)
         self.is_open = True
 
     def refused(self) -> None:
@@ -196,19 +232,23 @@ class RemoteTier:
 
     def announced(self, message: Presence) -> None:
         """Take in changes of the index, unless the tier is reset meanwhile."""
-        keys, forgetting, changes = self._keys, self._forgetting, self._changes
+        keys, forgetting = self._keys, self._forgetting
         if not self.is_open:  # read after these sets: a reset replaces them
             return
         added = message.added
         if forgetting:
             added = [key for key in added if key not in forgetting]
-        keys.update(added)
-        keys.difference_update(message.removed)
+        with self._lock:
+            if keys is not self._keys:
+                return
+            if self._relayed is not None:
+                self._relayed.update(dict.fromkeys(added, True))
+                self._relayed.update(dict.fromkeys(message.removed, False))
+            else:
+                keys.update(added)
+                keys.difference_update(message.removed)
         if forgetting:
             keys.difference_update(list(forgetting))
-        if changes.is_read:
-            for key in (*added, *message.removed):
-                changes.note(key)
         self.is_met = True
         self.is_complete = message.complete or self.is_complete
 
@@ -243,13 +283,18 @@ class RemoteTier:
 
     def take_questions(self) -> list[bytes]:
         """Return the keys to ask the store for."""
-        cache = self._cache
-        return cache.take_questions() if cache is not None else []
+        if (cache := self._cache) is not None:
+            return cache.take_questions()
+        questions = self._questions
+        return [questions.popleft() for _ in range(len(questions))]
 
     def answered(self, message: Present) -> None:
         """Take in the answers to questions."""
         if (cache := self._cache) is not None:
             cache.answer(message.keys, message.answers)
+        for asked in self._asked_for:
+            pairs = zip(message.keys, message.answers, strict=True)
+            asked.update((key, there) for key, there in pairs if key in asked)
 
     def removed(self, removals: Sequence[tuple[bytes, str]]) -> None:
         """Take in what the store removed by itself."""

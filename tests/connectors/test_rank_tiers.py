@@ -9,12 +9,13 @@ from kvoffload.backends.base import Removal
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.config import parse_config
 from kvoffload.connectors.vllm import worker_presence
+from kvoffload.connectors.vllm.presence_messages import Question
 from kvoffload.connectors.vllm.rank_tiers import QUIET_S, RankTiers
 from kvoffload.connectors.vllm.worker_presence import WorkerPresence
 from kvoffload.io.chunk_jobs import same_length
 from kvoffload.io.open_stores import OpenStore
 from kvoffload.io.protocol import Present
-from kvoffload.io.remote_tier import RemoteTier
+from kvoffload.io.remote_tier import ANSWER_S, RemoteTier
 from kvoffload.testing.backends import filled, keys_of
 
 KEYS = keys_of(6)
@@ -152,6 +153,39 @@ async def test_a_listing_comes_in_portions(ranks, monkeypatch):
     assert ranks.reports() == [([], [])] * 2
 
 
+async def test_a_worker_keeps_no_copy_of_what_it_has_reported(ranks):
+    """A million chunks would take a hundred megabytes of each rank, which no lookup asks."""
+    earlier = MemoryBackend(MemoryOptions(), "earlier")
+    await earlier.write(KEYS[:3], filled(KEYS[:3]))
+    tier = Fed(earlier)
+    tier.feed()
+    worker = WorkerPresence(0, {"memory": tier})
+    assert not tier._keys
+    await earlier.remove(KEYS[:1])
+    await earlier.write(KEYS[3:], filled(KEYS[3:]))
+    tier.feed()
+    (part,) = worker.take_parts()
+    assert set(part.added) == set(KEYS[1:])
+    assert part.removed == KEYS[:1]
+    assert not (tier._keys or tier._relayed)
+    assert worker.take_parts() == []
+
+
+async def test_a_question_whose_answer_does_not_come_in_time_is_no(ranks, monkeypatch):
+    worker, tier = ranks.workers[0], ranks.fed[0]["redis"]
+    worker.ask({"redis": Question(1, KEYS[:2]), "memory": Question(2, KEYS[:1])})
+    assert tier.take_questions() == KEYS[:2]
+    tier.answered(Present("tier", KEYS[:1], [True]))
+    assert worker.take_answers() == []
+    late_s = worker_presence.time.monotonic() + tier.lookup_timeout_s
+    monkeypatch.setattr(worker_presence.time, "monotonic", lambda: late_s)
+    answers = {answer.number: answer.present for answer in worker.take_answers()}
+    assert answers == {1: [True, False], 2: [False]}
+    tier.answered(Present("tier", KEYS[:2], [True, True]))
+    assert worker.take_answers() == []
+    assert not tier._asked_for
+
+
 async def test_reports_from_before_a_reset_do_not_count(ranks):
     await store(ranks, KEYS[:2])
     ranks.tiers.presences["redis"].holds(KEYS[0])
@@ -255,7 +289,7 @@ async def test_an_answer_that_never_comes_is_no(ranks):
     ranks.now = CONFIG.lookup_timeout_s + CONFIG.load_timeout_s
     assert ranks.hold("redis", KEYS[:1]) == [False]
     assert not ranks.tiers.is_waiting
-    ranks.now += 1.0  # asked again, and answered twice by the same rank
+    ranks.now += ANSWER_S  # asked again, and answered twice by the same rank
     assert ranks.hold("redis", KEYS[:1]) == [None]
     question = ranks.tiers.take_questions()["redis"]
     asked = ranks.tiers.presences["redis"]

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from kvoffload.backends.base import Removal
 from kvoffload.connectors.vllm.presence_messages import Question
 from kvoffload.io.presence import PresenceCache
+from kvoffload.io.remote_tier import ANSWER_S
 
-PRESENT_S = 5.0
-"""How long an answer "present" is believed; a new one takes two steps of the engine."""
-ABSENT_S = 1.0
 MAX_ANNOUNCED = 1_000_000
 """Chunks whose removal this engine tells of; of older ones it does not."""
 
@@ -43,7 +41,7 @@ class AskedTier:
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
         self._clock = clock
-        self._cache = PresenceCache(self._note_question, timeout_s, PRESENT_S, ABSENT_S, clock)
+        self._cache = PresenceCache(self._note_question, timeout_s, ANSWER_S, ANSWER_S, clock)
         self.has_questions = False
         """Whether :meth:`take_question` has something to return."""
         self._open: dict[int, _Open] = {}

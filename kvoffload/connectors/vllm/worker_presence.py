@@ -1,12 +1,26 @@
-"""What one rank's tiers hold, for the worker's reports: changes of indexes, and answers."""
+"""What one rank's tiers hold, for the worker's reports: relayed, and not remembered here."""
 
+import time
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from kvoffload.connectors.vllm.presence_messages import Answer, IndexPart, Question
 from kvoffload.io.remote_tier import RemoteTier
 
 MAX_CHANGES = 1024
 """Keys of one tier in a report: to collect, send and take in more would delay a step."""
+
+
+class _Asked(NamedTuple):
+    """A question of the scheduler's, on its way to a store and back."""
+
+    tier: str
+    generation: str
+    question: Question
+    table: dict[bytes, bool | None]
+    """The presence of its keys, as far as that is known."""
+    by_s: float
+    """When what is not known counts as absent."""
 
 
 class WorkerPresence:
@@ -26,11 +40,10 @@ class WorkerPresence:
         self._listings: dict[str, int] = {}
         """For each tier, the number of the listing that was reported of last."""
         self._completed: set[str] = set()
-        self._questions: list[tuple[str, str, Question]] = []
-        """Tier, generation and question, of those without an answer."""
-        for name in self.listed:
-            # From now on each change is noted. Later there would be more to list at once.
-            tiers[name].take_changes(0)
+        self._questions: list[_Asked] = []
+        """Those without an answer."""
+        for tier in tiers.values():
+            tier.relay()
 
     def renew(self, generation: str) -> None:
         """Report of the stores that were opened by this order to renew from now on."""
@@ -65,18 +78,24 @@ class WorkerPresence:
 
     def ask(self, questions: Mapping[str, Question]) -> None:
         """Ask tiers that list nothing; their answers come with a later report."""
-        self._questions += [(name, self._generation, asked) for name, asked in questions.items()]
+        for name, question in questions.items():
+            tier = self._tiers[name]
+            by_s = time.monotonic() + tier.lookup_timeout_s
+            table = tier.ask_for(question.keys)
+            self._questions.append(_Asked(name, self._generation, question, table, by_s))
 
     def take_answers(self) -> list[Answer]:
         """Return the answers that are known by now."""
         if not self._questions:
             return []
-        waiting, self._questions = self._questions, []
+        waiting, self._questions, now_s = self._questions, [], time.monotonic()
         answers = []
-        for name, generation, question in waiting:
-            present = [self._tiers[name].holds(key) for key in question.keys]
-            if None in present:
-                self._questions.append((name, generation, question))
-            else:
-                answers.append(Answer(name, generation, question.number, list(map(bool, present))))
+        for asked in waiting:
+            present = [asked.table[key] for key in asked.question.keys]
+            if None in present and now_s < asked.by_s:
+                self._questions.append(asked)
+                continue
+            self._tiers[asked.tier].end_asking(asked.table)
+            number, known = asked.question.number, list(map(bool, present))
+            answers.append(Answer(asked.tier, asked.generation, number, known))
         return answers
