@@ -13,6 +13,7 @@ from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.offload.base import (
     CanonicalKVCaches,
     LoadStoreSpec,
+    Manager,
     OffloadingHandler,
     OffloadingSpec,
 )
@@ -184,7 +185,7 @@ class TieredOffloadingSpec(OffloadingSpec):
     def _manager_tiers(self) -> tuple[Tier, ...]:
         return tuple(Tier(name, tier, tier) for name, tier in self.tiers.items())
 
-    def renew(self, manager: TieredOffloadingManager, generation: str) -> None:
+    def renew(self, manager: Manager, generation: str) -> None:
         """Give the stores a new namespace, because stored bytes no longer mean the same.
 
         A store that is not open soon opens in the background: it must not delay the engine.
@@ -227,7 +228,7 @@ class TieredOffloadingSpec(OffloadingSpec):
             facts = readable(self._facts)
             self._io.renew(self.namespace, facts, [self.namespace], None, tier)
 
-    def empty(self, manager: TieredOffloadingManager, tier: str = "") -> None:
+    def empty(self, manager: Manager, tier: str = "") -> None:
         """Do so where the manager is in this process."""
         manager.replace_tiers(())
         self.empty_stores(tier)

@@ -4,8 +4,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from kvoffload.connectors.spans import Spans
-from kvoffload.offload.base import Job, LoadJob, StoreJob
-from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.offload.base import Job, LoadJob, Manager, StoreJob
 
 
 class JobTable(dict[int, Job]):
@@ -19,9 +18,7 @@ class JobTable(dict[int, Job]):
         spans: gets each job's begin and end; None: no one asks for them.
     """
 
-    def __init__(
-        self, manager: TieredOffloadingManager, num_ranks: int = 1, spans: Spans | None = None
-    ) -> None:
+    def __init__(self, manager: Manager, num_ranks: int = 1, spans: Spans | None = None) -> None:
         self._manager = manager
         self._spans = spans
         self._num_ranks = num_ranks

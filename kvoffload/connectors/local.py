@@ -353,7 +353,7 @@ class LocalConnector:
     def explain(self, request: OffloadRequest) -> list[list[str]]:
         """Say where each chunk of a request is or why it is not there, for each KV cache group.
 
-        See :meth:`TieredOffloadingManager.explain`; for people, not for every step.
+        See :meth:`kvoffload.offload.base.Manager.explain`; for people, not for every step.
         """
         known, state = request.request_id in self._requests, self._state(request)
         self._extend_keys(request, state)

@@ -11,8 +11,7 @@ from kvoffload.connectors.control_server import Orders, Refused, serve_operators
 from kvoffload.connectors.transfers import Transfers
 from kvoffload.control import HOST, EngineFacts, Found
 from kvoffload.core.hashing import BlockHasher, HashChain
-from kvoffload.offload.base import OffloadKey
-from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.offload.base import Manager, OffloadKey
 
 _LONGEST_NAME = 80
 
@@ -34,7 +33,7 @@ class LocalOperators:
         self,
         config: OffloadConfig,
         spec: TieredOffloadingSpec,
-        manager: TieredOffloadingManager,
+        manager: Manager,
         transfers: Transfers,
         groups: ChunkGroups,
         hasher: BlockHasher | None,

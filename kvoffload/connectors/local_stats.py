@@ -8,7 +8,7 @@ import msgspec
 
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.metric_list import Sample, samples_of_manager, samples_of_worker
-from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.offload.base import Manager
 from kvoffload.transfer.engine import TransferEngine
 
 
@@ -25,7 +25,7 @@ class LocalStats:
     def __init__(
         self,
         spec: TieredOffloadingSpec,
-        manager: TieredOffloadingManager,
+        manager: Manager,
         worker: TransferEngine,
         loaded_tokens: Mapping[str, int],
     ) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvoffload.offload.base import LoadJob, OffloadingManager, OffloadKey, ReqContext
+from kvoffload.offload.base import LoadJob, Manager, OffloadKey, ReqContext
 
 MAX_REMEMBERED = 1024
 """Requests; more only if an engine never admits those again whose loads were short."""
@@ -70,7 +70,7 @@ class UseCounter:
         manager: gets the uses and ends.
     """
 
-    def __init__(self, manager: OffloadingManager) -> None:
+    def __init__(self, manager: Manager) -> None:
         self._manager = manager
         self._counted: set[str] = set()
 

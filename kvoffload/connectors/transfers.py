@@ -9,8 +9,7 @@ from kvoffload.connectors.jobs import JobTable
 from kvoffload.connectors.offload_requests import LoadBackoff, RequestState
 from kvoffload.connectors.spans import Spans
 from kvoffload.messages import TransferResult, TransferSpec
-from kvoffload.offload.base import Job, LoadJob, Transfer
-from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.offload.base import Job, LoadJob, Manager, Transfer
 from kvoffload.transfer.engine import TransferEngine
 
 
@@ -55,7 +54,7 @@ class Transfers:
 
     def __init__(
         self,
-        manager: TieredOffloadingManager,
+        manager: Manager,
         worker: TransferEngine,
         groups: ChunkGroups,
         requests: Mapping[str, RequestState],

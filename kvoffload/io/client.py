@@ -155,10 +155,9 @@ class IOClient:
     def _begin(self, order: Load | Store, listener: Listener, timeout_s: float) -> None:
         data, link, now_s = frame(order), self._link, time.monotonic()
         with link.lock:  # a server that dies either takes this job with it, or is known to be dead
-            is_up = link.is_up
-            if is_up:
-                job = IOJob(order, listener, timeout_s, now_s, now_s + timeout_s)
-                self._jobs.unanswered[order.job] = job
+            if is_up := link.is_up:
+                due_s = now_s + timeout_s
+                self._jobs.unanswered[order.job] = IOJob(order, listener, timeout_s, now_s, due_s)
             must_wake = link.push(data) or (is_up and timeout_s < PATIENT_S)
         if must_wake:
             link.wake()
@@ -243,19 +242,17 @@ class IOClient:
 
     def _reset_tiers(self) -> None:
         """Let no tier have anything until the server says that its stores are open."""
-        self._is_opening = True
-        self._remains = []
+        self._is_opening, self._remains = True, []
         for tier in self.tiers.values():
             tier.reset()
 
     # ---- the client's thread ----
 
     def _run(self) -> None:
-        frames = Frames(to_server=False)
-        jobs = self._jobs
+        frames, jobs = Frames(to_server=False), self._jobs
         while self._close_by_s is None or not self._is_closed():
-            is_waiting = jobs.unanswered or jobs.late
-            is_busy = is_waiting or not self._link.is_up or self._close_by_s is not None
+            is_up, is_closing = self._link.is_up, self._close_by_s is not None
+            is_busy = jobs.unanswered or jobs.late or is_closing or not is_up
             try:
                 data, is_woken = self._link.receive(TICK_S if is_busy else IDLE_TICK_S)
                 for message in frames.feed(data or b""):

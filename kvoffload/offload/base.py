@@ -1,6 +1,6 @@
 """The interfaces of the two halves of offloading, with their jobs and events.
 
-The *scheduler half* is an :class:`OffloadingManager`: metadata, one thread, no I/O. The *worker
+The *scheduler half* is a :class:`Manager`: metadata, one thread, no I/O. The *worker
 half* is a set of :class:`OffloadingHandler`, which move bytes. An :class:`OffloadingSpec` makes
 both.
 """
@@ -8,9 +8,9 @@ both.
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvoffload.messages import (
     BackendLoadStoreSpec,
@@ -31,16 +31,20 @@ from kvoffload.messages import (
     get_offload_group_idx,
     make_offload_key,
 )
+from kvoffload.offload.job import Job, LoadJob, Read, StoreJob, Transfer
 
 if TYPE_CHECKING:
+    from kvoffload.offload.hints import Hints
+    from kvoffload.offload.promises import Promises
+    from kvoffload.offload.stats import ManagerStats, Stats
     from kvoffload.offload.tiers import Tier
 
 __all__ = [
     "BackendLoadStoreSpec", "BlockIDsLoadStoreSpec", "CPULoadStoreSpec",
     "CanonicalKVCacheRef", "CanonicalKVCacheTensor", "CanonicalKVCaches", "ChunksRemoved",
-    "ChunksStored", "Fetch", "GPULoadStoreSpec", "Job", "LoadJob", "LoadStoreSpec",
+    "ChunksStored", "Fetch", "GPULoadStoreSpec", "Job", "LoadJob", "LoadStoreSpec", "Manager",
     "OffloadKey", "OffloadingEvent", "OffloadingHandler", "OffloadingManager",
-    "OffloadingSpec", "PrepareStoreOutput", "Reason", "ReqContext", "StagedLoadStoreSpec",
+    "OffloadingSpec", "PrepareStoreOutput", "Read", "Reason", "ReqContext", "StagedLoadStoreSpec",
     "StoreJob", "Transfer", "TransferResult", "TransferSpec",
     "get_offload_block_hash", "get_offload_group_idx",
     "make_offload_key", "request_id",
@@ -108,111 +112,6 @@ class ChunksRemoved(OffloadingEvent):
     """
 
 
-@dataclass(eq=False)
-class Job:
-    """A transfer that the manager began; :meth:`OffloadingManager.complete` answers it once.
-
-    The manager, and whoever carries the job out, note what they know of it here: there is no second
-    record of it in their process.
-    """
-
-    id: int
-    keys: tuple[OffloadKey, ...]
-    spec: CPULoadStoreSpec
-    """The host slots of ``keys``."""
-    # ---- noted by the connector that carries it out; see kvoffload.connectors.jobs ----
-    waiter: Any = field(default=None, init=False)
-    """What the connector has to do once the job has ended."""
-    blocks: Sequence[int] = field(default=(), init=False)
-    """GPU blocks that the job reads or writes."""
-    began_ns: int = field(default=0, init=False)
-    ranks: int = field(default=0, init=False)
-    """Workers that have answered."""
-    ranks_unsettled: int = field(default=0, init=False)
-    """Those on which a late transfer may still touch the host slots."""
-    ok: tuple[bool, ...] = field(default=(), init=False)
-    """For each chunk, whether its transfer succeeded on every rank that has answered."""
-    reason: str = field(default="", init=False)
-    """Why chunks failed, on the last rank that gave a reason."""
-    seconds: float = field(default=0.0, init=False)
-    """The transfer's own time, on the slowest rank."""
-    stale: bool = field(default=False, init=False)
-    """Whether the bytes mean nothing: a reset came after the order, or blocks were overwritten."""
-
-    def failed(self, ok: Sequence[bool]) -> list[OffloadKey]:
-        """Return the chunks whose transfer failed."""
-        return [key for key, fine in zip(self.keys, ok, strict=True) if not fine]
-
-    def unsettled_slots(self, ok: Sequence[bool]) -> list[int]:
-        """Return the slots that stay out of use after an unsettled answer."""
-        slots = self.spec.host_slots.tolist()
-        return [slot for slot, fine in zip(slots, ok, strict=True) if not fine]
-
-
-class Read(NamedTuple):
-    """What a job loads from one tier."""
-
-    num_bytes: int
-    expected_s: float
-    kept_bytes: int
-    """Host memory that it keeps: less, where chunks take turns."""
-
-
-@dataclass(eq=False)
-class LoadJob(Job):
-    """Chunks that are pinned, or have slots reserved, until a load into the GPU is answered.
-
-    If tiers must fetch chunks into their slots first, the spec is a :class:`StagedLoadStoreSpec`.
-    """
-
-    context: ReqContext | None
-    num_asked: int
-    """Chunks asked for. ``keys`` are the leading ones, fewer if host memory had no room."""
-    tiers: tuple[str, ...] | None
-    """Tiers that the request may use; None for all."""
-    sources: "Mapping[OffloadKey, Tier]" = field(default_factory=dict)
-    """Chunk → the tier that it comes from, if it was not in host memory."""
-    reads: "dict[str, Read]" = field(default_factory=dict)
-    """Tier → what the job reads from it; empty once the job has ended."""
-    late_bytes: Counter[str] = field(default_factory=Counter)
-    """Tier → bytes of host memory that it may still write to after the answer."""
-
-    def media(self) -> list[str]:
-        """Return the medium that each chunk comes from."""
-        if not self.sources:
-            return ["CPU"] * len(self.keys)
-        return [tier.medium if (tier := self.sources.get(key)) else "CPU" for key in self.keys]
-
-
-@dataclass(eq=False)
-class StoreJob(Job):
-    """Chunks that have reserved host slots until a store from the GPU is answered."""
-
-    context: ReqContext | None
-    tiers: tuple[str, ...] | None
-    """Tiers to write the chunks through to; None for all."""
-
-
-@dataclass(eq=False)
-class Transfer(Job):
-    """Write-through of stored chunks to a tier, begun by the manager on its own account.
-
-    Carry it out with a handler for ``(type(spec), type(dst))``.
-    """
-
-    dst: BackendLoadStoreSpec
-    tier: str
-    store: "Tier"
-    """The tier that was meant: another store may have replaced it meanwhile."""
-    num_bytes: int
-    """Host memory that the write keeps."""
-
-    def unsettled_slots(self, ok: Sequence[bool]) -> list[int]:
-        """Return all slots: a late write may still read each of them."""
-        slots: list[int] = self.spec.host_slots.tolist()
-        return slots
-
-
 @dataclass(frozen=True)
 class PrepareStoreOutput:
     """Which chunks to store in which slots, and which chunks were evicted for them."""
@@ -226,17 +125,24 @@ class PrepareStoreOutput:
     """The job of this store; None if there is nothing to store."""
 
 
-class OffloadingManager(ABC):
-    """Knows the place and the state of each chunk, and the jobs that pin it.
+class Manager(Protocol):
+    """What connectors call: knows the place and the state of each chunk, and the jobs that pin it.
 
     An engine calls it on one thread; no call does I/O or waits. :meth:`begin_load`,
     :meth:`prepare_store` and :meth:`take_transfers` begin jobs. The caller answers each job once
     with :meth:`complete`. A second answer is counted and changes nothing.
-
-    :meth:`prepare_load`, :meth:`complete_load` and :meth:`complete_store` do the same by keys. They
-    find the jobs of the request with the context's ``req_id``. All calls without a context count as
-    one request.
     """
+
+    counters: Counter[str]
+    figures: "Stats"
+    """What connectors measure."""
+    promises: "Promises"
+    """Which loads are worth their time; connectors ask, and report how long loads take."""
+    tiers: "tuple[Tier, ...]"
+    has_transfers: Callable[[], bool]
+    """Whether :meth:`take_transfers` has something to return."""
+    unexpected: Callable[[str], None]
+    """Counts and logs an answer that fits no job; takes the words for the answer."""
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
@@ -259,6 +165,28 @@ class OffloadingManager(ABC):
         """
 
     @abstractmethod
+    def hints(self, req_context: ReqContext | None) -> "Hints":
+        """Return a request's hints; connectors obey ``max_load_tokens`` and ``explain``."""
+
+    @abstractmethod
+    def has_room(self, keys: Sequence[OffloadKey]) -> bool:
+        """Return whether host memory can take all these chunks at once, as a load needs it."""
+
+    @abstractmethod
+    def is_fetching(self, keys: Iterable[OffloadKey]) -> bool:
+        """Whether a load brings one of these chunks, or must end before a tier loads more."""
+
+    @abstractmethod
+    def explain(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> list[str]:
+        """Say for each chunk where it is or why it is not; for people, not for every step.
+
+        Returns:
+            ``CPU`` or the medium of a tier; or a reason, see ``docs/reference/counters.md``.
+        """
+
+    @abstractmethod
     def begin_load(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> LoadJob:
@@ -267,6 +195,21 @@ class OffloadingManager(ABC):
         Call it in the same step as the lookup that answered True. The job covers the *leading*
         keys. The other keys are misses: host memory is full of pinned chunks.
         """
+
+    @abstractmethod
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> PrepareStoreOutput | None:
+        """Reserve host slots for those of these chunks that are not there yet.
+
+        Evicts unpinned chunks to make room, never one named in this call. The output may cover the
+        leading missing chunks only, and leaves out chunks that are not admitted (see
+        ``store_threshold``). None: nothing can be stored now.
+        """
+
+    @abstractmethod
+    def drop(self, keys: Sequence[OffloadKey]) -> None:
+        """Count chunks that are not stored for lack of room; see :class:`PrepareStoreOutput`."""
 
     @abstractmethod
     def complete(
@@ -286,43 +229,19 @@ class OffloadingManager(ABC):
             UsageError: ``ok`` has another length than ``job.keys``; nothing has changed.
         """
 
-    def prepare_load(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> CPULoadStoreSpec:
-        """Do as :meth:`begin_load`; return the host slots of the leading keys."""
-        return self.begin_load(keys, req_context).spec
+    @abstractmethod
+    def take_transfers(self) -> list[Transfer]:
+        """Return the write-through to begin now; answer each with :meth:`complete`."""
 
     @abstractmethod
-    def complete_load(
-        self,
-        keys: Iterable[OffloadKey],
-        req_context: ReqContext | None = None,
-        success: bool = True,
-        settled: bool = True,
-        reason: str = "",
-    ) -> None:
-        """Answer chunks of a request's loads, all of them alike; see :meth:`complete`."""
+    def release_slots(self, host_slots: Iterable[int], job_id: int = 0) -> None:
+        """Take back slots of an unsettled transfer that nothing touches any more.
 
-    @abstractmethod
-    def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> PrepareStoreOutput | None:
-        """Reserve host slots for those of these chunks that are not there yet.
-
-        Evicts unpinned chunks to make room, never one named in this call. The output may cover the
-        leading missing chunks only, and leaves out chunks that are not admitted (see
-        ``store_threshold``). None: nothing can be stored now.
+        Args:
+            host_slots: the slots.
+            job_id: of the job that used them. Until then they count as its tier's, which gets no
+                more than its share of host memory.
         """
-
-    @abstractmethod
-    def complete_store(
-        self,
-        keys: Iterable[OffloadKey],
-        req_context: ReqContext | None = None,
-        success: bool = True,
-        settled: bool = True,
-    ) -> None:
-        """Answer chunks of a request's stores, all of them alike; see :meth:`complete`."""
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
@@ -342,20 +261,6 @@ class OffloadingManager(ABC):
         """
 
     @abstractmethod
-    def take_transfers(self) -> list[Transfer]:
-        """Return the write-through to begin now; answer each with :meth:`complete`."""
-
-    @abstractmethod
-    def release_slots(self, host_slots: Iterable[int], job_id: int = 0) -> None:
-        """Take back slots of an unsettled transfer that nothing touches any more.
-
-        Args:
-            host_slots: the slots.
-            job_id: of the job that used them. Until then they count as its tier's, which gets no
-                more than its share of host memory.
-        """
-
-    @abstractmethod
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return the events since the last call."""
 
@@ -363,8 +268,69 @@ class OffloadingManager(ABC):
     def reset_cache(self) -> None:
         """Forget everything; transfers in flight end as if their keys had been removed."""
 
-    def shutdown(self) -> None:  # noqa: B027 - nothing to release is a good default
+    @abstractmethod
+    def replace_tiers(self, tiers: "Sequence[Tier]") -> None:
+        """Use other stores from now on; the chunks of the old ones are of another namespace."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
         """Release the manager's resources."""
+
+    @abstractmethod
+    def stats(self) -> "ManagerStats":
+        """Return all figures; see ``docs/reference/counters.md``."""
+
+    @property
+    @abstractmethod
+    def busy_slots(self) -> int:
+        """Slots that a transfer uses, or whose transfer may still touch them; 0 when quiet."""
+
+    @property
+    @abstractmethod
+    def resident(self) -> int:
+        """Chunks loadable from host memory."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise UsageError if the ledger contradicts itself; for tests, O(host slots)."""
+
+
+class OffloadingManager(Manager, ABC):
+    """The contract of engines that name no jobs: the same by keys.
+
+    The calls find the jobs of the request with the context's ``req_id``. All calls without a
+    context count as one request.
+    """
+
+    def prepare_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> CPULoadStoreSpec:
+        """Do as :meth:`begin_load`; return the host slots of the leading keys."""
+        return self.begin_load(keys, req_context).spec
+
+    @abstractmethod
+    def complete_load(
+        self,
+        keys: Iterable[OffloadKey],
+        req_context: ReqContext | None = None,
+        success: bool = True,
+        settled: bool = True,
+        reason: str = "",
+    ) -> None:
+        """Answer chunks of a request's loads, all of them alike; see :meth:`complete`."""
+
+    @abstractmethod
+    def complete_store(
+        self,
+        keys: Iterable[OffloadKey],
+        req_context: ReqContext | None = None,
+        success: bool = True,
+        settled: bool = True,
+    ) -> None:
+        """Answer chunks of a request's stores, all of them alike; see :meth:`complete`."""
+
+    def shutdown(self) -> None:
+        """Release the manager's resources: it has none."""
 
 
 class OffloadingSpec(ABC):

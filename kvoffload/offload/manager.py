@@ -109,7 +109,6 @@ class TieredOffloadingManager(OffloadingManager):
     # ---- lookups ----
 
     def hints(self, req_context: ReqContext | None) -> Hints:
-        """Return a request's hints; connectors obey ``max_load_tokens`` and ``explain``."""
         request, reader = req_context, self._hints
         if not request or not (request.kv_transfer_params or request.reads_tier or reader.known):
             return NO_HINTS
@@ -134,21 +133,14 @@ class TieredOffloadingManager(OffloadingManager):
         return self._lookups.find_prefix(keys, self._tiers_of(req_context))
 
     def has_room(self, keys: Sequence[OffloadKey]) -> bool:
-        """Return whether host memory can take all these chunks at once, as a load needs it."""
         return self._lookups.has_room(keys)
 
     def is_fetching(self, keys: Iterable[OffloadKey]) -> bool:
-        """Whether a load brings one of these chunks, or must end before a tier loads more."""
         return self.promises.has_full(self.tiers) or any(key in self._host.fetching for key in keys)
 
     def explain(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> list[str]:
-        """Say for each chunk where it is or why it is not; for people, not for every step.
-
-        Returns:
-            ``CPU`` or the medium of a tier; or a reason, see ``docs/reference/counters.md``.
-        """
         tiers, reason = self._tiers_of(req_context), self._events.reasons.reason
         declined = self.promises.declined(self.tiers, request_id(req_context))
         return [self._lookups.place(key, tiers, declined) or reason(key) for key in keys]
@@ -246,7 +238,6 @@ class TieredOffloadingManager(OffloadingManager):
             self._events.reasons.note(keys, reason)
 
     def drop(self, keys: Sequence[OffloadKey]) -> None:
-        """Count chunks that are not stored for lack of room; see :class:`PrepareStoreOutput`."""
         self.counters["store_refused"] += len(keys)
         self._events.reasons.note(keys, DROPPED)
 
@@ -363,7 +354,6 @@ class TieredOffloadingManager(OffloadingManager):
         self._retirement.clear()
 
     def replace_tiers(self, tiers: Sequence[Tier]) -> None:
-        """Use other stores from now on; the chunks of the old ones are of another namespace."""
         self._write_through.forget_waiting()
         for transfer in self.take_transfers():
             self.complete(transfer, [False] * len(transfer.keys))
@@ -388,22 +378,18 @@ class TieredOffloadingManager(OffloadingManager):
     # ---- figures, self-check ----
 
     def stats(self) -> ManagerStats:
-        """Return all figures; see ``docs/reference/counters.md``."""
         return collect(
             self._host, self.counters, self.tiers, self._write_through, self._events, self.figures
         )
 
     @property
     def busy_slots(self) -> int:
-        """Slots that a transfer uses, or whose transfer may still touch them; 0 when quiet."""
         return self._host.busy_slots
 
     @property
     def resident(self) -> int:
-        """Chunks loadable from host memory."""
         return self._host.num_ready
 
     def check(self) -> None:
-        """Raise UsageError if the ledger contradicts itself; for tests, O(host slots)."""
         self._host.check()
         self._retirement.check()

@@ -29,12 +29,13 @@ from kvoffload.offload.base import (
     ChunksRemoved,
     CPULoadStoreSpec,
     LoadJob,
+    Manager,
     OffloadKey,
     ReqContext,
     StoreJob,
 )
 from kvoffload.offload.hints import NO_HINTS, Hints
-from kvoffload.offload.manager import CPU, TieredOffloadingManager
+from kvoffload.offload.manager import CPU
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class _Named:
 
 
 class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
-    """vLLM's manager verbs over a :class:`TieredOffloadingManager`, which :meth:`attach` brings.
+    """vLLM's manager verbs over a :class:`Manager`, which :meth:`attach` brings.
 
     vLLM's scheduler completes jobs without saying how they ended. So ``complete_*`` do nothing
     here: the owner of this adapter takes the jobs with :meth:`take_jobs` and answers the manager
@@ -59,7 +60,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     """
 
     def __init__(self) -> None:
-        self.ledger: TieredOffloadingManager | None = None
+        self.ledger: Manager | None = None
         self.read_whole: Callable[[VllmContext], Iterable[OffloadKey]] = lambda req_context: ()
         """Lists a request's chunks of full attention, as far as they are full. Set by the owner."""
         self._uses: UseCounter | None = None
@@ -81,7 +82,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         self._kept_out: set[str] = set()
         self._refused_wishes: set[str] = set()
 
-    def attach(self, ledger: TieredOffloadingManager, num_slots: int) -> None:
+    def attach(self, ledger: Manager, num_slots: int) -> None:
         """Use this ledger from now on; before, lookups are to be repeated and nothing is stored."""
         self.ledger = ledger
         self.changes += 1
@@ -284,7 +285,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
             lambda: self._samples(ledger),
         )
 
-    def _samples(self, ledger: TieredOffloadingManager) -> Iterator[Sample]:
+    def _samples(self, ledger: Manager) -> Iterator[Sample]:
         yield from samples_of_manager(ledger.stats(), self.hit_tokens)
         yield from samples_of_worker(total(self.worker_figures.values()))
 

@@ -12,7 +12,7 @@ MAX_CHANGES = 1024
 
 
 class _Asked(NamedTuple):
-    """A question of the scheduler's, on its way to a store and back."""
+    """A question of the scheduler's that has no answer yet."""
 
     tier: str
     generation: str

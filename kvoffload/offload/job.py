@@ -1,0 +1,119 @@
+"""The one record of a transfer, from the manager to its answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKey
+
+if TYPE_CHECKING:
+    from kvoffload.offload.base import ReqContext
+    from kvoffload.offload.tiers import Tier
+
+
+@dataclass(eq=False)
+class Job:
+    """A transfer that the manager began; its ``complete`` answers it once.
+
+    The manager and the connector note here what they know of it. Their process has no second record
+    of the job.
+    """
+
+    id: int
+    keys: tuple[OffloadKey, ...]
+    spec: CPULoadStoreSpec
+    """The host slots of ``keys``."""
+    # ---- noted by the connector that carries it out; see kvoffload.connectors.jobs ----
+    waiter: Any = field(default=None, init=False)
+    """What the connector has to do once the job has ended."""
+    blocks: Sequence[int] = field(default=(), init=False)
+    """GPU blocks that the job reads or writes."""
+    began_ns: int = field(default=0, init=False)
+    ranks: int = field(default=0, init=False)
+    """Workers that have answered."""
+    ranks_unsettled: int = field(default=0, init=False)
+    """Those on which a late transfer may still touch the host slots."""
+    ok: tuple[bool, ...] = field(default=(), init=False)
+    """For each chunk, whether its transfer succeeded on every rank that has answered."""
+    reason: str = field(default="", init=False)
+    """Why chunks failed, on the last rank that gave a reason."""
+    seconds: float = field(default=0.0, init=False)
+    """The transfer's own time, on the slowest rank."""
+    stale: bool = field(default=False, init=False)
+    """Whether the bytes mean nothing: a reset came after the order, or blocks were overwritten."""
+
+    def failed(self, ok: Sequence[bool]) -> list[OffloadKey]:
+        """Return the chunks whose transfer failed."""
+        return [key for key, fine in zip(self.keys, ok, strict=True) if not fine]
+
+    def unsettled_slots(self, ok: Sequence[bool]) -> list[int]:
+        """Return the slots that stay out of use after an unsettled answer."""
+        slots = self.spec.host_slots.tolist()
+        return [slot for slot, fine in zip(slots, ok, strict=True) if not fine]
+
+
+class Read(NamedTuple):
+    """What a job loads from one tier."""
+
+    num_bytes: int
+    expected_s: float
+    kept_bytes: int
+    """Host memory that it keeps: less, where chunks take turns."""
+
+
+@dataclass(eq=False)
+class LoadJob(Job):
+    """Chunks that are pinned, or have slots reserved, until a load into the GPU is answered.
+
+    If tiers must fetch chunks into their slots first, the spec is a :class:`StagedLoadStoreSpec`.
+    """
+
+    context: ReqContext | None
+    num_asked: int
+    """Chunks asked for. ``keys`` are the leading ones, fewer if host memory had no room."""
+    tiers: tuple[str, ...] | None
+    """Tiers that the request may use; None for all."""
+    sources: Mapping[OffloadKey, Tier] = field(default_factory=dict)
+    """Chunk → the tier that it comes from, if it was not in host memory."""
+    reads: dict[str, Read] = field(default_factory=dict)
+    """Tier → what the job reads from it; empty once the job has ended."""
+    late_bytes: Counter[str] = field(default_factory=Counter)
+    """Tier → bytes of host memory that it may still write to after the answer."""
+
+    def media(self) -> list[str]:
+        """Return the medium that each chunk comes from."""
+        if not self.sources:
+            return ["CPU"] * len(self.keys)
+        return [tier.medium if (tier := self.sources.get(key)) else "CPU" for key in self.keys]
+
+
+@dataclass(eq=False)
+class StoreJob(Job):
+    """Chunks that have reserved host slots until a store from the GPU is answered."""
+
+    context: ReqContext | None
+    tiers: tuple[str, ...] | None
+    """Tiers to write the chunks through to; None for all."""
+
+
+@dataclass(eq=False)
+class Transfer(Job):
+    """Write-through of stored chunks to a tier, begun by the manager on its own account.
+
+    Carry it out with a handler for ``(type(spec), type(dst))``.
+    """
+
+    dst: BackendLoadStoreSpec
+    tier: str
+    store: Tier
+    """The tier that was meant: another store may have replaced it meanwhile."""
+    num_bytes: int
+    """Host memory that the write keeps."""
+
+    def unsettled_slots(self, ok: Sequence[bool]) -> list[int]:
+        """Return all slots: a late write may still read each of them."""
+        slots: list[int] = self.spec.host_slots.tolist()
+        return slots
