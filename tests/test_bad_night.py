@@ -139,7 +139,7 @@ def test_a_wrong_password(night, tmp_path):
 
 def test_a_killed_io_process(night):
     night = night({"type": "memory", "capacity": "1MiB"})
-    os.kill(int(night.connector.stats()["io"]["server"].split()[-1]), signal.SIGKILL)
+    os.kill(int(night.connector.stats()["io_server"].split()[-1]), signal.SIGKILL)
     assert night.fires("KVOffloadIOProcessRestarts")
     assert night.shows("kvoffload_tier_up == 1")
 

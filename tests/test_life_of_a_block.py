@@ -100,7 +100,7 @@ def test_the_life_of_a_block(settings, kv_caches, new_kv_caches, new_request, un
     # What came from disk is in host memory now, and no transfer holds a slot any more.
     (promoted,) = connector.take_events()
     assert (promoted.medium, len(promoted.keys)) == ("CPU", 5)
-    assert connector.stats()["host"]["busy_chunks"] == 0
+    assert connector.stats()["host_chunks_busy"] == 0
     connector.check()
     connector.close()
 

@@ -17,11 +17,33 @@ from kvoffload import registry
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.config import parse_config
 from kvoffload.connectors.local import LocalConnector
-from kvoffload.connectors.metrics_port import serve_metrics
 from kvoffload.errors import ConfigError
-from kvoffload.figures import BUCKETS_S, Durations, Traffic, WorkerFigures, packed, total
 from kvoffload.identity import short
-from kvoffload.metric_list import METRICS, samples_of_worker
+from kvoffload.io.protocol import Figures
+from kvoffload.io.remote_tier import RemoteTier
+from kvoffload.metrics.endpoint import MetricsServer, serve_metrics
+from kvoffload.metrics.names import (
+    CORRUPT_CHUNKS,
+    LOAD_CHUNKS,
+    LOAD_SECONDS,
+    METRICS,
+    NAMESPACE,
+    PREFILL_RATE,
+    PREFIX,
+    RESIDENT_BYTES,
+    TIER_EVENTS,
+    TIER_UP,
+)
+from kvoffload.metrics.registry import (
+    BUCKETS_S,
+    LOADS,
+    Durations,
+    Traffic,
+    as_data,
+    packed,
+    samples_of,
+    total,
+)
 from tests.support import redis_server
 from tests.support.redis_server import free_port
 
@@ -91,7 +113,9 @@ def test_before_the_first_snapshot_there_is_only_the_version():
 
 
 def test_without_its_extra_the_module_names_it():
-    program = "import sys; sys.modules['prometheus_client'] = None; import kvoffload.metrics"
+    program = (
+        "import sys; sys.modules['prometheus_client'] = None; import kvoffload.metrics.exporter"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
     assert (
@@ -135,8 +159,8 @@ def test_the_endpoint_has_every_metric_from_the_start_and_counters_begin_at_zero
     found = scraped()
     for name, metric in METRICS.items():
         ending = {"counter": "_total", "histogram": "_count", "gauge": ""}[metric.kind]
-        series = [v for k, v in found.items() if k.split("{")[0] == name + ending]
-        if name == "kvoffload_tier_events":  # its reasons are the tier's own
+        series = [v for k, v in found.items() if k.split("{")[0] == PREFIX + name + ending]
+        if name in (TIER_EVENTS, PREFILL_RATE):  # begin with the first event, the fourth prompt
             continue
         assert series, name
         if metric.kind == "counter":
@@ -179,8 +203,20 @@ def test_the_endpoint_names_the_namespace_of_the_tiers_and_after_a_renewal_the_n
 
 
 def test_the_namespaces_of_ranks_are_named_once_each():
-    ranks = (WorkerFigures(namespaces=[name]) for name in ("b", "a", "b"))
-    assert total(map(packed, ranks)).namespaces == ["a", "b"]
+    ranks = ([(NAMESPACE, (name,), 1)] for name in ("b", "a", "b"))
+    assert as_data(total(map(packed, ranks))) == {NAMESPACE: {"a": 1, "b": 1}}
+
+
+def test_of_ranks_that_share_a_store_the_gauges_are_not_added_and_one_that_is_down_is_told():
+    ranks = (
+        [(RESIDENT_BYTES, ("disk",), size), (TIER_UP, ("disk",), up), (LOAD_CHUNKS, ("disk",), 2)]
+        for size, up in ((5, 1), (7, 0), (6, 1))
+    )
+    assert as_data(total(map(packed, ranks))) == {
+        RESIDENT_BYTES: {"disk": 7},
+        TIER_UP: {"disk": 0},
+        LOAD_CHUNKS: {"disk": 6},
+    }
 
 
 class OddFigures(MemoryBackend):
@@ -245,7 +281,7 @@ while True:
 
 
 def test_connections_that_never_end_take_few_descriptors_and_no_threads(serving, monkeypatch):
-    monkeypatch.setattr("kvoffload.metrics.CONNECTION_S", 1.0)
+    monkeypatch.setattr("kvoffload.metrics.endpoint.CONNECTION_S", 1.0)
     connector, scraped = serving()
     assert scraped()
 
@@ -268,8 +304,6 @@ def test_connections_that_never_end_take_few_descriptors_and_no_threads(serving,
 
 
 def test_a_page_is_computed_once_a_second_for_all_who_ask():
-    from kvoffload.metrics import MetricsServer
-
     asked = []
     server = MetricsServer("127.0.0.1", port := free_port(), lambda: asked.append(1) or ())
     try:
@@ -294,8 +328,6 @@ def test_a_request_that_is_none_gets_no_answer_and_the_next_one_does(serving, re
 
 
 def test_an_address_of_ipv6_may_be_given():
-    from kvoffload.metrics import MetricsServer
-
     server = MetricsServer("::1", port := free_port(), lambda: ())
     with urllib.request.urlopen(f"http://[::1]:{port}/metrics", timeout=10) as answer:
         assert b"kvoffload_build_info" in answer.read()
@@ -327,7 +359,7 @@ def test_an_io_process_that_died_is_counted_and_its_tiers_are_down_meanwhile(ser
     connector, scraped = serving(backends=[{"type": "memory"}], io="process")
     up, restarts = 'kvoffload_tier_up{tier="memory"}', "kvoffload_io_restarts_total"
     assert scraped()[up] == 1
-    pid = connector.stats()["io"]["server"].split()[-1]
+    pid = connector.stats()["io_server"].split()[-1]
     os.kill(int(pid), signal.SIGKILL)
     until(lambda: scraped()[restarts] == 1)
     until(lambda: scraped()[up] == 1)
@@ -376,29 +408,33 @@ def test_durations_fall_into_buckets_and_ranks_add_up():
     for seconds in (0.0001, 0.0005, 0.003, 99.0):
         one.add(seconds)
     other.add(0.003)
-    figures = total(packed(WorkerFigures(loads=Traffic(3, 30, each))) for each in (one, other))
-    assert figures.loads.chunks == 6
-    assert figures.loads.seconds.counts[:4] == [2, 0, 0, 2]
-    assert figures.loads.seconds.counts[len(BUCKETS_S)] == 1
-    assert sum(figures.loads.seconds.sums) == pytest.approx(99.0066)
+    ranks = ([(LOAD_SECONDS, ("cpu",), each)] for each in (one, other))
+    ((_, _, both),) = total(map(packed, ranks))
+    assert both.counts[:4] == [2, 0, 0, 2]
+    assert both.counts[len(BUCKETS_S)] == 1
+    assert sum(both.sums) == pytest.approx(99.0066)
 
 
-def test_a_failed_verification_is_counted_by_its_check(serving):
+def test_a_batch_that_brought_nothing_does_not_count():
+    traffic = Traffic(LOADS, "disk")
+    for chunks in (3, 0, 1):
+        traffic.add(chunks, 10 * chunks, 0.5)
+    told = as_data(traffic.samples())
+    assert (told["load_chunks"], told["load_bytes"]) == ({"disk": 4}, {"disk": 40})
+    assert sum(told["load_seconds"]["disk"]["counts"]) == 2
+
+
+def test_statistics_are_samples_again_and_what_is_none_is_passed_over(serving):
     connector, _ = serving(backends=[{"type": "memory"}])
-    figures = figures_of(connector)
-    figures.tiers["memory"].counters |= {
-        "read_corrupt_mac": 2,
-        "corrupt_key": 1,
-        "corrupt": 9,
-        "corrupt_removed": 1,
-    }
-    corrupt = {
-        labels[1]: value
-        for name, labels, value in samples_of_worker(figures)
-        if name == "kvoffload_corrupt_chunks" and value
-    }
-    assert corrupt == {"mac": 2, "key": 1}
+    stats = connector.stats()
+    assert as_data(samples_of(stats)).items() <= stats.items()
+    assert set(stats) - set(METRICS) == {"namespace", "slot_bytes", "copies", "io_server"}
 
 
-def figures_of(connector):
-    return total([packed(connector._worker.figures())])
+def test_a_failed_verification_is_counted_by_its_check():
+    tier = RemoteTier("memory", 1.0, lambda: None)
+    tier.opened(has_index=True)
+    counters = {"read_corrupt_mac": 2, "corrupt_key": 1, "corrupt": 9, "corrupt_removed": 1}
+    tier.told(Figures("memory", (0, None, 0, {}), counters))
+    corrupt = as_data(tier.samples())[CORRUPT_CHUNKS]["memory"]
+    assert {kind: count for kind, count in corrupt.items() if count} == {"mac": 2, "key": 1}

@@ -13,7 +13,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from kvoffload.connectors.local import LocalConnector
-from kvoffload.metric_list import METRICS
+from kvoffload.metrics.names import METRICS, PREFIX
 from tests.support.prometheus import EXAMPLE, NEEDED, RULES, scraping
 from tests.support.redis_server import free_port
 
@@ -23,7 +23,8 @@ BOARD = json.loads((EXAMPLE / "grafana" / "kvoffload.json").read_text())
 ALERTS = re.findall(r"alert: (\w+)", RULES)
 QUERIES = [target["expr"] for panel in BOARD["panels"] for target in panel["targets"]]
 ENDINGS = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
-SCRAPED = {name + ending for name, metric in METRICS.items() for ending in ENDINGS[metric.kind]}
+LISTED = {PREFIX + name: metric for name, metric in METRICS.items()}
+SCRAPED = {name + ending for name, metric in LISTED.items() for ending in ENDINGS[metric.kind]}
 ALERTMANAGER = shutil.which("prometheus-alertmanager") or shutil.which("alertmanager")
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason=NEEDED)
 needs_prometheus = pytest.mark.skipif(shutil.which("prometheus") is None, reason=NEEDED)
@@ -33,7 +34,7 @@ needs_prometheus = pytest.mark.skipif(shutil.which("prometheus") is None, reason
 def test_each_metric_that_is_queried_is_in_the_list(text):
     named = set(re.findall(r"\bkvoffload_\w+\b", text))
     assert named
-    assert named <= SCRAPED | set(METRICS)
+    assert named <= SCRAPED | set(LISTED)
 
 
 def test_each_alert_has_its_section_and_each_section_its_parts():

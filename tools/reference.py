@@ -212,7 +212,7 @@ def shown_default(field: Any) -> str:
 
 def metrics() -> Iterator[str]:
     """Yield the lines of the page of metrics."""
-    from kvoffload.metric_list import METRICS
+    from kvoffload.metrics.names import METRICS, PREFIX
 
     yield from _begin("Metrics", "What a Prometheus server scrapes, and what the labels mean.")
     yield from _section(
@@ -221,14 +221,18 @@ def metrics() -> Iterator[str]:
 They are on vLLM's own page, where the names begin with `vllm:`, and on the page of `metrics_port`.
 SGLang's own page has one counter, `sglang:kvoffload_events`, by
 [event](counters.md#pages-of-sglang). Counters begin at 0, and end in `_total` where Prometheus
-reads them. Histograms end in `_bucket`, `_sum` and `_count`.
+reads them. Histograms end in `_bucket`, `_sum` and `_count`. `LocalConnector.stats()` has them
+without `kvoffload_`, by label values: `stats()["lookups"]["disk"]["hit"]`.
 
 Under SGLang the tier `cpu` is the slots between HiCache's host memory and the tiers: it has copies
 and bytes in flight, and no capacity. `kvoffload_hit_tokens` counts tokens that tiers brought to
-HiCache. `kvoffload_stores_dropped` has an empty `tier`.
+HiCache. `kvoffload_stores_dropped` has an empty `tier`, and `kvoffload_events` counts pages.
 """,
     )
-    rows = ((f"`{name}`", m.kind, _codes(m.labels), m.unit, m.text) for name, m in METRICS.items())
+    rows = (
+        (f"`{PREFIX}{name}`", m.kind, _codes(m.labels), m.unit, m.text)
+        for name, m in METRICS.items()
+    )
     yield from table(("metric", "kind", "labels", "unit", "meaning"), rows)
     yield from ("", "The labels:", "")
     yield from table(("label", "values"), texts()["metrics"]["labels"])

@@ -22,6 +22,8 @@ from kvoffload.cli.output import console, fail, plain, say, table_of
 from kvoffload.cli.stores import AsJson, Settings, run_on
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
+from kvoffload.metrics import names
+from kvoffload.metrics.names import page_name
 
 TIMEOUT_S = 5.0
 LARGEST = 8 << 20
@@ -33,36 +35,36 @@ MOST_TIERS = 64
 _SERIES = re.compile(r"(?:vllm:)?(kvoffload_\w+)(?:\{(.*)\})? (\S+)(?: \d+)?")
 _LABEL = re.compile(r'\b(\w++)="((?:[^"\\]|\\.)*+)"')
 _PORT = re.compile(r"[\w.-]+:\d+(?:/.*)?|\[[\da-fA-F:.]+\]:\d+(?:/.*)?")
-COLUMNS: dict[str, tuple[str, str]] = {
-    "hit_tokens": ("kvoffload_hit_tokens_total", "hit tokens"),
-    "load_bytes": ("kvoffload_load_bytes_total", "loaded"),
-    "store_bytes": ("kvoffload_store_bytes_total", "stored"),
-    "evictions": ("kvoffload_evictions_total", "evicted"),
-    "dropped": ("kvoffload_stores_dropped_total", "dropped"),
-    "corrupt": ("kvoffload_corrupt_chunks_total", "corrupt"),
+COLUMNS = {
+    "hit_tokens": (page_name(names.HIT_TOKENS), "hit tokens"),
+    "load_bytes": (page_name(names.LOAD_BYTES), "loaded"),
+    "store_bytes": (page_name(names.STORE_BYTES), "stored"),
+    "evictions": (page_name(names.EVICTIONS), "evicted"),
+    "dropped": (page_name(names.STORES_DROPPED), "dropped"),
+    "corrupt": (page_name(names.CORRUPT_CHUNKS), "corrupt"),
 }
 """Counter of a tier → its metric, and its title."""
 GAUGES = {
-    "up": "kvoffload_tier_up",
-    "resident_bytes": "kvoffload_resident_bytes",
-    "capacity_bytes": "kvoffload_capacity_bytes",
-    "inflight_bytes": "kvoffload_inflight_bytes",
-    "waiting_chunks": "kvoffload_waiting_chunks",
-    "breakers_open": "kvoffload_breakers_open",
+    "up": page_name(names.TIER_UP),
+    "resident_bytes": page_name(names.RESIDENT_BYTES),
+    "capacity_bytes": page_name(names.CAPACITY_BYTES),
+    "inflight_bytes": page_name(names.INFLIGHT_BYTES),
+    "waiting_chunks": page_name(names.WAITING_CHUNKS),
+    "breakers_open": page_name(names.BREAKERS_OPEN),
 }
-LOOKUPS = "kvoffload_lookups_total"
+LOOKUPS = page_name(names.LOOKUPS)
 HITS, ALL = "lookups that hit", "lookups of all tiers"
 """What is summed up of it: for each tier, and for the engine."""
 RATES = {
     "lookup_hits": HITS,
-    "loads": "kvoffload_load_seconds_count",
-    "load_seconds": "kvoffload_load_seconds_sum",
+    "loads": page_name(names.LOAD_SECONDS) + "_count",
+    "load_seconds": page_name(names.LOAD_SECONDS) + "_sum",
 }
 TOTALS = {
     "lookups": ALL,
-    "saved_prefill_tokens": "kvoffload_saved_prefill_tokens_total",
-    "io_restarts": "kvoffload_io_restarts_total",
-    "transfer_failures": "kvoffload_transfer_failures_total",
+    "saved_prefill_tokens": page_name(names.SAVED_PREFILL_TOKENS),
+    "io_restarts": page_name(names.IO_RESTARTS),
+    "transfer_failures": page_name(names.TRANSFER_FAILURES),
 }
 
 

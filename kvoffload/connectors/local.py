@@ -21,7 +21,7 @@ Nothing here does I/O or raises because of a store; a failed load is an outcome 
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -39,8 +39,6 @@ from kvoffload.connectors.chunking import (
     to_store,
 )
 from kvoffload.connectors.local_operators import LocalOperators
-from kvoffload.connectors.local_stats import LocalStats
-from kvoffload.connectors.metrics_port import serve_metrics
 from kvoffload.connectors.offload_requests import (
     LoadBackoff,
     OffloadRequest,
@@ -55,6 +53,8 @@ from kvoffload.core.hashing import BlockHasher
 from kvoffload.core.interface import KVCacheConfig
 from kvoffload.errors import ConfigError
 from kvoffload.identity import Fact
+from kvoffload.metrics.endpoint import serve_metrics
+from kvoffload.metrics.registry import Sample, as_data
 from kvoffload.offload.base import CanonicalKVCaches, OffloadingEvent, OffloadKey
 from kvoffload.recording import RequestLog
 from kvoffload.transfer.layout import ChunkLayout
@@ -120,9 +120,7 @@ class LocalConnector:
             self._short_loads = LoadBackoff(tolerated=int(self._groups.keeps_prefixes))
             parts = self._manager, self._worker, self._groups, self._requests, self._short_loads
             self._transfers = Transfers(*parts, self._spans)
-            loaded_tokens = self._transfers.loaded_tokens
-            self._stats = LocalStats(self._spec, self._manager, self._worker, loaded_tokens)
-            self._metrics = serve_metrics(self.config, self._stats.samples)
+            self._metrics = serve_metrics(self.config, self._samples)
             seen = self._transfers, self._groups, hasher, str(facts.get("model", ""))
             self._operators = LocalOperators(self.config, self._spec, self._manager, *seen)
         except BaseException:
@@ -347,8 +345,18 @@ class LocalConnector:
         return self._manager.take_events()
 
     def stats(self) -> dict[str, Any]:
-        """Return counters since the start, and what is resident now."""
-        return self._stats.collect()
+        """Return all metrics as plain data, by name and then by label, and some texts.
+
+        See ``docs/reference/metrics.md``.
+        """
+        spec = self._spec
+        return {
+            **as_data(self._samples()),
+            "namespace": spec.namespace,
+            "slot_bytes": spec.slot_bytes,
+            "copies": spec.copies,
+            "io_server": spec.io.server if spec.io else "",
+        }
 
     def explain(self, request: OffloadRequest) -> list[list[str]]:
         """Say where each chunk of a request is or why it is not there, for each KV cache group.
@@ -363,13 +371,17 @@ class LocalConnector:
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """Report how long tokens of prompts took to compute: slower loads are then declined."""
-        self._manager.figures.prefilled(given.token_count("num_tokens", num_tokens), seconds)
+        self._manager.promises.prefilled(given.token_count("num_tokens", num_tokens), seconds)
 
     def check(self) -> None:
         """Raise UsageError if the ledger contradicts itself; for tests."""
         self._manager.check()
 
     # ---- inside ----
+
+    def _samples(self) -> Iterator[Sample]:
+        """Return the samples of all metrics, on any thread."""
+        return chain(self._manager.figures.samples(), self._worker.figures.samples())
 
     def _forget(self, request: OffloadRequest, *, again: bool = False) -> bool:
         self._short_loads.gave_up(request.request_id)

@@ -1,6 +1,5 @@
 """Transfers of the local connector: submits jobs, takes in results, says how loads ended."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +8,7 @@ from kvoffload.connectors.jobs import JobTable
 from kvoffload.connectors.offload_requests import LoadBackoff, RequestState
 from kvoffload.connectors.spans import Spans
 from kvoffload.messages import TransferResult, TransferSpec
-from kvoffload.offload.base import Job, LoadJob, Manager, Transfer
+from kvoffload.offload.base import Job, LoadJob, Manager
 from kvoffload.transfer.engine import TransferEngine
 
 
@@ -44,7 +43,7 @@ class Transfers:
     """Carries out the manager's jobs, for one connector, on the engine's thread.
 
     Args:
-        manager: gets the answers, the totals and the rates.
+        manager: gets the answers, and counts the tokens that were loaded.
         worker: moves the bytes.
         groups: of the chunks.
         requests: the connector's requests by id; their loads are marked as ended here.
@@ -62,8 +61,6 @@ class Transfers:
         spans: Spans | None = None,
     ) -> None:
         self.jobs = JobTable(manager, spans=spans)
-        self.loaded_tokens: Counter[str] = Counter()
-        """Tokens loaded so far, by medium."""
         self._manager = manager
         self._worker = worker
         self._groups = groups
@@ -118,23 +115,12 @@ class Transfers:
                 unsettled=int(not result.settled),
                 seconds=result.transfer_time_s,
             )
-            if job is not None:
-                self._note_end(job, result)
+            if isinstance(job, LoadJob):
+                self._outcomes.append(self._load_ended(job, result))
         for job_id in settled:
             self.jobs.settle(job_id)
         for transfer in self._manager.take_transfers():
             self._begin(transfer, (transfer.spec, transfer.dst))
-
-    def _note_end(self, job: Job, result: TransferResult) -> None:
-        if isinstance(job, LoadJob):
-            self._outcomes.append(self._load_ended(job, result))
-            return
-        good = result.ok.count(True)
-        if isinstance(job, Transfer):
-            medium, num_bytes = job.store.medium, result.transfer_bytes * all(result.ok)
-        else:
-            medium, num_bytes = "CPU", result.transfer_bytes * good // len(job.keys)
-        self._manager.figures.stored(medium, good, num_bytes, result.transfer_time_s)
 
     # ---- loads ----
 
@@ -186,28 +172,11 @@ class Transfers:
 
     def _outcome(self, load: Load, job: LoadJob, result: TransferResult) -> LoadOutcome:
         arrived: dict[tuple[int, int], str] = {}
-        chunks: Counter[str] = Counter()
         for piece, medium, ok in zip(load.pieces, job.media(), result.ok, strict=True):
             if ok:
                 arrived[piece.group, piece.chunk] = medium
-                chunks[medium] += 1
         end = self._groups.usable(load.start, load.end, arrived)
         tokens = self._groups.tokens_by_medium(load.start, end, arrived)
-        self.loaded_tokens.update(tokens)
-        self._measure(chunks, tokens, len(job.keys), result)
+        for medium, number in tokens.items():
+            self._manager.figures.hit_tokens[medium.lower()] += number
         return LoadOutcome(load.request_id, end - load.start, end == load.end, dict(tokens))
-
-    def _measure(
-        self,
-        chunks: Mapping[str, int],
-        tokens: Mapping[str, int],
-        num_chunks: int,
-        result: TransferResult,
-    ) -> None:
-        for medium, count in chunks.items():
-            num_bytes = result.transfer_bytes * count // num_chunks
-            # Chunks from host memory waited for the tiers' chunks of the same load.
-            rated = medium != "CPU" or len(chunks) == 1
-            self._manager.figures.loaded(
-                medium, tokens.get(medium, 0), count, num_bytes, result.transfer_time_s, rated
-            )

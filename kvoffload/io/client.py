@@ -8,12 +8,11 @@ import itertools
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvoffload.errors import ConfigError
-from kvoffload.figures import Durations
+from kvoffload.identity import short
 from kvoffload.io.backoff import Backoff
 from kvoffload.io.deadlines import IDLE_TICK_S, PATIENT_S, TICK_S, IOJob, IOJobs, Listener
 from kvoffload.io.forms import Form
@@ -36,6 +35,8 @@ from kvoffload.io.protocol import (
     frame,
 )
 from kvoffload.io.remote_tier import RemoteTier
+from kvoffload.metrics.names import IO_LOOP_DELAY, IO_RESTARTS, NAMESPACE
+from kvoffload.metrics.registry import Durations, Sample
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +65,8 @@ class IOClient:
     def __init__(
         self, start: Form, opening: Open, load_timeout_s: float, store_timeout_s: float
     ) -> None:
-        self.counters: Counter[str] = Counter()
-        """``died``: servers that ended by themselves."""
+        self.died = 0
+        """Servers that ended by themselves."""
         self.loop_delays = Durations()
         """By how much the server's event loop was late."""
         self._start, self.opening = start, opening
@@ -164,11 +165,20 @@ class IOClient:
         if not is_up:
             listener.ended(bytes(len(order.keys)), "io_died", True, 0.0)
 
+    def samples(self) -> Iterator[Sample]:
+        """Yield what the server and its stores measure, on any thread."""
+        yield NAMESPACE, (short(self.opening.namespace),), 1
+        yield IO_RESTARTS, (), self.died
+        yield IO_LOOP_DELAY, (), self.loop_delays
+        for tier in self.tiers.values():
+            yield from tier.samples()
+
     # ---- on the engine's thread, at start, resets and the end ----
 
     @property
-    def stats(self) -> dict[str, str | int]:
-        return {"server": str(self._peer), **self.counters}
+    def server(self) -> str:
+        """The server's form, and the id of its process."""
+        return str(self._peer)
 
     def renew(
         self,
@@ -358,7 +368,7 @@ class IOClient:
         if not self._is_started:
             self._tell_waiting()
             return
-        self.counters["died"] += 1
+        self.died += 1
         log.error("%s died with %d jobs; it is started again", self._peer, len(jobs))
         self._backoff.died()
 

@@ -3,12 +3,11 @@
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
 from kvoffload.backends.base import Removal, Usage
-from kvoffload.figures import TierFigures, Traffic
 from kvoffload.io.presence import PresenceCache
 from kvoffload.io.protocol import (
     Answered,
@@ -20,11 +19,17 @@ from kvoffload.io.protocol import (
     Removed,
     Store,
 )
+from kvoffload.metrics import names
+from kvoffload.metrics.registry import LOADS, STORES, Sample, Traffic
 
 ANSWER_S = 2.0
 """How long an answer of ``contains`` is believed, whatever it is."""
 MAX_REMOVALS = 1 << 16
 """Removals kept for an engine that may never ask; older ones are lost to it."""
+_OWN_METRICS = ("up", "breakers_open", "server_evictions")
+"""Gauges of a store that have metrics of their own."""
+CORRUPT_KINDS = ("payload", "header", "key", "namespace", "size")
+"""Checks whose counters begin at 0; the rest appear with the first chunk that fails them."""
 
 
 class RemoteTier:
@@ -59,7 +64,7 @@ class RemoteTier:
         """Tables of questions on their way."""
         self._relayed: dict[bytes, bool] | None = None
         """Chunks that appeared or left since they were last taken; None unless they are relayed."""
-        self._loads, self._stores = Traffic(), Traffic()
+        self._loads, self._stores = Traffic(LOADS, name), Traffic(STORES, name)
         self._told: tuple[Counter[str], Figures | None] = (Counter(), None)
         """What earlier openings of the store have counted, and the figures of this one. They are
         replaced together, because any thread reads them."""
@@ -164,20 +169,27 @@ class RemoteTier:
         now = figures.counters if figures else {}
         return counted + Counter(now) if counted else now
 
-    @property
-    def figures(self) -> TierFigures:
-        """All that is known of the tier now, but which chunks it has."""
-        usage = self.usage
+    def samples(self) -> Iterator[Sample]:
+        """Yield all that is known of the tier now, but which chunks it has; on any thread."""
+        tier, usage = self.name, self.usage
         gauges = dict(usage.gauges) if usage else {}
-        return TierFigures(
-            self.is_open and gauges.get("up", 1) > 0,
-            usage.resident_bytes if usage else None,
-            usage.capacity_bytes if usage else None,
-            gauges,
-            dict(self.counters),
-            self._loads,
-            self._stores,
-        )
+        yield names.TIER_UP, (tier,), int(self.is_open and gauges.get("up", 1) > 0)
+        yield names.BREAKERS_OPEN, (tier,), gauges.get("breakers_open", 0)
+        yield names.SERVER_EVICTIONS, (tier,), gauges.get("server_evictions", 0)
+        if usage is not None:
+            yield names.RESIDENT_BYTES, (tier,), usage.resident_bytes
+            if usage.capacity_bytes is not None:
+                yield names.CAPACITY_BYTES, (tier,), usage.capacity_bytes
+            for name, value in {"chunks": usage.chunks, **gauges}.items():
+                if name not in _OWN_METRICS:
+                    yield names.TIER_GAUGES, (tier, name), value
+        yield from self._loads.samples()
+        yield from self._stores.samples()
+        counters = dict(self.counters)
+        for kind, count in {**dict.fromkeys(CORRUPT_KINDS, 0), **_corrupt(counters)}.items():
+            yield names.CORRUPT_CHUNKS, (tier, kind), count
+        for reason, count in counters.items():
+            yield names.TIER_EVENTS, (tier, reason), count
 
     # ---- on the client's thread ----
 
@@ -303,3 +315,14 @@ class RemoteTier:
     def told(self, figures: Figures) -> None:
         """Take in usage and counters."""
         self._told = self._told[0], figures
+
+
+def _corrupt(counters: Mapping[str, int]) -> dict[str, int]:
+    """Return the counters of failed verifications, by the check that failed."""
+    found: dict[str, int] = {}
+    for name, count in counters.items():
+        for start in ("corrupt_", "read_corrupt_"):
+            if name.startswith(start) and name != "corrupt_removed":
+                kind = name.removeprefix(start)
+                found[kind] = found.get(kind, 0) + count
+    return found

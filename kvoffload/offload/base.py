@@ -34,9 +34,9 @@ from kvoffload.messages import (
 from kvoffload.offload.job import Job, LoadJob, Read, StoreJob, Transfer
 
 if TYPE_CHECKING:
+    from kvoffload.offload.figures import ManagerFigures
     from kvoffload.offload.hints import Hints
     from kvoffload.offload.promises import Promises
-    from kvoffload.offload.stats import ManagerStats, Stats
     from kvoffload.offload.tiers import Tier
 
 __all__ = [
@@ -134,7 +134,7 @@ class Manager(Protocol):
     """
 
     counters: Counter[str]
-    figures: "Stats"
+    figures: "ManagerFigures"
     """What connectors measure."""
     promises: "Promises"
     """Which loads are worth their time; connectors ask, and report how long loads take."""
@@ -275,10 +275,6 @@ class Manager(Protocol):
     @abstractmethod
     def shutdown(self) -> None:
         """Release the manager's resources."""
-
-    @abstractmethod
-    def stats(self) -> "ManagerStats":
-        """Return all figures; see ``docs/reference/counters.md``."""
 
     @property
     @abstractmethod

@@ -4,6 +4,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
 from kvoffload.messages import OffloadKey
+from kvoffload.metrics.names import HOST
 from kvoffload.offload.base import ChunksRemoved, ChunksStored, OffloadingEvent, Reason
 from kvoffload.offload.tiers import Tier
 
@@ -72,27 +73,28 @@ class EventLog:
 
     Args:
         counters: where ``events_lost`` is counted.
+        removals: counts the chunks that left, by tier and reason.
     """
 
-    def __init__(self, counters: Counter[str]) -> None:
+    def __init__(self, counters: Counter[str], removals: Counter[tuple[str, str]]) -> None:
         self.reasons = MissReasons(REMEMBERED_MISSES)
         self._counters = counters
         self._events: deque[OffloadingEvent] = deque()
         self._num_keys = 0
         # Media of events that were dropped since events were last taken.
         self._gaps: dict[str, None] = {}
-        self._removed: Counter[tuple[str, str]] = Counter()
+        self._removals = removals
 
     def stored(self, keys: Sequence[OffloadKey], medium: str = CPU) -> None:
         """Record chunks that became resident."""
         if keys:
             self._append(ChunksStored(tuple(keys), medium))
 
-    def removed(self, keys: Sequence[OffloadKey], medium: str, reason: Reason) -> None:
-        """Record chunks that left a medium."""
+    def removed(self, keys: Sequence[OffloadKey], reason: Reason) -> None:
+        """Record chunks that left host memory."""
         if keys:
-            self._removed[medium, reason] += len(keys)
-            self._append(ChunksRemoved(tuple(keys), medium, reason))
+            self._removals[HOST, reason.value] += len(keys)
+            self._append(ChunksRemoved(tuple(keys), CPU, reason))
 
     def _append(self, event: OffloadingEvent) -> None:
         self._events.append(event)
@@ -106,7 +108,7 @@ class EventLog:
     def evicted(self, keys: Sequence[OffloadKey]) -> None:
         """Record chunks evicted from host memory."""
         self.reasons.note(keys, Reason.EVICTED)
-        self.removed(keys, CPU, Reason.EVICTED)
+        self.removed(keys, Reason.EVICTED)
 
     def written(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
         """Record chunks that were written to a tier."""
@@ -125,7 +127,7 @@ class EventLog:
         for removal in removals:
             by_reason.setdefault(removal.reason, []).append(OffloadKey(removal.key))
         for why, keys in by_reason.items():
-            self._removed[tier.medium, why] += len(keys)
+            self._removals[tier.name, why] += len(keys)
             self.reasons.note(keys, why)
             reason = Reason.EVICTED if why == Reason.EVICTED else Reason.FAILED
             self._append(ChunksRemoved(tuple(keys), tier.medium, reason))
@@ -154,10 +156,3 @@ class EventLog:
         self._events.clear()
         self._num_keys = 0
         return taken
-
-    def removed_by_medium(self) -> dict[str, dict[str, int]]:
-        """Return how many chunks left, by medium and reason."""
-        table: dict[str, dict[str, int]] = {}
-        for (medium, why), count in self._removed.items():
-            table.setdefault(medium, {})[str(why)] = count
-        return table

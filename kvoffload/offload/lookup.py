@@ -6,6 +6,7 @@ from itertools import chain
 from operator import indexOf
 
 from kvoffload.messages import OffloadKey
+from kvoffload.metrics.names import HOST
 from kvoffload.offload.events import CPU
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.tiers import Tier, first_holder
@@ -19,14 +20,14 @@ class Lookups:
 
     Args:
         host: host memory.
-        counters: the manager's counters.
+        counts: lookups, by tier and result.
         caching: False if chunks only pass through host memory: a load then needs one slot, and
             without a free slot the answer is "ask again".
     """
 
-    def __init__(self, host: HostCache, counters: Counter[str], caching: bool) -> None:
+    def __init__(self, host: HostCache, counts: Counter[tuple[str, str]], caching: bool) -> None:
         self._host = host
-        self._counters = counters
+        self._counts = counts
         self._caching = caching
 
     # ---- one chunk ----
@@ -68,21 +69,19 @@ class Lookups:
     def find_prefix(self, keys: Sequence[OffloadKey], tiers: tuple[Tier, ...]) -> tuple[int, bool]:
         """Count the leading chunks that can be loaded; return also whether the next may follow."""
         if not self._caching and keys and self._waits_for_slot(keys[0], tiers):
-            self._counters["lookup_pending"] += 1
+            self._counts["", "pending"] += 1
             return 0, True
         hits = self._ready_prefix(keys)
+        self._counts[HOST, "hit"] += hits
         if hits == len(keys):
-            self._counters["lookup_hits"] += hits
             return hits, False
-        in_host = hits
         answer: bool | None = False
         if tiers or self._host.fetching:
             hits, answer = self._find_below(keys, hits, tiers)
-        self._counters["lookup_hits"] += in_host
         if hits == len(keys):
             return hits, False
         pending = answer is None
-        self._counters["lookup_pending" if pending else "lookup_misses"] += 1
+        self._counts["", "pending" if pending else "miss"] += 1
         return hits, pending
 
     def _waits_for_slot(self, key: OffloadKey, tiers: tuple[Tier, ...]) -> bool:
@@ -112,10 +111,10 @@ class Lookups:
         answer: bool | None = False
         hits = start
         if tiers and (from_below := self._run_on(tiers[0], keys[start:], idle_hits)):
-            found[tiers[0].medium] = from_below
+            found[tiers[0].name] = from_below
             hits += from_below
         for key in keys[hits:]:
-            medium = ""
+            name = ""
             if key in idle:
                 idle_hits += 1
             elif key not in pinned:
@@ -126,21 +125,21 @@ class Lookups:
                 if tier is None:
                     break
                 from_below += 1
-                medium = tier.medium
+                name = tier.name
             if from_below and self._caching and from_below + idle_hits > host.room_for(key):
                 answer = False
                 break
-            if medium:
-                found[medium] += 1
+            if name:
+                found[name] += 1
             hits += 1
         if answer is None:
             # Ask about the following chunks now, so that requests to slow tiers travel together.
             for key in keys[hits + 1 : hits + 1 + ASKED_AHEAD]:
                 if not host.is_ready(key) and first_holder(key, tiers)[1] is False:
                     break
-        for medium, count in found.items():
-            self._counters[f"lookup_hits_{medium}"] += count
-        self._counters["lookup_hits"] += hits - start
+        self._counts[HOST, "hit"] += hits - start - found.total()
+        for name, count in found.items():
+            self._counts[name, "hit"] += count
         return hits, answer
 
     def _run_on(self, tier: Tier, keys: Sequence[OffloadKey], idle_hits: int) -> int:

@@ -8,12 +8,12 @@ A chunk's life in host memory (:mod:`kvoffload.offload.host_cache`)::
 Nothing here does I/O. Each transfer is one job, which the caller answers once with ``complete``.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import count
 
 from kvoffload.config import HARMLESS_HINTS
 from kvoffload.errors import UsageError
+from kvoffload.metrics.names import HOST
 from kvoffload.offload.admission import make_filter
 from kvoffload.offload.base import (
     CPULoadStoreSpec,
@@ -30,6 +30,7 @@ from kvoffload.offload.base import (
     request_id,
 )
 from kvoffload.offload.events import CPU, DROPPED, NOT_ADMITTED, NOT_WANTED, EventLog
+from kvoffload.offload.figures import NO_ROOM, ManagerFigures
 from kvoffload.offload.hints import NO_HINTS, HintReader, Hints
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.in_flight import JobsInFlight
@@ -38,7 +39,6 @@ from kvoffload.offload.passthrough import PassThrough
 from kvoffload.offload.promises import Promises
 from kvoffload.offload.retirement import Retirement
 from kvoffload.offload.staging import Staging
-from kvoffload.offload.stats import ManagerStats, Stats, collect
 from kvoffload.offload.tiers import Tier, WriteThrough
 
 __all__ = ["CPU", "Tier", "TieredOffloadingManager"]
@@ -74,21 +74,23 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> None:
         if max_persisting_slots is None:
             max_persisting_slots = max(1, host.num_slots // 2)
-        self.counters: Counter[str] = Counter()
-        self.figures = Stats()
-        """What connectors measure: see :class:`Stats`."""
+        self.figures = ManagerFigures(host)
+        """What this manager and its connector have counted since the start."""
+        self.figures.begin(tiers)
+        self.counters = self.figures.events
+        self._not_stored = self.figures.not_stored
         self.tiers = tuple(tiers)
         self._host = host
         self._caching = caching
         self._promote = promote
         self._hints = HintReader(self.counters, client_hints)
         self._admission = make_filter(store_threshold, host.num_slots)
-        self._lookups = Lookups(host, self.counters, caching)
+        self._lookups = Lookups(host, self.figures.lookups, caching)
         self.promises = Promises(
-            host, self._tiers_of, self.figures, self.counters, load_timeout_s, len(self.tiers)
+            host, self._tiers_of, self.figures.lookups, load_timeout_s, len(self.tiers)
         )
         """Which loads are worth their time; connectors ask, and report how long loads take."""
-        self._events = EventLog(self.counters)
+        self._events = EventLog(self.counters, self.figures.removals)
         self._jobs = JobsInFlight(self.counters)
         self._job_ids = count(1)
         self.unexpected = self._jobs.unexpected
@@ -97,7 +99,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._late: dict[int, LoadJob | Transfer] = {}
         """Answered jobs for which a tier may still access host memory."""
         self._write_through = WriteThrough(
-            host, limit_bytes, self.counters, self._jobs, self._job_ids, self._dropped
+            host, limit_bytes, self._not_stored, self._jobs, self._job_ids, self._dropped
         )
         self._write_through.use(self.tiers)
         self.has_transfers = self._write_through.has_begun
@@ -105,6 +107,7 @@ class TieredOffloadingManager(OffloadingManager):
         take = self._reserve if caching else self._passthrough.take_turns
         self._staging = Staging(host, take, caching)
         self._retirement = Retirement(host, self._write_through)
+        self.figures.read(self.promises.samples, self._write_through.samples)
 
     # ---- lookups ----
 
@@ -172,7 +175,6 @@ class TieredOffloadingManager(OffloadingManager):
         """Take slots for as many leading chunks as possible; return them and the evicted chunks."""
         slots, evicted = self._host.reserve(keys, protected)
         if evicted:
-            self.counters["evicted"] += len(evicted)
             self._events.evicted(evicted)
         return slots, evicted
 
@@ -188,7 +190,7 @@ class TieredOffloadingManager(OffloadingManager):
         ended = self._staging.end_load(job, ok, settled)
         if ended.lost or ended.missed:
             self._events.reasons.note([*ended.lost, *ended.missed], reason or Reason.FAILED)
-            self._events.removed(ended.lost, CPU, Reason.FAILED)
+            self._events.removed(ended.lost, Reason.FAILED)
         self._events.stored(ended.arrived)
         if self._promote and ended.fetched:
             self._write_through.promote(ended.fetched, self._tiers_for(job.tiers))
@@ -234,18 +236,19 @@ class TieredOffloadingManager(OffloadingManager):
 
     def _leave_out(self, keys: Sequence[OffloadKey], reason: str) -> None:
         if keys:
-            self.counters[f"store_{reason}"] += len(keys)
+            self._not_stored[HOST, reason] += len(keys)
             self._events.reasons.note(keys, reason)
 
     def drop(self, keys: Sequence[OffloadKey]) -> None:
-        self.counters["store_refused"] += len(keys)
+        """Count chunks that are not stored for lack of room; see :class:`PrepareStoreOutput`."""
+        self._not_stored[NO_ROOM] += len(keys)
         self._events.reasons.note(keys, DROPPED)
 
     def _store_ended(self, job: StoreJob, ok: Sequence[bool], settled: bool) -> None:
         stored: Sequence[OffloadKey] = job.keys
         if not (all(ok) and self._host.all_ready(job.keys[::-1])):
             stored, failed = self._staging.end_store(job.keys, ok, settled)
-            self.counters["store_failed"] += len(failed)
+            self._not_stored[HOST, "failed"] += len(failed)
             self._events.reasons.note(failed, Reason.FAILED)
         if stored:
             if self._caching:
@@ -280,7 +283,7 @@ class TieredOffloadingManager(OffloadingManager):
         for key in reversed(transfer.keys):
             self._host.end_use(key, settled)
         good = [key for key, fine in zip(transfer.keys, ok, strict=True) if fine]
-        self.counters[f"persist_failed_{transfer.tier}"] += len(ok) - len(good)
+        self._not_stored[transfer.tier, "failed"] += len(ok) - len(good)
         if (tier := transfer.store) in self.tiers:  # not replaced meanwhile
             self._events.written(tier, good)
         if settled:
@@ -347,7 +350,7 @@ class TieredOffloadingManager(OffloadingManager):
         """
         gone = self._host.forget_all()
         self._events.reasons.note(gone, Reason.RESET)
-        self._events.removed(gone, CPU, Reason.RESET)
+        self._events.removed(gone, Reason.RESET)
         if self._admission is not None:
             self._admission.clear()
         self._write_through.forget_waiting()
@@ -359,6 +362,7 @@ class TieredOffloadingManager(OffloadingManager):
             self.complete(transfer, [False] * len(transfer.keys))
         self._events.replaced(self.tiers)
         self.tiers = tuple(tiers)
+        self.figures.begin(tiers)
         self._write_through.use(self.tiers)
         self._retirement.clear()
 
@@ -375,12 +379,7 @@ class TieredOffloadingManager(OffloadingManager):
             self.promises.forget(req_context.req_id)
         self._retirement.retire(keys)
 
-    # ---- figures, self-check ----
-
-    def stats(self) -> ManagerStats:
-        return collect(
-            self._host, self.counters, self.tiers, self._write_through, self._events, self.figures
-        )
+    # ---- self-check ----
 
     @property
     def busy_slots(self) -> int:

@@ -8,20 +8,25 @@ A load waits while what the tier has yet to load fills too much of host memory.
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.messages import Fetch, OffloadKey, StagedLoadStoreSpec
+from kvoffload.metrics.names import PREFILL_RATE
+from kvoffload.metrics.registry import Sample
 from kvoffload.offload.base import LoadJob, Read, ReqContext
 from kvoffload.offload.host_cache import HostCache
-from kvoffload.offload.stats import FORGET_PER_SAMPLE, MIN_SAMPLES, Stats
 from kvoffload.offload.tiers import Tier, first_holder
 
 TOO_SLOW = "too_slow"
 """Loading takes longer than computing."""
 NOT_IN_TIME = "not_in_time"
 """The first chunk would arrive after ``load_timeout_s``, or late reads keep too much memory."""
-_COUNTERS = {TOO_SLOW: "load_declined", NOT_IN_TIME: "load_not_in_time"}
+_RESULTS = {TOO_SLOW: "declined", NOT_IN_TIME: "not_in_time"}
+FORGET_PER_SAMPLE = 0.8
+"""Weight of the earlier samples of a rate at each new sample."""
+MIN_SAMPLES = 4
+"""Samples before a rate counts as known."""
 LEAST_S = 0.1
 """A load that takes no longer than this is worth it, however fast the engine computes."""
 LATE_S = 0.5
@@ -31,6 +36,28 @@ PROBE_S = 10.0
 """A tier is tried again after so many declined requests, and so long after its last load."""
 MAX_DECLINED = 4096
 """Requests whose declined tiers are remembered; more only if an engine never ends them."""
+
+
+class Rate:
+    """Tokens a second, over the last few samples, larger ones weighing more."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._samples = 0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Add a sample."""
+        self._tokens = self._tokens * FORGET_PER_SAMPLE + tokens
+        self._seconds = self._seconds * FORGET_PER_SAMPLE + seconds
+        self._samples += 1
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The rate; None if it is not known."""
+        if self._samples < MIN_SAMPLES or not self._seconds:
+            return None
+        return self._tokens / self._seconds
 
 
 class LoadTimes:
@@ -119,8 +146,7 @@ class Promises:
     Args:
         host: tells the sizes of chunks, and which are in host memory.
         tiers: returns the tiers that a request may load from.
-        figures: tell the rate at which the engine computes prompts.
-        counters: of the manager.
+        lookups: counts those that declined a tier, by tier and result.
         load_timeout_s: how long a load may wait for its first chunk.
         num_tiers: a tier's loads may keep an equal share of half of host memory; half, while it
             answers. The one load that goes beyond begins.
@@ -131,16 +157,15 @@ class Promises:
         self,
         host: HostCache,
         tiers: Callable[[ReqContext], tuple[Tier, ...]],
-        figures: Stats,
-        counters: Counter[str],
+        lookups: Counter[tuple[str, str]],
         load_timeout_s: float,
         num_tiers: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host = host
         self._tiers_of = tiers
-        self._figures = figures
-        self._counters = counters
+        self._lookups = lookups
+        self._prefill = Rate()
         self._load_timeout_s = load_timeout_s
         self._clock = clock
         self._loads: dict[str, _TierLoads] = {}
@@ -149,7 +174,17 @@ class Promises:
         self._declined: dict[str, dict[str, str]] = {}
         """Request → reason for each of its declined tiers."""
 
-    # ---- what loads take ----
+    # ---- what computing and loads take ----
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """Note how long the engine took to compute tokens of prompts."""
+        if tokens and seconds > 0:
+            self._prefill.add(tokens, seconds)
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the speed at which the engine computes prompts, if it is known."""
+        if (speed := self._prefill.tokens_per_s) is not None:
+            yield PREFILL_RATE, (), speed
 
     def begun(self, job: LoadJob) -> None:
         """Note a load that has begun."""
@@ -253,7 +288,7 @@ class Promises:
         for tier, reason in declined.items():
             self._declined.setdefault(req_context.req_id, {})[tier.name] = reason
             self._loads[tier.name].declines += 1
-            self._counters[f"{_COUNTERS[reason]}_{tier.name}"] += 1
+            self._lookups[tier.name, _RESULTS[reason]] += 1
         if len(self._declined) > MAX_DECLINED:
             del self._declined[next(iter(self._declined))]
         return not declined
@@ -270,7 +305,7 @@ class Promises:
         wait_s = loads.wait_s(now_s)
         if wait_s > self._load_timeout_s:
             return NOT_IN_TIME
-        load_s, tokens_per_s = loads.times.seconds(num_bytes), self._figures.prefill.tokens_per_s
+        load_s, tokens_per_s = loads.times.seconds(num_bytes), self._prefill.tokens_per_s
         if load_s is None or tokens_per_s is None:
             return ""
         return TOO_SLOW if wait_s + load_s > max(LEAST_S, num_tokens / tokens_per_s) else ""

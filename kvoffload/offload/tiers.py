@@ -11,6 +11,8 @@ from typing import Protocol, runtime_checkable
 
 from kvoffload.backends.base import Removal
 from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKey
+from kvoffload.metrics.names import INFLIGHT_BYTES, WAITING_CHUNKS
+from kvoffload.metrics.registry import Sample
 from kvoffload.offload.base import Job, Transfer
 from kvoffload.offload.host_cache import HostCache
 
@@ -126,7 +128,7 @@ class WriteThrough:
         host: pinned while a chunk is read.
         limit_bytes: high-water mark of host bytes pinned for write-through. Each tier has an equal
             share, so that a tier that hangs does not block the rest.
-        counters: where drops are counted.
+        lost: counts the chunks that are not written, by tier and reason.
         jobs: gets each transfer that has begun.
         job_ids: numbers for transfers.
         dropped: called with the chunks that will not be written.
@@ -136,14 +138,14 @@ class WriteThrough:
         self,
         host: HostCache,
         limit_bytes: int,
-        counters: Counter[str],
+        lost: Counter[tuple[str, str]],
         jobs: MutableMapping[int, Job],
         job_ids: Iterator[int],
         dropped: Callable[[Sequence[OffloadKey]], None],
     ) -> None:
         self._host = host
         self._limit_bytes = limit_bytes
-        self._counters = counters
+        self._lost = lost
         self._dropped = dropped
         self._lanes: dict[str, _Lane] = {}
         self._begun: list[Transfer] = []
@@ -226,7 +228,7 @@ class WriteThrough:
     def _drop(self, lane: _Lane, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
             del lane.waiting[key]
-        self._counters[f"persist_dropped_{lane.tier.name}"] += len(keys)
+        self._lost[lane.tier.name, "back_pressure"] += len(keys)
         self._dropped(keys)
 
     def has_begun(self) -> bool:
@@ -254,7 +256,8 @@ class WriteThrough:
         """Return for each tier the chunks that wait for it."""
         return [lane.waiting for lane in self._lanes.values()]
 
-    def in_flight(self, name: str) -> tuple[int, int]:
-        """Return the bytes in flight to a tier, and the chunks that wait."""
-        lane = self._lanes.get(name)  # none: another thread asks during a reset
-        return (self._kept_bytes[name], len(lane.waiting)) if lane else (0, 0)
+    def samples(self) -> Iterator[Sample]:
+        """Yield for each tier the bytes in flight, and the chunks that wait; on any thread."""
+        for name, lane in list(self._lanes.items()):
+            yield INFLIGHT_BYTES, (name,), self._kept_bytes[name]
+            yield WAITING_CHUNKS, (name,), len(lane.waiting)

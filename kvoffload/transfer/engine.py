@@ -8,12 +8,10 @@ import logging
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from kvoffload.figures import Traffic, WorkerFigures
-from kvoffload.identity import short
 from kvoffload.io.client import IOClient
 from kvoffload.messages import (
     BackendLoadStoreSpec,
@@ -26,6 +24,8 @@ from kvoffload.messages import (
     TransferResult,
     TransferSpec,
 )
+from kvoffload.metrics.names import HOST, TRANSFER_FAILURES
+from kvoffload.metrics.registry import LOADS, STORES, Registry, Traffic
 from kvoffload.transfer.base import Copier, CopyFence
 from kvoffload.transfer.layout import ChunkLayout, Moves, check_moves
 from kvoffload.transfer.slab import Slab
@@ -43,6 +43,8 @@ ROUTES: tuple[tuple[type[LoadStoreSpec], type[LoadStoreSpec]], ...] = (
 _NO_IO = threading.Event()
 """The ``io_done`` of jobs that use no tier."""
 _NO_IO.set()
+FAILURES = ("missing", "corrupt", "late", "unavailable", "deadline", "io_died", "error")
+"""Reasons of failed transfers whose counters begin at 0."""
 
 
 @dataclass(eq=False)
@@ -150,9 +152,14 @@ class TransferEngine(OffloadingHandler):
     def __init__(
         self, io: IOClient | None, slab: Slab, layout: ChunkLayout, copier: Copier
     ) -> None:
-        self.counters: Counter[str] = Counter()
+        self.figures = Registry()
+        """What this engine and its tiers have measured since the start."""
+        self.failures = self.figures.counter(TRANSFER_FAILURES, *FAILURES)
         """Chunks that failed, by reason."""
-        self._loads, self._stores = Traffic(), Traffic()
+        self._loads, self._stores = Traffic(LOADS, HOST), Traffic(STORES, HOST)
+        self.figures.read(self._loads.samples, self._stores.samples)
+        if io is not None:
+            self.figures.read(io.samples)
         self._io = io
         self._slab = slab
         self._layout = layout
@@ -195,24 +202,11 @@ class TransferEngine(OffloadingHandler):
         for job, result in zip(done, results, strict=True):
             good = result.ok.count(True)
             if result.reason:
-                self.counters[f"failed_{result.reason}"] += len(result.ok) - good
+                self.failures[result.reason] += len(result.ok) - good
             if job.traffic is not None and good:
                 num_bytes = result.transfer_bytes * good // len(result.ok)
                 job.traffic.add(good, num_bytes, result.transfer_time_s)
         return results
-
-    def figures(self) -> WorkerFigures:
-        """Return what this engine and its tiers have measured so far; parts of it go on counting.
-
-        Any thread may call it.
-        """
-        figures = WorkerFigures(loads=self._loads, stores=self._stores, failed=dict(self.counters))
-        if self._io is not None:
-            figures.tiers = {name: tier.figures for name, tier in self._io.tiers.items()}
-            figures.io_restarts = self._io.counters["died"]
-            figures.loop_delays = self._io.loop_delays
-            figures.namespaces = [short(self._io.opening.namespace)]
-        return figures
 
     def get_settled(self) -> list[int]:
         if not self._settled:

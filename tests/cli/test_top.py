@@ -43,7 +43,7 @@ def engine(kv_caches, new_request, tmp_path):
         connector.after_forward(new_request(name, 41), [list(range(5, 15))], 40)
         assert connector.flush()
     deadline_s = time.monotonic() + 60
-    while connector.stats()["tiers"]["disk"]["chunks"] != 10:
+    while connector.stats()["store_chunks"]["disk"] != 10:
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
     yield port

@@ -36,7 +36,7 @@ def ends_of(connector, request, table):
     connector.update_state_after_alloc(request, table, tokens)
     take_in()
     connector.request_finished(request)
-    assert connector.stats()["manager"].get("unexpected_completion", 0) == 0
+    assert connector.stats()["events"]["unexpected_completion"] == 0
     return took
 
 

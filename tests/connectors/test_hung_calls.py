@@ -79,7 +79,7 @@ def store(connector, request):
 
 
 def busy(connector):
-    return connector.stats()["host"]["busy_chunks"]
+    return connector.stats()["host_chunks_busy"]
 
 
 def test_a_tier_whose_writes_hang_keeps_its_share_and_the_other_tier_stores(
@@ -91,8 +91,8 @@ def test_a_tier_whose_writes_hang_keeps_its_share_and_the_other_tier_stores(
         connector.flush(0.05)
     until(connector.flush)
     assert busy(connector) <= SLOTS // 4
-    assert connector.stats()["stores"]["MEMORY"]["chunks"] == 40 * CHUNKS
-    assert connector.stats()["manager"].get("store_refused", 0) == 0
+    assert connector.stats()["store_chunks"]["memory"] == 40 * CHUNKS
+    assert connector.stats()["stores_dropped"]["cpu"]["no_room"] == 0
     hung.released.set()
     until(lambda: connector.flush() and not busy(connector))
     connector.check()
@@ -114,7 +114,7 @@ def test_a_tier_whose_reads_hang_keeps_half_of_host_memory_until_they_return(
     assert SLOTS // 4 <= busy(connector) <= SLOTS // 2
     store(connector, new_request("new", BLOCK * CHUNKS + 1))
     connector.flush()
-    assert connector.stats()["manager"].get("store_refused", 0) == 0
+    assert connector.stats()["stores_dropped"]["cpu"]["no_room"] == 0
     hung.released.set()
     until(lambda: connector.flush() and not busy(connector))
     connector.check()
@@ -152,7 +152,7 @@ def test_reads_that_hang_and_begin_in_one_step_keep_no_more_than_their_share(
     for i in range(5):
         store(connector, new_request(f"new{i}", BLOCK * CHUNKS + 1))
         connector.flush()
-    assert connector.stats()["manager"].get("store_refused", 0) == 0
+    assert connector.stats()["stores_dropped"]["cpu"]["no_room"] == 0
     hung.released.set()
     until(lambda: connector.flush() and not busy(connector))
     connector.check()

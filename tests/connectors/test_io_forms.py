@@ -89,9 +89,9 @@ def test_a_prompt_comes_back_byte_for_byte(
         assert torch.equal(t.tensor[LOADED[:20]], original)
     assert connector.flush()
     connector.check()
-    figures = connector.stats()["tiers"][kind]
-    assert figures["chunks"] == 50
-    assert figures["resident_bytes"] > 0
+    stats = connector.stats()
+    assert stats["tier_gauges"][kind]["chunks"] == 50
+    assert stats["resident_bytes"][kind] > 0
 
 
 @pytest.mark.parametrize("slots", [3, 20])
@@ -121,9 +121,9 @@ def test_a_failed_load_is_not_promised_again_and_frees_its_slots(
     (outcome,) = until(connector.poll)
     assert outcome.num_loaded_tokens == 0
     assert connector.get_num_new_matched_tokens(request, 0) == 0, "forgotten before it was told"
-    assert connector.stats()["transfers"][f"failed_{reason}"] > 0
+    assert connector.stats()["transfer_failures"][reason] > 0
     planned.set()
-    until(lambda: connector.poll() or not connector.stats()["host"]["busy_chunks"])
+    until(lambda: connector.poll() or not connector.stats()["host_chunks_busy"])
     connector.check()
 
 
@@ -153,7 +153,7 @@ def test_a_tier_slower_than_the_engine_is_declined_until_it_is_found_to_be_fast(
     answers = [connector.get_num_new_matched_tokens(waiting, 0) for _ in range(20)]
     assert answers == [0] * 20
     assert set(connector.explain(waiting)[0]) == {"too_slow"}
-    assert connector.stats()["lookups"]["declined"]["PLANNED"] == 1
+    assert connector.stats()["lookups"]["planned"]["declined"] == 1
     planned.set()
     asked = (new_request("p", PROMPT, request_id=f"again {i}") for i in count())
     until(lambda: load(connector, next(asked), until))

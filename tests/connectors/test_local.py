@@ -98,7 +98,7 @@ def test_a_store_that_always_fails_loses_nothing_but_hits(connect, new_request, 
     connector.request_finished(request)
     push_out(connector, new_request)
     assert connector.get_num_new_matched_tokens(request, 0) == 0
-    assert connector.stats()["transfers"]["failed_error"] > 0
+    assert connector.stats()["transfer_failures"]["error"] > 0
     connector.check()
 
 
@@ -115,13 +115,13 @@ def test_a_load_that_fails_is_not_promised_again(
     faulty(Plan(fault, frozenset({"read"})))
     outcome = load(connector, request, range(20, 31), until)
     assert (outcome.num_loaded_tokens, outcome.ok) == (0, False)
-    assert connector.stats()["transfers"][f"failed_{reason}"] == 5
+    assert connector.stats()["transfer_failures"][reason] == 5
     assert connector.get_num_new_matched_tokens(request, 0) == 0
     faulty()
     connector.request_finished(request)
     connector.check()
     # A read that hung is cancelled; until that is done, its slots are busy.
-    until(lambda: connector.flush() and connector.stats()["host"]["busy_chunks"] == 0)
+    until(lambda: connector.flush() and connector.stats()["host_chunks_busy"] == 0)
 
 
 def test_a_request_aborted_while_loading_keeps_its_blocks_until_told(
@@ -365,7 +365,7 @@ def test_tiers_that_cannot_be_opened_again_at_a_reset_have_nothing_until_they_ar
     assert connector.get_num_new_matched_tokens(new_request("p", 41), 0) == 0
     store(connector, new_request("p", 41))
     assert connector.get_num_new_matched_tokens(new_request("p", 41), 0) == 40
-    until(lambda: "memory" in connector.stats()["tiers"])  # figures of an open store
+    until(lambda: "memory" in connector.stats()["resident_bytes"])  # figures of an open store
     store(connector, new_request("q", 41))
     push_out(connector, new_request)
     assert connector.get_num_new_matched_tokens(new_request("q", 41, request_id="last"), 0) == 40
@@ -395,6 +395,6 @@ def test_a_request_whose_loads_are_short_twice_is_promised_nothing_until_it_comp
     faulty()
     assert 80 == promised[0] > promised[1]
     assert connector.get_num_new_matched_tokens(request, 0) == 0
-    assert connector.stats()["manager"]["declined_after_short_load"] == 1
+    assert connector.stats()["events"]["declined_after_short_load"] == 1
     connector.after_forward(request, [range(20, 41)], 4)
     assert connector.get_num_new_matched_tokens(request, 0) > 0

@@ -350,7 +350,7 @@ def test_a_request_that_can_use_no_part_of_its_load_is_promised_nothing_until_it
     served.manager.reset_prefix_cache()
     faults[:] = [Plan("short", frozenset({"read"}))]
     assert served.run(prompt, 1) == 0
-    assert served.connector.stats()["manager"]["declined_after_short_load"] == 1
+    assert served.connector.stats()["events"]["declined_after_short_load"] == 1
     faults.clear()
     served.connector.flush()
     served.manager.reset_prefix_cache()

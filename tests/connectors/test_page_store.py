@@ -14,8 +14,8 @@ from kvoffload.config import parse_config
 from kvoffload.connectors.sglang import page_store
 from kvoffload.connectors.sglang.page_store import PageStore
 from kvoffload.errors import ConfigError
-from kvoffload.figures import BUCKETS_S
-from kvoffload.metric_list import METRICS
+from kvoffload.metrics.names import METRICS
+from kvoffload.metrics.registry import BUCKETS_S
 from kvoffload.testing import Plan
 from tests.support.planned_store import Process, installed
 
@@ -119,23 +119,23 @@ def test_a_scrape_has_the_metrics_of_every_engine(pool, opened, tmp_path, until)
     assert store.save(keys(4), pool.pages(range(4))) == [True] * 4
     until(lambda: store.num_leading(keys(5)) == 4)
     assert store.load(keys(5), pool.pages(range(30, 35))) == [True] * 4 + [False]
-    until(lambda: scraped(store)["kvoffload_evictions", "memory", "evicted"] >= 2)
+    until(lambda: scraped(store)["evictions", "memory", "evicted"] >= 2)
     found = scraped(store)
-    hits = [found["kvoffload_lookups", tier, "hit"] for tier in ("memory", "disk")]
+    hits = [found["lookups", tier, "hit"] for tier in ("memory", "disk")]
     assert sum(hits) >= 4
-    assert found["kvoffload_lookups", "", "miss"] >= 1
-    assert found["kvoffload_hit_tokens", "disk"] >= 32
-    tokens = [found["kvoffload_hit_tokens", tier] for tier in ("memory", "disk")]
-    assert found[("kvoffload_saved_prefill_tokens",)] == sum(tokens) == 4 * 16
-    assert found["kvoffload_tier_up", "disk"] == 1
-    assert found["kvoffload_resident_bytes", "disk"] >= 4 * PAGE
-    assert found["kvoffload_capacity_bytes", "disk"] == 64 << 20
-    assert found["kvoffload_load_bytes", "cpu"] == 4 * PAGE
-    assert found["kvoffload_store_chunks", "cpu"] == 4
-    assert found["kvoffload_store_chunks", "disk"] == 4
-    assert found["kvoffload_load_seconds", "cpu"].counts != [0] * len(BUCKETS_S)
-    assert found["kvoffload_inflight_bytes", "cpu"] == 0
-    assert len([name for name in found if name[0] == "kvoffload_namespace_info"]) == 1
+    assert found["lookups", "", "miss"] >= 1
+    assert found["hit_tokens", "disk"] >= 32
+    tokens = [found["hit_tokens", tier] for tier in ("memory", "disk")]
+    assert found[("saved_prefill_tokens",)] == sum(tokens) == 4 * 16
+    assert found["tier_up", "disk"] == 1
+    assert found["resident_bytes", "disk"] >= 4 * PAGE
+    assert found["capacity_bytes", "disk"] == 64 << 20
+    assert found["load_bytes", "cpu"] == 4 * PAGE
+    assert found["store_chunks", "cpu"] == 4
+    assert found["store_chunks", "disk"] == 4
+    assert found["load_seconds", "cpu"].counts != [0] * len(BUCKETS_S)
+    assert found["inflight_bytes", "cpu"] == 0
+    assert len([name for name in found if name[0] == "namespace_info"]) == 1
 
 
 def test_a_scrape_tells_faults_by_their_reasons(pool, opened, tmp_path, until):
@@ -149,16 +149,16 @@ def test_a_scrape_tells_faults_by_their_reasons(pool, opened, tmp_path, until):
     store.load(keys(4), pool.pages(range(30, 34)))
     store.save(keys(4), pool.pages(range(4)))
     found = scraped(store)
-    assert found["kvoffload_transfer_failures", "missing"] == 4
-    assert found["kvoffload_transfer_failures", "corrupt"] == 0
-    assert found["kvoffload_stores_dropped", "", "barred"] == 4
-    assert ("kvoffload_transfer_failures", "barred") not in found
+    assert found["transfer_failures", "missing"] == 4
+    assert found["transfer_failures", "corrupt"] == 0
+    assert found["stores_dropped", "", "barred"] == 4
+    assert ("transfer_failures", "barred") not in found
 
 
 def scraped(store):
     """Return the value of each series by its name and labels; the list knows each of them."""
     found = {}
-    for name, labels, value in store.samples():
+    for name, labels, value in store.figures.samples():
         assert len(METRICS[name].labels) == len(labels)
         assert (name, *labels) not in found
         found[name, *labels] = value
@@ -170,7 +170,7 @@ def test_a_page_that_all_tiers_have_is_not_written_again(pool, opened, tmp_path,
     assert store.save(keys(4), pool.pages(range(4))) == [True] * 4
     until(lambda: store.num_leading(keys(4)) == 4)
     assert store.save(keys(5), pool.pages(range(5))) == [True] * 5
-    assert store.counters["already_stored"] == 4
+    assert store.figures.by_event()["already_stored"] == 4
 
 
 def test_what_one_tier_lost_the_next_one_serves(pool, opened, tmp_path, until):
@@ -182,7 +182,7 @@ def test_what_one_tier_lost_the_next_one_serves(pool, opened, tmp_path, until):
         file.unlink()
     assert both.load(keys(6), pool.pages(range(10, 16))) == [True] * 6
     assert pool.read(range(10, 16)) == pool.read(range(6))
-    assert both.counters["load_missing"] == 3
+    assert both.figures.by_event()["load_missing"] == 3
 
 
 def test_a_damaged_page_is_a_miss_and_is_stored_again(pool, opened, tmp_path, until):
@@ -227,7 +227,7 @@ def test_a_store_in_a_hurry_loses_the_end_of_a_batch(pool, opened, planned):
     ok = store.save(keys(32), pool.pages(range(32)))
     assert ok == [True] * sum(ok) + [False] * (32 - sum(ok))
     assert 0 < sum(ok) < 32
-    assert store.counters["store_deadline"] == 32 - sum(ok)
+    assert store.figures.by_event()["store_deadline"] == 32 - sum(ok)
 
 
 def test_threads_store_and_load_at_once(pool, opened, tmp_path, until):
@@ -277,7 +277,7 @@ def test_while_a_store_is_cleared_pages_are_misses_at_once(
         store.clear()
     assert store.save(keys(4, 4), pool.pages(range(4))) == [False] * 4
     assert store.load(keys(4), pool.pages(range(4))) == [False] * 4
-    assert store.counters["store_no_store"] == 4
+    assert store.figures.by_event()["store_no_store"] == 4
     until(lambda: not store._client._is_opening)
     assert store.num_leading(keys(8)) == 0
     assert all(store.save(keys(4), pool.pages(range(4))))
@@ -334,10 +334,10 @@ def test_pages_in_flight_when_weights_change_are_neither_stored_nor_loaded(
     monkeypatch.setattr(store, "_copy", copy_and_change)
     if store_first:
         assert store.load(keys(8), pool.pages(range(8))) == [False] * 8
-        assert store.counters["load_barred"] > 0
+        assert store.figures.by_event()["load_barred"] > 0
     else:
         assert store.save(keys(8), pool.pages(range(8))) == [False] * 8
-        assert store.counters["store_barred"] == 8
+        assert store.figures.by_event()["store_barred"] == 8
         assert not chunks_under(tmp_path)
     assert all(store.save(keys(8, 8), pool.pages(range(8))))  # no slot is lost
 
@@ -385,8 +385,8 @@ def test_a_disk_that_hangs_costs_no_deadline_once_it_counts_as_dead(
         assert not any(store.load(keys(4), pool.pages(range(30, 34))))
         for first in range(4, 20, 4):
             assert not any(store.load(keys(4, first), pool.pages(range(30, 34))))
-        assert store.counters["load_deadline"] == 4
-        assert store.counters["load_unavailable"] == 16, store.counts()
+        assert store.figures.by_event()["load_deadline"] == 4
+        assert store.figures.by_event()["load_unavailable"] == 16, store.figures.by_event()
         assert len(begun) == 2
     finally:
         may_end.set()
@@ -423,7 +423,7 @@ def test_a_tier_that_hangs_does_not_make_the_next_one_forget(
     hang_under(tmp_path / "a")
     assert not any(store.load(keys(4), pool.pages(range(10, 14))))
     assert store.present(keys(4)) == [True] * 4
-    assert store.counters["load_deadline"] == 4
+    assert store.figures.by_event()["load_deadline"] == 4
     assert all(store.load(keys(4), pool.pages(range(10, 14))))
     assert pool.read(range(10, 14)) == pool.read(range(4))
 
@@ -438,7 +438,7 @@ def test_pages_of_a_tier_for_which_no_time_was_left_are_counted(
     until(lambda: store.num_leading(keys(4)) == 4)
     hang_under(tmp_path / "a")
     assert not any(store.load(keys(4), pool.pages(range(10, 14))))
-    assert store.counters["load_deadline"] == 4
+    assert store.figures.by_event()["load_deadline"] == 4
 
 
 def test_pages_that_no_tier_was_asked_for_are_not_forgotten(
@@ -450,4 +450,4 @@ def test_pages_that_no_tier_was_asked_for_are_not_forgotten(
     hang_under(tmp_path)
     assert not any(store.load(keys(6), pool.pages(range(10, 16))))
     assert store.present(keys(6)) == [False] * 4 + [True] * 2
-    assert store.counters["load_deadline"] == 6
+    assert store.figures.by_event()["load_deadline"] == 6

@@ -82,8 +82,9 @@ def at_rest(connector):
 
     def is_empty():
         connector.flush()
-        host = connector.stats()["host"]
-        return (host["busy_chunks"], host["inflight_bytes"], host["resident_bytes"]) == (0, 0, 0)
+        stats = connector.stats()
+        in_bytes = stats["inflight_bytes"]["cpu"], stats["resident_bytes"]["cpu"]
+        return (stats["host_chunks_busy"], *in_bytes) == (0, 0, 0)
 
     wait(is_empty)
 
@@ -121,21 +122,22 @@ def test_a_prompt_larger_than_the_staging_memory_comes_back_byte_for_byte(
     assert {event.medium for event in events} == {medium}
     assert sum(len(event.keys) for event in events) == CHUNKS
     figures = connector.stats()
-    assert figures["lookups"]["hits"]["CPU"] == 0
-    assert set(figures["loads"]) == set(figures["loaded_tokens"]) == {medium}
+    assert figures["lookups"]["cpu"]["hit"] == 0
+    assert figures["load_chunks"] == {"cpu": CHUNKS, medium.lower(): CHUNKS}
+    assert figures["hit_tokens"] == {"cpu": 0, medium.lower(): TOKENS}
 
 
 def test_what_a_tier_has_is_not_copied_again(connect, new_request, until):
     connector = connect()
     request = new_request("p", PROMPT)
     store(connector, request)
-    copied = connector.stats()["stores"]["CPU"]["chunks"]
+    copied = connector.stats()["store_chunks"]["cpu"]
     begin_load(connector, request, range(20, 41))
     (outcome,) = until(connector.poll)
     assert outcome.ok
     connector.after_forward(request, [range(20, 41)], PROMPT)  # the request goes on
     at_rest(connector)
-    assert connector.stats()["stores"]["CPU"]["chunks"] == copied == CHUNKS
+    assert connector.stats()["store_chunks"]["cpu"] == copied == CHUNKS
 
 
 @pytest.mark.parametrize("promote", [True, False])
@@ -177,7 +179,7 @@ def test_many_loads_at_once_share_the_slots_and_get_their_own_bytes(
             if tokens:
                 assert tokens == TOKENS
                 waiting.remove(request)
-        most = max(most, connector.stats()["host"]["busy_chunks"])
+        most = max(most, connector.stats()["host_chunks_busy"])
         outcomes.extend(connector.poll())
         return len(outcomes) == 8
 
@@ -199,16 +201,15 @@ def test_stores_leave_slots_to_loads_and_what_finds_no_room_is_counted(
     stores[0].plans = [Plan("hang", frozenset({"write"}))]
     other = new_request("q", PROMPT)
     connector.after_forward(other, [range(5, 25)], PROMPT)
-    lane = "write_through"
-    until(lambda: connector.poll() or connector.stats()[lane]["MEMORY"]["inflight_bytes"])
+    until(lambda: connector.poll() or connector.stats()["inflight_bytes"]["memory"])
     connector.after_forward(other, [range(5, 25)], PROMPT)  # offered again, in vain
-    assert connector.stats()["host"]["busy_chunks"] == 2
+    assert connector.stats()["host_chunks_busy"] == 2
     assert begin_load(connector, new_request("p", PROMPT), range(30, 51)) == TOKENS
     (outcome,) = until(connector.poll)
     assert outcome.ok
-    assert connector.stats()["not_stored"]["CPU"]["no_room"] == 0  # it may still be offered
+    assert connector.stats()["stores_dropped"]["cpu"]["no_room"] == 0  # it may still be offered
     connector.request_finished(other)
-    assert connector.stats()["not_stored"]["CPU"]["no_room"] == CHUNKS - 2
+    assert connector.stats()["stores_dropped"]["cpu"]["no_room"] == CHUNKS - 2
     assert "dropped" in connector.explain(other)[0]
     release(connector, stores[0])
     at_rest(connector)
@@ -229,8 +230,8 @@ def test_a_tier_that_hangs_holds_up_its_own_chunks_and_not_the_other_tier(
         return good.usage().chunks == CHUNKS
 
     until(all_on_the_good_one)
-    assert connector.stats()["host"]["busy_chunks"] <= 4
-    assert connector.stats()["not_stored"]["MEMORY1"]["back_pressure"] > 0
+    assert connector.stats()["host_chunks_busy"] <= 4
+    assert connector.stats()["stores_dropped"]["memory1"]["back_pressure"] > 0
     release(connector, hung)
     connector.request_finished(request)
     at_rest(connector)
@@ -250,7 +251,7 @@ def test_a_load_that_fails_frees_its_slots_and_is_not_promised_again(
     assert begin_load(connector, request, range(20, 41)) == TOKENS
     (outcome,) = until(connector.poll)
     assert not outcome.ok
-    assert connector.stats()["transfers"][f"failed_{reason}"] > 0
+    assert connector.stats()["transfer_failures"][reason] > 0
     stores[0].plans = []
     at_rest(connector)
     assert connector.get_num_new_matched_tokens(request, 0) == outcome.num_loaded_tokens
@@ -277,10 +278,10 @@ def test_slots_of_a_read_that_outlives_its_deadline_are_free_when_it_ends(
     assert begin_load(connector, new_request("p", PROMPT), range(20, 41)) == TOKENS
     (outcome,) = until(connector.poll)
     assert outcome.num_loaded_tokens == 0
-    assert connector.stats()["host"]["busy_chunks"] == 2  # half of three, rounded up
+    assert connector.stats()["host_chunks_busy"] == 2  # half of three, rounded up
     connector.check()
     let_go.set()
-    until(lambda: connector.poll() or not connector.stats()["host"]["busy_chunks"])
+    until(lambda: connector.poll() or not connector.stats()["host_chunks_busy"])
     at_rest(connector)
 
 

@@ -1,6 +1,7 @@
 """A manager with stores that are plain sets, and what tests of it do over and over."""
 
 from kvoffload.config import KNOWN_HINTS
+from kvoffload.metrics.registry import as_data
 from kvoffload.offload.base import ReqContext, make_offload_key
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
@@ -31,6 +32,11 @@ def new_manager(slots=10, stores=(), **settings):
     settings = {"client_hints": KNOWN_HINTS, **settings}
     host = HostCache(slots, LRUPolicy(slots), settings.pop("slot_bytes", 1))
     return TieredOffloadingManager(host, tiers, **settings)
+
+
+def figures(manager):
+    """Return all metrics of a manager as plain data."""
+    return as_data(manager.figures.samples())
 
 
 def put(manager, wanted, hint=None, name="r"):

@@ -279,7 +279,7 @@ class Walk(ManagerTruth):
         """The engine turns out to be so fast."""
         self.now_s += 1
         for _ in range(4):
-            self.manager.figures.prefilled(tokens, 10.0)
+            self.manager.promises.prefilled(tokens, 10.0)
 
     def replace_tiers(self):
         self.stores = self.new_stores()

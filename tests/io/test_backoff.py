@@ -70,6 +70,6 @@ def test_a_process_that_dies_first_is_replaced_at_once_and_the_next_one_later(
     assert starts == [True], "the next process was started before the first one was reaped"
     second = client._peer
     second.kill()
-    until(lambda: client.counters["died"] == 2 and second.wait(0))
+    until(lambda: client.died == 2 and second.wait(0))
     until(lambda: not client._backoff.is_over)
     assert len(starts) == 1

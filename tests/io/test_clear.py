@@ -137,7 +137,7 @@ def test_an_io_process_that_dies_meanwhile_does_not_end_it(rig, opened, planned,
     assert len(files(tmp_path / "kv")) == 4
     planned.set()
     client._peer.kill()
-    until(lambda: client.counters["died"] and not client._is_opening)
+    until(lambda: client.died and not client._is_opening)
     assert held(client, until) == [False] * 4
     assert files(tmp_path / "kv") == []
 
@@ -148,7 +148,7 @@ def test_an_io_process_started_later_removes_nothing_again(rig, opened, until):
     clear(client)
     rig.store(client, "planned", KEYS, until)
     client._peer.kill()
-    until(lambda: client.counters["died"] and not client._is_opening)
+    until(lambda: client.died and not client._is_opening)
     until(lambda: held(client, until) == [True] * 4)
 
 
@@ -225,7 +225,7 @@ def test_a_tier_is_erased_once_though_another_one_cannot_be_opened(rig, two_disk
     assert files(tmp_path / "a") == []
     rig.store(client, "a", KEYS, until)
     client._peer.kill()
-    until(lambda: client.counters["died"] and a.is_open and a.is_complete)
+    until(lambda: client.died and a.is_open and a.is_complete)
     assert [a.holds(key) for key in KEYS] == [True] * 4
     assert len(files(tmp_path / "a")) == 4
     assert client.opening.forgotten == {"b": [NAMESPACE]}

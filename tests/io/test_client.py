@@ -314,7 +314,7 @@ def test_an_answer_that_fails_ends_the_server_and_frees_the_slots(rig, until, mo
     assert load.answers[0][1:] == ("io_died", False)
     until(lambda: not client._is_opening)
     rig.store(client, "memory", KEYS, until)
-    assert client.counters["died"] == 1
+    assert client.died == 1
 
 
 def test_a_hung_store_does_not_keep_another_from_closing(rig, until, tmp_path, planned):

@@ -31,7 +31,7 @@ def test_stopped(engine, monkeypatch, is_continued):
     assert engine.load("p") == 0
     engine.store("new")
     engine.wait_at_most(10.0)
-    assert engine.connector.stats()["transfers"]["failed_deadline"] >= 10
+    assert engine.connector.stats()["transfer_failures"]["deadline"] >= 10
     if is_continued:
         os.kill(pid, signal.SIGCONT)
         engine.check()

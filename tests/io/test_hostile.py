@@ -170,5 +170,5 @@ def test_a_client_answers_a_job_once_whatever_the_server_says(until, lies, answe
     expected = [answer, "released"] if dies else [answer]
     until(lambda: len(answers) >= len(expected))
     until(lambda: not client._is_opening)
-    assert (answers, client.counters["died"]) == (expected, int(dies))
+    assert (answers, client.died) == (expected, int(dies))
     client.close()

@@ -79,7 +79,7 @@ def test_killed_while_it_reads_it_costs_misses_and_is_started_again(
     process_rig.store(client, "planned", KEYS, until)
     again = process_rig.load(client, "planned", KEYS, first=20)
     assert until(lambda: again.answers) == [([True] * 8, "", True)]
-    assert client.counters["died"] == 1
+    assert client.died == 1
     assert "is started again" in caplog.text
     assert (len(load.answers), load.releases) == (1, 1)
 
@@ -102,7 +102,7 @@ def test_what_is_forgotten_while_it_is_away_is_found_again(
     with monkeypatch.context() as away:
         away.setattr(client, "_restart", lambda: None)
         client._peer.kill()
-        until(lambda: client.counters["died"])
+        until(lambda: client.died)
         client.tiers["disk"].forget(KEYS)
     until(lambda: all(client.tiers["disk"].holds(key) for key in KEYS))
 
@@ -146,7 +146,7 @@ def test_silent_while_it_starts_it_is_not_killed(process_rig, until, monkeypatch
     os.kill(second.pid, signal.SIGCONT)
     until(lambda: load.releases and not client._is_opening)
     assert client._peer is second
-    assert client.counters["died"] == 1
+    assert client.died == 1
 
 
 def test_silent_while_a_store_opens_again_it_is_not_killed(
@@ -156,7 +156,7 @@ def test_silent_while_a_store_opens_again_it_is_not_killed(
     monkeypatch.setattr(io_client, "SILENT_S", 0.5)
     planned.set(process=Process("hung_open", 2.0))  # blocks the loop, as at the start
     client.renew("another", {}, [], 30)
-    assert client.counters["died"] == 0
+    assert client.died == 0
     process_rig.store(client, "planned", KEYS, until)
 
 
@@ -169,7 +169,7 @@ def test_silent_when_others_are_to_be_opened_it_is_replaced_as_soon(
     load = process_rig.load(client, "memory", KEYS)
     until(lambda: load.answers)
     client.renew("another", {}, [], 30)
-    assert client.counters["died"] == 1
+    assert client.died == 1
 
 
 def test_silent_when_others_are_to_be_opened_it_is_replaced_though_it_has_no_job(
@@ -179,7 +179,7 @@ def test_silent_when_others_are_to_be_opened_it_is_replaced_though_it_has_no_job
     monkeypatch.setattr(io_client, "SILENT_S", 0.7)
     os.kill(client._peer.pid, signal.SIGSTOP)
     client.renew("another", {}, [], 30)
-    assert client.counters["died"] == 1
+    assert client.died == 1
 
 
 def test_stopped_and_continued_it_answers_late_and_lives_on(process_rig, until):
@@ -193,7 +193,7 @@ def test_stopped_and_continued_it_answers_late_and_lives_on(process_rig, until):
     os.kill(pid, signal.SIGCONT)
     until(lambda: load.releases)
     process_rig.store(client, "memory", KEYS, until)
-    assert (client._peer.pid, client.counters["died"]) == (pid, 0)
+    assert (client._peer.pid, client.died) == (pid, 0)
 
 
 def test_a_socket_that_is_full_holds_up_no_submission(process_rig, until):
@@ -314,4 +314,4 @@ def test_a_ctrl_c_is_for_the_engine(process_rig, until):
     client = process_rig.open()
     os.kill(client._peer.pid, signal.SIGINT)
     process_rig.store(client, "memory", KEYS, until)
-    assert client.counters["died"] == 0
+    assert client.died == 0

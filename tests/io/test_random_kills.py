@@ -84,7 +84,7 @@ def test_killed_at_random_it_costs_only_misses(small_engine, tmp_path, monkeypat
     engine.connector.close()
     assert engine.pid not in engine.held().children
     times_s.sort()
-    print(f"{engine.died} deaths, {engine.connector.stats()['transfers']}")
+    print(f"{engine.died} deaths, {engine.connector.stats()['transfer_failures']}")
     print("seconds to hits again: median", times_s[len(times_s) // 2], "longest", times_s[-5:])
     print("and for a processor: median", sorted(waits_s)[kills // 2], "longest", max(waits_s))
     if kills == 250:

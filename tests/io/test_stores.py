@@ -218,7 +218,7 @@ def test_answers_that_are_not_one_for_each_key_are_a_failed_read(
     client.load("t", KEYS, range(2), 4096, listener)
     until(lambda: listener.answers)
     assert listener.answers == [([False] * 2, "error", True)]
-    assert client.counters["died"] == 0
+    assert client.died == 0
     client.close()
 
 

@@ -3,12 +3,11 @@
 from itertools import chain
 
 import pytest
-from manager_parts import Store, keys, new_manager, put
+from manager_parts import Store, figures, keys, new_manager, put
 
 from kvoffload.offload.base import ReqContext
 from kvoffload.offload.manager import Tier
 from kvoffload.offload.promises import PROBE_DECLINES, PROBE_S
-from kvoffload.offload.stats import LaneFigures
 
 
 def hang(manager, job):
@@ -18,6 +17,12 @@ def hang(manager, job):
 
 def release(manager, job):
     manager.release_slots(job.unsettled_slots([False] * len(job.keys)), job.id)
+
+
+def lane(manager):
+    """Return the bytes in flight to the first tier, and the chunks that wait for it."""
+    told = figures(manager)
+    return told["inflight_bytes"]["tier0"], told["waiting_chunks"]["tier0"]
 
 
 def written(manager):
@@ -44,11 +49,11 @@ def test_writes_that_hang_keep_the_share_of_their_tier_through_deadlines_and_a_r
     assert len(hung.keys) == 4  # a share of the tier's own
     hang(manager, hung)
     assert (written(manager), manager.busy_slots) == ([], 4)
-    assert manager.stats().write_through["TIER0"] == LaneFigures(4, 2)
+    assert lane(manager) == (4, 2)
     replace_tiers(manager)
     put(manager, keys("b", 8))
     assert (written(manager), manager.busy_slots) == ([], 4)
-    assert manager.counters["persist_failed_tier1"] == 0
+    assert manager.figures.not_stored["tier1", "failed"] == 0
     release(manager, hung)  # the device answers
     (goes_on,) = written(manager)
     assert len(goes_on.keys) == 4
@@ -67,19 +72,19 @@ def test_writes_that_hang_keep_one_share_through_resets_that_come_before_their_d
         hung += written(manager)
         assert manager.busy_slots == 4
         replace_tiers(manager)
-        assert manager.stats().write_through["TIER0"] == LaneFigures(4, 0)
+        assert lane(manager) == (4, 0)
     hang(manager, *hung)
-    assert manager.stats().write_through["TIER0"] == LaneFigures(4, 0)
+    assert lane(manager) == (4, 0)
     replace_tiers(manager)
-    assert manager.stats().write_through["TIER0"] == LaneFigures(4, 0)
-    assert manager.counters["persist_failed_tier1"] == 0
+    assert lane(manager) == (4, 0)
+    assert manager.figures.not_stored["tier1", "failed"] == 0
     release(manager, *hung)
     put(manager, keys("last", 4))
     (goes_on,) = written(manager)
     manager.replace_tiers(())
     manager.complete(goes_on, [True] * 4)  # of a tier that is no more
     manager.replace_tiers([Tier(f"tier{i}", Store()) for i in range(2)])
-    assert manager.stats().write_through["TIER0"] == LaneFigures(0, 0)
+    assert lane(manager) == (0, 0)
     assert manager.busy_slots == 0
     manager.check()
 
@@ -104,7 +109,7 @@ def test_loads_that_hang_keep_half_of_host_memory_and_then_their_tier_is_decline
             hung.append(manager.begin_load(prompt, context))
             hang(manager, hung[-1])
     assert (len(hung), manager.busy_slots) == (3, 9)  # the third is the first above a half
-    assert manager.counters["load_not_in_time_tier0"] == 7
+    assert manager.figures.lookups["tier0", "not_in_time"] == 7
     put(manager, keys("new", 7))
     assert manager.resident == 7  # the other half serves
     for i in range(PROBE_DECLINES):
@@ -151,7 +156,7 @@ def test_loads_of_one_step_keep_no_more_of_host_memory_than_loads_one_by_one(num
         hang(manager, job)
     assert not manager.is_fetching(waiting[-1])
     assert begin(manager, waiting) == ([], [])
-    assert manager.counters["load_not_in_time_tier0"] == len(waiting)
+    assert manager.figures.lookups["tier0", "not_in_time"] == len(waiting)
     put(manager, keys("new", 7))
     assert manager.resident == 7
     for job in hung:
@@ -226,10 +231,10 @@ def test_figures_can_be_read_by_another_thread_in_the_middle_of_a_reset(monkeypa
     real = manager._write_through.use
 
     def use(tiers):
-        told.append(manager.stats().write_through)
+        told.append(figures(manager).get("waiting_chunks"))
         real(tiers)
 
     monkeypatch.setattr(manager._write_through, "use", use)
     manager.replace_tiers(())
     manager.replace_tiers(tiers)
-    assert told == [{}, {"TIER0": LaneFigures(0, 0)}]
+    assert told == [{"tier0": 0}, None]

@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_cut_at_the_tail():
     output = manager.prepare_store(keys("a", 5))
     assert output.keys_to_store == tuple(keys("a", 2))
     assert manager.prepare_store(keys("b", 1)) is None  # all slots are being written
-    assert manager.counters["store_refused"] == 4
+    assert manager.figures.not_stored["cpu", "no_room"] == 4
 
 
 def test_of_one_prompt_the_tail_leaves_first():
@@ -148,7 +148,7 @@ def test_write_through_follows_a_store_and_pins_until_answered():
     manager.complete(transfer, [True, False])
     stored = [e for e in manager.take_events() if e.medium == "TIER0"]
     assert [(e.keys, e.reason) for e in stored] == [((a[0],), Reason.STORED)]
-    assert manager.counters["persist_failed_tier0"] == 1
+    assert manager.figures.not_stored["tier0", "failed"] == 1
     assert manager.prepare_store(keys("b", 1)) is not None
 
 
@@ -165,7 +165,7 @@ def test_write_through_beyond_its_limit_waits_and_is_dropped_only_if_evicted():
     manager.complete(second, [True])
     (third,) = manager.take_transfers()
     assert third.keys == (keys("b", 2)[0],)
-    assert manager.counters["persist_dropped_tier0"] == 1
+    assert manager.figures.not_stored["tier0", "back_pressure"] == 1
 
 
 def test_a_tier_that_hangs_does_not_hold_up_the_others():
@@ -227,7 +227,7 @@ def test_a_prompt_on_a_tier_with_a_whole_index_is_not_asked_for_chunk_by_chunk(s
     for store in (one_by_one, counting):
         manager = TieredOffloadingManager(HostCache(slots, LRUPolicy(slots)), [Tier("disk", store)])
         assert manager.lookup_prefix(prompt) == (found, False)
-        told = {name: n for name, n in manager.counters.items() if name.startswith("lookup")}
+        told = dict(manager.figures.lookups)
         if store is one_by_one:
             expected = told
     assert told == expected

@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 
 import pytest
-from manager_parts import Store, keys, new_manager, put
+from manager_parts import Store, figures, keys, new_manager, put
 
 from kvoffload.backends.base import Removal
 from kvoffload.config import KNOWN_HINTS
@@ -13,7 +13,7 @@ from kvoffload.offload.admission import AdmissionFilter
 from kvoffload.offload.base import Reason, ReqContext
 from kvoffload.offload.events import MissReasons
 from kvoffload.offload.hints import NO_HINTS, HintReader
-from kvoffload.offload.stats import Moved, Rate
+from kvoffload.offload.promises import Rate
 from kvoffload.offload.tiers import Tier, first_holder
 
 # ---- rates ---------------------------------------------------------------------------------------
@@ -31,20 +31,15 @@ def test_a_rate_is_known_after_four_samples_and_forgets_a_fifth_with_each():
     assert rate.tokens_per_s == pytest.approx((100 * weight + 1000) / (weight + 1))
 
 
-def test_a_load_without_tokens_or_time_is_no_sample_of_speed():
+def test_a_step_without_tokens_or_time_is_no_sample_of_speed():
     manager = new_manager()
-    stats = manager.figures
     for _ in range(10):
-        stats.loaded("FAR", 100, 1, 10, 1.0, rated=False)
-        stats.loaded("FAR", 0, 1, 10, 1.0)
-        stats.loaded("FAR", 100, 1, 10, 0.0)
-        stats.prefilled(0, 1.0)
-        stats.prefilled(100, 0.0)
-    told = manager.stats()
-    assert told.tokens_per_s == {"prefill": None}
-    assert told.saved_prefill_tokens == 2000
-    assert told.loads == {"FAR": Moved(30, 300, 20.0)}
-    assert told.stores == {}
+        manager.promises.prefilled(0, 1.0)
+        manager.promises.prefilled(100, 0.0)
+    assert "prefill_tokens_per_second" not in figures(manager)
+    for _ in range(4):
+        manager.promises.prefilled(100, 0.5)
+    assert figures(manager)["prefill_tokens_per_second"] == pytest.approx(200)
 
 
 def test_hits_are_told_by_medium_and_those_of_tiers_are_not_hits_of_host_memory():
@@ -52,9 +47,9 @@ def test_hits_are_told_by_medium_and_those_of_tiers_are_not_hits_of_host_memory(
     put(manager, keys("b", 2))
     assert manager.lookup_prefix(keys("b", 2)) == (2, False)
     assert manager.lookup_prefix(keys("a", 5)) == (4, False)
-    told = manager.stats().lookups
-    assert told.hits == {"CPU": 2, "TIER0": 3, "TIER1": 1}
-    assert (told.misses, told.pending) == (1, 0)
+    told = figures(manager)["lookups"]
+    assert [told[tier]["hit"] for tier in ("cpu", "tier0", "tier1")] == [2, 3, 1]
+    assert told[""] == {"miss": 1, "pending": 0}
 
 
 # ---- hints ---------------------------------------------------------------------------------------
@@ -228,4 +223,4 @@ def test_chunks_that_a_tier_removed_are_reported_with_their_reason():
     near.removals = [Removal(a[0], "evicted"), Removal(a[1], "corrupt")]
     told = {(event.keys, event.reason) for event in manager.take_events()}
     assert told == {((a[0],), Reason.EVICTED), ((a[1],), Reason.FAILED)}
-    assert manager.stats().removed["TIER0"] == {"evicted": 1, "corrupt": 1}
+    assert figures(manager)["evictions"]["tier0"] == {"evicted": 1, "corrupt": 1}

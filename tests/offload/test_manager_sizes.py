@@ -4,6 +4,7 @@ from math import gcd
 
 import pytest
 from kvoffload_policies.lru2 import LRU2Policy
+from manager_parts import figures
 
 from kvoffload.connectors.builder import make_host_cache
 from kvoffload.errors import ConfigError
@@ -110,7 +111,7 @@ def test_a_pinned_chunk_keeps_its_extent():
     stored = put(manager, small)
     manager.prepare_load(small[:stored])
     assert put(manager, keys(1, "b", 3)) == 0  # every extent has a chunk that is loaded
-    assert manager.counters["store_refused"] > 0
+    assert manager.figures.not_stored["cpu", "no_room"] > 0
     manager.complete_load(small[:stored])
     assert put(manager, keys(1, "b", 3)) == 3
     assert manager.lookup_prefix(keys(1, "b", 3)) == (3, False)
@@ -139,11 +140,11 @@ def test_figures_in_bytes_never_mix_what_is_resident_with_what_is_on_its_way():
     manager = new_manager(4096, 4, 20)
     put(manager, keys(1, "a", 3))
     manager.prepare_store(keys(0, "b", 2))
-    host = manager.stats().host
-    assert (host.resident_bytes, host.inflight_bytes) == (60 * KIB, 8 * KIB)
-    assert host.capacity_bytes == 4096 * KIB
+    told = figures(manager)
+    assert (told["resident_bytes"]["cpu"], told["inflight_bytes"]["cpu"]) == (60 * KIB, 8 * KIB)
+    assert told["capacity_bytes"]["cpu"] == 4096 * KIB
     manager.complete_store(keys(0, "b", 2), success=False)
-    assert manager.stats().host.inflight_bytes == 0
+    assert figures(manager)["inflight_bytes"]["cpu"] == 0
 
 
 def test_too_little_memory_for_one_chunk_of_each_size_is_refused():

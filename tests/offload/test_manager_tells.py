@@ -1,7 +1,7 @@
 """What the manager tells: why a chunk is missing, and events."""
 
 import pytest
-from manager_parts import Store, keys, new_manager, put
+from manager_parts import Store, figures, keys, new_manager, put
 
 from kvoffload.backends.base import Removal
 from kvoffload.offload.base import ChunksRemoved, Reason
@@ -43,7 +43,7 @@ def test_a_chunk_dropped_on_its_way_down_is_missing_because_of_that():
     manager.complete(transfer, [True])
     waiting = next(key for key in keys("a", 2) if key not in transfer.keys)
     assert manager.explain([waiting]) == ["dropped"]
-    assert manager.counters["persist_dropped_tier0"] == 1
+    assert manager.figures.not_stored["tier0", "back_pressure"] == 1
 
 
 def test_what_waits_for_a_tier_that_hangs_is_bounded():
@@ -52,37 +52,40 @@ def test_what_waits_for_a_tier_that_hangs_is_bounded():
     for i in range(10):
         manager.touch(keys("prompt 0", 2)[1:])  # first in the queue, never evicted
         stored += len(put(manager, keys(f"prompt {i}", 2), name=f"r{i}").keys_to_store)
-        waiting = manager.stats().write_through["TIER0"].waiting_chunks
+        waiting = figures(manager)["waiting_chunks"]["tier0"]
         assert waiting <= 4
     (transfer,) = manager.take_transfers()  # it never ends
-    dropped = manager.counters["persist_dropped_tier0"]
+    dropped = manager.figures.not_stored["tier0", "back_pressure"]
     assert dropped > 10
     assert stored == dropped + waiting + len(transfer.keys)
+
+
+IN_HOST, ON_TIER = ("cpu", "hit"), ("tier0", "hit")
 
 
 def test_hits_are_counted_by_where_they_are():
     store = Store(keys("a", 3))
     manager = new_manager(stores=[store])
     a = keys("a", 4)
-    count = manager.counters
+    count = manager.figures.lookups
     assert manager.lookup_prefix(a) == (3, False)
-    assert (count["lookup_hits"], count["lookup_hits_TIER0"], count["lookup_misses"]) == (3, 3, 1)
+    assert (count[IN_HOST], count[ON_TIER], count["", "miss"]) == (0, 3, 1)
     put(manager, a)
     assert manager.lookup_prefix(a) == (4, False)  # all in host memory
     assert manager.lookup_prefix([*a[:2], *keys("b", 1)]) == (2, False)
-    assert (count["lookup_hits"], count["lookup_hits_TIER0"], count["lookup_misses"]) == (9, 3, 2)
+    assert (count[IN_HOST], count[ON_TIER], count["", "miss"]) == (6, 3, 2)
     manager.reset_cache()
     for transfer in manager.take_transfers():
         manager.complete(transfer, [True] * len(transfer.keys))
     manager.prepare_load(a[:1])  # from the tier: about to be in host memory
     assert manager.lookup_prefix(a) == (0, True)
-    assert (count["lookup_hits"], count["lookup_pending"], count["lookup_misses"]) == (9, 1, 2)
+    assert (count[IN_HOST], count["", "pending"], count["", "miss"]) == (6, 1, 2)
 
 
 def test_a_chunk_that_host_memory_has_no_room_for_is_a_hit_of_no_tier():
     manager = new_manager(slots=4, stores=[Store(keys("a", 10))])
     assert manager.lookup_prefix(keys("a", 10)) == (4, False)
-    assert manager.stats().lookups.hits == {"CPU": 0, "TIER0": 4}
+    assert (manager.figures.lookups[IN_HOST], manager.figures.lookups[ON_TIER]) == (0, 4)
 
 
 def test_after_a_change_of_namespace_what_was_known_belongs_to_the_other_one():

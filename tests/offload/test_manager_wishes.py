@@ -1,7 +1,7 @@
 """Admission, hints, rates, back-pressure and promotion: one by one."""
 
 import pytest
-from manager_parts import Store, keys, new_manager, put
+from manager_parts import Store, figures, keys, new_manager, put
 
 from kvoffload.offload.base import ReqContext, StagedLoadStoreSpec
 from kvoffload.offload.manager import Tier
@@ -27,7 +27,7 @@ def test_with_a_threshold_a_chunk_is_stored_when_enough_requests_have_used_it():
     assert put(manager, a, name="first").keys_to_store == ()
     assert put(manager, a, name="first").keys_to_store == ()  # the same request once more
     assert put(manager, [*a[:2], *keys("b", 1)], name="second").keys_to_store == tuple(a[:2])
-    assert manager.counters["store_not_admitted"] == 3 + 3 + 1
+    assert manager.figures.not_stored["cpu", "not_admitted"] == 3 + 3 + 1
     assert manager.explain([a[2]]) == ["not_admitted"]
 
 
@@ -62,7 +62,7 @@ def test_a_request_may_ask_not_to_be_offloaded():
     a = keys("a", 2)
     assert put(manager, a, {"offload": False}).keys_to_store == ()
     assert manager.explain(a) == ["not_wanted"] * 2
-    assert manager.counters["store_not_wanted"] == 2
+    assert manager.figures.not_stored["cpu", "not_wanted"] == 2
 
 
 def test_a_request_may_ask_for_some_tiers_only():
@@ -158,8 +158,11 @@ def test_the_high_water_mark_of_write_through_is_in_bytes():
     put(manager, keys("a", 5))
     (first,) = manager.take_transfers()
     assert len(first.keys) == 3
-    figures = manager.stats().write_through["TIER0"]
-    assert (figures.inflight_bytes, figures.waiting_chunks) == (3 << 20, 2)
+    told = figures(manager)
+    assert (told["inflight_bytes"], told["waiting_chunks"]) == (
+        {"cpu": 0, "tier0": 3 << 20},
+        {"tier0": 2},
+    )
     manager.complete(first, [True] * 3)
     (second,) = manager.take_transfers()
     assert len(second.keys) == 2
@@ -228,4 +231,4 @@ def test_what_was_written_to_a_replaced_store_is_not_announced():
     manager.complete(transfer, [True])
     (replaced,) = manager.take_events()
     assert (replaced.keys, replaced.medium, replaced.reason) == ((), "TIER0", "replaced")
-    assert manager.stats().write_through["TIER0"].inflight_bytes == 0
+    assert figures(manager)["inflight_bytes"]["tier0"] == 0

@@ -27,9 +27,15 @@ class Engine:
         self.requests += 1
         return ReqContext(f"r{self.requests}")
 
+    @property
+    def declined(self):
+        """Requests that loaded nothing from a tier, for whichever reason."""
+        lookups = self.manager.figures.lookups
+        return sum(n for (_, result), n in lookups.items() if result in ("declined", "not_in_time"))
+
     def compute(self, tokens_per_s):
         for _ in range(4):
-            self.manager.figures.prefilled(tokens_per_s, 1.0)
+            self.manager.promises.prefilled(tokens_per_s, 1.0)
 
     def find(self, wanted, context):
         """Look up as connectors do: until what is found is worth it."""
@@ -88,8 +94,8 @@ def test_a_load_that_takes_longer_than_computing_is_declined_and_counted_once_a_
     assert engine.manager.lookup(a[10], context) is False
     assert engine.manager.explain(a, context) == ["CPU"] * 10 + ["too_slow"] * 90
     assert engine.manager.explain(a)[10] == "TIER0"
-    assert engine.manager.counters["load_declined_tier0"] == 1
-    assert engine.manager.stats().lookups.declined == {"TIER0": 1}
+    assert engine.manager.figures.lookups["tier0", "declined"] == 1
+    assert engine.declined == 1
     engine.manager.retire((), context)
     assert engine.manager.lookup(a[10], context) is True  # another request of that name
 
@@ -173,8 +179,8 @@ def test_no_load_is_promised_whose_first_chunk_would_wait_longer_than_the_timeou
     context = engine.context()
     assert engine.find(c, context) == 0  # six seconds
     assert engine.manager.explain(c, context) == ["not_in_time"]
-    assert engine.manager.counters["load_not_in_time_tier0"] == 1
-    assert engine.manager.stats().lookups.declined == {"TIER0": 1}
+    assert engine.manager.figures.lookups["tier0", "not_in_time"] == 1
+    assert engine.declined == 1
     engine.now_s += 1.5
     assert engine.find(c, engine.context()) == 1
     assert engine.find(c, context) == 0  # the request was told once

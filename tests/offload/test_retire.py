@@ -167,7 +167,7 @@ def test_a_write_that_was_dropped_is_not_waited_for():
     manager.retire(a, A)
     assert manager.prepare_store(keys("b", 1), B).evicted_keys == (a[1],)
     manager.complete(first, [True])
-    assert manager.counters["persist_dropped_tier0"] == 1
+    assert manager.figures.not_stored["tier0", "back_pressure"] == 1
     manager.check()
 
 

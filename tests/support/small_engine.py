@@ -57,7 +57,7 @@ class SmallEngine:
 
     @property
     def died(self):
-        return self.client.counters["died"]
+        return self.client.died
 
     def wait_at_most(self, timeout_s):
         """Let loads and stores take so long from now on."""
@@ -123,7 +123,7 @@ class SmallEngine:
     def check(self):
         """Nothing is in flight, no slot is lost, and the ledger is right."""
         end_s = time.monotonic() + 10
-        while self.connector.stats()["host"]["busy_chunks"]:
+        while self.connector.stats()["host_chunks_busy"]:
             self.connector.poll()
             assert time.monotonic() < end_s, "slots are lost"
             time.sleep(0.001)

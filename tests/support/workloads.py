@@ -186,7 +186,7 @@ class Workload:
             engine.connector.flush()
             engine.connector.check()
             counts.update(engine.connector.checked)
-            counts.update({f"from {k}": n for k, n in stats(engine)["loaded_tokens"].items()})
+            counts.update({f"from {k}": n for k, n in stats(engine)["hit_tokens"].items()})
             counts.update(reasons(stats(engine)))
 
 
@@ -196,9 +196,10 @@ def stats(engine):
 
 def reasons(statistics):
     """All counted reasons for what went wrong, from transfers and tiers."""
-    counted = Counter(statistics["transfers"])
-    for tier in statistics["tiers"].values():
-        counted.update(tier["counters"])
+    failed = statistics["transfer_failures"]
+    counted = Counter({f"failed_{reason}": count for reason, count in failed.items()})
+    for counters in statistics.get("tier_events", {}).values():
+        counted.update(counters)
     return counted
 
 

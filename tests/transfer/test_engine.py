@@ -140,7 +140,7 @@ def test_each_chunk_of_a_half_failed_load_has_its_own_answer(half, until):
     (result,) = until(half.worker.get_finished)
     assert [i for i, ok in enumerate(result.ok) if not ok] == [5, 17]
     assert (result.reason, result.settled) == ("missing", True)
-    assert half.worker.counters["failed_missing"] == 2
+    assert half.worker.failures["missing"] == 2
     for original, t in zip(originals, half.caches.tensors, strict=True):
         assert not t.tensor[10:12].any()
         assert torch.equal(t.tensor[12:34], original[12:34])

@@ -1,41 +1,71 @@
-"""What a rank's pages and tiers did so far, as the samples of :mod:`kvoffload.metric_list`."""
+"""What a rank's pages and tiers did so far: for our page of metrics, and for SGLang's own."""
 
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Literal
 
-from kvoffload.figures import Traffic, WorkerFigures
-from kvoffload.identity import short
 from kvoffload.io.client import IOClient
-from kvoffload.metric_list import Sample, samples_of_worker
+from kvoffload.metrics import names
+from kvoffload.metrics.names import HOST
+from kvoffload.metrics.registry import LOADS, STORES, Registry, Sample, Traffic
+from kvoffload.transfer.engine import FAILURES
+
+_DEADLINE = ("store", "deadline")
 
 
 class PageFigures:
-    """Counts lookups, tokens, copies and evictions. Any thread adds, and any thread reads.
+    """Counts what becomes of pages. Any thread adds, and any thread reads.
 
     Args:
         client: has the tiers' own figures.
         tokens_of: returns the tokens of a prompt that the page of a key holds.
+        inflight_bytes: returns those of the slots in use.
     """
 
-    def __init__(self, client: IOClient, tokens_of: Callable[[bytes], int]) -> None:
+    def __init__(
+        self,
+        client: IOClient,
+        tokens_of: Callable[[bytes], int],
+        inflight_bytes: Callable[[], int],
+    ) -> None:
+        registry, tiers = Registry(), list(client.tiers)
         self._client = client
         self._tokens_of = tokens_of
+        self._inflight_bytes = inflight_bytes
         self._lock = threading.Lock()
-        self._found: Counter[str] = Counter()
-        """Pages that lookups found, by tier."""
-        self._misses = 0
-        self._hit_tokens: Counter[str] = Counter()
-        self._removed = {name: Counter(evicted=0) for name in client.tiers}
-        """Tier → reason → pages that left it."""
-        self._loads, self._stores = Traffic(), Traffic()
+        self._events = registry.counter(
+            names.EVENTS, "loaded", "stored", "already_stored", "raised"
+        )
+        self._lookups = registry.counter(
+            names.LOOKUPS, ("", "miss"), *((tier, "hit") for tier in tiers)
+        )
+        self._hit_tokens = registry.counter(names.HIT_TOKENS, *tiers)
+        self._removals = registry.counter(names.EVICTIONS, *((tier, "evicted") for tier in tiers))
+        self._lost: Counter[tuple[str, str]] = Counter({_DEADLINE: 0})
+        """Pages that were not loaded or stored, by the call and the reason."""
+        self._loads, self._stores = Traffic(LOADS, HOST), Traffic(STORES, HOST)
         """Copies between HiCache's host memory and the slots."""
+        registry.read(self._of_pages, self._loads.samples, self._stores.samples, client.samples)
+        self._registry = registry
+
+    def count(self, event: str, pages: int = 1) -> None:
+        """Count pages, or a call."""
+        with self._lock:
+            self._events[event] += pages
+
+    def lose(self, call: Literal["load", "store"], reason: str, pages: int) -> None:
+        """Count pages that were not loaded or stored."""
+        with self._lock:
+            self._lost[call, reason] += pages
 
     def looked_up(self, found: Counter[str], num_asked: int) -> None:
         """Count a lookup, which found pages by tier."""
         with self._lock:
-            self._found.update(found)
-            self._misses += found.total() < num_asked
+            for tier, pages in found.items():
+                self._lookups[tier, "hit"] += pages
+            self._lookups["", "miss"] += found.total() < num_asked
             self._take_removals()
 
     def loaded(self, tier: str, keys: Sequence[bytes]) -> None:
@@ -50,42 +80,62 @@ class PageFigures:
 
     def _take_removals(self) -> None:
         for name, tier in self._client.tiers.items():
-            self._removed[name].update(removal.reason for removal in tier.take_removals())
+            for removal in tier.take_removals():
+                self._removals[name, removal.reason] += 1
 
-    def samples(self, counters: Mapping[str, int], inflight_bytes: int) -> Iterator[Sample]:
-        """Yield the samples of a scrape.
-
-        Args:
-            counters: pages by what became of them, such as ``load_missing``.
-            inflight_bytes: of the slots in use.
-        """
+    def samples(self) -> Iterator[Sample]:
+        """Yield the samples of a scrape, on any thread."""
         with self._lock:
             self._take_removals()
-        yield "kvoffload_inflight_bytes", ("cpu",), inflight_bytes
-        for tier, removed in self._removed.items():
-            yield "kvoffload_lookups", (tier, "hit"), self._found[tier]
-            yield "kvoffload_hit_tokens", (tier,), self._hit_tokens[tier]
-            for reason, count in removed.items():
-                yield "kvoffload_evictions", (tier, reason), count
-        yield "kvoffload_lookups", ("", "miss"), self._misses
-        yield "kvoffload_saved_prefill_tokens", (), sum(self._hit_tokens.values())
-        failed: Counter[str] = Counter()
-        for name, count in {"store_deadline": 0, **counters}.items():
-            verb, _, reason = name.partition("_")
-            if verb == "store":
-                yield "kvoffload_stores_dropped", ("", reason), count
-            if verb in ("load", "store") and reason != "barred":
-                failed[reason] += count  # of all tiers: another one may have had the page
-        yield from samples_of_worker(self._worker(failed))
+        return self._registry.samples()
 
-    def _worker(self, failed: dict[str, int]) -> WorkerFigures:
-        client = self._client
-        return WorkerFigures(
-            tiers={name: tier.figures for name, tier in client.tiers.items()},
-            loads=self._loads,
-            stores=self._stores,
-            failed=failed,
-            io_restarts=client.counters["died"],
-            loop_delays=client.loop_delays,
-            namespaces=[short(client.opening.namespace)],
-        )
+    def _of_pages(self) -> Iterator[Sample]:
+        yield names.INFLIGHT_BYTES, (HOST,), self._inflight_bytes()
+        yield names.SAVED_PREFILL_TOKENS, (), self._hit_tokens.total()
+        failed = Counter(dict.fromkeys(FAILURES, 0))
+        for (call, reason), pages in dict(self._lost).items():
+            if call == "store":
+                yield names.STORES_DROPPED, ("", reason), pages
+            if reason != "barred":
+                failed[reason] += pages  # of all tiers: another one may have had the page
+        for reason, pages in failed.items():
+            yield names.TRANSFER_FAILURES, (reason,), pages
+
+    def by_event(self) -> dict[str, int]:
+        """Return the counters of SGLang's own page: of pages, of tiers, and of the I/O server."""
+        found = {**self._events, "io_died": self._client.died}
+        found |= {f"{call}_{reason}": pages for (call, reason), pages in dict(self._lost).items()}
+        for tier in self._client.tiers.values():
+            found |= {f"{tier.name}_{name}": count for name, count in tier.counters.items()}
+        return found
+
+
+@cache
+def _counter() -> Any:
+    """Make the metric of SGLang's own page, once a process: a storage may be attached again."""
+    import prometheus_client
+
+    text = "Pages by what became of them, and counters of the tiers."
+    return prometheus_client.Counter(
+        "sglang:kvoffload_events", text, ["event", "tp_rank", "pp_rank"]
+    )
+
+
+class PageEvents:
+    """Passes counters on to SGLang's own page: what changed since the last call.
+
+    Args:
+        tp_rank: of this process.
+        pp_rank: of this process.
+    """
+
+    def __init__(self, tp_rank: int, pp_rank: int) -> None:
+        self._ranks = (str(tp_rank), str(pp_rank))
+        self._told: Counter[str] = Counter()
+
+    def tell(self, counts: Mapping[str, int]) -> None:
+        """Take in the counters as they are now."""
+        for name, count in counts.items():
+            if change := max(0, count - self._told[name]):
+                _counter().labels(name, *self._ranks).inc(change)
+            self._told[name] = count

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 
 from kvoffload.backends.log_rate import Throttle
@@ -23,7 +23,6 @@ from kvoffload.connectors.tier_io import TierIO
 from kvoffload.errors import ConfigError
 from kvoffload.identity import Fact, namespace, readable
 from kvoffload.io.remote_tier import RemoteTier
-from kvoffload.metric_list import Sample
 from kvoffload.transfer.slab import page_rounded
 
 log = logging.getLogger(__name__)
@@ -64,8 +63,6 @@ class PageStore:
         if num_slots < 2:
             remedy = f"must hold at least two pages, which take {human_bytes(2 * slot_bytes)}"
             raise ConfigError("staging_bytes", human_bytes(config.staging_bytes), remedy)
-        self.counters: Counter[str] = Counter()
-        """Pages by what became of them: ``loaded``, ``load_missing``, ``stored``..."""
         self._config = config
         self._facts = dict(facts)
         self._io = TierIO(config, num_slots, slot_bytes, page_bytes, facts)
@@ -73,8 +70,9 @@ class PageStore:
             raise ConfigError("backends", [], "must name a tier")
         self._client = self._io.client
         self._tiers = list(self._client.tiers.values())
-        self._figures = PageFigures(self._client, tokens_of)
-        self._staging = StagingSlots(num_slots)
+        self._staging = staging = StagingSlots(num_slots)
+        self.figures = PageFigures(self._client, tokens_of, lambda: staging.num_busy * slot_bytes)
+        """What became of pages."""
         self._asking = threading.Lock()
         """Held while a tier is asked or told: its methods are for one thread."""
         self._clearing = threading.Lock()
@@ -88,22 +86,6 @@ class PageStore:
     def namespace(self) -> str:
         """The digest that the stores were opened with."""
         return namespace(**self._facts)
-
-    def counts(self) -> dict[str, int]:
-        """Return all counters: pages, the tiers' own after their names, the I/O server's."""
-        found = {**self.counters, "io_died": self._client.counters["died"]}
-        for tier in self._tiers:
-            found |= {f"{tier.name}_{name}": count for name, count in tier.counters.items()}
-        return found
-
-    def samples(self) -> Iterator[Sample]:
-        """Return the samples of all metrics, on any thread.
-
-        Raises:
-            RuntimeError: a call changed a dictionary while it was read.
-        """
-        inflight_bytes = self._staging.num_busy * self.slot_bytes
-        return self._figures.samples(dict(self.counters), inflight_bytes)
 
     # ---- lookups ----
 
@@ -119,7 +101,7 @@ class PageStore:
                 found[tier.name] += self._num_leading_on(tier, keys[count:], until_s)
                 count = found.total()
             if count in (before, len(keys)) or len(self._tiers) == 1:
-                self._figures.looked_up(found, len(keys))
+                self.figures.looked_up(found, len(keys))
                 return count
             before = count
 
@@ -162,7 +144,7 @@ class PageStore:
         until_s = time.monotonic() + self._config.load_timeout_s
         num_bars = self._num_bars
         if self._is_barred:
-            self.counters["load_barred"] += len(keys)
+            self.figures.lose("load", "barred", len(keys))
             return ok
         tried: set[int] = set()
         brought: dict[str, list[bytes]] = {}
@@ -176,11 +158,11 @@ class PageStore:
                 self._not_asked(tier, len({*wanted} - tried))
             tried.update(wanted)
         if num_bars != self._num_bars:  # the loaded pages are of earlier weights
-            self.counters["load_barred"] += sum(ok)
+            self.figures.lose("load", "barred", sum(ok))
             return [False] * len(keys)
         for name, loaded in brought.items():
-            self._figures.loaded(name, loaded)
-        self.counters["loaded"] += sum(ok)
+            self.figures.loaded(name, loaded)
+        self.figures.count("loaded", sum(ok))
         return ok
 
     def _load_from(
@@ -223,7 +205,7 @@ class PageStore:
     def _not_asked(self, tier: RemoteTier, count: int) -> None:
         """Count pages for which there was no time; the tier may well have them."""
         if count:
-            self.counters["load_deadline"] += count
+            self.figures.lose("load", "deadline", count)
             self._warnings.warning("%s: no time was left to load %d pages", tier.name, count)
 
     def _forget(self, tier: RemoteTier, listing: int, keys: Sequence[bytes], reason: str) -> None:
@@ -232,7 +214,7 @@ class PageStore:
         A tier that was opened again meanwhile, as by a clear, may have stored them since.
         """
         if keys:
-            self.counters[f"load_{reason}"] += len(keys)
+            self.figures.lose("load", reason, len(keys))
             self._warnings.warning("%s: %d pages not loaded: %s", tier.name, len(keys), reason)
             with self._asking:
                 if tier.listing == listing:
@@ -249,11 +231,11 @@ class PageStore:
         until_s = time.monotonic() + self._config.store_timeout_s
         num_bars = self._num_bars
         if self._is_barred:
-            self.counters["store_barred"] += len(keys)
+            self.figures.lose("store", "barred", len(keys))
             return [False] * len(keys)
         held = [self._holds(tier, keys) for tier in self._tiers]
         ok = [all(here) for here in zip(*held, strict=True)]
-        self.counters["already_stored"] += sum(ok)
+        self.figures.count("already_stored", sum(ok))
         left = deque(i for i, stored in enumerate(ok) if not stored)
         news: SimpleQueue[News] = SimpleQueue()
         running: set[PageJob] = set()
@@ -266,7 +248,7 @@ class PageStore:
                 begun = self._store(job, keys, pages, news, num_bars)
                 running |= begun
                 if not begun:
-                    self.counters["store_barred"] += len(job.places)
+                    self.figures.lose("store", "barred", len(job.places))
                 continue
             told = self._next(news, until_s) if running else None
             if told is None:
@@ -275,10 +257,10 @@ class PageStore:
             for number in told.numbers:
                 ok[told.job.places[number]] = True
             if missing := len(told.job.places) - len(told.numbers):
-                self.counters[f"store_{told.reason}"] += missing
+                self.figures.lose("store", told.reason, missing)
         if late := len({*left, *(i for job in running for i in job.places)}):
-            self.counters["store_deadline"] += late
-        self.counters["stored"] += sum(ok)
+            self.figures.lose("store", "deadline", late)
+        self.figures.count("stored", sum(ok))
         return ok
 
     def _store(
@@ -345,7 +327,7 @@ class PageStore:
         for address, size in page:
             ctypes.memmove(*((at, address) if into_slot else (address, at)), size)
             at += size
-        self._figures.copied(at - begin, time.monotonic() - begun_s, into_slot=into_slot)
+        self.figures.copied(at - begin, time.monotonic() - begun_s, into_slot=into_slot)
 
     @staticmethod
     def _size(page: Page) -> int:

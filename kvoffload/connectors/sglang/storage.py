@@ -9,7 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -22,11 +22,9 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import process_model_config
 
 from kvoffload.backends.log_rate import Throttle
-from kvoffload.connectors.metrics_port import serve_metrics
 from kvoffload.connectors.sglang.engine_facts import engine_facts
 from kvoffload.connectors.sglang.hicache_settings import read_settings
 from kvoffload.connectors.sglang.hooks import check_hooks
-from kvoffload.connectors.sglang.page_events import PageEvents
 from kvoffload.connectors.sglang.page_facts import (
     check_version,
     pool_facts,
@@ -34,14 +32,13 @@ from kvoffload.connectors.sglang.page_facts import (
     rank_facts,
     side_pool_facts,
 )
+from kvoffload.connectors.sglang.page_figures import PageEvents
 from kvoffload.connectors.sglang.page_store import Page, PageStore
 from kvoffload.connectors.sglang.start_check import check_media
 from kvoffload.connectors.sglang.weight_generations import WEIGHTS
 from kvoffload.errors import ConfigError
 from kvoffload.identity import namespace, short
-
-if TYPE_CHECKING:
-    from kvoffload.metrics import MetricsServer
+from kvoffload.metrics.endpoint import MetricsServer, serve_metrics
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -161,7 +158,7 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         self._store = store = PageStore(self._settings, page_bytes, facts, self._tokens_of)
         try:
             number = process_number() if self._settings.metrics_port is not None else 0
-            self._endpoint = serve_metrics(self._settings, store.samples, number)
+            self._endpoint = serve_metrics(self._settings, store.figures.samples, number)
         except BaseException:
             self.close()
             raise
@@ -180,7 +177,7 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
             if self._endpoint is not None:
                 self._endpoint.close()
             store.close()
-            log.info("kvoffload: detached; pages %s", store.counts())
+            log.info("kvoffload: detached; pages %s", store.figures.by_event())
 
     # ---- lookups ----
 
@@ -345,7 +342,7 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         """Return what was stored and loaded since the last call."""
         if not self._config.enable_storage_metrics:
             return None
-        self._tried(lambda store: self._events.tell(store.counts()), None)
+        self._tried(lambda store: self._events.tell(store.figures.by_event()), None)
         metrics, self._metrics = self._metrics, StorageMetrics()
         return metrics
 
@@ -369,7 +366,7 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         try:
             return call(store)
         except Exception as error:
-            store.counters["raised"] += 1
+            store.figures.count("raised")
             self._warnings.warning("a call of HiCache failed: %r", error, traceback=True)
             return failed
 

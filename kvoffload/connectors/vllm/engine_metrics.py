@@ -1,16 +1,15 @@
 """Statistics through vLLM's own channel: its Prometheus endpoint and its periodic log line.
 
-The names are those of :data:`kvoffload.metric_list.METRICS` after ``vllm:``. Where vLLM's host tier
-has a metric of equal meaning, that one is set too. A step publishes a part of the metrics; the last
-one before the engine is idle publishes all of them.
+The names are those of :data:`kvoffload.metrics.names.METRICS` after ``vllm:kvoffload_``. A step
+publishes a part of the metrics; the last one before the engine is idle publishes all of them.
 """
 
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -23,16 +22,24 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 
-from kvoffload.figures import BUCKETS_S, Durations
-from kvoffload.metric_list import METRICS, NAMESPACE, Sample
+from kvoffload.metrics.names import (
+    EVENTS,
+    EVICTIONS,
+    HOST_CHUNKS,
+    HOST_CHUNKS_BUSY,
+    LOOKUPS,
+    METRICS,
+    NAMESPACE,
+    PREFIX,
+    STORES_DROPPED,
+    TRANSFER_FAILURES,
+)
+from kvoffload.metrics.registry import BUCKETS_S, Durations, Sample
 from kvoffload.offload.base import LoadJob, get_offload_group_idx
 
-LEDGER_EVENTS = "vllm:kvoffload_events"
-WORKER_EVENTS = "vllm:kvoffload_worker_events"
-RESIDENT = "vllm:kvoffload_host_chunks"
-BUSY = "vllm:kvoffload_host_chunks_busy"
 USAGE = CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC
-PREFIX = "vllm:"
+"""A metric of vLLM's own host tier: the part of host slots that active transfers use."""
+OURS = "vllm:" + PREFIX
 
 PERIOD_S = 1.0
 """Time between two publications of all metrics of the list."""
@@ -42,49 +49,41 @@ MAX_OBSERVED = 256
 """Durations of one bucket that one publication tells; vLLM takes each by itself."""
 MAX_NAMESPACES = 100
 """Namespaces that are told in all: vLLM forgets no series, and each renewal makes one."""
+_LOGGED = (
+    EVENTS, EVICTIONS, HOST_CHUNKS, HOST_CHUNKS_BUSY, LOOKUPS, STORES_DROPPED, TRANSFER_FAILURES,
+)  # fmt: skip
 _KINDS = {"gauge": OffloadingGaugeMetadata, "counter": OffloadingCounterMetadata}
-_PUBLISHED = {name: (PREFIX + name, metric.kind) for name, metric in METRICS.items()}
+_PUBLISHED = {
+    USAGE: (USAGE, "gauge"),
+    **{name: (OURS + name, metric.kind) for name, metric in METRICS.items()},
+}
+"""Name of a sample → name on vLLM's page, and kind."""
 
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """Every metric that :class:`StatsPublisher` may emit."""
-    definitions: dict[str, OffloadingMetricMetadata] = {
-        LEDGER_EVENTS: OffloadingCounterMetadata(
-            documentation="Chunks by what happened to them in the ledger (hits, evicted...).",
-            labelnames=("event",),
-        ),
-        WORKER_EVENTS: OffloadingCounterMetadata(
-            documentation="Chunks by why a transfer of them failed; counters of the tiers.",
-            labelnames=("event",),
-        ),
-        RESIDENT: OffloadingGaugeMetadata(documentation="Chunks loadable from host memory."),
-        BUSY: OffloadingGaugeMetadata(
-            documentation="Host slots that a transfer uses now; 0 when all is quiet."
-        ),
-        USAGE: OffloadingGaugeMetadata(
-            documentation="Fraction of host slots that active transfers use (0 idle, 1 saturated)."
-        ),
-    }
+    text = "Fraction of host slots that active transfers use (0 idle, 1 saturated)."
+    definitions: dict[str, OffloadingMetricMetadata] = {USAGE: OffloadingGaugeMetadata(text)}
     for name, metric in METRICS.items():
         if metric.kind == "histogram":
-            definitions[PREFIX + name] = OffloadingHistogramMetadata(
+            definitions[OURS + name] = OffloadingHistogramMetadata(
                 metric.text, metric.labels, BUCKETS_S
             )
         else:
-            definitions[PREFIX + name] = _KINDS[metric.kind](metric.text, metric.labels)
+            definitions[OURS + name] = _KINDS[metric.kind](metric.text, metric.labels)
     return definitions
 
 
 class EngineStats(OffloadingConnectorStats):  # type: ignore[misc]  # untyped base
-    """vLLM's statistics, whose log line leaves out the metrics of the list."""
+    """vLLM's statistics, whose log line leaves out most metrics of the list."""
 
     def reduce(self) -> dict[str, int | float]:
-        listed = tuple(PREFIX + name for name in METRICS)
-        return {k: v for k, v in super().reduce().items() if not k.startswith(listed)}
+        unlogged = tuple(OURS + name for name in METRICS if name not in _LOGGED)
+        return {k: v for k, v in super().reduce().items() if not k.startswith(unlogged)}
 
 
 def hit_tokens(job: LoadJob, ok: Sequence[bool], groups: Sequence[Any]) -> Counter[str]:
-    """Count the tokens of an ended load up to its first failed chunk, by medium.
+    """Count the tokens of an ended load up to its first failed chunk, by tier.
 
     The chunks of one group of the KV cache count: one that reads whole prompts, if there is one.
     """
@@ -94,17 +93,8 @@ def hit_tokens(job: LoadJob, ok: Sequence[bool], groups: Sequence[Any]) -> Count
         if get_offload_group_idx(key) == group.group_idx:
             if not fine:
                 break
-            tokens[medium] += group.tokens_per_chunk
+            tokens[medium.lower()] += group.tokens_per_chunk
     return tokens
-
-
-class ManagerFigures(NamedTuple):
-    """The ledger as it is now."""
-
-    counters: Mapping[str, int]
-    resident: int
-    busy: int
-    num_slots: int
 
 
 class StatsPublisher:
@@ -115,10 +105,7 @@ class StatsPublisher:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.worker_counters: Counter[str] = Counter()
         self._clock = clock
-        self._told: Counter[str] = Counter()
-        self._gauges: tuple[int, int] | None = None
         self._due_s = 0.0
         self._samples: Iterator[Sample] | None = None
         """The rest of the publication that has begun."""
@@ -137,47 +124,29 @@ class StatsPublisher:
         """Whether a publication has begun and not ended."""
         return self._samples is not None
 
-    def collect(self, figures: ManagerFigures, samples: Callable[[], Iterable[Sample]]) -> Any:
-        """Return vLLM's stats object; None if nothing changed.
+    def collect(self, samples: Callable[[], Iterable[Sample]]) -> Any:
+        """Return vLLM's stats object, with the next few samples that changed; None for none.
+
+        A last step publishes all of them.
 
         Args:
-            figures: what each step tells.
             samples: returns the samples of the list; called once in :data:`PERIOD_S`.
         """
-        stats = OffloadingConnectorStats()
-        for name, count in figures.counters.items():
-            change = count - self._told[name]
-            if change:
-                self._told[name] = count
-                stats.increase_counter(LEDGER_EVENTS, change, (name,))
-        for name, count in self.worker_counters.items():
-            if count:
-                stats.increase_counter(WORKER_EVENTS, count, (name,))
-        self.worker_counters.clear()
-        gauges = figures.resident, figures.busy
-        if gauges != self._gauges:
-            self._gauges = gauges
-            stats.set_gauge(RESIDENT, figures.resident)
-            stats.set_gauge(BUSY, figures.busy)
-            stats.set_gauge(USAGE, figures.busy / max(1, figures.num_slots))
-        self._publish(stats, samples)
-        return None if stats.is_empty() else stats
-
-    def _publish(self, stats: Any, samples: Callable[[], Iterable[Sample]]) -> None:
-        """Add the next few samples of the list that changed; in a last step all of them."""
         if self._samples is None:
             now_s = self._clock()
             if now_s < self._due_s:
-                return
+                return None
             self._due_s = now_s + PERIOD_S
             self._samples = self._and_renewed(samples())
+        stats = OffloadingConnectorStats()
         is_last, self._is_last = self._is_last, False
         for _ in repeat(None) if is_last else range(SAMPLES_PER_STEP):
             sample = next(self._samples, None)
             if sample is None:
                 self._samples = None
-                return
+                break
             self._add(stats, *sample)
+        return None if stats.is_empty() else stats
 
     def _and_renewed(self, samples: Iterable[Sample]) -> Iterator[Sample]:
         """Yield samples, and 0 for each namespace that was told and is no longer in use."""

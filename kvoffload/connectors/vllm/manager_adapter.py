@@ -22,9 +22,8 @@ from vllm.v1.kv_offload.base import ReqContext as VllmContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffload.connectors.offload_requests import UseCounter
-from kvoffload.connectors.vllm.engine_metrics import ManagerFigures, StatsPublisher
-from kvoffload.figures import total
-from kvoffload.metric_list import Sample, samples_of_manager, samples_of_worker
+from kvoffload.connectors.vllm.engine_metrics import USAGE, StatsPublisher
+from kvoffload.metrics.registry import Sample, total
 from kvoffload.offload.base import (
     ChunksRemoved,
     CPULoadStoreSpec,
@@ -68,8 +67,8 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         self.stats = StatsPublisher()
         self.worker_figures: dict[int, bytes] = {}
         """Rank → its figures, as its last report had them; set by the owner."""
-        self.hit_tokens: Counter[str] = Counter()
-        """Tokens of loads that succeeded, by medium; counted by the owner."""
+        self.events: Counter[str] = Counter()
+        """Those of the list's metric; of the ledger, once there is one."""
         self.changes = 0
         """Rises with each change after which a lookup may be answered otherwise."""
         self._jobs: dict[int, LoadJob | StoreJob] = {}
@@ -85,6 +84,8 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     def attach(self, ledger: Manager, num_slots: int) -> None:
         """Use this ledger from now on; before, lookups are to be repeated and nothing is stored."""
         self.ledger = ledger
+        ledger.counters.update(self.events)
+        self.events = ledger.counters
         self.changes += 1
         self._uses = UseCounter(ledger)
         self._num_slots = num_slots
@@ -92,14 +93,11 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     def keep_out(self, req_id: str) -> None:
         """Load nothing for a request and store nothing of it, until it ends."""
         self._kept_out.add(req_id)
-        self.count(Counter(requests_not_trusted=1))
+        self.events["requests_not_trusted"] += 1
 
     def ignore_hint(self) -> None:
         """Count a wish of a request that is malformed."""
-        if self.ledger is not None:
-            self.ledger.counters["hints_ignored"] += 1
-        else:
-            self.count(Counter(hints_ignored=1))
+        self.events["hints_ignored"] += 1
 
     def take_jobs(self) -> dict[int, LoadJob | StoreJob]:
         """Return the jobs begun since the last call, by the ``job_id`` of their specs."""
@@ -119,7 +117,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         if req_context.kv_hints is not None:
             asked.append("kv_hints")
         for name in asked:
-            self.count(Counter(wishes_refused=1))
+            self.events["wishes_refused"] += 1
             if name not in self._refused_wishes:
                 self._refused_wishes.add(name)
                 log.warning(
@@ -159,7 +157,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Note how long the engine took to compute tokens of prompts."""
         if self.ledger is not None:
-            self.ledger.figures.prefilled(num_tokens, seconds)
+            self.ledger.promises.prefilled(num_tokens, seconds)
 
     def hints(self, req_context: VllmContext) -> Hints:
         """Return what a request asks for."""
@@ -279,19 +277,12 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         """Report the counts since the last call, under vLLM's metric names where they fit."""
         if self.ledger is None:
             return None
-        ledger = self.ledger
-        return self.stats.collect(
-            ManagerFigures(ledger.counters, ledger.resident, ledger.busy_slots, self._num_slots),
-            lambda: self._samples(ledger),
-        )
+        return self.stats.collect(partial(self._samples, self.ledger))
 
     def _samples(self, ledger: Manager) -> Iterator[Sample]:
-        yield from samples_of_manager(ledger.stats(), self.hit_tokens)
-        yield from samples_of_worker(total(self.worker_figures.values()))
-
-    def count(self, counters: Counter[str]) -> None:
-        """Add the workers' counts."""
-        self.stats.worker_counters.update(counters)
+        yield USAGE, (), ledger.busy_slots / max(1, self._num_slots)
+        yield from ledger.figures.samples()
+        yield from total(self.worker_figures.values())
 
 
 def _locality(medium: str) -> Locality:

@@ -250,7 +250,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             status.deferred_lookup_start_time = time.monotonic()
             return False
         self._maybe_observe_lookup_async_delay(status)
-        self.adapter.count(Counter(lookup_timeout=1))
+        self.adapter.events["lookup_timeout"] += 1
         return True
 
     def _maximal_prefix_lookup(
@@ -299,7 +299,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
                 self._table.begin(job_id, jobs[store.dst_spec.job_id])
             if writes_before_flush(scheduler_output, self._is_runner_v2):
                 overwritten = self._table.fail_stores(orders.jobs_to_flush or ())
-                self.adapter.count(Counter(stores_overwritten=overwritten))
+                self.adapter.events["stores_overwritten"] += overwritten
         self._order_write_through(orders)
         stores = bool(orders.store_jobs or orders.write_through)
         orders.generation = self.generations.take_order(stores)
@@ -358,7 +358,6 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
                     self._explained.removed(removals)
                 # Last: the stores are as they were when the report was made.
                 self.tiers.apply(report.presence, report.answers)
-            self.adapter.count(report.counters)
             self.adapter.worker_figures.update(report.figures)
 
     def _note(self, job: Job) -> None:
@@ -371,7 +370,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             return
         if not isinstance(job, LoadJob):
             return
-        self.adapter.hit_tokens.update(hit_tokens(job, ok, self.config.kv_group_configs))
+        if self.adapter.ledger is not None:
+            tokens = hit_tokens(job, ok, self.config.kv_group_configs)
+            self.adapter.ledger.figures.hit_tokens.update(tokens)
         if not (len(job.keys) == job.num_asked and all(ok)):
             req_id = job.context.req_id if job.context else ""
             status = self._req_status.get(req_id)

@@ -1,6 +1,5 @@
 """Messages of a step between the scheduler's process and the workers': plain data, pickled."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
@@ -91,8 +90,6 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
     """Job id → ranks on which that is over."""
     removals: dict[str, list[Removal]] = field(default_factory=dict)
     """Tier → chunks that it removed by itself."""
-    counters: Counter[str] = field(default_factory=Counter)
-    """The workers' counts since their last report."""
     presence: list[IndexPart] = field(default_factory=list)
     """What appeared in the stores of each rank and what left them."""
     answers: list[Answer] = field(default_factory=list)
@@ -104,7 +101,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
     has_new_weights: bool = False
     """Whether a rank's model has loaded weights that no order for a generation has followed."""
     figures: dict[int, bytes] = field(default_factory=dict)
-    """Rank → what it has measured since its start (:mod:`kvoffload.figures`)."""
+    """Rank → what it has measured since its start (:mod:`kvoffload.metrics.registry`)."""
 
     def add(self, result: TransferResult) -> None:
         """Note this rank's answer to a job."""
@@ -124,7 +121,6 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
             or self.ended
             or self.settled
             or self.removals
-            or self.counters
             or self.presence
             or self.answers
             or self.workers
@@ -154,7 +150,6 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
                 report.seconds[job_id] = max(seconds, report.seconds.get(job_id, 0.0))
             for tier, removals in source.removals.items():
                 report.removals.setdefault(tier, []).extend(removals)
-            report.counters.update(source.counters)
             report.presence += source.presence
             report.answers += source.answers
             report.workers.update(source.workers)

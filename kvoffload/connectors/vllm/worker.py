@@ -6,10 +6,9 @@ chunk to the scheduler half.
 """
 
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
@@ -20,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 )
 
 from kvoffload.connectors.builder import TieredOffloadingSpec
-from kvoffload.connectors.metrics_port import serve_metrics
 from kvoffload.connectors.vllm.cpu_affinity import unbound
 from kvoffload.connectors.vllm.fingerprint import resolve_facts
 from kvoffload.connectors.vllm.kv_caches import GpuEnd, canonical, layers_of_groups
@@ -33,18 +31,16 @@ from kvoffload.connectors.vllm.versions import is_synchronous
 from kvoffload.connectors.vllm.weights_source import name_for_all_ranks
 from kvoffload.connectors.vllm.weights_watch import UPDATES
 from kvoffload.connectors.vllm.worker_presence import WorkerPresence
-from kvoffload.figures import packed
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.messages import TransferResult
-from kvoffload.metric_list import samples_of_worker
+from kvoffload.metrics.endpoint import MetricsServer, serve_metrics
+from kvoffload.metrics.names import EVENTS
+from kvoffload.metrics.registry import packed
 from kvoffload.transfer.engine import TransferEngine
 from kvoffload.transfer.layout import ChunkLayout
 
-if TYPE_CHECKING:
-    from kvoffload.metrics import MetricsServer
-
 COUNTERS_PERIOD_S = 0.5
-"""How often tiers are asked for their counters: a step may take only 2 ms."""
+"""How often a report has this rank's figures: a step may take only 2 ms."""
 
 
 @dataclass
@@ -82,9 +78,8 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         """The stores of each step in flight, by the job id of their transfer."""
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
-        self._told: dict[str, Counter[str]] = {}
         self._told_s = 0.0
-        """When the report last had this rank's counters and figures."""
+        """When the report last had this rank's figures."""
         self._tiers: Mapping[str, RemoteTier] = {}
         self._presence: WorkerPresence | None = None
         self._writes = SharedWrites(0, 1, ())
@@ -151,12 +146,11 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         parallel = self.vllm_config.parallel_config
         rank = parallel.rank
         try:
-            figures, number = self._transfers.figures, rank
+            number = rank
             if self.settings.metrics_port is not None:  # replicas of a machine have equal ranks
                 number += parallel.data_parallel_index * parallel.world_size
-            self._metrics = serve_metrics(
-                self.settings, lambda: samples_of_worker(figures()), number
-            )
+            read = self._transfers.figures.samples
+            self._metrics = serve_metrics(self.settings, read, number)
         except BaseException:
             self._spec.close()
             raise
@@ -307,8 +301,8 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         """Note the end of a job."""
         result = self._writes.end(result)
         self._report.add(result)
-        if result.reason:
-            self._report.counters[f"failed_{result.reason}"] += result.ok.count(False)
+        if result.reason == PARTIAL_CHUNK:  # the engine counts other failures
+            self._transfers.failures[PARTIAL_CHUNK] += result.ok.count(False)
 
     def _store_ended(self, result: TransferResult) -> None:
         self._end(result)
@@ -329,7 +323,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             for block in blocks
         ]
         if bad:
-            self._report.counters["recomputed_blocks"] += len(bad)
+            self._transfers.figures.counter(EVENTS)["recomputed_blocks"] += len(bad)
             if len(self.kv_cache_config.kv_cache_groups) == 1:
                 self._failed_blocks.update(bad)
             else:
@@ -353,7 +347,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         now_s = time.monotonic()
         if now_s - self._told_s >= COUNTERS_PERIOD_S:
             self._told_s = now_s
-            self._report_counters()
+            self._report_figures()
         if self._report.is_empty:
             return None
         report, self._report = self._report, WorkerReport()
@@ -372,17 +366,9 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             self._report.presence = self._presence.take_parts()
             self._report.answers = self._presence.take_answers()
 
-    def _report_counters(self) -> None:
-        if self._spec is None:
-            return
-        self._report.figures[self._info.rank] = packed(self._transfers.figures())
-        counters = {name: tier.counters for name, tier in self._tiers.items()}
-        if self._spec.io is not None:
-            counters["io"] = self._spec.io.counters
-        for name, counts in counters.items():
-            now = Counter({f"{name}_{k}": v for k, v in counts.items()})
-            self._report.counters.update(now - self._told.get(name, Counter()))
-            self._told[name] = now
+    def _report_figures(self) -> None:
+        if self._spec is not None:
+            self._report.figures[self._info.rank] = packed(self._transfers.figures.samples())
 
     def shutdown(self) -> None:
         """Release threads, stores and memory."""

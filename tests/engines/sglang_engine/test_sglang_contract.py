@@ -161,7 +161,7 @@ def test_a_pool_that_comes_later_with_larger_pages_restores_nothing(attach, unti
     assert caplog.text.count("NOTHING OF IT IS STORED") == 1
     assert hicache.batch_set_v2(every) == hicache.batch_get_v2(every) == failed
     assert hicache.batch_exists_v2(hashes(4), every).kv_hit_pages == 0
-    assert hicache._store.counters["raised"] == 0
+    assert hicache._store.figures.by_event()["raised"] == 0
     small = Pool()  # one that fits
     hicache.register_mem_host_pool_v2(small, PoolName.MAMBA)
     fits = [PoolTransfer(PoolName.MAMBA, tokens(range(4)), keys=hashes(4))]
@@ -231,7 +231,7 @@ def test_calls_on_two_threads_while_the_store_is_cleared(attach, until):
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     assert wrong == []
-    assert hicache._store.counters["raised"] == 0
+    assert hicache._store.figures.by_event()["raised"] == 0
 
 
 def test_a_call_that_cannot_be_meant_is_a_miss(attach):

@@ -10,14 +10,22 @@ from urllib.error import URLError
 import pytest
 
 from kvoffload.cli.top import fetch, of_page
-from kvoffload.metric_list import METRICS
+from kvoffload.metrics.names import (
+    HOST_CHUNKS,
+    HOST_CHUNKS_BUSY,
+    METRICS,
+    PREFILL_RATE,
+    PREFIX,
+    TIER_EVENTS,
+    WAITING_CHUNKS,
+)
 from tests.support.redis_server import free_port
 
 pytestmark = pytest.mark.timeout(900)
 PROMPT_TOKENS = 592
 """Tokens of a prompt of 600 that lie in whole pages before its last one."""
-LACKING = {"kvoffload_waiting_chunks", "kvoffload_tier_events"}
-"""SGLang decides what waits, and its tier has counted no event yet."""
+LACKING = {WAITING_CHUNKS, TIER_EVENTS, HOST_CHUNKS, HOST_CHUNKS_BUSY, PREFILL_RATE}
+"""SGLang decides what waits and has its own host memory; its tier has counted no event yet."""
 
 
 def wait_reading(url, is_there):
@@ -40,7 +48,7 @@ def test_a_servers_page_has_the_metrics_of_every_engine(start, prompt, tiers, di
     url = f"http://127.0.0.1:{port}"
     page = fetch(url)
     shown = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")}
-    found = {name.removesuffix("_total") for name in shown}
+    found = {name.removeprefix(PREFIX).removesuffix("_total") for name in shown}
     assert set(METRICS) - found <= LACKING
     reading = of_page(page)
     tier = reading.tiers["disk"]

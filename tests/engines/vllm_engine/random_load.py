@@ -221,7 +221,7 @@ class RandomLoad:
         connector, pool = scheduler.connector, scheduler.kv_cache_manager.block_pool
         half = connector.connector_scheduler
         adapter = half.adapter
-        self._done["loaded"] = adapter.hit_tokens.total()
+        self._done["loaded"] = adapter.ledger.figures.hit_tokens.total()
         tables = {
             "requests": half._req_status,
             "vLLM's jobs": half._jobs,

@@ -12,6 +12,7 @@ from collections import Counter
 
 import pytest
 
+from tests.engines.vllm_engine.counted import events
 from tests.support.small_disk import small_disk
 
 pytestmark = pytest.mark.timeout(1800)
@@ -79,13 +80,6 @@ def running(engine, traffic, prompts, told, set_plan):
     set_plan()
 
 
-def events(engine):
-    marker = "vllm:kvoffload_worker_events "
-    metrics = engine.ask("counted")
-    assert metrics["vllm:kvoffload_host_chunks_busy"] == 0
-    return Counter({k[len(marker) :]: v for k, v in metrics.items() if k.startswith(marker)})
-
-
 def test_without_a_fault_the_store_serves(running):
     with running() as (requests, counted):
         requests.wait_for_hits(PROMPTS * CACHED)
@@ -116,7 +110,7 @@ def test_chunk_files_deleted(running, chunk_files):
 
 
 def found_corrupt(counted):
-    return sum(n for name, n in counted.items() if name.startswith("faulty_corrupt_"))
+    return sum(n for name, n in counted.items() if name.startswith("corrupt_faulty_"))
 
 
 def damaged(chunk_files, damage):

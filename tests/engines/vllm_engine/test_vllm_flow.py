@@ -5,6 +5,7 @@ import time
 import pytest
 
 from kvoffload.config import KNOWN_HINTS
+from tests.engines.vllm_engine.counted import events
 
 pytestmark = pytest.mark.timeout(900)
 LENGTH, CACHED, CHUNKS = 1000, 992, 31  # whole blocks of 32 tokens in a prompt
@@ -50,11 +51,6 @@ def generate(engine, wanted, **more):
     return answer, time.monotonic() - begun_s
 
 
-def events(engine):
-    engine.ask("quiet")
-    return {name.split()[-1]: count for name, count in engine.ask("counted").items()}
-
-
 def test_loads_at_a_slow_but_steady_rate_never_time_out(engine, prompts, told, set_plan):
     """The second load waits for the first one, which alone takes twice the timeout."""
     set_plan(trickle={"seconds": TRICKLE_S})
@@ -63,7 +59,7 @@ def test_loads_at_a_slow_but_steady_rate_never_time_out(engine, prompts, told, s
     assert answer["cached"] == [CACHED] * 2
     assert answer["tokens"] == told[:2]
     assert took_s > 2 * CHUNKS * TRICKLE_S
-    assert "failed_deadline" not in events(engine)
+    assert not events(engine)["failed_deadline"]
 
 
 def test_a_request_waits_for_the_load_of_another_one_while_chunks_come(
@@ -98,14 +94,14 @@ def test_a_tier_slower_than_computing_is_declined_until_it_is_fast(engine, promp
     for _ in range(4):
         if not generate(engine, wanted[:1])[0]["cached"][0]:
             break
-    before = events(engine).get("load_declined_faulty", 0)
+    before = events(engine)["lookups_faulty_declined"]
     whole = (0, 1, 3)  # the tier lost a part of the third prompt when it stalled
     for i in whole:
         answer, _ = generate(engine, wanted[i : i + 1], hints={"explain": True})
         assert answer["cached"] == [0]
         assert answer["tokens"] == told[i : i + 1]
         assert answer["told"][0]["kvoffload"]["chunks"] == [["too_slow"] * CHUNKS]
-    assert events(engine)["load_declined_faulty"] == before + len(whole)
+    assert events(engine)["lookups_faulty_declined"] == before + len(whole)
     set_plan()
     end_s = time.monotonic() + 120
     while generate(engine, wanted[:1])[0]["cached"] == [0]:

@@ -16,6 +16,7 @@ from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.step_messages import WorkerReport
 from kvoffload.connectors.vllm.tier_index import TierIndex
 from kvoffload.messages import TransferResult, make_offload_key
+from kvoffload.metrics.registry import packed
 from kvoffload.offload.base import ReqContext as OurContext
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
@@ -74,7 +75,7 @@ def test_wishes_of_tiers_that_vllm_has_and_we_do_not_are_told_once_and_counted(c
         adapter.on_new_request(ReqContext(name, params, kv_hints=object() if name == "b" else None))
     said = [record.args[0] for record in caplog.records]
     assert said == ["remote_prefiller", "kv_hints"]
-    assert adapter.stats.worker_counters == {"wishes_refused": 4}
+    assert adapter.events == {"wishes_refused": 4}
 
 
 def report(job_id, ok, settled=True):
@@ -215,9 +216,17 @@ def test_every_metric_emitted_was_declared(ledger):
     adapter = ManagerAdapter()
     adapter.attach(ledger, 4)
     adapter.lookup_prefix(KEYS[:2], ReqContext("r"))
-    adapter.stats.worker_counters["failed_missing"] = 2
-    told = set()
-    while (stats := adapter.get_stats()) is not None:
-        told |= set(stats.data["data"])
-    assert "vllm:kvoffload_worker_events" in told
+    adapter.worker_figures[0] = packed([("tier_up", ("disk",), 1)])
+    adapter.stats.publish_all()
+    told = set(adapter.get_stats().data["data"])
+    assert {"vllm:kvoffload_events", "vllm:kvoffload_lookups", "vllm:kvoffload_tier_up"} <= told
     assert told <= set(metric_definitions())
+
+
+def test_what_was_counted_before_the_ledger_came_is_counted_on(ledger):
+    adapter = ManagerAdapter()
+    adapter.keep_out("r")
+    adapter.attach(ledger, 4)
+    adapter.ignore_hint()
+    assert (ledger.counters["requests_not_trusted"], ledger.counters["hints_ignored"]) == (1, 1)
+    assert adapter.events is ledger.counters

@@ -14,20 +14,27 @@ from kvoffload.connectors.vllm.engine_metrics import (
     MAX_NAMESPACES,
     SAMPLES_PER_STEP,
     EngineStats,
-    ManagerFigures,
     StatsPublisher,
     hit_tokens,
     metric_definitions,
 )
-from kvoffload.figures import Durations
 from kvoffload.messages import make_offload_key
-from kvoffload.metric_list import METRICS, NAMESPACE
+from kvoffload.metrics.names import (
+    BREAKERS_OPEN,
+    LOAD_BYTES,
+    LOAD_SECONDS,
+    METRICS,
+    NAMESPACE,
+    PREFIX,
+    TIER_EVENTS,
+)
+from kvoffload.metrics.registry import Durations
 from tests.support.redis_server import free_port
 
 pytestmark = pytest.mark.timeout(900)
 
-IDLE = ManagerFigures(Counter(), 0, 0, 4)
-FRESH = ("kvoffload_load_bytes", ("disk",))
+FRESH = (LOAD_BYTES, ("disk",))
+OURS = "vllm:" + PREFIX
 
 
 @pytest.fixture
@@ -39,7 +46,7 @@ def publish(publisher, samples):
     """Let steps publish all samples once; return what vLLM would be told, added up."""
     stats = EngineStats()
     while True:
-        if step := publisher.collect(IDLE, lambda: samples):
+        if step := publisher.collect(lambda: samples):
             stats.aggregate(step)
         if not publisher.is_midway:
             return stats.data["data"]
@@ -47,21 +54,21 @@ def publish(publisher, samples):
 
 def test_a_counter_begins_at_zero_and_then_tells_what_was_added(publisher):
     name, labels = FRESH
-    assert publish(publisher, [(*FRESH, 0)])["vllm:" + name] == {labels: 0}
-    assert publish(publisher, [(*FRESH, 5)])["vllm:" + name] == {labels: 5}
-    assert "vllm:" + name not in publish(publisher, [(*FRESH, 5)])
-    assert publish(publisher, [(*FRESH, 7)])["vllm:" + name] == {labels: 2}
+    assert publish(publisher, [(*FRESH, 0)])[OURS + name] == {labels: 0}
+    assert publish(publisher, [(*FRESH, 5)])[OURS + name] == {labels: 5}
+    assert OURS + name not in publish(publisher, [(*FRESH, 5)])
+    assert publish(publisher, [(*FRESH, 7)])[OURS + name] == {labels: 2}
 
 
 def test_a_gauge_falls_again(publisher):
-    name = "kvoffload_breakers_open"
+    name = BREAKERS_OPEN
     for value in (1, 0, 3):
         told = publish(publisher, [(name, ("redis",), value)])
-        assert told["vllm:" + name] == {("redis",): value}
+        assert told[OURS + name] == {("redis",): value}
 
 
 def test_after_a_renewal_the_old_namespace_is_0(publisher):
-    name = "vllm:" + NAMESPACE
+    name = OURS + NAMESPACE
     for tells in ({"a": 1}, {"b": 1, "a": 0}, {"c": 1, "b": 0}):
         current = next(iter(tells))
         told = publish(publisher, [(NAMESPACE, (current,), 1), (*FRESH, 0)])
@@ -73,24 +80,22 @@ def test_an_engine_with_many_renewals_tells_a_bounded_number_of_namespaces(publi
     told = Counter()
     for i in range(2 * MAX_NAMESPACES):
         stats = publish(publisher, [(NAMESPACE, (str(i),), 1)])
-        told.update(stats.get("vllm:" + NAMESPACE, {}).keys())
+        told.update(stats.get(OURS + NAMESPACE, {}).keys())
     assert len(told) == MAX_NAMESPACES
     assert max(told.values()) == 2  # 1, then 0
 
 
 def test_durations_arrive_in_their_buckets_with_their_sum(publisher):
-    name, labels, now = "vllm:kvoffload_load_seconds", ("disk",), Durations()
-    assert publish(publisher, [("kvoffload_load_seconds", labels, Durations())])[name] == {
-        labels: []
-    }
+    name, labels, now = OURS + LOAD_SECONDS, ("disk",), Durations()
+    assert publish(publisher, [(LOAD_SECONDS, labels, Durations())])[name] == {labels: []}
     for seconds in (0.003, 0.004, 0.3, 70.0):
         now.add(seconds)
-    told = publish(publisher, [("kvoffload_load_seconds", labels, now)])[name][labels]
+    told = publish(publisher, [(LOAD_SECONDS, labels, now)])[name][labels]
     assert told == pytest.approx([0.0035, 0.0035, 0.3, 70.0])
 
 
 def test_figures_that_did_not_change_are_not_told_again(publisher):
-    samples = [("kvoffload_tier_events", ("disk", str(i)), i) for i in range(200)]
+    samples = [(TIER_EVENTS, ("disk", str(i)), i) for i in range(200)]
     assert publish(publisher, samples)
     assert publish(publisher, samples) == {}
 
@@ -98,7 +103,7 @@ def test_figures_that_did_not_change_are_not_told_again(publisher):
 def test_a_step_looks_at_a_bounded_number_of_metrics_whatever_there_are(publisher):
     """The operations count, not the time: 10,000 series cost a step as much as 8."""
     seen, calls = [], []
-    samples = (("kvoffload_tier_events", ("disk", str(i)), i) for i in range(10_000))
+    samples = ((TIER_EVENTS, ("disk", str(i)), i) for i in range(10_000))
 
     def observed():
         calls.append(1)
@@ -108,7 +113,7 @@ def test_a_step_looks_at_a_bounded_number_of_metrics_whatever_there_are(publishe
 
     assert SAMPLES_PER_STEP <= 8
     for step in range(1, 5):
-        stats = publisher.collect(IDLE, observed)
+        stats = publisher.collect(observed)
         assert len(seen) == step * SAMPLES_PER_STEP
         assert len(stats.data["data"]["vllm:kvoffload_tier_events"]) <= SAMPLES_PER_STEP
     assert calls == [1]
@@ -118,28 +123,28 @@ def test_between_publications_a_step_reads_no_figure():
     clock = iter((0.0, 0.5, 0.9, 1.1)).__next__
     publisher, calls = StatsPublisher(clock), []
     for _ in range(4):
-        publisher.collect(IDLE, lambda: calls.append(1) or [(*FRESH, len(calls))])
+        publisher.collect(lambda: calls.append(1) or [(*FRESH, len(calls))])
     assert len(calls) == 2
 
 
 def test_the_last_step_publishes_all_at_once_and_again_what_a_publication_had_begun():
     publisher = StatsPublisher(clock=lambda: 0.0)
-    samples = [("kvoffload_tier_events", ("disk", str(i)), 1) for i in range(200)]
-    publisher.collect(IDLE, lambda: samples)
+    samples = [(TIER_EVENTS, ("disk", str(i)), 1) for i in range(200)]
+    publisher.collect(lambda: samples)
     assert publisher.is_midway
     changed = [(name, labels, 2) for name, labels, _ in samples]
     publisher.publish_all()
-    told = publisher.collect(IDLE, lambda: changed).data["data"]["vllm:kvoffload_tier_events"]
+    told = publisher.collect(lambda: changed).data["data"]["vllm:kvoffload_tier_events"]
     assert sorted(told.values()) == [1] * SAMPLES_PER_STEP + [2] * (200 - SAMPLES_PER_STEP)
     assert not publisher.is_midway
-    assert publisher.collect(IDLE, lambda: samples) is None  # it is not time yet
+    assert publisher.collect(lambda: samples) is None  # it is not time yet
 
 
-def test_the_log_line_of_vllm_leaves_the_list_out():
+def test_the_log_line_of_vllm_leaves_most_of_the_list_out():
     stats = EngineStats()
-    stats.increase_counter("vllm:kvoffload_events", 1, ("evicted",))
+    stats.increase_counter("vllm:kvoffload_events", 1, ("load_refused",))
     stats.increase_counter("vllm:kvoffload_load_bytes", 1, ("disk",))
-    assert list(stats.reduce()) == ["vllm:kvoffload_events:('evicted',)"]
+    assert list(stats.reduce()) == ["vllm:kvoffload_events:('load_refused',)"]
 
 
 def test_hit_tokens_end_at_the_first_failed_chunk_of_the_group_that_reads_whole_prompts():
@@ -149,12 +154,12 @@ def test_hit_tokens_end_at_the_first_failed_chunk_of_the_group_that_reads_whole_
     spec = SimpleNamespace(media=lambda: ["CPU", "CPU"] + ["DISK"] * 6)
     job = SimpleNamespace(keys=keys, spec=spec)
     ok = (False, True, True, True, True, False, True, True)
-    assert hit_tokens(job, ok, (window, whole)) == {"CPU": 32, "DISK": 32}
+    assert hit_tokens(job, ok, (window, whole)) == {"cpu": 32, "disk": 32}
     assert hit_tokens(job, ok, (window,)) == {}
 
 
 def test_every_metric_of_the_list_is_declared():
-    assert {"vllm:" + name for name in METRICS} <= set(metric_definitions())
+    assert {OURS + name for name in METRICS} <= set(metric_definitions())
 
 
 def test_a_real_engine_shows_its_tiers_on_the_page_of_vllm(start, prompts, tmp_path):

@@ -13,8 +13,8 @@ def disk(root):
     return [{"type": "disk", "root": str(root), "min_free": 0}]
 
 
-def ledger_events(engine, name):
-    return engine.ask("quiet").get(f"vllm:kvoffload_events {name}", 0)
+def counter(engine, name):
+    return engine.ask("quiet")[f"vllm:kvoffload_{name}"]
 
 
 def forget(engine):
@@ -68,11 +68,11 @@ def test_a_load_that_host_memory_cannot_take_with_its_windows_is_shortened(hybri
             time.sleep(1.5)  # what the tier said it lacks is asked again after a second
     assert files >= 23 + 4 + 4
     assert hybrid.ask("quiet")["vllm:kvoffload_host_chunks"] <= 24
-    refused = ledger_events(hybrid, "load_refused")
+    refused = counter(hybrid, "events load_refused")
     answer = hybrid.generate([prompt])
     assert answer["tokens"] == [told[740]]
     assert answer["cached"] == [480]
-    assert ledger_events(hybrid, "load_refused") == refused == 0
+    assert counter(hybrid, "events load_refused") == refused == 0
 
 
 def test_lookups_that_are_never_answered_end_in_time(hybrid, prompts, set_plan):
@@ -108,7 +108,7 @@ def test_chunks_of_four_blocks_stored_when_seen_twice(start, prompts, tmp_path):
 
     told = [ask(prompt) for _ in range(4)]
     assert [cached for cached, _ in told] == [0, 0, whole, whole], "seen, stored, loaded, loaded"
-    assert ledger_events(engine, "store_not_admitted") > 0
+    assert counter(engine, "stores_dropped cpu not_admitted") > 0
     # Five blocks are in GPU memory, the fifth the first of a chunk: its other three are loaded.
     assert engine.generate([prompt[:170]])["cached"] == [128]
     told.append(ask(prompt))

@@ -9,6 +9,7 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 
 from benchmarks.vllm_parts.halves import BLOCK
 from kvoffload.messages import make_offload_key
+from kvoffload.offload.figures import NO_ROOM
 from tests.engines.vllm_engine.test_vllm_uses import FULL, WINDOW, Vllm
 
 CHUNKS = 10
@@ -21,7 +22,7 @@ def prompt(seed):
 
 def ask(rig, tokens):
     """Run a prompt to its end; return how many of its chunks were loaded."""
-    told = rig.scheduler.connector.connector_scheduler.adapter.hit_tokens
+    told = rig.scheduler.connector.connector_scheduler.adapter.ledger.figures.hit_tokens
     before = told.total()
     request = rig.add(tokens, 2)
     rig.quiet()
@@ -96,5 +97,5 @@ def test_a_request_without_room_is_offered_again_and_logged_in_no_step(halves, c
     ledger.complete(holder, (False, False))  # room at last
     rig.quiet()
     assert request.is_finished()
-    assert ledger.counters["store_refused"] > 0
+    assert ledger.figures.not_stored[NO_ROOM] > 0
     assert ledger.resident == 2

@@ -5,10 +5,10 @@ for two of six prompts, so that what it asks for again comes from Redis while th
 """
 
 import time
-from collections import Counter
 
 import pytest
 
+from tests.engines.vllm_engine.counted import events
 from tests.support import redis_server
 
 pytestmark = [
@@ -72,14 +72,6 @@ def wait_until(true, limit_s=300):
     while not true():
         assert time.monotonic() < until, "did not happen in time"
         time.sleep(0.05)
-
-
-def events(engine):
-    """Return what the workers and the tiers of an engine have counted, by name."""
-    marker = "vllm:kvoffload_worker_events "
-    metrics = engine.ask("counted")
-    assert metrics["vllm:kvoffload_host_chunks_busy"] == 0
-    return Counter({k[len(marker) :]: v for k, v in metrics.items() if k.startswith(marker)})
 
 
 def test_a_second_instance_hits_through_redis_what_the_first_stored(second, told, prompts):

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
 from bare_half import bare_half
+from manager_parts import figures
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
 )
@@ -29,6 +30,7 @@ from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, Wo
 from kvoffload.errors import ConfigError
 from kvoffload.messages import TransferResult, make_offload_key
 from kvoffload.offload.base import ReqContext as OurContext
+from kvoffload.offload.figures import NO_ROOM
 
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(8)]
 
@@ -110,8 +112,8 @@ def test_a_store_whose_blocks_are_written_before_the_flush_fails(
         half._take_in(report)
     # The second is not flushed; the third is a load, which reads no blocks.
     assert [ledger.lookup(key) for key in KEYS[:3]] == [kept, True, True]
-    assert half.adapter.stats.worker_counters["stores_overwritten"] == (not kept)
-    assert half.adapter.hit_tokens == {"CPU": 16}  # the load's
+    assert half.adapter.events["stores_overwritten"] == (not kept)
+    assert ledger.figures.hit_tokens == {"cpu": 16}  # the load's
 
 
 TWO_TIERS = [{"type": "memory"}, {"type": "memory"}]
@@ -134,7 +136,7 @@ def test_a_slot_that_a_tier_may_still_touch_on_one_rank_is_given_to_no_chunk(met
     keys = KEYS[:3]
     slots = ledger.prepare_store(keys, OurContext("a")).store_spec.host_slots.tolist()
     assert sorted(slots) == [1, 2, 3]
-    assert ledger.stats().host.capacity_bytes == 3 * 4096
+    assert figures(ledger)["capacity_bytes"]["cpu"] == 3 * 4096
 
 
 def test_chunks_of_several_sizes_take_the_rows_that_they_need(met):
@@ -168,7 +170,7 @@ def test_the_store_threshold_and_the_size_of_slots_reach_the_ledger(met):
     assert ledger.prepare_store(KEYS[:1], first).keys_to_store == ()
     ledger.touch(KEYS[:1], second)
     assert ledger.prepare_store(KEYS[:1], second).keys_to_store == tuple(KEYS[:1])
-    assert ledger.stats().host.capacity_bytes == 4 * 4096
+    assert figures(ledger)["capacity_bytes"]["cpu"] == 4 * 4096
 
 
 def test_chunks_that_found_no_room_are_offered_again_while_their_request_runs(met):
@@ -187,11 +189,11 @@ def test_chunks_that_found_no_room_are_offered_again_while_their_request_runs(me
     assert state.next_stored_chunk_idx == 2
     assert offer() == []
     assert state.next_stored_chunk_idx == 2
-    assert ledger.counters["store_refused"] == 0
+    assert ledger.figures.not_stored[NO_ROOM] == 0
     request.over = True
     assert offer() == []
     assert state.next_stored_chunk_idx == 4
-    assert ledger.counters["store_refused"] == 2
+    assert ledger.figures.not_stored[NO_ROOM] == 2
 
 
 DISK = {"type": "disk", "root": "/nowhere/kv"}
@@ -344,7 +346,7 @@ def test_a_request_waits_for_a_load_of_its_chunks_as_long_as_that_load_takes(met
     assert not half._waited_long(request)
     waiting.deferred_lookup_start_time = 0.0
     assert half._waited_long(request)
-    assert half.adapter.stats.worker_counters["lookup_timeout"] == 1
+    assert half.adapter.events["lookup_timeout"] == 1
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_a_part_of_a_chunk_keeps_no_other_chunk_from_being_stored(half, until):
     step(half, stores={7: job})
     report = until(lambda: step(half))
     assert report.ok == {7: (True, False, True)}
-    assert report.counters["failed_partial_chunk"] == 1
+    assert half._transfers.failures["partial_chunk"] == 1
     rows = half._transfers._slab.rows
     assert rows[4].tolist() == [1] * PAGE + [2] * PAGE
     assert rows[6].tolist() == [6] * PAGE + [7] * PAGE

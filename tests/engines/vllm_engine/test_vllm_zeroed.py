@@ -7,7 +7,7 @@ soon. The plug-in ``zeroing.py`` makes vLLM treat the KV cache of a small Llama 
 import pytest
 
 pytestmark = pytest.mark.timeout(1800)
-OVERWRITTEN = "vllm:kvoffload_worker_events stores_overwritten"
+OVERWRITTEN = "vllm:kvoffload_events stores_overwritten"
 
 
 def test_under_memory_pressure_outputs_stay_those_of_vllm_alone(

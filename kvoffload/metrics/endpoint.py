@@ -1,13 +1,4 @@
-"""Statistics for Prometheus; needs the extra ``metrics``.
-
-The setting ``metrics_port`` serves them over HTTP. An engine with an endpoint of its own registers
-a collector, and passes the result of a connector's ``stats()`` as often as it likes::
-
-    exporter = Exporter()
-    prometheus_client.REGISTRY.register(exporter)
-    ...
-    exporter.update(connector.stats())
-"""
+"""The page of metrics that the setting ``metrics_port`` serves over HTTP."""
 
 import asyncio
 import contextlib
@@ -15,35 +6,16 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
 
-import msgspec
-
-try:
-    from prometheus_client import CollectorRegistry, generate_latest
-    from prometheus_client.core import (
-        CounterMetricFamily,
-        GaugeMetricFamily,
-        HistogramMetricFamily,
-        Metric,
-    )
-    from prometheus_client.registry import Collector
-except ImportError as error:
-    raise ImportError(
-        "kvoffload.metrics needs its extra: pip install '/path/to/kvoffload[metrics]'"
-    ) from error
-
-import kvoffload
+from kvoffload.config import OffloadConfig
 from kvoffload.errors import ConfigError
-from kvoffload.figures import BUCKETS_S, Durations, WorkerFigures
-from kvoffload.metric_list import METRICS, Sample, samples_of_manager, samples_of_worker
-from kvoffload.offload.stats import ManagerStats
+from kvoffload.extras import check_extra
+from kvoffload.metrics.registry import Sample
 
 log = logging.getLogger(__name__)
 
-TRIES = 5
-"""Readings of figures for one scrape: the engine's thread may change a dictionary meanwhile."""
 MOST_CONNECTIONS = 8
 """Of the endpoint at once: each takes a descriptor of the engine's process."""
 CONNECTION_S = 5.0
@@ -55,76 +27,25 @@ _HEAD = (
     b"HTTP/1.0 200 OK\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
     b"Connection: close\r\n\r\n"
 )
-_FAMILIES = {
-    "gauge": GaugeMetricFamily,
-    "counter": CounterMetricFamily,
-    "histogram": HistogramMetricFamily,
-}
 
 
-class Snapshot(ManagerStats, frozen=True):
-    """The statistics of a connector."""
-
-    loaded_tokens: dict[str, int]
-    """By medium."""
-    worker: WorkerFigures
-
-
-class Exporter(Collector):
-    """A Prometheus collector; see :data:`kvoffload.metric_list.METRICS`. No label is a request.
+def serve_metrics(
+    config: OffloadConfig, read: Callable[[], Iterable[Sample]], number: int = 0
+) -> "MetricsServer | None":
+    """Open an endpoint if the settings name a port.
 
     Args:
-        read: returns the samples of a scrape, on any thread; None: those of the last update.
+        config: the settings.
+        read: returns the samples of a scrape, on any thread.
+        number: of the worker among all; added to the port.
+
+    Raises:
+        ConfigError: nothing can listen there, or the extra ``metrics`` is not installed.
     """
-
-    def __init__(self, read: Callable[[], Iterable[Sample]] | None = None) -> None:
-        self._read = read
-        self._samples: tuple[Sample, ...] = ()
-
-    def update(self, stats: Mapping[str, Any]) -> None:
-        """Take a snapshot: the result of a connector's ``stats()``."""
-        self._samples = tuple(samples_of(stats))
-
-    def collect(self) -> Iterator[Metric]:
-        build = GaugeMetricFamily("kvoffload_build_info", "Version.", labels=["version"])
-        build.add_metric([kvoffload.__version__], 1)
-        yield build
-        families: dict[str, Any] = {}
-        for name, labels, value in self._latest():
-            family = families.get(name)
-            if family is None:
-                metric = METRICS[name]
-                family = _FAMILIES[metric.kind](name, metric.text, labels=metric.labels)
-                families[name] = family
-            if isinstance(value, Durations):
-                family.add_metric(labels, _buckets(value), sum(value.sums))
-            else:
-                family.add_metric(labels, value)
-        yield from families.values()
-
-    def _latest(self) -> tuple[Sample, ...]:
-        for _ in range(TRIES if self._read else 0):
-            try:
-                self._samples = tuple(self._read()) if self._read else ()
-                break
-            except RuntimeError:  # a dictionary grew while it was read
-                continue
-        return self._samples
-
-
-def samples_of(stats: Mapping[str, Any]) -> Iterator[Sample]:
-    """Yield the samples of a connector's ``stats()``."""
-    snapshot = msgspec.convert({**stats, "counters": stats["manager"]}, Snapshot)
-    yield from samples_of_manager(snapshot, snapshot.loaded_tokens)
-    yield from samples_of_worker(snapshot.worker)
-
-
-def _buckets(durations: Durations) -> list[tuple[str, float]]:
-    total, buckets = 0, []
-    for bound, count in zip((*BUCKETS_S, "+Inf"), durations.counts, strict=True):
-        total += count
-        buckets.append((str(bound), float(total)))
-    return buckets
+    if config.metrics_port is None:
+        return None
+    check_extra("metrics_port", config.metrics_port)
+    return MetricsServer(config.metrics_host, config.metrics_port + number, read)
 
 
 class MetricsServer:
@@ -143,8 +64,13 @@ class MetricsServer:
     """
 
     def __init__(self, host: str, port: int, read: Callable[[], Iterable[Sample]]) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(Exporter(read))
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        from kvoffload.metrics.exporter import Exporter
+
+        registry = CollectorRegistry()
+        registry.register(Exporter(read))
+        self._new_page = partial(generate_latest, registry)
         self._page, self._fresh_until_s = b"", 0.0
         try:
             self._listening = _listening(host, port)
@@ -203,7 +129,7 @@ class MetricsServer:
     def _latest(self) -> bytes:
         if time.monotonic() > self._fresh_until_s:
             self._fresh_until_s = time.monotonic() + FRESH_S
-            self._page = generate_latest(self._registry)
+            self._page = self._new_page()
         return self._page
 
 

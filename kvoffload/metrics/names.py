@@ -1,0 +1,117 @@
+"""The list of metrics. Its names are the same for every engine, and in ``stats()``.
+
+On a page they begin with ``kvoffload_``, on vLLM's with ``vllm:kvoffload_``. Counters end in
+``_total`` where Prometheus reads them.
+"""
+
+from typing import Literal, NamedTuple
+
+PREFIX = "kvoffload_"
+HOST = "cpu"
+"""The label ``tier`` of host memory."""
+
+
+class Metric(NamedTuple):
+    """One metric."""
+
+    kind: Literal["gauge", "counter", "histogram"]
+    labels: tuple[str, ...]
+    unit: str
+    text: str
+    of_ranks: Literal["sum", "largest", "smallest"]
+    """What several ranks have together. Ranks of a machine share a store."""
+
+
+METRICS: dict[str, Metric] = {}
+"""Every metric, by its name."""
+
+
+def page_name(name: str) -> str:
+    """Return the name of a gauge or counter on a page of Prometheus."""
+    return PREFIX + name + ("_total" if METRICS[name].kind == "counter" else "")
+
+
+def _gauge(
+    name: str,
+    labels: str,
+    unit: str,
+    text: str,
+    of_ranks: Literal["largest", "smallest"] = "largest",
+) -> str:
+    METRICS[name] = Metric("gauge", tuple(labels.split()), unit, text, of_ranks)
+    return name
+
+
+def _counter(
+    name: str, labels: str, unit: str, text: str, of_ranks: Literal["sum", "largest"] = "sum"
+) -> str:
+    METRICS[name] = Metric("counter", tuple(labels.split()), unit, text, of_ranks)
+    return name
+
+
+def _seconds(name: str, labels: str, text: str) -> str:
+    METRICS[name] = Metric("histogram", tuple(labels.split()), "seconds", text, "sum")
+    return name
+
+
+# fmt: off
+NAMESPACE = _gauge("namespace_info", "namespace", "",
+    "1 for the namespace of the tiers, by its first 16 digits.")
+"""Its labels change where weights do: with each renewal."""
+TIER_UP = _gauge("tier_up", "tier", "",
+    "1 while the tier is open and can be reached, else 0.", "smallest")
+BREAKERS_OPEN = _gauge("breakers_open", "tier", "breakers",
+    "Circuit breakers of the tier's servers that are open.")
+RESIDENT_BYTES = _gauge("resident_bytes", "tier", "bytes",
+    "Bytes of chunks that can be loaded; of Redis, the memory that all its data takes.")
+INFLIGHT_BYTES = _gauge("inflight_bytes", "tier", "bytes",
+    "Bytes being written, or held by a transfer.")
+CAPACITY_BYTES = _gauge("capacity_bytes", "tier", "bytes",
+    "Bytes that may be resident, of Redis its maxmemory; absent without a limit.")
+HOST_CHUNKS = _gauge("host_chunks", "", "chunks",
+    "Chunks that can be loaded from host memory.")
+HOST_CHUNKS_BUSY = _gauge("host_chunks_busy", "", "chunks",
+    "Slots of host memory that a transfer uses; rows, if chunks differ in size.")
+SERVER_EVICTIONS = _counter("server_evictions", "tier", "values",
+    "Values of any kind that the tier's servers evicted since they started.", "largest")
+TIER_GAUGES = _gauge("tier_gauges", "tier name", "",
+    "What tiers measure besides, by name.")
+WAITING_CHUNKS = _gauge("waiting_chunks", "tier", "chunks",
+    "Chunks in host memory that wait to be written to the tier.")
+LOOKUPS = _counter("lookups", "tier result", "chunks, lookups",
+    "Chunks found by tier; lookups that ended with a miss, or have no answer yet.")
+HIT_TOKENS = _counter("hit_tokens", "tier", "tokens",
+    "Tokens of prompts that were loaded, by their origin.")
+SAVED_PREFILL_TOKENS = _counter("saved_prefill_tokens", "", "tokens",
+    "Tokens loaded instead of computed.")
+PREFILL_RATE = _gauge("prefill_tokens_per_second", "", "tokens a second",
+    "Speed at which the engine computed its latest prompts; absent until it is known.")
+LOAD_BYTES = _counter("load_bytes", "tier", "bytes",
+    "Bytes copied to the KV cache, or read from the tier.")
+LOAD_CHUNKS = _counter("load_chunks", "tier", "chunks",
+    "Chunks copied to the KV cache, or read from the tier.")
+LOAD_SECONDS = _seconds("load_seconds", "tier",
+    "Durations of these copies and reads, a batch each.")
+STORE_BYTES = _counter("store_bytes", "tier", "bytes",
+    "Bytes copied from the KV cache, or written to the tier.")
+STORE_CHUNKS = _counter("store_chunks", "tier", "chunks",
+    "Chunks copied from the KV cache, or written to the tier.")
+STORE_SECONDS = _seconds("store_seconds", "tier",
+    "Durations of these copies and writes, a batch each.")
+EVICTIONS = _counter("evictions", "tier reason", "chunks",
+    "Chunks that left a tier; of a server, what this engine removed.")
+STORES_DROPPED = _counter("stores_dropped", "tier reason", "chunks",
+    "Chunks that were not stored.")
+CORRUPT_CHUNKS = _counter("corrupt_chunks", "tier kind", "chunks",
+    "Chunks that failed verification, by the check.")
+TRANSFER_FAILURES = _counter("transfer_failures", "reason", "chunks",
+    "Chunks whose load or store failed.")
+IO_RESTARTS = _counter("io_restarts", "", "restarts",
+    "Ends of an I/O process, each followed by a start.")
+IO_LOOP_DELAY = _seconds("io_loop_delay_seconds", "",
+    "Lateness of the I/O server's event loop, twice a second.")
+TIER_EVENTS = _counter("tier_events", "tier reason", "events",
+    "What tiers counted, by name.")
+EVENTS = _counter("events", "event", "events",
+    "What the connector and its manager counted besides, by name.")
+# fmt: on
