@@ -3,6 +3,8 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from operator import add
 from typing import Any
 
 import msgspec
@@ -117,27 +119,31 @@ class Registry:
 
 def packed(samples: Iterable[Sample]) -> bytes:
     """Return samples as bytes, which travel and are kept at no cost to the engine's steps."""
-    return _encoder.encode(list(samples))
+    tables: dict[str, list[tuple[Labels, Value]]] = {}
+    for name, labels, value in samples:
+        tables.setdefault(name, []).append((labels, value))
+    return _encoder.encode(tables)
 
 
 def total(ranks: Iterable[bytes]) -> Iterator[Sample]:
-    """Yield the samples of all ranks together, each rank's as :func:`packed` returned them."""
-    found: dict[tuple[str, Labels], Any] = {}
-    for rank in ranks:
-        for name, labels, value in _decoder.decode(rank):
-            before = found.get((name, labels))
-            joined = value if before is None else _JOIN[METRICS[name].of_ranks](before, value)
-            found[name, labels] = joined
-    return ((name, labels, value) for (name, labels), value in found.items())
+    """Yield the samples of all ranks together, each rank's as :func:`packed` returned them.
+
+    A metric is decoded and added up when the first sample of it is wanted.
+    """
+    tables = [_by_name.decode(rank) for rank in ranks]
+    for name in dict.fromkeys(chain.from_iterable(tables)):
+        join, found = _JOIN[METRICS[name].of_ranks], dict[Labels, Any]()
+        for table in tables:
+            for labels, value in _series.decode(table[name]) if name in table else ():
+                found[labels] = join(found[labels], value) if labels in found else value
+        for labels, value in found.items():
+            yield name, labels, value
 
 
-_JOIN: dict[str, Callable[[Any, Any], Any]] = {
-    "sum": lambda one, other: one + other,
-    "largest": max,
-    "smallest": min,
-}
+_JOIN: dict[str, Callable[[Any, Any], Any]] = {"sum": add, "largest": max, "smallest": min}
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[Sample])
+_by_name = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+_series = msgspec.msgpack.Decoder(list[tuple[Labels, Value]])
 
 
 # ---- plain data ----

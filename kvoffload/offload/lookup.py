@@ -1,12 +1,13 @@
 """Finds where a chunk is: in host memory, in flight to it, or on a tier."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from operator import indexOf
 
 from kvoffload.messages import OffloadKey
-from kvoffload.metrics.names import HOST
+from kvoffload.metrics.names import HOST, LOOKUPS
+from kvoffload.metrics.registry import Sample
 from kvoffload.offload.events import CPU
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.tiers import Tier, first_holder
@@ -20,14 +21,16 @@ class Lookups:
 
     Args:
         host: host memory.
-        counts: lookups, by tier and result.
+        found: counts the chunks found on tiers, by tier and result.
         caching: False if chunks only pass through host memory: a load then needs one slot, and
             without a free slot the answer is "ask again".
     """
 
-    def __init__(self, host: HostCache, counts: Counter[tuple[str, str]], caching: bool) -> None:
+    def __init__(self, host: HostCache, found: Counter[tuple[str, str]], caching: bool) -> None:
         self._host = host
-        self._counts = counts
+        self._found = found
+        # Attributes: each lookup adds to them.
+        self._host_hits = self._misses = self._pending = 0
         self._caching = caching
 
     # ---- one chunk ----
@@ -69,10 +72,10 @@ class Lookups:
     def find_prefix(self, keys: Sequence[OffloadKey], tiers: tuple[Tier, ...]) -> tuple[int, bool]:
         """Count the leading chunks that can be loaded; return also whether the next may follow."""
         if not self._caching and keys and self._waits_for_slot(keys[0], tiers):
-            self._counts["", "pending"] += 1
+            self._pending += 1
             return 0, True
         hits = self._ready_prefix(keys)
-        self._counts[HOST, "hit"] += hits
+        self._host_hits += hits
         if hits == len(keys):
             return hits, False
         answer: bool | None = False
@@ -80,9 +83,11 @@ class Lookups:
             hits, answer = self._find_below(keys, hits, tiers)
         if hits == len(keys):
             return hits, False
-        pending = answer is None
-        self._counts["", "pending" if pending else "miss"] += 1
-        return hits, pending
+        if answer is None:
+            self._pending += 1
+        else:
+            self._misses += 1
+        return hits, answer is None
 
     def _waits_for_slot(self, key: OffloadKey, tiers: tuple[Tier, ...]) -> bool:
         host = self._host
@@ -137,9 +142,9 @@ class Lookups:
             for key in keys[hits + 1 : hits + 1 + ASKED_AHEAD]:
                 if not host.is_ready(key) and first_holder(key, tiers)[1] is False:
                     break
-        self._counts[HOST, "hit"] += hits - start - found.total()
+        self._host_hits += hits - start - found.total()
         for name, count in found.items():
-            self._counts[name, "hit"] += count
+            self._found[name, "hit"] += count
         return hits, answer
 
     def _run_on(self, tier: Tier, keys: Sequence[OffloadKey], idle_hits: int) -> int:
@@ -158,3 +163,9 @@ class Lookups:
             return self._host.has_room(keys)
         # Chunks of one size take turns in a slot.
         return self._host.has_room(list({self._host.bytes_of(key): key for key in keys}.values()))
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield what was found in host memory, and what was not found, on any thread."""
+        yield LOOKUPS, (HOST, "hit"), self._host_hits
+        yield LOOKUPS, ("", "miss"), self._misses
+        yield LOOKUPS, ("", "pending"), self._pending

@@ -107,7 +107,7 @@ class TieredOffloadingManager(OffloadingManager):
         take = self._reserve if caching else self._passthrough.take_turns
         self._staging = Staging(host, take, caching)
         self._retirement = Retirement(host, self._write_through)
-        self.figures.read(self.promises.samples, self._write_through.samples)
+        self.figures.read(self._lookups.samples, self.promises.samples, self._write_through.samples)
 
     # ---- lookups ----
 

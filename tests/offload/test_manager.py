@@ -1,6 +1,7 @@
 """Rules of the manager that a reader should be able to look up one by one."""
 
 import pytest
+from manager_parts import figures
 
 from kvoffload.offload.base import Reason, StagedLoadStoreSpec, make_offload_key
 from kvoffload.offload.host_cache import HostCache
@@ -227,7 +228,7 @@ def test_a_prompt_on_a_tier_with_a_whole_index_is_not_asked_for_chunk_by_chunk(s
     for store in (one_by_one, counting):
         manager = TieredOffloadingManager(HostCache(slots, LRUPolicy(slots)), [Tier("disk", store)])
         assert manager.lookup_prefix(prompt) == (found, False)
-        told = dict(manager.figures.lookups)
+        told = figures(manager)["lookups"]
         if store is one_by_one:
             expected = told
     assert told == expected
