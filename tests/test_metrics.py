@@ -1,7 +1,9 @@
 """What Prometheus scrapes after real stores, loads and evictions."""
 
+import ast
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -9,11 +11,14 @@ import sys
 import threading
 import time
 import urllib.request
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
+import kvoffload.backends
 from kvoffload import registry
+from kvoffload.backends.header import CHECKS
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.config import parse_config
 from kvoffload.connectors.local import LocalConnector
@@ -126,6 +131,7 @@ def test_without_its_extra_the_module_names_it():
 
 # ---- the endpoint ----
 
+BACKENDS = Path(kvoffload.backends.__file__).parent
 FAST = {"timeout_s": 0.2, "connect_timeout_s": 0.2}
 
 
@@ -436,5 +442,21 @@ def test_a_failed_verification_is_counted_by_its_check():
     tier.opened(has_index=True)
     counters = {"read_corrupt_mac": 2, "corrupt_key": 1, "corrupt": 9, "corrupt_removed": 1}
     tier.told(Figures("memory", (0, None, 0, {}), counters))
-    corrupt = as_data(tier.samples())[CORRUPT_CHUNKS]["memory"]
+    told = as_data(tier.samples())
+    corrupt = told[CORRUPT_CHUNKS]["memory"]
     assert {kind: count for kind, count in corrupt.items() if count} == {"mac": 2, "key": 1}
+    assert told[TIER_EVENTS]["memory"] == {"corrupt": 9, "corrupt_removed": 1}  # nothing twice
+
+
+def test_each_check_that_the_code_of_a_backend_names_has_its_counter():
+    """Those of the header are made to counters by one function; others are written out."""
+    named = set()
+    for path in BACKENDS.rglob("*.py"):
+        named |= set(re.findall(r'"corrupt_(\w+)"', path.read_text()))
+    code = ast.parse((BACKENDS / "header.py").read_text())
+    for function in (each for each in code.body if isinstance(each, ast.FunctionDef)):
+        for node in ast.walk(function):
+            if isinstance(node, ast.Return) and isinstance(node.value, ast.Constant):
+                named.add(node.value.value)
+    assert {"payload", "link"} <= named
+    assert named - {None, "removed"} <= set(CHECKS)

@@ -143,6 +143,15 @@ def mismatch(found: Header | str, key: bytes, namespace: bytes, payload_bytes: i
     return None if found.payload_bytes == payload_bytes else "length"
 
 
+CHECKS = (
+    "payload", "header", "key", "namespace", "size", "folder", "length", "link", "mac", "magic",
+    "short", "special", "type",
+)  # fmt: skip
+"""What a stored chunk may fail: the ends of :func:`counted_as`, and those of disk and Redis."""
+CHECK_OF = {f"{verb}corrupt_{check}": check for check in CHECKS for verb in ("", "read_")}
+"""Counter of a backend → the check that it counts the failures of."""
+
+
 def counted_as(reason: str) -> str:
     """Return the counter's name for a reason: all but :data:`OTHER_VERSION` are damage."""
     return reason if reason == OTHER_VERSION else f"corrupt_{reason}"

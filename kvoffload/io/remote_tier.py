@@ -8,6 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 from kvoffload.backends.base import Removal, Usage
+from kvoffload.backends.header import CHECK_OF, CHECKS
 from kvoffload.io.presence import PresenceCache
 from kvoffload.io.protocol import (
     Answered,
@@ -28,8 +29,8 @@ MAX_REMOVALS = 1 << 16
 """Removals kept for an engine that may never ask; older ones are lost to it."""
 _OWN_METRICS = ("up", "breakers_open", "server_evictions")
 """Gauges of a store that have metrics of their own."""
-CORRUPT_KINDS = ("payload", "header", "key", "namespace", "size")
-"""Checks whose counters begin at 0; the rest appear with the first chunk that fails them."""
+_OF_ALL = 5
+"""The first checks: their counters begin at 0; the rest appear with the first chunk that fails."""
 
 
 class RemoteTier:
@@ -185,11 +186,14 @@ class RemoteTier:
                     yield names.TIER_GAUGES, (tier, name), value
         yield from self._loads.samples()
         yield from self._stores.samples()
-        counters = dict(self.counters)
-        for kind, count in {**dict.fromkeys(CORRUPT_KINDS, 0), **_corrupt(counters)}.items():
-            yield names.CORRUPT_CHUNKS, (tier, kind), count
-        for reason, count in counters.items():
-            yield names.TIER_EVENTS, (tier, reason), count
+        corrupt = Counter(dict.fromkeys(CHECKS[:_OF_ALL], 0))
+        for reason, count in self.counters.items():
+            if (check := CHECK_OF.get(reason)) is not None:
+                corrupt[check] += count
+            else:
+                yield names.TIER_EVENTS, (tier, reason), count
+        for check, count in corrupt.items():
+            yield names.CORRUPT_CHUNKS, (tier, check), count
 
     # ---- on the client's thread ----
 
@@ -315,14 +319,3 @@ class RemoteTier:
     def told(self, figures: Figures) -> None:
         """Take in usage and counters."""
         self._told = self._told[0], figures
-
-
-def _corrupt(counters: Mapping[str, int]) -> dict[str, int]:
-    """Return the counters of failed verifications, by the check that failed."""
-    found: dict[str, int] = {}
-    for name, count in counters.items():
-        for start in ("corrupt_", "read_corrupt_"):
-            if name.startswith(start) and name != "corrupt_removed":
-                kind = name.removeprefix(start)
-                found[kind] = found.get(kind, 0) + count
-    return found
