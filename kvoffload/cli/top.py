@@ -36,36 +36,37 @@ _SERIES = re.compile(r"(?:vllm:)?(kvoffload_\w+)(?:\{(.*)\})? (\S+)(?: \d+)?")
 _LABEL = re.compile(r'\b(\w++)="((?:[^"\\]|\\.)*+)"')
 _PORT = re.compile(r"[\w.-]+:\d+(?:/.*)?|\[[\da-fA-F:.]+\]:\d+(?:/.*)?")
 COLUMNS = {
-    "hit_tokens": (page_name(names.HIT_TOKENS), "hit tokens"),
-    "load_bytes": (page_name(names.LOAD_BYTES), "loaded"),
-    "store_bytes": (page_name(names.STORE_BYTES), "stored"),
-    "evictions": (page_name(names.EVICTIONS), "evicted"),
-    "dropped": (page_name(names.STORES_DROPPED), "dropped"),
-    "corrupt": (page_name(names.CORRUPT_CHUNKS), "corrupt"),
+    "hit_tokens": "hit tokens",
+    "load_bytes": "loaded",
+    "store_bytes": "stored",
+    "evictions": "evicted",
+    "dropped": "dropped",
+    "corrupt": "corrupt",
 }
-"""Counter of a tier → its metric, and its title."""
-GAUGES = {
-    "up": page_name(names.TIER_UP),
-    "resident_bytes": page_name(names.RESIDENT_BYTES),
-    "capacity_bytes": page_name(names.CAPACITY_BYTES),
-    "inflight_bytes": page_name(names.INFLIGHT_BYTES),
-    "waiting_chunks": page_name(names.WAITING_CHUNKS),
-    "breakers_open": page_name(names.BREAKERS_OPEN),
-}
+"""Counter of a tier → its title."""
 LOOKUPS = page_name(names.LOOKUPS)
 HITS, ALL = "lookups that hit", "lookups of all tiers"
 """What is summed up of it: for each tier, and for the engine."""
-RATES = {
-    "lookup_hits": HITS,
-    "loads": page_name(names.LOAD_SECONDS) + "_count",
-    "load_seconds": page_name(names.LOAD_SECONDS) + "_sum",
-}
-TOTALS = {
-    "lookups": ALL,
-    "saved_prefill_tokens": page_name(names.SAVED_PREFILL_TOKENS),
-    "io_restarts": page_name(names.IO_RESTARTS),
-    "transfer_failures": page_name(names.TRANSFER_FAILURES),
-}
+OF_TIERS = {
+    **{page_name(name): name for name in (
+        names.HIT_TOKENS, names.LOAD_BYTES, names.STORE_BYTES, names.EVICTIONS,
+        names.RESIDENT_BYTES, names.CAPACITY_BYTES, names.INFLIGHT_BYTES, names.WAITING_CHUNKS,
+        names.BREAKERS_OPEN,
+    )},
+    page_name(names.STORES_DROPPED): "dropped",
+    page_name(names.CORRUPT_CHUNKS): "corrupt",
+    page_name(names.TIER_UP): "up",
+    page_name(names.LOAD_SECONDS) + "_count": "loads",
+    page_name(names.LOAD_SECONDS) + "_sum": "load_seconds",
+    HITS: "lookup_hits",
+}  # fmt: skip
+"""Metric of a tier → its name here."""
+OF_ENGINE = {
+    ALL: "lookups",
+    **{page_name(name): name for name in (
+        names.SAVED_PREFILL_TOKENS, names.IO_RESTARTS, names.TRANSFER_FAILURES,
+    )},
+}  # fmt: skip
 
 
 @dataclass
@@ -185,16 +186,13 @@ def of_page(page: str) -> Reading:
             if labels.get("result") == "hit":
                 sums[HITS, tier] += value
     reading = Reading()
-    of_tier = {**GAUGES, **RATES, **{name: metric for name, (metric, _) in COLUMNS.items()}}
-    names = {metric: name for name, metric in of_tier.items()}
-    totals = {metric: name for name, metric in TOTALS.items()}
     for (metric, tier), value in sums.items():
-        if tier and metric in names:
-            reading.tiers.setdefault(tier, {})[names[metric]] = value
+        if tier and metric in OF_TIERS:
+            reading.tiers.setdefault(tier, {})[OF_TIERS[metric]] = value
+        elif metric in OF_ENGINE:
+            reading.totals[OF_ENGINE[metric]] = value
         if len(reading.tiers) > MOST_TIERS:
             raise ConfigError("target", "page", f"has more than {MOST_TIERS} tiers")
-        if metric in totals:
-            reading.totals[totals[metric]] = value
     return reading
 
 
@@ -242,7 +240,7 @@ def _shown(now: Reading, last: Reading | None) -> RenderableType:
     numbers = [title for title in filled if title not in ("tier", "state")]
     parts: list[RenderableType] = [table_of(filled, rows, numbers=numbers)]
     if moves:
-        numbers = [f"{title}/s" if last else title for _, title in COLUMNS.values()]
+        numbers = [f"{title}/s" if last else title for title in COLUMNS.values()]
         parts.append(table_of(["tier", *numbers], moves, numbers=numbers))
     parts += [plain(line) for line in (*_lines(now), *now.notes)]
     return Group(*parts)

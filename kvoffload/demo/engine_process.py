@@ -130,7 +130,7 @@ def _serve(engine: Engine, message: Message) -> None:
     announce = message.get("announce", False)
     while True:
         results = engine.step()
-        if announce and (storing := engine.connector.stats()["host"]["busy_chunks"]):
+        if announce and (storing := engine.connector.stats()["host_chunks_busy"]):
             _say(storing=storing)
             announce = False
         if results:

@@ -4,21 +4,24 @@ On a page they begin with ``kvoffload_``, on vLLM's with ``vllm:kvoffload_``. Co
 ``_total`` where Prometheus reads them.
 """
 
+from functools import partial
 from typing import Literal, NamedTuple
 
 PREFIX = "kvoffload_"
 HOST = "cpu"
 """The label ``tier`` of host memory."""
+Kind = Literal["gauge", "counter", "histogram"]
+Ranks = Literal["", "sum", "largest", "smallest"]
 
 
 class Metric(NamedTuple):
     """One metric."""
 
-    kind: Literal["gauge", "counter", "histogram"]
+    kind: Kind
     labels: tuple[str, ...]
     unit: str
     text: str
-    of_ranks: Literal["sum", "largest", "smallest"]
+    of_ranks: Ranks
     """What several ranks have together. Ranks of a machine share a store."""
 
 
@@ -31,27 +34,14 @@ def page_name(name: str) -> str:
     return PREFIX + name + ("_total" if METRICS[name].kind == "counter" else "")
 
 
-def _gauge(
-    name: str,
-    labels: str,
-    unit: str,
-    text: str,
-    of_ranks: Literal["largest", "smallest"] = "largest",
-) -> str:
-    METRICS[name] = Metric("gauge", tuple(labels.split()), unit, text, of_ranks)
+def _metric(kind: Kind, name: str, labels: str, unit: str, text: str, of_ranks: Ranks = "") -> str:
+    ranks = of_ranks or ("largest" if kind == "gauge" else "sum")
+    METRICS[name] = Metric(kind, tuple(labels.split()), unit, text, ranks)
     return name
 
 
-def _counter(
-    name: str, labels: str, unit: str, text: str, of_ranks: Literal["sum", "largest"] = "sum"
-) -> str:
-    METRICS[name] = Metric("counter", tuple(labels.split()), unit, text, of_ranks)
-    return name
-
-
-def _seconds(name: str, labels: str, text: str) -> str:
-    METRICS[name] = Metric("histogram", tuple(labels.split()), "seconds", text, "sum")
-    return name
+_gauge, _counter = partial(_metric, "gauge"), partial(_metric, "counter")
+_histogram = partial(_metric, "histogram")
 
 
 # fmt: off
@@ -90,13 +80,13 @@ LOAD_BYTES = _counter("load_bytes", "tier", "bytes",
     "Bytes copied to the KV cache, or read from the tier.")
 LOAD_CHUNKS = _counter("load_chunks", "tier", "chunks",
     "Chunks copied to the KV cache, or read from the tier.")
-LOAD_SECONDS = _seconds("load_seconds", "tier",
+LOAD_SECONDS = _histogram("load_seconds", "tier", "seconds",
     "Durations of these copies and reads, a batch each.")
 STORE_BYTES = _counter("store_bytes", "tier", "bytes",
     "Bytes copied from the KV cache, or written to the tier.")
 STORE_CHUNKS = _counter("store_chunks", "tier", "chunks",
     "Chunks copied from the KV cache, or written to the tier.")
-STORE_SECONDS = _seconds("store_seconds", "tier",
+STORE_SECONDS = _histogram("store_seconds", "tier", "seconds",
     "Durations of these copies and writes, a batch each.")
 EVICTIONS = _counter("evictions", "tier reason", "chunks",
     "Chunks that left a tier; of a server, what this engine removed.")
@@ -108,7 +98,7 @@ TRANSFER_FAILURES = _counter("transfer_failures", "reason", "chunks",
     "Chunks whose load or store failed.")
 IO_RESTARTS = _counter("io_restarts", "", "restarts",
     "Ends of an I/O process, each followed by a start.")
-IO_LOOP_DELAY = _seconds("io_loop_delay_seconds", "",
+IO_LOOP_DELAY = _histogram("io_loop_delay_seconds", "", "seconds",
     "Lateness of the I/O server's event loop, twice a second.")
 TIER_EVENTS = _counter("tier_events", "tier reason", "events",
     "What tiers counted, by name.")

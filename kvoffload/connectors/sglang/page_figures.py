@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -43,6 +43,8 @@ class PageFigures:
         )
         self._hit_tokens = registry.counter(names.HIT_TOKENS, *tiers)
         self._removals = registry.counter(names.EVICTIONS, *((tier, "evicted") for tier in tiers))
+        self._told: Counter[str] = Counter()
+        """What SGLang's own page has."""
         self._lost: Counter[tuple[str, str]] = Counter({_DEADLINE: 0})
         """Pages that were not loaded or stored, by the call and the reason."""
         self._loads, self._stores = Traffic(LOADS, HOST), Traffic(STORES, HOST)
@@ -101,6 +103,17 @@ class PageFigures:
         for reason, pages in failed.items():
             yield names.TRANSFER_FAILURES, (reason,), pages
 
+    def tell(self, *ranks: int) -> None:
+        """Pass on to SGLang's own page what changed since the last call.
+
+        Args:
+            ranks: of this process, in tensor and in pipeline parallelism.
+        """
+        for event, count in self.by_event().items():
+            if change := max(0, count - self._told[event]):
+                _counter().labels(event, *map(str, ranks)).inc(change)
+            self._told[event] = count
+
     def by_event(self) -> dict[str, int]:
         """Return the counters of SGLang's own page: of pages, of tiers, and of the I/O server."""
         found = {**self._events, "io_died": self._client.died}
@@ -116,26 +129,5 @@ def _counter() -> Any:
     import prometheus_client
 
     text = "Pages by what became of them, and counters of the tiers."
-    return prometheus_client.Counter(
-        "sglang:kvoffload_events", text, ["event", "tp_rank", "pp_rank"]
-    )
-
-
-class PageEvents:
-    """Passes counters on to SGLang's own page: what changed since the last call.
-
-    Args:
-        tp_rank: of this process.
-        pp_rank: of this process.
-    """
-
-    def __init__(self, tp_rank: int, pp_rank: int) -> None:
-        self._ranks = (str(tp_rank), str(pp_rank))
-        self._told: Counter[str] = Counter()
-
-    def tell(self, counts: Mapping[str, int]) -> None:
-        """Take in the counters as they are now."""
-        for name, count in counts.items():
-            if change := max(0, count - self._told[name]):
-                _counter().labels(name, *self._ranks).inc(change)
-            self._told[name] = count
+    labels = ["event", "tp_rank", "pp_rank"]
+    return prometheus_client.Counter("sglang:kvoffload_events", text, labels)

@@ -32,7 +32,6 @@ from kvoffload.connectors.sglang.page_facts import (
     rank_facts,
     side_pool_facts,
 )
-from kvoffload.connectors.sglang.page_figures import PageEvents
 from kvoffload.connectors.sglang.page_store import Page, PageStore
 from kvoffload.connectors.sglang.start_check import check_media
 from kvoffload.connectors.sglang.weight_generations import WEIGHTS
@@ -117,7 +116,6 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         self._store: PageStore | None = None
         self._endpoint: MetricsServer | None = None
         self._metrics = StorageMetrics()
-        self._events = PageEvents(storage_config.tp_rank, storage_config.pp_rank)
         self._warnings = Throttle(log)
 
     # ---- attach and detach ----
@@ -342,7 +340,8 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         """Return what was stored and loaded since the last call."""
         if not self._config.enable_storage_metrics:
             return None
-        self._tried(lambda store: self._events.tell(store.figures.by_event()), None)
+        ranks = self._config.tp_rank, self._config.pp_rank
+        self._tried(lambda store: store.figures.tell(*ranks), None)
         metrics, self._metrics = self._metrics, StorageMetrics()
         return metrics
 

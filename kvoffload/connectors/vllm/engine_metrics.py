@@ -22,18 +22,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 
-from kvoffload.metrics.names import (
-    EVENTS,
-    EVICTIONS,
-    HOST_CHUNKS,
-    HOST_CHUNKS_BUSY,
-    LOOKUPS,
-    METRICS,
-    NAMESPACE,
-    PREFIX,
-    STORES_DROPPED,
-    TRANSFER_FAILURES,
-)
+from kvoffload.metrics import names
+from kvoffload.metrics.names import METRICS, NAMESPACE, PREFIX
 from kvoffload.metrics.registry import BUCKETS_S, Durations, Sample
 from kvoffload.offload.base import LoadJob, get_offload_group_idx
 
@@ -50,9 +40,14 @@ MAX_OBSERVED = 256
 MAX_NAMESPACES = 100
 """Namespaces that are told in all: vLLM forgets no series, and each renewal makes one."""
 _LOGGED = (
-    EVENTS, EVICTIONS, HOST_CHUNKS, HOST_CHUNKS_BUSY, LOOKUPS, STORES_DROPPED, TRANSFER_FAILURES,
+    names.EVENTS, names.EVICTIONS, names.HOST_CHUNKS, names.HOST_CHUNKS_BUSY, names.LOOKUPS,
+    names.STORES_DROPPED, names.TRANSFER_FAILURES,
 )  # fmt: skip
-_KINDS = {"gauge": OffloadingGaugeMetadata, "counter": OffloadingCounterMetadata}
+_KINDS: dict[str, Callable[[str, tuple[str, ...]], OffloadingMetricMetadata]] = {
+    "gauge": OffloadingGaugeMetadata,
+    "counter": OffloadingCounterMetadata,
+    "histogram": lambda text, labels: OffloadingHistogramMetadata(text, labels, BUCKETS_S),
+}
 _PUBLISHED = {
     USAGE: (USAGE, "gauge"),
     **{name: (OURS + name, metric.kind) for name, metric in METRICS.items()},
@@ -63,15 +58,8 @@ _PUBLISHED = {
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """Every metric that :class:`StatsPublisher` may emit."""
     text = "Fraction of host slots that active transfers use (0 idle, 1 saturated)."
-    definitions: dict[str, OffloadingMetricMetadata] = {USAGE: OffloadingGaugeMetadata(text)}
-    for name, metric in METRICS.items():
-        if metric.kind == "histogram":
-            definitions[OURS + name] = OffloadingHistogramMetadata(
-                metric.text, metric.labels, BUCKETS_S
-            )
-        else:
-            definitions[OURS + name] = _KINDS[metric.kind](metric.text, metric.labels)
-    return definitions
+    ours = {OURS + name: _KINDS[m.kind](m.text, m.labels) for name, m in METRICS.items()}
+    return {USAGE: OffloadingGaugeMetadata(text), **ours}
 
 
 class EngineStats(OffloadingConnectorStats):  # type: ignore[misc]  # untyped base
