@@ -142,7 +142,7 @@ def collect(found: DiskInspector, wanted: Garbage) -> Collected:
     old = [chunk for chunk in chunks if everything or chunk.used_ns < until_ns]
     garbage: list[tuple[str, ChunkFile | Waste, Callable[[Any], int]]] = [
         *(("chunk", chunk, found.remove) for chunk in old),
-        *(("damaged", file, found.remove_quarantined) for file in found.quarantined()),
+        *(("damaged", file, lambda file: found.unlink(*file)) for file in found.quarantined()),
         *(("leftover", inner, found.remove_leftover) for inner in found.leftovers()),
     ]
     going, failed, freed = [], [], Counter[str]()

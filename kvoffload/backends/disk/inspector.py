@@ -107,9 +107,11 @@ class DiskInspector:
         self.unreadable.append((path, reason_of(error)))
 
     def quarantined(self) -> list[Waste]:
-        folder = f"{self.root}/{QUARANTINE}"
-        files = (f"{folder}/{name}" for name in names_in(self.vfs, folder))
-        return [Waste(file, self._allocated(file)) for file in files]
+        """Return the files set aside as damaged; none if they cannot be listed."""
+        folder, files = f"{self.root}/{QUARANTINE}", []
+        with contextlib.suppress(OSError):
+            files = self.vfs.listfacts(folder)
+        return sorted(Waste(f"{folder}/{name}", facts.st_blocks * 512) for name, facts in files)
 
     def leftovers(self) -> list[Waste]:
         """Return the folders of dead writers, and of killed runs of ``kvoffload doctor``."""
@@ -119,12 +121,6 @@ class DiskInspector:
         inner = (f"{self.root}/{n}" for n in names_in(self.vfs, self.root) if n.startswith(SCRATCH))
         left += (folder for folder in inner if is_older(self.vfs, folder, _SCRATCH_S))
         return [Waste(folder, self.vfs.allocated_below(folder)) for folder in left]
-
-    def _allocated(self, path: str) -> int:
-        try:
-            return self.vfs.lstat(path).st_blocks * 512
-        except OSError:
-            return 0
 
     def strays(self) -> Iterator[str]:
         """Yield the paths of foreign files under the root; skips folders that cannot be listed."""
@@ -211,12 +207,9 @@ class DiskInspector:
             is_same = self.vfs.lstat(chunk.path).st_ino == chunk.facts.st_ino
         except FileNotFoundError:
             return 0
-        return self._unlink(chunk.path, chunk.allocated_bytes) if is_same else 0
+        return self.unlink(chunk.path, chunk.allocated_bytes) if is_same else 0
 
-    def remove_quarantined(self, damaged: Waste) -> int:
-        return self._unlink(*damaged)
-
-    def _unlink(self, path: str, allocated_bytes: int) -> int:
+    def unlink(self, path: str, allocated_bytes: int) -> int:
         try:
             self.vfs.unlink(path)
         except FileNotFoundError:

@@ -192,8 +192,8 @@ def temporary_bytes(vfs: Vfs, root: str, own: str) -> int:
     total = 0
     for folder in _folders(vfs, root, own):
         with contextlib.suppress(OSError):
-            for name in filter(str.isdigit, vfs.listdir(folder)):
-                total += vfs.lstat(f"{folder}/{name}").st_blocks * 512
+            files = vfs.listfacts(folder)
+            total += sum(facts.st_blocks * 512 for name, facts in files if name.isdigit())
     return total
 
 
