@@ -144,6 +144,8 @@ class ChunkGroups:
         self.by_reach = sorted(self.offloaded, key=lambda group: not group.reads_all)
         self.keeps_prefixes = len(self.offloaded) == 1 and self.offloaded[0].reads_all
         """Whether any part of a load from the start on is of use."""
+        self.per_chunk = np.array([group.per_chunk for group in self.all])
+        """Blocks in a chunk of each group."""
         self.alignment = lcm(*(group.block_size for group in self.all))
 
     def aligned(self, tokens: int) -> int:
@@ -264,16 +266,19 @@ def cut(
 ) -> Moves:
     """Name the GPU blocks of parts of chunks, each with the host slot of its chunk."""
     blocks: list[int] = []
-    firsts, starts = [], []
+    chunks = np.empty((5, len(pieces)), np.int64)
+    starts = []
     for piece in pieces:
-        firsts.append(piece.first_block % groups.all[piece.group].per_chunk)
         starts.append(len(blocks))
         blocks += tables[piece.group][piece.first_block : piece.end_block]
-    chunks = np.empty((5, len(pieces)), np.int64)
     chunks[0] = host_slots
     chunks[1] = [piece.group for piece in pieces]
-    chunks[2], chunks[3] = firsts, starts
-    chunks[4] = np.diff(starts, append=len(blocks))
+    chunks[2] = [piece.first_block for piece in pieces]
+    chunks[2] %= groups.per_chunk[chunks[1]]
+    chunks[3] = starts
+    chunks[4, :-1] = chunks[3, 1:]
+    chunks[4, -1:] = len(blocks)
+    chunks[4] -= chunks[3]
     return Moves(chunks, np.array(blocks, np.int32))
 
 
