@@ -3,9 +3,8 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from msgspec import convert
 
@@ -18,7 +17,6 @@ from kvoffload.errors import ConfigError
 from kvoffload.io.protocol import Figures, Open, Presence, TierSettings
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 _MOST = 1 << 53
 """Of a figure: Prometheus loses no digit, and sums fit into a message."""
 
@@ -48,19 +46,16 @@ class OpenStore:
         """Return the next changes of the index; None if there are none."""
         if (index := self.index) is None:
             return None
-        none: list[tuple[bytes, bool]] = []
-        changes = self._tried(
-            "take_changes",
+        changes: list[tuple[bytes, bool]] = []
+        call, was_told = "take_changes", self.is_told
+        try:
             # What is of another type would end the engine's understanding of this process.
-            lambda: convert(index.take_changes(KEYS_PER_MESSAGE), list[tuple[bytes, bool]]),
-            none,
-        )
-        was_told = self.is_told
-        # An index that failed will tell no more: nothing need wait for it.
-        has_failed = changes is none
-        self.is_told = has_failed or self._tried(
-            "is_complete", lambda: bool(index.is_complete), True
-        )
+            changes = convert(index.take_changes(KEYS_PER_MESSAGE), list[tuple[bytes, bool]])
+            call = "is_complete"
+            self.is_told = bool(index.is_complete)
+        except Exception as error:
+            self.is_told = True  # it will tell no more: nothing need wait for it
+            self._failed(call, error)
         if not changes and was_told == self.is_told:
             return None
         added = [key for key, present in changes if present]
@@ -71,42 +66,47 @@ class OpenStore:
         """Return the keys that the index holds."""
         if (index := self.index) is None:
             return []
-        return self._tried("holds", lambda: [key for key in keys if index.holds(key)], [])
+        try:
+            return [key for key in keys if index.holds(key)]
+        except Exception as error:
+            self._failed("holds", error)
+            return []
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Let the index answer False for these."""
         if self.index is not None:
-            self._tried("forget", partial(self.index.forget, keys), None)
+            try:
+                self.index.forget(keys)
+            except Exception as error:
+                self._failed("forget", error)
 
     def removals(self) -> list[tuple[bytes, str]]:
         """Return the chunks that the store removed since the last call, and why."""
         if (store := self.observable) is None:
             return []
-        return self._tried(
-            "take_removals", lambda: convert(store.take_removals(), list[tuple[bytes, str]]), []
-        )
+        try:
+            return convert(store.take_removals(), list[tuple[bytes, str]])
+        except Exception as error:
+            self._failed("take_removals", error)
+            return []
 
     def figures(self) -> Figures | None:
         """Return usage and counters; None if they are as they were told."""
         store = self.observable
         if store is None:
             return None
-        now = self._tried(
-            "usage and counters",
-            lambda: _figures(self.name, store),
-            self._told,
-        )
+        try:
+            now = _figures(self.name, store)
+        except Exception as error:
+            self._failed("usage and counters", error)
+            return None
         if now == self._told:
             return None
         self._told = now
         return now
 
-    def _tried(self, what: str, call: Callable[[], T], failed: T) -> T:
-        try:
-            return call()
-        except Exception as error:
-            self.failures.warning("%s: %s failed: %r", self.name, what, error)
-            return failed
+    def _failed(self, call: str, error: Exception) -> None:
+        self.failures.warning("%s: %s failed: %r", self.name, call, error)
 
 
 async def open_store(wanted: Open, i: int, places: dict[str, int]) -> OpenStore:

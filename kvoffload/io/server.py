@@ -122,7 +122,8 @@ class Session:
             case Load() | Store():
                 tried = self._tries.get(message.tier)
                 if tried is None or tried.is_set():
-                    self._begin(message, self._stores.get(message.tier))
+                    answer = self._jobs.begin(message, self._stores.get(message.tier))
+                    self._spawn(self._answer(answer))
                 else:
                     task = self._waiting[message.job] = self._spawn(_patiently(tried))
                     # Called also if the task is cancelled before it begins.
@@ -148,9 +149,6 @@ class Session:
                 else:
                     self._replace(message)
 
-    def _begin(self, order: Load | Store, store: OpenStore | None) -> None:
-        self._spawn(self._answer(self._jobs.begin(order, store)))
-
     def _begin_late(
         self, order: Load | Store, tried: asyncio.Event, waiting: "asyncio.Task[None]"
     ) -> None:
@@ -158,7 +156,8 @@ class Session:
         del self._waiting[order.job]
         # Not on a store of a later namespace: its bytes mean something else there.
         is_current = self._tries.get(order.tier) is tried and not waiting.cancelled()
-        self._begin(order, self._stores.get(order.tier) if is_current else None)
+        store = self._stores.get(order.tier) if is_current else None
+        self._spawn(self._answer(self._jobs.begin(order, store)))
 
     async def _answer(self, answer: Coroutine[Any, Any, None]) -> None:
         """Answer a job; end the session if that fails, or the job's slots would never be free."""

@@ -192,7 +192,8 @@ class Promises:
             return
         now_s = self._clock()
         for fetch in job.spec.fetches:
-            loads = self._loads.setdefault(fetch.tier, _TierLoads())
+            if (loads := self._loads.get(fetch.tier)) is None:
+                loads = self._loads[fetch.tier] = _TierLoads()
             num_bytes = self._host.bytes_of_all(fetch.keys)
             seconds = loads.times.seconds(num_bytes) or 0.0
             takes_turns = bool(self._host.turns)
