@@ -8,6 +8,7 @@ import pytest
 from kvoffload import registry
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.connectors.local import LocalConnector
+from tests.support.random_model.sums import tables
 
 BLOCK, CHUNKS, SLOTS = 4, 8, 64
 
@@ -156,6 +157,27 @@ def test_reads_that_hang_and_begin_in_one_step_keep_no_more_than_their_share(
     hung.released.set()
     until(lambda: connector.flush() and not busy(connector))
     connector.check()
+
+
+def test_a_load_has_one_record_and_a_table_only_where_something_waits_for_it(
+    connector, new_request, hung
+):
+    store(connector, new_request("p", BLOCK * CHUNKS + 1))
+    assert connector.flush()
+    connector._manager.reset_cache()
+    hung.hung_verb = "read"
+    connector._manager.tiers = connector._manager.tiers[:1]
+    connector._spec.io._load_timeout_s = 60.0
+    _, (request,) = begin_all(connector, new_request, ["p"])
+    (job,) = connector._manager._jobs.values()
+    assert list(connector._transfers.jobs.values()) == [job]
+    assert connector._requests[request.request_id].loading is job
+    assert (job.waiter.request_id, set(job.media())) == (request.request_id, {"HUNG"})
+    left = {name for name, table in tables(connector).items() if len(table)}
+    by_job = {"manager's jobs", "jobs", "engine jobs", "I/O jobs"}
+    by_chunk_and_block = {"fetching", "jobs of blocks"}
+    of_request = {"requests", "counted uses", "loads in flight from hung"}
+    assert left == by_job | by_chunk_and_block | of_request
 
 
 def test_a_burst_of_loads_from_a_tier_that_answers_is_loaded_whole(connector, new_request, until):
