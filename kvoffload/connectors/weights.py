@@ -23,8 +23,10 @@ log = logging.getLogger(__name__)
 
 _COMMIT = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors"})
+_COUNTED_BELOW = _WEIGHTS | {".json", ".py"}
+_OF_TOKENIZERS = "prompts come as token ids, which are in the hashes"
 _HARMLESS_FILES = {
-    "prompts come as token ids, which are in the hashes": (
+    _OF_TOKENIZERS: (
         "tokenizer.json tokenizer.model tokenizer_config.json tokenizer.vocab merges.txt "
         "vocab.json vocab.txt special_tokens_map.json added_tokens.json chat_template.json "
         "chat_template.jinja"
@@ -150,14 +152,9 @@ def folder_digest(folder: Path) -> str | None:
     begun_s = time.monotonic()
     digest, num_weights = hashlib.sha256(), 0
     try:
-        for file in _files_of(folder):
+        for name, file in _named(folder):
             num_weights += file.suffix in _WEIGHTS
-            told = _generation_digest(file) if file.name == _GENERATION else file_digest(file)
-            digest.update(_framed(os.fsencode(file.name)) + _framed(told.encode()))
-        for file in _weights_below(folder):
-            num_weights += 1
-            name = f"{file.parent.name}/{file.name}"
-            digest.update(_framed(os.fsencode(name)) + _framed(file_digest(file).encode()))
+            digest.update(_framed(os.fsencode(name)) + _framed(_told(file).encode()))
     except OSError as error:  # it vanished, or is cut, or is of another user
         log.warning("kvoffload: the weights in %s cannot be read: %s", folder, error)
         return None
@@ -176,11 +173,9 @@ def files_digest(folder: Path) -> str | None:
         return None
     digest = hashlib.sha256()
     try:
-        for file in _files_of(folder):
-            if file.suffix in _WEIGHTS or file.name.endswith(_INDEX):
-                continue
-            told = _generation_digest(file) if file.name == _GENERATION else file_digest(file)
-            digest.update(_framed(os.fsencode(file.name)) + _framed(told.encode()))
+        for name, file in _named(folder):
+            if file.suffix not in _WEIGHTS and not name.endswith(_INDEX):
+                digest.update(_framed(os.fsencode(name)) + _framed(_told(file).encode()))
     except OSError as error:
         log.warning("kvoffload: files in %s cannot be read, so starts are cold: %s", folder, error)
         return f"known to this process alone: {uuid.uuid4().hex}"
@@ -227,7 +222,7 @@ def changes_of(folder: str | os.PathLike[str]) -> tuple[Any, ...]:
     """Return what differs after a file of a folder was written or replaced; raises OSError."""
     return tuple(
         (file.name, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino)
-        for file in _files_of(Path(folder))
+        for _, file in _named(Path(folder))
         if (facts := os.stat(file))
     )
 
@@ -252,6 +247,12 @@ def was_changed(folder: str, since_ns: int) -> bool:
     return changed
 
 
+def _named(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the files that may change what a model computes, with their names in its folder."""
+    yield from ((file.name, file) for file in _files_of(folder))
+    yield from ((f"{file.parent.name}/{file.name}", file) for file in _files_below(folder))
+
+
 def _files_of(folder: Path) -> list[Path]:
     """List the files of a folder that may change what a model computes, by name."""
     if folder.is_file():
@@ -267,17 +268,18 @@ def _files_of(folder: Path) -> list[Path]:
     ]
 
 
-def _weights_below(folder: Path) -> list[Path]:
-    """List the weights in a model's subfolders, where some keep those of an encoder."""
+def _files_below(folder: Path) -> list[Path]:
+    """List weights, settings and code in a model's subfolders, where some keep an encoder."""
     if folder.is_file():
         return []
     inner = (each for each in sorted(folder.iterdir()) if each.is_dir())
+    tokenizers = _HARMLESS_FILES[_OF_TOKENIZERS].split()
     return [
         file
         for each in inner
         if not _HARMLESS_FOLDERS.fullmatch(each.name)
         for file in sorted(each.iterdir())
-        if file.suffix in _WEIGHTS and _is_file(file)
+        if file.suffix in _COUNTED_BELOW and file.name not in tokenizers and _is_file(file)
     ]
 
 
@@ -289,6 +291,10 @@ def _is_file(file: Path) -> bool:
         if file.is_symlink() and file.suffix not in _WEIGHTS:
             return False  # a cache of a hub keeps links to files that were not fetched
         raise
+
+
+def _told(file: Path) -> str:
+    return _generation_digest(file) if file.name == _GENERATION else file_digest(file)
 
 
 def _generation_digest(file: Path) -> str:

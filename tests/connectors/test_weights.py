@@ -327,3 +327,38 @@ def test_an_adapter_is_told_by_its_content_and_its_files_show_a_change(folder):
     assert changes_of(folder) != facts
     assert adapter_digest(folder) != before
     assert adapter_digest(folder / "nothing") is None
+
+
+def test_weights_in_a_subfolder_that_are_written_after_the_start_are_a_change(folder):
+    """The engine may have loaded what was there before."""
+    encoder = folder / "whisper"
+    encoder.mkdir()
+    write_tensors(encoder / "model.safetensors", tensors())
+    begun_ns = time.time_ns()
+    while time.time_ns() - begun_ns < 20_000_000:
+        time.sleep(0.01)  # times of files are coarse
+    begun_ns, before = time.time_ns() - 5_000_000, changes_of(folder)
+    assert not was_changed(str(folder), begun_ns)
+    time.sleep(0.02)
+    with open(encoder / "model.safetensors", "r+b") as file:
+        file.write(b"other")
+    assert was_changed(str(folder), begun_ns)
+    assert changes_of(folder) != before
+
+
+def test_the_settings_of_an_encoder_in_a_subfolder_count(folder):
+    encoder = folder / "whisper"
+    encoder.mkdir()
+    told = []
+    for text in ("{}", '{"activation": "gelu"}'):
+        (encoder / "config.json").write_text(text)
+        told.append(folder_digest(folder))
+    named = files_digest(folder)
+    (encoder / "tokenizer.json").write_text("{}")
+    assert files_digest(folder) == named
+    (encoder / "config.json").write_text("{}")
+    assert files_digest(folder) != named
+    (encoder / "config.json").write_text(text)
+    assert folder_digest(folder) == told[1] != told[0]
+    (folder / "model.safetensors").unlink()
+    assert folder_digest(folder) is None
