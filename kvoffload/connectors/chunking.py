@@ -270,7 +270,7 @@ def cut(
     starts = []
     for piece in pieces:
         starts.append(len(blocks))
-        blocks += tables[piece.group][piece.first_block : piece.end_block]
+        blocks.extend(tables[piece.group][piece.first_block : piece.end_block])
     chunks[0] = host_slots
     chunks[1] = [piece.group for piece in pieces]
     chunks[2] = [piece.first_block for piece in pieces]

@@ -264,7 +264,7 @@ def test_of_states_the_one_at_the_last_token_alone_is_there(computed, first, sto
 
 def test_a_transfer_has_a_slot_a_group_and_the_blocks_of_each_part_in_any_order():
     groups = groups_of(FULL, WINDOW, FULL, per_chunk=2)
-    tables = [list(range(10, 20)), range(20, 30), torch.arange(30, 40)]
+    tables = [np.arange(10, 20), range(20, 30), torch.arange(30, 40)]
     pieces = [Piece(0, 1, 3, 4), Piece(2, 0, 1, 2), Piece(0, 2, 4, 6), Piece(1, 4, 4, 5)]
     moves = cut(groups, pieces, tables, np.array([7, 5, 9, 8], np.int32))
     assert [(slot, group, first, blocks.tolist()) for slot, group, first, blocks in moves] == [
