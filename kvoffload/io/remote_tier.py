@@ -59,10 +59,10 @@ class RemoteTier:
         """Whether processes of this host that open the store alike see each other's chunks."""
         self._cache: PresenceCache | None = None
         self._lock = threading.Lock()
-        """Guards the copy of an index while it is changed or replaced, or changes are taken."""
+        """Guards what is known of the store's chunks while it is replaced, changed or taken."""
         self._keys: set[bytes] = set()
         self._asked_for: list[dict[bytes, bool | None]] = []
-        """Tables of questions on their way."""
+        """Tables of questions without an answer."""
         self._relayed: dict[bytes, bool] | None = None
         """Chunks that appeared or left since they were last taken; None unless they are relayed."""
         self._loads, self._stores = Traffic(LOADS, name), Traffic(STORES, name)
@@ -120,7 +120,7 @@ class RemoteTier:
             if self._relayed is None:
                 self._relayed = dict.fromkeys(self._keys, True)
             self._keys.clear()
-        self._cache = None
+            self._cache = None
 
     @property
     def has_changes(self) -> bool:
@@ -224,8 +224,9 @@ class RemoteTier:
         self._patient_until_s = time.monotonic() + self.lookup_timeout_s
         self.is_complete, self.is_met = False, not has_index
         self.is_listed, self.is_shared = has_index, is_shared
-        if not has_index and self._relayed is None:
-            self._cache = PresenceCache(self._ask, self.lookup_timeout_s, ANSWER_S, ANSWER_S)
+        with self._lock:
+            if not has_index and self._relayed is None:
+                self._cache = PresenceCache(self._ask, self.lookup_timeout_s, ANSWER_S, ANSWER_S)
         self.is_open = True
 
     def refused(self) -> None:
