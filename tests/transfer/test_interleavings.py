@@ -241,7 +241,7 @@ def test_blocks_of_a_preempted_load_that_nobody_waits_for_are_written_by_two(
     blocks_of_preempted_loads_are_given_away(monkeypatch)
 
     def wait_for_stores_alone(self, blocks):
-        jobs = self._transfers._busy.jobs(blocks)
+        jobs = self._transfers.jobs.using(blocks)
         self._worker.wait({i for i in jobs if isinstance(self._transfers.jobs[i], StoreJob)})
 
     monkeypatch.setattr(LocalConnector, "before_forward", wait_for_stores_alone)
