@@ -192,7 +192,7 @@ class TieredOffloadingManager(OffloadingManager):
             self._events.reasons.note([*ended.lost, *ended.missed], reason or Reason.FAILED)
             self._events.removed(ended.lost, Reason.FAILED)
         self._events.stored(ended.arrived)
-        if self._promote and ended.fetched:
+        if self._promote and ended.fetched and len(self.tiers) > 1:
             self._write_through.promote(ended.fetched, self._tiers_for(job.tiers))
         self._write_through.begin()
         self._retirement.landed(job.keys)

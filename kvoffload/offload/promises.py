@@ -315,7 +315,7 @@ class Promises:
         """Return those of these tiers that are not declined for a request; ask full ones again."""
         if declined := self._declined.get(req_id) if self._declined else None:
             tiers = tuple(tier for tier in tiers if tier.name not in declined)
-        if self.has_full(tiers):
+        if any(map(self._is_full, tiers)):
             return tuple(_FullTier(t.name, t.presence) if self._is_full(t) else t for t in tiers)
         return tiers
 

@@ -244,7 +244,8 @@ class TransferEngine(OffloadingHandler):
         if here := [i for i in range(len(moves)) if i not in fetched]:
             job.copied(self._copier.launch(moves.take(here), to_host, after), here)
         job.parts_left, job.io_done = len(load.parts), threading.Event()
-        load.begin()
+        for part in load.first:
+            part.begin()
         return job
 
     def _write_through(

@@ -84,11 +84,8 @@ class TierLoad:
                     part.waits_for += 1
                 last.update(dict.fromkeys(part.slots, part))
                 self.parts.append(part)
-
-    def begin(self) -> None:
-        """Begin the parts that wait for no other."""
-        for part in [part for part in self.parts if not part.waits_for]:
-            part.begin()
+        self.first = [part for part in self.parts if not part.waits_for]
+        """The parts that wait for no other: begin them, and the rest will follow."""
 
 
 class _Part:
