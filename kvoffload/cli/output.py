@@ -32,8 +32,8 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def is_answered() -> bool:
-    """Return whether a person at a terminal can answer a question."""
-    return sys.stdin.isatty() and sys.stdout.isatty()
+    """Return whether a person at a terminal can answer a question; a report may go to a file."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def plain(text: object, style: str = "") -> Text:

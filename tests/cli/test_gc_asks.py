@@ -32,6 +32,17 @@ def test_it_does_not_ask_where_it_is_told(root, words):
     assert "[y/N]" not in shown
 
 
+def test_it_asks_though_its_report_goes_to_a_file(root, tmp_path):
+    before, words = files_of(root), ("gc", str(root), "--namespace", "qwen")
+    with open(tmp_path / "report", "w+") as report:
+        code, shown = on_terminal(*words, answer=b"n\n", stdout=report)
+        assert (code, "would remove 3 chunks" in shown) == (0, True)
+        assert files_of(root) == before
+        code, shown = on_terminal(*words, answer=b"y\n", stdout=report)
+        report.seek(0)
+        assert (code, "removed 3 chunks" in report.read()) == (0, True)
+
+
 def test_a_script_is_not_asked(root):
     done = kvoffload("gc", str(root), "--namespace", "qwen")
     assert done.returncode == 0

@@ -61,13 +61,16 @@ def kvoffload(*words):
     return Result(code[0], *(_written(stream) for stream in (out, err)))
 
 
-def on_terminal(*words, answer=b""):
-    """Run a command on a terminal and answer its question; return exit code and output."""
+def on_terminal(*words, answer=b"", stdout=None):
+    """Run a command on a terminal and answer its question; return exit code and output.
+
+    ``stdout`` is a file that standard output goes to.
+    """
     here, there = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *words],
         stdin=there,
-        stdout=there,
+        stdout=stdout or there,
         stderr=there,
         env={**os.environ, "TERM": "dumb", "COLUMNS": "100"},
     )
