@@ -122,6 +122,7 @@ def platform_fact(vllm_config: Any, kv_caches: Mapping[str, Any]) -> str:
     an order by the instruction set. Other devices have formats of their own, as some of AMD's have
     for 8-bit floats.
     """
+    import torch
     from vllm.platforms import current_platform
 
     if current_platform.is_cuda():
@@ -136,6 +137,8 @@ def platform_fact(vllm_config: Any, kv_caches: Mapping[str, Any]) -> str:
     told = [platform.machine(), *sorted(orders)]
     if platform.machine() not in ("x86_64", "AMD64"):
         told.append(_cpu_features())  # there a wheel's compiled form decides further
+    elif vllm_config.model_config.quantization is not None:
+        told += [torch.backends.cpu.get_cpu_capability(), str(torch.cpu._is_amx_tile_supported())]
     return " ".join(("cpu", *told))
 
 

@@ -18,9 +18,9 @@ _OF_KERNELS = (
 OF_PRECISION = (
     "CUBLAS_EMULATE_DOUBLE_PRECISION", "CUBLAS_EMULATE_SINGLE_PRECISION",
     "DNNL_DEFAULT_FPMATH_MODE", "NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TRITON_F32_DEFAULT",
 )  # fmt: skip
-"""Variables of cuBLAS, oneDNN and Torch: no source of an engine names them."""
+"""Variables of cuBLAS, oneDNN, Torch and Triton: no source of an engine names them."""
 
 _FACTS = {
     "kernels, and their precision": (

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
+import torch
 import vllm.platforms
 from vllm import ModelRegistry
 from vllm.config import LoRAConfig, MultiModalConfig
@@ -71,6 +72,21 @@ def test_a_quantized_kv_cache_is_of_one_generation_of_devices(model, monkeypatch
     assert told("fp8", "9.0") != told("fp8", "10.0")
 
 
+def test_kernels_of_a_quantized_model_follow_the_instruction_set(model, monkeypatch):
+    """The order of bytes does not: layers of 32-bit floats have one with AMX and without."""
+    config = config_of(model)
+
+    def told(quantization, has_amx):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+        config.model_config.quantization = quantization
+        layer = types.SimpleNamespace(isa="vec")
+        config.compilation_config.static_forward_context["attn"] = layer
+        return platform_fact(config, {"attn": None})
+
+    assert told(None, True) == told(None, False)
+    assert told("int8", True) != told("int8", False)
+
+
 def test_settings_of_generation_of_another_folder_count(model, tmp_path):
     """They come with the configuration of ``--hf-config-path``, and not with the weights."""
 
@@ -94,6 +110,7 @@ def test_variables_that_no_source_of_vllm_names_but_kernels_read_are_facts(model
         "NVIDIA_TF32_OVERRIDE",
         "ONEDNN_DEFAULT_FPMATH_MODE",
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+        "TRITON_F32_DEFAULT",
     ):
         with monkeypatch.context() as patch:
             patch.setenv(name, "1")
