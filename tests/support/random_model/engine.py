@@ -241,9 +241,11 @@ class ModelEngine:
             request.hash()
         count = self.draw.choice((1, UNIT, 3 * UNIT, 64))
         end = min(start + count, len(request.tokens))
-        if not self._grow(request, end):
-            self.preempt(self.running[-1])
-            return
+        while not self._grow(request, end):  # the last one may have no block yet
+            victim = self.running[-1]
+            self.preempt(victim)
+            if victim is request:
+                return
         written = [
             (group, i)
             for group, spec in enumerate(self.kind.groups)
