@@ -7,6 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+import redis
+
 
 class Faults:
     """The faults of one model.
@@ -16,13 +18,17 @@ class Faults:
         engine: whose connector, process and tiers are struck.
         control: of the hostile tiers.
         roots: folders of the tiers.
+        server: of the Redis tier; None if there is none.
     """
 
-    def __init__(self, draw, engine, control, roots):
+    def __init__(self, draw, engine, control, roots, server):
         self._draw = draw
         self._engine = engine
         self._control = control
         self._roots = roots
+        self._server = server
+        self._cure = None
+        """What lets the server answer again, while it does not."""
         self._stopped = []
         self._heal_at_s = 0.0
         self.log = []
@@ -36,6 +42,9 @@ class Faults:
         kinds += [self.kill, self.stop, self.abort, self.preempt, self.look, self.restart]
         kinds += [self.flush]
         weights = [3, 3, 3, 2, 1, 1, 1, 2, 1, 6, 6, 2, 0.5, 2]
+        if self._server is not None:
+            kinds += [self.pause_server, self.kill_server, self.empty_server, self.damage_values]
+            weights += [3, 2, 1, 3]
         for fault in self._draw.choices(kinds, weights, k=self._draw.choice((1, 1, 2, 4))):
             self.log.append(fault.__name__)
             fault()
@@ -47,6 +56,9 @@ class Faults:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         self._stopped.clear()
+        if self._cure is not None:
+            self._cure()
+            self._cure = None
 
     # ---- tiers ----
 
@@ -106,6 +118,53 @@ class Faults:
     def _some_chunks(self, most):
         paths = [path for root in self._roots for path in _files(root) if len(path.name) > 40]
         return self._draw.sample(paths, min(most, len(paths)))
+
+    # ---- the Redis server ----
+
+    def pause_server(self):
+        """Let it keep its connections, and answer nothing."""
+        if self._cure is None:
+            self._server.pause()
+            self._falls_ill(self._server.resume)
+
+    def kill_server(self):
+        if self._cure is None:
+            self._server.kill()
+            self._falls_ill(self._server.start)
+
+    def _falls_ill(self, cure):
+        self._cure = cure
+        self._heal_at_s = time.monotonic() + self._draw.uniform(0.1, 1.5)
+
+    def empty_server(self):
+        if self._cure is None:
+            with self._client() as client:
+                client.flushall()
+
+    def damage_values(self):
+        """Overwrite a byte of some values, cut some off, and put some under other names."""
+        if self._cure is not None:
+            return
+        with self._client() as client:
+            for _ in range(4):
+                key, other = client.randomkey(), client.randomkey()
+                if key is None or client.type(key) != b"string":
+                    return
+                damage = self._draw.randrange(3)
+                if damage == 0:
+                    byte = bytes([self._draw.randrange(256)])
+                    client.setrange(key, self._draw.randrange(client.strlen(key) or 1), byte)
+                elif damage == 1:
+                    client.set(key, client.getrange(key, 0, self._draw.randrange(300)))
+                else:
+                    client.rename(key, other)
+
+    @contextlib.contextmanager
+    def _client(self):
+        """Return a client of the server; an error of the server ends the work."""
+        with contextlib.suppress(redis.RedisError):
+            with redis.Redis(port=self._server.port, socket_timeout=2.0) as client:
+                yield client
 
     # ---- the engine and its I/O process ----
 

@@ -14,6 +14,7 @@ import pytest
 from kvoffload.io import backoff
 from kvoffload.io import client as io_client
 from kvoffload.transfer.layout import ChunkLayout
+from tests.support import redis_server
 from tests.support.random_model import hostile, sums
 from tests.support.random_model.cache import KINDS, Memory
 from tests.support.random_model.engine import VOCABULARY, ModelEngine
@@ -21,6 +22,8 @@ from tests.support.random_model.faults import Faults
 
 STRIKES_A_SECOND = 5
 REST_EVERY_S = 2.0
+REDIS_BYTES = 2 << 20
+"""What a server takes for itself."""
 
 
 class Model:
@@ -38,10 +41,11 @@ class Model:
         self.control = hostile.Control(str(folder / "control"), seed)
         self.control.set()
         self.roots = []
+        self.server = None
         self.capacities = {}
         self.settings = self._settings(folder)
         self.engine = ModelEngine(draw, self.memory, self.settings)
-        self.faults = Faults(draw, self.engine, self.control, self.roots)
+        self.faults = Faults(draw, self.engine, self.control, self.roots, self.server)
         self.held = sums.Held()
         self.shares = sums.Shares(self.engine)
         self.compared_while_struck = 0
@@ -72,12 +76,15 @@ class Model:
     def _tiers(self, folder, chunk_bytes):
         draw, tiers = self.draw, []
         names = ("memory", "rough", "hostile", "shy")
+        names += ("redis",) if redis_server.BINARY else ()
         for name in draw.sample(names, draw.choice((1, 2, 2, 3))):
             root = folder / name
             num_chunks = draw.choice((60, 200, 600))
             tier = {"type": name}
             if name == "memory":
                 tier["capacity"] = num_chunks * chunk_bytes
+            elif name == "redis":
+                tier |= self._redis(root, num_chunks * chunk_bytes)
             else:
                 tier |= {"root": str(root), "control": str(folder / "control")}
                 self.roots.append(root)
@@ -88,6 +95,13 @@ class Model:
                 tier["durability"] = draw.choice(("none", "fsync"))
             tiers.append(tier)
         return tiers
+
+    def _redis(self, folder, capacity):
+        """Start a server; as many connections from the first rest on as ever."""
+        size = str(REDIS_BYTES + capacity)
+        limits = ("--maxmemory", size, "--maxmemory-policy", "allkeys-lru")
+        self.server = redis_server.RedisServer(folder, *limits)
+        return {"url": self.server.url, "timeout_s": 0.3, "connections": 1}
 
     def _tokens(self, count):
         return [self.draw.randrange(VOCABULARY) for _ in range(count)]
@@ -284,6 +298,9 @@ def run(seed, seconds, folder, monkeypatch):
         error.add_note(f"again: python -m tests.support.random_model.model {seed} {seconds:g}")
         model.engine.connector.close(0.0)
         raise
+    finally:
+        if model.server is not None:
+            model.server.stop()
     return model
 
 
