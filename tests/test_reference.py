@@ -25,7 +25,7 @@ def script(name):
 
 
 reference, api_reference = script("reference"), script("api_reference")
-COUNTED = re.compile(r"""(?:(?:count(?:er)?s?|events|failures)\[f?|\.count\()"(\w*)[^"]*"[\])]""")
+COUNTED = re.compile(r"""(?:count(?:er)?s?[\[(]f?|(?:events|failures)\[f?)"(\w*)[^"]*"[\])]""")
 """A counter's name where the code counts it, up to its first placeholder."""
 
 

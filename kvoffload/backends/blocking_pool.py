@@ -65,6 +65,7 @@ class BlockingPool:
         answers: list[T],
         work: Callable[[int], T],
         on_stall: Callable[[int, bool], None],
+        interrupt: Callable[[int], None] = lambda thread: None,
     ) -> None:
         """Do ``work(i)`` for every index of ``answers`` on the threads, and set ``answers[i]``.
 
@@ -75,6 +76,8 @@ class BlockingPool:
 
         ``on_stall`` is called on the loop when every thread is stuck. Its arguments are the number
         of items of this batch that are not begun, and True for the first call of this stall.
+        ``interrupt`` is called after a cancellation, for each thread inside an item of this batch,
+        with the thread's identifier; the thread begins nothing else meanwhile.
         """
         if self.stalled():
             self._gave_up(len(answers), on_stall)
@@ -92,7 +95,7 @@ class BlockingPool:
                 if not batch.ended.done() and self.stalled():
                     self._gave_up(batch.give_up(), on_stall)
         except asyncio.CancelledError:
-            batch.give_up()
+            batch.give_up(interrupt)
             await undisturbed(batch.ended)
             raise
         batch.ended.result()
@@ -153,7 +156,8 @@ class _Batch:
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._lock = threading.Lock()
         self._next = 0
-        self._busy = 0
+        self._busy: set[int] = set()
+        """The threads inside an item."""
         self._reported = False
 
     def take(self) -> int | None:
@@ -162,17 +166,19 @@ class _Batch:
             if self._next >= len(self.answers):
                 return None
             self._next += 1
-            self._busy += 1
+            self._busy.add(threading.get_ident())
             return self._next - 1
 
     def put_back(self) -> None:
         with self._lock:
-            self._busy -= 1
+            self._busy.discard(threading.get_ident())
             self._report_end()
 
-    def give_up(self) -> int:
-        """Begin no more items; return how many were left."""
+    def give_up(self, interrupt: Callable[[int], None] = lambda thread: None) -> int:
+        """Begin no more items, and interrupt those begun; return how many were left."""
         with self._lock:
+            for thread in self._busy:
+                interrupt(thread)
             left = len(self.answers) - self._next
             self._next = len(self.answers)
             self._report_end()

@@ -200,7 +200,14 @@ class ThreadPoolBackend(ChunkwiseBackend):
             "read": loads,
             "write": stores if store_threads else loads,
         }
-        super().__init__(name, _OnThreads(name, pools, self.count))
+        super().__init__(name, _OnThreads(name, pools, self.count, self.interrupt))
+
+    def interrupt(self, thread: int) -> None:
+        """End the function that the thread with this identifier is in, soon; its caller is gone.
+
+        Called on the event loop after a cancellation. By default the function runs to its end, for
+        which the cancelled call waits.
+        """
 
     opens_apart = True
     """Whether the constructor may block: an I/O server then calls it on a thread of its own."""
@@ -229,14 +236,20 @@ class ThreadPoolBackend(ChunkwiseBackend):
 
 class _OnThreads:
     def __init__(
-        self, name: str, pools: Mapping[Kind, BlockingPool], count: Callable[[str, int], None]
+        self,
+        name: str,
+        pools: Mapping[Kind, BlockingPool],
+        count: Callable[[str, int], None],
+        interrupt: Callable[[int], None],
     ) -> None:
         self._name = name
         self._pools = pools
         self._count = count
+        self._interrupt = interrupt
 
     async def fill(self, kind: Kind, answers: list[T], work: Callable[[int], T]) -> None:
-        await self._pools[kind].fill(answers, work, partial(self._gave_up, kind))
+        gave_up = partial(self._gave_up, kind)
+        await self._pools[kind].fill(answers, work, gave_up, self._interrupt)
 
     async def close(self, release: Callable[[], None]) -> None:
         if await run_once(self._close_pools):

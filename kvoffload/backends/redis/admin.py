@@ -1,21 +1,19 @@
 """Survey, check and purge of whole servers: by SCAN in small steps, never by KEYS.
 
-The control plane uses redis-py with deadlines and without retries: by default redis-py retries a
-dead server for about a minute.
+The commands use the bounded reader of the data path. So a server decides neither how much memory
+a command takes, nor what a terminal shows.
 """
 
-import asyncio
 import contextlib
 import math
+import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Concatenate, ParamSpec, TypeVar
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from msgspec import ValidationError, convert
 
 from kvoffload.backends.admin import (
     Check,
@@ -28,9 +26,11 @@ from kvoffload.backends.admin import (
     named,
 )
 from kvoffload.backends.base import Usage
+from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.header import OTHER_VERSION
-from kvoffload.backends.redis.channel import Address
+from kvoffload.backends.redis.connection import Address, Connection, Lost
 from kvoffload.backends.redis.discovery import masters
+from kvoffload.backends.redis.handshake import CommandRefused, connected, expect, info_of
 from kvoffload.backends.redis.namespace_info import (
     PREFIX,
     is_info,
@@ -40,6 +40,7 @@ from kvoffload.backends.redis.namespace_info import (
     read_facts,
 )
 from kvoffload.backends.redis.options import Access, value_key
+from kvoffload.backends.redis.resp import Filled, ServerError, encode
 from kvoffload.backends.redis.value_check import StoredValue, ValueCheck
 from kvoffload.backends.verification import Verification
 from kvoffload.config import human_bytes
@@ -50,42 +51,96 @@ _STEP = 500
 _PATIENCE_S = 10.0
 _MAX_DIGITS = 18
 """Digits of a server's number: below 2^63."""
+MAX_FACTS_BYTES = 256 << 10
+_MOST_FACTS_BYTES = 64 << 20
+"""Facts that one survey reads, all together."""
+_MOST_STEPS = 1 << 24
+_MOST_NAMESPACES = 1 << 16
+_MOST_VALUES = 1 << 23
 _NO_EXPIRY = -1
 """A server's answer for a value without a time to live."""
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-@contextlib.asynccontextmanager
-async def client_of(address: Address, access: Access) -> AsyncIterator[Redis]:
-    """Open a redis-py client for one server; its errors become OSError."""
-    options = access.options
-    tls: dict[str, Any] = {}
-    if access.tls is not None:
-        tls = {
-            "ssl": True,
-            "ssl_check_hostname": True,
-            "ssl_ca_certs": options.ca_file or None,
-            "ssl_certfile": options.cert_file or None,
-            "ssl_keyfile": options.key_file or None,
-        }
-    client = Redis(
-        host=address.host,
-        port=address.port,
-        unix_socket_path=address.path or None,
-        db=access.target.db,
-        username=access.username or None,
-        password=access.password() or None,
-        socket_timeout=_PATIENCE_S,
-        socket_connect_timeout=_PATIENCE_S,
-        retry=Retry(NoBackoff(), 0),
-        protocol=2,  # HELLO needs a right that the user may lack
-        **tls,
-    )
+class Operator:
+    """What one command of an operator has open; another thread may end it.
+
+    Args:
+        access: The servers.
+        patience_s: For each connect, and for each command.
+    """
+
+    def __init__(self, access: Access, patience_s: float = _PATIENCE_S) -> None:
+        self.access = access
+        self.patience_s = patience_s
+        self._connection: Connection | None = None
+        self._is_cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """End the command: its next wait raises OSError."""
+        self._is_cancelled.set()
+        if (connection := self._connection) is not None:
+            connection.abort("cancelled")
+
+    def pause(self, seconds: float) -> None:
+        """Wait; raises OSError once cancelled."""
+        if self._is_cancelled.wait(seconds):
+            raise Lost("cancelled")
+
+    @contextlib.contextmanager
+    def connected(self, address: Address) -> Iterator[Connection]:
+        """Open a connection to one server; its errors name the server."""
+        self.pause(0)
+        try:
+            with connected(address, self.access, self.patience_s) as connection:
+                self._connection = connection
+                self.pause(0)
+                yield connection
+        except Lost as error:
+            raise ConnectionError(f"{address}: {error}") from error
+        except CommandRefused as error:
+            raise ConnectionError(f"{address}: {error}") from error
+        except OSError as error:
+            raise ConnectionError(f"connecting to {address}: {error}") from error
+
+    def scan(
+        self, address: Address, pattern: str, work: "OnNames", *, only_ours: bool = True
+    ) -> None:
+        """Call ``work`` with the names on one server that fit a pattern, some at a time."""
+        with self.connected(address) as connection:
+            cursor = b"0"
+            for _ in range(_MOST_STEPS):
+                self.pause(0)
+                cursor, found = scan_step(connection, cursor, pattern, _STEP)
+                if names := [name for name in found if is_ours(name) or not only_ours]:
+                    work(connection, names)
+                if cursor == b"0":
+                    return
+        raise ConnectionError(f"{address}: a SCAN without end")
+
+    def scan_all(self, pattern: str, work: "OnNames", *, only_ours: bool = True) -> None:
+        """Call ``work`` with the names on every server that fit a pattern, some at a time."""
+        for address in masters(self.access):
+            self.scan(address, pattern, work, only_ours=only_ours)
+
+
+OnNames = Callable[[Connection, list[bytes]], object]
+
+
+def scan_step(
+    connection: Connection, cursor: bytes, pattern: str, step: int
+) -> tuple[bytes, list[bytes]]:
+    """Return the next cursor and the names of one SCAN, each once; raises OSError."""
+    words = b"SCAN", cursor, b"MATCH", pattern.encode(), b"COUNT", b"%d" % step
+    (reply,) = connection.ask_all([encode(*words)], connection.reader.table)
+    if isinstance(reply, ServerError):
+        raise CommandRefused("SCAN", reply)
     try:
-        yield client
-    except RedisError as error:
-        raise ConnectionError(f"{address}: {error}") from error
-    finally:
-        await client.aclose()
+        cursor, found = convert(reply, tuple[bytes, list[bytes]])
+    except ValidationError as error:
+        raise ConnectionError("SCAN: an unexpected reply") from error
+    return cursor, list(dict.fromkeys(found))
 
 
 class RedisAdmin:
@@ -95,232 +150,252 @@ class RedisAdmin:
 
     async def survey(self) -> Survey:
         """Return what is stored, and how full each server is whose INFO the user may read."""
-        held, servers, lines = await self._held(), [], []
-        for address in await masters(self._access):
-            async with client_of(address, self._access) as client:
-                with contextlib.suppress(ResponseError):
-                    info: dict[str, Any] = await client.info("memory")
-                    name, used = str(address), count_of(str(info.get("used_memory", "")))
-                    limit = count_of(str(info.get("maxmemory", ""))) or None
-                    servers.append({"server": name, "used_bytes": used, "limit_bytes": limit})
-                    most = "no limit" if limit is None else human_bytes(limit)
-                    lines.append((name, f"{human_bytes(used)} used by all data, limit: {most}"))
-        return Survey(held, {"servers": servers}, lines)
-
-    async def _held(self) -> list[Holding]:
-        chunks: Counter[str] = Counter()
-        sizes: Counter[str] = Counter()
-        facts: dict[str, dict[str, str]] = {}
-        latest_ms: dict[str, float] = {}
-
-        async def add(client: Redis, names: list[bytes]) -> None:
-            described = [name for name in names if is_info(name)]
-            for name, text in zip(described, await _of_each(client, "GET", described), strict=True):
-                if text is not None:
-                    facts[namespace_of(name)] = read_facts(text)
-            stored = [name for name in names if not is_info(name)]
-            for name, size, left_ms in zip(
-                stored,
-                await _of_each(client, "STRLEN", stored),
-                await _expiries(client, stored),
-                strict=True,
-            ):
-                namespace = namespace_of(name)
-                latest_ms[namespace] = max(latest_ms.get(namespace, 0), left_ms)
-                if size is not None:
-                    chunks[namespace] += 1
-                    sizes[namespace] += size
-
-        await self._scan(f"{PREFIX}:*", add)
-        holdings = []
-        for each in sorted(chunks.keys() | facts.keys()):
-            last_ms = latest_ms.get(each, math.inf)
-            expires_s = None if last_ms == math.inf else last_ms / 1000
-            holdings.append(
-                Holding(each, facts.get(each, {}), chunks[each], sizes[each], expires_s)
-            )
-        return holdings
+        return await self._apart(_survey)
 
     async def purge(self, namespaces: Sequence[str]) -> int:
-        removed = Counter[str]()
-
-        async def remove(client: Redis, names: list[bytes]) -> None:
-            removed["values"] += sum(await _of_each(client, "UNLINK", names))
-
-        for namespace in namespaces:
-            await self._scan(f"{namespace_prefix(namespace)}*", remove, only_ours=False)
-        return removed["values"]
+        return await self._apart(_purge, namespaces)
 
     async def collect(self, wanted: Garbage) -> Collected:
         """Remove a namespace, or the chunks that were not used for long."""
-        meant, total = None, Counter[str]()
-        if wanted.namespace is not None:
-            held = {each.namespace: each for each in await self._held()}
-            meant = held[named(wanted.namespace, held)]
-            total = Counter(chunks=meant.chunks, bytes=meant.stored_bytes)
-        if wanted.unused_s is not None:
-            name = meant and meant.namespace
-            total = await self._remove_unused(wanted.unused_s, name, dry_run=wanted.dry_run)
-        elif meant is None:
-            remedy = "name one, or give --older-than; chunks that are not used expire by themselves"
-            raise ConfigError("namespace", None, remedy)
-        elif not wanted.dry_run:
-            await self.purge([meant.namespace])
-        summary = f"{counted(total['chunks'], 'chunk')}, {human_bytes(total['bytes'])}"
-        if total["undated"]:
-            summary += (
-                f"; {total['undated']} chunks stay: they live longer than ttl_s, so their age is "
-                "unknown; give the ttl_s of the engines with -o"
-            )
-        figures = {
-            "dry_run": wanted.dry_run,
-            "removed": total["chunks"],
-            "freed_bytes": total["bytes"],
-            "undated": total["undated"],
-        }
-        return Collected(summary, figures)
-
-    async def _remove_unused(
-        self, age_s: float, namespace: str | None, *, dry_run: bool
-    ) -> Counter[str]:
-        """Remove chunks by age: each use sets their time to live to ``ttl_s``.
-
-        Returns:
-            ``chunks`` and ``bytes`` removed, and chunks that stay because their age is unknown.
-        """
-        ttl_s = self._access.options.ttl_s
-        if age_s >= ttl_s:
-            remedy = f"a chunk expires after ttl_s, {ttl_s:g} s, without use; if the engines"
-            raise ConfigError("older-than", f"{age_s:g} s", f"{remedy} have another: -o ttl_s=...")
-        total = Counter[str]()
-
-        async def remove_old(client: Redis, names: list[bytes]) -> None:
-            stored = [name for name in names if not is_info(name)]
-            left_ms = dict(zip(stored, await _of_each(client, "PTTL", stored), strict=True))
-            total["undated"] += sum(
-                each == _NO_EXPIRY or each > ttl_s * 1000 for each in left_ms.values()
-            )
-            old = [name for name in stored if 0 <= left_ms[name] <= (ttl_s - age_s) * 1000]
-            sizes = await _of_each(client, "STRLEN", old)
-            removed = sizes if dry_run else await _of_each(client, "UNLINK", old)
-            gone = [size or 0 for size, each in zip(sizes, removed, strict=True) if each]
-            total["chunks"] += len(gone)
-            total["bytes"] += sum(gone)
-
-        front = f"{PREFIX}:" if namespace is None else namespace_prefix(namespace)
-        await self._scan(f"{front}*", remove_old)
-        return total
+        return await self._apart(_collect, wanted)
 
     async def verify(self, wanted: Check) -> Verified:
         """Read values one by one, without a change of when they expire or are evicted."""
-        check = ValueCheck(value_key(self._access.options.secret_file))
-        run = Verification(await self._values(), wanted, lambda value: value.stored_bytes)
-        for address, values in groupby(sorted(run.chosen), lambda value: value.address):
-            async with client_of(address, self._access) as client:
-                with contextlib.suppress(ResponseError):  # since Redis 7.2, and a right
-                    await _of_each(client, "CLIENT NO-TOUCH", [b"ON"])
-                for value in values:
-                    await asyncio.sleep(await _verify(client, value, check, run))
-        lines = []
-        if check.unauthenticated:
-            lines.append(
-                f"{counted(check.unauthenticated, 'chunk')} have an authentication code, of which "
-                "only the checksum was checked; give the engines' secret_file with -o"
-            )
-        return run.report(lines, unauthenticated=check.unauthenticated)
+        return await self._apart(_verify, wanted)
 
-    async def _values(self) -> list[StoredValue]:
-        """Return the chunks on all servers."""
-        found: list[StoredValue] = []
+    async def _apart(
+        self, work: Callable[Concatenate[Operator, P], T], *given: P.args, **named: P.kwargs
+    ) -> T:
+        """Do an operator's work on a thread of its own, which ends soon after a cancellation."""
+        operator = Operator(self._access)
+        try:
+            return await run_once(lambda: work(operator, *given, **named))
+        finally:
+            operator.cancel()
 
-        async def add(client: Redis, names: list[bytes]) -> None:
+
+def _survey(operator: Operator) -> Survey:
+    held, servers, lines = _held(operator), [], []
+    for address in masters(operator.access):
+        with operator.connected(address) as connection:
+            info = info_of(connection.ask(b"INFO", b"memory"))
+        if not info:
+            continue
+        used, limit = count_of(info.get("used_memory", "")), count_of(info.get("maxmemory", ""))
+        name, most = str(address), human_bytes(limit) if limit else "no limit"
+        servers.append({"server": name, "used_bytes": used, "limit_bytes": limit or None})
+        lines.append((name, f"{human_bytes(used)} used by all data, limit: {most}"))
+    return Survey(held, {"servers": servers}, lines)
+
+
+def _held(operator: Operator) -> list[Holding]:
+    chunks: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    facts: dict[str, dict[str, str]] = {}
+    latest_ms: dict[str, float] = {}
+
+    def add(connection: Connection, names: list[bytes]) -> None:
+        stored = [name for name in names if not is_info(name)]
+        described = list(filter(is_info, names))
+        for name, size in zip(described, _of_each(connection, b"STRLEN", described), strict=True):
+            if size is not None:
+                is_small = size <= MAX_FACTS_BYTES and sizes[""] + size <= _MOST_FACTS_BYTES
+                value = small_value(connection, b"GET", name) if is_small else b""
+                facts[namespace_of(name)] = read_facts(value)
+                sizes[""] += len(value)
+        for name, size, left_ms in zip(
+            stored,
+            _of_each(connection, b"STRLEN", stored),
+            _expiries(connection, stored),
+            strict=True,
+        ):
+            namespace = namespace_of(name)
+            latest_ms[namespace] = max(latest_ms.get(namespace, 0), left_ms)
+            if size is not None:
+                chunks[namespace] += 1
+                sizes[namespace] += size
+        if len(latest_ms) + len(facts) > _MOST_NAMESPACES:
+            raise ConnectionError(f"more than {_MOST_NAMESPACES} namespaces")
+
+    operator.scan_all(f"{PREFIX}:*", add)
+    holdings = []
+    for each in sorted(chunks.keys() | facts.keys()):
+        last_ms = latest_ms.get(each, math.inf)
+        expires_s = None if last_ms == math.inf else last_ms / 1000
+        holdings.append(Holding(each, facts.get(each, {}), chunks[each], sizes[each], expires_s))
+    return holdings
+
+
+def _purge(operator: Operator, namespaces: Sequence[str]) -> int:
+    removed = Counter[str]()
+
+    def remove(connection: Connection, names: list[bytes]) -> None:
+        removed["values"] += sum(each or 0 for each in _of_each(connection, b"UNLINK", names))
+
+    for namespace in namespaces:
+        operator.scan_all(f"{namespace_prefix(namespace)}*", remove, only_ours=False)
+    return removed["values"]
+
+
+def _collect(operator: Operator, wanted: Garbage) -> Collected:
+    meant, total = None, Counter[str]()
+    if wanted.namespace is not None:
+        held = {each.namespace: each for each in _held(operator)}
+        meant = held[named(wanted.namespace, held)]
+        total = Counter(chunks=meant.chunks, bytes=meant.stored_bytes)
+    if wanted.unused_s is not None:
+        name = meant and meant.namespace
+        total = _remove_unused(operator, wanted.unused_s, name, dry_run=wanted.dry_run)
+    elif meant is None:
+        remedy = "name one, or give --older-than; chunks that are not used expire by themselves"
+        raise ConfigError("namespace", None, remedy)
+    elif not wanted.dry_run:
+        _purge(operator, [meant.namespace])
+    summary = f"{counted(total['chunks'], 'chunk')}, {human_bytes(total['bytes'])}"
+    if total["undated"]:
+        summary += (
+            f"; {total['undated']} chunks stay: they live longer than ttl_s, so their age is "
+            "unknown; give the ttl_s of the engines with -o"
+        )
+    figures = {
+        "dry_run": wanted.dry_run,
+        "removed": total["chunks"],
+        "freed_bytes": total["bytes"],
+        "undated": total["undated"],
+    }
+    return Collected(summary, figures)
+
+
+def _remove_unused(
+    operator: Operator, age_s: float, namespace: str | None, *, dry_run: bool
+) -> Counter[str]:
+    """Remove chunks by age: each use sets their time to live to ``ttl_s``.
+
+    Returns:
+        ``chunks`` and ``bytes`` removed, and chunks that stay because their age is unknown.
+    """
+    ttl_s, total = operator.access.options.ttl_s, Counter[str]()
+    if age_s >= ttl_s:
+        remedy = f"a chunk expires after ttl_s, {ttl_s:g} s, without use; if the engines"
+        raise ConfigError("older-than", f"{age_s:g} s", f"{remedy} have another: -o ttl_s=...")
+
+    def remove_old(connection: Connection, names: list[bytes]) -> None:
+        stored = [name for name in names if not is_info(name)]
+        left = [each or 0 for each in _of_each(connection, b"PTTL", stored)]
+        total["undated"] += sum(each == _NO_EXPIRY or each > ttl_s * 1000 for each in left)
+        newest_ms = (ttl_s - age_s) * 1000
+        old = [name for name, ms in zip(stored, left, strict=True) if 0 <= ms <= newest_ms]
+        sizes = _of_each(connection, b"STRLEN", old)
+        removed = sizes if dry_run else _of_each(connection, b"UNLINK", old)
+        gone = [size or 0 for size, each in zip(sizes, removed, strict=True) if each]
+        total["chunks"] += len(gone)
+        total["bytes"] += sum(gone)
+
+    front = f"{PREFIX}:" if namespace is None else namespace_prefix(namespace)
+    operator.scan_all(f"{front}*", remove_old)
+    return total
+
+
+def _verify(operator: Operator, wanted: Check) -> Verified:
+    check = ValueCheck(value_key(operator.access.options.secret_file))
+    run = Verification(_values(operator), wanted, lambda value: value.stored_bytes)
+    for address, values in groupby(sorted(run.chosen), lambda value: value.address):
+        with operator.connected(address) as connection:
+            connection.ask(b"CLIENT", b"NO-TOUCH", b"ON")  # since Redis 7.2, and a right
+            for value in values:
+                operator.pause(_verify_one(connection, value, check, run))
+    lines = []
+    if check.unauthenticated:
+        lines.append(
+            f"{counted(check.unauthenticated, 'chunk')} have an authentication code, of which "
+            "only the checksum was checked; give the engines' secret_file with -o"
+        )
+    return run.report(lines, unauthenticated=check.unauthenticated)
+
+
+def _values(operator: Operator) -> list[StoredValue]:
+    """Return the chunks on all servers."""
+    found: list[StoredValue] = []
+    for address in masters(operator.access):
+
+        def add(connection: Connection, names: list[bytes], address: Address = address) -> None:
             stored = [name for name in names if not is_info(name)]
-            sizes = await _of_each(client, "STRLEN", stored)
+            sizes = _of_each(connection, b"STRLEN", stored)
             found.extend(
                 StoredValue(address, name, size or 0)
                 for name, size in zip(stored, sizes, strict=True)
             )
+            if len(found) > _MOST_VALUES:
+                raise ConnectionError(f"{address}: more than {_MOST_VALUES} chunks")
 
-        for address in await masters(self._access):
-            await self._scan_one(address, f"{PREFIX}:*", add)
-        return found
-
-    async def _scan(
-        self,
-        pattern: str,
-        work: Callable[[Redis, list[bytes]], Awaitable[None]],
-        *,
-        only_ours: bool = True,
-    ) -> None:
-        """Call ``work`` with the names on every server that fit a pattern, some at a time."""
-        for address in await masters(self._access):
-            await self._scan_one(address, pattern, work, only_ours=only_ours)
-
-    async def _scan_one(
-        self,
-        address: Address,
-        pattern: str,
-        work: Callable[[Redis, list[bytes]], Awaitable[None]],
-        *,
-        only_ours: bool = True,
-    ) -> None:
-        async with client_of(address, self._access) as client:
-            cursor = None
-            while cursor != 0:
-                cursor, found = await client.scan(cursor or 0, match=pattern, count=_STEP)
-                names = dict.fromkeys(name for name in found if isinstance(name, bytes))
-                if wanted := [name for name in names if is_ours(name) or not only_ours]:
-                    await work(client, wanted)
+        operator.scan(address, f"{PREFIX}:*", add)
+    return found
 
 
-async def _verify(
-    client: Redis, value: StoredValue, check: ValueCheck, run: Verification[StoredValue]
+def _verify_one(
+    connection: Connection,
+    value: StoredValue,
+    check: ValueCheck,
+    run: Verification[StoredValue],
 ) -> float:
     """Check one value; return the seconds to wait before the next one."""
-    found, reason, is_gone = b"", None, False
-    try:
-        answer: Any = await client.get(value.name)
-    except ResponseError as error:
-        if not _is_foreign(error):
-            raise
-        reason = "corrupt_type"
-    else:
-        found, is_gone = answer or b"", answer is None
-        reason = None if is_gone else check.fault(value.name, found)
+    (answer,) = connection.ask_all([encode(b"GET", value.name)], connection.reader.value)
+    if isinstance(answer, ServerError) and not _is_foreign(answer):
+        raise CommandRefused("GET", answer)
+    found = answer if isinstance(answer, memoryview) else memoryview(b"")
+    is_gone = answer is None
+    reason = "corrupt_type" if isinstance(answer, ServerError) else None
+    if isinstance(answer, memoryview):
+        reason = check.fault(value.name, answer)
     if reason == OTHER_VERSION:
         run.add_other_version()
     elif reason:
         if run.repairs:
-            await client.unlink(value.name)
+            expect(connection, b"UNLINK", value.name)
         why = "removed" if run.repairs else "left in place"
         run.add_damage(value.path, reason, why, removed=run.repairs)
     return run.add(len(found), value.stored_bytes, is_gone=is_gone)
 
 
-async def _expiries(client: Redis, names: Sequence[bytes]) -> list[float]:
+def small_value(connection: Connection, command: bytes, name: bytes) -> bytes:
+    """Read a value; only the beginning of one above :data:`MAX_FACTS_BYTES`. Raises OSError.
+
+    Of one that is far too long nothing is received: the connection closes.
+    """
+    memory = memoryview(bytearray(MAX_FACTS_BYTES))
+    read = partial(connection.reader.chunk, memory, [])
+    (reply,) = connection.ask_all([encode(command, name)], read)
+    if isinstance(reply, ServerError) and not _is_foreign(reply):
+        raise CommandRefused(command.decode(), reply)
+    if reply is Filled.OVERSIZE:
+        connection.close("oversize")
+    return bytes(memory).rstrip(b"\0")  # JSON has no zero bytes
+
+
+def _expiries(connection: Connection, names: Sequence[bytes]) -> list[float]:
     """Return the milliseconds left of each value; infinite without an expiry or the right."""
     try:
-        left_ms = await _of_each(client, "PTTL", names)
-    except ResponseError:  # the user has no right to PTTL
+        left_ms = _of_each(connection, b"PTTL", names)
+    except CommandRefused:  # the user has no right to PTTL
         left_ms = [_NO_EXPIRY] * len(names)
-    return [math.inf if each == _NO_EXPIRY else each for each in left_ms]
+    return [math.inf if each in (None, _NO_EXPIRY) else each for each in left_ms]
 
 
-async def _of_each(client: Redis, command: str, names: Sequence[bytes]) -> list[Any]:
+def _of_each(connection: Connection, command: bytes, names: Sequence[bytes]) -> list[int | None]:
     """Send the same command for each name; None for a name that holds no string."""
-    pipe = client.pipeline(transaction=False)
-    for name in names:
-        pipe.execute_command(command, name)
-    answers = await pipe.execute(raise_on_error=False) if names else []
+    if not names:
+        return []
+    commands = b"".join([encode(command, name) for name in names])
+    (answers,) = connection.ask_all([commands], partial(connection.reader.numbers, len(names)))
     for answer in answers:
-        if isinstance(answer, RedisError) and not _is_foreign(answer):
-            raise answer
-    return [None if _is_foreign(answer) else answer for answer in answers]
+        if isinstance(answer, ServerError) and not _is_foreign(answer):
+            raise CommandRefused(command.decode(), answer)
+    return [None if isinstance(answer, ServerError) else answer for answer in answers]
 
 
-def _is_foreign(value: object) -> bool:
+def _is_foreign(error: ServerError) -> bool:
     """Return True if a reply says that a name holds no string, so this backend did not write it."""
-    return isinstance(value, ResponseError) and str(value).startswith("WRONGTYPE")
+    return error.code == "WRONGTYPE"
 
 
 def usage_of(infos: Sequence[Mapping[str, str]], db: int) -> Usage:

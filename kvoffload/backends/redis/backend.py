@@ -1,35 +1,40 @@
 """Chunks in Redis or Valkey: a tier that many engines share.
 
 A value holds one chunk, and one command moves it over one of several connections, straight from or
-to the caller's memory. Every load verifies its value. A server that is down, slow or full costs
-misses and never time: see :mod:`~kvoffload.backends.redis.circuit_breaker`. Operators read
-``docs/guides/redis.md``.
+to the caller's memory. Each connection is a blocking socket, used by one thread at a time. Every
+load verifies its value. A server that is down, slow or full costs misses and never time: see
+:mod:`~kvoffload.backends.redis.circuit_breaker`. Operators read ``docs/guides/redis.md``.
 
-Modules from the wire up: ``resp`` is the wire format, ``channel`` and ``connection`` are sockets.
-``handshake``, ``circuit_breaker`` and ``node`` are one server, ``discovery`` and ``topology`` are
-several. ``chunk_io`` has loads, stores and lookups. ``options`` has the settings,
-``namespace_info`` the names of values, ``admin`` and ``doctor`` operators' commands.
+Modules from the wire up: ``resp`` is the wire format, ``connection`` a socket. ``handshake``,
+``circuit_breaker`` and ``node`` are one server, ``discovery``, ``allowed`` and ``topology`` are
+several. ``sealer`` and ``chunk_io`` have values, loads, stores and lookups. ``options`` has the
+settings, ``namespace_info`` the names of values, ``admin`` and ``doctor`` operators' commands.
 """
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from kvoffload.backends.admin import Finding
-from kvoffload.backends.base import Described, Observable, ReadResult, Usage, check_lengths
+from kvoffload.backends.base import Described, ReadResult, Usage, check_lengths
+from kvoffload.backends.blocking_pool import BlockingPool, start_once
 from kvoffload.backends.header import OTHER_VERSION, check_key, namespace_digest
 from kvoffload.backends.log_rate import Throttle
+from kvoffload.backends.redis import node as nodes
 from kvoffload.backends.redis.admin import RedisAdmin, count_of, usage_of
-from kvoffload.backends.redis.chunk_io import ChunkIO, Sealer, TransferBatch
-from kvoffload.backends.redis.connection import RedisRequest
-from kvoffload.backends.redis.doctor import diagnose
+from kvoffload.backends.redis.background import Background
+from kvoffload.backends.redis.chunk_io import ChunkIO
+from kvoffload.backends.redis.connection import Lost
+from kvoffload.backends.redis.doctor import examine, throughput
 from kvoffload.backends.redis.namespace_info import NamespaceInfo, namespace_prefix
 from kvoffload.backends.redis.namespace_scan import described
-from kvoffload.backends.redis.node import Node
+from kvoffload.backends.redis.node import Node, Request
 from kvoffload.backends.redis.options import Access, RedisOptions, redacted, value_key
+from kvoffload.backends.redis.sealer import Sealer
 from kvoffload.backends.redis.topology import Topology, open_topology
+from kvoffload.backends.threaded import ThreadPoolBackend
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +42,16 @@ _MAX_SUSPECTS = 4
 """Damaged values checked again at the same time, each in memory of its own."""
 _MAX_PASSED_OVER = 1 << 16
 """Keys with values of another version that are remembered: a few mebibytes."""
+_NEVER_S = 86400.0
+"""No thread counts as hung: every wait of a connection ends by a deadline of its own."""
+_MAX_THREADS = 64
+"""Threads for loads, and as many for stores."""
+_SERVERS_AT_ONCE = 4
+"""Servers of a cluster that one engine uses at the same time."""
 
 
-class RedisBackend(RedisAdmin, Observable):
-    """The backend. One instance belongs to one event loop.
+class RedisBackend(ThreadPoolBackend, RedisAdmin):
+    """The backend.
 
     Args:
         options: See :class:`RedisOptions`.
@@ -52,6 +63,7 @@ class RedisBackend(RedisAdmin, Observable):
 
     Options = RedisOptions
     is_shared = True
+    opens_apart = False
 
     def __init__(self, options: RedisOptions, namespace: str) -> None:
         self._options = options
@@ -60,21 +72,30 @@ class RedisBackend(RedisAdmin, Observable):
         for problem, remedy in self._access.weaknesses():
             log.warning("redis: %s; %s", problem, remedy)
         self._sealer = Sealer(namespace_digest(namespace), value_key(options.secret_file))
-        self._counters: Counter[str] = Counter()
+        at_once = _SERVERS_AT_ONCE if self._access.target.kind == "cluster" else 1
+        threads = min(_MAX_THREADS, at_once * options.connections)
+        super().__init__(threads=threads, store_threads=threads, stall_s=_NEVER_S, name="redis")
+        self._lookups = BlockingPool("kvoffload-RedisBackend-lookup", at_once, _NEVER_S)
+        self._asking: set[asyncio.Task[None]] = set()
+        self._opening = threading.Lock()
         self._topology: Topology | None = None
         self._io: ChunkIO | None = None
-        self._closed = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        self._in_flight: dict[int, Request] = {}
+        """The request of each thread that has one."""
         self._suspects: set[bytes] = set()  # keys whose values are checked again
         self._passed_over: OrderedDict[bytes, None] = OrderedDict()
         """Keys whose values are of another version: absent here until this engine stores them."""
         self._info = NamespaceInfo(namespace, options.ttl_s, self._send)
+        self._watch = Background(
+            "kvoffload-redis-watch", self._watch_fill, lambda: nodes.INFO_EVERY_S
+        )
         self._damaged = Throttle(log)
 
     def __repr__(self) -> str:
         return f"RedisBackend({redacted(self._options.url)!r}, {self._namespace!r})"
 
-    # The five coroutines.
+    # ---- chunks --------------------------------------------------------------------------------
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
         found = await self._count(keys, b"EXISTS")
@@ -82,42 +103,6 @@ class RedisBackend(RedisAdmin, Observable):
             answer == 1 and key not in self._passed_over
             for key, answer in zip(keys, found, strict=True)
         ]
-
-    async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[ReadResult]:
-        return await self.read_each(keys, into, lambda i: None)
-
-    async def read_each(
-        self,
-        keys: Sequence[bytes],
-        into: Sequence[memoryview],
-        arrived: Callable[[int], None],
-    ) -> list[ReadResult]:
-        """Load chunks; remove a value that is still damaged when it is read a second time."""
-        check_lengths(keys, into)
-        io = await self._ready()
-        ok = [ReadResult.UNAVAILABLE] * len(keys)
-        if io is None:
-            return ok
-        self._info.note_use()
-
-        def finish(i: int, why: str) -> None:
-            ok[i] = ReadResult.of(why)
-            if not why:
-                self._counters["read_ok"] += 1
-                arrived(i)
-                return
-            self._counters[f"read_{why}"] += 1
-            if why == OTHER_VERSION:
-                self._pass_over(keys[i])
-            elif why.startswith("corrupt_"):
-                self._damaged.warning("redis: a value is not the chunk asked for (%s)", why)
-                self._check_again(keys[i], into[i].nbytes)
-
-        batch = TransferBatch()
-        for i, (key, view) in enumerate(zip(keys, into, strict=True)):
-            batch.start(io.load(key, _bytes(view)), partial(finish, i))
-        await batch.wait()
-        return ok
 
     async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
         """Store chunks; only prolong the life of those that the server has.
@@ -128,27 +113,17 @@ class RedisBackend(RedisAdmin, Observable):
         for key in keys:
             check_key(key)
         prolonged = await self._count(keys, b"PEXPIRE", self._ttl_ms)
-        io = await self._ready()
         ok = [
             answer == 1 and key not in self._passed_over
             for key, answer in zip(keys, prolonged, strict=True)
         ]
-        self._counters["write_present"] += sum(ok)
-        if io is None:
-            return ok
-        self._info.note_use()
-
-        def finish(i: int, why: str) -> None:
-            self._counters[f"write_{why}" if why else "write_ok"] += 1
-            if not why:
-                ok[i] = True
-                self._passed_over.pop(keys[i], None)
-
-        batch = TransferBatch()
-        for i, (key, view) in enumerate(zip(keys, chunks, strict=True)):
-            if not ok[i]:
-                batch.start(io.store(key, _bytes(view)), partial(finish, i))
-        await batch.wait()
+        if any(ok):
+            self.count("write_present", sum(ok))
+            self._info.note_use()
+        left = [i for i, is_present in enumerate(ok) if not is_present]
+        stored = await super().write([keys[i] for i in left], [chunks[i] for i in left])
+        for i, good in zip(left, stored, strict=True):
+            ok[i] = good
         return ok
 
     async def remove(self, keys: Sequence[bytes]) -> None:
@@ -156,17 +131,60 @@ class RedisBackend(RedisAdmin, Observable):
         for key in keys:
             self._passed_over.pop(key, None)
 
-    async def close(self) -> None:
-        self._closed = True
-        self._info.close()
-        ending = list(self._tasks)
-        for task in ending:
-            task.cancel()
-        if self._topology is not None:
-            ending += self._topology.close()
-        await asyncio.gather(*ending, return_exceptions=True)
+    def load(self, key: bytes, into: memoryview) -> ReadResult:
+        """Load a chunk; remove a value that is still damaged when it is read a second time."""
+        if (io := self._ready()) is None:
+            return ReadResult.UNAVAILABLE
+        try:
+            why = io.load(key, into, self._started)
+        finally:
+            self._in_flight.pop(threading.get_ident(), None)
+        self.count(f"read_{why or 'ok'}")
+        if why == OTHER_VERSION:
+            self._pass_over(key)
+        elif why.startswith("corrupt_"):
+            self._damaged.warning("redis: a value is not the chunk asked for (%s)", why)
+            self._check_again(key, into.nbytes)
+        return ReadResult.of(why)
 
-    # What it tells of itself.
+    def store(self, key: bytes, chunk: memoryview) -> bool:
+        if (io := self._ready()) is None:
+            return False
+        try:
+            why = io.store(key, chunk, self._started)
+        finally:
+            self._in_flight.pop(threading.get_ident(), None)
+        self.count(f"write_{why or 'ok'}")
+        if not why:
+            self._passed_over.pop(key, None)
+        return not why
+
+    def has(self, key: bytes) -> bool:
+        if (io := self._ready()) is None:
+            return False
+        return any(io.count(node, [key], b"EXISTS") == [1] for node, _ in io.parts([key]))
+
+    def interrupt(self, thread: int) -> None:
+        if request := self._in_flight.get(thread):
+            request.cancel()
+
+    async def close(self) -> None:
+        self._is_closed = True
+        self._info.close()
+        self._watch.close()
+        if self._topology is not None:
+            self._topology.close()
+        await super().close()
+        await asyncio.gather(*self._asking, return_exceptions=True)
+
+    def release(self) -> None:
+        self._lookups.close()
+        self._info.join()
+        self._watch.join()
+        if self._topology is not None:
+            self._topology.join()
+
+    # ---- what it tells of itself ---------------------------------------------------------------
 
     def usage(self) -> Usage:
         """Return the servers' totals, for all their data, as they said a few seconds ago."""
@@ -181,85 +199,123 @@ class RedisBackend(RedisAdmin, Observable):
         }
         return usage_of(infos, self._access.target.db)._replace(gauges=gauges)
 
-    def counters(self) -> Mapping[str, int]:
-        return dict(self._counters)
-
     async def describe(self, facts: Mapping[str, str]) -> None:
         """Store the description of the namespace; it lives as long as the chunks."""
-        self._info.set(facts)
-        await self._ready()
-        self._info.note_use()
+        if self._ready() is not None:
+            self._info.set(facts)
 
     async def described(self) -> list[Described]:
         """Look at a part of the servers' names, where the user may SCAN."""
-        return [] if self._closed else await described(self._access, self._namespace)
-
-    # For operators.
+        return [] if self._is_closed else await self._apart(described, self._namespace)
 
     async def diagnose(self) -> list[Finding]:
-        return await diagnose(self._access, self)
+        """Examine the servers; then store and load, if nothing failed."""
+        findings = await self._apart(examine)
+        if not any(finding.verdict == "failed" for finding in findings):
+            findings += await throughput(self)
+        return findings
 
-    async def _ready(self) -> ChunkIO | None:
-        """Connect at the first call; return None once closed."""
-        if self._closed:
-            return None
-        if self._topology is None:
-            self._topology = open_topology(self._access, self._counters)
-            # A secret changes the names: an engine without it must not see damaged values.
-            prefix = f"{namespace_prefix(self._namespace)}{self._sealer.scheme}:".encode()
-            self._io = ChunkIO(self._topology, self._sealer, prefix, self._ttl_ms)
-        await self._topology.ready()
-        return None if self._closed else self._io
+    # ---- servers -------------------------------------------------------------------------------
+
+    def _ready(self) -> ChunkIO | None:
+        """Begin at the first call; return None once closed."""
+        if self._io is None:
+            with self._opening:
+                if self._io is None and not self._is_closed:
+                    topology = open_topology(self._access, self.count)
+                    # A secret changes the names: an engine without it sees no damaged values.
+                    prefix = f"{namespace_prefix(self._namespace)}{self._sealer.scheme}:".encode()
+                    self._topology = topology
+                    self._io = ChunkIO(topology, self._sealer, prefix, self._ttl_ms)
+                    self._watch.wake()
+        return None if self._is_closed else self._io
 
     @property
     def _ttl_ms(self) -> bytes:
         return b"%d" % int(self._options.ttl_s * 1000)
 
-    def _pass_over(self, key: bytes) -> None:
-        """Treat a value of another version as absent until this engine replaces it."""
-        self._passed_over[key] = None
-        if len(self._passed_over) > _MAX_PASSED_OVER:
-            self._passed_over.popitem(last=False)
-
-    def _check_again(self, key: bytes, nbytes: int) -> None:
-        if key not in self._suspects and len(self._suspects) < _MAX_SUSPECTS:
-            self._suspects.add(key)
-            self._spawn(self._remove_if_damaged(key, nbytes))
-
-    async def _remove_if_damaged(self, key: bytes, nbytes: int) -> None:
-        """Load a damaged value again; remove it unless only the transfer was at fault."""
-        found: list[str] = []
-        try:
-            if io := await self._ready():
-                batch = TransferBatch()
-                batch.start(io.load(key, memoryview(bytearray(nbytes))), found.append)
-                await batch.wait()
-            if any(why.startswith("corrupt_") for why in found):
-                self._counters["corrupt_removed"] += 1
-                await self.remove([key])
-        finally:
-            self._suspects.discard(key)
+    def _started(self, request: Request) -> None:
+        self._in_flight[threading.get_ident()] = request
+        self._info.note_use()
+        if self._topology is not None:
+            self._topology.wait()
 
     async def _count(
         self, keys: Sequence[bytes], command: bytes, *arguments: bytes
     ) -> list[int | None]:
-        io = await self._ready()  # also without keys: an engine's first call connects
-        return await io.count(keys, command, *arguments) if io else [None] * len(keys)
+        """Send one command for each key, on threads; a cancelled call leaves them at it."""
+        counted: list[int | None] = [None] * len(keys)
+        io, topology = self._ready(), self._topology
+        if io is None or topology is None:
+            return counted
+        if not topology.is_known:
+            await self._ask(1, lambda i: topology.wait())
+        parts = io.parts(keys)
 
-    def _nodes(self) -> list[Node]:
-        return list(self._topology.nodes()) if self._topology is not None else []
+        def work(i: int) -> None:
+            node, indices = parts[i]
+            some = io.count(node, [keys[j] for j in indices], command, *arguments)
+            for j, number in zip(indices, some, strict=True):
+                counted[j] = number
 
-    def _send(self, name: bytes, request: RedisRequest) -> None:
-        node = self._topology.node(name) if self._topology is not None else None
-        if node is not None:
-            node.submit([request])
+        if parts:
+            await self._ask(len(parts), work)
+        return counted
 
-    def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _ask(self, items: int, work: Callable[[int], None]) -> None:
+        answers: list[None] = [None] * items
+        fill = self._lookups.fill(answers, work, lambda items, first: None)
+        # A lookup uses no memory of callers, and its late answer counts against the server.
+        task = asyncio.ensure_future(fill)
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+        await asyncio.shield(task)
 
+    def _nodes(self) -> Sequence[Node]:
+        return self._topology.nodes() if self._topology is not None else ()
 
-def _bytes(view: memoryview) -> memoryview:
-    # The caller's own view if possible: a cast one would keep its memory after a cancelled call.
-    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+    def _send(self, name: bytes, *command: bytes) -> object:
+        """Send a small command to the server of a name; raises OSError."""
+        if self._topology is None:
+            raise Lost("shutdown")
+        self._topology.wait()
+        node = self._topology.node(name)
+        if node is None:
+            raise Lost("no_server")
+        return node.command(*command)
+
+    def _watch_fill(self) -> float:
+        for node in self._nodes():
+            try:
+                node.watch_fill()
+            except OSError as error:
+                log.debug("redis: a server does not say how full it is: %s", error)
+        return 0.0
+
+    # ---- values that are no chunk --------------------------------------------------------------
+
+    def _pass_over(self, key: bytes) -> None:
+        """Treat a value of another version as absent until this engine replaces it."""
+        with self._opening:
+            self._passed_over[key] = None
+            if len(self._passed_over) > _MAX_PASSED_OVER:
+                self._passed_over.popitem(last=False)
+
+    def _check_again(self, key: bytes, nbytes: int) -> None:
+        with self._opening:
+            if key in self._suspects or len(self._suspects) >= _MAX_SUSPECTS:
+                return
+            self._suspects.add(key)
+        start_once(lambda: self._remove_if_damaged(key, nbytes))
+
+    def _remove_if_damaged(self, key: bytes, nbytes: int) -> None:
+        """Load a damaged value again; remove it unless only the transfer was at fault."""
+        try:
+            if io := self._ready():
+                why = io.load(key, memoryview(bytearray(nbytes)), lambda request: None)
+                if why.startswith("corrupt_"):
+                    self.count("corrupt_removed")
+                    for node, _ in io.parts([key]):
+                        io.count(node, [key], b"UNLINK")
+        finally:
+            self._suspects.discard(key)

@@ -32,7 +32,7 @@ class CircuitBreaker:
     Repeated relapses without a success make probes rarer: a server that answers probes and fails
     requests does not get new requests each second.
 
-    It belongs to the I/O loop.
+    It has no lock: its owner calls it on one thread at a time.
     """
 
     max_failures: int = 3
@@ -49,6 +49,11 @@ class CircuitBreaker:
     _opened_by: str = field(default="", init=False)
     _relapses: int = field(default=0, init=False)
     _probe_at: float = field(default=0.0, init=False)
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether a success would change anything."""
+        return bool(self._failures)
 
     def failure(self, kind: str, lasted_s: float = 0.0, nbytes: int = 0) -> bool:
         """Count a failure that showed after ``lasted_s``; return True if it opened the breaker."""

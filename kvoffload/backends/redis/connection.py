@@ -1,297 +1,307 @@
-"""One connection to one server: requests go out in order, replies come back in order.
+"""A blocking connection to one server, for one thread at a time and one command in flight.
 
-A connection aborts at the first anomaly. That is an unexpected reply, an oversized value, a
-not-ready error, or too little progress within the timeout. An abort closes the socket, drops every
-reference to callers' memory and fails every request in flight. A connection never sends a request
-twice. All code here runs on the I/O loop's thread.
+Every wait ends: at the deadline of the handshake, when too few bytes move within ``timeout_s``, or
+at once when another thread calls :meth:`Connection.abort`.
 """
 
-import asyncio
 import contextlib
+import ipaddress
+import math
 import socket
 import ssl
-from collections import deque
+import struct
+import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
 
-from kvoffload.backends.redis.resp import (
-    MISFIT,
-    Expect,
-    Line,
-    ProtocolError,
-    Reply,
-    ReplyReader,
-    WrongSize,
-    encode,
-)
+from kvoffload.backends.blocking_pool import start_once
+from kvoffload.backends.redis.resp import ProtocolError, Reply, ReplyReader, encode
 
-_GATHER = 16
-"""Buffers in one system call."""
 _TLS_BYTES = 64 << 10
 """Bytes that TLS encrypts at once."""
-_NOT_READY = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-_TURN_BYTES = 8 << 20
-"""Bytes one connection moves before the loop serves the next one."""
+_LEAST_S = 0.001
+_RECENT_S = 0.02
+T = TypeVar("T")
+_NOT_READY = (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
-class Lost(NamedTuple):
-    """The outcome of a request without a reply."""
+class Address(NamedTuple):
+    """The address of a server: a host and a port, or the path of a Unix socket."""
 
-    reason: str
-    """``timeout``, ``closed``, ``protocol``, ``unreachable``, ``cancelled``, ``shutdown``..."""
+    host: str
+    port: int
+    path: str = ""
 
-
-Outcome = Reply | Lost
-Frames = Sequence[bytes | memoryview]
-Kind = Literal["lookup", "load", "store"]
-
-
-def _ignore(outcome: Outcome) -> None:
-    """Drop the outcome of a request without a listener."""
+    def __str__(self) -> str:
+        if self.path:
+            return self.path
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-@dataclass(slots=True, eq=False)
-class RedisRequest:
-    """A command, its expected reply, and the callback for its outcome."""
+class Lost(ConnectionError):
+    """A command without a reply; ``reason`` is the word that counters have."""
 
-    kind: Kind
-    """Selects the queue and the failure count of the circuit breaker."""
-    frames: Callable[[], Frames]
-    """Returns the bytes to send. The connection calls it when it sends the request, so that a batch
-    does not compute all its checksums before the first byte leaves."""
-    expect: Expect
-    nbytes: int = 0
-    """Bytes of chunk in either direction; counts towards the bytes in flight."""
-    done: Callable[[Outcome], None] = _ignore
-    """Receives the outcome exactly once, unless the request is cancelled."""
-    asking: bool = False
-    """Send ASKING first, because a cluster is moving the key's slot to this server."""
-    probe: bytes = b""
-    """The command that a health probe may repeat after this request failed."""
-    connection: "Connection | None" = None
-    submitted_at: float = 0.0
-    """When a connection sent it, on the loop's clock."""
-    sent: bool = False
-    ended: bool = False
-
-    def end(self, outcome: Outcome) -> None:
-        if not self.ended:
-            self.ended = True
-            self.done(outcome)
-
-    def cancel(self) -> None:
-        """Drop the request. On return no code uses or references the caller's memory."""
-        if self.ended:
-            return
-        self.ended = True
-        uses_memory = self.kind == "load" or (self.nbytes > 0 and not self.sent)
-        if self.connection is None:
-            self.expect = Line()  # the request stays in its queue, without the memory
-        elif uses_memory:
-            self.connection.abort("cancelled")
-        self.frames, self.done = tuple, _ignore
+    def __init__(self, reason: str, text: str = "") -> None:
+        super().__init__(text or reason)
+        self.reason = reason
+        """``timeout``, ``closed``, ``protocol``, ``unreachable``, ``cancelled``, ``shutdown``..."""
 
 
 class Connection:
-    """A connected socket with its reply reader, its send queue and its watchdog.
+    """A socket with the reader of its replies.
 
     Args:
-        sock: Connected and non-blocking, plain or under TLS; the connection closes it.
-        timeout_s: Longest time without a reply while requests are in flight, unless
-            ``floor_bytes`` moved in that time.
+        timeout_s: Longest time without a reply, unless ``floor_bytes`` moved in that time.
         floor_bytes: See ``timeout_s``.
-        on_progress: Runs after replies arrived, when the connection has room for requests.
-        on_lost: Runs once, with the reason, the seconds without a reply, and the first request
-            in flight if there is one.
     """
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        timeout_s: float,
-        floor_bytes: int,
-        on_progress: Callable[[], None],
-        on_lost: Callable[["Connection", str, float, RedisRequest | None], None],
-    ) -> None:
-        self.inflight_bytes = 0
-        self.closed = False
-        self._loop = asyncio.get_running_loop()
-        self._sock = sock
-        self._timeout_s = timeout_s
-        self._floor_bytes = floor_bytes
-        self._on_progress = on_progress
-        self._on_lost = on_lost
-        self._reader = ReplyReader()
-        self._in_flight: deque[RedisRequest] = deque()
-        # Buffers to send. The last buffer of a request carries the request.
-        self._out: deque[tuple[memoryview, RedisRequest | None]] = deque()
-        self._writing = False
-        self._progress_at = 0.0
-        self._moved = 0  # bytes since _progress_at
-        self._watchdog: asyncio.TimerHandle | None = None
-        self._loop.add_reader(sock.fileno(), self._readable)
+    def __init__(self, timeout_s: float, floor_bytes: int = 1) -> None:
+        self.reader = ReplyReader(self)
+        self.lost = ""
+        """Why the connection ended; empty while it is open."""
+        self._timeout_s, self._floor_bytes = timeout_s, max(1, floor_bytes)
+        self._sock: socket.socket | None = None
+        self._closing = threading.Lock()
+        self._deadline = math.inf
+        """The end of the handshake, on the monotonic clock."""
+        self._waits_s: float | None = None
+        """The timeout that the socket has."""
+        self._since, self._moved = 0.0, 0
+        """When the command was sent, or enough bytes had moved; and the bytes moved since."""
 
     @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
+    def is_open(self) -> bool:
+        """Whether the handshake is done, and no end was noticed."""
+        return self._deadline == math.inf and self._sock is not None and not self.lost
 
-    def submit(self, request: RedisRequest) -> None:
-        """Send a request behind the earlier ones."""
-        if request.ended:
-            return
-        if self.closed:
-            request.end(Lost("closed"))
-            return
-        if request.asking:
-            self.submit(RedisRequest("lookup", lambda: [encode(b"ASKING")], Line()))
-        frames = request.frames()
-        request.frames = tuple  # drops the reference to the caller's memory
-        request.connection = self
-        request.submitted_at = self._loop.time()
-        self._in_flight.append(request)
-        self._reader.expect(request.expect)
-        self.inflight_bytes += request.nbytes
-        for i, frame in enumerate(frames, 1):
-            self._out.append((memoryview(frame), request if i == len(frames) else None))
-        if len(self._in_flight) == 1:
-            self._note_progress()
-        if self._watchdog is None:
-            self._watchdog = self._loop.call_later(self._timeout_s, self._check_progress)
-        if not self._writing:
-            self._writable()
+    # ---- open and close ------------------------------------------------------------------------
 
-    async def ask(self, command: bytes, expect: Expect) -> Reply:
-        """Send one command and return its reply; ConnectionError: the connection was lost first."""
-        answer: asyncio.Future[Outcome] = self._loop.create_future()
+    def open(
+        self,
+        address: Address,
+        tls: ssl.SSLContext | None,
+        deadline: float,
+        check_ip: Callable[[Address, str], None] = lambda address, ip: None,
+    ) -> None:
+        """Connect, under TLS if there is a context; raises OSError.
 
-        def done(outcome: Outcome) -> None:
-            if not answer.done():
-                answer.set_result(outcome)
-
-        self.submit(RedisRequest("lookup", lambda: [command], expect, done=done))
-        outcome = await answer
-        if isinstance(outcome, Lost):
-            raise ConnectionError(outcome.reason)
-        return outcome
-
-    def abort(self, reason: str, silent_s: float = 0.0) -> None:
-        """Close the connection at once and fail its requests. Idempotent."""
-        if self.closed:
-            return
-        self.closed = True
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-        self._loop.remove_reader(self._sock.fileno())
-        self._loop.remove_writer(self._sock.fileno())
-        with contextlib.suppress(OSError):
-            self._sock.close()
-        self._reader.close()
-        self._out.clear()
-        failed, self._in_flight = self._in_flight, deque()
-        for request in failed:
-            request.end(Lost(reason))
-        self._on_lost(self, reason, silent_s, failed[0] if failed else None)
-
-    def _readable(self) -> None:
-        if self.closed:
-            return
-        taken = 0
+        Commands have the same deadline, until :meth:`opened`. ``check_ip`` raises OSError for an IP
+        address to which the address must not lead.
+        """
+        self._deadline = deadline
+        failure: OSError | None = None
+        for family, target in _resolve(address, deadline):
+            try:
+                if family != socket.AF_UNIX:
+                    check_ip(address, target[0])
+                self._connect(family, target, address.host, tls)
+                return
+            except OSError as error:
+                self._close()
+                failure = error
         try:
-            while taken < _TURN_BYTES:
-                buffer = self._reader.get_buffer()
-                count = self._sock.recv_into(buffer)
-                if not count:
-                    self.abort("closed")
-                    return
-                taken += count
-                self._moved += count
-                if not self._deliver(self._reader.received(count)):
-                    return
-        except _NOT_READY:
-            return
-        except WrongSize:
-            self._in_flight.popleft().end(MISFIT)
-            self.abort("oversize")
-        except ProtocolError as error:
-            self.abort(f"protocol: {error}")
-        except OSError:
-            self.abort("closed")
-        else:
-            # A TLS socket may hold decrypted bytes, which the loop's selector does not see.
-            self._loop.call_soon(self._readable)
+            raise failure or OSError(f"no address for {address}")
+        finally:
+            failure = None  # it refers to this frame
 
-    def _deliver(self, replies: list[Reply]) -> bool:
-        """Pass replies to their requests. Return False if the connection closed on the way."""
-        if not replies:
+    def opened(self) -> None:
+        """Replace the deadline by the timeout of each command."""
+        self._deadline = math.inf
+
+    def abort(self, reason: str) -> None:
+        """End the connection from any thread: a call that waits on it ends at once."""
+        self.lost = self.lost or reason
+        with self._closing, contextlib.suppress(OSError):
+            if self._sock is not None:
+                # SSLSocket.shutdown() would drop the state that another thread uses.
+                socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+
+    def close(self, reason: str = "closed") -> None:
+        """End the connection, from the thread that uses it."""
+        self.lost = self.lost or reason
+        self._close()
+
+    def is_usable(self, *, is_trusted: bool = False) -> bool:
+        """Return whether an idle connection is open, and no byte waits that nothing asked for.
+
+        A look at the socket costs as much as a small transfer, so one in use is trusted.
+        """
+        sock = self._sock
+        if self.lost or sock is None or self.reader.left:
+            return False
+        if is_trusted and time.monotonic() - self._since < _RECENT_S:
             return True
-        self._note_progress()
-        for reply in replies:
-            request = self._in_flight.popleft()
-            self.inflight_bytes -= request.nbytes
-            if not request.sent:
-                request.end(Lost("protocol"))
-                self.abort("protocol: a reply to a request not yet sent")
-                return False
-            request.end(reply)
-            if self.closed:
-                return False
-        self._on_progress()
-        return not self.closed
-
-    def _writable(self) -> None:
-        taken = 0
         try:
-            while self._out and taken < _TURN_BYTES:
-                count = self._send()
-                taken += count
-                self._note_sent(count)
+            if isinstance(sock, ssl.SSLSocket):  # may have a session ticket to read, and no data
+                self._set_timeout(sock, 0.0)
+                data = sock.recv(1)
+            else:
+                data = sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except _NOT_READY:
-            pass
+            return True
         except OSError:
-            # Deferred: the caller of submit() may be iterating over the connections.
-            self._loop.call_soon(self.abort, "closed")
-            return
+            data = b""
+        self.lost = "protocol" if data else "closed"
+        return False
+
+    def check_usable(self) -> None:
+        """Raise :class:`Lost` unless the connection is usable."""
+        if not self.is_usable():
+            raise Lost(self.lost, f"{self.lost} at once")
+
+    def _connect(self, family: int, target: Any, host: str, tls: ssl.SSLContext | None) -> None:
+        sock = self._sock = socket.socket(family, socket.SOCK_STREAM)
+        if family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.settimeout(self._left_s())
+        self._check_lost()
+        sock.connect(target)
+        if tls is None:
+            sock.settimeout(None)
         else:
-            if not self._out:
-                if self._writing:
-                    self._loop.remove_writer(self._sock.fileno())
-                    self._writing = False
-                return
-        if not self._writing:
-            self._loop.add_writer(self._sock.fileno(), self._writable)
-            self._writing = True
+            sock = self._sock = tls.wrap_socket(
+                sock, server_hostname=host, do_handshake_on_connect=False
+            )
+            sock.settimeout(self._left_s())
+            self._check_lost()
+            sock.do_handshake()
+        self._waits_s = None
 
-    def _send(self) -> int:
-        if isinstance(self._sock, ssl.SSLSocket):
-            return self._sock.send(self._out[0][0][:_TLS_BYTES])
-        views = [self._out[i][0] for i in range(min(_GATHER, len(self._out)))]
-        return self._sock.sendmsg(views)
+    def _close(self) -> None:
+        with self._closing:
+            sock, self._sock = self._sock, None
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.close()
 
-    def _note_sent(self, count: int) -> None:
-        self._moved += count
-        while self._out and count >= self._out[0][0].nbytes:
-            view, request = self._out.popleft()
-            count -= view.nbytes
-            if request is not None:
-                request.sent = True
-        if count:
-            view, request = self._out[0]
-            self._out[0] = (view[count:], request)
+    # ---- commands ------------------------------------------------------------------------------
 
-    def _note_progress(self) -> None:
-        self._progress_at = self._loop.time()
-        self._moved = 0
+    def ask(self, *command: bytes) -> Reply:
+        """Send a command and return its reply; raises :class:`Lost`."""
+        return self.ask_all([encode(*command)], self.reader.reply)[0]
 
-    def _check_progress(self) -> None:
-        self._watchdog = None
-        if not self._in_flight:
+    def ask_all(self, commands: Sequence[bytes], read: Callable[[], T]) -> list[T]:
+        """Send commands at once, and read the reply to each; raises :class:`Lost`."""
+        try:
+            self.send(b"".join(commands))
+            return [read() for _ in commands]
+        except ProtocolError as error:
+            self.close("protocol")
+            raise Lost("protocol", f"protocol: {error}") from error
+
+    def send(self, *parts: bytes | memoryview) -> None:
+        """Send a command; raises :class:`Lost`."""
+        self._since, self._moved = time.monotonic(), 0
+        self._move_all([memoryview(part) for part in parts], _send)
+
+    def some(self, view: memoryview) -> int:
+        return self._move([view], _receive)
+
+    def fill(self, views: list[memoryview]) -> None:
+        self._move_all(views, _receive_all)
+
+    def _move_all(self, views: list[memoryview], move: "Move") -> None:
+        while views:
+            count = self._move(views, move)
+            while views and count >= views[0].nbytes:
+                count -= views.pop(0).nbytes
+            if count:
+                views[0] = views[0][count:]
+
+    def _move(self, views: list[memoryview], move: "Move") -> int:
+        """Make system calls until bytes have moved; return how many. Raises :class:`Lost`."""
+        while True:
+            sock = self._sock
+            if self.lost or sock is None:
+                raise Lost(self.lost or "closed")
+            self._set_timeout(sock, self._left_s())
+            count: int | None
+            try:
+                count = move(sock, views)
+            except _NOT_READY:
+                count = None
+            except OSError as error:
+                raise Lost(self.lost or "closed", f"closed: {error}") from error
+            if count:
+                self._moved += count
+                return count
+            if count == 0:
+                raise Lost(self.lost or "closed", "the server closed the connection")
+
+    def _left_s(self) -> float:
+        """Return how long the next system call may wait; raises :class:`Lost` without time."""
+        now = time.monotonic()
+        if self._deadline < math.inf:
+            left_s = self._deadline - now
+        else:
+            left_s = self._since + self._timeout_s - now
+            if left_s <= 0 and self._moved >= self._floor_bytes:
+                self._since, self._moved, left_s = now, 0, self._timeout_s
+            elif left_s > 0.9 * self._timeout_s:
+                left_s = self._timeout_s  # mostly the one that the socket has
+        if left_s <= 0:
+            self._check_lost()
+            raise Lost("timeout", "no reply in time")
+        return max(left_s, _LEAST_S)
+
+    def _set_timeout(self, sock: socket.socket, seconds: float) -> None:
+        if seconds == self._waits_s:
             return
-        silent_s = self._loop.time() - self._progress_at
-        if silent_s >= self._timeout_s:
-            if self._moved < self._floor_bytes:
-                self.abort("timeout", silent_s)
-                return
-            self._note_progress()
-            silent_s = 0.0
-        self._watchdog = self._loop.call_later(self._timeout_s - silent_s, self._check_progress)
+        self._waits_s = seconds
+        if isinstance(sock, ssl.SSLSocket):
+            sock.settimeout(seconds)
+            return
+        # The kernel's timeout: one call then fills a whole chunk without the GIL.
+        whole = int(seconds)
+        timeval = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+
+    def _check_lost(self) -> None:
+        if self.lost:
+            raise Lost(self.lost)
+
+
+Move = Callable[[socket.socket, list[memoryview]], int]
+
+
+def _send(sock: socket.socket, views: list[memoryview]) -> int:
+    if isinstance(sock, ssl.SSLSocket):
+        return sock.send(views[0][:_TLS_BYTES])
+    return sock.sendmsg(views)
+
+
+def _receive(sock: socket.socket, views: list[memoryview], flags: int = 0) -> int:
+    if isinstance(sock, ssl.SSLSocket):
+        return sock.recv_into(views[0])
+    return sock.recvmsg_into(views, 0, flags)[0]
+
+
+def _receive_all(sock: socket.socket, views: list[memoryview]) -> int:
+    return _receive(sock, views, socket.MSG_WAITALL)
+
+
+def _resolve(address: Address, deadline: float) -> list[tuple[int, Any]]:
+    """Return address families and socket addresses; raises OSError. An IP address is no lookup."""
+    if address.path:
+        return [(socket.AF_UNIX, address.path)]
+    with contextlib.suppress(ValueError):
+        version = ipaddress.ip_address(address.host).version
+        family = socket.AF_INET if version == 4 else socket.AF_INET6
+        return [(family, (address.host, address.port))]
+    # On a thread of its own, because a name lookup may hang far beyond the deadline.
+    found: Future[list[Any]] = Future()
+
+    def look_up() -> None:
+        try:
+            found.set_result(
+                socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+            )
+        except BaseException as error:
+            found.set_exception(error)
+
+    start_once(look_up)
+    left_s = max(_LEAST_S, deadline - time.monotonic())
+    return [(family, target) for family, _, _, _, target in found.result(left_s)]

@@ -1,20 +1,21 @@
 """Discovery: ask servers for a cluster's slot table or for the master that Sentinels name.
 
 Every question uses a connection of its own. Slot tables, redirects and Sentinels' replies come over
-the network, so an attacker may choose every word. The reader bounds the size of a reply, and the
-parsers check it; they raise ValueError for a reply out of bounds.
+the network, so an attacker may choose every word. The reader bounds the size of a reply. The
+parsers check it, and raise ValueError. :mod:`~kvoffload.backends.redis.allowed` checks the servers.
 """
 
-import asyncio
 import re
+import threading
+import time
+from binascii import crc_hqx
 from itertools import pairwise
 from typing import Any
 
-from kvoffload.backends.redis.channel import Address, open_socket
-from kvoffload.backends.redis.connection import Connection
-from kvoffload.backends.redis.handshake import CommandRefused, authenticate
+from kvoffload.backends.redis.connection import Address
+from kvoffload.backends.redis.handshake import CommandRefused, connected
 from kvoffload.backends.redis.options import Access
-from kvoffload.backends.redis.resp import NestedArray, Reply, ServerError, encode, printable
+from kvoffload.backends.redis.resp import Reply, ServerError, encode, printable
 
 REFRESH_EVERY_S = 0.5
 """Shortest time between two questions to the same servers."""
@@ -26,6 +27,11 @@ _SHOWN_SERVICES = 5
 
 Slots = list[tuple[int, int, Address]]
 """Rows of a slot table: first slot, last slot, master."""
+
+
+def key_slot(tag: bytes) -> int:
+    """Return the slot of a key by its hash tag: the part between braces."""
+    return crc_hqx(tag, 0) % NUM_SLOTS
 
 
 def parse_address(host: str, port: str) -> Address:
@@ -92,30 +98,25 @@ def _rows(reply: Any) -> list[Any]:
     raise ValueError(f"{type(reply).__name__} instead of an array")
 
 
-async def ask(
+def ask(
     address: Address, access: Access, timeout_s: float, user: tuple[str, str], *command: bytes
 ) -> Reply:
     """Send one command to a server as ``user``, a name and a password; raises OSError."""
-    async with asyncio.timeout(timeout_s):
-        sock = await open_socket(address, access.tls)
-        connection = Connection(
-            sock, timeout_s, 0, on_progress=lambda: None, on_lost=lambda *lost: None
-        )
-        try:
-            await authenticate(connection, *user)
-            reply = await connection.ask(encode(*command), NestedArray())
-        finally:
-            connection.abort("done")
+    with connected(address, access, timeout_s, user) as connection:
+        (reply,) = connection.ask_all([encode(*command)], connection.reader.table)
     if isinstance(reply, ServerError):
         raise CommandRefused(command[0].decode(), reply)
     return reply
 
 
-async def fetch_slots(address: Address, access: Access) -> Slots:
-    """Ask one server for the slot table; raises OSError, or ValueError for a malformed reply."""
+def fetch_slots(address: Address, access: Access) -> Slots:
+    """Ask one server for the slot table; raises OSError, or ValueError for a table of no use."""
     timeout_s = 2 * access.options.connect_timeout_s
     user = access.username, access.password()
-    return parse_slots(await ask(address, access, timeout_s, user, b"CLUSTER", b"SLOTS"), address)
+    slots = parse_slots(ask(address, access, timeout_s, user, b"CLUSTER", b"SLOTS"), address)
+    for _, _, server in slots:
+        access.allowed.check(server)
+    return slots
 
 
 class SentinelResolver:
@@ -123,52 +124,57 @@ class SentinelResolver:
 
     def __init__(self, access: Access) -> None:
         self._access = access
+        self._asking = threading.Lock()
         self._known: tuple[Address, float] | None = None
 
-    async def __call__(self) -> Address:
+    def __call__(self, deadline: float) -> Address:
         """Return the master's address; OSError: no Sentinel names it, with the first failure."""
-        now = asyncio.get_running_loop().time()
-        if self._known and now < self._known[1]:
+        if not self._asking.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise TimeoutError("another thread still asks the Sentinels")
+        try:
+            if self._known is None or time.monotonic() >= self._known[1]:
+                self._known = self._find(), time.monotonic() + REFRESH_EVERY_S
             return self._known[0]
-        target = self._access.target
-        answers: list[str] = []
+        finally:
+            self._asking.release()
+
+    def _find(self) -> Address:
+        target, answers = self._access.target, []
         cause: Exception | None = None
         for sentinel in target.addresses:
             try:
-                masters = await self._masters(sentinel)
+                masters = self._masters(sentinel)
+                if address := masters.get(target.service):
+                    return self._access.allowed.check(address)
             except (OSError, ValueError) as error:
                 answers.append(f"{sentinel}: {str(error) or type(error).__name__}")
                 cause = cause or error
                 continue
-            if address := masters.get(target.service):
-                self._known = address, now + REFRESH_EVERY_S
-                return address
             known = printable(str(sorted(masters)[:_SHOWN_SERVICES]))
             verb = "counts it as down" if target.service in masters else f"knows only {known}"
             answers.append(f"{sentinel} {verb}")
-        raise ConnectionError(
-            f"no Sentinel names a master {target.service!r}: {'; '.join(answers)}"
-        ) from cause
+        text = f"no Sentinel names a master {target.service!r}: {'; '.join(answers)}"
+        raise ConnectionError(text) from cause
 
-    async def _masters(self, sentinel: Address) -> dict[str, Address | None]:
+    def _masters(self, sentinel: Address) -> dict[str, Address | None]:
         access = self._access
         # A share of the time for each Sentinel: one that hangs leaves time for the next.
         each_s = access.options.connect_timeout_s / len(access.target.addresses)
         user = access.options.sentinel_username, access.sentinel_password()
-        return parse_masters(await ask(sentinel, access, each_s, user, b"SENTINEL", b"MASTERS"))
+        return parse_masters(ask(sentinel, access, each_s, user, b"SENTINEL", b"MASTERS"))
 
 
-async def masters(access: Access) -> list[Address]:
+def masters(access: Access) -> list[Address]:
     """Return every server that holds a part of the data; OSError: no server names them."""
     target = access.target
     if target.kind == "sentinel":
-        return [await SentinelResolver(access)()]
+        return [SentinelResolver(access)(time.monotonic() + access.options.connect_timeout_s)]
     if target.kind != "cluster":
         return [target.addresses[0]]
     failure: OSError = OSError("no seeds")
     for seed in target.addresses:
         try:
-            slots = await fetch_slots(seed, access)
+            slots = fetch_slots(seed, access)
             return list(dict.fromkeys(address for _, _, address in slots))
         except (OSError, ValueError) as error:
             failure = OSError(f"{seed}: {error}")

@@ -7,17 +7,6 @@ import socket
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from redis.asyncio import Redis
-from redis.exceptions import (
-    AuthenticationError,
-    BusyLoadingError,
-    InvalidResponse,
-    MovedError,
-    NoPermissionError,
-    RedisError,
-)
 
 from kvoffload.backends.admin import (
     MEASURED_BYTES,
@@ -28,12 +17,12 @@ from kvoffload.backends.admin import (
     measure,
 )
 from kvoffload.backends.base import Backend
-from kvoffload.backends.redis.admin import client_of
-from kvoffload.backends.redis.channel import Address
+from kvoffload.backends.redis.admin import Operator, count_of
+from kvoffload.backends.redis.connection import Address, Connection, Lost
 from kvoffload.backends.redis.discovery import ask, masters
-from kvoffload.backends.redis.handshake import CommandRefused
+from kvoffload.backends.redis.handshake import CommandRefused, expect, info_of
 from kvoffload.backends.redis.options import Access
-from kvoffload.backends.redis.resp import printable
+from kvoffload.backends.redis.resp import ServerError, printable
 from kvoffload.config import human_bytes
 from kvoffload.errors import HIDDEN, ConfigError
 
@@ -47,51 +36,50 @@ _HIDE_CHARS = 4
 """Shorter passwords stay in texts: hiding them would hide half the message."""
 
 
-async def diagnose(access: Access, backend: Backend) -> list[Finding]:
-    """Examine every server of a URL; ``backend`` stores and loads for the throughput."""
+def examine(operator: Operator) -> list[Finding]:
+    """Examine every server of a URL."""
+    access = operator.access
     try:
-        addresses = await masters(access)
+        addresses = masters(access)
     except (OSError, ValueError) as error:
         return [_explain(error, access)]
     findings: list[Finding] = []
     if kind := access.target.kind:
         findings.append(Finding("topology", "ok", f"{kind}: {', '.join(map(str, addresses))}"))
-    examined = [await _examine(address, access) for address in addresses]
+    examined = [_examine(address, operator) for address in addresses]
     findings += [finding for each in examined for finding in each]
     if any(len(each) > 1 for each in examined):  # a server answered
         findings += _check_secrets(access)
-    if not any(finding.verdict == "failed" for finding in findings):
-        findings += await _throughput(backend)
     return findings
 
 
-async def _examine(address: Address, access: Access) -> list[Finding]:
+def _examine(address: Address, operator: Operator) -> list[Finding]:
+    access = operator.access
     try:
-        async with client_of(address, access) as client:
+        with operator.connected(address) as connection:
             findings = [
-                await _check_latency(client, address),
+                _check_latency(connection, address),
                 _check_encryption(address, access),
-                await _check_password(address, access),
-                await _check_rights(client),
+                _check_password(address, access),
+                _check_rights(connection),
             ]
-            try:
-                info: dict[str, Any] = await client.info()
-            except RedisError:
+            reply = connection.ask(b"INFO")
+            if isinstance(reply, ServerError):
                 remedy = (
                     "allow +info: memory and policy can be checked, restarts are noticed sooner"
                 )
                 return [*findings, Finding("info", "warning", "INFO is not allowed", remedy)]
-            return findings + _check_info(info)
+            return findings + _check_info(info_of(reply))
     except (OSError, ValueError) as error:
         return [_explain(error, access)]
 
 
-async def _check_latency(client: Redis, address: Address) -> Finding:
-    await client.ping()
+def _check_latency(connection: Connection, address: Address) -> Finding:
+    expect(connection, b"PING")
     times = []
     for _ in range(_PINGS):
         began = time.perf_counter()
-        await client.ping()
+        expect(connection, b"PING")
         times.append(time.perf_counter() - began)
     median_ms, worst_ms = statistics.median(times) * 1e3, max(times) * 1e3
     detail = f"{address} answers in {median_ms:.2f} ms (median), {worst_ms:.2f} ms (worst)"
@@ -109,9 +97,9 @@ def _check_encryption(address: Address, access: Access) -> Finding:
     return Finding("encryption", "warning", problem, "use rediss://, or a private network")
 
 
-async def _check_password(address: Address, access: Access) -> Finding:
+def _check_password(address: Address, access: Access) -> Finding:
     if access.password():
-        if await _accepts_no_password(address, access):
+        if _accepts_no_password(address, access):
             return Finding(
                 "password",
                 "failed",
@@ -127,10 +115,9 @@ async def _check_password(address: Address, access: Access) -> Finding:
     return Finding("password", "warning", problem, remedy)
 
 
-async def _accepts_no_password(address: Address, access: Access) -> bool:
+def _accepts_no_password(address: Address, access: Access) -> bool:
     try:
-        timeout_s = access.options.connect_timeout_s
-        return await ask(address, access, timeout_s, ("", ""), b"PING") == b"PONG"
+        return ask(address, access, access.options.connect_timeout_s, ("", ""), b"PING") == b"PONG"
     except OSError:
         return False
 
@@ -144,39 +131,37 @@ def _check_secrets(access: Access) -> list[Finding]:
     return [*found, Finding("authenticity", "warning", problem, remedy)]
 
 
-async def _check_rights(client: Any) -> Finding:
-    name = f"kvoffload:doctor:{{{os.urandom(8).hex()}}}"
+def _check_rights(connection: Connection) -> Finding:
+    name = b"kvoffload:doctor:{%b}" % os.urandom(8).hex().encode()
     refused = []
     for command in (
-        ("PSETEX", name, 10_000, b"x"),
-        ("GETEX", name, "PX", 10_000),
-        ("EXISTS", name),
-        ("PEXPIRE", name, 10_000),
-        ("UNLINK", name),
+        (b"PSETEX", name, b"10000", b"x"),
+        (b"GETEX", name, b"PX", b"10000"),
+        (b"EXISTS", name),
+        (b"PEXPIRE", name, b"10000"),
+        (b"UNLINK", name),
     ):
-        try:
-            await client.execute_command(*command)
-        except MovedError:
-            continue  # the slot of another server: the server checks rights first
-        except RedisError as error:
-            refused.append(f"{command[0].lower()}: {error}")
+        reply = connection.ask(*command)
+        # A MOVED names the server of the slot: this one checks rights first.
+        if isinstance(reply, ServerError) and reply.code != "MOVED":
+            refused.append(f"{command[0].decode().lower()}: {reply.text}")
     if not refused:
         return Finding("rights", "ok", "every command the data path needs is allowed")
     remedy = f"ACL SETUSER <user> {_RIGHTS}; a read-only replica or a full server refuses psetex"
     return Finding("rights", "failed", "; ".join(refused), remedy)
 
 
-def _check_info(info: Mapping[str, Any]) -> list[Finding]:
+def _check_info(info: Mapping[str, str]) -> list[Finding]:
     """Return the first row that applies of each check."""
 
     def number(name: str) -> int:
-        return int(info.get(name, 0))
+        return count_of(info.get(name, ""))
 
-    version, role = str(info.get("redis_version", "0")), str(info.get("role", "master"))
+    version, role = info.get("redis_version", "0"), info.get("role", "master")
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
     valkey = info.get("server_name") == "valkey"
     limit, used, system = map(number, ("maxmemory", "used_memory", "total_system_memory"))
-    policy = str(info.get("maxmemory_policy", "noeviction"))
+    policy = info.get("maxmemory_policy", "noeviction")
     limited = f"maxmemory {human_bytes(limit)}, {policy}"
     memory = f"{human_bytes(used)} used, {number('evicted_keys'):,} keys evicted so far"
     rows: tuple[tuple[object, Finding], ...] = (
@@ -213,7 +198,8 @@ def _check_info(info: Mapping[str, Any]) -> list[Finding]:
     return list(found.values())
 
 
-async def _throughput(backend: Backend) -> list[Finding]:
+async def throughput(backend: Backend) -> list[Finding]:
+    """Store and load some chunks."""
     findings = []
     for what, (failed, per_s) in zip(("store", "load"), await measure(backend), strict=True):
         detail = f"{what}: {human_bytes(per_s)}/s with chunks of {human_bytes(MEASURED_BYTES)}"
@@ -242,7 +228,6 @@ _TLS_REMEDY = (
     "is the port a TLS port, does ca_file hold the issuer of the server's certificate, is it for "
     "this name, and does the server ask for cert_file and key_file?"
 )
-_CODES = {AuthenticationError: "NOAUTH", NoPermissionError: "NOPERM", BusyLoadingError: "LOADING"}
 
 
 def _explain(error: BaseException, access: Access) -> Finding:
@@ -261,8 +246,7 @@ def _explain(error: BaseException, access: Access) -> Finding:
 def _by_answer(causes: Sequence[BaseException], access: Access) -> tuple[str, str] | None:
     """Return the failed check and its remedy if a server answered."""
     refused = [each for each in causes if isinstance(each, CommandRefused)]
-    codes = {code for each in causes for kind, code in _CODES.items() if isinstance(each, kind)}
-    codes |= {"NOAUTH" if each.command == "AUTH" else each.code for each in refused}
+    codes = {"NOAUTH" if each.command == "AUTH" else each.code for each in refused}
     text, target = str(causes[0]), access.target
     more = " +cluster|slots" if target.kind == "cluster" else ""
     more += " +select" if target.db else ""
@@ -278,7 +262,7 @@ def _by_answer(causes: Sequence[BaseException], access: Access) -> tuple[str, st
         ("DB index is out of range" in text, "database",
          f"the server has no database {target.db}: CONFIG GET databases returns their number; "
          "the first is 0, behind the host"),
-        (any(isinstance(each, InvalidResponse) for each in causes) or "protocol:" in text,
+        (any(isinstance(each, Lost) and each.reason == "protocol" for each in causes),
          "protocol", "the server is not Redis: check the port (default 6379)"),
     ):  # fmt: skip
         if applies:
@@ -296,6 +280,7 @@ def _by_connection(causes: Sequence[BaseException], access: Access) -> tuple[str
     path, tls = bool(target.addresses[0].path), target.tls
     hint = f"; {_TLS_REMEDY}" if tls else ""  # a plain port waits for more bytes of a TLS hello
     general = "check host, port, firewall and that the server runs"
+    is_late = any(isinstance(e, TimeoutError) or str(e) == "no reply in time" for e in causes)
     closed = caused_by(ConnectionResetError) or any("closed" in str(each) for each in causes)
     rows = (
         (caused_by(socket.gaierror),
@@ -309,7 +294,7 @@ def _by_connection(causes: Sequence[BaseException], access: Access) -> tuple[str
          "check the service's name, and that its master runs"),
         (caused_by(ConnectionRefusedError),
          "nothing listens there: check host and port, and that the server runs"),
-        (caused_by(TimeoutError), f"{general}{hint}"),
+        (is_late, f"{general}{hint}"),
         (tls, _TLS_REMEDY),
         (closed, "it closes connections: a TLS port, which needs rediss://, or not Redis"),
         (True, general),

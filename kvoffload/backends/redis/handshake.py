@@ -1,25 +1,26 @@
 """The handshake of a connection: authenticate, check the server, and probe one that failed."""
 
-import asyncio
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
-from kvoffload.backends.redis.connection import Connection, Outcome, RedisRequest
+from kvoffload.backends.redis.connection import Address, Connection
 from kvoffload.backends.redis.options import Access
-from kvoffload.backends.redis.resp import Fill, Line, ServerError, encode, sink
+from kvoffload.backends.redis.resp import Reply, ServerError, encode
 
 IN_STEP = frozenset({"OOM", "MISCONF", "NOREPLICAS", "WRONGTYPE", "MOVED", "ASK"})
-"""Error replies of a healthy server: refusals of one request, and redirects."""
+"""Error replies of a healthy server: refusals of one command, and redirects."""
 _PROBE_BYTES = 4 << 20
 """The largest probe after a failed store."""
 _NOISE_BYTES = 64 << 10
-INFO = encode(b"INFO")
 ServerInfo = dict[str, str]
 """The reply to ``INFO``; empty where the user has no right to it."""
 
 
 class CommandRefused(ConnectionError):
-    """An error reply to a command of the handshake or of discovery."""
+    """An error reply to a command that has to succeed."""
 
     def __init__(self, command: str, error: ServerError) -> None:
         self.command = command
@@ -29,38 +30,73 @@ class CommandRefused(ConnectionError):
         super().__init__(f"{command} refused: {text}")
 
 
-async def authenticate(connection: Connection, username: str, password: str) -> None:
+def expect(connection: Connection, *command: bytes) -> Reply:
+    """Send a command and return its reply; raises OSError for an error reply, too."""
+    reply = connection.ask(*command)
+    if isinstance(reply, ServerError):
+        raise CommandRefused(command[0].decode(), reply)
+    return reply
+
+
+def authenticate(connection: Connection, username: str, password: str) -> None:
     """Send AUTH if there is a password; raises OSError if the server refuses it."""
     if password:
         user = [username.encode()] if username else []
-        await _expect(connection, b"OK", b"AUTH", *user, password.encode())
+        _expect_word(b"OK", connection, b"AUTH", *user, password.encode())
 
 
-async def _expect(connection: Connection, answer: bytes, *command: bytes) -> None:
-    reply = await connection.ask(encode(*command), Line())
-    if isinstance(reply, ServerError):
-        raise CommandRefused(command[0].decode(), reply)
-    if reply != answer:
-        raise ConnectionError(f"{command[0].decode()}: an unexpected reply")
-
-
-async def handshake(connection: Connection, access: Access) -> ServerInfo:
-    """Authenticate, select the database, check that the server serves; raises OSError."""
-    await authenticate(connection, access.username, access.password())
+def introduce(connection: Connection, access: Access) -> None:
+    """Authenticate and select the database; raises OSError."""
+    authenticate(connection, access.username, access.password())
     if access.target.db:
-        await _expect(connection, b"OK", b"SELECT", b"%d" % access.target.db)
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    await _expect(connection, b"PONG", b"PING")
-    if (took_s := loop.time() - began) > access.options.lookup_timeout_s:
+        _expect_word(b"OK", connection, b"SELECT", b"%d" % access.target.db)
+
+
+def handshake(connection: Connection, access: Access) -> tuple[ServerInfo, float]:
+    """Introduce the client, and check that the server serves; raises OSError.
+
+    Returns:
+        What the server tells, and the seconds of a round trip.
+    """
+    introduce(connection, access)
+    began = time.monotonic()
+    _expect_word(b"PONG", connection, b"PING")
+    if (took_s := time.monotonic() - began) > access.options.lookup_timeout_s:
         raise ConnectionError(f"a PING takes {took_s:.2f} s")
-    server = info_of(await connection.ask(INFO, Line()))
+    server = info_of(connection.ask(b"INFO"))
     if server.get("role", "master") != "master":
         raise ConnectionError("a read-only replica")
-    return server
+    return server, took_s
 
 
-def info_of(reply: Outcome) -> ServerInfo:
+@contextmanager
+def connected(
+    address: Address, access: Access, timeout_s: float, user: tuple[str, str] | None = None
+) -> Iterator[Connection]:
+    """Open a connection outside the data path; raises OSError.
+
+    Args:
+        address: The server's.
+        access: Has the credentials.
+        timeout_s: For the connect with its handshake, and for each later command.
+        user: A name and a password in place of the access' own, and no database. ``timeout_s`` is
+            then for everything together.
+    """
+    connection = Connection(timeout_s)
+    try:
+        deadline = time.monotonic() + timeout_s
+        connection.open(address, access.tls, deadline, access.allowed.check_ip)
+        if user is None:
+            introduce(connection, access)
+            connection.opened()
+        else:
+            authenticate(connection, *user)
+        yield connection
+    finally:
+        connection.close()
+
+
+def info_of(reply: object) -> ServerInfo:
     """Parse a reply to INFO; empty for a refusal, or if there is no reply."""
     if not isinstance(reply, bytes):
         return {}
@@ -69,7 +105,7 @@ def info_of(reply: Outcome) -> ServerInfo:
 
 
 class HealthProbe(NamedTuple):
-    """A failed request in a form that a probe can repeat without callers' memory.
+    """A failed command in a form that a probe can repeat without callers' memory.
 
     A network path may pass a PING and no chunk. After a failed load the probe loads the same value.
     After a failed store it sends as many bytes in a PING, which stores nothing. A value that is
@@ -81,22 +117,19 @@ class HealthProbe(NamedTuple):
     """Loads the value again; empty for a store."""
     nbytes: int
 
-    @classmethod
-    def of(cls, request: RedisRequest | None) -> "HealthProbe | None":
-        """Return the probe for a failed request; None if a handshake is enough."""
-        if request is None or not request.nbytes:
-            return None
-        if isinstance(request.expect, Fill):
-            return cls(request.probe, request.expect.nbytes)
-        return cls(b"", min(request.nbytes, _PROBE_BYTES))
-
-    async def run(self, connection: Connection) -> None:
-        """Repeat the request under the connection's watchdog; OSError: it fails again."""
+    def run(self, connection: Connection) -> None:
+        """Repeat the command under the connection's timeout; OSError: it fails again."""
         command = self.command
         if not command:
             # Random, so that no network device compresses it to a few bytes.
-            noise = os.urandom(_NOISE_BYTES) * (self.nbytes // _NOISE_BYTES + 1)
-            command = encode(b"PING", noise[: self.nbytes])
-        reply = await connection.ask(command, Fill(sink(self.nbytes)))
+            size = min(self.nbytes, _PROBE_BYTES)
+            noise = os.urandom(_NOISE_BYTES) * (size // _NOISE_BYTES + 1)
+            command = encode(b"PING", noise[:size])
+        (reply,) = connection.ask_all([command], connection.reader.skip)
         if isinstance(reply, ServerError) and reply.code not in IN_STEP:
             raise ConnectionError(reply.text)
+
+
+def _expect_word(word: bytes, connection: Connection, *command: bytes) -> None:
+    if expect(connection, *command) != word:
+        raise ConnectionError(f"{command[0].decode()}: an unexpected reply")

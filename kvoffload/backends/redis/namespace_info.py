@@ -1,6 +1,5 @@
 """Names of values, and the value that describes a namespace for operators."""
 
-import asyncio
 import json
 import logging
 import re
@@ -10,12 +9,13 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from kvoffload.backends.redis.connection import Lost, Outcome, RedisRequest
-from kvoffload.backends.redis.resp import Line, ServerError, encode
+from kvoffload.backends.redis.background import Background
+from kvoffload.backends.redis.resp import ServerError
 
 log = logging.getLogger(__name__)
 
 PREFIX = "kvoffload"
+_MAX_NAME_BYTES = 1024
 _EVERY_S = 1.0
 _REFUSED_S = 60.0
 _OURS = re.compile(rb"kvoffload:[!-9;-~]+:(?:facts|[0-9a-z-]+:\{(?:[0-9a-f]{2})+\})")
@@ -29,7 +29,7 @@ def namespace_prefix(namespace: str) -> str:
 
 def is_ours(name: bytes) -> bool:
     """Return True if this backend makes such names."""
-    return _OURS.fullmatch(name) is not None
+    return len(name) <= _MAX_NAME_BYTES and _OURS.fullmatch(name) is not None
 
 
 def is_info(name: bytes) -> bool:
@@ -54,46 +54,42 @@ class NamespaceInfo:
     """Writes the description of a namespace soon after each use, at most once a second.
 
     A server does not announce a flush. The value is therefore written again even if the last write
-    succeeded: a small command a second while the namespace is in use. ``send`` sends it to the
-    server of its name. All code runs on the I/O loop's thread.
+    succeeded: a small command a second while the namespace is in use. ``send`` sends a command to
+    the server of a name and returns the reply; it raises OSError.
     """
 
-    def __init__(
-        self, namespace: str, ttl_s: float, send: Callable[[bytes, RedisRequest], None]
-    ) -> None:
+    def __init__(self, namespace: str, ttl_s: float, send: Callable[..., object]) -> None:
         self._name = f"{namespace_prefix(namespace)}facts".encode()
         self._ttl_ms = b"%d" % int(ttl_s * 1000)
         self._every_s = min(_EVERY_S, ttl_s / 4)
         self._send = send
-        self._command = b""
-        self._due = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._value = b""
+        self._writer = Background("kvoffload-redis-facts", self._write, lambda: None)
 
     def set(self, facts: Mapping[str, str]) -> None:
-        value = json.dumps(dict(facts), sort_keys=True).encode()
-        self._command = encode(b"PSETEX", self._name, self._ttl_ms, value)
+        self._value = json.dumps(dict(facts), sort_keys=True).encode()
+        self._writer.wake()
 
     def note_use(self) -> None:
         """Renew the value, so that it lives as long as the chunks in use."""
-        if self._timer is None and self._command:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(max(0.0, self._due - loop.time()), self._write)
+        if self._value:
+            self._writer.wake()
 
     def close(self) -> None:
-        self._command = b""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._writer.close()
 
-    def _write(self) -> None:
-        self._timer = None
-        self._due = asyncio.get_running_loop().time() + self._every_s
-        request = RedisRequest("lookup", lambda: [self._command], Line(), done=self._written)
-        self._send(self._name, request)
+    def join(self) -> None:
+        """After :meth:`close`: wait for a write in progress."""
+        self._writer.join()
 
-    def _written(self, outcome: Outcome) -> None:
-        if outcome == b"OK":
-            return
-        why = outcome.reason if isinstance(outcome, Lost) else outcome
-        log.debug("redis: the description of the namespace could not be stored: %s", why)
-        if isinstance(outcome, ServerError) and outcome.code in ("OOM", "NOPERM"):
-            self._due = asyncio.get_running_loop().time() + _REFUSED_S
+    def _write(self) -> float:
+        try:
+            reply = self._send(self._name, b"PSETEX", self._name, self._ttl_ms, self._value)
+        except OSError as error:
+            reply = error
+        if reply != b"OK":
+            text = "redis: the description of the namespace could not be stored: %s"
+            log.debug(text, reply)
+            if isinstance(reply, ServerError) and reply.code in ("OOM", "NOPERM"):
+                return _REFUSED_S
+        return self._every_s

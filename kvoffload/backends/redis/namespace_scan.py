@@ -1,21 +1,16 @@
 """The namespaces of all servers, found by a bounded SCAN on a connection of its own.
 
-An engine's user needs no right to SCAN: without it, nothing is found. Replies are bounded as those
-of loads are, so a hostile value costs the description alone.
+An engine's user needs no right to SCAN: without it, nothing is found.
 """
 
-import asyncio
-import contextlib
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
-
-from msgspec import convert
 
 from kvoffload.backends.base import Described
-from kvoffload.backends.redis.channel import Address, open_socket
-from kvoffload.backends.redis.connection import Connection
+from kvoffload.backends.redis.admin import Operator, scan_step, small_value
+from kvoffload.backends.redis.connection import Address
 from kvoffload.backends.redis.discovery import masters
-from kvoffload.backends.redis.handshake import handshake
+from kvoffload.backends.redis.handshake import CommandRefused
 from kvoffload.backends.redis.namespace_info import (
     PREFIX,
     is_info,
@@ -24,17 +19,14 @@ from kvoffload.backends.redis.namespace_info import (
     namespace_prefix,
     read_facts,
 )
-from kvoffload.backends.redis.options import Access
-from kvoffload.backends.redis.resp import Fill, NestedArray, encode
 
 LONGEST_S = 5.0
 MOST_NAMES = 200_000
 """Names that the servers look at, all together."""
 MOST_DESCRIBED = 256
 """Namespaces whose facts are read: those with the most chunks."""
-MOST_FACTS_BYTES = 256 << 10
 _STEP = 100
-"""Names of one SCAN, which the loop's thread parses in less than a millisecond."""
+"""Names of one SCAN, which take less than a millisecond to parse."""
 _PAUSE_S = 0.001
 
 
@@ -54,76 +46,57 @@ class _Names:
             self.chunks[namespace_of(name)] += 1
 
 
-async def described(access: Access, namespace: str) -> list[Described]:
+def described(operator: Operator, namespace: str) -> list[Described]:
     """Describe namespaces, the largest first: the own one alone if it has chunks.
 
     Raises:
         OSError: a server cannot be reached, or refuses.
-        msgspec.ValidationError: a server's reply is malformed.
     """
-    until_s = asyncio.get_running_loop().time() + LONGEST_S
-    names, addresses = _Names(), await masters(access)
+    until_s = time.monotonic() + LONGEST_S
+    names, addresses = _Names(), masters(operator.access)
     for address in addresses:
-        await _scan(address, access, MOST_NAMES // len(addresses), until_s, names, namespace)
+        _scan(operator, address, MOST_NAMES // len(addresses), until_s, names, namespace)
         if count := names.chunks[namespace]:
             return [Described(namespace, {}, count)]
-    return await _with_facts(access, names)
+    return _with_facts(operator, names)
 
 
-async def _scan(
-    address: Address, access: Access, most: int, until_s: float, names: _Names, namespace: str
+def _scan(
+    operator: Operator,
+    address: Address,
+    most: int,
+    until_s: float,
+    names: _Names,
+    namespace: str,
 ) -> None:
     """Note the names on one server, until so many were looked at or one is of the own namespace."""
-    loop, cursor, pattern = asyncio.get_running_loop(), b"0", f"{PREFIX}:*".encode()
-    async with _connected(address, access) as connection:
+    cursor = b"0"
+    with operator.connected(address) as connection:
         for _ in range(0, most, _STEP):
-            command = encode(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % _STEP)
-            reply = await connection.ask(command, NestedArray())
-            if not isinstance(reply, list):
+            try:
+                cursor, found = scan_step(connection, cursor, f"{PREFIX}:*", _STEP)
+            except CommandRefused:
                 return  # the user has no right to SCAN
-            cursor, found = convert(reply, tuple[bytes, list[bytes]])
             for name in filter(is_ours, found):
                 names.add(name, address)
-            if cursor == b"0" or names.chunks[namespace] or loop.time() > until_s:
+            if cursor == b"0" or names.chunks[namespace] or time.monotonic() > until_s:
                 return
-            await asyncio.sleep(_PAUSE_S)
+            operator.pause(_PAUSE_S)
 
 
-async def _with_facts(access: Access, names: _Names) -> list[Described]:
+def _with_facts(operator: Operator, names: _Names) -> list[Described]:
     """Read the facts of the namespaces with the most chunks."""
     found = []
     largest = [each for each, _ in names.chunks.most_common() if each in names.facts_at]
     wanted = largest[:MOST_DESCRIBED]
     for address in dict.fromkeys(names.facts_at[each] for each in wanted):
-        async with _connected(address, access) as connection:
+        with operator.connected(address) as connection:
             for each in wanted:
-                if connection.closed:
-                    break  # a value was far too long
                 if names.facts_at[each] == address:
-                    facts = await _facts(connection, each)
+                    name = f"{namespace_prefix(each)}facts".encode()
+                    # The command with which engines load, for which they have the right.
+                    facts = read_facts(small_value(connection, b"GETEX", name))
                     found.append(Described(each, facts, names.chunks[each]))
+                if connection.lost:
+                    break  # a value was far too long
     return found
-
-
-async def _facts(connection: Connection, namespace: str) -> dict[str, str]:
-    """Read the facts of a namespace, by the command with which engines load."""
-    name = f"{namespace_prefix(namespace)}facts".encode()
-    memory = memoryview(bytearray(MOST_FACTS_BYTES))
-    # A value of another size than the memory fills its beginning. JSON has no zero bytes.
-    await connection.ask(encode(b"GETEX", name), Fill([memory], memory))
-    return read_facts(bytes(memory).rstrip(b"\0"))
-
-
-@contextlib.asynccontextmanager
-async def _connected(address: Address, access: Access) -> AsyncIterator[Connection]:
-    options = access.options
-    async with asyncio.timeout(options.connect_timeout_s):
-        sock = await open_socket(address, access.tls)
-    connection = Connection(
-        sock, options.timeout_s, 0, on_progress=lambda: None, on_lost=lambda *lost: None
-    )
-    try:
-        await handshake(connection, access)
-        yield connection
-    finally:
-        connection.abort("done")

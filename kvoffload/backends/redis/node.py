@@ -1,94 +1,128 @@
-"""One server: its connections, its queues and its circuit breaker.
+"""One server: its connections, its bound on bytes in flight, and its circuit breaker.
 
-Lookups and other small commands use a connection of their own, so that no chunk delays them. Loads
-and stores wait in two queues, loads first, for a data connection with room. A bound on the bytes in
-flight holds for all connections together. An opening circuit breaker drops every connection and
-fails every queued request. A task then probes the server with the kind of request that failed.
-
-All code here runs on the I/O loop's thread.
+Lookups and other small commands have a connection of their own, so that no chunk delays them. Loads
+and stores wait, loads first, until the bounds admit them. An opening circuit breaker ends every
+connection, and every command that waits. A thread then probes the server with the kind of command
+that failed. Any thread may call these methods.
 """
 
-import asyncio
 import logging
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
-from kvoffload.backends.redis.channel import Address, open_socket
 from kvoffload.backends.redis.circuit_breaker import CircuitBreaker
-from kvoffload.backends.redis.connection import Connection, Kind, Lost, Outcome, RedisRequest
+from kvoffload.backends.redis.connection import Address, Connection, Lost
 from kvoffload.backends.redis.handshake import (
     IN_STEP,
-    INFO,
     HealthProbe,
     ServerInfo,
+    expect,
     handshake,
     info_of,
 )
 from kvoffload.backends.redis.options import Access
-from kvoffload.backends.redis.resp import Line, ServerError
+from kvoffload.backends.redis.resp import ProtocolError, Reply, ServerError
 
 log = logging.getLogger(__name__)
 
-_MAX_IN_FLIGHT = 64
-"""Requests in flight on one connection, of any size."""
 _MIN_IN_FLIGHT = 2
-"""Requests always allowed in flight to one server, so that it finds the next one waiting."""
+"""Chunks always allowed in flight to one server, so that it finds the next one waiting."""
+_NEAR_S = 0.0005
+"""A shorter round trip hides behind the transfer of another chunk."""
+_NEAR_AT_ONCE = 4
+"""Transfers at once to such a server: more only cost processor time."""
 _FORBIDDEN_S = 30.0
 _FULL_S = 1.0
 INFO_EVERY_S = 10.0
 """Time between two questions of how full a server is."""
+_DELIBERATE = frozenset({"shutdown", "moved", "breaker_open"})
+"""Reasons for the end of a connection that no counter needs."""
+_HARMLESS = frozenset({"cancelled", "oversize", "out_of_step"})
+"""Reasons for the end of a connection that are no failure of the server."""
 
-Resolve = Callable[[], Awaitable[Address]]
+Kind = Literal["lookup", "load", "store"]
+_KINDS: tuple[Kind, ...] = ("lookup", "load", "store")
+Count = Callable[[str], None]
+T = TypeVar("T")
 
 
-class _Pool:
-    """Open connections for one purpose, and the number of connects in progress."""
+@dataclass(eq=False)
+class Request:
+    """A command to send, which any thread may cancel."""
 
-    def __init__(self) -> None:
-        self.connections: list[Connection] = []
-        self.connecting = 0
+    kind: Kind
+    """Selects the connections and the failure count of the circuit breaker."""
+    nbytes: int = 0
+    """Bytes of chunk in either direction; counts towards the bytes in flight."""
+    right: str = ""
+    """The right that a user needs for it."""
+    probe: bytes = b""
+    """The command that a health probe may repeat after this request failed."""
+    asking: bool = False
+    """Send ASKING first, because a cluster is moving the key's slot to this server."""
+    connection: Connection | None = None
+    """The connection that it uses or, once it is answered, used."""
+    is_busy: bool = False
+    """Whether it uses the connection now."""
+    is_cancelled: bool = False
+    node: "Node | None" = field(default=None, repr=False)
+    """The server that it is for, once it waits for a connection."""
+
+    def cancel(self) -> None:
+        """End it: the call that makes it raises :class:`Lost` at once."""
+        self.is_cancelled = True
+        if self.node is not None:
+            self.node.end(self)
 
 
 class Node:
     """A server with its connections.
 
     Args:
-        resolve: Returns the server's address; runs before each connect, because Sentinels may move
-            the master.
+        resolve: Returns the server's address by a deadline; runs before each connect, because
+            Sentinels may move the master.
         access: Credentials and options.
-        counters: The backend's.
+        count: Counts a word.
         on_trouble: Runs when the server may no longer be in charge of its keys.
     """
 
     def __init__(
         self,
-        resolve: Resolve,
+        resolve: Callable[[float], Address],
         access: Access,
-        counters: Counter[str],
+        count: Count,
         on_trouble: Callable[[], None],
     ) -> None:
         self.breaker = CircuitBreaker()
         self.server: ServerInfo = {}
         """The latest reply to ``INFO``, at most :data:`INFO_EVERY_S` old while the server is up."""
         self._resolve = resolve
-        self._access = access
-        self._options = access.options
-        self._counters = counters
+        self._access, self._options = access, access.options
+        self._count = count
         self._on_trouble = on_trouble
-        self._loop = asyncio.get_running_loop()
-        self._probe_request: HealthProbe | None = None
+        self._lock = threading.RLock()
+        """Guards what follows."""
+        self._idle: dict[bool, list[Connection]] = {False: [], True: []}
+        """Connections without a command, for lookups (True) and for chunks."""
+        self._used: set[Connection] = set()
+        self._room = {kind: threading.Condition(self._lock) for kind in _KINDS}
+        """What a request waits for until the bounds admit it."""
+        self._waiting = dict.fromkeys(_KINDS, 0)
+        self._under_way = dict.fromkeys(_KINDS, 0)
+        self._bytes = 0
+        self._num_at_once = 1
+        """Transfers at once: more to a server far away."""
         self._full_until = 0.0
         self._missing_rights: set[str] = set()
         self._address: Address | None = None
         self._label = "an unknown address"
-        self._queues: dict[Kind, deque[RedisRequest]] = {
-            "lookup": deque(), "load": deque(), "store": deque(),
-        }  # fmt: skip
-        self._data, self._lookup = _Pool(), _Pool()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._closed = False
-        self._start(self._watch_fill())
+        self._is_closed = threading.Event()
+        self._probing: threading.Thread | None = None
+
+    # ---- state ---------------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
@@ -97,44 +131,322 @@ class Node:
     @property
     def full(self) -> bool:
         """True for a moment after the server refused a store for good reason."""
-        return self._loop.time() < self._full_until
+        return time.monotonic() < self._full_until
 
     @property
     def num_connections(self) -> int:
-        return len(self._data.connections) + len(self._lookup.connections)
+        """Open connections; ends the idle ones that the server closed."""
+        with self._lock:
+            for is_lookup, idle in self._idle.items():
+                usable = {connection for connection in idle if connection.is_usable()}
+                self._end(each for each in idle if each not in usable)
+                self._idle[is_lookup] = [each for each in idle if each in usable]
+            return sum(map(len, self._idle.values())) + sum(each.is_open for each in self._used)
 
-    def submit(self, requests: Iterable[RedisRequest]) -> None:
-        if self._closed or self.is_open:
-            for request in requests:
-                request.end(Lost("shutdown" if self._closed else "breaker_open"))
-            return
-        for request in requests:
-            self._queues[request.kind].append(request)
-        self._pump()
+    def close(self) -> None:
+        """End every connection and request; a probe ends soon."""
+        self._is_closed.set()
+        self._drop("shutdown")
 
-    def judge(self, error: ServerError, request: RedisRequest, right: str) -> None:
-        """Handle an error reply: keep the connection, or drop it and count a failure.
+    def join(self) -> None:
+        """After :meth:`close`: wait for the probe."""
+        if (thread := self._probing) is not None:
+            thread.join()
 
-        The user needs ``right`` for the refused request.
+    # ---- requests ------------------------------------------------------------------------------
+
+    def run(
+        self, request: Request, talk: Callable[[Connection], T | ServerError]
+    ) -> T | ServerError:
+        """Call ``talk`` with a connection, to send a command and read its reply.
+
+        Handles an error reply: keeps the connection, or ends it and counts a failure.
+
+        Raises:
+            Lost: no reply came.
         """
-        self._counters[f"refused_{error.code.lower()}"] += 1
+        self._enter(request)
+        try:
+            connection = self._connected(request)
+            reply = self._talk(connection, request, talk)
+            if isinstance(reply, ServerError):
+                self._judge(reply, connection, request)
+            self._give_back(connection, is_lookup=request.kind == "lookup")
+            return reply
+        finally:
+            self._leave(request)
+
+    def ask(self, request: Request, commands: bytes, count: int) -> list[int | ServerError]:
+        """Send commands at once; return the numbers replied. A late answer is a failure.
+
+        Raises:
+            Lost: not all replies came.
+        """
+        took_s = 0.0
+
+        def talk(connection: Connection) -> list[int | ServerError]:
+            nonlocal took_s
+            began = time.monotonic()
+            connection.send(commands)
+            numbers = connection.reader.numbers(count)
+            took_s = time.monotonic() - began
+            return numbers
+
+        replies = self.run(request, talk)
+        if isinstance(replies, ServerError):
+            return [replies] * count
+        errors = {each.code: each for each in replies if isinstance(each, ServerError)}
+        for error in errors.values():
+            self._judge(error, request.connection, request)
+        if not errors:
+            self._answered(took_s)
+        return replies
+
+    def command(self, *words: bytes) -> Reply:
+        """Send a small command and return its reply; raises :class:`Lost`."""
+        began = time.monotonic()
+        replies: list[Reply] = []
+        self.run(Request("lookup"), lambda connection: replies.append(connection.ask(*words)))
+        (reply,) = replies
+        if not isinstance(reply, ServerError):
+            self._answered(time.monotonic() - began)
+        return reply
+
+    def watch_fill(self) -> None:
+        """Ask how full the server is, where it may be asked; raises :class:`Lost`."""
+        if self.server and not self.is_open and (server := info_of(self.command(b"INFO"))):
+            self.server = server
+
+    def succeeded(self, request: Request) -> None:
+        """Count a chunk that moved."""
+        if self.breaker.is_failing:
+            with self._lock:
+                self.breaker.success(request.kind, request.nbytes)
+
+    def lose(self, connection: Connection | None, reason: str) -> None:
+        """End a connection that is out of step, whether a request uses it or not."""
+        if connection is None:
+            return
+        with self._lock:
+            for idle in self._idle.values():
+                if connection in idle:
+                    idle.remove(connection)
+                    connection.lost = reason
+                    self._end([connection])
+                    return
+            if connection in self._used:
+                connection.abort(reason)
+
+    def end(self, request: Request) -> None:
+        """End a cancelled request, whether it waits or has a connection."""
+        with self._lock:
+            if request.is_busy and request.connection is not None:
+                request.connection.abort("cancelled")
+            self._wake()
+
+    # ---- the bounds ----------------------------------------------------------------------------
+
+    def _enter(self, request: Request) -> None:
+        """Wait until the bounds admit a request; raises :class:`Lost`."""
+        kind = request.kind
+        request.node = self
+        with self._lock:
+            self._check(request)
+            while not self._admits(request):
+                self._waiting[kind] += 1
+                try:
+                    self._room[kind].wait()
+                finally:
+                    self._waiting[kind] -= 1
+                self._check(request)
+            self._under_way[kind] += 1
+            self._bytes += request.nbytes
+            self._admit_another()
+
+    def _leave(self, request: Request) -> None:
+        with self._lock:
+            self._under_way[request.kind] -= 1
+            self._bytes -= request.nbytes
+            request.is_busy = False
+            self._admit_another()
+
+    def _wake(self) -> None:
+        """Let every request that waits look whether it has to end."""
+        for room in self._room.values():
+            room.notify_all()
+
+    def _admit_another(self) -> None:
+        """Wake one request that waits; it wakes the next one, or waits again."""
+        for kind in _KINDS:
+            if self._waiting[kind]:
+                self._room[kind].notify()
+                if kind != "lookup":
+                    return
+
+    def _admits(self, request: Request) -> bool:
+        if request.kind == "lookup":
+            return not self._under_way["lookup"]
+        if request.kind == "store" and self._waiting["load"]:
+            return False
+        transfers = self._under_way["load"] + self._under_way["store"]
+        if transfers < _MIN_IN_FLIGHT:
+            return transfers < self._options.connections
+        fits = self._bytes + request.nbytes <= self._options.max_inflight_bytes
+        return fits and transfers < self._num_at_once
+
+    def _check(self, request: Request) -> None:
+        if self._is_closed.is_set():
+            raise Lost("shutdown")
+        if self.is_open:
+            raise Lost("breaker_open")
+        if request.is_cancelled:
+            raise Lost("cancelled")
+
+    # ---- connections ---------------------------------------------------------------------------
+
+    def _connected(self, request: Request) -> Connection:
+        """Return a connection for a request: an idle one, or a new one. Raises :class:`Lost`."""
+        idle = self._idle[request.kind == "lookup"]
+        while True:
+            with self._lock:
+                self._check(request)
+                is_new = not idle
+                connection = self._new() if is_new else idle.pop()
+                self._used.add(connection)
+                request.connection, request.is_busy = connection, True
+            if is_new:
+                self._open_for(connection, request)
+                return connection
+            if connection.is_usable(is_trusted=True):
+                return connection
+            with self._lock:
+                self._end([connection])
+
+    def _new(self) -> Connection:
+        options = self._options
+        floor_bytes = int(options.min_bandwidth * options.timeout_s)
+        return Connection(options.timeout_s, floor_bytes)
+
+    def _open_for(self, connection: Connection, request: Request) -> None:
+        began = time.monotonic()
+        reason = ""
+        try:
+            self._open(connection)
+        except Exception as error:  # no error ends the node: the next request connects again
+            reason = str(error) or type(error).__name__
+        with self._lock:
+            if not reason and not connection.lost:
+                self.breaker.success("connect")
+                return
+            self._used.discard(connection)
+            connection.close()
+            self._check(request)
+        self._count("connect_failed")
+        log.debug("redis at %s: %s", self._label, reason)
+        self._fail("connect", time.monotonic() - began, reason)
+        self._on_trouble()
+        raise Lost("unreachable")
+
+    def _open(self, connection: Connection) -> None:
+        """Connect and do the handshake; OSError, or ValueError for a bad host name or secret."""
+        deadline = time.monotonic() + self._options.connect_timeout_s
+        address = self._resolve(deadline)
+        self._label = str(address)
+        connection.open(address, self._access.tls, deadline, self._access.allowed.check_ip)
+        server, took_s = handshake(connection, self._access)
+        connection.opened()
+        near = took_s < _NEAR_S
+        with self._lock:
+            self._num_at_once = min(self._options.connections, _NEAR_AT_ONCE if near else 64)
+            if self._address not in (None, address):
+                # A failover: the old connections lead to a server that is the master no more.
+                self._drop_connections("moved", but=connection)
+            self._address, self.server = address, server
+        self._count("connected")
+
+    def _talk(
+        self,
+        connection: Connection,
+        request: Request,
+        talk: Callable[[Connection], T | ServerError],
+    ) -> T | ServerError:
+        began = time.monotonic()
+        try:
+            if request.asking:
+                expect(connection, b"ASKING")
+            reply = talk(connection)
+            connection.reader.finish()
+            return reply
+        except Lost as error:
+            reason = text = error.reason
+        except (ProtocolError, OSError) as error:
+            reason, text = "protocol", f"protocol: {error}"
+        except BaseException:
+            self._lost(connection, request, "cancelled", "cancelled", 0.0)
+            raise
+        lasted_s = time.monotonic() - began if reason == "timeout" else 0.0
+        self._lost(connection, request, reason, text, lasted_s)
+        raise Lost(reason)
+
+    def _give_back(self, connection: Connection, *, is_lookup: bool) -> None:
+        with self._lock:
+            if connection.lost or self._is_closed.is_set():
+                self._end([connection])
+            else:
+                self._used.discard(connection)
+                self._idle[is_lookup].append(connection)
+
+    def _lost(
+        self, connection: Connection, request: Request, reason: str, text: str, lasted_s: float
+    ) -> None:
+        connection.lost = connection.lost or reason
+        with self._lock:
+            self._end([connection])
+        log.debug("redis at %s: connection lost: %s", self._label, text)
+        if reason not in _DELIBERATE | _HARMLESS:
+            self._fail(request.kind, lasted_s, text, request)
+            self._on_trouble()
+
+    def _end(self, connections: Iterable[Connection]) -> None:
+        """Close connections that no request uses any more, and count why."""
+        for connection in connections:
+            self._used.discard(connection)
+            connection.close()
+            if connection.lost not in _DELIBERATE:
+                self._count(f"connection_lost_{connection.lost.lower()}")
+
+    def _drop(self, reason: str) -> None:
+        """End every connection, and every request."""
+        with self._lock:
+            self._drop_connections(reason)
+            self._wake()
+
+    def _drop_connections(self, reason: str, but: Connection | None = None) -> None:
+        for connection in self._used - {but}:
+            connection.abort(reason)
+        for idle in self._idle.values():
+            for connection in idle:
+                connection.close(reason)
+            idle.clear()
+
+    # ---- errors and failures -------------------------------------------------------------------
+
+    def _judge(self, error: ServerError, connection: Connection | None, request: Request) -> None:
+        self._count(f"refused_{error.code.lower()}")
         if error.code == "NOPERM":
             if request.kind == "store":
                 self._forbid_stores(error)
                 return
-            self._warn_missing_right(right, error)
+            self._warn_missing_right(request.right, error)
             if request.kind == "lookup":
                 return  # loads and stores work without this right
         if error.code in IN_STEP:
             if error.code in ("OOM", "MISCONF", "NOREPLICAS"):
-                self._full_until = self._loop.time() + _FULL_S
+                self._full_until = time.monotonic() + _FULL_S
             return
-        connection = request.connection
-        if connection is not None and not connection.closed:
-            alone = not connection.num_in_flight  # else the abort counts the next request
-            connection.abort(error.code)
-            if alone:
-                self._fail(request.kind, 0.0, error.code, request)
+        self.lose(connection, error.code)
+        self._fail(request.kind, 0.0, error.code, request)
+        self._on_trouble()
 
     def _warn_missing_right(self, right: str, error: ServerError) -> None:
         if right not in self._missing_rights:
@@ -144,216 +456,63 @@ class Node:
 
     def _forbid_stores(self, error: ServerError) -> None:
         """Pause stores for a user without the right; loads and lookups continue."""
-        if not self.full:
+        with self._lock:
+            was_full, self._full_until = self.full, time.monotonic() + _FORBIDDEN_S
+        if not was_full:
             log.warning(
                 "redis at %s: no stores for %.0f s: %s (ACL SETUSER <user> +psetex allows them)",
                 self._label,
                 _FORBIDDEN_S,
                 error.text,
             )
-        self._full_until = self._loop.time() + _FORBIDDEN_S
 
-    def answered(self, request: RedisRequest) -> None:
-        """Count an answered lookup; a late answer is a failure."""
-        took_s = self._loop.time() - request.submitted_at
-        if took_s <= self._options.lookup_timeout_s:
-            self.breaker.success("lookup")
-        else:
-            self._counters["lookup_late"] += 1
+    def _answered(self, took_s: float) -> None:
+        """Count an answered lookup."""
+        if took_s > self._options.lookup_timeout_s:
+            self._count("lookup_late")
             self._fail("lookup", took_s, f"lookups take {took_s:.2f} s")
-
-    async def _watch_fill(self) -> None:
-        """Ask now and then how full the server is, behind its lookups, where it may be asked."""
-        while True:
-            await asyncio.sleep(INFO_EVERY_S)
-            if self.server and not self.is_open:
-                request = RedisRequest("lookup", lambda: [INFO], Line())
-                request.done = partial(self._told_fill, request)
-                self.submit([request])
-
-    def _told_fill(self, request: RedisRequest, reply: Outcome) -> None:
-        if server := info_of(reply):
-            self.server = server
-            self.answered(request)
-
-    def close(self) -> list[asyncio.Task[None]]:
-        """Drop every connection and request; return the tasks that still have to end."""
-        self._closed = True
-        self._drop("shutdown")
-        for task in self._tasks:
-            task.cancel()
-        return list(self._tasks)
-
-    def _pump(self) -> None:
-        """Submit queued requests to connections with room; connect more if that helps."""
-        if self._closed:
-            return
-        lookups, loads, stores = self._queues.values()
-        while lookups and self._lookup.connections:
-            self._lookup.connections[0].submit(lookups.popleft())
-        if lookups:
-            self._connect(self._lookup, 1)
-        for queue in (loads, stores):
-            while queue and (connection := self._connection_with_room(queue[0])):
-                connection.submit(queue.popleft())
-        if waiting := len(loads) + len(stores):
-            wanted = len(self._data.connections) + waiting
-            self._connect(self._data, min(self._options.connections, wanted))
-
-    def _connection_with_room(self, request: RedisRequest) -> Connection | None:
-        """Return the least loaded data connection, if the bounds admit the request."""
-        best, inflight_bytes, in_flight = None, request.nbytes, 0
-        for connection in self._data.connections:
-            inflight_bytes += connection.inflight_bytes
-            in_flight += connection.num_in_flight
-            if best is None or connection.inflight_bytes < best.inflight_bytes:
-                best = connection
-        if best is None or best.num_in_flight >= _MAX_IN_FLIGHT:
-            return None
-        fits = inflight_bytes <= self._options.max_inflight_bytes
-        return best if fits or in_flight < _MIN_IN_FLIGHT else None
-
-    def _connect(self, pool: _Pool, wanted: int) -> None:
-        for _ in range(wanted - len(pool.connections) - pool.connecting):
-            pool.connecting += 1
-            self._start(self._grow(pool))
-
-    def _start(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _grow(self, pool: _Pool) -> None:
-        began = self._loop.time()
-        failure: Exception | None = None
-        try:
-            connection = await self._open()
-        except Exception as error:  # no error ends the node: the next request connects again
-            failure = error
-        finally:
-            pool.connecting -= 1
-        if failure is None:
-            self._join(pool, connection)
         else:
-            self._unreachable(failure, self._loop.time() - began)
-
-    def _join(self, pool: _Pool, connection: Connection) -> None:
-        if self._closed or self.is_open:
-            connection.abort("shutdown")
-        elif connection.closed:  # lost after its handshake
-            self._unreachable(ConnectionError("closed at once"), 0.0)
-        else:
-            self.breaker.success("connect")
-            pool.connections.append(connection)
-            self._pump()
-
-    def _unreachable(self, error: Exception, lasted_s: float) -> None:
-        if self._closed:
-            return
-        reason = str(error) or type(error).__name__
-        self._counters["connect_failed"] += 1
-        log.debug("redis at %s: %s", self._label, reason)
-        self._fail("connect", lasted_s, reason)
-        if not self._data.connections:
-            self._end_queued("unreachable", "load", "store")
-        if not self._lookup.connections:
-            self._end_queued("unreachable", "lookup")
-        self._on_trouble()
-
-    async def _open(self) -> Connection:
-        """Connect and do the handshake; OSError, or ValueError for a bad host name or secret."""
-        options = self._options
-        async with asyncio.timeout(options.connect_timeout_s):
-            address = await self._resolve()
-            self._label = str(address)
-            sock = await open_socket(address, self._access.tls)
-            floor_bytes = int(options.min_bandwidth * options.timeout_s)
-            connection = Connection(sock, options.timeout_s, floor_bytes, self._pump, self._lost)
-            try:
-                server = await handshake(connection, self._access)
-            except BaseException:
-                connection.abort("greeting")
-                raise
-        self._identify(address, server)
-        self._counters["connected"] += 1
-        return connection
-
-    def _identify(self, address: Address, server: ServerInfo) -> None:
-        """Notice a failover: the old connections lead to a server that is the master no more."""
-        if self._address is not None and address != self._address:
-            self._drop_connections("moved")
-        self._address, self.server = address, server
-
-    def _lost(
-        self, connection: Connection, reason: str, silent_s: float, request: RedisRequest | None
-    ) -> None:
-        for pool in (self._data, self._lookup):
-            if connection in pool.connections:
-                pool.connections.remove(connection)
-                break
-        else:
-            return  # still in its handshake: the code that awaits it handles the loss
-        if reason in ("shutdown", "moved", "breaker_open"):
-            return
-        self._counters[f"connection_lost_{reason.partition(':')[0].lower()}"] += 1
-        log.debug("redis at %s: connection lost: %s", self._label, reason)
-        # No failure: an idle connection closed by the server, a cancel, one damaged value.
-        if request is not None and reason not in ("cancelled", "oversize", "out_of_step"):
-            self._fail(request.kind, silent_s, reason, request)
-            self._on_trouble()
-        self._loop.call_soon(self._pump)  # queued requests use another connection or a new one
+            self.succeeded(Request("lookup"))
 
     def _fail(
-        self, kind: str, lasted_s: float, reason: str, request: RedisRequest | None = None
+        self, kind: str, lasted_s: float, reason: str, request: Request | None = None
     ) -> None:
         nbytes = request.nbytes if request is not None else 0
-        if self._closed or not self.breaker.failure(kind, lasted_s, nbytes):
-            return
-        self._probe_request = HealthProbe.of(request)
-        self._counters["breaker_opened"] += 1
+        with self._lock:
+            if self._is_closed.is_set() or not self.breaker.failure(kind, lasted_s, nbytes):
+                return
+            probe = HealthProbe(request.probe, nbytes) if request is not None and nbytes else None
+            self._drop("breaker_open")
+        self._count("breaker_opened")
         log.warning("redis at %s is left alone until it answers again: %s", self._label, reason)
-        self._drop("breaker_open")
-        self._start(self._probe())
+        self._probing = threading.Thread(
+            target=self._probe, args=(probe,), name="kvoffload-redis-probe", daemon=True
+        )
+        self._probing.start()
 
-    async def _probe(self) -> None:
+    def _probe(self, probe: HealthProbe | None) -> None:
         """Probe until the server is back; keep the successful connection for lookups."""
-        while True:
-            await asyncio.sleep(self.breaker.probe_in())
-            self._counters["probes"] += 1
+        while not self._is_closed.wait(self.breaker.probe_in()):
+            self._count("probes")
+            connection = self._new()
+            with self._lock:
+                self._used.add(connection)
             try:
-                connection = await self._open_and_probe()
+                self._open(connection)
+                if probe is not None:
+                    probe.run(connection)
+                connection.check_usable()
             except Exception as error:  # no error ends the probing
                 log.debug("redis at %s: the probe failed: %s", self._label, error)
-                self.breaker.probe_failed()
+                connection.close()
+                with self._lock:
+                    self._used.discard(connection)
+                    self.breaker.probe_failed()
                 self._on_trouble()
                 continue
-            self.breaker.probe_succeeded()
-            self._counters["breaker_closed"] += 1
+            with self._lock:
+                self.breaker.probe_succeeded()
+            self._count("breaker_closed")
             log.warning("redis at %s is back", self._label)
-            self._join(self._lookup, connection)
+            self._give_back(connection, is_lookup=True)
             return  # the breaker may be open again, with a probe of its own
-
-    async def _open_and_probe(self) -> Connection:
-        """Connect, and repeat the failed request. Raise as :meth:`_open` if it fails again."""
-        connection = await self._open()
-        try:
-            if self._probe_request is not None:
-                await self._probe_request.run(connection)
-        except BaseException:
-            connection.abort("probe")
-            raise
-        return connection
-
-    def _drop(self, reason: str) -> None:
-        self._drop_connections(reason)
-        self._end_queued(reason, "load", "store", "lookup")
-
-    def _drop_connections(self, reason: str) -> None:
-        for connection in [*self._data.connections, *self._lookup.connections]:
-            connection.abort(reason)
-
-    def _end_queued(self, reason: str, *kinds: Kind) -> None:
-        for kind in kinds:
-            queue = self._queues[kind]
-            while queue:
-                queue.popleft().end(Lost(reason))

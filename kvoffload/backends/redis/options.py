@@ -13,7 +13,8 @@ from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
-from kvoffload.backends.redis.channel import Address
+from kvoffload.backends.redis.allowed import AllowedServers
+from kvoffload.backends.redis.connection import Address
 from kvoffload.config import ByteSize
 from kvoffload.errors import HIDDEN, ConfigError, shown
 from kvoffload.extras import check_extra
@@ -68,9 +69,14 @@ class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     secret_file: str = ""
     """Authenticate values with keyed BLAKE3 under this file's content (at least 32 bytes). Chunks
     written without the secret are misses. Needs the ``blake3`` extra."""
-    connections: int = 4
-    """Data connections to each server; one more serves lookups."""
-    max_inflight_bytes: ByteSize = ByteSize(2 << 20)
+    servers: str = ""
+    """Names and networks of the servers that a slot table or a Sentinel may name, with commas
+    between: ``*.cache.internal, 10.0.0.0/8``. Default: every server but loopback and link-local
+    addresses, unless a server of the URL has one."""
+    connections: int = 16
+    """Data connections to each server, each with one chunk in flight; one more serves lookups. To a
+    server with a round trip below half a millisecond four of them are used."""
+    max_inflight_bytes: ByteSize = ByteSize(8 << 20)
     """Bytes of chunks in flight to each server; two chunks may always be in flight."""
     ttl_s: float = 86400.0
     """The server drops a chunk that was not written or read for so long."""
@@ -94,6 +100,7 @@ class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ConfigError("max_inflight_bytes", self.max_inflight_bytes, "must be >= 1 MiB")
         if self.key_file and not self.cert_file:
             raise ConfigError("key_file", self.key_file, "goes with cert_file, which is not set")
+        AllowedServers((), self.servers)
         if self.secret_file:
             check_extra("secret_file", self.secret_file)
         if not parse_url(self.url).tls:
@@ -210,6 +217,7 @@ class Access:
         self.target = parse_url(options.url)
         self.username = options.username or self.target.username
         self.tls = _tls_context(options) if self.target.tls else None
+        self.allowed = AllowedServers(self.target.addresses, options.servers)
         self.password()  # an unreadable secret is an error at start
         self.sentinel_password()
 

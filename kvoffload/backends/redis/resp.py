@@ -1,18 +1,14 @@
-"""The Redis wire format (RESP 2) without I/O: encode commands, parse replies.
+"""The Redis wire format (RESP 2): encode commands, read replies within bounds.
 
-The reader supports simple strings, errors, integers, bulk strings and nested arrays. Each request
-declares the shape of its reply: :class:`Line`, :class:`Integers`, :class:`Fill` or
-:class:`NestedArray`. Any other reply is a :class:`ProtocolError`; the connection must close then.
-This rule keeps the bytes of one reply out of another key's memory.
-
-The socket writes a value straight into the caller's memory. :meth:`ReplyReader.get_buffer` returns
-the buffer for the next bytes, and :meth:`ReplyReader.received` parses them.
+The reader pulls bytes from a :class:`Source` and knows which reply it waits for. The bytes of a
+chunk thus go straight into the caller's memory. Any other reply is a :class:`ProtocolError`, and
+the connection must close then. This rule keeps the bytes of one reply out of another key's memory.
 """
 
-from collections import deque
-from collections.abc import Generator, Sequence
+import mmap
+from collections.abc import Sequence
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 SCRATCH_BYTES = 64 << 10
 """Size of the buffer for everything but chunks. A short reply is never larger."""
@@ -21,26 +17,14 @@ MAX_TEXT = 300
 """Characters kept of a server's error text: enough for a MOVED with the longest host name."""
 MAX_TABLE_BYTES = 8 << 20
 MAX_TABLE_ELEMENTS = 1 << 17
+MAX_VALUE_BYTES = 512 << 20
+"""The limit of a Redis string."""
 _MAX_TABLE_DEPTH = 6
-_PEEK_BYTES = 512
-"""Bytes read at once where a chunk may follow; bytes behind the length line need a copy."""
 _CRLF = b"\r\n"
-
-_T = TypeVar("_T")
-Steps = Generator[None, None, _T]
-"""A parser that yields where it needs more bytes."""
 
 
 class ProtocolError(Exception):
-    """The received bytes do not answer the request; the connection is out of step."""
-
-
-class WrongSize(ProtocolError):
-    """A value far longer than the expected chunk.
-
-    The value is damaged, the server is healthy. The connection is out of step, because the reader
-    does not receive so many bytes only to drop them.
-    """
+    """The received bytes do not answer the command; the connection is out of step."""
 
 
 KNOWN_CODES = frozenset({
@@ -76,77 +60,17 @@ class ServerError(NamedTuple):
         return cls(code if code in KNOWN_CODES else OTHER, printable(line))
 
 
-class FillResult(Enum):
-    """The reply to a :class:`Fill` whose value arrived."""
+class Filled(Enum):
+    """A value arrived where a chunk was due."""
 
-    FILLED = "filled"
+    WHOLE = "whole"
     MISFIT = "misfit"
     """The value has another size. The reader kept what the header takes, and dropped the rest."""
+    OVERSIZE = "oversize"
+    """The value is far too long: the reader stopped before it, and the connection must close."""
 
 
-FILLED, MISFIT = FillResult.FILLED, FillResult.MISFIT
-
-
-_NO_HEADER = memoryview(b"")
-
-
-class Line:
-    """Expect one reply of any kind that fits the scratch buffer."""
-
-
-class Integers:
-    """Expect ``count`` integer or error replies, returned as one list."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-
-class Fill:
-    """Expect null, an error, or a bulk string of exactly the size of ``views``.
-
-    The views belong to the caller. The reader drops them when it closes. A value of another size
-    fills no more than the beginning of ``header``, if there is one: it tells whose value it is.
-    """
-
-    def __init__(self, views: Sequence[memoryview], header: memoryview = _NO_HEADER) -> None:
-        self.views = views
-        self.header = header
-        self.nbytes = sum(view.nbytes for view in views)
-
-
-class NestedArray:
-    """Expect nested arrays of short values, or any reply that fits :class:`Line`.
-
-    The bounds count received bytes, not announced ones. The reader allocates nothing in advance.
-    """
-
-    def __init__(self) -> None:
-        self._nbytes = self._elements = 0
-
-    def add_bytes(self, nbytes: int) -> None:
-        """Count bytes of the reply; raise :class:`ProtocolError` beyond the bound."""
-        self._nbytes += nbytes
-        if self._nbytes > MAX_TABLE_BYTES:
-            raise ProtocolError("an endless table")
-
-    def add_array(self, count: int, depth: int) -> None:
-        """Count an array; raise :class:`ProtocolError` beyond the bounds."""
-        self._elements += max(1, count)
-        if count < -1 or self._elements > MAX_TABLE_ELEMENTS or depth == _MAX_TABLE_DEPTH:
-            raise ProtocolError(f"an array of {count} elements in a table")
-
-
-Expect = Line | Integers | Fill | NestedArray
-Reply = bytes | int | None | ServerError | FillResult | list[Any]
-
-_SINK = bytearray(SCRATCH_BYTES)
-
-
-def sink(nbytes: int) -> list[memoryview]:
-    """Return views of ``nbytes`` in total over one small buffer, for bytes to discard."""
-    whole, rest = divmod(nbytes, SCRATCH_BYTES)
-    view = memoryview(_SINK)
-    return [view] * whole + [view[:rest]]
+Reply = bytes | int | None | ServerError | list[Any]
 
 
 def encode(*words: bytes) -> bytes:
@@ -156,199 +80,222 @@ def encode(*words: bytes) -> bytes:
     return b"".join(parts)
 
 
+class Source(Protocol):
+    """Where a reader gets its bytes; both methods raise OSError if no more come in time."""
+
+    def some(self, view: memoryview) -> int:
+        """Receive at least one byte, and return how many."""
+        ...
+
+    def fill(self, views: list[memoryview]) -> None:
+        """Receive until all views are full."""
+        ...
+
+
 class ReplyReader:
-    """Parses received bytes into the expected replies, in order.
+    """Reads one reply at a time; holds no memory of callers between two calls."""
 
-    The parser is a generator, which yields where it needs more bytes.
-    """
-
-    def __init__(self) -> None:
-        self._scratch = bytearray(SCRATCH_BYTES)
-        self._view = memoryview(self._scratch)
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._buffer = bytearray(SCRATCH_BYTES)
+        self._scratch = memoryview(self._buffer)
         self._start = self._end = 0
-        self._expected: deque[Expect] = deque()
-        self._replies: list[Reply] = []
-        # State of an incoming chunk: views to fill, bytes in the first view, bytes missing.
-        self._filling: deque[memoryview] = deque()
-        self._filled = 0
-        self._missing = 0
-        self._parser = self._parse()
-        self._failure: ProtocolError | None = None
+        self._table_bytes = self._table_elements = 0
 
-    def expect(self, expect: Expect) -> None:
-        self._expected.append(expect)
+    @property
+    def left(self) -> int:
+        """Bytes received that no reply has taken."""
+        return self._end - self._start
 
-    def get_buffer(self) -> memoryview:
-        """Return the non-empty buffer for the next bytes; valid until :meth:`received`."""
-        if self._failure is not None:
-            raise self._failure
-        if self._missing:
-            return self._filling[0][self._filled :]
-        if self._start:
-            left = self._end - self._start
-            self._scratch[:left] = self._scratch[self._start : self._end]
-            self._start, self._end = 0, left
-        if self._end == SCRATCH_BYTES:
-            raise ProtocolError("a reply larger than any expected one")
-        if self._expected and isinstance(self._expected[0], Fill):
-            return self._view[self._end : self._end + _PEEK_BYTES]
-        return self._view[self._end :]
+    def finish(self) -> None:
+        """Raise :class:`ProtocolError` if more came than the replies that were asked for."""
+        if self.left:
+            raise ProtocolError("a reply to no command")
 
-    def received(self, nbytes: int) -> list[Reply]:
-        """Parse ``nbytes`` received; return the replies completed; ProtocolError: they fit none."""
-        if self._missing:
-            self._advance(nbytes)
-            if self._missing:
-                return []
-        else:
-            self._end += nbytes
-        try:
-            next(self._parser)
-        except ProtocolError as error:
-            if not self._replies:
-                raise
-            self._failure = error  # return the good replies first; get_buffer() raises it
-        replies, self._replies = self._replies, []
-        return replies
+    def reply(self) -> Reply:
+        """Read one reply that is no array, of at most :data:`SCRATCH_BYTES`."""
+        return self._value(self._line())
 
-    def close(self) -> None:
-        """Drop every reference to callers' memory."""
-        self._expected.clear()
-        self._filling.clear()
-        self._parser.close()
-        self._missing = 0
+    def table(self) -> Reply:
+        """Read nested arrays of short values, or a reply as :meth:`reply` does.
 
-    def _parse(self) -> Steps[None]:
-        while True:
-            while self._start == self._end:
-                yield
-            if not self._expected:
-                raise ProtocolError("a reply without a request")
-            expect = self._expected[0]
-            reply: Reply
-            if isinstance(expect, Fill):
-                reply = yield from self._fill(expect)
-            elif isinstance(expect, Integers):
-                reply = yield from self._integers(expect.count)
-            else:
-                nested = expect if isinstance(expect, NestedArray) else None
-                reply = yield from self._value(nested)
-            self._expected.popleft()
-            self._replies.append(reply)
+        The bounds count received bytes, not announced ones.
+        """
+        self._table_bytes = self._table_elements = 0
+        return self._nested(0)
 
-    def _line(self) -> Steps[bytes]:
-        while True:
-            limit = min(self._end, self._start + MAX_LINE_BYTES)
-            stop = self._scratch.find(_CRLF, self._start, limit)
-            if stop >= 0:
-                break
-            if self._end - self._start >= MAX_LINE_BYTES:
-                raise ProtocolError("an endless reply line")
-            yield
-        line = bytes(self._view[self._start : stop])
-        self._start = stop + 2
-        return line
-
-    def _take_crlf(self) -> None:
-        if self._scratch[self._start : self._start + 2] != _CRLF:
-            raise ProtocolError("a value longer than its announced size")
-        self._start += 2
-
-    def _value(self, nested: NestedArray | None, depth: int = 0) -> Steps[Any]:
-        """Take any short reply; arrays only with ``nested``, which has their bounds."""
-        line = yield from self._line()
-        if nested is not None:
-            nested.add_bytes(len(line) + 2)
-            if line[:1] == b"*":
-                count = _number(line)
-                nested.add_array(count, depth)
-                array = []
-                for _ in range(count):
-                    array.append((yield from self._value(nested, depth + 1)))
-                return array if count >= 0 else None
-        if line[:1] != b"$":
-            return _simple(line)
-        size = _number(line)
-        if size == -1:
-            return None
-        if not 0 <= size <= SCRATCH_BYTES - MAX_LINE_BYTES:
-            raise ProtocolError(f"a value of {size} bytes instead of a short one")
-        if nested is not None:
-            nested.add_bytes(size + 2)
-        while self._end - self._start < size + 2:
-            yield
-        value = bytes(self._view[self._start : self._start + size])
-        self._start += size
-        self._take_crlf()
-        return value
-
-    def _integers(self, count: int) -> Steps[list[int | ServerError]]:
-        """Take all complete lines at once: one batch of lookups has a thousand of them."""
+    def numbers(self, count: int) -> list[int | ServerError]:
+        """Read so many integers or errors."""
         values: list[int | ServerError] = []
-        while True:
-            *lines, rest = bytes(self._view[self._start : self._end]).split(_CRLF)
-            if len(rest) > MAX_LINE_BYTES:
-                raise ProtocolError("an endless reply line")
-            for line in lines[: count - len(values)]:
-                self._start += len(line) + 2
+        while len(values) < count:
+            for line in self._lines(count - len(values)):
                 if line == b":1":
                     values.append(1)
                 elif line == b":0":
                     values.append(0)
-                elif isinstance(reply := _simple(line), int | ServerError):
-                    values.append(reply)
+                elif isinstance(value := self._simple(line), int | ServerError):
+                    values.append(value)
                 else:
                     raise ProtocolError("a text instead of a number")
-            if len(values) == count:
-                return values
-            yield
+        return values
 
-    def _fill(self, expect: Fill) -> Steps[ServerError | FillResult | None]:
-        line = yield from self._line()
+    def chunk(self, header: memoryview, rest: Sequence[memoryview]) -> Filled | ServerError | None:
+        """Read null, an error, or a value of exactly the size of the header and the rest.
+
+        A value of another size fills no more than the beginning of ``header``: it tells whose value
+        it is.
+        """
+        wanted = header.nbytes + sum(view.nbytes for view in rest)
+        # What precedes the rest if all is well, so that no byte of the rest is copied.
+        size = self._value_size(len(b"$%d\r\n" % wanted) + header.nbytes)
+        if size is None or isinstance(size, ServerError):
+            return size
+        if size > 2 * wanted + SCRATCH_BYTES:
+            return Filled.OVERSIZE
+        head = header[:size]
+        self._take([head])
+        ending = memoryview(bytearray(2))
+        if size == wanted:
+            self._take([*rest, ending])
+        else:
+            self._drop(size - head.nbytes)
+            self._take([ending])
+        if ending != _CRLF:
+            raise ProtocolError("a value that does not end where it should")
+        return Filled.WHOLE if size == wanted else Filled.MISFIT
+
+    def value(self, limit: int = MAX_VALUE_BYTES) -> memoryview | ServerError | None:
+        """Read a value of any size up to ``limit``; pages it does not fill take no memory."""
+        size = self._value_size(SCRATCH_BYTES)
+        if size is None or isinstance(size, ServerError):
+            return size
+        if size > limit:
+            raise ProtocolError(f"a value of {size} bytes")
+        value = memoryview(mmap.mmap(-1, size + 2))
+        self._take([value])
+        if value[size:] != _CRLF:
+            raise ProtocolError("a value that does not end where it should")
+        return value[:size]
+
+    def skip(self) -> ServerError | None:
+        """Receive a value of any size and drop it; a hostile one ends with the patience."""
+        size = self._value_size(SCRATCH_BYTES)
+        if isinstance(size, int):
+            self._drop(size + 2)
+            return None
+        return size
+
+    # ---- parts of replies ----------------------------------------------------------------------
+
+    def _line(self, at_once: int = SCRATCH_BYTES) -> bytes:
+        """Return the next line; receive no more than ``at_once`` bytes at a time for it."""
+        while (stop := self._buffer.find(b"\n", self._start, self._end)) < 0:
+            if self.left > MAX_LINE_BYTES:
+                raise ProtocolError("an endless reply line")
+            self._receive(at_once)
+        line = bytes(self._scratch[self._start : stop + 1])
+        self._start = stop + 1
+        if len(line) > MAX_LINE_BYTES or not line.endswith(_CRLF):
+            raise ProtocolError("a malformed reply line")
+        return line[:-2]
+
+    def _lines(self, most: int) -> list[bytes]:
+        """Return at least one line, and as many of those received as are wanted."""
+        first = self._line()
+        stop = self._buffer.rfind(_CRLF, self._start, self._end)
+        if most == 1 or stop < 0:
+            return [first]
+        more = bytes(self._scratch[self._start : stop]).split(_CRLF)[: most - 1]
+        self._start += sum(map(len, more)) + 2 * len(more)
+        return [first, *more]
+
+    def _receive(self, most: int) -> None:
+        """Receive behind what there is, which moves to the front if there is no room."""
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._end + most > SCRATCH_BYTES:
+            left = self.left
+            self._scratch[:left] = bytes(self._scratch[self._start : self._end])
+            self._start, self._end = 0, left
+        self._end += self._source.some(self._scratch[self._end : self._end + most])
+
+    def _value_size(self, at_once: int) -> int | ServerError | None:
+        line = self._line(at_once)
         if line[:1] == b"-":
             return ServerError.parse(line[1:])
         if line[:1] != b"$":
             raise ProtocolError("no value where one was due")
-        size = _number(line)
-        if size == -1:
+        return _size(line)
+
+    def _value(self, line: bytes) -> bytes | int | ServerError | None:
+        if line[:1] != b"$":
+            return self._simple(line)
+        size = _size(line)
+        if size is None:
             return None
-        if size < 0:
-            raise ProtocolError("a value of negative size")
-        if size > 2 * expect.nbytes + SCRATCH_BYTES:
-            raise WrongSize(f"a value of {size} bytes instead of {expect.nbytes}")
-        fits = size == expect.nbytes
-        header = expect.header[:size]
-        views = expect.views if fits else [header, *sink(size - header.nbytes)]
-        self._filling.extend(view for view in views if view.nbytes)
-        self._filled, self._missing = 0, size
-        while self._missing and self._start < self._end:  # bytes that arrived with the line
-            target = self._filling[0][self._filled :]
-            count = min(target.nbytes, self._end - self._start)
-            target[:count] = self._view[self._start : self._start + count]
+        if size > SCRATCH_BYTES - 2:
+            raise ProtocolError("a reply larger than any expected one")
+        value = memoryview(bytearray(size + 2))
+        self._take([value])
+        if value[size:] != _CRLF:
+            raise ProtocolError("a value that does not end where it should")
+        return bytes(value[:size])
+
+    def _nested(self, depth: int) -> Reply:
+        line = self._line()
+        self._table_bytes += len(line)
+        if line[:1] != b"*":
+            value = self._value(line)
+            self._table_bytes += len(value) if isinstance(value, bytes) else 0
+            if self._table_bytes > MAX_TABLE_BYTES:
+                raise ProtocolError("an endless table")
+            return value
+        count = _number(line)
+        self._table_elements += max(1, count)
+        endless = self._table_elements > MAX_TABLE_ELEMENTS or self._table_bytes > MAX_TABLE_BYTES
+        if count < -1 or endless or depth == _MAX_TABLE_DEPTH:
+            raise ProtocolError(f"an array of {count} elements in a table")
+        return [self._nested(depth + 1) for _ in range(count)]
+
+    @staticmethod
+    def _simple(line: bytes) -> bytes | int | ServerError:
+        kind = line[:1]
+        if kind == b"+":
+            return line[1:]
+        if kind == b":":
+            return _number(line)
+        if kind == b"-":
+            return ServerError.parse(line[1:])
+        raise ProtocolError(f"a reply of an unknown kind ({kind!r})")
+
+    def _take(self, views: Sequence[memoryview]) -> None:
+        """Fill the views from what was received, then from the source."""
+        rest: list[memoryview] = []
+        for view in views:
+            count = min(view.nbytes, self.left)
+            if count:
+                view[:count] = self._scratch[self._start : self._start + count]
+                self._start += count
+            if count < view.nbytes:
+                rest.append(view[count:])
+        if rest:
+            self._source.fill(rest)
+
+    def _drop(self, size: int) -> None:
+        while size:
+            if not self.left:
+                self._receive(min(size, SCRATCH_BYTES))
+            count = min(size, self.left)
             self._start += count
-            self._advance(count)
-        while self._missing or self._end - self._start < 2:
-            yield
-        self._take_crlf()
-        return FILLED if fits else MISFIT
-
-    def _advance(self, count: int) -> None:
-        self._missing -= count
-        self._filled += count
-        if self._filled == self._filling[0].nbytes:
-            self._filling.popleft()
-            self._filled = 0
+            size -= count
 
 
-def _simple(line: bytes) -> bytes | int | ServerError:
-    kind = line[:1]
-    if kind == b"+":
-        return line[1:]
-    if kind == b":":
-        return _number(line)
-    if kind == b"-":
-        return ServerError.parse(line[1:])
-    raise ProtocolError(f"a reply of an unknown kind ({kind!r})")
+def _size(line: bytes) -> int | None:
+    """Parse the length of a value; None for no value."""
+    size = _number(line)
+    if size < -1:
+        raise ProtocolError("a value of negative size")
+    return None if size == -1 else size
 
 
 def _number(line: bytes) -> int:

@@ -4,24 +4,22 @@ A topology returns :class:`~kvoffload.backends.redis.node.Node` objects. Discove
 background, at most twice a second; no load or store waits for it.
 """
 
-import asyncio
-import contextlib
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Sequence
 
-from redis.crc import key_slot
-
-from kvoffload.backends.redis.channel import Address
+from kvoffload.backends.redis.background import Background
+from kvoffload.backends.redis.connection import Address
 from kvoffload.backends.redis.discovery import (
     NUM_SLOTS,
     REFRESH_EVERY_S,
     SentinelResolver,
     Slots,
     fetch_slots,
+    key_slot,
     parse_redirect,
 )
-from kvoffload.backends.redis.node import Node, Resolve
+from kvoffload.backends.redis.node import Count, Node
 from kvoffload.backends.redis.options import Access
 from kvoffload.backends.redis.resp import ServerError
 
@@ -33,21 +31,24 @@ _SHOWN_SERVERS = 5
 class SingleServer:
     """One server at a time: always the same one, or the master that Sentinels name.
 
-    :class:`Cluster` has the same methods. They run on the I/O loop's thread.
+    :class:`Cluster` has the same methods. Any thread may call them.
     """
+
+    is_known = True
+    """Whether the servers are known."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self._warned = False
 
-    async def ready(self) -> None:
-        """Wait until the slot table is known, at most the connect timeout."""
+    def wait(self) -> None:
+        """Wait until the servers are known, at most for two connect timeouts."""
 
-    def node(self, key: bytes) -> Node | None:
-        """Return the server of a key, or None while it is unknown."""
+    def node(self, tag: bytes) -> Node | None:
+        """Return the server of a key's hash tag, or None while it is unknown."""
         return self._node
 
-    def nodes(self) -> Iterable[Node]:
+    def nodes(self) -> Sequence[Node]:
         return (self._node,)
 
     def redirect(self, error: ServerError) -> tuple[Node, bool] | None:
@@ -57,8 +58,13 @@ class SingleServer:
             log.error("this Redis is a cluster: write redis+cluster:// (%s)", error.code)
         return None
 
-    def close(self) -> list[asyncio.Task[None]]:
-        return self._node.close()
+    def close(self) -> None:
+        """End every connection; threads end soon."""
+        self._node.close()
+
+    def join(self) -> None:
+        """After :meth:`close`: wait for the threads."""
+        self._node.join()
 
 
 class Cluster:
@@ -75,28 +81,32 @@ class Cluster:
         self._access = access
         self._seeds = access.target.addresses
         self._make_node = make_node
+        self._changing = threading.Lock()
         self._nodes: dict[Address, Node] = {}
         self._slots: list[Node | None] = [None] * NUM_SLOTS
-        self._known = asyncio.Event()
-        self._stale = asyncio.Event()
-        self._failing = False
-        self._stale.set()
-        self._refresher = asyncio.get_running_loop().create_task(self._refresh())
+        self._known = threading.Event()
+        self._is_failing = False
+        self._is_closed = False
+        self._refresher = Background("kvoffload-redis-slots", self._refresh, lambda: None)
+        self._refresher.wake()
 
-    async def ready(self) -> None:
-        if not self._known.is_set() and not self._failing:
-            with contextlib.suppress(TimeoutError):
-                timeout_s = 2 * self._access.options.connect_timeout_s
-                await asyncio.wait_for(self._known.wait(), timeout_s)
+    @property
+    def is_known(self) -> bool:
+        return self._known.is_set() or self._is_failing
 
-    def node(self, key: bytes) -> Node | None:
-        node = self._slots[key_slot(key)]
+    def wait(self) -> None:
+        if not self.is_known:
+            self._known.wait(2 * self._access.options.connect_timeout_s)
+
+    def node(self, tag: bytes) -> Node | None:
+        node = self._slots[key_slot(tag)]
         if node is None:
-            self._stale.set()
+            self._refresher.wake()
         return node
 
-    def nodes(self) -> Iterable[Node]:
-        return list(self._nodes.values())
+    def nodes(self) -> Sequence[Node]:
+        with self._changing:
+            return list(self._nodes.values())
 
     def redirect(self, error: ServerError) -> tuple[Node, bool] | None:
         """Follow a redirect to a server of the table or of the URL; a MOVED corrects the table.
@@ -108,84 +118,93 @@ class Cluster:
             slot, address = parse_redirect(error)
         except ValueError as wrong:
             log.debug("redis cluster: %s", wrong)
-            self._stale.set()
+            self._refresher.wake()
             return None
-        if address not in self._nodes and address not in self._seeds:
-            log.debug("redis cluster: a redirect names %s, which no table has yet", address)
-            self._stale.set()
-            return None
-        node = self._node_at(address)
-        if error.code == "MOVED":
-            self._slots[slot] = node
-            self._stale.set()
+        with self._changing:
+            if address not in self._nodes and address not in self._seeds:
+                log.debug("redis cluster: a redirect names %s, which no table has yet", address)
+                self._refresher.wake()
+                return None
+            node = self._node_at(address)
+            if error.code == "MOVED":
+                self._slots[slot] = node
+                self._refresher.wake()
         return node, error.code == "ASK"
 
-    def close(self) -> list[asyncio.Task[None]]:
-        self._refresher.cancel()
-        return [self._refresher, *(task for node in self._nodes.values() for task in node.close())]
+    def close(self) -> None:
+        self._refresher.close()
+        with self._changing:
+            self._is_closed = True
+            for node in self._nodes.values():
+                node.close()
+        self._known.set()
+
+    def join(self) -> None:
+        self._refresher.join()
+        for node in self._nodes.values():
+            node.join()
 
     def _node_at(self, address: Address) -> Node:
         if address not in self._nodes:
-            self._nodes[address] = self._make_node(address, self._stale.set)
+            self._nodes[address] = node = self._make_node(address, self._refresher.wake)
+            if self._is_closed:
+                node.close()
         return self._nodes[address]
 
-    async def _refresh(self) -> None:
-        while True:
-            await self._stale.wait()
-            self._stale.clear()
-            slots = await self._fetch()
-            if slots is not None and self._failing:
-                log.warning("redis cluster: a slot table is known again")
-            self._failing = slots is None
-            if slots is None:
-                self._stale.set()  # no server answered: ask again after the pause
-            else:
-                self._adopt(slots)
-                self._known.set()
-            await asyncio.sleep(REFRESH_EVERY_S * (2 if self._failing else 1))
+    def _refresh(self) -> float:
+        slots = self._fetch()
+        if slots is not None and self._is_failing:
+            log.warning("redis cluster: a slot table is known again")
+        self._is_failing = slots is None
+        if slots is None:
+            self._refresher.wake()  # no server answered: ask again after the pause
+            return 2 * REFRESH_EVERY_S
+        self._adopt(slots)
+        self._known.set()
+        return REFRESH_EVERY_S
 
-    async def _fetch(self) -> Slots | None:
-        healthy = [a for a, node in self._nodes.items() if not node.is_open]
+    def _fetch(self) -> Slots | None:
+        with self._changing:
+            healthy = [a for a, node in self._nodes.items() if not node.is_open]
+            known = list(self._nodes)
         failures: list[str] = []
-        for address in dict.fromkeys([*healthy, *self._seeds, *self._nodes]):
+        for address in dict.fromkeys([*healthy, *self._seeds, *known]):
+            if self._is_closed:
+                return None
             try:
-                if slots := await fetch_slots(address, self._access):
+                if slots := fetch_slots(address, self._access):
                     return slots
                 failures.append(f"{address}: a table without servers")
             except Exception as error:  # no error ends the refresher
                 failures.append(f"{address}: {str(error) or type(error).__name__}")
-        if not self._failing:  # log the first failed round only
+        if not self._is_failing:  # log the first failed round only
             some = "; ".join(failures[:_SHOWN_SERVERS])
             log.warning("redis cluster: no server gives a slot table: %s", some)
         return None
 
     def _adopt(self, slots: Slots) -> None:
-        table: list[Node | None] = [None] * NUM_SLOTS
-        for start, stop, address in slots:
-            table[start : stop + 1] = [self._node_at(address)] * (stop + 1 - start)
-        self._slots = table
-        used = {address for _, _, address in slots}
-        for address in [a for a in self._nodes if a not in used]:
-            self._nodes.pop(address).close()
+        with self._changing:
+            table: list[Node | None] = [None] * NUM_SLOTS
+            for start, stop, address in slots:
+                table[start : stop + 1] = [self._node_at(address)] * (stop + 1 - start)
+            self._slots = table
+            used = {address for _, _, address in slots}
+            for address in [a for a in self._nodes if a not in used]:
+                self._nodes.pop(address).close()
 
 
 Topology = SingleServer | Cluster
 
 
-def open_topology(access: Access, counters: Counter[str]) -> Topology:
-    """Make the topology of a URL. Call it on the I/O loop's thread."""
+def open_topology(access: Access, count: Count) -> Topology:
+    """Make the topology of a URL."""
     target = access.target
     if target.kind == "cluster":
         return Cluster(
             access,
-            lambda address, on_trouble: Node(_fixed(address), access, counters, on_trouble),
+            lambda address, on_trouble: Node(lambda deadline: address, access, count, on_trouble),
         )
-    resolve = SentinelResolver(access) if target.kind == "sentinel" else _fixed(target.addresses[0])
-    return SingleServer(Node(resolve, access, counters, lambda: None))
-
-
-def _fixed(address: Address) -> Resolve:
-    async def resolve() -> Address:
-        return address
-
-    return resolve
+    if target.kind == "sentinel":
+        return SingleServer(Node(SentinelResolver(access), access, count, lambda: None))
+    (address,) = target.addresses
+    return SingleServer(Node(lambda deadline: address, access, count, lambda: None))

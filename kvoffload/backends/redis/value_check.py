@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 from kvoffload.backends.header import COMPACT_BYTES, counted_as, namespace_digest
-from kvoffload.backends.redis.channel import Address
-from kvoffload.backends.redis.chunk_io import MAC_BYTES, Sealer
+from kvoffload.backends.redis.connection import Address
 from kvoffload.backends.redis.namespace_info import namespace_of
+from kvoffload.backends.redis.sealer import MAC_BYTES, Sealer
 
 
 class StoredValue(NamedTuple):
@@ -33,17 +33,16 @@ class ValueCheck:
         self.unauthenticated = 0
         """Values with an authentication code of another secret."""
 
-    def fault(self, name: bytes, value: bytes) -> str | None:
+    def fault(self, name: bytes, value: memoryview) -> str | None:
         """Return why loads of a value miss it, or None."""
         _, _, scheme, tag = name.decode().split(":")
         tail_bytes = 0 if scheme == "xxh3" else MAC_BYTES
         is_known = scheme == self._scheme
         self.unauthenticated += not is_known and tail_bytes > 0
-        view = memoryview(value)
-        stop = len(view) - tail_bytes
+        stop = len(value) - tail_bytes
         if stop < COMPACT_BYTES:
             return "corrupt_short"
         sealer = Sealer(namespace_digest(namespace_of(name)), self._secret if is_known else None)
-        header, chunk, tail = view[:COMPACT_BYTES], view[COMPACT_BYTES:stop], view[stop:]
+        header, chunk, tail = value[:COMPACT_BYTES], value[COMPACT_BYTES:stop], value[stop:]
         broken = sealer.broken(header, tail, bytes.fromhex(tag[1:-1]), chunk)
         return counted_as(broken) if broken else None

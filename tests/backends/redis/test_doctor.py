@@ -1,5 +1,6 @@
 """The doctor's findings at their limits: replies of a server, and errors without one."""
 
+import asyncio
 import errno
 import itertools
 import re
@@ -10,6 +11,8 @@ from redis_fakes import FakeRedis, bulk, polite
 
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.backends.redis import doctor as redis_doctor
+from kvoffload.backends.redis.admin import Operator
+from kvoffload.backends.redis.connection import Lost
 from kvoffload.backends.redis.handshake import CommandRefused
 from kvoffload.backends.redis.options import Access, RedisOptions
 from kvoffload.backends.redis.resp import ServerError
@@ -39,8 +42,11 @@ async def examined(answer, host="127.0.0.1", **settings):
     async with FakeRedis(answer) as server:
         settings = {"connect_timeout_s": 10.0, **settings}
         access = access_of(f"redis://{host}:{server.port}", **settings)
-        backend = MemoryBackend(MemoryOptions(), "doctor")
-        return await redis_doctor.diagnose(access, backend)
+        findings = await asyncio.to_thread(redis_doctor.examine, Operator(access))
+        if not any(finding.verdict == "failed" for finding in findings):
+            backend = MemoryBackend(MemoryOptions(), "doctor")
+            findings += await redis_doctor.throughput(backend)
+        return findings
 
 
 def answering(info, /, **refused):
@@ -197,7 +203,7 @@ async def test_transfers_are_measured_and_their_chunks_removed(
     monkeypatch.setattr(redis_doctor.time, "perf_counter", lambda: next(readings))
     backend = Measured(MemoryOptions(), "doctor")
     backend.refused = refused
-    findings = await redis_doctor._throughput(backend)
+    findings = await redis_doctor.throughput(backend)
     assert [finding.verdict for finding in findings] == verdicts
     assert findings[0].detail.startswith(detail)
     assert all(bool(f.remedy) == (f.verdict != "ok") for f in findings)
@@ -221,7 +227,8 @@ def explained(error, url="redis://host", cause=None, **settings):
         (ConnectionRefusedError(), "redis://h", "reachable", "nothing listens there"),
         (TimeoutError(), "redis://h", "reachable", "check host, port, firewall"),
         (ConnectionResetError(), "redis://h", "reachable", "needs rediss://"),
-        (ConnectionError("closed"), "redis://h", "reachable", "needs rediss://"),
+        (Lost("closed"), "redis://h", "reachable", "needs rediss://"),
+        (Lost("timeout", "no reply in time"), "redis://h", "reachable", "check host, port, fire"),
         (ConnectionError("odd"), "redis://h", "reachable", "check host, port, firewall"),
         (ConnectionError("odd"), "rediss://h", "encryption", "ca_file"),
         (FileNotFoundError(), "unix:///s", "reachable", "no such socket"),
@@ -267,7 +274,7 @@ def refused_by(command, text):
         (refused_by("SENTINEL", b"ERR x"), "redis+sentinel://h/m", "topology", "no Sentinel"),
         (refused_by("AUTH", b"ERR x"), "redis://h", "password", "none is given"),
         (refused_by("PING", b"WRONGPASS x"), "redis://h", "password", "none is given"),
-        (ConnectionError("protocol: x"), "redis://h", "protocol", "not Redis"),
+        (Lost("protocol", "protocol: x"), "redis://h", "protocol", "not Redis"),
     ],
 )
 def test_an_error_reply_is_explained_by_its_code(error, url, check, remedy):

@@ -1,13 +1,15 @@
-"""The state of a node over many connections: old failures and finished tasks are dropped."""
+"""The state of a node over many connections, and the end of its calls from outside."""
 
 import asyncio
+import threading
+import time
 
 import pytest
 import redis
 
 from kvoffload import open_backend
 from kvoffload.backends.redis.circuit_breaker import CircuitBreaker
-from kvoffload.testing.backends import keys_of
+from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots
 from tests.support.redis_engine import until
 from tests.support.redis_server import BINARY, MISSING, RedisServer
 
@@ -58,14 +60,16 @@ async def test_failed_connects_hours_apart_do_not_open_the_breaker(server, backe
         now_s += 3600.0
 
 
-async def test_tasks_that_connected_are_forgotten(server, backend):
+async def test_threads_and_connections_do_not_grow_with_reconnects(server, backend):
+    threads = threading.active_count()
     with redis.Redis(port=server.port) as admin:
         for _ in range(RECONNECTS):
             admin.client_kill_filter(_type="normal", skipme=True)
             await until(lambda: disconnected(backend))
             assert await ask(backend) == 0
     assert backend.counters()["connected"] > RECONNECTS
-    assert len(node_of(backend).close()) < 3
+    assert backend.usage().gauges["connections"] == 1
+    assert threading.active_count() <= threads
 
 
 async def test_a_probe_whose_connection_closes_at_once_leaves_one_probe(
@@ -73,23 +77,23 @@ async def test_a_probe_whose_connection_closes_at_once_leaves_one_probe(
 ):
     monkeypatch.setattr(CircuitBreaker, "probe_in", lambda self: 0.01)
     node = node_of(backend)
-    real, running, counts = node._open_and_probe, [], []
+    real, running, counts, closed_at_once = node._open, [], [], []
 
-    async def open_and_probe():
+    def open_and_close(connection):
+        if not node.is_open:
+            return real(connection)
         running.append(True)
         counts.append(len(running))
         try:
-            connection = await real()
-            await asyncio.sleep(0.05)
+            real(connection)
+            time.sleep(0.05)
         finally:
             running.pop()
         if len(closed_at_once) < 3:
             closed_at_once.append(connection)
             connection.abort("closed")
-        return connection
 
-    closed_at_once = []
-    monkeypatch.setattr(node, "_open_and_probe", open_and_probe)
+    monkeypatch.setattr(node, "_open", open_and_close)
     server.kill()
     while not node.is_open:
         await ask(backend)
@@ -104,6 +108,57 @@ async def test_a_probe_whose_connection_closes_at_once_leaves_one_probe(
         [False],
         1,
     )
+
+
+async def test_a_cancelled_load_returns_long_before_its_deadline(server):
+    """The thread is in a system call of the kernel's, with a minute to go."""
+    options = {"url": server.url, "timeout_s": 120.0, "connect_timeout_s": 5.0}
+    backend = open_backend("redis", options, "node")
+    keys, memory = keys_of(8), [bytearray(CHUNK_BYTES) for _ in range(8)]
+    views = [memoryview(block) for block in memory]
+    assert all(await backend.write(keys, filled(keys)))
+    server.pause()
+    try:
+        for call in (backend.read, backend.write):
+            began = time.monotonic()
+            some = keys if call == backend.read else keys_of(8, "new")
+            task = asyncio.ensure_future(call(some, views))
+            await asyncio.sleep(0.3)
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+            assert time.monotonic() - began < 30
+    finally:
+        server.resume()
+    for view, block in zip(views, memory, strict=True):
+        view.release()
+        block.clear()  # BufferError if anything still has a hold on it
+    await until(lambda: hits(backend, keys))
+    assert backend.usage().gauges["breakers_open"] == 0
+    await backend.close()
+
+
+async def test_a_close_ends_calls_at_once(server):
+    options = {"url": server.url, "timeout_s": 120.0, "connect_timeout_s": 5.0}
+    backend = open_backend("redis", options, "node")
+    keys = keys_of(8)
+    assert all(await backend.write(keys, filled(keys)))
+    server.pause()
+    try:
+        began = time.monotonic()
+        calls = asyncio.gather(
+            backend.read(keys, slots(8)), backend.write(keys_of(8, "new"), filled(keys))
+        )
+        await asyncio.sleep(0.3)
+        await backend.close()
+        assert [list(map(bool, answers)) for answers in await calls] == [[False] * 8] * 2
+        assert time.monotonic() - began < 30
+    finally:
+        server.resume()
+
+
+async def hits(backend, keys):
+    return all(await backend.read(keys, slots(len(keys))))
 
 
 async def disconnected(backend):

@@ -6,7 +6,7 @@ import pytest
 
 from kvoffload import open_backend
 from kvoffload.backends.redis import node
-from kvoffload.backends.redis.chunk_io import INLINE_BYTES, Sealer
+from kvoffload.backends.redis.sealer import Sealer
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots
 from tests.support.redis_server import BINARY, MISSING
 
@@ -96,25 +96,17 @@ async def test_a_value_under_another_key_is_a_miss(empty):
     await backend.close()
 
 
-def test_seals_that_take_long_are_made_off_the_loop():
-    small, large = memoryview(bytes(CHUNK_BYTES)), memoryview(bytes(INLINE_BYTES + 1))
-    plain, keyed = Sealer(bytes(32), None), Sealer(bytes(32), bytes(32))
-    assert [plain.slow(small), plain.slow(large)] == [False, True]
-    assert [keyed.slow(small), keyed.slow(large)] == [True, True]
-
-
 async def test_a_check_that_fails_is_a_miss_counted_and_logged(empty, monkeypatch, caplog):
     def no_memory(*_):
         raise MemoryError("no room for a check")
 
     backend = open_backend("redis", {"url": empty.url, **PATIENT}, "n")
     good, bad = keys_of(2)
-    size = INLINE_BYTES + 1
-    assert await backend.write([good], filled([good], size)) == [True]
+    assert await backend.write([good], filled([good])) == [True]
     monkeypatch.setattr(Sealer, "seal", no_memory)
     monkeypatch.setattr(Sealer, "broken", no_memory)
-    assert await backend.write([bad], filled([bad], size)) == [False]
-    assert await backend.read([good], slots(1, size)) == [False]
+    assert await backend.write([bad], filled([bad])) == [False]
+    assert await backend.read([good], slots(1)) == [False]
     counted = backend.counters()
     assert [counted["write_failed"], counted["read_failed"]] == [1, 1]
     assert "no room for a check" in caplog.text

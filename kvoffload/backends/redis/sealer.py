@@ -1,0 +1,56 @@
+"""The seal of values: a header before the chunk, and with a secret an authentication code behind.
+
+A value is ``header + chunk`` (see :mod:`kvoffload.backends.header`). An authenticated value ends
+with 32 bytes of keyed BLAKE3. One value holds one whole chunk, so parts of different writes cannot
+mix.
+"""
+
+import hmac
+
+from kvoffload.backends.header import OTHER_VERSION, check_chunk, pack_header, parse_header
+
+MAC_BYTES = 32
+
+
+class Sealer:
+    """Makes and checks the header of values, and their authentication code if there is a secret."""
+
+    def __init__(self, namespace: bytes, secret: bytes | None) -> None:
+        self._namespace = namespace
+        self._secret = secret
+        self.scheme = _scheme(secret)
+        """The check of values, as a part of their names."""
+        self.tail_bytes = MAC_BYTES if secret else 0
+
+    def seal(self, key: bytes, chunk: memoryview) -> tuple[bytes, bytes]:
+        """Return the bytes before and after the chunk."""
+        header = pack_header(key, self._namespace, chunk)
+        return header, self._mac(header, chunk)
+
+    def broken(self, header: memoryview, tail: memoryview, key: bytes, chunk: memoryview) -> str:
+        """Return why this value is not the wanted chunk; empty if it is."""
+        if self._secret is not None and not hmac.compare_digest(self._mac(header, chunk), tail):
+            # Another version may make it otherwise. No byte of such a value is used.
+            return OTHER_VERSION if parse_header(header) == OTHER_VERSION else "mac"
+        return check_chunk(header, chunk, key, self._namespace) or ""
+
+    def _mac(self, header: bytes | memoryview, chunk: memoryview) -> bytes:
+        if self._secret is None:
+            return b""
+        import blake3
+
+        mac = blake3.blake3(key=self._secret)
+        mac.update(header)
+        mac.update(chunk)
+        digest: bytes = mac.digest()
+        return digest
+
+
+def _scheme(secret: bytes | None) -> str:
+    """Return ``xxh3``, or ``mac-`` with a fingerprint of the secret that does not reveal it."""
+    if secret is None:
+        return "xxh3"
+    import blake3
+
+    derived = blake3.blake3(secret, derive_key_context="kvoffload redis key id v1")
+    return f"mac-{derived.hexdigest()[:16]}"
