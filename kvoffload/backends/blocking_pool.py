@@ -66,6 +66,7 @@ class BlockingPool:
         work: Callable[[int], T],
         on_stall: Callable[[int, bool], None],
         interrupt: Callable[[int], None] = lambda thread: None,
+        at_once: int | None = None,
     ) -> None:
         """Do ``work(i)`` for every index of ``answers`` on the threads, and set ``answers[i]``.
 
@@ -77,7 +78,8 @@ class BlockingPool:
         ``on_stall`` is called on the loop when every thread is stuck. Its arguments are the number
         of items of this batch that are not begun, and True for the first call of this stall.
         ``interrupt`` is called after a cancellation, for each thread inside an item of this batch,
-        with the thread's identifier; the thread begins nothing else meanwhile.
+        with the thread's identifier; the thread begins nothing else meanwhile. At most ``at_once``
+        threads take part.
         """
         if self.stalled():
             self._gave_up(len(answers), on_stall)
@@ -86,7 +88,7 @@ class BlockingPool:
         with self._closing:
             if self._closed or not answers:
                 return
-            for _ in range(min(self.threads, len(answers))):
+            for _ in range(min(at_once or self.threads, self.threads, len(answers))):
                 self._queue.put(batch)
         try:
             while not batch.ended.done():

@@ -200,7 +200,11 @@ class ThreadPoolBackend(ChunkwiseBackend):
             "read": loads,
             "write": stores if store_threads else loads,
         }
-        super().__init__(name, _OnThreads(name, pools, self.count, self.interrupt))
+        super().__init__(name, _OnThreads(self, name, pools))
+
+    def at_once(self) -> int | None:
+        """Return how many threads may work on one call; by default, None: all of them."""
+        return None
 
     def interrupt(self, thread: int) -> None:
         """End the function that the thread with this identifier is in, soon; its caller is gone.
@@ -236,20 +240,15 @@ class ThreadPoolBackend(ChunkwiseBackend):
 
 class _OnThreads:
     def __init__(
-        self,
-        name: str,
-        pools: Mapping[Kind, BlockingPool],
-        count: Callable[[str, int], None],
-        interrupt: Callable[[int], None],
+        self, backend: ThreadPoolBackend, name: str, pools: Mapping[Kind, BlockingPool]
     ) -> None:
+        self._backend = backend
         self._name = name
         self._pools = pools
-        self._count = count
-        self._interrupt = interrupt
 
     async def fill(self, kind: Kind, answers: list[T], work: Callable[[int], T]) -> None:
-        gave_up = partial(self._gave_up, kind)
-        await self._pools[kind].fill(answers, work, gave_up, self._interrupt)
+        backend, gave_up = self._backend, partial(self._gave_up, kind)
+        await self._pools[kind].fill(answers, work, gave_up, backend.interrupt, backend.at_once())
 
     async def close(self, release: Callable[[], None]) -> None:
         if await run_once(self._close_pools):
@@ -270,7 +269,7 @@ class _OnThreads:
 
     def _gave_up(self, kind: Kind, items: int, first: bool) -> None:
         """Count the items refused because every thread hangs; log the first of a stall."""
-        self._count(f"{kind}_stalled", items)
+        self._backend.count(f"{kind}_stalled", items)
         if first:
             text = "%s: every thread has hung in a %s for %g s; chunks are misses until one returns"
             log.warning(text, self._name, kind, self._pools[kind].stall_s)

@@ -81,6 +81,8 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
         self._topology: Topology | None = None
         self._io: ChunkIO | None = None
         self._is_closed = False
+        self._chunk_bytes = 0
+        """The length of the latest chunk."""
         self._in_flight: dict[int, Request] = {}
         """The request of each thread that has one."""
         self._suspects: set[bytes] = set()  # keys whose values are checked again
@@ -164,6 +166,10 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
             return False
         return any(io.count(node, [key], b"EXISTS") == [1] for node, _ in io.parts([key]))
 
+    def at_once(self) -> int | None:
+        # Threads that would only wait for the bounds of a server cost processor time.
+        return sum(node.at_once(self._chunk_bytes) for node in self._nodes()) or None
+
     def interrupt(self, thread: int) -> None:
         if request := self._in_flight.get(thread):
             request.cancel()
@@ -235,6 +241,7 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
         return b"%d" % int(self._options.ttl_s * 1000)
 
     def _started(self, request: Request) -> None:
+        self._chunk_bytes = request.nbytes
         self._in_flight[threading.get_ident()] = request
         self._info.note_use()
         if self._topology is not None:

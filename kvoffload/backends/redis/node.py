@@ -7,6 +7,7 @@ that failed. Any thread may call these methods.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -32,8 +33,8 @@ _MIN_IN_FLIGHT = 2
 """Chunks always allowed in flight to one server, so that it finds the next one waiting."""
 _NEAR_S = 0.0005
 """A shorter round trip hides behind the transfer of another chunk."""
-_NEAR_AT_ONCE = 4
-"""Transfers at once to such a server: more only cost processor time."""
+_NEAR_AT_ONCE = 2
+"""Chunks of one call in flight to such a server: they keep its one thread busy."""
 _FORBIDDEN_S = 30.0
 _FULL_S = 1.0
 INFO_EVERY_S = 10.0
@@ -113,8 +114,8 @@ class Node:
         self._waiting = dict.fromkeys(_KINDS, 0)
         self._under_way = dict.fromkeys(_KINDS, 0)
         self._bytes = 0
-        self._num_at_once = 1
-        """Transfers at once: more to a server far away."""
+        self._round_trip_s = math.inf
+        """The shortest one to this address."""
         self._full_until = 0.0
         self._missing_rights: set[str] = set()
         self._address: Address | None = None
@@ -132,6 +133,12 @@ class Node:
     def full(self) -> bool:
         """True for a moment after the server refused a store for good reason."""
         return time.monotonic() < self._full_until
+
+    def at_once(self, nbytes: int) -> int:
+        """Return how many chunks of this size one call should have in flight."""
+        near = self._round_trip_s < _NEAR_S
+        fit = max(_MIN_IN_FLIGHT, self._options.max_inflight_bytes // max(1, nbytes))
+        return min(fit, self._options.connections, _NEAR_AT_ONCE if near else fit)
 
     @property
     def num_connections(self) -> int:
@@ -292,7 +299,7 @@ class Node:
         if transfers < _MIN_IN_FLIGHT:
             return transfers < self._options.connections
         fits = self._bytes + request.nbytes <= self._options.max_inflight_bytes
-        return fits and transfers < self._num_at_once
+        return fits and transfers < self._options.connections
 
     def _check(self, request: Request) -> None:
         if self._is_closed.is_set():
@@ -355,12 +362,12 @@ class Node:
         connection.open(address, self._access.tls, deadline, self._access.allowed.check_ip)
         server, took_s = handshake(connection, self._access)
         connection.opened()
-        near = took_s < _NEAR_S
         with self._lock:
-            self._num_at_once = min(self._options.connections, _NEAR_AT_ONCE if near else 64)
             if self._address not in (None, address):
                 # A failover: the old connections lead to a server that is the master no more.
                 self._drop_connections("moved", but=connection)
+                self._round_trip_s = math.inf
+            self._round_trip_s = min(self._round_trip_s, took_s)
             self._address, self.server = address, server
         self._count("connected")
 

@@ -75,8 +75,8 @@ class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     addresses, unless a server of the URL has one."""
     connections: int = 16
     """Data connections to each server, each with one chunk in flight; one more serves lookups. To a
-    server with a round trip below half a millisecond four of them are used."""
-    max_inflight_bytes: ByteSize = ByteSize(8 << 20)
+    server with a round trip below half a millisecond, a load or a store uses two."""
+    max_inflight_bytes: ByteSize = ByteSize(4 << 20)
     """Bytes of chunks in flight to each server; two chunks may always be in flight."""
     ttl_s: float = 86400.0
     """The server drops a chunk that was not written or read for so long."""
