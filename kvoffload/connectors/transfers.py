@@ -7,7 +7,7 @@ from kvoffload.connectors.chunking import BlockTables, ChunkGroups, Piece, cut
 from kvoffload.connectors.jobs import JobTable
 from kvoffload.connectors.offload_requests import LoadBackoff, RequestState
 from kvoffload.connectors.spans import Spans
-from kvoffload.messages import TransferResult, TransferSpec
+from kvoffload.messages import TransferResult
 from kvoffload.offload.base import Job, LoadJob, Manager
 from kvoffload.transfer.engine import TransferEngine
 
@@ -75,7 +75,8 @@ class Transfers:
         """Submit a store of these parts of chunks, which the job's keys stand for."""
         moves = cut(self._groups, pieces, tables, job.spec.block_ids)
         job.blocks = moves.block_ids.tolist()
-        self._begin(job, (moves, job.spec))
+        self.jobs.begin(job.id, job)
+        self._worker.submit(job.id, (moves, job.spec), len(job.keys))
 
     def begin_load(self, job: LoadJob, load: Load, tables: BlockTables) -> None:
         """Submit a load into blocks that an earlier store may still read."""
@@ -83,11 +84,8 @@ class Transfers:
         job.blocks, job.waiter = moves.block_ids.tolist(), load
         # A store of the blocks' last owner that still reads them would store what is loaded.
         self.wait_for_blocks(job.blocks)
-        self._begin(job, (job.spec, moves))
-
-    def _begin(self, job: Job, ends: TransferSpec) -> None:
         self.jobs.begin(job.id, job)
-        self._worker.submit(job.id, ends, len(job.keys))
+        self._worker.submit(job.id, (job.spec, moves), len(job.keys))
 
     def wait_for_blocks(self, block_ids: Iterable[int]) -> None:
         """Block until no transfer uses these GPU blocks."""
@@ -120,7 +118,9 @@ class Transfers:
         for job_id in settled:
             self.jobs.settle(job_id)
         for transfer in self._manager.take_transfers():
-            self._begin(transfer, (transfer.spec, transfer.dst))
+            self.jobs.begin(transfer.id, transfer)
+            ends = transfer.spec, transfer.dst
+            self._worker.submit(transfer.id, ends, len(transfer.keys))
 
     # ---- loads ----
 

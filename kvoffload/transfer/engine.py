@@ -220,7 +220,8 @@ class TransferEngine(OffloadingHandler):
 
     def remove(self, tier: str, key: OffloadKey) -> None:
         """Begin removing a chunk from a tier; nothing tells when that is done."""
-        self._tiers().remove(tier, [key])
+        if self._io is not None:
+            self._io.remove(tier, [key])
 
     # ---- the two kinds of jobs ----
 
@@ -239,7 +240,9 @@ class TransferEngine(OffloadingHandler):
         if not fetches:
             job.fences.append((self._copier.launch(moves, to_host, after), range(len(moves))))
             return job
-        load = TierLoad(job, fetches, moves, self._layout, self._tiers(), self._copier, after)
+        if self._io is None:
+            raise ValueError("there are no tiers")
+        load = TierLoad(job, fetches, moves, self._layout, self._io, self._copier, after)
         fetched = {i for fetch in fetches for i in fetch.positions}
         if here := [i for i in range(len(moves)) if i not in fetched]:
             job.copied(self._copier.launch(moves.take(here), to_host, after), here)
@@ -259,10 +262,7 @@ class TransferEngine(OffloadingHandler):
         num_bytes = sizes * len(slots) if isinstance(sizes, int) else sum(sizes)
         job = EngineJob(job_id, [False] * len(slots), self._settled.append, num_bytes)
         job.parts_left, job.io_done = 1, threading.Event()
-        self._tiers().store(target.tier, target.keys, slots, sizes, job)
-        return job
-
-    def _tiers(self) -> IOClient:
         if self._io is None:
             raise ValueError("there are no tiers")
-        return self._io
+        self._io.store(target.tier, target.keys, slots, sizes, job)
+        return job
