@@ -200,6 +200,8 @@ def reasons(statistics):
     counted = Counter({f"failed_{reason}": count for reason, count in failed.items()})
     for counters in statistics.get("tier_events", {}).values():
         counted.update(counters)
+    for checks in statistics.get("corrupt_chunks", {}).values():
+        counted.update({f"corrupt_{check}": count for check, count in checks.items()})
     return counted
 
 
