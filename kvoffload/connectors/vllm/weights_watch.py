@@ -91,8 +91,8 @@ class Updates:
         from vllm.model_executor.model_loader.utils import get_model_cls
 
         kind: Any = get_model_cls(model_config)
-        load = kind.load_weights
-        if hasattr(load, _OURS):
+        load = getattr(kind, "load_weights", None)
+        if load is None or hasattr(load, _OURS):
             return
 
         @wraps(load)
