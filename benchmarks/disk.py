@@ -38,8 +38,7 @@ from kvoffload.testing.backends import keys_of
 
 TOTAL_BYTES = 128 << 20
 ROUNDS = 7
-WRITERS = 2
-READERS = {"direct": 4, "buffered": min(4, os.cpu_count() or 1)}
+READERS = {"direct": 8, "buffered": min(4, os.cpu_count() or 1)}
 """The defaults of the backend."""
 LMCACHE_WORKERS = 4
 """The default of its adapter."""
@@ -67,7 +66,6 @@ def _open(root: str, io: str = "buffered", namespace: str = "bench") -> DiskBack
         io=io,
         capacity=ByteSize(64 << 30),
         min_free=ByteSize(0),
-        write_threads=WRITERS,
     )
     backend = DiskBackend(options, namespace)
     backend.wait_ready(60)
@@ -87,6 +85,7 @@ class _Transfers:
         self.io, self.size, self.label = io, size, label
         self.root, self.raw = f"{scratch}/{io}-{size}", f"{scratch}/raw-{io}-{size}"
         os.mkdir(self.raw)
+        self.writers = 2 if size > 1 << 20 else 4  # as the backend by default
         self.count = total // size
         self.keys = keys_of(self.count)
         self.slots = _slots(self.count, size)
@@ -96,7 +95,7 @@ class _Transfers:
     def measured(self) -> list[Row]:
         loop = asyncio.new_event_loop()
         backend = _open(self.root, self.io)
-        readers, writers = ThreadPoolExecutor(READERS[self.io]), ThreadPoolExecutor(WRITERS)
+        readers, writers = ThreadPoolExecutor(READERS[self.io]), ThreadPoolExecutor(self.writers)
         try:
             stores = self._stores(loop, backend, writers)
             loads = self._loads(loop, backend, readers)
@@ -128,7 +127,7 @@ class _Transfers:
                 for i in range(self.count):
                     if os.path.exists(f"{self.raw}/{i}"):
                         os.unlink(f"{self.raw}/{i}")
-                times.append(_timed(lambda write=write: self._strands(pool, WRITERS, write)))  # type: ignore[misc]
+                times.append(_timed(lambda write=write: self._strands(pool, self.writers, write)))  # type: ignore[misc]
         return [
             self._row("store", min(ours), min(raw), RAW_WRITE),
             self._row("store", min(ours), min(renamed), f"{RAW_WRITE}, rename"),

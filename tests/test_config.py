@@ -122,7 +122,7 @@ def options_of(backend):
     ("backend", "options", "field", "hint"),
     [
         ("redis", {"url": "redis://h", "ttl_s": "1d"}, "ttl_s", "seconds, such as 86400.0"),
-        ("disk", {"root": "kv", "write_threads": "2"}, "write_threads", "whole number, such as 2"),
+        ("disk", {"root": "kv", "write_threads": "2"}, "write_threads", "whole number, or null"),
         ("disk", {"root": "kv", "read_threads": "2"}, "read_threads", "whole number, or null"),
         ("disk", {"root": "kv", "high_watermark": "9"}, "high_watermark", "number, such as 0.95"),
         ("disk", {"root": "kv", "high_watermark": 95}, "high_watermark", "at most 1"),

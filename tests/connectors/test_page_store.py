@@ -94,6 +94,25 @@ def chunks_under(root):
             for name in names]  # fmt: skip
 
 
+def test_a_store_job_takes_a_bounded_number_of_bytes(pool, opened, tmp_path, monkeypatch):
+    monkeypatch.setattr(page_store, "STORE_JOB_BYTES", 3 * 4096 + 1)
+    store = opened(disk(tmp_path), io="thread", slots=32)
+    jobs, begin = [], store._client.store
+
+    def begun(tier, keys, slots, *rest):
+        jobs.append(len(slots))
+        return begin(tier, keys, slots, *rest)
+
+    monkeypatch.setattr(store._client, "store", begun)
+    pool.fill(range(10))
+    assert store.save(keys(10), pool.pages(range(10))) == [True] * 10
+    assert jobs == [3, 3, 3, 1]
+    assert store.load(keys(10), pool.pages(range(10))) == [True] * 10
+    monkeypatch.setattr(page_store, "STORE_JOB_BYTES", 1)  # less than a page: one at a time
+    assert store.save(keys(2, 20), pool.pages(range(2))) == [True] * 2
+    assert jobs[4:] == [1, 1]
+
+
 @pytest.mark.parametrize("form", ["thread", "process"])
 def test_pages_come_back_whole_in_a_new_store(pool, opened, tmp_path, form, until):
     source, target = range(20), range(30, 50)

@@ -207,7 +207,8 @@ async def _life(
     os.write(tell, b".")
     for _ in range(rng.randrange(1, 12)):
         await _work(backend, keys, shared, rng)
-        if capacity is not None and allocated(root) > capacity + options.write_threads * SIZE * 2:
+        most = None if capacity is None else capacity + (options.write_threads or 0) * SIZE * 2
+        if most is not None and allocated(root) > most:
             shared.figures[8] += 1
     await backend.close()
 

@@ -37,7 +37,7 @@ __all__ = ["DiskBackend", "DiskOptions"]
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_READERS = 4
+_READERS, _BUFFERED_READERS, _WRITERS = 8, 4, 4
 
 
 class DiskBackend(ThreadPoolBackend):
@@ -65,7 +65,7 @@ class DiskBackend(ThreadPoolBackend):
             undo.callback(self._housekeeper.stop)
             super().__init__(
                 threads=self._read_threads(),
-                store_threads=options.write_threads,
+                store_threads=options.write_threads or _WRITERS,
                 stall_s=options.stall_s,
                 name=f"disk {self._store.path}",
             )
@@ -313,5 +313,5 @@ class DiskBackend(ThreadPoolBackend):
     def _read_threads(self) -> int:
         if self.options.read_threads is None and self.io_mode == "buffered":
             # A load from the page cache is a copy: threads beyond the cores only contend.
-            return min(_READERS, os.cpu_count() or 1)
+            return min(_BUFFERED_READERS, os.cpu_count() or 1)
         return self.options.read_threads or _READERS

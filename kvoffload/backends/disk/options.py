@@ -34,9 +34,9 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     low_watermark: float = 0.90
     """The background stops evicting at this part of the capacity."""
     read_threads: int | None = None
-    """Chunks read at once; by default 4, out of the page cache no more than there are cores."""
-    write_threads: int = 2
-    """Chunks written at once; fewer than reads, because a load has a request waiting."""
+    """Chunks read at once; by default 8, out of the page cache no more than there are cores."""
+    write_threads: int | None = None
+    """Chunks written at once; by default 4, of which 2 may have more than 1 MiB: loads go first."""
     stall_s: float = 5.0
     """A device counts as dead when every thread waits longer than this: misses at once."""
     quarantine: int = 16

@@ -40,6 +40,8 @@ from kvoffload.registry import POLICIES, load
 log = logging.getLogger(__name__)
 
 _MAX_REMOVALS = 1 << 16
+_LARGE_BYTES, _LARGE_WRITES = 1 << 20, 2
+"""By default so many chunks above this length are written at once: more delay loads."""
 _MAX_NAMESPACES = 1 << 16
 """A name has two bytes for the number."""
 
@@ -57,6 +59,8 @@ class DiskStore:
         """Folder names by number; 0 is this backend's own."""
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
+        most_large = options.write_threads or _LARGE_WRITES
+        self._large_writes = threading.BoundedSemaphore(most_large)
         self._counts: Counter[str] = Counter()
         self._damaged, self._undeletable, self._unreadable = (Throttle(log) for _ in range(3))
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
@@ -211,9 +215,10 @@ class DiskStore:
         try:
             overwrite = temporary is not None
             temporary = temporary or self.root.writer.temporary()
-            reason, facts = self.files.write(
-                temporary, key, self._digest, chunk, overwrite=overwrite
-            )
+            with self._large_writes if chunk.nbytes > _LARGE_BYTES else contextlib.nullcontext():
+                reason, facts = self.files.write(
+                    temporary, key, self._digest, chunk, overwrite=overwrite
+                )
             if facts is not None:
                 # Some file systems (ZFS) allocate later, and report 512 bytes until then.
                 allocated = max(reserved, facts.st_blocks * 512)

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 Page = Sequence[tuple[int, int]]
 """The parts of a page in the engine's memory: address and bytes of each."""
 PAGES_PER_JOB = 16
+STORE_JOB_BYTES = 32 << 20
+"""A larger store job may take all staging slots; the copy of the next job must wait for it then."""
 ASK_AGAIN_S = 0.001
 """Time between two looks for an answer of a store without an index."""
 CLEAR_S = 30.0
@@ -304,6 +306,8 @@ class PageStore:
     ) -> PageJob | None:
         """Take slots for the next pages; wait for them only if no job runs that will give some."""
         count = min(len(left), PAGES_PER_JOB)
+        if storing:
+            count = min(count, max(1, STORE_JOB_BYTES // self.slot_bytes))
         slots = self._staging.take(count, storing=storing, until_s=0.0 if running else until_s)
         if not slots:
             return None

@@ -1,0 +1,42 @@
+"""How many chunks are written at once."""
+
+import asyncio
+
+import pytest
+from disk_parts import open_disk, until
+
+from kvoffload.testing.backends import filled, keys_of
+from tests.support.vfs import StuckVfs, kind_of
+
+
+@pytest.mark.parametrize(
+    ("chunk_bytes", "settings", "writers"),
+    [
+        (1 << 20, {}, 4),
+        ((1 << 20) + 4096, {}, 2),
+        (1 << 20, {"write_threads": 3}, 3),
+        ((1 << 20) + 4096, {"write_threads": 3}, 3),
+    ],
+)
+async def test_so_many_chunks_are_written_at_once(tmp_path, chunk_bytes, settings, writers):
+    vfs = StuckVfs(lambda call, path: call == "pwritev" and kind_of(path) == "temporary")
+    backend = open_disk(tmp_path, vfs=vfs, io="buffered", stall_s=60.0, **settings)
+    keys = keys_of(6)
+    storing = asyncio.ensure_future(backend.write(keys, filled(keys, chunk_bytes)))
+    assert await until(lambda: vfs.stuck == writers)
+    await asyncio.sleep(0.2)
+    assert vfs.stuck == writers
+    vfs.release()
+    assert await storing == [True] * 6
+    await backend.close()
+
+
+async def test_two_large_writes_that_hang_are_a_dead_device(tmp_path):
+    vfs = StuckVfs(lambda call, path: call == "pwritev" and kind_of(path) == "temporary")
+    backend = open_disk(tmp_path, vfs=vfs, io="buffered", stall_s=0.2)
+    keys = keys_of(6)
+    storing = asyncio.ensure_future(backend.write(keys, filled(keys, 2 << 20)))
+    assert await until(lambda: backend.counters().get("write_stalled") == 2)
+    vfs.release()
+    assert sum(await storing) == 4
+    await backend.close()
