@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from kvoffload.backends.threaded import InlineBackend, ThreadedBackend
     from kvoffload.config import BackendConfig, ByteSize, OffloadConfig, parse_config
     from kvoffload.connectors.local import LocalConnector
+    from kvoffload.connectors.local.transfers import LoadOutcome
     from kvoffload.connectors.offload_requests import OffloadRequest
-    from kvoffload.connectors.transfers import LoadOutcome
     from kvoffload.connectors.weights import folder_digest
     from kvoffload.core.canonicalize import canonicalize_kv_caches
     from kvoffload.errors import ConfigError, KVOffloadError, UsageError
@@ -55,7 +55,7 @@ _MODULES = {
     "backends.threaded": ("InlineBackend", "ThreadedBackend"),
     "config": ("BackendConfig", "ByteSize", "OffloadConfig", "parse_config"),
     "connectors.local": ("LocalConnector",),
-    "connectors.transfers": ("LoadOutcome",),
+    "connectors.local.transfers": ("LoadOutcome",),
     "connectors.offload_requests": ("OffloadRequest",),
     "connectors.weights": ("folder_digest",),
     "core.canonicalize": ("canonicalize_kv_caches",),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvoffload.connectors.chunking import (
+from kvoffload.connectors.local.chunking import (
     NULL_BLOCK,
     ChunkGroups,
     Piece,
@@ -12,7 +12,7 @@ from kvoffload.connectors.chunking import (
     to_load,
     to_store,
 )
-from kvoffload.connectors.prefix_search import longest as sought
+from kvoffload.connectors.local.prefix_search import longest as sought
 from kvoffload.core.interface import (
     FullAttentionSpec,
     KVCacheConfig,

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvoffload import registry
-from kvoffload.connectors.chunking import ChunkGroups
 from kvoffload.connectors.local import LocalConnector
+from kvoffload.connectors.local.chunking import ChunkGroups
 from kvoffload.connectors.offload_requests import LoadBackoff
 from kvoffload.core.hashing import BlockHasher, HashChain
 from kvoffload.core.interface import (

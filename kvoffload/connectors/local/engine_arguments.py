@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from operator import index
 from typing import SupportsIndex
 
-from kvoffload.connectors.chunking import BlockTables, ChunkGroups, Keys, Piece
+from kvoffload.connectors.local.chunking import BlockTables, ChunkGroups, Keys, Piece
 from kvoffload.connectors.offload_requests import OffloadRequest
 from kvoffload.errors import ConfigError, UsageError
 from kvoffload.messages import CanonicalKVCaches

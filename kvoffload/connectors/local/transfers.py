@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvoffload.connectors.chunking import BlockTables, ChunkGroups, Piece, cut
 from kvoffload.connectors.jobs import JobTable
+from kvoffload.connectors.local.chunking import BlockTables, ChunkGroups, Piece, cut
 from kvoffload.connectors.offload_requests import LoadBackoff, RequestState
 from kvoffload.connectors.spans import Spans
 from kvoffload.messages import TransferResult

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from kvoffload.config import OffloadConfig
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.cache_lookup import KeyedGroup, look_up, tiers_of
-from kvoffload.connectors.chunking import ChunkGroups
 from kvoffload.connectors.control_server import Orders, Refused, serve_operators
-from kvoffload.connectors.transfers import Transfers
+from kvoffload.connectors.local.chunking import ChunkGroups
+from kvoffload.connectors.local.transfers import Transfers
 from kvoffload.control import HOST, EngineFacts, Found
 from kvoffload.core.hashing import BlockHasher, HashChain
 from kvoffload.offload.base import Manager, OffloadKey

@@ -28,9 +28,9 @@ from typing import Any
 
 from kvoffload.config import OffloadConfig
 from kvoffload.config_sources import read_config
-from kvoffload.connectors import engine_arguments as given
 from kvoffload.connectors.builder import TieredOffloadingSpec
-from kvoffload.connectors.chunking import (
+from kvoffload.connectors.local import engine_arguments as given
+from kvoffload.connectors.local.chunking import (
     BlockTables,
     ChunkGroups,
     check_facts,
@@ -38,7 +38,9 @@ from kvoffload.connectors.chunking import (
     to_load,
     to_store,
 )
-from kvoffload.connectors.local_operators import LocalOperators
+from kvoffload.connectors.local.live_cache import LocalOperators
+from kvoffload.connectors.local.prefix_search import longest
+from kvoffload.connectors.local.transfers import Load, LoadOutcome, Transfers
 from kvoffload.connectors.offload_requests import (
     LoadBackoff,
     OffloadRequest,
@@ -46,9 +48,7 @@ from kvoffload.connectors.offload_requests import (
     UseCounter,
     new_state,
 )
-from kvoffload.connectors.prefix_search import longest
 from kvoffload.connectors.spans import open_spans
-from kvoffload.connectors.transfers import Load, LoadOutcome, Transfers
 from kvoffload.core.hashing import BlockHasher
 from kvoffload.core.interface import KVCacheConfig
 from kvoffload.errors import ConfigError

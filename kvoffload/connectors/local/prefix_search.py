@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from kvoffload.connectors.chunking import ChunkGroup, ChunkGroups, Keys
+from kvoffload.connectors.local.chunking import ChunkGroup, ChunkGroups, Keys
 from kvoffload.messages import OffloadKey
 
 Prefix = Callable[[Sequence[OffloadKey]], tuple[int, bool]]
