@@ -39,7 +39,7 @@ from kvoffload.metrics.names import (
     TIER_EVENTS,
     TIER_UP,
 )
-from kvoffload.metrics.registry import (
+from kvoffload.metrics.samples import (
     BUCKETS_S,
     LOADS,
     Durations,

@@ -36,7 +36,7 @@ from kvoffload.io.protocol import (
 )
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.metrics.names import IO_LOOP_DELAY, IO_RESTARTS, NAMESPACE
-from kvoffload.metrics.registry import Durations, Sample
+from kvoffload.metrics.samples import Durations, Sample
 
 log = logging.getLogger(__name__)
 

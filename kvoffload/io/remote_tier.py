@@ -21,7 +21,7 @@ from kvoffload.io.protocol import (
     Store,
 )
 from kvoffload.metrics import names
-from kvoffload.metrics.registry import LOADS, STORES, Sample, Traffic
+from kvoffload.metrics.samples import LOADS, STORES, Sample, Traffic
 
 ANSWER_S = 2.0
 """How long an answer of ``contains`` is believed, whatever it is."""

@@ -12,7 +12,7 @@ from functools import partial
 from kvoffload.config import OffloadConfig
 from kvoffload.errors import ConfigError
 from kvoffload.extras import check_extra
-from kvoffload.metrics.registry import Sample
+from kvoffload.metrics.samples import Sample
 
 log = logging.getLogger(__name__)
 

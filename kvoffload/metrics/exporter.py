@@ -27,7 +27,7 @@ except ImportError as error:
 
 import kvoffload
 from kvoffload.metrics.names import METRICS, PREFIX
-from kvoffload.metrics.registry import BUCKETS_S, Durations, Sample, samples_of
+from kvoffload.metrics.samples import BUCKETS_S, Durations, Sample, samples_of
 
 TRIES = 5
 """Readings of figures for one scrape: the engine's thread may change a dictionary meanwhile."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from kvoffload.metrics import names
 from kvoffload.metrics.names import HOST
-from kvoffload.metrics.registry import Registry, Sample
+from kvoffload.metrics.samples import Registry, Sample
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.tiers import Tier
 

@@ -7,7 +7,7 @@ from operator import indexOf
 
 from kvoffload.messages import OffloadKey
 from kvoffload.metrics.names import HOST, LOOKUPS
-from kvoffload.metrics.registry import Sample
+from kvoffload.metrics.samples import Sample
 from kvoffload.offload.events import CPU
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.tiers import Tier, first_holder

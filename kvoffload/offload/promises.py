@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kvoffload.messages import Fetch, OffloadKey, StagedLoadStoreSpec
 from kvoffload.metrics.names import PREFILL_RATE
-from kvoffload.metrics.registry import Sample
+from kvoffload.metrics.samples import Sample
 from kvoffload.offload.base import LoadJob, Read, ReqContext
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.tiers import Tier, first_holder

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 from kvoffload.backends.base import Removal
 from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKey
 from kvoffload.metrics.names import INFLIGHT_BYTES, WAITING_CHUNKS
-from kvoffload.metrics.registry import Sample
+from kvoffload.metrics.samples import Sample
 from kvoffload.offload.base import Job, Transfer
 from kvoffload.offload.host_cache import HostCache
 

@@ -25,7 +25,7 @@ from kvoffload.messages import (
     TransferSpec,
 )
 from kvoffload.metrics.names import HOST, TRANSFER_FAILURES
-from kvoffload.metrics.registry import LOADS, STORES, Registry, Traffic
+from kvoffload.metrics.samples import LOADS, STORES, Registry, Traffic
 from kvoffload.transfer.base import Copier, CopyFence
 from kvoffload.transfer.layout import ChunkLayout, Moves, check_moves
 from kvoffload.transfer.slab import Slab

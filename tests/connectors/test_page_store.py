@@ -15,7 +15,7 @@ from kvoffload.connectors.sglang import page_store
 from kvoffload.connectors.sglang.page_store import PageStore
 from kvoffload.errors import ConfigError
 from kvoffload.metrics.names import METRICS
-from kvoffload.metrics.registry import BUCKETS_S
+from kvoffload.metrics.samples import BUCKETS_S
 from kvoffload.testing import Plan
 from tests.support.planned_store import Process, installed
 

@@ -1,7 +1,7 @@
 """A manager with stores that are plain sets, and what tests of it do over and over."""
 
 from kvoffload.config import KNOWN_HINTS
-from kvoffload.metrics.registry import as_data
+from kvoffload.metrics.samples import as_data
 from kvoffload.offload.base import ReqContext, make_offload_key
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager

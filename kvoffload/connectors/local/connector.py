@@ -54,7 +54,7 @@ from kvoffload.core.interface import KVCacheConfig
 from kvoffload.errors import ConfigError
 from kvoffload.identity import Fact
 from kvoffload.metrics.endpoint import serve_metrics
-from kvoffload.metrics.registry import Sample, as_data
+from kvoffload.metrics.samples import Sample, as_data
 from kvoffload.offload.base import CanonicalKVCaches, OffloadingEvent, OffloadKey
 from kvoffload.recording import RequestLog
 from kvoffload.transfer.layout import ChunkLayout

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from kvoffload.io.client import IOClient
 from kvoffload.metrics import names
 from kvoffload.metrics.names import HOST
-from kvoffload.metrics.registry import LOADS, STORES, Registry, Sample, Traffic
+from kvoffload.metrics.samples import LOADS, STORES, Registry, Sample, Traffic
 from kvoffload.transfer.engine import FAILURES
 
 _DEADLINE = ("store", "deadline")

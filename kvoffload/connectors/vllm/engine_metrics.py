@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 
 from kvoffload.metrics import names
 from kvoffload.metrics.names import METRICS, NAMESPACE, PREFIX
-from kvoffload.metrics.registry import BUCKETS_S, Durations, Sample
+from kvoffload.metrics.samples import BUCKETS_S, Durations, Sample
 from kvoffload.offload.base import LoadJob, get_offload_group_idx
 
 USAGE = CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC

@@ -23,7 +23,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffload.connectors.offload_requests import UseCounter
 from kvoffload.connectors.vllm.engine_metrics import USAGE, StatsPublisher
-from kvoffload.metrics.registry import Sample, total
+from kvoffload.metrics.samples import Sample, total
 from kvoffload.offload.base import (
     ChunksRemoved,
     CPULoadStoreSpec,

@@ -101,7 +101,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
     has_new_weights: bool = False
     """Whether a rank's model has loaded weights that no order for a generation has followed."""
     figures: dict[int, bytes] = field(default_factory=dict)
-    """Rank → what it has measured since its start (:mod:`kvoffload.metrics.registry`)."""
+    """Rank → what it has measured since its start (:mod:`kvoffload.metrics.samples`)."""
 
     def add(self, result: TransferResult) -> None:
         """Note this rank's answer to a job."""

@@ -35,7 +35,7 @@ from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.messages import TransferResult
 from kvoffload.metrics.endpoint import MetricsServer, serve_metrics
 from kvoffload.metrics.names import EVENTS
-from kvoffload.metrics.registry import packed
+from kvoffload.metrics.samples import packed
 from kvoffload.transfer.engine import TransferEngine
 from kvoffload.transfer.layout import ChunkLayout
 

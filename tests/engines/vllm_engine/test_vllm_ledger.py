@@ -16,7 +16,7 @@ from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.step_messages import WorkerReport
 from kvoffload.connectors.vllm.tier_index import TierIndex
 from kvoffload.messages import TransferResult, make_offload_key
-from kvoffload.metrics.registry import packed
+from kvoffload.metrics.samples import packed
 from kvoffload.offload.base import ReqContext as OurContext
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager

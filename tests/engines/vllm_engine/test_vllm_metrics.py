@@ -28,7 +28,7 @@ from kvoffload.metrics.names import (
     PREFIX,
     TIER_EVENTS,
 )
-from kvoffload.metrics.registry import Durations
+from kvoffload.metrics.samples import Durations
 from tests.support.redis_server import free_port
 
 pytestmark = pytest.mark.timeout(900)
