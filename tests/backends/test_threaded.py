@@ -173,6 +173,66 @@ async def test_a_cancelled_read_ends_after_its_functions():
     await backend.close()
 
 
+class Interruptible(Dictionary):
+    """Ends a call that waits when it is told so; counts the threads inside."""
+
+    def __init__(self, at_once=None, **threads):
+        super().__init__(**threads)
+        self.ended, self.inside, self.most = {}, set(), 0
+        self.limit = at_once
+
+    def at_once(self):
+        return self.limit
+
+    def interrupt(self, thread):
+        self.ended[thread].set()
+
+    def get(self, key, into):
+        me = threading.get_ident()
+        self.ended[me] = threading.Event()
+        self.inside.add(me)
+        self.most = max(self.most, len(self.inside))
+        while not self.gate.wait(0.01):
+            if self.ended[me].is_set():
+                break
+        self.inside.discard(me)
+        return False
+
+
+async def test_a_cancelled_call_interrupts_its_own_threads_and_no_others():
+    backend, keys = Interruptible(threads=2), keys_of(3)
+    backend.gate.clear()
+    staying = asyncio.ensure_future(backend.read(keys[:1], slots(1)))
+    while not backend.inside:  # noqa: ASYNC110 - on a thread
+        await asyncio.sleep(0.01)
+    (stays,) = backend.inside
+    leaving = asyncio.ensure_future(backend.read(keys, slots(3)))
+    while len(backend.inside) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    leaving.cancel()
+    await asyncio.wait([leaving], timeout=60)
+    assert leaving.cancelled()
+    assert backend.inside == {stays}
+    assert not backend.ended[stays].is_set()
+    backend.gate.set()
+    assert await staying == [False]
+    await backend.close()
+
+
+async def test_a_backend_may_limit_the_threads_of_one_call():
+    for limit, most in ((2, 2), (None, 4), (9, 4)):
+        backend = Interruptible(limit, threads=4)
+        backend.gate.clear()
+        call = asyncio.ensure_future(backend.read(keys_of(8), slots(8)))
+        while len(backend.inside) < most:  # noqa: ASYNC110 - on threads
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        backend.gate.set()
+        assert await call == [False] * 8
+        assert backend.most == most
+        await backend.close()
+
+
 async def test_hung_threads_are_misses_at_once_and_close_does_not_wait_for_them(caplog):
     backend, keys = Dictionary(threads=1, stall_s=0.05), keys_of(2)
     await backend.write(keys, filled(keys))

@@ -97,9 +97,7 @@ class Operator:
                 self._connection = connection
                 self.pause(0)
                 yield connection
-        except Lost as error:
-            raise ConnectionError(f"{address}: {error}") from error
-        except CommandRefused as error:
+        except (Lost, CommandRefused) as error:
             raise ConnectionError(f"{address}: {error}") from error
         except OSError as error:
             raise ConnectionError(f"connecting to {address}: {error}") from error

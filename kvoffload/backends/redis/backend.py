@@ -33,7 +33,7 @@ from kvoffload.backends.redis.namespace_scan import described
 from kvoffload.backends.redis.node import Node, Request
 from kvoffload.backends.redis.options import Access, RedisOptions, redacted, value_key
 from kvoffload.backends.redis.sealer import Sealer
-from kvoffload.backends.redis.topology import Topology, open_topology
+from kvoffload.backends.redis.topology import Topology
 from kvoffload.backends.threaded import ThreadPoolBackend
 
 log = logging.getLogger(__name__)
@@ -228,7 +228,7 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
         if self._io is None:
             with self._opening:
                 if self._io is None and not self._is_closed:
-                    topology = open_topology(self._access, self.count)
+                    topology = Topology(self._access, self.count)
                     # A secret changes the names: an engine without it sees no damaged values.
                     prefix = f"{namespace_prefix(self._namespace)}{self._sealer.scheme}:".encode()
                     self._topology = topology

@@ -125,18 +125,25 @@ class SentinelResolver:
     def __init__(self, access: Access) -> None:
         self._access = access
         self._asking = threading.Lock()
-        self._known: tuple[Address, float] | None = None
+        self._known: Address | None = None
+        self._failure: OSError | None = None
+        self._until_s = self._failed_s = 0.0
+        """The end of the known address, and when the Sentinels last named none."""
 
-    def __call__(self, deadline: float) -> Address:
+    def __call__(self) -> Address:
         """Return the master's address; OSError: no Sentinel names it, with the first failure."""
-        if not self._asking.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise TimeoutError("another thread still asks the Sentinels")
-        try:
-            if self._known is None or time.monotonic() >= self._known[1]:
-                self._known = self._find(), time.monotonic() + REFRESH_EVERY_S
-            return self._known[0]
-        finally:
-            self._asking.release()
+        began_s = time.monotonic()
+        with self._asking:  # of the threads that come meanwhile, all have the first one's answer
+            if self._failure is not None and self._failed_s > began_s:
+                raise ConnectionError(str(self._failure)) from self._failure.__cause__
+            if self._known is None or time.monotonic() >= self._until_s:
+                try:
+                    self._known = self._find()
+                except OSError as error:
+                    self._failure, self._failed_s = error, time.monotonic()
+                    raise
+                self._until_s = time.monotonic() + REFRESH_EVERY_S
+            return self._known
 
     def _find(self) -> Address:
         target, answers = self._access.target, []
@@ -168,7 +175,7 @@ def masters(access: Access) -> list[Address]:
     """Return every server that holds a part of the data; OSError: no server names them."""
     target = access.target
     if target.kind == "sentinel":
-        return [SentinelResolver(access)(time.monotonic() + access.options.connect_timeout_s)]
+        return [SentinelResolver(access)()]
     if target.kind != "cluster":
         return [target.addresses[0]]
     failure: OSError = OSError("no seeds")

@@ -83,8 +83,8 @@ class Node:
     """A server with its connections.
 
     Args:
-        resolve: Returns the server's address by a deadline; runs before each connect, because
-            Sentinels may move the master.
+        resolve: Returns the server's address; runs before each connect, because Sentinels may move
+            the master.
         access: Credentials and options.
         count: Counts a word.
         on_trouble: Runs when the server may no longer be in charge of its keys.
@@ -92,7 +92,7 @@ class Node:
 
     def __init__(
         self,
-        resolve: Callable[[float], Address],
+        resolve: Callable[[], Address],
         access: Access,
         count: Count,
         on_trouble: Callable[[], None],
@@ -357,7 +357,7 @@ class Node:
     def _open(self, connection: Connection) -> None:
         """Connect and do the handshake; OSError, or ValueError for a bad host name or secret."""
         deadline = time.monotonic() + self._options.connect_timeout_s
-        address = self._resolve(deadline)
+        address = self._resolve()
         self._label = str(address)
         connection.open(address, self._access.tls, deadline, self._access.allowed.check_ip)
         server, took_s = handshake(connection, self._access)

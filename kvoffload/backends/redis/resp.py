@@ -165,17 +165,9 @@ class ReplyReader:
         return Filled.WHOLE if size == wanted else Filled.MISFIT
 
     def value(self, limit: int = MAX_VALUE_BYTES) -> memoryview | ServerError | None:
-        """Read a value of any size up to ``limit``; pages it does not fill take no memory."""
+        """Read a value of any size up to ``limit``."""
         size = self._value_size(SCRATCH_BYTES)
-        if size is None or isinstance(size, ServerError):
-            return size
-        if size > limit:
-            raise ProtocolError(f"a value of {size} bytes")
-        value = memoryview(mmap.mmap(-1, size + 2))
-        self._take([value])
-        if value[size:] != _CRLF:
-            raise ProtocolError("a value that does not end where it should")
-        return value[:size]
+        return self._bulk(size, limit) if isinstance(size, int) else size
 
     def skip(self) -> ServerError | None:
         """Receive a value of any size and drop it; a hostile one ends with the patience."""
@@ -231,15 +223,18 @@ class ReplyReader:
         if line[:1] != b"$":
             return self._simple(line)
         size = _size(line)
-        if size is None:
-            return None
-        if size > SCRATCH_BYTES - 2:
-            raise ProtocolError("a reply larger than any expected one")
-        value = memoryview(bytearray(size + 2))
+        return None if size is None else bytes(self._bulk(size, SCRATCH_BYTES - 2))
+
+    def _bulk(self, size: int, limit: int) -> memoryview:
+        """Receive a value; pages that it does not fill take no memory."""
+        if size > limit:
+            raise ProtocolError(f"a value of {size} bytes")
+        large = size > SCRATCH_BYTES
+        value = memoryview(mmap.mmap(-1, size + 2) if large else bytearray(size + 2))
         self._take([value])
         if value[size:] != _CRLF:
             raise ProtocolError("a value that does not end where it should")
-        return bytes(value[:size])
+        return value[:size]
 
     def _nested(self, depth: int) -> Reply:
         line = self._line()

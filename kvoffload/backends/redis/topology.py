@@ -6,7 +6,7 @@ background, at most twice a second; no load or store waits for it.
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvoffload.backends.redis.background import Background
 from kvoffload.backends.redis.connection import Address
@@ -28,77 +28,44 @@ log = logging.getLogger(__name__)
 _SHOWN_SERVERS = 5
 
 
-class SingleServer:
-    """One server at a time: always the same one, or the master that Sentinels name.
+class Topology:
+    """The nodes of a URL, and the one of each slot: without a cluster, one has them all.
 
-    :class:`Cluster` has the same methods. Any thread may call them.
+    Any thread may call the methods. A slot table comes in the background.
     """
 
-    is_known = True
-    """Whether the servers are known."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._warned = False
-
-    def wait(self) -> None:
-        """Wait until the servers are known, at most for two connect timeouts."""
-
-    def node(self, tag: bytes) -> Node | None:
-        """Return the server of a key's hash tag, or None while it is unknown."""
-        return self._node
-
-    def nodes(self) -> Sequence[Node]:
-        return (self._node,)
-
-    def redirect(self, error: ServerError) -> tuple[Node, bool] | None:
-        """Return the server that a MOVED or ASK names, and whether it needs ASKING first."""
-        if not self._warned:
-            self._warned = True
-            log.error("this Redis is a cluster: write redis+cluster:// (%s)", error.code)
-        return None
-
-    def close(self) -> None:
-        """End every connection; threads end soon."""
-        self._node.close()
-
-    def join(self) -> None:
-        """After :meth:`close`: wait for the threads."""
-        self._node.join()
-
-
-class Cluster:
-    """A cluster's slot table, with one node for each master.
-
-    Args:
-        access: Has the seeds, the servers to ask first.
-        make_node: Makes the node for an address; the second argument marks the table as stale.
-    """
-
-    def __init__(
-        self, access: Access, make_node: Callable[[Address, Callable[[], None]], Node]
-    ) -> None:
-        self._access = access
+    def __init__(self, access: Access, count: Count) -> None:
+        self._access, self._count = access, count
         self._seeds = access.target.addresses
-        self._make_node = make_node
         self._changing = threading.Lock()
         self._nodes: dict[Address, Node] = {}
         self._slots: list[Node | None] = [None] * NUM_SLOTS
         self._known = threading.Event()
-        self._is_failing = False
-        self._is_closed = False
+        self._is_failing = self._is_closed = self._warned = False
         self._refresher = Background("kvoffload-redis-slots", self._refresh, lambda: None)
-        self._refresher.wake()
+        self._is_cluster = access.target.kind == "cluster"
+        if self._is_cluster:
+            self._refresher.wake()
+            return
+        address = self._seeds[0]
+        is_named = access.target.kind == "sentinel"
+        resolve = SentinelResolver(access) if is_named else lambda: address
+        self._nodes[address] = node = Node(resolve, access, count, lambda: None)
+        self._slots = [node] * NUM_SLOTS
+        self._known.set()
 
     @property
     def is_known(self) -> bool:
+        """Whether the servers are known, or cannot be."""
         return self._known.is_set() or self._is_failing
 
     def wait(self) -> None:
+        """Wait until the servers are known, at most for two connect timeouts."""
         if not self.is_known:
             self._known.wait(2 * self._access.options.connect_timeout_s)
 
     def node(self, tag: bytes) -> Node | None:
+        """Return the server of a key's hash tag, or None while it is unknown."""
         node = self._slots[key_slot(tag)]
         if node is None:
             self._refresher.wake()
@@ -109,11 +76,16 @@ class Cluster:
             return list(self._nodes.values())
 
     def redirect(self, error: ServerError) -> tuple[Node, bool] | None:
-        """Follow a redirect to a server of the table or of the URL; a MOVED corrects the table.
+        """Return the server that a MOVED or ASK names, and whether it needs ASKING first.
 
-        A server known from an error reply alone gets no connection, and so no password. The
-        refresher fetches the table again.
+        It is a server of the table or of the URL. A MOVED corrects the table. A server known from
+        an error reply alone gets no connection, and so no password.
         """
+        if not self._is_cluster:
+            if not self._warned:
+                self._warned = True
+                log.error("this Redis is a cluster: write redis+cluster:// (%s)", error.code)
+            return None
         try:
             slot, address = parse_redirect(error)
         except ValueError as wrong:
@@ -132,6 +104,7 @@ class Cluster:
         return node, error.code == "ASK"
 
     def close(self) -> None:
+        """End every connection; threads end soon."""
         self._refresher.close()
         with self._changing:
             self._is_closed = True
@@ -140,13 +113,16 @@ class Cluster:
         self._known.set()
 
     def join(self) -> None:
+        """After :meth:`close`: wait for the threads."""
         self._refresher.join()
         for node in self._nodes.values():
             node.join()
 
     def _node_at(self, address: Address) -> Node:
         if address not in self._nodes:
-            self._nodes[address] = node = self._make_node(address, self._refresher.wake)
+            trouble = self._refresher.wake
+            node = Node(lambda: address, self._access, self._count, trouble)
+            self._nodes[address] = node
             if self._is_closed:
                 node.close()
         return self._nodes[address]
@@ -191,20 +167,3 @@ class Cluster:
             used = {address for _, _, address in slots}
             for address in [a for a in self._nodes if a not in used]:
                 self._nodes.pop(address).close()
-
-
-Topology = SingleServer | Cluster
-
-
-def open_topology(access: Access, count: Count) -> Topology:
-    """Make the topology of a URL."""
-    target = access.target
-    if target.kind == "cluster":
-        return Cluster(
-            access,
-            lambda address, on_trouble: Node(lambda deadline: address, access, count, on_trouble),
-        )
-    if target.kind == "sentinel":
-        return SingleServer(Node(SentinelResolver(access), access, count, lambda: None))
-    (address,) = target.addresses
-    return SingleServer(Node(lambda deadline: address, access, count, lambda: None))

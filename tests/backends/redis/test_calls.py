@@ -151,7 +151,7 @@ async def test_a_refused_description_waits_a_minute_and_a_failed_one_less(
 
 
 async def resolved(resolve):
-    return await asyncio.to_thread(resolve, time.monotonic() + 60)
+    return await asyncio.to_thread(resolve)
 
 
 async def test_the_next_sentinel_replaces_one_that_is_down_and_its_answer_is_remembered():
