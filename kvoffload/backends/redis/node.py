@@ -11,32 +11,22 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import TypeVar
 
+from kvoffload.backends.redis.bounds import MIN_IN_FLIGHT, Bounds, Request
 from kvoffload.backends.redis.circuit_breaker import CircuitBreaker
 from kvoffload.backends.redis.connection import Address, Connection, Lost
-from kvoffload.backends.redis.handshake import (
-    IN_STEP,
-    HealthProbe,
-    ServerInfo,
-    expect,
-    handshake,
-    info_of,
-)
+from kvoffload.backends.redis.handshake import HealthProbe, ServerInfo, expect, handshake, info_of
 from kvoffload.backends.redis.options import Access
+from kvoffload.backends.redis.refusals import Refusals
 from kvoffload.backends.redis.resp import ProtocolError, Reply, ServerError
 
 log = logging.getLogger(__name__)
 
-_MIN_IN_FLIGHT = 2
-"""Chunks always allowed in flight to one server, so that it finds the next one waiting."""
 _NEAR_S = 0.0005
 """A shorter round trip hides behind the transfer of another chunk."""
 _NEAR_AT_ONCE = 2
 """Chunks of one call in flight to such a server: they keep its one thread busy."""
-_FORBIDDEN_S = 30.0
-_FULL_S = 1.0
 INFO_EVERY_S = 10.0
 """Time between two questions of how full a server is."""
 _DELIBERATE = frozenset({"shutdown", "moved", "breaker_open"})
@@ -44,39 +34,8 @@ _DELIBERATE = frozenset({"shutdown", "moved", "breaker_open"})
 _HARMLESS = frozenset({"cancelled", "oversize", "out_of_step"})
 """Reasons for the end of a connection that are no failure of the server."""
 
-Kind = Literal["lookup", "load", "store"]
-_KINDS: tuple[Kind, ...] = ("lookup", "load", "store")
 Count = Callable[[str], None]
 T = TypeVar("T")
-
-
-@dataclass(eq=False)
-class Request:
-    """A command to send, which any thread may cancel."""
-
-    kind: Kind
-    """Selects the connections and the failure count of the circuit breaker."""
-    nbytes: int = 0
-    """Bytes of chunk in either direction; counts towards the bytes in flight."""
-    right: str = ""
-    """The right that a user needs for it."""
-    probe: bytes = b""
-    """The command that a health probe may repeat after this request failed."""
-    asking: bool = False
-    """Send ASKING first, because a cluster is moving the key's slot to this server."""
-    connection: Connection | None = None
-    """The connection that it uses or, once it is answered, used."""
-    is_busy: bool = False
-    """Whether it uses the connection now."""
-    is_cancelled: bool = False
-    node: "Node | None" = field(default=None, repr=False)
-    """The server that it is for, once it waits for a connection."""
-
-    def cancel(self) -> None:
-        """End it: the call that makes it raises :class:`Lost` at once."""
-        self.is_cancelled = True
-        if self.node is not None:
-            self.node.end(self)
 
 
 class Node:
@@ -109,15 +68,10 @@ class Node:
         self._idle: dict[bool, list[Connection]] = {False: [], True: []}
         """Connections without a command, for lookups (True) and for chunks."""
         self._used: set[Connection] = set()
-        self._room = {kind: threading.Condition(self._lock) for kind in _KINDS}
-        """What a request waits for until the bounds admit it."""
-        self._waiting = dict.fromkeys(_KINDS, 0)
-        self._under_way = dict.fromkeys(_KINDS, 0)
-        self._bytes = 0
+        self._bounds = Bounds(self._options, self._lock, self._check)
         self._round_trip_s = math.inf
         """The shortest one to this address."""
-        self._full_until = 0.0
-        self._missing_rights: set[str] = set()
+        self._refusals = Refusals(count)
         self._address: Address | None = None
         self._label = "an unknown address"
         self._is_closed = threading.Event()
@@ -132,17 +86,17 @@ class Node:
     @property
     def full(self) -> bool:
         """True for a moment after the server refused a store for good reason."""
-        return time.monotonic() < self._full_until
+        return self._refusals.is_full
 
     def at_once(self, nbytes: int) -> int:
         """Return how many chunks of this size one call should have in flight."""
         near = self._round_trip_s < _NEAR_S
-        fit = max(_MIN_IN_FLIGHT, self._options.max_inflight_bytes // max(1, nbytes))
+        fit = max(MIN_IN_FLIGHT, self._options.max_inflight_bytes // max(1, nbytes))
         return min(fit, self._options.connections, _NEAR_AT_ONCE if near else fit)
 
     @property
     def num_connections(self) -> int:
-        """Open connections; ends the idle ones that the server closed."""
+        """Open ones; ends the idle ones that the server closed."""
         with self._lock:
             for is_lookup, idle in self._idle.items():
                 usable = {connection for connection in idle if connection.is_usable()}
@@ -172,7 +126,8 @@ class Node:
         Raises:
             Lost: no reply came.
         """
-        self._enter(request)
+        request.on_cancel = self._end_request
+        self._bounds.enter(request)
         try:
             connection = self._connected(request)
             reply = self._talk(connection, request, talk)
@@ -181,7 +136,7 @@ class Node:
             self._give_back(connection, is_lookup=request.kind == "lookup")
             return reply
         finally:
-            self._leave(request)
+            self._bounds.leave(request)
 
     def ask(self, request: Request, commands: bytes, count: int) -> list[int | ServerError]:
         """Send commands at once; return the numbers replied. A late answer is a failure.
@@ -232,74 +187,22 @@ class Node:
 
     def lose(self, connection: Connection | None, reason: str) -> None:
         """End a connection that is out of step, whether a request uses it or not."""
-        if connection is None:
-            return
         with self._lock:
             for idle in self._idle.values():
-                if connection in idle:
+                if connection is not None and connection in idle:
                     idle.remove(connection)
                     connection.lost = reason
                     self._end([connection])
                     return
-            if connection in self._used:
+            if connection is not None and connection in self._used:
                 connection.abort(reason)
 
-    def end(self, request: Request) -> None:
+    def _end_request(self, request: Request) -> None:
         """End a cancelled request, whether it waits or has a connection."""
         with self._lock:
             if request.is_busy and request.connection is not None:
                 request.connection.abort("cancelled")
-            self._wake()
-
-    # ---- the bounds ----------------------------------------------------------------------------
-
-    def _enter(self, request: Request) -> None:
-        """Wait until the bounds admit a request; raises :class:`Lost`."""
-        kind = request.kind
-        request.node = self
-        with self._lock:
-            self._check(request)
-            while not self._admits(request):
-                self._waiting[kind] += 1
-                try:
-                    self._room[kind].wait()
-                finally:
-                    self._waiting[kind] -= 1
-                self._check(request)
-            self._under_way[kind] += 1
-            self._bytes += request.nbytes
-            self._admit_another()
-
-    def _leave(self, request: Request) -> None:
-        with self._lock:
-            self._under_way[request.kind] -= 1
-            self._bytes -= request.nbytes
-            request.is_busy = False
-            self._admit_another()
-
-    def _wake(self) -> None:
-        """Let every request that waits look whether it has to end."""
-        for room in self._room.values():
-            room.notify_all()
-
-    def _admit_another(self) -> None:
-        """Wake one request that waits; it wakes the next one, or waits again."""
-        for kind in _KINDS:
-            if self._waiting[kind]:
-                self._room[kind].notify()
-                if kind != "lookup":
-                    return
-
-    def _admits(self, request: Request) -> bool:
-        if request.kind == "lookup":
-            return not self._under_way["lookup"]
-        if request.kind == "store" and self._waiting["load"]:
-            return False
-        transfers = self._under_way["load"] + self._under_way["store"]
-        if transfers < _MIN_IN_FLIGHT:
-            return transfers < self._options.connections
-        fits = self._bytes + request.nbytes <= self._options.max_inflight_bytes
-        return fits and transfers < self._options.connections
+            self._bounds.wake()
 
     def _check(self, request: Request) -> None:
         if self._is_closed.is_set():
@@ -330,9 +233,8 @@ class Node:
                 self._end([connection])
 
     def _new(self) -> Connection:
-        options = self._options
-        floor_bytes = int(options.min_bandwidth * options.timeout_s)
-        return Connection(options.timeout_s, floor_bytes)
+        timeout_s = self._options.timeout_s
+        return Connection(timeout_s, int(self._options.min_bandwidth * timeout_s))
 
     def _open_for(self, connection: Connection, request: Request) -> None:
         began = time.monotonic()
@@ -426,7 +328,7 @@ class Node:
         """End every connection, and every request."""
         with self._lock:
             self._drop_connections(reason)
-            self._wake()
+            self._bounds.wake()
 
     def _drop_connections(self, reason: str, but: Connection | None = None) -> None:
         for connection in self._used - {but}:
@@ -439,39 +341,10 @@ class Node:
     # ---- errors and failures -------------------------------------------------------------------
 
     def _judge(self, error: ServerError, connection: Connection | None, request: Request) -> None:
-        self._count(f"refused_{error.code.lower()}")
-        if error.code == "NOPERM":
-            if request.kind == "store":
-                self._forbid_stores(error)
-                return
-            self._warn_missing_right(request.right, error)
-            if request.kind == "lookup":
-                return  # loads and stores work without this right
-        if error.code in IN_STEP:
-            if error.code in ("OOM", "MISCONF", "NOREPLICAS"):
-                self._full_until = time.monotonic() + _FULL_S
-            return
-        self.lose(connection, error.code)
-        self._fail(request.kind, 0.0, error.code, request)
-        self._on_trouble()
-
-    def _warn_missing_right(self, right: str, error: ServerError) -> None:
-        if right not in self._missing_rights:
-            self._missing_rights.add(right)
-            remedy = f"(ACL SETUSER <user> +{right} ~kvoffload:* allows it)"
-            log.warning("redis at %s: %s %s", self._label, error.text, remedy)
-
-    def _forbid_stores(self, error: ServerError) -> None:
-        """Pause stores for a user without the right; loads and lookups continue."""
-        with self._lock:
-            was_full, self._full_until = self.full, time.monotonic() + _FORBIDDEN_S
-        if not was_full:
-            log.warning(
-                "redis at %s: no stores for %.0f s: %s (ACL SETUSER <user> +psetex allows them)",
-                self._label,
-                _FORBIDDEN_S,
-                error.text,
-            )
+        if self._refusals.is_failure(error, request, self._label):
+            self.lose(connection, error.code)
+            self._fail(request.kind, 0.0, error.code, request)
+            self._on_trouble()
 
     def _answered(self, took_s: float) -> None:
         """Count an answered lookup."""
