@@ -6,9 +6,10 @@ load verifies its value. A server that is down, slow or full costs misses and ne
 :mod:`~kvoffload.backends.redis.circuit_breaker`. Operators read ``docs/guides/redis.md``.
 
 Modules from the wire up: ``resp`` is the wire format, ``connection`` a socket. ``handshake``,
-``circuit_breaker``, ``bounds``, ``refusals`` and ``node`` are one server, ``discovery``,
-``allowed`` and ``topology`` are several. ``sealer`` and ``chunk_io`` have values, loads, stores and lookups. ``options`` has the
-settings, ``namespace_info`` the names of values, ``admin`` and ``doctor`` operators' commands.
+``circuit_breaker``, ``bounds``, ``refusals`` and ``node`` are one server. ``discovery``,
+``allowed`` and ``topology`` are several. ``sealer`` and ``chunk_io`` have values, loads, stores and
+lookups. ``options`` has the settings, ``namespace_info`` the names of values, ``admin`` and
+``doctor`` operators' commands.
 """
 
 import asyncio
