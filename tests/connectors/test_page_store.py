@@ -470,3 +470,41 @@ def test_pages_that_no_tier_was_asked_for_are_not_forgotten(
     assert not any(store.load(keys(6), pool.pages(range(10, 16))))
     assert store.present(keys(6)) == [False] * 4 + [True] * 2
     assert store.figures.by_event()["load_deadline"] == 6
+
+
+def test_late_reads_of_a_tier_keep_its_share_of_slots_and_the_next_one_serves_on(
+    pool, opened, planned, until
+):
+    """A plug-in's reads: nothing else bounds them."""
+    tiers = {"type": "planned", **planned.options}, {"type": "memory", "capacity": "1MiB"}
+    store = opened(*tiers, slots=32, load_timeout_s=0.2)
+    pool.fill(range(60))
+    prompts = [keys(4, 4 * i) for i in range(12)]
+    assert all(all(store.save(each, pool.pages(range(4)))) for each in prompts)
+    planned.set(process=Process("stubborn", 4.0))
+    loaded = [all(store.load(each, pool.pages(range(4, 8)))) for each in prompts]
+    assert loaded == [False] * 2 + [True] * 10  # a share is 8 of 32 slots
+    assert store._staging.num_busy == 8
+    assert store.figures.by_event()["load_hung"] == 40
+    assert all(store.save(keys(4, 100), pool.pages(range(4))))
+    until(lambda: store._staging.num_busy == 0)  # the calls have returned
+
+
+def test_late_writes_of_a_tier_keep_its_share_of_slots_and_the_next_one_stores_on(
+    pool, opened, planned, until
+):
+    tiers = {"type": "planned", **planned.options}, {"type": "memory", "capacity": "1MiB"}
+    store = opened(*tiers, slots=32, store_timeout_s=0.2)
+    pool.fill(range(60))
+    planned.set(process=Process("stubborn_write", 4.0))
+    for i in range(12):
+        begun_s = time.monotonic()
+        store.save(keys(4, 4 * i), pool.pages(range(4)))
+        assert store._staging.num_busy <= 8
+        assert i < 2 or time.monotonic() - begun_s < 0.2
+    assert store.figures.by_event()["store_hung"] == 40
+    assert all(store.load(keys(48), pool.pages(range(48))))
+    planned.set()
+    until(lambda: store._staging.num_busy == 0)  # the calls have returned
+    store.save(keys(4, 100), pool.pages(range(4)))
+    assert store.figures.by_event()["store_hung"] == 40

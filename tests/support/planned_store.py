@@ -64,6 +64,13 @@ class PlannedStore(FaultyBackend):
             return [False] * len(keys)
         return await super().read(keys, into)
 
+    async def write(self, keys, chunks):
+        plan = self._plans().process
+        if plan is not None and plan.fault == "stubborn_write":
+            await self._outlast(plan.seconds)
+            return [False] * len(keys)
+        return await super().write(keys, chunks)
+
     async def purge(self, namespaces):
         plan = self._plans().process
         if plan is not None and plan.fault == "failed_purge":
@@ -84,15 +91,19 @@ class PlannedStore(FaultyBackend):
             async with self._turn:
                 await asyncio.sleep(plan.seconds)
         elif plan.fault == "stubborn":
-            thread = asyncio.get_running_loop().run_in_executor(None, time.sleep, plan.seconds)
-            while not thread.done():
-                try:
-                    await asyncio.shield(thread)
-                except asyncio.CancelledError:
-                    continue
+            await self._outlast(plan.seconds)
             into[0][:] = b"\xee" * len(into[0])
             return True
         return False
+
+    async def _outlast(self, seconds):
+        """Wait for a thread, whatever is cancelled meanwhile."""
+        thread = asyncio.get_running_loop().run_in_executor(None, time.sleep, seconds)
+        while not thread.done():
+            try:
+                await asyncio.shield(thread)
+            except asyncio.CancelledError:
+                continue
 
 
 class ShyStore(PlannedStore):

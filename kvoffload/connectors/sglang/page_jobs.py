@@ -1,10 +1,11 @@
 """Loads and stores of pages in flight, and what they tell the thread of their call."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from kvoffload.connectors.sglang.staging_slots import Lease
+from kvoffload.connectors.sglang.staging_slots import LateSlots, Lease
 
 
 @dataclass(frozen=True)
@@ -24,21 +25,46 @@ class PageJob:
         places: of its pages in the call.
         lease: their slots, released here once the server does not use them any more.
         news: tells the thread of the call.
+        late: counts its slots while the server uses them and no call waits for it any more.
+        tier: that carries it out.
     """
 
-    def __init__(self, places: Sequence[int], lease: Lease, news: "SimpleQueue[News]") -> None:
+    def __init__(
+        self,
+        places: Sequence[int],
+        lease: Lease,
+        news: "SimpleQueue[News]",
+        late: LateSlots,
+        tier: str,
+    ) -> None:
         self.places = places
         self.lease = lease
         self._news = news
+        self._late, self._tier = late, tier
+        self._lock = threading.Lock()
+        self._is_late = self._is_over = False
 
     def arrived(self, numbers: Sequence[int]) -> None:
         self._news.put(News(self, numbers, has_ended=False))
 
     def ended(self, ok: bytes, reason: str, settled: bool, io_time_s: float) -> None:
         good = [i for i, fine in enumerate(ok) if fine]
-        self._news.put(News(self, good, has_ended=True, reason=reason))
         if settled:
-            self.lease.release()
+            self.released()
+        else:
+            self.give_up()
+        self._news.put(News(self, good, has_ended=True, reason=reason))
 
     def released(self) -> None:
+        with self._lock:
+            self._is_over, was_late = True, self._is_late
+        if was_late:
+            self._late.add(self._tier, -len(self.places))
         self.lease.release()
+
+    def give_up(self) -> None:
+        """Count as late, unless the server has released the slots; the call waits no more."""
+        with self._lock:
+            if not (self._is_over or self._is_late):
+                self._is_late = True
+                self._late.add(self._tier, len(self.places))

@@ -18,7 +18,7 @@ from kvoffload.backends.log_rate import Throttle
 from kvoffload.config import OffloadConfig, human_bytes
 from kvoffload.connectors.sglang.page_figures import PageFigures
 from kvoffload.connectors.sglang.page_jobs import News, PageJob
-from kvoffload.connectors.sglang.staging_slots import Lease, StagingSlots
+from kvoffload.connectors.sglang.staging_slots import LateSlots, Lease, StagingSlots
 from kvoffload.connectors.tier_io import TierIO
 from kvoffload.errors import ConfigError
 from kvoffload.identity import Fact, namespace, readable
@@ -73,6 +73,7 @@ class PageStore:
         self._client = self._io.client
         self._tiers = list(self._client.tiers.values())
         self._staging = staging = StagingSlots(num_slots)
+        self._late = LateSlots(max(1, num_slots // (2 * len(self._tiers))))
         self.figures = PageFigures(self._client, tokens_of, lambda: staging.num_busy * slot_bytes)
         """What became of pages."""
         self._asking = threading.Lock()
@@ -180,7 +181,10 @@ class PageStore:
         running: set[PageJob] = set()
         listing = tier.listing
         while left or running:
-            if left and (job := self._lend(left, news, until_s, running, storing=False)):
+            if left and self._late.is_full(tier.name):
+                self.figures.lose("load", "hung", len(left))
+                left.clear()
+            if left and (job := self._lend(left, news, until_s, running, tier.name)):
                 asked = [keys[i] for i in job.places]
                 sizes = [self._size(pages[i]) for i in job.places]
                 self._client.load(tier.name, asked, job.lease.slots, sizes, job)
@@ -201,6 +205,7 @@ class PageStore:
         self._not_asked(tier, len(left))
         late = [keys[i] for job in running for i in job.places if not ok[i]]
         for job in running:
+            job.give_up()
             job.lease.release()
         self._forget(tier, listing, late, "deadline")
 
@@ -242,15 +247,13 @@ class PageStore:
         news: SimpleQueue[News] = SimpleQueue()
         running: set[PageJob] = set()
         while left or running:
-            if left and (job := self._lend(left, news, until_s, running, storing=True)):
+            if left and (job := self._lend(left, news, until_s, running)):
                 for place, slot in zip(job.places, job.lease.slots, strict=True):
                     self._copy(pages[place], slot, into_slot=True)
                 job.lease.release()
                 running.remove(job)
                 begun = self._store(job, keys, pages, news, num_bars)
                 running |= begun
-                if not begun:
-                    self.figures.lose("store", "barred", len(job.places))
                 continue
             told = self._next(news, until_s) if running else None
             if told is None:
@@ -260,6 +263,8 @@ class PageStore:
                 ok[told.job.places[number]] = True
             if missing := len(told.job.places) - len(told.numbers):
                 self.figures.lose("store", told.reason, missing)
+        for job in running:
+            job.give_up()
         if late := len({*left, *(i for job in running for i in job.places)}):
             self.figures.lose("store", "deadline", late)
         self.figures.count("stored", sum(ok))
@@ -273,17 +278,24 @@ class PageStore:
         news: "SimpleQueue[News]",
         num_bars: int,
     ) -> set[PageJob]:
-        """Begin the stores of copied pages on all tiers; of none if weights may have changed."""
+        """Begin the stores of copied pages on all tiers; of none if weights may have changed.
+
+        A tier whose late calls keep its share of slots gets none either.
+        """
         asked = [keys[i] for i in job.places]
         sizes = [self._size(pages[i]) for i in job.places]
-        begun = set()
         with self._changing:
+            begun, is_barred = set[PageJob](), num_bars != self._num_bars
             for tier in self._tiers:
-                if num_bars != self._num_bars:
+                if is_barred or self._late.is_full(tier.name):
                     job.lease.release()
+                    if not is_barred:
+                        self.figures.lose("store", "hung", len(asked))
                     continue
-                begun.add(each := PageJob(job.places, job.lease, news))
+                begun.add(each := PageJob(job.places, job.lease, news, self._late, tier.name))
                 self._client.store(tier.name, asked, job.lease.slots, sizes, each)
+        if is_barred:
+            self.figures.lose("store", "barred", len(asked))
         return begun
 
     # ---- both ----
@@ -301,10 +313,13 @@ class PageStore:
         news: "SimpleQueue[News]",
         until_s: float,
         running: set[PageJob],
-        *,
-        storing: bool,
+        source: str = "",
     ) -> PageJob | None:
-        """Take slots for the next pages; wait for them only if no job runs that will give some."""
+        """Take slots for the next pages; wait for them only if no job runs that will give some.
+
+        ``source`` is the tier of a load; without one they are for a store.
+        """
+        storing = not source
         count = min(len(left), PAGES_PER_JOB)
         if storing:
             count = min(count, max(1, STORE_JOB_BYTES // self.slot_bytes))
@@ -313,7 +328,7 @@ class PageStore:
             return None
         holders = 1 + (len(self._tiers) if storing else 1)
         lease = Lease(self._staging, slots, holders, storing=storing)
-        job = PageJob([left.popleft() for _ in slots], lease, news)
+        job = PageJob([left.popleft() for _ in slots], lease, news, self._late, source)
         running.add(job)
         return job
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 
@@ -43,6 +44,28 @@ class StagingSlots:
             if storing:
                 self._for_stores += len(slots)
             self._changed.notify_all()
+
+
+class LateSlots:
+    """Counts the slots that calls of tiers still use, though their jobs have ended.
+
+    Args:
+        most: for each tier. A tier with as many gets no job until some of its calls return.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, tier: str, number: int) -> None:
+        """Add slots of a tier, or take some off; on any thread."""
+        with self._lock:
+            self._counts[tier] += number
+
+    def is_full(self, tier: str) -> bool:
+        """Whether the late calls of a tier keep its share."""
+        return self._counts[tier] >= self._most
 
 
 class Lease:
