@@ -44,6 +44,8 @@ LMCACHE_WORKERS = 4
 """The default of its adapter."""
 RAW_READ = "open, preadv, close"
 RAW_WRITE = "open, pwritev, close"
+RAW_OVERWRITE = "rename, open, pwritev, close, rename"
+RAW_REPLACE = "unlink, open, pwritev, close, rename"
 
 
 def run(folder: str | None = None, total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
@@ -60,14 +62,14 @@ def run(folder: str | None = None, total_bytes: int = TOTAL_BYTES) -> dict[str, 
         shutil.rmtree(scratch)
 
 
-def _open(root: str, io: str = "buffered", namespace: str = "bench") -> DiskBackend:
+def _open(root: str, io: str = "buffered", capacity: int = 64 << 30) -> DiskBackend:
     options = DiskOptions(
         root=root,
         io=io,
-        capacity=ByteSize(64 << 30),
+        capacity=ByteSize(capacity),
         min_free=ByteSize(0),
     )
-    backend = DiskBackend(options, namespace)
+    backend = DiskBackend(options, "bench")
     backend.wait_ready(60)
     return backend
 
@@ -99,12 +101,13 @@ class _Transfers:
         try:
             stores = self._stores(loop, backend, writers)
             loads = self._loads(loop, backend, readers)
+            full = self._full(loop, writers)
         finally:
             loop.run_until_complete(backend.close())
             loop.close()
             readers.shutdown()
             writers.shutdown()
-        return [*stores, *loads]
+        return [*stores, *full, *loads]
 
     def _row(self, case: str, seconds: float, limit: float | None, name: str | None) -> Row:
         gigabytes = self.count * self.size / 1e9
@@ -131,6 +134,30 @@ class _Transfers:
         return [
             self._row("store", min(ours), min(raw), RAW_WRITE),
             self._row("store", min(ours), min(renamed), f"{RAW_WRITE}, rename"),
+        ]
+
+    def _full(self, loop: asyncio.AbstractEventLoop, pool: ThreadPoolExecutor) -> list[Row]:
+        """Stores that each evict a chunk, against files that are overwritten or replaced."""
+        backend = _open(f"{self.root}-full", self.io, self.count * (self.size + 4096))
+        sides: list[list[float]] = [[], [], []]
+        try:
+            for turn in range(ROUNDS + 1):
+                keys = keys_of(self.count, f"turn{turn}")
+                works = (
+                    lambda keys=keys: _all(
+                        loop.run_until_complete(backend.write(keys, self.slots))
+                    ),
+                    lambda: self._strands(pool, self.writers, self._raw_overwrite),
+                    lambda: self._strands(pool, self.writers, self._raw_replace),
+                )
+                for times, work in zip(sides, works, strict=True):
+                    times.append(_timed(work))
+        finally:
+            loop.run_until_complete(backend.close())
+        ours, overwrite, replace = (min(times[1:]) for times in sides)
+        return [
+            self._row("store into a full tier", ours, overwrite, RAW_OVERWRITE),
+            self._row("store into a full tier", ours, replace, RAW_REPLACE),
         ]
 
     def _loads(
@@ -183,6 +210,17 @@ class _Transfers:
         fd = os.open(f"{self.raw}/{i}{suffix}", flags, 0o600)
         _complete(os.pwritev(fd, [self.header, self.slots[i]], 0), self.size)
         os.close(fd)
+
+    def _raw_overwrite(self, i: int) -> None:
+        os.rename(f"{self.raw}/{i}", f"{self.raw}/{i}.part")
+        fd = os.open(f"{self.raw}/{i}.part", os.O_WRONLY | self.flags)
+        _complete(os.pwritev(fd, [self.header, self.slots[i]], 0), self.size)
+        os.close(fd)
+        os.rename(f"{self.raw}/{i}.part", f"{self.raw}/{i}")
+
+    def _raw_replace(self, i: int) -> None:
+        os.unlink(f"{self.raw}/{i}")
+        self._raw_publish(i)
 
     def _raw_publish(self, i: int) -> None:
         self._raw_write(i, ".part")
