@@ -41,7 +41,7 @@ POINTS = (
     "open:chunk:after", "preadv:chunk:after", "utime:chunk:before", "utime:chunk:after",
     # evict and remove
     "unlink:chunk:before", "unlink:chunk:after", "take:chunk:before", "take:chunk:after",
-    "utime:temporary:before", "utime:temporary:after",
+    "utime:temporary:before", "utime:temporary:after", "start_writeback:temporary:after",
     # open and scan
     "mkdir:writer:after", "open:lock:after", "flock:lock:before", "rename:writer:before",
     "rename:writer:after", "flock:owner:after", "listdir:shard:before", "listdir:shard:after",
@@ -194,7 +194,7 @@ async def _life(
         root=root,
         capacity=ByteSize(capacity or 1 << 30),
         min_free=ByteSize(0),
-        io=rng.choice(("auto", "buffered")),
+        io=rng.choice(("auto", "buffered", "cached")),
         durability="fsync" if rng.random() < 0.1 or point.startswith("fsync") else "none",
         read_threads=rng.choice((1, 2, 4)),
         write_threads=rng.choice((1, 2, 3)),

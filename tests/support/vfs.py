@@ -69,6 +69,23 @@ class HookedVfs(Vfs):
         path = self._paths[fd]
         return self.around("pwritev", path, lambda: Vfs.pwritev(fd, buffers, offset))
 
+    def is_cached(self, fd: int, length: int) -> bool:
+        """See :class:`Vfs`."""
+        return self.around("is_cached", self._paths[fd], lambda: Vfs.is_cached(fd, length))
+
+    def read_cached(self, fd: int, buffers: Buffers, offset: int) -> int:
+        """See :class:`Vfs`."""
+        path = self._paths[fd]
+        return self.around("read_cached", path, lambda: Vfs.read_cached(fd, buffers, offset))
+
+    def start_writeback(self, fd: int) -> None:
+        """See :class:`Vfs`."""
+        self.around("start_writeback", self._paths[fd], lambda: Vfs.start_writeback(fd))
+
+    def bypass_cache(self, fd: int) -> None:
+        """See :class:`Vfs`."""
+        self.around("bypass_cache", self._paths[fd], lambda: Vfs.bypass_cache(fd))
+
     def fsync(self, fd: int) -> None:
         """See :class:`Vfs`."""
         self.around("fsync", self._paths[fd], lambda: Vfs.fsync(fd))
@@ -154,6 +171,10 @@ class FailingVfs(HookedVfs):
     def preadv(self, fd: int, buffers: Buffers, offset: int) -> int:
         """Read, possibly less than asked."""
         return super().preadv(fd, self._shortened("preadv", fd, buffers), offset)
+
+    def read_cached(self, fd: int, buffers: Buffers, offset: int) -> int:
+        """Read, possibly less than asked."""
+        return super().read_cached(fd, self._shortened("read_cached", fd, buffers), offset)
 
     def pwritev(self, fd: int, buffers: Buffers, offset: int) -> int:
         """Write, possibly less than asked."""

@@ -3,6 +3,7 @@
 Functions block and run on worker threads. They return an outcome with a reason, and do not raise.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -76,11 +77,18 @@ def strangeness(facts: os.stat_result) -> str | None:
 
 
 class ChunkFiles:
-    """Reads and writes chunk files; thread-safe. ``direct`` bypasses the page cache."""
+    """Reads and writes chunk files; thread-safe.
 
-    def __init__(self, vfs: Vfs, *, direct: bool, durable: bool) -> None:
+    ``direct`` bypasses the page cache. ``cached`` writes through it, loads from it what it has, and
+    loads the rest directly.
+    """
+
+    def __init__(
+        self, vfs: Vfs, *, direct: bool = False, cached: bool = False, durable: bool
+    ) -> None:
         self.vfs = vfs
         self.direct = direct
+        self.cached = cached
         self.durable = durable
         self._local = threading.local()
 
@@ -98,7 +106,9 @@ class ChunkFiles:
         try:
             header, beyond = self._pages()
             wanted = PAGE + target.nbytes
-            moved = vfs.preadv(fd, [header, target, beyond], 0)
+            moved = self._read_cached(fd, [header, target, beyond], wanted) if self.cached else 0
+            if moved < wanted:
+                moved = vfs.preadv(fd, [header, target, beyond], 0)
             if 0 < moved < wanted:
                 moved = _continue(vfs.preadv, fd, [header, target, beyond], moved)
             if moved == wanted:
@@ -138,6 +148,10 @@ class ChunkFiles:
             header[:] = pack_header(key, namespace, chunk, header_bytes=PAGE)
             if _continue(self.vfs.pwritev, fd, [header, chunk], 0) != PAGE + chunk.nbytes:
                 return Outcome("io_short")
+            if self.cached:
+                # Else the kernel gathers them, and writes them all at once in the way of loads.
+                with contextlib.suppress(OSError):
+                    self.vfs.start_writeback(fd)
             if self.durable:
                 self.vfs.fsync(fd)
             return Outcome(None, self.vfs.fstat(fd))
@@ -145,6 +159,22 @@ class ChunkFiles:
             return Outcome(reason_of(error))
         finally:
             self.vfs.close_quietly(fd)
+
+    def _read_cached(self, fd: int, buffers: list[memoryview], wanted: int) -> int:
+        """Read a file if the page cache has all of it; return the bytes read.
+
+        Else its further reads are direct. The question comes first, because a read of a file that
+        is not cached begins to read ahead.
+        """
+        with contextlib.suppress(OSError):  # the read that follows tells of an error that lasts
+            if self.vfs.is_cached(fd, wanted) and (
+                (moved := self.vfs.read_cached(fd, buffers, 0)) >= wanted
+            ):
+                return moved
+        if is_aligned(buffers[1]):
+            with contextlib.suppress(OSError):
+                self.vfs.bypass_cache(fd)
+        return 0
 
     def _flags(self, flags: int, memory: memoryview) -> int:
         return flags | os.O_DIRECT if self.direct and is_aligned(memory) else flags
@@ -231,12 +261,16 @@ def probe_direct(vfs: Vfs, path: str) -> str | None:
 
 
 def choose_io(vfs: Vfs, root: str, scratch: str, wanted: str) -> tuple[str, str | None]:
-    """Return ``direct`` or ``buffered``, and why not direct; ConfigError if that was demanded."""
+    """Return ``direct``, ``cached`` or ``buffered``, and why there is no direct I/O.
+
+    Raises:
+        ConfigError: direct I/O was demanded and does not work.
+    """
     if wanted == "buffered":
         return "buffered", None
     reason = probe_direct(vfs, scratch)
     if reason is None:
-        return "direct", None
+        return "cached" if wanted == "cached" else "direct", None
     if wanted == "direct":
         raise ConfigError("io", "direct", f"does not work at this root ({reason}); use 'auto'")
     log.warning("disk %s: direct I/O does not work (%s), using the page cache", root, reason)

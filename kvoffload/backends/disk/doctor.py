@@ -41,6 +41,10 @@ _ENGINE_SETTINGS = (
     "io", "durability", "read_threads", "write_threads", "stall_s", "trust_parent_folders",
 )  # fmt: skip
 """Settings of an engine that the measured store uses as well."""
+_WHY_DIRECT = (
+    "direct, chosen by auto: it works here and leaves the page cache to other programs; "
+    "io = cached loads faster what the cache still has"
+)
 _SHARED = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "fuse")
 _IN_MEMORY = ("tmpfs", "ramfs")
 
@@ -225,6 +229,7 @@ async def _measured(root: str, given: Mapping[str, Any]) -> list[Finding]:
             "io",
             (reason, "warning", f"{mode}: direct I/O does not work here ({reason})",
              "nothing, if the page cache may be used; otherwise another file system"),
+            (given.get("io", "auto") == "auto", "ok", _WHY_DIRECT, ""),
             (True, "ok", mode, ""),
         ),
         first_of(

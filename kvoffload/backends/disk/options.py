@@ -8,7 +8,7 @@ from kvoffload.backends.disk.limits import Limits
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
 
-IO_MODES = ("auto", "direct", "buffered")
+IO_MODES = ("auto", "direct", "cached", "buffered")
 DURABILITY = ("none", "fsync")
 MAX_THREADS = 256
 """Far more than any device needs; a typing error must not take the host down."""
@@ -24,7 +24,8 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     min_free: ByteSize = ByteSize(1 << 30)
     """Bytes of the file system to keep free."""
     io: str = "auto"
-    """``direct`` bypasses the page cache, ``buffered`` uses it, ``auto``: direct if possible."""
+    """``direct`` bypasses the page cache, ``buffered`` uses it. ``cached`` writes through it and
+    loads directly what it lacks. ``auto``: direct if possible."""
     durability: str = "none"
     """``fsync``: a stored chunk survives a power loss. ``none``: it may be missing."""
     policy: str = "handicap"

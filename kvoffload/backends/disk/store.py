@@ -79,7 +79,8 @@ class DiskStore:
         except BaseException:
             self.root.close()
             raise
-        self.files = ChunkFiles(vfs, direct=self.io_mode == "direct", durable=self._durable)
+        direct, cached = self.io_mode == "direct", self.io_mode == "cached"
+        self.files = ChunkFiles(vfs, direct=direct, cached=cached, durable=self._durable)
         self.index = Index(make_policy, self.root.limits.capacity_bytes, self._policy_failed)
         self.uses = UseTimes(self.root.limits.ttl_s, self.index.note)
         self.space = Space(

@@ -8,6 +8,8 @@ import shutil
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
+from kvoffload.backends.disk import page_cache
+
 Buffers = Sequence[bytes | bytearray | memoryview]
 
 _PIECE_BYTES = 16 << 20
@@ -24,6 +26,8 @@ class Vfs:
     preadv = staticmethod(os.preadv)
     pwritev = staticmethod(os.pwritev)
     fsync = staticmethod(os.fsync)
+    is_cached = staticmethod(page_cache.is_cached)
+    start_writeback = staticmethod(page_cache.start_writeback)
 
     def __init__(self) -> None:
         self.root_fd = -1
@@ -74,6 +78,16 @@ class Vfs:
         name, at = self._at(path)
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         return os.open(name, flags, 0o600, dir_fd=at)
+
+    @staticmethod
+    def read_cached(fd: int, buffers: Buffers, offset: int) -> int:
+        """Read what the page cache has; BlockingIOError: nothing at this place."""
+        return os.preadv(fd, buffers, offset, os.RWF_NOWAIT)
+
+    @staticmethod
+    def bypass_cache(fd: int) -> None:
+        """Do the further I/O of an open file directly."""
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
 
     def close(self, fd: int) -> None:
         if fd in self._locked:

@@ -39,6 +39,10 @@ class TestBuffered(DiskSuite):
     settings: ClassVar = {"io": "buffered"}
 
 
+class TestCached(DiskSuite):
+    settings: ClassVar = {"io": "cached"}
+
+
 class TestDurable(DiskSuite):
     settings: ClassVar = {"durability": "fsync"}
 

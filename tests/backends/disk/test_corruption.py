@@ -106,7 +106,7 @@ async def test_the_same_key_of_another_namespace_is_a_miss(store):
     await other.close()
 
 
-@pytest.mark.parametrize("io", ["auto", "buffered"])
+@pytest.mark.parametrize("io", ["auto", "buffered", "cached"])
 async def test_what_is_no_file_is_a_miss_once_and_gives_way_to_a_store(tmp_path, io):
     backend, root = open_store(tmp_path, io=io), tmp_path
     keys = keys_of(4)

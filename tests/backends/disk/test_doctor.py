@@ -266,6 +266,16 @@ async def test_a_medium_without_direct_io_is_reported_and_measured(tmp_path, mon
     assert (await found(tmp_path, io="buffered"))["io"] == ("io", "ok", "buffered", "")
 
 
+@pytest.mark.parametrize("io", ["auto", "direct", "cached"])
+async def test_the_way_of_io_is_named_and_why_auto_chose_it(tmp_path, io):
+    finding = (await found(tmp_path, io=io))["io"]
+    if "does not work" in finding.detail:
+        pytest.skip("no direct I/O here")
+    assert finding.detail.startswith("direct, chosen by auto: " if io == "auto" else io)
+    assert ("leaves the page cache" in finding.detail) == (io == "auto")
+    assert (finding.verdict, finding.remedy) == ("ok", "")
+
+
 @pytest.mark.parametrize(("seconds", "verdict"), [(0.1, "ok"), (0.2, "warning")])
 async def test_speeds_below_that_of_computing_are_warned_about(
     tmp_path, monkeypatch, seconds, verdict

@@ -131,7 +131,7 @@ async def test_every_system_call_fails_in_every_way(used, durability):
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
-@pytest.mark.parametrize("io", ["buffered", "auto"])
+@pytest.mark.parametrize("io", ["buffered", "auto", "cached"])
 async def test_short_reads_and_writes_are_gone_on_with(tmp_path, call, io):
     vfs = FailingVfs(1, None, sticky=True, when=lambda c, p: c == call and ".ledger" not in p)
     backend = DiskBackend(options(tmp_path, io=io), "short", vfs=vfs)

@@ -1,0 +1,70 @@
+"""The page cache: what it has of a file, and when the kernel writes it. Python lacks the calls."""
+
+import ctypes
+import mmap
+import os
+
+_CACHESTAT = 451
+"""Number of the system call on all processors, since Linux 6.5."""
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE
+_PROT_READ, _MAP_SHARED = 1, 1
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_quick = ctypes.PyDLL(None, use_errno=True)
+"""The same, for calls so short that giving the GIL away would cost more."""
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
+)  # fmt: skip
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
+
+
+class _Pages(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_uint64)
+        for name in ("cached", "dirty", "in_writeback", "evicted", "recently_evicted")
+    )
+
+
+def is_cached(fd: int, length: int) -> bool:
+    """Return whether the page cache has the first ``length`` bytes of a file; starts no read.
+
+    Raises:
+        OSError: the kernel does not tell.
+    """
+    pages = _Pages()
+    asked = ctypes.byref(_Range(0, length)), ctypes.byref(pages)
+    if _quick.syscall(_CACHESTAT, fd, *asked, 0) == 0:
+        return bool(pages.cached * mmap.PAGESIZE >= length)
+    return _is_mapped(fd, length)  # an older kernel, or a container that forbids the call
+
+
+def _is_mapped(fd: int, length: int) -> bool:
+    """Ask mincore(2), which tells of a mapping what is in memory."""
+    address = _libc.mmap(None, length, _PROT_READ, _MAP_SHARED, fd, 0)
+    if address == _FAILED:
+        raise _error()
+    try:
+        states = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
+        if _libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(length), states):
+            raise _error()
+        return not bytes(states).strip(b"\1")
+    finally:
+        _libc.munmap(address, length)
+
+
+def start_writeback(fd: int) -> None:
+    """Begin to write a file's changed pages, so that they do not gather; raises OSError."""
+    whole = ctypes.c_int64(0), ctypes.c_int64(0)
+    if _libc.sync_file_range(fd, *whole, ctypes.c_uint(_WRITE)):
+        raise _error()
+
+
+def _error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
