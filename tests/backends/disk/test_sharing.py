@@ -14,7 +14,7 @@ import pytest
 from disk_parts import allocated
 
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
-from kvoffload.backends.disk.paths import MANIFEST, SNAPSHOT
+from kvoffload.backends.disk.paths import MANIFEST, QUARANTINE, SNAPSHOT
 from kvoffload.backends.disk.root import ABANDONED_S
 from kvoffload.backends.disk.scanner import Scanner
 from kvoffload.backends.header import namespace_digest
@@ -228,7 +228,12 @@ from kvoffload.testing.backends import filled, keys_of, payload_of, slots
 async def main(root, seed, capacity, size, seconds):
     rng = random.Random(seed)
     backend = DiskBackend(
-        DiskOptions(root=root, capacity=ByteSize(capacity), min_free=ByteSize(0)),
+        DiskOptions(
+            root=root,
+            capacity=ByteSize(capacity),
+            min_free=ByteSize(0),
+            io=("auto", "cached", "buffered")[seed % 3],
+        ),
         f"rank{seed % 2}",
     )
     keys = keys_of(120)
@@ -309,6 +314,7 @@ def finish(process, totals):
 def check_swarm(root, kills, pause_s):
     (wrong, reads, writes), peak, capacity = swarm(root, kills=kills, pause_s=pause_s)
     assert wrong == 0
+    assert os.listdir(root / QUARANTINE) == []  # what was read while overwritten is no damage
     assert reads > 100
     assert writes > 100
     # One chunk a process, and the few small files of the root.
