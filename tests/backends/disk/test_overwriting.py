@@ -5,6 +5,7 @@ import errno
 import os
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from disk_parts import ON_DISK, SIZE, allocated, chunk_bytes, open_disk, until, write
@@ -30,8 +31,10 @@ def inodes(root):
 
 
 def store(backend, key):
-    """Store on this very thread."""
-    return backend._store.store(key, filled([key], SIZE)[0])
+    """Store while this thread waits inside a call: with another thread's page for the header."""
+    with ThreadPoolExecutor(1) as pool:
+        stored = pool.submit(backend._store.store, key, filled([key], SIZE)[0])
+        assert stored.result()
 
 
 def temporaries(root):
