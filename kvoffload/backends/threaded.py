@@ -191,15 +191,13 @@ class ThreadPoolBackend(ChunkwiseBackend):
         name = name or type(self).__name__
         prefix = f"kvoffload-{type(self).__name__}"
         loads = BlockingPool(f"{prefix}-load", threads, stall_s)
-        try:
-            stores = BlockingPool(f"{prefix}-store", store_threads, stall_s)
-        except BaseException:
-            loads.close()
-            raise
-        pools: dict[Kind, BlockingPool] = {
-            "read": loads,
-            "write": stores if store_threads else loads,
-        }
+        pools: dict[Kind, BlockingPool] = {"read": loads, "write": loads}
+        if store_threads:
+            try:
+                pools["write"] = BlockingPool(f"{prefix}-store", store_threads, stall_s)
+            except BaseException:
+                loads.close()
+                raise
         super().__init__(name, _OnThreads(self, name, pools))
 
     def at_once(self) -> int | None:

@@ -136,7 +136,7 @@ def test_an_answer_of_an_old_store_is_none_of_the_new_one(client_of, until, list
     old, new = Gated(), Gated()
     client = client_of(Unlisted(old), Unlisted(new))
     tier = client.tiers["memory"]
-    old.put(KEYS[0], memoryview(b"x"))
+    old.store(KEYS[0], memoryview(b"x"))
     assert tier.holds(KEYS[0]) is None
     assert old.is_called.wait(20)
     client.renew("1" * 64, {}, [])

@@ -19,7 +19,8 @@ COUNTING = {"count": 0, "_count": 0, "note_removed": 1, "discard": 1, "_discard"
 
 
 def calls(pattern):
-    for path in [*sorted(CODE.glob(pattern)), CODE.parent / "threaded.py"]:
+    common = (CODE.parent / name for name in ("threaded.py", "counted.py"))
+    for path in [*sorted(CODE.glob(pattern)), *common]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 yield node
