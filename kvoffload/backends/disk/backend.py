@@ -1,10 +1,10 @@
 """The disk backend: bounded, verified on every load, restored after a restart. One file a chunk.
 
-This module is the asynchronous face. ``store`` keeps the chunks: ``paths`` names their files,
-``chunk_file`` reads and writes one, ``index`` knows which exist, ``space`` makes room, and a
-``reservation`` has that of a job. ``root`` opens the folder, whose processes share ``quota``,
-``locks`` and ``limits``. ``housekeeper`` works in the background; its ``scanner`` compares the
-index with the folders.
+This module is the asynchronous face. ``store`` keeps the chunks. ``paths`` and ``shards`` name
+their files, ``chunk_file`` reads and writes one, ``page_cache`` asks the kernel what it has of one.
+``index`` knows which exist, ``space`` makes room, and a ``reservation`` has that of a job. ``root``
+opens the folder, whose processes share ``quota``, ``locks`` and ``limits``. ``housekeeper`` works
+in the background; its ``scanner`` compares the index with the folders.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.namespace_sample import described
 from kvoffload.backends.disk.options import DiskOptions
 from kvoffload.backends.disk.paths import MANIFEST
+from kvoffload.backends.disk.reservation import Reservation
 from kvoffload.backends.disk.scanner import purge
 from kvoffload.backends.disk.store import DiskStore, is_key
 from kvoffload.backends.disk.vfs import Vfs
@@ -154,7 +155,9 @@ class DiskBackend(ThreadPoolBackend):
         for key in keys:
             check_key(key)
         check_lengths(keys, chunks)
-        reservation = self._store.reservation(keys, chunks)
+        index = self._store.index
+        new = (c.nbytes for k, c in zip(keys, chunks, strict=True) if name_of(0, k) not in index)
+        reservation = Reservation(self._store.space, new)
 
         def store(i: int) -> bool:
             return self._store.store(keys[i], chunks[i].cast("B"), reservation)

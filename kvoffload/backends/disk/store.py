@@ -9,7 +9,6 @@ import contextlib
 import errno
 import logging
 import os
-import stat
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,15 +20,14 @@ from kvoffload.backends.disk.chunk_file import (
     can_become,
     choose_io,
     reason_of,
-    strangeness,
 )
 from kvoffload.backends.disk.expiry import UseTimes
 from kvoffload.backends.disk.index import Index, Name, name_of, split_name
 from kvoffload.backends.disk.options import DiskOptions
-from kvoffload.backends.disk.paths import shard_of
 from kvoffload.backends.disk.quarantine import Quarantine
 from kvoffload.backends.disk.reservation import Reservation
 from kvoffload.backends.disk.root import RootHandle
+from kvoffload.backends.disk.shards import Shards
 from kvoffload.backends.disk.space import Space
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import MAX_KEY_BYTES, OTHER_VERSION, namespace_digest
@@ -59,12 +57,11 @@ class DiskStore:
         """Folder names by number; 0 is this backend's own."""
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
-        most_large = options.write_threads or _LARGE_WRITES
-        self._large_writes = threading.BoundedSemaphore(most_large)
+        self._large_writes = threading.BoundedSemaphore(options.write_threads or _LARGE_WRITES)
         self._counts: Counter[str] = Counter()
         self._damaged, self._undeletable, self._unreadable = (Throttle(log) for _ in range(3))
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
-        self._checked_shards: set[str] = set()
+        self._shards = Shards(vfs, self.count)
         self._durable = options.durability == "fsync"
         make_policy = load(POLICIES, options.policy, "policy")
         try:
@@ -111,27 +108,11 @@ class DiskStore:
     def path_of(self, name: Name) -> str:
         """Return where a chunk lies."""
         number, key = split_name(name)
-        shard = f"{self.path}/{self.namespaces[number]}/{shard_of(key)}"
-        if shard not in self._checked_shards:
-            self._check_shard(shard)
-        return f"{shard}/{key.hex()}"
+        return self._shards.path_of(f"{self.path}/{self.namespaces[number]}", key)
 
     def forget_shards(self) -> None:
         """Check each shard again at its next use; a check at every use would cost a system call."""
-        self._checked_shards.clear()
-
-    def _check_shard(self, shard: str) -> None:
-        """Remove a link or file in place of a shard folder; the next store makes the folder."""
-        try:
-            facts = self.vfs.lstat(shard)
-            if not stat.S_ISDIR(facts.st_mode):
-                self.vfs.unlink(shard)
-                kind = "corrupt_link" if stat.S_ISLNK(facts.st_mode) else strangeness(facts)
-                self.count(kind or "corrupt_special")
-                log.warning("disk: %s was no folder and is removed", shard)
-        except OSError:
-            return  # missing or unusable: opening a file in it reports why
-        self._checked_shards.add(shard)
+        self._shards.forget()
 
     # ---- figures ---------------------------------------------------------------------------
 
@@ -192,15 +173,6 @@ class DiskStore:
             if self.index.size(name) is None:
                 self.index.found([(name, facts.st_blocks * 512)])
             self.index.hide([name])
-
-    def reservation(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> Reservation:
-        """Return the room for a job that stores these chunks; its owner closes it."""
-        new = (
-            chunk.nbytes
-            for key, chunk in zip(keys, chunks, strict=True)
-            if name_of(0, key) not in self.index
-        )
-        return Reservation(self.space, new)
 
     def store(self, key: bytes, chunk: memoryview, reservation: Reservation | None = None) -> bool:
         """Store a chunk, in room of ``reservation`` if it is one of a job."""
@@ -347,8 +319,7 @@ class DiskStore:
     def take_over(self, name: Name, chunk_bytes: int) -> str | None:
         """Evict a chunk whose file the next chunk of this length can overwrite.
 
-        Returns the file's path among the temporary files; the quota goes on counting it. None: the
-        chunk stays. Its file may be open in a reader, whose verification then fails.
+        Returns the file's path among the temporary files, still counted; None: the chunk stays.
         """
         path = self.path_of(name)
         with self._publishing:

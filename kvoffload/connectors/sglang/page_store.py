@@ -320,9 +320,8 @@ class PageStore:
         ``source`` is the tier of a load; without one they are for a store.
         """
         storing = not source
-        count = min(len(left), PAGES_PER_JOB)
-        if storing:
-            count = min(count, max(1, STORE_JOB_BYTES // self.slot_bytes))
+        most = max(1, STORE_JOB_BYTES // self.slot_bytes) if storing else PAGES_PER_JOB
+        count = min(len(left), PAGES_PER_JOB, most)
         slots = self._staging.take(count, storing=storing, until_s=0.0 if running else until_s)
         if not slots:
             return None
