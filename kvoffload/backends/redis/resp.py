@@ -21,6 +21,8 @@ MAX_VALUE_BYTES = 512 << 20
 """The limit of a Redis string."""
 _MAX_TABLE_DEPTH = 6
 _CRLF = b"\r\n"
+_BITS = {b":0": 0, b":1": 1}
+"""Most of the numbers that lookups bring."""
 
 
 class ProtocolError(Exception):
@@ -128,15 +130,11 @@ class ReplyReader:
         """Read so many integers or errors."""
         values: list[int | ServerError] = []
         while len(values) < count:
-            for line in self._lines(count - len(values)):
-                if line == b":1":
-                    values.append(1)
-                elif line == b":0":
-                    values.append(0)
-                elif isinstance(value := self._simple(line), int | ServerError):
-                    values.append(value)
-                else:
-                    raise ProtocolError("a text instead of a number")
+            lines = self._lines(count - len(values))
+            try:
+                values += [_BITS[line] for line in lines]
+            except KeyError:
+                values += map(self._integer, lines)
         return values
 
     def chunk(self, header: memoryview, rest: Sequence[memoryview]) -> Filled | ServerError | None:
@@ -251,6 +249,11 @@ class ReplyReader:
         if count < -1 or endless or depth == _MAX_TABLE_DEPTH:
             raise ProtocolError(f"an array of {count} elements in a table")
         return [self._nested(depth + 1) for _ in range(count)]
+
+    def _integer(self, line: bytes) -> int | ServerError:
+        if isinstance(value := self._simple(line), int | ServerError):
+            return value
+        raise ProtocolError("a text instead of a number")
 
     @staticmethod
     def _simple(line: bytes) -> bytes | int | ServerError:

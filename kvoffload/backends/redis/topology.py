@@ -66,7 +66,7 @@ class Topology:
 
     def node(self, tag: bytes) -> Node | None:
         """Return the server of a key's hash tag, or None while it is unknown."""
-        node = self._slots[key_slot(tag)]
+        node = self._slots[key_slot(tag) if self._is_cluster else 0]
         if node is None:
             self._refresher.wake()
         return node
