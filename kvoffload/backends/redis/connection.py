@@ -22,7 +22,8 @@ from kvoffload.backends.redis.resp import ProtocolError, Reply, ReplyReader, enc
 _TLS_BYTES = 64 << 10
 """Bytes that TLS encrypts at once."""
 _LEAST_S = 0.001
-_RECENT_S = 0.02
+_RECENT_S = 0.002
+"""So soon after a command no server was restarted."""
 T = TypeVar("T")
 _NOT_READY = (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
