@@ -187,7 +187,7 @@ class Interruptible(Dictionary):
     def interrupt(self, thread):
         self.ended[thread].set()
 
-    def get(self, key, into):
+    def load(self, key, into):
         me = threading.get_ident()
         self.ended[me] = threading.Event()
         self.inside.add(me)
