@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +26,8 @@ from kvoffload.connectors.sglang import storage
 
 BATCH = 128
 TOKENS = 64
+TEXT = {"is_multimodal": False, "is_audio_model": False}
+"""Of a model without images."""
 
 
 class Pool:
@@ -73,12 +76,13 @@ class Ours:
         disk |= {"type": "disk", "root": str(folder), "capacity": "8GiB", "min_free": 0}
         config = make_config()
         config.extra_config = {"interface_v1": 1, "backends": [disk], "io": form}
-        self.backend = storage.KVOffloadHiCache(config, {})
-        self.backend.register_mem_pool_host(pool)
-        with (
-            patch.object(storage, "get_server_args"),
-            patch.object(storage, "model_facts", lambda args, settings: {"weights": "random"}),
+        with (  # there is no engine whose configuration could be asked
+            patch.object(storage, "check_hooks"),
+            patch.object(storage, "process_model_config", lambda: SimpleNamespace(**TEXT)),
+            patch.object(storage, "engine_facts", lambda settings: {"weights": "random"}),
         ):
+            self.backend = storage.KVOffloadHiCache(config, {})
+            self.backend.register_mem_pool_host(pool)
             self.backend.on_host_pools_registered()
 
     def save(self, keys: list[str], pages: range) -> bool:
