@@ -10,7 +10,7 @@ import pytest
 
 from kvoffload.config import parse_config
 from kvoffload.config_sources import read_file
-from kvoffload.connectors.vllm.settings import VllmConfigSettings
+from kvoffload.connectors.vllm.start import VllmConfigSettings
 from kvoffload.registry import check_plugins
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -10,7 +10,7 @@ import pytest
 import kvoffload
 from kvoffload.cli.main import COMMANDS
 from kvoffload.config import KNOWN_HINTS
-from kvoffload.connectors.vllm.settings import VllmConfigSettings
+from kvoffload.connectors.vllm.start import VllmConfigSettings
 
 pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
 

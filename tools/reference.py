@@ -77,7 +77,7 @@ def settings() -> Iterator[str]:
     """Yield the lines of the page of settings."""
     from kvoffload.config import OffloadConfig
     from kvoffload.connectors.sglang.hicache_settings import HiCacheSettings
-    from kvoffload.connectors.vllm.settings import VllmConfigSettings
+    from kvoffload.connectors.vllm.start import VllmConfigSettings
 
     yield from _begin(
         "Settings",

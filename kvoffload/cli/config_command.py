@@ -29,7 +29,7 @@ from kvoffload.connectors.sglang.hicache_settings import (
     HiCacheSettings,
     gather_settings,
 )
-from kvoffload.connectors.vllm.settings import VllmConfigSettings
+from kvoffload.connectors.vllm.start import VllmConfigSettings
 from kvoffload.errors import HIDDEN, ConfigError, shown
 from kvoffload.registry import BACKENDS, check_plugins, load, offers
 

@@ -14,7 +14,7 @@ from kvoffload.cli.config_command import Engine, json_schema
 from kvoffload.cli.main import main
 from kvoffload.config import OffloadConfig, parse_config
 from kvoffload.config_sources import gather, read_file
-from kvoffload.connectors.vllm.settings import VllmConfigSettings
+from kvoffload.connectors.vllm.start import VllmConfigSettings
 from kvoffload.errors import ConfigError
 from kvoffload.registry import read_options
 from tests.support import redis_server

@@ -8,10 +8,8 @@ import pytest
 from kvoffload.backends.base import Removal
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.config import parse_config
-from kvoffload.connectors.vllm import worker_presence
-from kvoffload.connectors.vllm.presence_messages import Question
-from kvoffload.connectors.vllm.rank_tiers import QUIET_S, RankTiers
-from kvoffload.connectors.vllm.worker_presence import WorkerPresence
+from kvoffload.connectors.vllm import rank_tiers
+from kvoffload.connectors.vllm.rank_tiers import QUIET_S, Question, RankTiers, WorkerPresence
 from kvoffload.io.chunk_jobs import same_length
 from kvoffload.io.open_stores import OpenStore
 from kvoffload.io.protocol import Present
@@ -139,7 +137,7 @@ async def test_chunks_that_all_ranks_have_hit_as_soon_as_their_reports_are_in(ra
 
 
 async def test_a_listing_comes_in_portions(ranks, monkeypatch):
-    monkeypatch.setattr(worker_presence, "MAX_CHANGES", 4)
+    monkeypatch.setattr(rank_tiers, "MAX_CHANGES", 4)
     for rank in range(2):
         earlier = MemoryBackend(MemoryOptions(), "earlier")
         await earlier.write(KEYS, filled(KEYS))
@@ -178,8 +176,8 @@ async def test_a_question_whose_answer_does_not_come_in_time_is_no(ranks, monkey
     assert tier.take_questions() == KEYS[:2]
     tier.answered(Present("tier", KEYS[:1], [True]))
     assert worker.take_answers() == []
-    late_s = worker_presence.time.monotonic() + tier.lookup_timeout_s
-    monkeypatch.setattr(worker_presence.time, "monotonic", lambda: late_s)
+    late_s = rank_tiers.time.monotonic() + tier.lookup_timeout_s
+    monkeypatch.setattr(rank_tiers.time, "monotonic", lambda: late_s)
     answers = {answer.number: answer.present for answer in worker.take_answers()}
     assert answers == {1: [True, False], 2: [False]}
     tier.answered(Present("tier", KEYS[:2], [True, True]))
@@ -315,10 +313,10 @@ async def test_only_removals_of_what_was_announced_are_told_of(ranks, tier):
 
 
 def test_announced_chunks_of_a_store_that_lists_nothing_are_bounded(monkeypatch):
-    from kvoffload.connectors.vllm import asked_tier
+    from kvoffload.connectors.vllm import rank_tiers
 
-    monkeypatch.setattr(asked_tier, "MAX_ANNOUNCED", 2)
-    tier = asked_tier.AskedTier(1, 1.0)
+    monkeypatch.setattr(rank_tiers, "MAX_ANNOUNCED", 2)
+    tier = rank_tiers.AskedTier(1, 1.0)
     tier.written(KEYS[:3])
     tier.removed([Removal(key, "evicted") for key in KEYS[:3]])
     assert [removal.key for removal in tier.take_removals()] == KEYS[1:3]

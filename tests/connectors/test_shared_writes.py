@@ -8,7 +8,7 @@ import torch
 
 from kvoffload.config import BackendConfig, OffloadConfig
 from kvoffload.connectors.builder import TieredOffloadingSpec
-from kvoffload.connectors.vllm.shared_writes import SharedWrites
+from kvoffload.connectors.vllm.kv_caches import SharedWrites
 from kvoffload.messages import (
     BackendLoadStoreSpec,
     CanonicalKVCacheRef,

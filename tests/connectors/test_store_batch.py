@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
+from kvoffload.connectors.vllm.kv_caches import Store, StoreBatch
 from kvoffload.connectors.vllm.quiet_steps import KnownLookups
-from kvoffload.connectors.vllm.store_batch import Store, StoreBatch
 from kvoffload.messages import GPULoadStoreSpec, TransferResult
 
 

@@ -12,7 +12,7 @@ import warnings
 import pytest
 import torch
 
-from kvoffload.connectors.vllm.versions import installed_version
+from kvoffload.connectors.vllm.start import installed_version
 from kvoffload.core.cache_stats import AllBlocksCleared, BlockRemoved, BlockStored
 from kvoffload.core.hashing import HashChain, MultiModalItem
 from kvoffload.core.interface import (

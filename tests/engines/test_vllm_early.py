@@ -3,7 +3,7 @@
 import pytest
 
 from kvoffload import registry
-from kvoffload.connectors.vllm.settings import read_settings
+from kvoffload.connectors.vllm.start import read_settings
 from kvoffload.errors import ConfigError
 
 

@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from kvoffload.connectors.vllm import logs
-from kvoffload.connectors.vllm.logs import follow_vllm
+from kvoffload.connectors.vllm import start
+from kvoffload.connectors.vllm.start import follow_vllm
 
 STORE = logging.getLogger("kvoffload.backends.redis.node")
 AWAY = "redis at %s is left alone until it answers again: %s"
@@ -112,7 +112,7 @@ def test_what_goes_on_is_said_again_after_a_while(loggers, monkeypatch):
     said = lines_of(loggers[1])
     follow_vllm(configures=True)
     now_s = 1000.0
-    monkeypatch.setattr(logs.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(start.time, "monotonic", lambda: now_s)
     for now_s in (1000.0, 1040.0, 1061.0, 1100.0):  # noqa: B007 - read by the clock
         STORE.warning("disk %s: writing paused, %s", "/kv", "full")
     assert len(said()) == 2

@@ -2,15 +2,13 @@
 
 import types
 
-from kvoffload.connectors.vllm.client_params import ClientParams
-from kvoffload.connectors.vllm.explained_requests import ExplainedRequests
+from kvoffload.connectors.vllm.client_requests import ClientParams, ExplainedRequests
+from kvoffload.connectors.vllm.engine_weights import Generations
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.operators import Operators
-from kvoffload.connectors.vllm.quiet_steps import DueRequests
+from kvoffload.connectors.vllm.quiet_steps import DueRequests, StepMeter
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
-from kvoffload.connectors.vllm.settings import read_settings
-from kvoffload.connectors.vllm.step_meter import StepMeter
-from kvoffload.connectors.vllm.weights_watch import Generations
+from kvoffload.connectors.vllm.start import read_settings
 
 GROUP = types.SimpleNamespace(
     group_idx=0, tokens_per_chunk=16, sliding_window_size_in_chunks=None, requires_cow_source=False

@@ -9,7 +9,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvoffload.connectors.vllm.versions import explained
+from kvoffload.connectors.vllm.start import explained
 
 if TYPE_CHECKING:
     from kvoffload.connectors.vllm.connector import KVOffloadConnector
@@ -34,6 +34,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with explained(name):
         found = import_module(f"{__name__}.connector").KVOffloadConnector
-        import_module(f"{__name__}.early").check_asker(sys._getframe(1))
+        import_module(f"{__name__}.start").check_asker(sys._getframe(1))
         register()  # for a process in which plug-ins are switched off
         return found

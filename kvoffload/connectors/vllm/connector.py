@@ -1,4 +1,4 @@
-"""The connector that vLLM loads: ``KVOffloadConnector``."""
+"""The connector that vLLM loads, ``KVOffloadConnector``, and the spec that its halves read."""
 
 import logging
 import time
@@ -17,20 +17,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
     build_offloading_config,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload.base import CanonicalKVCaches as VllmCaches
+from vllm.v1.kv_offload.base import OffloadingMetricMetadata, OffloadingSpec
+from vllm.v1.kv_offload.base import OffloadingWorker as VllmWorker
 
-from kvoffload.connectors.vllm.adapters import hash_adapters
-from kvoffload.connectors.vllm.client_images import refuse_weak_hashes, warn_of_images
-from kvoffload.connectors.vllm.cpu_affinity import warn_of_cores
-from kvoffload.connectors.vllm.early import check_settings
-from kvoffload.connectors.vllm.engine_metrics import EngineStats
-from kvoffload.connectors.vllm.fingerprint import check_layout, hash_root
+from kvoffload.connectors.vllm.client_requests import refuse_weak_hashes, warn_of_images
+from kvoffload.connectors.vllm.engine_metrics import EngineStats, metric_definitions
+from kvoffload.connectors.vllm.engine_weights import hash_adapters, watch_weights
+from kvoffload.connectors.vllm.fingerprint import hash_root
+from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.operators import wake_for_operators
 from kvoffload.connectors.vllm.quiet_steps import KnownLookups
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
-from kvoffload.connectors.vllm.settings import VllmConfigSettings
-from kvoffload.connectors.vllm.spec import HalvesSpec
+from kvoffload.connectors.vllm.start import (
+    VllmConfigSettings,
+    check_layout,
+    check_settings,
+    warn_of_cores,
+)
 from kvoffload.connectors.vllm.step_messages import IDLE_STEP, StepMetadata
-from kvoffload.connectors.vllm.weights_watch import watch_weights
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
 from kvoffload.transfer.slab import check_host_memory
 
@@ -301,3 +306,26 @@ def warn_of_settings(vllm_config: Any, settings: VllmConfigSettings) -> None:
             "another instance. Set --prefix-caching-hash-algo sha256.",
             vllm_config.cache_config.prefix_caching_hash_algo,
         )
+
+
+class HalvesSpec(OffloadingSpec):  # type: ignore[misc]  # untyped base
+    """What vLLM reads from a spec, for :class:`KVOffloadConnector`."""
+
+    def __init__(self, config: Any, settings: VllmConfigSettings) -> None:
+        super().__init__(config)
+        self.offload_prompt_only = settings.offload_prompt_only
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        """Name the metrics we emit; called in the API server's process."""
+        return metric_definitions()
+
+    def get_manager(self) -> ManagerAdapter:
+        """Make the adapter; the ledger comes when the workers are known."""
+        return ManagerAdapter()
+
+    def get_worker(self, kv_caches: VllmCaches) -> VllmWorker:
+        """Never called: our worker half builds its own."""
+        raise NotImplementedError

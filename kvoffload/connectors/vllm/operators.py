@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 from kvoffload.connectors.cache_lookup import KeyedGroup, look_up, tiers_of
 from kvoffload.connectors.control_server import ControlServer, Orders, Refused, serve_operators
 from kvoffload.connectors.tier_io import tier_names
-from kvoffload.connectors.vllm.weights_watch import our_connectors
+from kvoffload.connectors.vllm.engine_weights import our_connectors
 from kvoffload.control import HOST, EngineFacts, Found
 
 BLOCKS_AT_ONCE = 32

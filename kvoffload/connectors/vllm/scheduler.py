@@ -21,28 +21,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from kvoffload.connectors.builder import make_host_cache, make_manager
 from kvoffload.connectors.jobs import JobTable
 from kvoffload.connectors.spans import open_spans
-from kvoffload.connectors.vllm import offered_again, withheld_stores
 from kvoffload.connectors.vllm import self_test as canary
-from kvoffload.connectors.vllm.adapters import is_told
-from kvoffload.connectors.vllm.client_images import is_trusted
-from kvoffload.connectors.vllm.client_params import ClientParams
-from kvoffload.connectors.vllm.early import check_role
+from kvoffload.connectors.vllm import withheld_stores
+from kvoffload.connectors.vllm.client_requests import ClientParams, ExplainedRequests, is_trusted
 from kvoffload.connectors.vllm.engine_metrics import hit_tokens
-from kvoffload.connectors.vllm.explained_requests import ExplainedRequests
+from kvoffload.connectors.vllm.engine_weights import Generations, is_told
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.operators import Operators
-from kvoffload.connectors.vllm.quiet_steps import DueRequests, has_orders
+from kvoffload.connectors.vllm.quiet_steps import DueRequests, StepMeter, has_orders
 from kvoffload.connectors.vllm.rank_tiers import RankTiers
-from kvoffload.connectors.vllm.settings import VllmConfigSettings
+from kvoffload.connectors.vllm.start import VllmConfigSettings, check_role, writes_before_flush
 from kvoffload.connectors.vllm.step_messages import (
     IDLE_STEP,
     StepMetadata,
     WorkerInfo,
     WorkerReport,
 )
-from kvoffload.connectors.vllm.step_meter import StepMeter
-from kvoffload.connectors.vllm.versions import writes_before_flush
-from kvoffload.connectors.vllm.weights_watch import Generations
 from kvoffload.errors import ConfigError
 from kvoffload.identity import namespace, short
 from kvoffload.offload.base import Job, LoadJob, OffloadKey, Transfer
@@ -289,7 +283,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         output = withheld_stores.without_reloading(self, withheld_stores.without_barred(self, due))
         theirs = super().build_connector_meta(output)
         self._due.visited(due, self._req_status)
-        offered_again.offer_refused(self)
+        withheld_stores.offer_refused(self)
         orders = StepMetadata(theirs.load_jobs, theirs.store_jobs, theirs.jobs_to_flush)
         if self._table is not None:
             jobs = self.adapter.take_jobs()
@@ -379,7 +373,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             if status is not None and not status.finished_signaled:
                 self._failed_loads[req_id] += 1
                 self._explained.load_failed(req_id, job)
-                offered_again.offer_lost(self, status)
+                withheld_stores.offer_lost(self, status)
 
     # ---- the rest of an engine's life ----
 

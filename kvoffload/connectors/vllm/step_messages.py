@@ -10,8 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 
 from kvoffload.backends.base import Removal
 from kvoffload.connectors.jobs import JobTable, well_on_both
-from kvoffload.connectors.vllm.presence_messages import Answer, IndexPart, Question
-from kvoffload.connectors.vllm.shared_writes import Write
+from kvoffload.connectors.vllm.kv_caches import Write
+from kvoffload.connectors.vllm.rank_tiers import Answer, IndexPart, Question
 from kvoffload.identity import Fact
 from kvoffload.messages import TransferResult
 from kvoffload.offload.base import Job

@@ -19,18 +19,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 )
 
 from kvoffload.connectors.builder import TieredOffloadingSpec
-from kvoffload.connectors.vllm.cpu_affinity import unbound
+from kvoffload.connectors.vllm.engine_weights import UPDATES, name_for_all_ranks
 from kvoffload.connectors.vllm.fingerprint import resolve_facts
-from kvoffload.connectors.vllm.kv_caches import GpuEnd, canonical, layers_of_groups
+from kvoffload.connectors.vllm.kv_caches import (
+    PARTIAL_CHUNK,
+    GpuEnd,
+    SharedWrites,
+    Store,
+    StoreBatch,
+    canonical,
+    layers_of_groups,
+)
+from kvoffload.connectors.vllm.rank_tiers import WorkerPresence
 from kvoffload.connectors.vllm.self_test import check_tiers
-from kvoffload.connectors.vllm.settings import VllmConfigSettings
-from kvoffload.connectors.vllm.shared_writes import SharedWrites
+from kvoffload.connectors.vllm.start import VllmConfigSettings, is_synchronous, unbound
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
-from kvoffload.connectors.vllm.store_batch import PARTIAL_CHUNK, Store, StoreBatch
-from kvoffload.connectors.vllm.versions import is_synchronous
-from kvoffload.connectors.vllm.weights_source import name_for_all_ranks
-from kvoffload.connectors.vllm.weights_watch import UPDATES
-from kvoffload.connectors.vllm.worker_presence import WorkerPresence
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.messages import TransferResult
 from kvoffload.metrics.endpoint import MetricsServer, serve_metrics

@@ -2,9 +2,9 @@
 
 import time
 
-from kvoffload.connectors.vllm import weights_source
+from kvoffload.connectors.vllm import engine_weights
 from kvoffload.connectors.vllm.fingerprint import resolve_facts
-from kvoffload.connectors.vllm.settings import read_settings
+from kvoffload.connectors.vllm.start import read_settings
 
 
 def config_of(model, **options):
@@ -43,5 +43,5 @@ def facts_of(config, *, spec=None, replicated=False, **settings):
     cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[group])
     tensors = {name: torch.zeros(8, 2, 32, 128, dtype=torch.bfloat16) for name in layers}
     asked = read_settings({"cpu_bytes": "16MiB", **settings})
-    weights_source.process_begun_ns = time.time_ns  # the test has written the model itself
+    engine_weights.process_begun_ns = time.time_ns  # the test has written the model itself
     return resolve_facts(config, cache, tensors, asked, replicated)

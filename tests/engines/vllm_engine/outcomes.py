@@ -9,7 +9,7 @@ import json
 import os
 from pathlib import Path
 
-from kvoffload.connectors.vllm.versions import installed_version
+from kvoffload.connectors.vllm.start import installed_version
 
 FILE = Path(__file__).with_name("outcomes.json")
 seen = {}

@@ -13,7 +13,7 @@ import vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector as thei
 from vllm.v1.kv_offload.base import LookupResult
 
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
-from kvoffload.connectors.vllm.settings import read_settings
+from kvoffload.connectors.vllm.start import read_settings
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
 from kvoffload.offload.hints import NO_HINTS
 

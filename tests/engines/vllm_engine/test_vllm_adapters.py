@@ -14,7 +14,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine.core import EngineCore
 
-from kvoffload.connectors.vllm.adapters import hash_adapters, is_told
+from kvoffload.connectors.vllm.engine_weights import hash_adapters, is_told
 from kvoffload.connectors.vllm.withheld_stores import bar_changed_adapters
 
 

@@ -23,7 +23,7 @@ from kvoffload.connectors import builder
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.vllm.kv_caches import GpuEnd, canonical
 from kvoffload.connectors.vllm.self_test import check_tiers
-from kvoffload.connectors.vllm.settings import read_settings
+from kvoffload.connectors.vllm.start import read_settings
 from kvoffload.errors import ConfigError
 from kvoffload.testing.faults import FaultyBackend, Plan
 from kvoffload.transfer.cuda.stream_copier import StreamCopier

@@ -9,7 +9,7 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 
 from vllm.v1.kv_offload.base import Locality, TierFilter
 
-from kvoffload.connectors.vllm.client_params import ClientParams
+from kvoffload.connectors.vllm.client_requests import ClientParams
 from tests.engines.vllm_engine.test_vllm_uses import Vllm
 
 MANY = 20_000

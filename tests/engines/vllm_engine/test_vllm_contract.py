@@ -118,13 +118,13 @@ OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
             },
         ),
         (
-            # Its argument is read from its frame: see early.py.
+            # Its argument is read from its frame: see start.py.
             "vllm.distributed.kv_transfer.kv_connector.factory",
             "KVConnectorFactory",
             {"get_connector_class": ["cls", "kv_transfer_config"]},
         ),
         (
-            # Wrapped: see weights_watch.py and adapters.py.
+            # Wrapped: see engine_weights.py.
             "vllm.v1.engine.core",
             "EngineCore",
             {

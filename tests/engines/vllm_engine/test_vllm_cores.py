@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
-from kvoffload.connectors.vllm.cpu_affinity import RESERVED, unbound, warn_of_cores
+from kvoffload.connectors.vllm.start import RESERVED, unbound, warn_of_cores
 
 
 def test_cores_that_vllm_would_choose_otherwise_with_a_connector_are_warned_of(caplog, monkeypatch):

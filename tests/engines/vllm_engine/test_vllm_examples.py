@@ -25,7 +25,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvoffload import registry
 from kvoffload.config import convert
-from kvoffload.connectors.vllm.settings import read_settings
+from kvoffload.connectors.vllm.start import read_settings
 from tests.support.engine_process import kill_group
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "vllm"

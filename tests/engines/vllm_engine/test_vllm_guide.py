@@ -10,7 +10,7 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 
 from vllm.config import KVTransferConfig
 
-from kvoffload.connectors.vllm.settings import read_settings
+from kvoffload.connectors.vllm.start import read_settings
 
 ROOT = Path(__file__).parents[3]
 GUIDE = (ROOT / "docs" / "guides" / "vllm.md").read_text()

@@ -10,7 +10,7 @@ from kvoffload import registry
 from kvoffload.backends.disk.backend import DiskBackend
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.vllm.self_test import check_tiers
-from kvoffload.connectors.vllm.settings import read_settings
+from kvoffload.connectors.vllm.start import read_settings
 from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,

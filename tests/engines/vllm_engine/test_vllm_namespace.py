@@ -19,11 +19,16 @@ import vllm.config
 from vllm import envs
 from vllm.config import VllmConfig
 
-from kvoffload.connectors.vllm import fingerprint, request_length, weights_source
+from kvoffload.connectors.vllm import engine_weights, fingerprint
 from kvoffload.connectors.vllm import harmless_fields as harmless
-from kvoffload.connectors.vllm.fingerprint import variables
-from kvoffload.connectors.vllm.request_length import length_fact, long_rope
-from kvoffload.connectors.vllm.variables_elsewhere import FACTS, HARMLESS, is_fact
+from kvoffload.connectors.vllm.fingerprint import (
+    ELSEWHERE,
+    HARMLESS_ELSEWHERE,
+    is_fact,
+    length_fact,
+    long_rope,
+    variables,
+)
 from kvoffload.errors import ConfigError
 from kvoffload.identity import namespace
 from tests.engines.vllm_engine.configs import config_of, facts_of
@@ -82,7 +87,7 @@ def model(models):
 def loaded_models(monkeypatch):
     """Modules of models that count as loaded; other tests of this process may have loaded more."""
     loaded = []
-    monkeypatch.setattr(request_length, "_loaded_models", lambda: loaded)
+    monkeypatch.setattr(fingerprint, "_loaded_models", lambda: loaded)
     return loaded
 
 
@@ -457,9 +462,9 @@ def test_variables_that_vllm_reads_elsewhere_are_sorted():
         for name in READ_ELSEWHERE.findall(file.read_text(errors="replace"))
     } - envs.environment_variables.keys()
     assert len(found) > 50
-    unsorted = {name for name in found if not is_fact(name) and name not in HARMLESS}
+    unsorted = {name for name in found if not is_fact(name) and name not in HARMLESS_ELSEWHERE}
     assert not unsorted
-    assert not FACTS & HARMLESS
+    assert not ELSEWHERE & HARMLESS_ELSEWHERE
 
 
 def test_a_variable_of_a_kernel_is_a_fact_where_it_is_set(model, monkeypatch):
@@ -523,7 +528,7 @@ def test_the_setting_names_the_weights_of_the_draft_too(model, tmp_path, monkeyp
     shutil.copytree(model, tmp_path / "draft")
     draft = {"model": str(tmp_path / "draft"), "num_speculative_tokens": 2}
     options = {"speculative_config": {**draft, "method": "draft_model"}}
-    monkeypatch.setattr(weights_source, "reads_files", lambda model, loading: False)
+    monkeypatch.setattr(engine_weights, "reads_files", lambda model, loading: False)
     assert known(model, options) != known(model, options)
     assert known(model, options, weights_id="w") == known(model, options, weights_id="w")
 

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
-from kvoffload.connectors.vllm.versions import installed_version
+from kvoffload.connectors.vllm.start import installed_version
 from tests.engines.vllm_engine.own_suite_files import NOT_OURS, RUN
 
 pytestmark = pytest.mark.timeout(900)

@@ -14,10 +14,10 @@ from bare_half import bare_half
 from kvoffload import registry
 from kvoffload.backends.base import Removal
 from kvoffload.connectors.builder import TieredOffloadingSpec
+from kvoffload.connectors.vllm.engine_weights import UPDATES
 from kvoffload.connectors.vllm.scheduler import OffloadingConnectorScheduler
-from kvoffload.connectors.vllm.settings import read_settings
+from kvoffload.connectors.vllm.start import read_settings
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
-from kvoffload.connectors.vllm.weights_watch import UPDATES
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
 from kvoffload.errors import ConfigError
 from kvoffload.messages import TransferResult, make_offload_key

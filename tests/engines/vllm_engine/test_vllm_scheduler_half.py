@@ -19,8 +19,8 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from kvoffload import registry
 from kvoffload.backends.base import Removal
-from kvoffload.connectors.vllm import offered_again
-from kvoffload.connectors.vllm.presence_messages import Answer, IndexPart
+from kvoffload.connectors.vllm import withheld_stores
+from kvoffload.connectors.vllm.rank_tiers import Answer, IndexPart
 from kvoffload.connectors.vllm.scheduler import (
     IDLE_S,
     KVOffloadScheduler,
@@ -182,7 +182,7 @@ def test_chunks_that_found_no_room_are_offered_again_while_their_request_runs(me
     def offer():
         output = half.adapter.prepare_store(KEYS[:4], ReqContext("r"))
         state.next_stored_chunk_idx = 4  # as vLLM does, however much was taken
-        offered_again.offer_refused(half)
+        withheld_stores.offer_refused(half)
         return output.keys_to_store
 
     assert offer() == KEYS[:2]  # half of four slots; the others are for loads

@@ -12,18 +12,14 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from kvoffload.connectors.vllm.client_images import is_trusted, refuse_weak_hashes, warn_of_images
+from kvoffload.connectors.vllm.client_requests import is_trusted, refuse_weak_hashes, warn_of_images
 from kvoffload.connectors.vllm.connector import (
     KVOffloadConnector,
     check_memory_of_ranks,
     warn_of_settings,
 )
-from kvoffload.connectors.vllm.fingerprint import (
-    check_layout,
-    hash_root,
-)
-from kvoffload.connectors.vllm.settings import read_settings
-from kvoffload.connectors.vllm.versions import check_version, is_tested
+from kvoffload.connectors.vllm.fingerprint import hash_root
+from kvoffload.connectors.vllm.start import check_layout, check_version, is_tested, read_settings
 from kvoffload.errors import ConfigError
 from kvoffload.transfer.slab import available_host_bytes
 

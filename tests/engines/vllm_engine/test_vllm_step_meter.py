@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvoffload.connectors.vllm.step_meter import MAX_STEPS, StepMeter
+from kvoffload.connectors.vllm.quiet_steps import MAX_STEPS, StepMeter
 
 
 class Engine:

@@ -24,9 +24,9 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvoffload.connectors.local import LocalConnector
+from kvoffload.connectors.vllm.connector import HalvesSpec
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
-from kvoffload.connectors.vllm.settings import read_settings
-from kvoffload.connectors.vllm.spec import HalvesSpec
+from kvoffload.connectors.vllm.start import read_settings
 from kvoffload.connectors.vllm.step_messages import WorkerInfo, WorkerReport
 from kvoffload.messages import TransferResult, make_offload_key
 

@@ -16,15 +16,15 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
 from kvoffload.connectors.vllm.connector import KVOffloadConnector
-from kvoffload.connectors.vllm.scheduler import OffloadingConnectorScheduler
-from kvoffload.connectors.vllm.settings import read_settings
-from kvoffload.connectors.vllm.step_messages import WorkerInfo, WorkerReport
-from kvoffload.connectors.vllm.weights_watch import (
+from kvoffload.connectors.vllm.engine_weights import (
     HARMLESS_CALLS,
     Updates,
     our_connectors,
     watch_weights,
 )
+from kvoffload.connectors.vllm.scheduler import OffloadingConnectorScheduler
+from kvoffload.connectors.vllm.start import read_settings
+from kvoffload.connectors.vllm.step_messages import WorkerInfo, WorkerReport
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 from benchmarks.vllm_parts.halves import BLOCK
 from kvoffload.connectors.vllm.connector import with_settings
 from kvoffload.connectors.vllm.kv_caches import GpuEnd
-from kvoffload.connectors.vllm.settings import read_settings
+from kvoffload.connectors.vllm.start import read_settings
 from kvoffload.connectors.vllm.withheld_stores import (
     bar_computing,
     skip_holed_chunks,

