@@ -112,9 +112,9 @@ def main() -> None:
         half.on_new_request(request)
         half._req_status["timed"].update_offload_keys()
         keys = half._req_status["timed"].group_states[0].offload_keys
-        ledger = half.adapter.ledger
-        output = ledger.prepare_store(keys)
-        ledger.complete_store(output.keys_to_store)
+        manager = half.adapter.manager
+        output = manager.prepare_store(keys)
+        manager.complete_store(output.keys_to_store)
         times = []
         for _ in range(rounds):
             started = time.perf_counter()

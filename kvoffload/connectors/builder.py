@@ -17,7 +17,7 @@ from kvoffload.offload.base import (
     OffloadingHandler,
     OffloadingSpec,
 )
-from kvoffload.offload.extents import ExtentLedger
+from kvoffload.offload.extents import ExtentCache
 from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
@@ -50,7 +50,7 @@ def make_host_cache(
     new_policy = registry.load(registry.POLICIES, policy, "policy")
     if _differ(payload_bytes):
         geometry = HostGeometry.plan(num_rows * row_bytes, payload_bytes)
-        return ExtentLedger(geometry, new_policy, first_row)
+        return ExtentCache(geometry, new_policy, first_row)
     num_slots = num_rows - first_row
     return HostCache(num_slots, new_policy(num_slots), row_bytes, first_row)
 

@@ -288,7 +288,7 @@ class Manager(Protocol):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise UsageError if the ledger contradicts itself; for tests, O(host slots)."""
+        """Raise UsageError if the manager contradicts itself; for tests, O(host slots)."""
 
 
 class OffloadingManager(Manager, ABC):

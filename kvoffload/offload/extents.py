@@ -84,7 +84,7 @@ class _OrderBySize:
             size.policy.forget(mine)
 
 
-class ExtentLedger(HostCache):
+class ExtentCache(HostCache):
     """A host cache for several sizes; a slot's number is that of its first row.
 
     Args:

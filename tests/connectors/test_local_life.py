@@ -205,7 +205,7 @@ def test_events_name_resident_chunks_once(connect, new_request):
     assert connector.take_events() == []
 
 
-def test_a_contradiction_in_the_ledger_is_raised(connect, monkeypatch):
+def test_a_contradiction_in_the_manager_is_raised(connect, monkeypatch):
     connector = connect()
     connector.check()
 

@@ -2,7 +2,7 @@
 
 The walk keeps what each host slot *contains*, so that a slot handed out while something still uses
 it, or an evicted chunk under a load, shows as a wrong content. What lookups must answer follows
-from what was done, the events and the tiers, never from the manager's own ledger.
+from what was done, the events and the tiers, never from the manager's own tables.
 """
 
 from manager_truth import (
@@ -22,7 +22,7 @@ from kvoffload.offload.base import (
     StagedLoadStoreSpec,
     get_offload_group_idx,
 )
-from kvoffload.offload.extents import ExtentLedger
+from kvoffload.offload.extents import ExtentCache
 from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
@@ -48,7 +48,7 @@ class Walk(ManagerTruth):
         if sized:
             rows = 2 * LARGE_ROWS + 3 * host_slots
             geometry = HostGeometry.plan(rows * 4096, [4096 * n for n in self.rows_of])
-            host = ExtentLedger(geometry, new_policy)
+            host = ExtentCache(geometry, new_policy)
         else:
             rows = host_slots
             host = HostCache(host_slots, new_policy(host_slots))
@@ -162,12 +162,12 @@ class Walk(ManagerTruth):
             return
         complete, args = self.answered[-1 - which % len(self.answered)]
         count = 1 if complete == self.manager.complete else len(args[0])
-        before, now = self.manager.counters["unexpected_completion"], self.ledger()
+        before, now = self.manager.counters["unexpected_completion"], self.known()
         complete(*args)
         assert self.manager.counters["unexpected_completion"] == before + count
-        assert self.ledger() == now
+        assert self.known() == now
 
-    def ledger(self):
+    def known(self):
         """All that the manager knows of host memory."""
         host = self.manager._host
         places = (

@@ -9,7 +9,7 @@ from manager_parts import figures
 from kvoffload.connectors.builder import make_host_cache
 from kvoffload.errors import ConfigError
 from kvoffload.offload.base import make_offload_key
-from kvoffload.offload.extents import ExtentLedger
+from kvoffload.offload.extents import ExtentCache
 from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
@@ -24,7 +24,7 @@ def keys(group, prompt, count):
 
 def new_manager(total_kib, *chunk_kib):
     geometry = HostGeometry.plan(total_kib * KIB, [size * KIB for size in chunk_kib])
-    return TieredOffloadingManager(ExtentLedger(geometry, LRUPolicy))
+    return TieredOffloadingManager(ExtentCache(geometry, LRUPolicy))
 
 
 def put(manager, wanted):
@@ -80,7 +80,7 @@ def test_sizes_in_equal_demand_by_bytes_share_equally():
 @pytest.mark.parametrize("first_row", [0, 1, 100])
 def test_sizes_in_equal_demand_do_not_take_extents_from_each_other_for_ever(first_row):
     geometry = HostGeometry.plan(1000 * KIB, [4 * KIB, 20 * KIB])
-    manager = TieredOffloadingManager(ExtentLedger(geometry, LRUPolicy, first_row))
+    manager = TieredOffloadingManager(ExtentCache(geometry, LRUPolicy, first_row))
     sizes = manager._host._sizes
     shares = []
     for i in range(300):
@@ -182,7 +182,7 @@ def test_what_is_to_be_loaded_makes_no_room_for_the_rest_of_it():
 
 def test_rows_that_something_may_still_write_into_are_never_given_out():
     geometry = HostGeometry.plan(4096 * KIB, [4 * KIB, 36 * KIB])
-    host = ExtentLedger(geometry, LRUPolicy, first_row=10)
+    host = ExtentCache(geometry, LRUPolicy, first_row=10)
     manager = TieredOffloadingManager(host)
     for i in range(30):
         put(manager, keys(i % 2, i, 40))
@@ -193,7 +193,7 @@ def test_rows_that_something_may_still_write_into_are_never_given_out():
 
 def test_where_no_whole_extent_may_be_used_nothing_is_stored():
     geometry = HostGeometry.plan(11 * KIB, [3 * KIB, 2 * KIB])
-    host = ExtentLedger(geometry, LRU2Policy, first_row=geometry.num_rows - 1)
+    host = ExtentCache(geometry, LRU2Policy, first_row=geometry.num_rows - 1)
     assert put(TieredOffloadingManager(host), keys(0, "a", 1)) == 0
 
 

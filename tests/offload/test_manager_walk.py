@@ -229,7 +229,7 @@ def seldom(walk, rng, a, prompt):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_no_order_of_calls_breaks_the_ledger(seed):
+def test_no_order_of_calls_breaks_the_manager(seed):
     rng = random.Random(seed)
     for _ in range(4):
         walk = random_walk(rng)

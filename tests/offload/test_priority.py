@@ -7,7 +7,7 @@ from kvoffload_policies.fifo import FIFOPolicy
 
 from kvoffload.config import KNOWN_HINTS
 from kvoffload.offload.base import ReqContext, make_offload_key
-from kvoffload.offload.extents import ExtentLedger
+from kvoffload.offload.extents import ExtentCache
 from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
@@ -50,7 +50,7 @@ def one_size(slots):
 
 def two_sizes(slots):
     geometry = HostGeometry.plan(slots * 4096 * 10, [4096, 3 * 4096])
-    return TieredOffloadingManager(ExtentLedger(geometry, FIFOPolicy), client_hints=KNOWN_HINTS)
+    return TieredOffloadingManager(ExtentCache(geometry, FIFOPolicy), client_hints=KNOWN_HINTS)
 
 
 def cost(manager, priority):

@@ -121,7 +121,7 @@ class SmallEngine:
         return time.monotonic()
 
     def check(self):
-        """Nothing is in flight, no slot is lost, and the ledger is right."""
+        """Nothing is in flight, no slot is lost, and the manager is right."""
         end_s = time.monotonic() + 10
         while self.connector.stats()["host_chunks_busy"]:
             self.connector.poll()

@@ -374,7 +374,7 @@ class LocalConnector:
         self._manager.promises.prefilled(given.token_count("num_tokens", num_tokens), seconds)
 
     def check(self) -> None:
-        """Raise UsageError if the ledger contradicts itself; for tests."""
+        """Raise UsageError if the manager contradicts itself; for tests."""
         self._manager.check()
 
     # ---- inside ----

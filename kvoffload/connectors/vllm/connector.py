@@ -323,7 +323,7 @@ class HalvesSpec(OffloadingSpec):  # type: ignore[misc]  # untyped base
         return metric_definitions()
 
     def get_manager(self) -> ManagerAdapter:
-        """Make the adapter; the ledger comes when the workers are known."""
+        """Make the adapter; the manager comes when the workers are known."""
         return ManagerAdapter()
 
     def get_worker(self, kv_caches: VllmCaches) -> VllmWorker:

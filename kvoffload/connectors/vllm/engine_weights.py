@@ -254,7 +254,7 @@ class Generations:
             self._may_have_chunks = self._is_wanted = False
             self.order = uuid.uuid4().hex
             half.tiers.renew(self.order)
-            half.adapter.ledger.replace_tiers(half.tiers.tiers)
+            half.adapter.manager.replace_tiers(half.tiers.tiers)
 
     def met_workers(self) -> None:
         """Begin what was wanted before the workers were known."""

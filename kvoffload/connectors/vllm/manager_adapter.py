@@ -59,7 +59,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     """
 
     def __init__(self) -> None:
-        self.ledger: Manager | None = None
+        self.manager: Manager | None = None
         self.read_whole: Callable[[VllmContext], Iterable[OffloadKey]] = lambda req_context: ()
         """Lists a request's chunks of full attention, as far as they are full. Set by the owner."""
         self._uses: UseCounter | None = None
@@ -68,7 +68,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         self.worker_figures: dict[int, bytes] = {}
         """Rank → its figures, as its last report had them; set by the owner."""
         self.events: Counter[str] = Counter()
-        """Those of the list's metric; of the ledger, once there is one."""
+        """Those of the list's metric; of the manager, once there is one."""
         self.changes = 0
         """Rises with each change after which a lookup may be answered otherwise."""
         self._jobs: dict[int, LoadJob | StoreJob] = {}
@@ -81,13 +81,13 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         self._kept_out: set[str] = set()
         self._refused_wishes: set[str] = set()
 
-    def attach(self, ledger: Manager, num_slots: int) -> None:
-        """Use this ledger from now on; before, lookups are to be repeated and nothing is stored."""
-        self.ledger = ledger
-        ledger.counters.update(self.events)
-        self.events = ledger.counters
+    def attach(self, manager: Manager, num_slots: int) -> None:
+        """Use this manager from now on. Before, lookups are repeated and nothing is stored."""
+        self.manager = manager
+        manager.counters.update(self.events)
+        self.events = manager.counters
         self.changes += 1
-        self._uses = UseCounter(ledger)
+        self._uses = UseCounter(manager)
         self._num_slots = num_slots
 
     def keep_out(self, req_id: str) -> None:
@@ -130,48 +130,48 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         """See vLLM; RETRY never lasts beyond the lookup deadline of the tiers."""
         if req_context.req_id in self._kept_out:
             return LookupResult.MISS
-        if self.ledger is None:
+        if self.manager is None:
             return LookupResult.RETRY
-        return _ANSWERS[self.ledger.lookup(key, our_context(req_context))]
+        return _ANSWERS[self.manager.lookup(key, our_context(req_context))]
 
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: VllmContext
     ) -> tuple[int, bool]:
         if req_context.req_id in self._kept_out:
             return 0, False
-        if self.ledger is None:
+        if self.manager is None:
             return 0, bool(keys)
-        return self.ledger.lookup_prefix(keys, our_context(req_context))
+        return self.manager.lookup_prefix(keys, our_context(req_context))
 
     def has_room(self, keys: Sequence[OffloadKey]) -> bool:
-        return self.ledger is None or self.ledger.has_room(keys)
+        return self.manager is None or self.manager.has_room(keys)
 
     def is_worth_loading(
         self, keys: Sequence[OffloadKey], num_tokens: int, req_context: VllmContext
     ) -> bool:
-        if self.ledger is None:
+        if self.manager is None:
             return True
-        promises = self.ledger.promises
+        promises = self.manager.promises
         return promises.is_worth_loading(keys, num_tokens, our_context(req_context))
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Note how long the engine took to compute tokens of prompts."""
-        if self.ledger is not None:
-            self.ledger.promises.prefilled(num_tokens, seconds)
+        if self.manager is not None:
+            self.manager.promises.prefilled(num_tokens, seconds)
 
     def hints(self, req_context: VllmContext) -> Hints:
         """Return what a request asks for."""
-        return NO_HINTS if self.ledger is None else self.ledger.hints(our_context(req_context))
+        return NO_HINTS if self.manager is None else self.manager.hints(our_context(req_context))
 
     def is_fetching(self, keys: Sequence[OffloadKey]) -> bool:
-        return self.ledger is not None and self.ledger.is_fetching(keys)
+        return self.manager is not None and self.manager.is_fetching(keys)
 
     def explain(self, keys: Sequence[OffloadKey], req_context: VllmContext) -> list[str]:
-        if self.ledger is None:
+        if self.manager is None:
             return ["never_stored"] * len(keys)
         if req_context.req_id in self._kept_out:
             return ["not_trusted"] * len(keys)
-        return self.ledger.explain(keys, our_context(req_context))
+        return self.manager.explain(keys, our_context(req_context))
 
     def get_load_source(self, key: OffloadKey, req_context: VllmContext) -> CacheHitSource:
         """Name the tier a chunk of the load just prepared comes from."""
@@ -188,10 +188,10 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     ) -> CPULoadStoreSpec:
         """See vLLM; the spec may cover only the leading keys."""
         wanted = list(keys)
-        if self.ledger is None:
+        if self.manager is None:
             return CPULoadStoreSpec(())
         self._count_use(wanted, req_context, wanted)
-        job = self.ledger.begin_load(wanted, our_context(req_context))
+        job = self.manager.begin_load(wanted, our_context(req_context))
         self.changes += 1
         self._media = dict(zip(job.keys, job.media(), strict=True))
         self._jobs[job.id] = job
@@ -200,13 +200,13 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: VllmContext
     ) -> VllmStoreOutput | None:
-        if self.ledger is None:
+        if self.manager is None:
             return None
         if req_context.req_id in self._kept_out:
             return VllmStoreOutput([], CPULoadStoreSpec(()), [])  # None would be offered again
         wanted = list(keys)
         self._count_use(wanted, req_context)
-        output = self.ledger.prepare_store(wanted, our_context(req_context))
+        output = self.manager.prepare_store(wanted, our_context(req_context))
         if output is None:  # vLLM would log a line a request and step
             self.unplaced[req_context.req_id] = tuple(wanted)
             return VllmStoreOutput([], CPULoadStoreSpec(()), [])
@@ -252,12 +252,12 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
 
     def drop_events(self) -> None:
         """Forget the events: vLLM publishes none, and a message a chunk takes long to make."""
-        if self.ledger is not None:
-            self.ledger.take_events()
+        if self.manager is not None:
+            self.manager.take_events()
 
     def take_events(self) -> Iterable[VllmEvent]:
         """Translate the manager's events."""
-        for event in self.ledger.take_events() if self.ledger else ():
+        for event in self.manager.take_events() if self.manager else ():
             on_host = event.medium == CPU
             yield VllmEvent(
                 keys=list(event.keys),
@@ -270,18 +270,18 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     def reset_cache(self) -> None:
         """Forget everything in host memory; the tiers' owner renews them."""
         self.changes += 1
-        if self.ledger is not None:
-            self.ledger.reset_cache()
+        if self.manager is not None:
+            self.manager.reset_cache()
 
     def get_stats(self) -> Any:
         """Report the counts since the last call, under vLLM's metric names where they fit."""
-        if self.ledger is None:
+        if self.manager is None:
             return None
-        return self.stats.collect(partial(self._samples, self.ledger))
+        return self.stats.collect(partial(self._samples, self.manager))
 
-    def _samples(self, ledger: Manager) -> Iterator[Sample]:
-        yield USAGE, (), ledger.busy_slots / max(1, self._num_slots)
-        yield from ledger.figures.samples()
+    def _samples(self, manager: Manager) -> Iterator[Sample]:
+        yield USAGE, (), manager.busy_slots / max(1, self._num_slots)
+        yield from manager.figures.samples()
         yield from total(self.worker_figures.values())
 
 

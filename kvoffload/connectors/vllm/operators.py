@@ -121,7 +121,7 @@ class Operators:
         half = self._half
         while half.tiers is None:
             yield None  # the workers have yet to say what they have
-        explain = half.adapter.ledger.explain
+        explain = half.adapter.manager.explain
         tiers = tiers_of(explain, half.tiers.tiers, has_host=bool(half.settings.cpu_bytes))
         yield from look_up(num_tokens, groups, tiers, explain)
 
@@ -135,7 +135,7 @@ class Operators:
             half._table.mark_stale()
             self._name, self._answers = uuid.uuid4().hex, {}
             half.tiers.renew(self._name)
-            half.adapter.ledger.replace_tiers(half.tiers.tiers)
+            half.adapter.manager.replace_tiers(half.tiers.tiers)
             half.adapter.changes += 1
             self.emptied = self._name, tier
             while len(self._answers) < half.config.num_workers:

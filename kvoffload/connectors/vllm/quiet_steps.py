@@ -119,16 +119,16 @@ def has_orders(half: Any) -> bool:
     Args:
         half: our scheduler half.
     """
-    ledger, tiers = half.adapter.ledger, half.tiers
+    manager, tiers = half.adapter.manager, half.tiers
     return bool(
-        ledger is None
+        manager is None
         or half._current_batch_load_jobs
         or half._current_batch_jobs_to_flush
         or half._current_batch_allocated_block_ids
         or getattr(half, "_step_region", None) is not None  # 0.33: a lookup opened it
         or half.generations.order
         or half.operators.emptied
-        or ledger.has_transfers()
+        or manager.has_transfers()
         or (tiers is not None and tiers.has_questions)
     )
 

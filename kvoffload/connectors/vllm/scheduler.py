@@ -114,9 +114,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         host = make_host_cache(
             self.settings.policy, num_slots, slot_bytes, payloads.pop(), first_slot
         )
-        ledger = make_manager(self.settings, host, self.tiers.tiers, slot_bytes)
-        self.adapter.attach(ledger, host.num_slots)
-        self._table = JobTable(ledger, len(ranks), self._spans)
+        manager = make_manager(self.settings, host, self.tiers.tiers, slot_bytes)
+        self.adapter.attach(manager, host.num_slots)
+        self._table = JobTable(manager, len(ranks), self._spans)
         self._waits_for_workers = False
         self.generations.met_workers()
         text = "kvoffload: %d host slots on each of %d ranks; tiers: %s; namespace %s"
@@ -310,9 +310,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         return super()._build_store_jobs(scheduler_output)
 
     def _order_write_through(self, orders: StepMetadata) -> None:
-        if self._table is None or self.adapter.ledger is None:
+        if self._table is None or self.adapter.manager is None:
             return
-        for transfer in self.adapter.ledger.take_transfers():
+        for transfer in self.adapter.manager.take_transfers():
             job_id = next(self._transfer_ids)
             orders.write_through[job_id] = transfer.spec, transfer.dst
             self._table.begin(job_id, transfer)
@@ -364,9 +364,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             return
         if not isinstance(job, LoadJob):
             return
-        if self.adapter.ledger is not None:
+        if self.adapter.manager is not None:
             tokens = hit_tokens(job, ok, self.config.kv_group_configs)
-            self.adapter.ledger.figures.hit_tokens.update(tokens)
+            self.adapter.manager.figures.hit_tokens.update(tokens)
         if not (len(job.keys) == job.num_asked and all(ok)):
             req_id = job.context.req_id if job.context else ""
             status = self._req_status.get(req_id)

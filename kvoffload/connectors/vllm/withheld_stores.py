@@ -161,8 +161,8 @@ def offer_refused(half: Any) -> None:
         status = half._req_status.get(req_id)
         if status is not None and not status.req.is_finished():
             _offer(half, status, keys)
-        elif req_id in refused and adapter.ledger is not None:
-            adapter.ledger.drop(keys)
+        elif req_id in refused and adapter.manager is not None:
+            adapter.manager.drop(keys)
 
 
 def offer_lost(half: Any, status: Any) -> None:

@@ -21,7 +21,7 @@ from kvoffload.offload.hints import NO_HINTS
 class _Mocked:
     """The part of our adapter that our scheduler calls, over vLLM's mocked manager."""
 
-    ledger = None
+    manager = None
     changes = 0
     stats = types.SimpleNamespace(is_midway=False)
 

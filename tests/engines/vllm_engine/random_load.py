@@ -221,7 +221,7 @@ class RandomLoad:
         connector, pool = scheduler.connector, scheduler.kv_cache_manager.block_pool
         half = connector.connector_scheduler
         adapter = half.adapter
-        self._done["loaded"] = adapter.ledger.figures.hit_tokens.total()
+        self._done["loaded"] = adapter.manager.figures.hit_tokens.total()
         tables = {
             "requests": half._req_status,
             "vLLM's jobs": half._jobs,
@@ -237,6 +237,6 @@ class RandomLoad:
             "jobs to take": adapter._jobs,
         }
         left = {name: len(table) for name, table in tables.items()}
-        left["busy slots"] = adapter.ledger.busy_slots
+        left["busy slots"] = adapter.manager.busy_slots
         left["GPU blocks"] = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         return {name: count for name, count in left.items() if count}

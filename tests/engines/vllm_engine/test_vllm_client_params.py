@@ -69,7 +69,7 @@ def test_a_request_with_huge_wishes_is_taken_in_with_little_work_and_one_line(ha
         assert status.max_offload_tokens is None
         assert not set(params) & set(status.req_context.kv_transfer_params)
         assert calls < usual + 2000, "a look at each item would be 20,000"
-    assert half.adapter.ledger.counters["hints_ignored"] == 3 * len(params)
+    assert half.adapter.manager.counters["hints_ignored"] == 3 * len(params)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == len(params), "the first of each kind, once"
     assert all(len(line) < 200 and "\n" not in line for line in lines)
@@ -89,7 +89,7 @@ def test_wishes_that_vllm_knows_reach_it_unchanged(half, caplog):
     assert (status.max_load_tokens, status.max_offload_tokens) == (0, 64)
     nothing, _ = asked(half, {"kv_load_tiers": []}, "nothing")
     assert nothing.req_context.load_tier_filter == TierFilter(matchers=())
-    assert not half.adapter.ledger.counters["hints_ignored"]
+    assert not half.adapter.manager.counters["hints_ignored"]
     assert not caplog.records
 
 

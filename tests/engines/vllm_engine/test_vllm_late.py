@@ -58,7 +58,7 @@ def test_a_read_of_the_canary_that_ends_late_touches_nobodys_chunk(tmp_path, mon
     try:
         # The read hangs; it is only warned about.
         first_slot = check_tiers(spec, transfers, caches, {0: [tensor]}, 1)
-        # Serving begins: every slot that the ledger may use gets a chunk.
+        # Serving begins: every slot that the manager may use gets a chunk.
         slots = range(first_slot, spec.num_slots)
         tensor[1] = 7
         for slot in slots:

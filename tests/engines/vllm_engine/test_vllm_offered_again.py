@@ -22,7 +22,7 @@ def prompt(seed):
 
 def ask(rig, tokens):
     """Run a prompt to its end; return how many of its chunks were loaded."""
-    told = rig.scheduler.connector.connector_scheduler.adapter.ledger.figures.hit_tokens
+    told = rig.scheduler.connector.connector_scheduler.adapter.manager.figures.hit_tokens
     before = told.total()
     request = rig.add(tokens, 2)
     rig.quiet()
@@ -87,15 +87,15 @@ def test_a_reset_leaves_nothing_of_the_requests_that_it_met(new_request, kinds):
 def test_a_request_without_room_is_offered_again_and_logged_in_no_step(halves, caplog):
     rig = halves(cpu_bytes="64KiB")  # two slots
     half = rig.scheduler.connector.connector_scheduler
-    ledger = half.adapter.ledger
-    holder = ledger.prepare_store([make_offload_key(bytes([i]) * 32, 0) for i in range(2)]).job
+    manager = half.adapter.manager
+    holder = manager.prepare_store([make_offload_key(bytes([i]) * 32, 0) for i in range(2)]).job
     request = rig.add(prompt(1), 40)
     for _ in range(10):
         rig.step()
     assert WARNING not in caplog.text
     assert not half._jobs
-    ledger.complete(holder, (False, False))  # room at last
+    manager.complete(holder, (False, False))  # room at last
     rig.quiet()
     assert request.is_finished()
-    assert ledger.figures.not_stored[NO_ROOM] > 0
-    assert ledger.resident == 2
+    assert manager.figures.not_stored[NO_ROOM] > 0
+    assert manager.resident == 2

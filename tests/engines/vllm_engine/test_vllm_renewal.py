@@ -50,26 +50,26 @@ def test_the_scheduler_goes_on_without_tiers(settings, break_storage, monkeypatc
     half = bare_half(cpu_bytes=16384)
     half.settings, half._transfer_ids = settings, itertools.count(-2, -1)
     half.meet_workers([WorkerInfo(4, 4096, {"rank": 0})])
-    ledger, old = half.adapter.ledger, half.tiers.presences["disk"]
+    manager, old = half.adapter.manager, half.tiers.presences["disk"]
     old.written(KEYS)
-    assert ledger.lookup(KEYS[0])
+    assert manager.lookup(KEYS[0])
     break_storage()
     half.reset_cache()
     assert half.generations.order, "the workers must let go of the old generation as well"
-    assert not ledger.lookup(KEYS[0]), "computed before the reset, and promised after it"
+    assert not manager.lookup(KEYS[0]), "computed before the reset, and promised after it"
     # What the workers' stores still say of themselves, and chunks stored from now on.
     report = WorkerReport()
     report.removals["disk"] = [Removal(KEYS[0], "evicted")]
     half.update_connector_output(types.SimpleNamespace(kv_connector_worker_meta=report))
-    ledger.prepare_store(KEYS[:1], ReqContext("r"))
-    ledger.complete_store(KEYS[:1], ReqContext("r"))
+    manager.prepare_store(KEYS[:1], ReqContext("r"))
+    manager.complete_store(KEYS[:1], ReqContext("r"))
     orders = StepMetadata({}, {}, set())
     half._order_write_through(orders)
     for job_id in orders.write_through:
         report = WorkerReport()
         report.add(TransferResult(job_id, (True,)))
         half.update_connector_output(types.SimpleNamespace(kv_connector_worker_meta=report))
-    assert ledger.lookup(KEYS[0])
+    assert manager.lookup(KEYS[0])
 
 
 class Answer:

@@ -37,12 +37,12 @@ KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(8)]
 
 @pytest.fixture
 def met():
-    """Make a scheduler half that has met one worker, from settings; return it and its ledger."""
+    """Make a scheduler half that has met one worker, from settings; return it and its manager."""
 
     def meet(**settings):
         half = bare_half(**settings)
         half.meet_workers([WorkerInfo(4, 4096, {"rank": 0})])
-        return half, half.adapter.ledger
+        return half, half.adapter.manager
 
     return meet
 
@@ -65,16 +65,16 @@ def test_it_begins_when_as_many_workers_told_of_themselves_as_vllm_runs():
     assert half.adapter.lookup_prefix(KEYS, context) == (0, True)
     tell(3, 2)
     assert half.adapter.lookup(KEYS[0], context) is LookupResult.MISS
-    ledger = half.adapter.ledger
-    job = ledger.prepare_store(KEYS[:1], OurContext("r")).job
+    manager = half.adapter.manager
+    job = manager.prepare_store(KEYS[:1], OurContext("r")).job
     half._table.begin(7, job)
     tell(0, 1, 2, 3)  # asked once more, before their answers came
-    assert half.adapter.ledger is ledger
+    assert half.adapter.manager is manager
     for done in (False, False, False, True):
         report = WorkerReport()
         report.add(TransferResult(7, (True,)))
         half._take_in(report)
-        assert ledger.lookup(KEYS[0]) is done
+        assert manager.lookup(KEYS[0]) is done
     half._take_in(report)  # of a job that has ended
 
 
@@ -90,14 +90,14 @@ def test_it_begins_when_as_many_workers_told_of_themselves_as_vllm_runs():
 def test_a_store_whose_blocks_are_written_before_the_flush_fails(
     met, monkeypatch, is_runner_v2, written, kept
 ):
-    half, ledger = met(cpu_bytes=16384)
+    half, manager = met(cpu_bytes=16384)
     half._is_runner_v2, half._current_batch_jobs_to_flush = is_runner_v2, {7, 9, 11}
-    stored = ledger.prepare_store(KEYS[2:3], OurContext("stored before")).job
-    ledger.complete(stored, (True,))
+    stored = manager.prepare_store(KEYS[2:3], OurContext("stored before")).job
+    manager.complete(stored, (True,))
     for i in range(2):
-        store = ledger.prepare_store(KEYS[i : i + 1], OurContext(f"r{i}"))
+        store = manager.prepare_store(KEYS[i : i + 1], OurContext(f"r{i}"))
         half._table.begin(7 + i, store.job)
-    half._table.begin(9, ledger.begin_load(KEYS[2:3], OurContext("r2")))
+    half._table.begin(9, manager.begin_load(KEYS[2:3], OurContext("r2")))
     theirs = OffloadingConnectorMetadata({}, {}, jobs_to_flush={7, 9, 11})
     monkeypatch.setattr(
         OffloadingConnectorScheduler, "build_connector_meta", lambda half, output: theirs
@@ -111,32 +111,32 @@ def test_a_store_whose_blocks_are_written_before_the_flush_fails(
         report.add(TransferResult(job_id, (True,)))
         half._take_in(report)
     # The second is not flushed; the third is a load, which reads no blocks.
-    assert [ledger.lookup(key) for key in KEYS[:3]] == [kept, True, True]
+    assert [manager.lookup(key) for key in KEYS[:3]] == [kept, True, True]
     assert half.adapter.events["stores_overwritten"] == (not kept)
-    assert ledger.figures.hit_tokens == {"cpu": 16}  # the load's
+    assert manager.figures.hit_tokens == {"cpu": 16}  # the load's
 
 
 TWO_TIERS = [{"type": "memory"}, {"type": "memory"}]
 
 
 @pytest.mark.parametrize(("promote", "nearer"), [(True, ["memory"]), (False, [])])
-def test_the_setting_to_promote_reaches_the_ledger(met, promote, nearer):
-    half, ledger = met(cpu_bytes=16384, backends=TWO_TIERS, promote=promote)
+def test_the_setting_to_promote_reaches_the_manager(met, promote, nearer):
+    half, manager = met(cpu_bytes=16384, backends=TWO_TIERS, promote=promote)
     half.tiers.presences["memory1"].written(KEYS[:1])
-    ledger.prepare_load(KEYS[:1])
-    ledger.complete_load(KEYS[:1])
-    assert [transfer.tier for transfer in ledger.take_transfers()] == nearer
+    manager.prepare_load(KEYS[:1])
+    manager.complete_load(KEYS[:1])
+    assert [transfer.tier for transfer in manager.take_transfers()] == nearer
 
 
 def test_a_slot_that_a_tier_may_still_touch_on_one_rank_is_given_to_no_chunk(met):
     half, _ = met(cpu_bytes=16384)
     ranks = [WorkerInfo(4, 4096, {"rank": rank}, rank, first_slot=rank) for rank in range(2)]
     half.meet_workers(ranks)
-    ledger = half.adapter.ledger
+    manager = half.adapter.manager
     keys = KEYS[:3]
-    slots = ledger.prepare_store(keys, OurContext("a")).store_spec.host_slots.tolist()
+    slots = manager.prepare_store(keys, OurContext("a")).store_spec.host_slots.tolist()
     assert sorted(slots) == [1, 2, 3]
-    assert figures(ledger)["capacity_bytes"]["cpu"] == 3 * 4096
+    assert figures(manager)["capacity_bytes"]["cpu"] == 3 * 4096
 
 
 def test_chunks_of_several_sizes_take_the_rows_that_they_need(met):
@@ -147,9 +147,9 @@ def test_chunks_of_several_sizes_take_the_rows_that_they_need(met):
         for rank in range(2)
     ]
     half.meet_workers(ranks)
-    ledger = half.adapter.ledger
+    manager = half.adapter.manager
     keys = [make_offload_key(bytes([i]) * 32, i % 2) for i in range(8)]
-    job = ledger.prepare_store(keys, OurContext("a")).job
+    job = manager.prepare_store(keys, OurContext("a")).job
     rows = [
         row
         for key, slot in zip(job.keys, job.spec.host_slots.tolist(), strict=True)
@@ -163,18 +163,18 @@ def test_chunks_of_several_sizes_take_the_rows_that_they_need(met):
         half.meet_workers(ranks)
 
 
-def test_the_store_threshold_and_the_size_of_slots_reach_the_ledger(met):
-    _, ledger = met(cpu_bytes=16384, store_threshold=2)
+def test_the_store_threshold_and_the_size_of_slots_reach_the_manager(met):
+    _, manager = met(cpu_bytes=16384, store_threshold=2)
     first, second = (OurContext(name) for name in "ab")
-    ledger.touch(KEYS[:1], first)
-    assert ledger.prepare_store(KEYS[:1], first).keys_to_store == ()
-    ledger.touch(KEYS[:1], second)
-    assert ledger.prepare_store(KEYS[:1], second).keys_to_store == tuple(KEYS[:1])
-    assert figures(ledger)["capacity_bytes"]["cpu"] == 4 * 4096
+    manager.touch(KEYS[:1], first)
+    assert manager.prepare_store(KEYS[:1], first).keys_to_store == ()
+    manager.touch(KEYS[:1], second)
+    assert manager.prepare_store(KEYS[:1], second).keys_to_store == tuple(KEYS[:1])
+    assert figures(manager)["capacity_bytes"]["cpu"] == 4 * 4096
 
 
 def test_chunks_that_found_no_room_are_offered_again_while_their_request_runs(met):
-    half, ledger = met(cpu_bytes=0, staging_bytes=16384, backends=[{"type": "memory"}])
+    half, manager = met(cpu_bytes=0, staging_bytes=16384, backends=[{"type": "memory"}])
     state = types.SimpleNamespace(offload_keys=KEYS[:4], next_stored_chunk_idx=0)
     request = types.SimpleNamespace(request_id="r", is_finished=lambda: request.over, over=False)
     half._req_status = {"r": types.SimpleNamespace(req=request, group_states=[state])}
@@ -189,11 +189,11 @@ def test_chunks_that_found_no_room_are_offered_again_while_their_request_runs(me
     assert state.next_stored_chunk_idx == 2
     assert offer() == []
     assert state.next_stored_chunk_idx == 2
-    assert ledger.figures.not_stored[NO_ROOM] == 0
+    assert manager.figures.not_stored[NO_ROOM] == 0
     request.over = True
     assert offer() == []
     assert state.next_stored_chunk_idx == 4
-    assert ledger.figures.not_stored[NO_ROOM] == 2
+    assert manager.figures.not_stored[NO_ROOM] == 2
 
 
 DISK = {"type": "disk", "root": "/nowhere/kv"}
@@ -227,21 +227,21 @@ def test_no_store_is_opened_whatever_the_number_of_ranks(monkeypatch):
     monkeypatch.setattr(registry, "open_backend", None)
     half = half_of([worker(i) for i in range(8)], monkeypatch, cpu_bytes=16384, backends=[DISK])
     half.reset_cache()
-    assert [tier.name for tier in half.adapter.ledger.tiers] == ["disk"]
+    assert [tier.name for tier in half.adapter.manager.tiers] == ["disk"]
     assert set(threading.enumerate()) <= threads  # those of an earlier test may end meanwhile
     assert set(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def test_an_engine_steps_until_every_rank_has_listed_what_it_has(monkeypatch):
     half = half_of([worker(0), worker(1)], monkeypatch, cpu_bytes=16384, backends=[DISK])
-    ledger, last = half.adapter.ledger, {"is_first": True, "is_complete": True}
+    manager, last = half.adapter.manager, {"is_first": True, "is_complete": True}
     assert half.has_pending_push_work()
     report(half, IndexPart(0, "disk", "", KEYS[:2], **last))
     assert half.has_pending_push_work()
-    assert ledger.lookup_prefix(KEYS[:2]) == (0, True)
+    assert manager.lookup_prefix(KEYS[:2]) == (0, True)
     report(half, IndexPart(1, "disk", "", KEYS[:1], **last))
     assert not half.has_pending_push_work()
-    assert ledger.lookup_prefix(KEYS[:2]) == (1, False)
+    assert manager.lookup_prefix(KEYS[:2]) == (1, False)
     # The stores of a new generation list anew; a late report of the old one does not count.
     half.reset_cache()
     generation = half.generations.take_order(stores=False)
@@ -249,7 +249,7 @@ def test_an_engine_steps_until_every_rank_has_listed_what_it_has(monkeypatch):
     report(half, IndexPart(0, "disk", "", KEYS[:2]), IndexPart(1, "disk", "", KEYS[:2]))
     report(half, *(IndexPart(rank, "disk", generation, KEYS[1:2], **last) for rank in (0, 1)))
     assert not half.has_pending_push_work()
-    assert [ledger.lookup(key) for key in KEYS[:2]] == [False, True]
+    assert [manager.lookup(key) for key in KEYS[:2]] == [False, True]
 
 
 def test_a_tier_that_one_rank_cannot_list_is_asked(monkeypatch):
@@ -257,7 +257,7 @@ def test_a_tier_that_one_rank_cannot_list_is_asked(monkeypatch):
         [worker(0), worker(1, frozenset())], monkeypatch, cpu_bytes=16384, backends=[DISK]
     )
     assert not half.has_pending_push_work()
-    assert half.adapter.ledger.lookup_prefix(KEYS[:2]) == (0, True)
+    assert half.adapter.manager.lookup_prefix(KEYS[:2]) == (0, True)
     assert half.has_pending_push_work()
     question = half.tiers.take_questions()["disk"]
     assert question.keys == KEYS[:2]
@@ -269,15 +269,15 @@ def test_a_tier_that_one_rank_cannot_list_is_asked(monkeypatch):
     assert not both.is_empty
     report(half, answers=both.aggregate(other).answers)
     assert not half.has_pending_push_work()
-    assert half.adapter.ledger.lookup_prefix(KEYS[:2]) == (1, False)
+    assert half.adapter.manager.lookup_prefix(KEYS[:2]) == (1, False)
 
 
 def test_a_chunk_that_left_in_the_step_of_its_write_is_absent(monkeypatch):
     half = half_of([worker(0)], monkeypatch, cpu_bytes=16384, backends=[DISK])
     half._transfer_ids = iter(range(-2, -9, -1))
-    ledger, last = half.adapter.ledger, {"is_first": True, "is_complete": True}
-    ledger.prepare_store(KEYS[:2], OurContext("r"))
-    ledger.complete_store(KEYS[:2], OurContext("r"))
+    manager, last = half.adapter.manager, {"is_first": True, "is_complete": True}
+    manager.prepare_store(KEYS[:2], OurContext("r"))
+    manager.complete_store(KEYS[:2], OurContext("r"))
     orders = StepMetadata({}, {}, set())
     half._order_write_through(orders)
     (job_id,) = orders.write_through
@@ -287,7 +287,7 @@ def test_a_chunk_that_left_in_the_step_of_its_write_is_absent(monkeypatch):
     made.presence = [IndexPart(0, "disk", "", KEYS[1:2], KEYS[:1], **last)]
     half.update_connector_output(types.SimpleNamespace(kv_connector_worker_meta=made))
     assert [half.tiers.presences["disk"].holds(key) for key in KEYS[:2]] == [False, True]
-    events = [event for event in ledger.take_events() if event.medium == "DISK"]
+    events = [event for event in manager.take_events() if event.medium == "DISK"]
     assert [(type(event).__name__, set(event.keys)) for event in events] == [
         ("ChunksStored", set(KEYS[:2])),
         ("ChunksRemoved", set(KEYS[:1])),
@@ -326,10 +326,10 @@ def test_after_an_idle_time_the_first_lookup_waits_one_step_for_the_reports(
 
 
 def test_a_request_waits_for_a_load_of_its_chunks_as_long_as_that_load_takes(met):
-    half, ledger = met(cpu_bytes=16384, backends=[{"type": "memory"}])
+    half, manager = met(cpu_bytes=16384, backends=[{"type": "memory"}])
     half.tiers.presences["memory"].written(KEYS[:2])
     half._maybe_observe_lookup_async_delay = lambda status: None
-    other = ledger.begin_load(KEYS[:1], OurContext("other"))
+    other = manager.begin_load(KEYS[:1], OurContext("other"))
     state = types.SimpleNamespace(offload_keys=KEYS[:2])
     waiting = types.SimpleNamespace(
         deferred_lookup_start_time=0.0,
@@ -338,11 +338,11 @@ def test_a_request_waits_for_a_load_of_its_chunks_as_long_as_that_load_takes(met
         req_context=ReqContext("r"),
     )
     request, half._req_status = types.SimpleNamespace(request_id="r"), {"r": waiting}
-    assert ledger.lookup_prefix(KEYS[:2]) == (0, True)
+    assert manager.lookup_prefix(KEYS[:2]) == (0, True)
     assert not half._waited_long(request)
     # At its deadline the load ends, and its slot stays out of use: nothing is to be waited for, but
     # for what is asked from then on.
-    ledger.complete(other, (False,), settled=False)
+    manager.complete(other, (False,), settled=False)
     assert not half._waited_long(request)
     waiting.deferred_lookup_start_time = 0.0
     assert half._waited_long(request)

@@ -92,10 +92,10 @@ def test_all_that_is_to_be_stored_is_stored(halves, prompt_only):
     rig = halves(offload_prompt_only=prompt_only)
     requests = [rig.add(prompt(40 + i, i), 70 + i) for i in range(8)]
     rig.quiet()
-    ledger = rig.scheduler.connector.connector_scheduler.adapter.ledger
+    manager = rig.scheduler.connector.connector_scheduler.adapter.manager
     # The last token of an answer is never computed.
     tokens = [r.num_prompt_tokens if prompt_only else r.num_tokens - 1 for r in requests]
-    assert ledger.resident == sum(count // BLOCK for count in tokens)
+    assert manager.resident == sum(count // BLOCK for count in tokens)
 
 
 def test_all_stores_of_a_step_are_one_transfer(halves):
@@ -113,7 +113,7 @@ def test_all_stores_of_a_step_are_one_transfer(halves):
         rig.add(prompt(2 * BLOCK + 1 + seed % 2 * BLOCK, seed), 4)
     rig.quiet()
     assert submitted == [16 * 2 + 8]
-    assert rig.scheduler.connector.connector_scheduler.adapter.ledger.resident == 40
+    assert rig.scheduler.connector.connector_scheduler.adapter.manager.resident == 40
 
 
 def test_a_waiting_request_is_looked_up_once_until_something_changes(halves):

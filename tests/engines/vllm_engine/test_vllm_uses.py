@@ -119,7 +119,7 @@ class Vllm:
     def __init__(self, kinds=(FULL,), **settings):
         self.kinds = kinds
         self.half = new_half({"cpu_bytes": SLOTS * SLOT_BYTES, **settings}, *kinds)
-        self.manager = self.half.adapter.ledger
+        self.manager = self.half.adapter.manager
         self.blocks = iter(range(1, 1 << 20))
 
     def step(self, new=(), scheduled=None, finished=()):

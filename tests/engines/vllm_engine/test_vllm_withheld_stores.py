@@ -101,7 +101,7 @@ def held(half, request):
     """Return how many chunks of a request host memory or a tier has."""
     time.sleep(0.2)  # stores end, and tiers tell of them
     keys = [make_offload_key(each, 0) for each in request.block_hashes]
-    return sum(bool(half.adapter.ledger.lookup(key)) for key in keys)
+    return sum(bool(half.adapter.manager.lookup(key)) for key in keys)
 
 
 def test_states_that_a_barred_request_hands_over_are_left_out():

@@ -1,4 +1,4 @@
-"""What ranks report and what vLLM's scheduler asks, as the ledger is told of it."""
+"""What ranks report and what vLLM's scheduler asks, as the manager is told of it."""
 
 from types import SimpleNamespace
 
@@ -49,9 +49,9 @@ class Holds:
 )
 def test_a_request_loads_from_the_tiers_that_it_names_to_vllm(wished, media):
     tiers = [Tier("disk", Holds()), Tier("redis1", Holds())]
-    ledger = TieredOffloadingManager(HostCache(4, LRUPolicy(4)), tiers)
+    manager = TieredOffloadingManager(HostCache(4, LRUPolicy(4)), tiers)
     adapter = ManagerAdapter()
-    adapter.attach(ledger, 4)
+    adapter.attach(manager, 4)
     params = {} if wished is None else {"kv_load_tiers": wished}
     context = _create_req_context(
         SimpleNamespace(request_id="r", kv_transfer_params=params, kv_hints=None)
@@ -91,96 +91,96 @@ def test_a_chunk_is_well_only_if_it_is_on_every_rank():
 
 
 @pytest.fixture
-def ledger():
+def manager():
     return TieredOffloadingManager(HostCache(4, LRUPolicy(4)))
 
 
-def stored(ledger, keys):
-    return ledger.prepare_store(keys).job
+def stored(manager, keys):
+    return manager.prepare_store(keys).job
 
 
-def test_a_store_counts_only_after_the_last_rank_and_only_where_all_have_it(ledger):
-    jobs = JobTable(ledger, num_ranks=2)
-    jobs.begin(5, stored(ledger, KEYS[:2]))
+def test_a_store_counts_only_after_the_last_rank_and_only_where_all_have_it(manager):
+    jobs = JobTable(manager, num_ranks=2)
+    jobs.begin(5, stored(manager, KEYS[:2]))
     assert report(5, (True, True)).answer(jobs) == []
-    assert ledger.lookup(KEYS[0]) is False
+    assert manager.lookup(KEYS[0]) is False
     (ended,) = report(5, (True, False)).answer(jobs)
     assert ended.ok == (True, False)
-    assert [ledger.lookup(key) for key in KEYS[:2]] == [True, False]
-    ledger.check()
+    assert [manager.lookup(key) for key in KEYS[:2]] == [True, False]
+    manager.check()
 
 
-def test_a_failed_load_is_forgotten_before_anyone_can_look_again(ledger):
-    jobs = JobTable(ledger, num_ranks=2)
-    jobs.begin(1, stored(ledger, KEYS[:2]))
+def test_a_failed_load_is_forgotten_before_anyone_can_look_again(manager):
+    jobs = JobTable(manager, num_ranks=2)
+    jobs.begin(1, stored(manager, KEYS[:2]))
     report(1, (True, True)).aggregate(report(1, (True, True))).answer(jobs)
-    jobs.begin(2, ledger.begin_load(KEYS[:2]))
+    jobs.begin(2, manager.begin_load(KEYS[:2]))
     report(2, (True, True)).answer(jobs)
     report(2, (False, True)).answer(jobs)
-    assert ledger.lookup(KEYS[0]) is False
-    assert ledger.lookup(KEYS[1]) is True
-    assert ledger.busy_slots == 0
+    assert manager.lookup(KEYS[0]) is False
+    assert manager.lookup(KEYS[1]) is True
+    assert manager.busy_slots == 0
 
 
-def test_slots_stay_out_of_use_until_every_rank_has_let_go(ledger):
-    jobs = JobTable(ledger, num_ranks=2)
-    jobs.begin(1, stored(ledger, KEYS[:1]))
+def test_slots_stay_out_of_use_until_every_rank_has_let_go(manager):
+    jobs = JobTable(manager, num_ranks=2)
+    jobs.begin(1, stored(manager, KEYS[:1]))
     report(1, (False,), settled=False).aggregate(report(1, (True,))).answer(jobs)
-    assert ledger.busy_slots == 1
+    assert manager.busy_slots == 1
     later = WorkerReport()
     later.settled[1] = 1
     later.answer(jobs)
-    assert ledger.busy_slots == 0
-    ledger.check()
+    assert manager.busy_slots == 0
+    manager.check()
 
 
 def test_a_job_that_settles_with_its_last_answer_ends_settled():
     tier = Tier("disk", TierIndex([0, 1], 1.0))
     tier.presence.holds = lambda key: False
-    ledger = TieredOffloadingManager(HostCache(4, LRUPolicy(4)), [tier], 4)
-    jobs = JobTable(ledger, num_ranks=2)
+    manager = TieredOffloadingManager(HostCache(4, LRUPolicy(4)), [tier], 4)
+    jobs = JobTable(manager, num_ranks=2)
     context = OurContext("r")
     for job_id, keys in ((1, KEYS[:2]), (2, KEYS[2:4])):
-        ledger.complete(ledger.prepare_store(keys, context).job, (True, True))
-        jobs.begin(job_id, *ledger.take_transfers())
-    ledger.retire(KEYS[:4], context)
+        manager.complete(manager.prepare_store(keys, context).job, (True, True))
+        jobs.begin(job_id, *manager.take_transfers())
+    manager.retire(KEYS[:4], context)
     report(1, (True, True)).aggregate(report(1, (True, True))).answer(jobs)
     report(2, (False, False), settled=False).answer(jobs)
     last = report(2, (True, True))
     last.settled[2] = 1
     last.answer(jobs)
-    assert ledger.busy_slots == 0
+    assert manager.busy_slots == 0
     # The chunks took their place in the order of the ended request: its tail leaves first.
-    assert ledger.prepare_store(KEYS[4:8]).evicted_keys == tuple(KEYS[3::-1])
+    assert manager.prepare_store(KEYS[4:8]).evicted_keys == tuple(KEYS[3::-1])
 
 
-def test_what_a_reset_overtook_ends_as_if_it_had_failed(ledger):
-    jobs = JobTable(ledger, num_ranks=1)
-    jobs.begin(1, stored(ledger, KEYS[:2]))
-    ledger.reset_cache()
+def test_what_a_reset_overtook_ends_as_if_it_had_failed(manager):
+    jobs = JobTable(manager, num_ranks=1)
+    jobs.begin(1, stored(manager, KEYS[:2]))
+    manager.reset_cache()
     jobs.mark_stale()
     report(1, (True, True)).answer(jobs)
-    assert [ledger.lookup(key) for key in KEYS[:2]] == [False, False]
-    assert ledger.busy_slots == 0
+    assert [manager.lookup(key) for key in KEYS[:2]] == [False, False]
+    assert manager.busy_slots == 0
 
 
 @pytest.mark.parametrize("kind", ["store", "load"])
-def test_the_end_of_a_whole_job_costs_the_ledger_nothing_for_each_chunk(kind):
+def test_the_end_of_a_whole_job_costs_the_manager_nothing_for_each_chunk(kind):
     took = []
     for count in (100, 600):
-        ledger = TieredOffloadingManager(HostCache(count, LRUPolicy(count)))
+        manager = TieredOffloadingManager(HostCache(count, LRUPolicy(count)))
         keys = [make_offload_key(i.to_bytes(32, "big"), 0) for i in range(count)]
         context = OurContext("r")
-        job = ledger.prepare_store(keys, context).job
+        job = manager.prepare_store(keys, context).job
         if kind == "load":
-            ledger.complete(job, (True,) * count)
-            job = ledger.begin_load(keys, context)
-        jobs = JobTable(ledger, num_ranks=1)
+            manager.complete(job, (True,) * count)
+            job = manager.begin_load(keys, context)
+        jobs = JobTable(manager, num_ranks=1)
         jobs.begin(1, job)
         answer = report(1, (True,) * count)
         took.append(count_opcodes(lambda b=jobs, a=answer: a.answer(b), "/kvoffload/offload/"))
-        assert ledger.lookup_prefix(keys) == (count, False)
-        assert ledger.busy_slots == 0
+        assert manager.lookup_prefix(keys) == (count, False)
+        assert manager.busy_slots == 0
     assert (took[1] - took[0]) / 500 < 1
 
 
@@ -199,22 +199,22 @@ def test_a_rank_that_lacks_its_part_makes_the_chunk_absent():
 # ---- the adapter ----
 
 
-def test_the_adapter_says_retry_only_for_what_is_on_its_way(ledger):
+def test_the_adapter_says_retry_only_for_what_is_on_its_way(manager):
     adapter = ManagerAdapter()
     context = ReqContext("r")
     assert adapter.lookup(KEYS[0], context) is LookupResult.RETRY  # the workers are to tell first
-    adapter.attach(ledger, 4)
-    jobs = JobTable(ledger, 1)
-    jobs.begin(1, stored(ledger, KEYS[:1]))
+    adapter.attach(manager, 4)
+    jobs = JobTable(manager, 1)
+    jobs.begin(1, stored(manager, KEYS[:1]))
     report(1, (True,)).answer(jobs)
     assert adapter.lookup(KEYS[0], context) is LookupResult.HIT
     assert adapter.lookup(KEYS[1], context) is LookupResult.MISS
     assert adapter.lookup_prefix(KEYS[:2], context) == (1, False)
 
 
-def test_every_metric_emitted_was_declared(ledger):
+def test_every_metric_emitted_was_declared(manager):
     adapter = ManagerAdapter()
-    adapter.attach(ledger, 4)
+    adapter.attach(manager, 4)
     adapter.lookup_prefix(KEYS[:2], ReqContext("r"))
     adapter.worker_figures[0] = packed([("tier_up", ("disk",), 1)])
     adapter.stats.publish_all()
@@ -223,10 +223,10 @@ def test_every_metric_emitted_was_declared(ledger):
     assert told <= set(metric_definitions())
 
 
-def test_what_was_counted_before_the_ledger_came_is_counted_on(ledger):
+def test_what_was_counted_before_the_manager_came_is_counted_on(manager):
     adapter = ManagerAdapter()
     adapter.keep_out("r")
-    adapter.attach(ledger, 4)
+    adapter.attach(manager, 4)
     adapter.ignore_hint()
-    assert (ledger.counters["requests_not_trusted"], ledger.counters["hints_ignored"]) == (1, 1)
-    assert adapter.events is ledger.counters
+    assert (manager.counters["requests_not_trusted"], manager.counters["hints_ignored"]) == (1, 1)
+    assert adapter.events is manager.counters
