@@ -1,8 +1,7 @@
 """Which weights a model computes with, told by their content.
 
 A name, a time or a place tells nothing: a download has new times, and a merged adapter old ones.
-So each tensor of a ``safetensors`` file is sampled at fixed places. Training, merging and
-quantization change nearly every element of the tensors that they change.
+So each file is sampled: see :mod:`kvoffload.connectors.weight_samples`.
 """
 
 import hashlib
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.connectors.configuration import names
+from kvoffload.connectors.weight_samples import file_digest
 
 log = logging.getLogger(__name__)
 
@@ -53,20 +53,7 @@ _HARMLESS_OF_GENERATION = {
     "who wrote it": "transformers_version _from_model_config chat_format",
 }
 
-_SAMPLES = 4
-_SAMPLE_BYTES = 1024
-_PIECE_BYTES = 64 << 10
-"""A file without a list of its tensors is sampled each so many bytes, but at most so often:"""
-_MOST_PIECES = 16_384
-_MOST_HEADER_BYTES = 100_000_000
-"""Of a safetensors file, by its format."""
-_WHOLE_BYTES = 8 << 20
-"""Other files up to this size are read whole."""
 _SLOW_S = 2.0
-_WINDOW = 256
-"""Samples that are read one after the other; the kernel reads the next ones ahead if it is slow."""
-_SLOW_READ_S = 20e-6
-"""A sample in the page cache takes less."""
 
 
 def commit_of(model: str, revision: str | None, file: str = "config.json") -> str | None:
@@ -182,31 +169,6 @@ def files_digest(folder: Path) -> str | None:
     return digest.hexdigest()
 
 
-def file_digest(file: Path) -> str:
-    """Digest a file by its content: each tensor's header and samples, or a small file whole.
-
-    Raises:
-        OSError: it cannot be read, or its size changes meanwhile.
-    """
-    with open(file, "rb", buffering=0) as data:
-        fd, before = data.fileno(), _state(data.fileno())
-        size = before[0]
-        digest = hashlib.sha256(size.to_bytes(8, "little"))
-        header = _header(fd, size) if file.suffix == ".safetensors" else None
-        if header is not None:
-            digest.update(header[0])
-            places = _tensor_samples(*header, size)
-        elif size <= _WHOLE_BYTES:
-            places = iter([(0, size)])
-        else:
-            places = _pieces(size)
-        for sample in _samples(fd, list(places)):
-            digest.update(sample)
-        if _state(fd) != before:
-            raise OSError(f"{file} changed while it was read")
-    return digest.hexdigest()
-
-
 def generation_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out of a model's generation config what is read only after the KV is computed."""
     harmless = names(_HARMLESS_OF_GENERATION)
@@ -305,70 +267,6 @@ def _generation_digest(file: Path) -> str:
     if not isinstance(settings, dict):
         return file_digest(file)
     return json.dumps(generation_facts(settings), sort_keys=True)
-
-
-def _header(fd: int, size: int) -> tuple[bytes, dict[str, Any]] | None:
-    """Return the header of a safetensors file, as bytes and read; None if it is damaged."""
-    length = int.from_bytes(os.pread(fd, 8, 0), "little")
-    if not 0 < length <= min(size - 8, _MOST_HEADER_BYTES):
-        return None
-    text = _read(fd, 8, length)
-    try:
-        tensors = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return (text, tensors) if isinstance(tensors, dict) else None
-
-
-def _tensor_samples(text: bytes, tensors: dict[str, Any], size: int) -> Iterator[tuple[int, int]]:
-    """Yield the places of some samples of each tensor, evenly spread, in the file's order."""
-    base = 8 + len(text)
-    found = []
-    for tensor in tensors.values():
-        offsets = tensor.get("data_offsets") if isinstance(tensor, dict) else None
-        if isinstance(offsets, list) and len(offsets) == 2 and all(type(n) is int for n in offsets):
-            start, end = (min(max(0, base + n), size) for n in offsets)
-            found.append((start, end))
-    for start, end in sorted(found):
-        yield from _spread(start, end, _SAMPLES, _SAMPLE_BYTES)
-
-
-def _pieces(size: int) -> Iterator[tuple[int, int]]:
-    return _spread(0, size, min(_MOST_PIECES, size // _PIECE_BYTES), _SAMPLE_BYTES)
-
-
-def _spread(start: int, end: int, count: int, length: int) -> Iterator[tuple[int, int]]:
-    """Yield ``count`` evenly spread places from start to end, both ends among them."""
-    if end - start <= count * length:
-        if end > start:
-            yield start, end - start
-        return
-    for i in range(count):
-        yield start + (end - start - length) * i // (count - 1), length
-
-
-def _samples(fd: int, places: list[tuple[int, int]]) -> Iterator[bytes]:
-    is_slow = False
-    for first in range(0, len(places), _WINDOW):
-        window = places[first : first + _WINDOW]
-        for start, length in window if is_slow else ():
-            os.posix_fadvise(fd, start, length, os.POSIX_FADV_WILLNEED)
-        begun_s = time.monotonic()
-        for start, length in window:
-            yield _read(fd, start, length)
-        is_slow = time.monotonic() - begun_s > _SLOW_READ_S * len(window)
-
-
-def _read(fd: int, start: int, length: int) -> bytes:
-    data = os.pread(fd, length, start)
-    if len(data) < length:
-        raise OSError("the file became shorter while it was read")
-    return data
-
-
-def _state(fd: int) -> tuple[int, int]:
-    facts = os.fstat(fd)
-    return facts.st_size, facts.st_mtime_ns
 
 
 def _framed(data: bytes) -> bytes:

@@ -9,11 +9,11 @@ import types
 
 import pytest
 
+from kvoffload.connectors.weight_samples import file_digest
 from kvoffload.connectors.weights import (
     adapter_digest,
     changes_of,
     commit_of,
-    file_digest,
     files_digest,
     folder_digest,
     was_changed,
@@ -161,6 +161,66 @@ def test_a_file_that_is_no_safetensors_file_counts_by_its_bytes(folder, damage):
     first = identity(folder)
     file.write_bytes(damage + b"1")
     assert first != identity(folder)
+
+
+def sparse_tensors(file, sizes):
+    """Write a safetensors file of zeros that takes no room; return where each tensor begins."""
+    header, at, starts = {}, 0, []
+    for i, size in enumerate(sizes):
+        header[f"{i}"] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}
+        starts.append(at)
+        at += size
+    text = json.dumps(header).encode()
+    with open(file, "wb") as data:
+        data.write(len(text).to_bytes(8, "little") + text)
+        data.truncate(8 + len(text) + at)
+    return [8 + len(text) + start for start in starts], 8 + len(text)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most_calls", "most_bytes"),
+    [
+        ([1 << 20] * 3000, 3 * 3000 + 8, 1024 * 3000),
+        ([4096] * 3000, 3000 * 4096 // (64 << 10) + 8, 4096 * 3000),
+        ([1 << 20, 3584] * 1500, 3 * 1500 + 8, (1024 + 3584) * 1500),
+        ([200 << 20] * 50, 3 * 50 + 8, 4096 * 50),
+    ],
+    ids=["many", "many small", "weights and scales", "few large"],
+)
+def test_a_tensor_takes_few_reads_of_few_bytes(
+    tmp_path, monkeypatch, sizes, most_calls, most_bytes
+):
+    """The start of an engine waits for it: 60,000 tensors are to take less than 0.3 s."""
+    pread, read = os.pread, []
+
+    def counted(fd, length, start):
+        read.append(length)
+        return pread(fd, length, start)
+
+    _, header_bytes = sparse_tensors(tmp_path / "a.safetensors", sizes)
+    monkeypatch.setattr(os, "pread", counted)
+    assert file_digest(tmp_path / "a.safetensors")
+    assert len(read) <= most_calls
+    assert sum(read) - header_bytes <= most_bytes + 64
+
+
+@pytest.mark.parametrize("size", [1, 300, 4096, 10_000, 1 << 20])
+@pytest.mark.parametrize("count", [3, 300])
+def test_the_first_and_last_bytes_and_two_places_within_each_tensor_count(tmp_path, size, count):
+    file = tmp_path / "a.safetensors"
+    starts, _ = sparse_tensors(file, [size] * count)
+    before = file_digest(file)
+    for start in (starts[0], starts[count // 2], starts[-1]):
+        room = size - min(size, 1024 if count == 3 else 256)
+        for at in {0, room // 3, room // 3 * 2, size - 1}:
+            with open(file, "r+b") as data:
+                data.seek(start + at)
+                data.write(b"x")
+                data.flush()
+                assert file_digest(file) != before, (start, at)
+                data.seek(start + at)
+                data.write(b"\0")
+    assert file_digest(file) == before
 
 
 def test_hostile_places_of_tensors_lead_nowhere(folder):

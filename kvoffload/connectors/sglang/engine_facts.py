@@ -20,9 +20,9 @@ from kvoffload.connectors.hf_config import hf_facts, names_other_weights
 from kvoffload.connectors.sglang import harmless_arguments as harmless
 from kvoffload.connectors.sglang.engine_start import BEGUN_NS, start_name
 from kvoffload.connectors.sglang.hicache_settings import HiCacheSettings
+from kvoffload.connectors.weight_samples import file_digest
 from kvoffload.connectors.weights import (
     commit_of,
-    file_digest,
     files_digest,
     folder_digest,
     was_changed,

@@ -27,7 +27,8 @@ from kvoffload.connectors.hf_config import hf_facts
 from kvoffload.connectors.vllm import harmless_fields as harmless
 from kvoffload.connectors.vllm.engine_weights import format_read, weights_of
 from kvoffload.connectors.vllm.start import VllmConfigSettings, installed_version, release_series
-from kvoffload.connectors.weights import file_digest, files_digest, generation_facts
+from kvoffload.connectors.weight_samples import file_digest
+from kvoffload.connectors.weights import files_digest, generation_facts
 from kvoffload.errors import ConfigError
 from kvoffload.identity import Fact
 
