@@ -169,6 +169,27 @@ def files_digest(folder: Path) -> str | None:
     return digest.hexdigest()
 
 
+def tokenizer_identity(tokenizer: str, revision: str | None) -> str:
+    """Tell tokenizers apart, for a model that computes with more of one than token ids.
+
+    Args:
+        tokenizer: a folder, or a name on a hub.
+        revision: as the engine has it.
+    """
+    if commit := commit_of(tokenizer, revision, "tokenizer_config.json"):
+        return f"commit {commit}"
+    digest, found = hashlib.sha256(), False
+    try:
+        for name in sorted(_HARMLESS_FILES[_OF_TOKENIZERS].split()):
+            if (file := Path(tokenizer) / name).is_file():
+                digest.update(_framed(name.encode()) + _framed(file_digest(file).encode()))
+                found = True
+    except OSError as error:
+        log.warning("kvoffload: %s cannot be read, so starts are cold: %s", tokenizer, error)
+        found = False
+    return digest.hexdigest() if found else f"known to this process alone: {uuid.uuid4().hex}"
+
+
 def generation_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out of a model's generation config what is read only after the KV is computed."""
     harmless = names(_HARMLESS_OF_GENERATION)

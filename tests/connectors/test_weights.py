@@ -16,6 +16,7 @@ from kvoffload.connectors.weights import (
     commit_of,
     files_digest,
     folder_digest,
+    tokenizer_identity,
     was_changed,
     weights_identity,
 )
@@ -422,3 +423,15 @@ def test_the_settings_of_an_encoder_in_a_subfolder_count(folder):
     assert folder_digest(folder) == told[1] != told[0]
     (folder / "model.safetensors").unlink()
     assert folder_digest(folder) is None
+
+
+def test_a_tokenizer_is_told_by_its_commit_or_its_files(folder, tmp_path):
+    assert tokenizer_identity("hub/name", COMMIT) == f"commit {COMMIT}"
+    assert tokenizer_identity(str(folder), None) != tokenizer_identity(str(folder), None)
+    (folder / "tokenizer.json").write_text("1")
+    first = tokenizer_identity(str(folder), None)
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    assert tokenizer_identity(str(copy), "main") == first
+    (folder / "added_tokens.json").write_text("{}")
+    assert tokenizer_identity(str(folder), None) != first

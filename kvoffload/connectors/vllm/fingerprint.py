@@ -28,12 +28,18 @@ from kvoffload.connectors.vllm import harmless_fields as harmless
 from kvoffload.connectors.vllm.engine_weights import format_read, weights_of
 from kvoffload.connectors.vllm.start import VllmConfigSettings, installed_version, release_series
 from kvoffload.connectors.weight_samples import file_digest
-from kvoffload.connectors.weights import files_digest, generation_facts
+from kvoffload.connectors.weights import files_digest, generation_facts, tokenizer_identity
 from kvoffload.errors import ConfigError
 from kvoffload.identity import Fact
 
 _PLAIN_KV = ("auto", "float16", "bfloat16", "float32")
 """Kinds of KV caches that are not quantized."""
+
+READERS_OF_TOKENIZERS = (
+    "vllm.models.deepseek_v41.common.engram",
+    "vllm.model_executor.models.minicpmv4_7",
+)
+"""Modules of models that make a table by the tokenizer; a test of vLLM's source finds them."""
 
 
 def resolve_facts(
@@ -84,6 +90,7 @@ def resolve_facts(
         "code": _code_of(model),
         "experts": _choice_of_experts(vllm_config),
         "media": _readers_of_media(model),
+        "token_table": token_table(model),
         "files": settings.weights_id and files_digest(Path(model.model)),
         "media_scales": _content("mm_encoder_fp8_scale_path", _media_scales(model)),
         "quantization_file": _content("hf_overrides", _quantization_file(model)),
@@ -228,8 +235,28 @@ def _choice_of_experts(vllm_config: Any) -> str | None:
         "balancing": parallel.enable_eplb,
         "data parallel": parallel.data_parallel_size > 1,
         "two batches": parallel.enable_dbo,
+        "weights in host memory": _has_offloaded_weights(vllm_config),
     }
     return f"by {', '.join(name for name, is_so in chosen_by.items() if is_so) or 'nothing'}"
+
+
+def token_table(model_config: Any) -> str | None:
+    """Tell the tokenizer of a model that computes with it; None for other models.
+
+    Engrams have a table in which tokens of equal text are one. A canvas of images finds its special
+    tokens by name. All other models compute with the token ids of prompts alone.
+    """
+    if not any(name in sys.modules for name in READERS_OF_TOKENIZERS):
+        return None
+    revision = model_config.tokenizer_revision or model_config.revision
+    told = tokenizer_identity(model_config.tokenizer, revision)
+    return f"{told}, tokenizers {version('tokenizers')}"
+
+
+def _has_offloaded_weights(vllm_config: Any) -> bool:
+    # Source: ``_heterogeneous_shared_expert_enabled`` of DeepSeek V4 on AMD's devices.
+    config = vllm_config.offload_config
+    return bool(config.uva.cpu_offload_gb > 0 or config.prefetch.offload_group_size > 0)
 
 
 def _readers_of_media(model: Any) -> str | None:

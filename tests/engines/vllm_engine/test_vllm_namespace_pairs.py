@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import types
 
 import pytest
@@ -35,6 +36,7 @@ def experts(model, quantization, **parallel):
     if parallel.pop("lora", False):
         config.lora_config = LoRAConfig(max_lora_rank=8)
         config.lora_config.lora_dtype = config.model_config.dtype
+    config.offload_config.uva.cpu_offload_gb = parallel.pop("cpu_offload_gb", 0)
     for name, value in parallel.items():
         setattr(config.parallel_config, name, value)
     return known(config)
@@ -48,6 +50,7 @@ def experts(model, quantization, **parallel):
         {"enable_eplb": True},
         {"data_parallel_size": 2},
         {"enable_dbo": True},
+        {"cpu_offload_gb": 4},
     ],
 )
 def test_what_chooses_the_kernels_of_quantized_experts_is_a_fact(model, choice):
@@ -151,6 +154,25 @@ def test_a_name_of_the_weights_does_not_tell_how_media_are_read(model, tmp_path)
     before = told(0.5)
     (folder / "model.safetensors.index.json").write_text("{}")
     assert told(0.5) == before
+
+
+@pytest.mark.parametrize("reader", fingerprint.READERS_OF_TOKENIZERS)
+def test_the_tokenizer_counts_where_a_model_computes_with_it(model, tmp_path, monkeypatch, reader):
+    """An engram's rows are found by the texts of tokens: another tokenizer is another KV cache."""
+    folder = tmp_path / "tokenized"
+    shutil.copytree(model, folder)
+
+    config = config_of(folder)
+
+    def told(text):
+        (folder / "tokenizer.json").write_text(text)
+        return known(config)
+
+    assert told("1") == told("2")
+    module = types.ModuleType(reader)
+    module.__file__ = __file__
+    monkeypatch.setitem(sys.modules, reader, module)
+    assert told("1") == told("1") != told("2")
 
 
 def test_the_code_that_computes_a_model_is_told_as_it_is_resolved(model, monkeypatch):
