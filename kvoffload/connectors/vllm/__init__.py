@@ -5,11 +5,10 @@ vLLM is refused with a sentence, not with a traceback.
 """
 
 import contextlib
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvoffload.connectors.vllm.start import explained
+from kvoffload.connectors.vllm.start import check_lookups, explained
 
 if TYPE_CHECKING:
     from kvoffload.connectors.vllm.connector import KVOffloadConnector
@@ -18,7 +17,7 @@ __all__ = ["KVOffloadConnector", "register"]
 
 
 def register() -> None:
-    """Make the connector known to vLLM by its name.
+    """Make the connector known to vLLM by its name, and check its settings early.
 
     vLLM calls this in each of its processes, by the entry-point group ``vllm.general_plugins``.
     ``MultiConnector`` finds the class of a connector's statistics by name only.
@@ -27,6 +26,7 @@ def register() -> None:
 
     with contextlib.suppress(ValueError):  # registered before
         KVConnectorFactory.register_connector("KVOffloadConnector", __name__, "KVOffloadConnector")
+    check_lookups()
 
 
 def __getattr__(name: str) -> Any:
@@ -34,6 +34,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with explained(name):
         found = import_module(f"{__name__}.connector").KVOffloadConnector
-        import_module(f"{__name__}.start").check_asker(sys._getframe(1))
         register()  # for a process in which plug-ins are switched off
         return found

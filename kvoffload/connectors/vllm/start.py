@@ -17,8 +17,8 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
+from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
-from types import FrameType
 from typing import Any, Literal
 
 from kvoffload import registry
@@ -81,6 +81,7 @@ def read_settings(extra: Mapping[str, Any]) -> VllmConfigSettings:
 
 CONNECTOR = "KVOffloadConnector"
 ROLE = "kv_both"
+_OURS = "_kvoffload_checks"
 _REFUSED_LAYOUTS = ("LHBNC",)
 """Where the heads of a block lie apart from each other, outside of the block."""
 
@@ -133,32 +134,29 @@ def check_role(transfer: Any) -> None:
         )
 
 
-def check_asker(frame: FrameType | None) -> None:
-    """Check the settings for which vLLM looks the connector's class up.
+def check_lookups() -> None:
+    """Check the settings whenever vLLM looks the connector's class up. Idempotent.
 
     On platforms with static graphs vLLM gives the class its settings early
     (``requires_piecewise_for_cudagraph``). On all other platforms, CPUs among them, it calls no
-    method of ours before the model is loaded.
-
-    vLLM looks the class up early on every platform. The function that does so has the settings;
-    for a registered name it asks through a function of its registry. Without that argument the
-    settings are checked when the connector is made.
-
-    Args:
-        frame: of the function that asked for the class.
-
-    Raises:
-        ConfigError: see :func:`check_settings`.
+    method of ours before the model is loaded. It looks the class up early on every platform.
     """
-    if frame is None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    look_up = KVConnectorFactory.get_connector_class
+    if hasattr(look_up, _OURS):
         return
-    config = frame.f_locals.get("kv_transfer_config")
-    if config is None and frame.f_back is not None:
-        config = frame.f_back.f_locals.get("kv_transfer_config")
-    extra = getattr(config, "kv_connector_extra_config", None)
-    if isinstance(extra, Mapping) and getattr(config, "kv_connector", None) == CONNECTOR:
-        check_role(config)
-        check_settings(extra)
+
+    @wraps(look_up)
+    def get_connector_class(_: Any, kv_transfer_config: Any) -> Any:
+        found = look_up(kv_transfer_config)
+        if kv_transfer_config.kv_connector == CONNECTOR:
+            check_role(kv_transfer_config)
+            check_settings(kv_transfer_config.kv_connector_extra_config)
+        return found
+
+    setattr(get_connector_class, _OURS, True)
+    KVConnectorFactory.get_connector_class = classmethod(get_connector_class)
 
 
 # ---- Versions ----

@@ -118,7 +118,7 @@ OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
             },
         ),
         (
-            # Its argument is read from its frame: see start.py.
+            # Wrapped: see start.py.
             "vllm.distributed.kv_transfer.kv_connector.factory",
             "KVConnectorFactory",
             {"get_connector_class": ["cls", "kv_transfer_config"]},

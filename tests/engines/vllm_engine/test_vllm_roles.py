@@ -9,6 +9,7 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+from kvoffload.connectors.vllm import register
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.errors import ConfigError
 
@@ -21,6 +22,7 @@ EXTRA = {"cpu_bytes": "64MiB", "offload_prompt_only": False, "blocks_per_chunk":
 def test_a_role_of_one_direction_is_refused_before_a_model_is_loaded(role):
     by_path = {"kv_connector_module_path": "kvoffload.connectors.vllm"}
     config = KVTransferConfig(kv_connector="KVOffloadConnector", kv_role=role, **by_path)
+    register()  # as vLLM does it, before it has read its command line
     with pytest.raises(ConfigError, match=f"kv_role = '{role}': must be \"kv_both\""):
         KVConnectorFactory.get_connector_class(config)
     # The class may be asked for without its settings.

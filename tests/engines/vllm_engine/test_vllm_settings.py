@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -12,6 +14,7 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+from kvoffload.connectors.vllm import register
 from kvoffload.connectors.vllm.client_requests import is_trusted, refuse_weak_hashes, warn_of_images
 from kvoffload.connectors.vllm.connector import (
     KVOffloadConnector,
@@ -53,6 +56,7 @@ def test_the_options_of_every_tier_are_checked_before_a_model_is_loaded(changed,
         kv_role="kv_both",
         kv_connector_extra_config={"cpu_bytes": "1GiB", **changed},
     )
+    register()  # as vLLM does it, before it has read its command line
     with pytest.raises(ConfigError, match=sentence):
         KVConnectorFactory.get_connector_class(config)
     with pytest.raises(ConfigError, match=sentence):  # where vLLM tells the class itself
@@ -67,11 +71,31 @@ def test_a_layout_that_cannot_be_offloaded_is_refused_where_it_is_asked_for(monk
 
 
 def test_the_class_can_be_imported_without_settings():
-    kv_transfer_config = None  # a name that vLLM uses, and others may
     from kvoffload.connectors.vllm import KVOffloadConnector as again
 
     assert again is KVOffloadConnector
-    assert kv_transfer_config is None
+
+
+def test_lookups_of_vllm_are_wrapped_once_and_those_of_other_connectors_are_as_they_were():
+    register()
+    wrapped = KVConnectorFactory.get_connector_class.__func__
+    register()
+    assert KVConnectorFactory.get_connector_class.__func__ is wrapped
+    other = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_producer")
+    assert KVConnectorFactory.get_connector_class(other).__name__ == "ExampleConnector"
+
+
+def test_vllm_has_called_us_before_it_has_a_configuration(models):
+    """In a process of its own: the tests before have called ``register`` in this one."""
+    config = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both"}
+    config["kv_connector_extra_config"] = {"cpu_byte": "1GiB"}
+    code = (
+        "from vllm.engine.arg_utils import EngineArgs\n"
+        f"EngineArgs({str(models())!r}, kv_transfer_config={config}).create_engine_config()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "did you mean 'cpu_bytes'" in ended.stderr
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0", "not installed"])
