@@ -151,8 +151,7 @@ def test_hit_tokens_end_at_the_first_failed_chunk_of_the_group_that_reads_whole_
     window = SimpleNamespace(group_idx=0, tokens_per_chunk=16, sliding_window_size_in_chunks=2)
     whole = SimpleNamespace(group_idx=1, tokens_per_chunk=32, sliding_window_size_in_chunks=None)
     keys = [make_offload_key(bytes([i]) * 32, group) for i in range(4) for group in (0, 1)]
-    spec = SimpleNamespace(media=lambda: ["CPU", "CPU"] + ["DISK"] * 6)
-    job = SimpleNamespace(keys=keys, spec=spec)
+    job = SimpleNamespace(keys=keys, media=lambda: ["CPU", "CPU"] + ["DISK"] * 6)
     ok = (False, True, True, True, True, False, True, True)
     assert hit_tokens(job, ok, (window, whole)) == {"cpu": 32, "disk": 32}
     assert hit_tokens(job, ok, (window,)) == {}
