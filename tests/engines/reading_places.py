@@ -13,7 +13,8 @@ Readings = dict[str, dict[str, list[str]]]
 def readings(root: Path, parts: Iterable[str], owners: Mapping[str, set[str]]) -> Readings:
     """Find each place in parts of a package that reads one of some fields.
 
-    A field is read as an attribute, or by ``getattr``. A name of one word belongs to many things:
+    A field is read as an attribute, or by ``getattr``, and a variable of ``envs`` by its name in
+    quotes as well. A name of one word belongs to many things:
     it counts where its owner has the name of a configuration, or was one when it got its name. A
     name of several words counts wherever an object other than ``self`` has it: ``self`` has a copy,
     whose reading was found.
@@ -71,7 +72,11 @@ class _Module:
     def _walk(self, node: ast.AST, inside: str, found: list[tuple[str, str, str]]) -> None:
         for child in ast.iter_child_nodes(node):
             kind = type(child)
-            if kind in (ast.Name, ast.Constant):
+            if kind is ast.Name:
+                continue
+            if kind is ast.Constant:
+                if isinstance(child.value, str) and "envs" in self.owners.get(child.value, ()):
+                    found.append((child.value, "envs", f"{inside}:{child.lineno}"))
                 continue
             here = inside
             if kind in (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef):

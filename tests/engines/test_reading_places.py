@@ -19,6 +19,7 @@ OWNERS = {"seed": {"model_config"}, "max_seqs": {"scheduler_config"}, "KV_LAYOUT
         ("local.seed", "seed"),
         ("anything.max_seqs", "max_seqs"),
         ("envs.KV_LAYOUT", "KV_LAYOUT"),
+        ("os.environ['KV_LAYOUT']", "KV_LAYOUT"),
         ("self.max_seqs", None),
         ("params.seed", None),
         ("local.other", None),

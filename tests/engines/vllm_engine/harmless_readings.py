@@ -58,7 +58,7 @@ REASONS = {
         "data_parallel_master_ip data_parallel_rank data_parallel_rank_local "
         "assigned_physical_gpu_ids disable_custom_all_reduce disable_nccl_for_dp_synchronization "
         "distributed_executor_backend distributed_timeout_seconds enable_fault_tolerance "
-        "_api_process_count instance_id"
+        "_api_process_count instance_id CUDA_VISIBLE_DEVICES LOCAL_RANK"
     ),
     "the pooler after the last layer: models/bert:__init__, models/qwen2_rm:__init__; the use of a "
     "model is in the fact `code`": "pooler_config",
@@ -79,7 +79,7 @@ REASONS = {
     "v1/worker/worker_base:__init__, kernels/linear/scaled_mm/pytorch:get_output_padding": (
         "mode backend custom_ops enabled_custom_ops disabled_custom_ops splitting_ops "
         "compile_sizes compile_mm_encoder inductor_compile_config ir_enable_torch_wrap "
-        "ir_op_priority compilation_time encoder_compilation_time"
+        "ir_op_priority compilation_time encoder_compilation_time VLLM_USE_AOT_COMPILE"
     ),
     "kernels are compiled or chosen by their speed before the first request: "
     "v1/worker/gpu_worker:_compile_or_warm_up_model, layers/fused_moe/fused_moe:get_moe_configs": (
