@@ -25,6 +25,7 @@ from kvoffload.connectors.weights import (
     commit_of,
     files_digest,
     folder_digest,
+    tokenizer_identity,
     was_changed,
     weights_identity,
 )
@@ -84,6 +85,7 @@ def facts_of_engine(
         "platform": platform_name(str(values["device"]), is_quantized or kind != _OF_POOL),
         # Kernels without them round between a layer's halves otherwise, or not at all.
         "adapters": has_adapters if is_quantized else None,
+        "token_table": _token_table(values, model_config),
         "files": settings.weights_id and files_digest(Path(str(values["model_path"]))),
         **weights_facts(values, settings, model_config.hf_config),
         **config_facts(model_config.hf_config),
@@ -92,6 +94,19 @@ def facts_of_engine(
         **argument_facts(type(args), values),
         **variable_facts(),
     }
+
+
+def _token_table(values: Mapping[str, Any], model_config: Any) -> str | None:
+    """Tell the tokenizer of a model with engrams: their rows are found by the texts of tokens.
+
+    Source: ``EngramHasher.from_config`` of SGLang.
+    """
+    configs = (model_config.hf_config, model_config.hf_text_config)
+    if not any(getattr(config, "engram_layer_ids", None) for config in configs):
+        return None
+    tokenizer = str(values.get("tokenizer_path") or values["model_path"])
+    told = tokenizer_identity(tokenizer, values.get("revision"))
+    return f"{told}, {values.get('tokenizer_mode')}, tokenizers {version('tokenizers')}"
 
 
 def config_facts(hf_config: Any) -> dict[str, Fact]:

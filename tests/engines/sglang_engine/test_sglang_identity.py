@@ -240,6 +240,24 @@ SCALED = '{"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_fact
 SCALED += ' "high_freq_factor": 4.0, "original_max_position_embeddings": 512}}'
 
 
+def test_the_tokenizer_counts_where_a_model_has_engrams(model, tmp_path):
+    folder = tmp_path / "tokenized"
+    shutil.copytree(model, folder)
+    args = ServerArgs(model_path=str(folder), device="cpu", skip_tokenizer_init=True)
+    args.resolve_once()
+    settings = HiCacheSettings(backends=[{"type": "memory"}])
+    config = model_config_of(args)
+
+    def told(text):
+        (folder / "tokenizer.json").write_text(text)
+        values = engine_facts.resolved(args)
+        return namespace(**engine_facts.facts_of_engine(args, values, config, settings))
+
+    assert told("1") == told("2")
+    config.hf_config.engram_layer_ids = [1]
+    assert told("1") == told("1") != told("2")
+
+
 def test_a_limit_of_lengths_is_a_fact_where_positions_are_scaled(same):
     scaled = {"json_model_override_args": SCALED}
     assert not same(scaled, {**scaled, "context_length": 1024})
