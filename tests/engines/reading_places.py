@@ -146,3 +146,10 @@ def new_places(found: Readings, known: Mapping[str, Collection[str]]) -> list[st
         for module, places in sorted(modules.items())
         if module not in known.get(name, ())
     ]
+
+
+def places_of(file: str) -> dict[str, frozenset[str]]:
+    """Return the modules that are known to read each field, from the text beside a module."""
+    lines = Path(file).with_suffix(".txt").read_text().splitlines()
+    told = (line.partition(": ") for line in lines)
+    return {name: frozenset(modules.split()) for name, _, modules in told}

@@ -4,7 +4,7 @@ Each reason names a place that was read, as ``module:function``. All modules tha
 in ``harmless_readings.txt``: a new one fails a test, which prints what to look at and to add.
 """
 
-from pathlib import Path
+from tests.engines.reading_places import places_of
 
 PARTS = [
     "model_executor/layers",
@@ -151,9 +151,4 @@ REASONS = {
     ),
 }
 
-PLACES = {
-    name: frozenset(modules.split())
-    for name, _, modules in (
-        line.partition(": ") for line in Path(__file__).with_suffix(".txt").read_text().splitlines()
-    )
-}
+PLACES = places_of(__file__)
