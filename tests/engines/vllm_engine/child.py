@@ -20,6 +20,8 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
+    from kvoffload.connectors.vllm.engine_metrics import PERIOD_S
+    from kvoffload.connectors.vllm.engine_weights import our_connectors
     from kvoffload.connectors.vllm.worker import COUNTERS_PERIOD_S
 
     llm = LLM(**json.loads(sys.argv[1]))
@@ -118,13 +120,19 @@ def main() -> None:
 
     def quiet(limit_s: float = 300.0) -> dict[str, float]:
         """Idle until no host slot is busy; the engine reports only when it steps."""
-        until = time.monotonic() + limit_s
+        until, quiet_steps = time.monotonic() + limit_s, 0
+        core: Any = getattr(engine.engine_core, "engine_core", None)
         while True:
+            for connector in our_connectors(core and core.scheduler):
+                connector.scheduler.adapter.stats.publish_all()
             generate([[3, 4, 5]], 1)
             now = metrics()
-            if not now.get("vllm:kvoffload_host_chunks_busy") or time.monotonic() > until:
+            is_busy = bool(now.get("vllm:kvoffload_host_chunks_busy"))
+            quiet_steps = 0 if is_busy else quiet_steps + 1
+            if quiet_steps > 1 or time.monotonic() > until:
                 return now
-            time.sleep(0.1)
+            # An engine in a process of its own publishes now and then.
+            time.sleep(0.1 if core else 1.1 * PERIOD_S)
 
     def counted() -> dict[str, float]:
         """Idle until all that was counted has been told: workers tell it only now and then."""
