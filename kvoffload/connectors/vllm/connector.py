@@ -218,7 +218,8 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         """
         if self.connector_scheduler is not None:
             self.connector_scheduler.step_ended()
-            if self.connector_scheduler.generations.take_loaded():
+            if (generations := self.connector_scheduler.generations).were_loaded:
+                generations.take_loaded()
                 self.weights_may_have_changed("load_weights of the model in a worker")
         had_stats, self._has_stats = self._has_stats, False
         if not had_stats:

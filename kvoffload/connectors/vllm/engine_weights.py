@@ -239,11 +239,9 @@ class Generations:
         self._may_have_chunks = True
         self._is_wanted = False
 
-    def take_loaded(self) -> bool:
-        """Tell of an update that a worker has counted; its loads bring nothing until an order."""
-        were_loaded, self.were_loaded = self.were_loaded, False
-        self._may_have_chunks |= were_loaded
-        return were_loaded
+    def take_loaded(self) -> None:
+        """Take in an update that a worker has counted; its loads bring nothing until an order."""
+        self.were_loaded, self._may_have_chunks = False, True
 
     def begin(self) -> None:
         """Give the tiers a new namespace, unless this one has no chunks."""

@@ -181,7 +181,8 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         """Before the forward pass: nothing it overwrites may still be read by a store."""
         orders = kv_connector_metadata
-        self._notice_weights(is_ordered=orders.generation is not None)
+        if UPDATES.count != self._updates or orders.generation is not None:
+            self._notice_weights(is_ordered=orders.generation is not None)
         flush = orders.jobs_to_flush
         for job_id in flush or ():
             if job := orders.store_jobs.pop(job_id, None):
