@@ -12,16 +12,15 @@ import pytest
 from redis_fakes import FakeRedis, bulk, polite
 
 from kvoffload import open_backend
+from kvoffload.backends.admin import Check, Garbage
 from tests.support.redis_engine import PATIENT
 
 EVIL = b"-ERR \x1b[2J\rforged" + b"x" * 50_000
 COMMANDS = {
     "survey": lambda backend: backend.survey(),
     "purge": lambda backend: backend.purge(["n"]),
-    "purge_unused": lambda backend: backend.purge_unused(60, None, dry_run=False),
-    "verify": lambda backend: backend.verify(
-        repair=True, share=None, bytes_per_s=None, progress=lambda done, total: None
-    ),
+    "collect": lambda backend: backend.collect(Garbage(unused_s=60.0)),
+    "verify": lambda backend: backend.verify(Check(repair=True)),
     "described": lambda backend: backend.described(),
 }
 
