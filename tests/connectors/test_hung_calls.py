@@ -59,12 +59,13 @@ def hung(monkeypatch):
 
 
 @pytest.fixture
-def connector(hung, new_kv_caches):
+def connector(hung, new_kv_caches, request):
+    """A connector; its parameter is how long a load may take."""
     settings = {
         "cpu_bytes": SLOTS * 4096,
         "policy": "lru",
         "backends": [{"type": "hung"}, {"type": "memory"}],
-        "load_timeout_s": 0.2,
+        "load_timeout_s": getattr(request, "param", 0.2),
         "store_timeout_s": 0.2,
     }
     caches = new_kv_caches(num_blocks=64, page_bytes=(4096,))
@@ -180,6 +181,7 @@ def test_a_load_has_one_record_and_a_table_only_where_something_waits_for_it(
     assert left == by_job | by_chunk_and_block | of_request
 
 
+@pytest.mark.parametrize("connector", [60.0], indirect=True)
 def test_a_burst_of_loads_from_a_tier_that_answers_is_loaded_whole(connector, new_request, until):
     names = [f"p{i}" for i in range(20)]
     for name in names:
