@@ -311,6 +311,7 @@ def main():
         began_s = time.monotonic()
         model = run(seed, seconds, Path(folder), patched)
         took_s = time.monotonic() - began_s
+    assert model.compared_while_struck, "no loaded chunk was compared while faults struck"
     print(f"seed {seed}: {model.kind}, {took_s:.1f} s, {dict(model.engine.counts)}")
 
 

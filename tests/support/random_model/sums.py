@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import psutil
@@ -85,13 +86,21 @@ class Shares:
         share = -(-spec.num_slots // 2 // len(client.tiers) or 1) * spec.slot_bytes
         jobs = [*list(client._jobs.unanswered.values()), *list(client._jobs.late.values())]
         for name in client.tiers:
-            orders = [job.order for job in jobs if job.order.tier == name]
-            stores = [_slots(order) for order in orders if isinstance(order, Store)]
-            loads = [_slots(order) for order in orders if not isinstance(order, Store)]
+            of_tier = [job for job in jobs if job.order.tier == name]
+            stores = [_slots(job.order) for job in of_tier if isinstance(job.order, Store)]
+            loads = _loads([job for job in of_tier if not isinstance(job.order, Store)])
             kept, most = _kept(stores), share + max(map(_largest, stores), default=0)
             assert kept <= most, f"stores on {name} keep {kept} bytes of host memory, not {most}"
             kept, most = _kept(loads), half + max(map(_bytes, loads), default=0)
             assert kept <= most, f"loads from {name} keep {kept} bytes of host memory, not {most}"
+
+
+def _loads(jobs):
+    """The slots of each load: its chunks take turns in them, so it may have several jobs."""
+    loads = defaultdict(dict)
+    for job in jobs:
+        loads[job.listener._load] |= _slots(job.order)
+    return list(loads.values())
 
 
 def _slots(order):
