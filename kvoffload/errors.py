@@ -5,13 +5,13 @@ from collections.abc import Mapping
 
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*")
 _VARIABLE = re.compile(r"[A-Z_0-9]*")
-_SECRETS = ("password", "passwd", "secret", "token")
+_SECRETS = ("password", "passwd", "secret", "token", "username", "sentinel_username")
 HIDDEN = "***"
 """What stands for something that must not be shown."""
 
 
 def shown(value: object, field: str = "") -> object:
-    """Redact a setting for error messages: keep a URL's scheme, hide passwords.
+    """Redact a setting for error messages: keep a URL's scheme, hide passwords and user names.
 
     A URL has secrets in too many places to tell them from the rest. In a wrong URL, half of a
     password with a ``/`` is a path. Containers are redacted item by item.
@@ -20,7 +20,8 @@ def shown(value: object, field: str = "") -> object:
         value: anything; what needs no hiding comes back as it is.
         field: the name it was given under.
     """
-    if field.rpartition(".")[2].lower() in _SECRETS:
+    name = field.rpartition(".")[2].lower()
+    if name in _SECRETS:
         return value if value is None else HIDDEN
     if field.endswith("_env") and isinstance(value, str):
         return value if _VARIABLE.fullmatch(value) else HIDDEN  # perhaps the password itself
@@ -31,9 +32,9 @@ def shown(value: object, field: str = "") -> object:
         scheme, mark, _ = value.partition("://")
         if mark:
             return f"{scheme}{mark}{HIDDEN}" if _SCHEME.fullmatch(scheme) else HIDDEN
-        return HIDDEN if ":" in value.rpartition("@")[0] else value
+        return HIDDEN if name == "url" or ":" in value.rpartition("@")[0] else value
     if isinstance(value, Mapping):
-        return {shown(name): shown(each, str(name)) for name, each in value.items()}
+        return {shown(key): shown(each, str(key)) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [shown(each) for each in value]
     return value

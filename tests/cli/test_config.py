@@ -239,6 +239,24 @@ def test_a_password_in_a_url_is_refused_and_never_printed(kvoffload):
     assert "hunter2" not in out + err
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"url": url} for url in ("hunter2@h", "//hunter2@h:1", "h?password=hunter2", "hunter2")),
+        *({"url": "redis://h", name: "hunter2"} for name in ("username", "sentinel_username")),
+        {"root": "/kv", "username": "hunter2"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["redis", "disk"])
+def test_a_url_without_scheme_and_a_user_name_are_not_shown(kind, options, kvoffload):
+    settings = {"cpu_bytes": 1, "backends": [{"type": kind, **options}]}
+    for command in ("show", "check"):
+        _, out, err = kvoffload(command, json.dumps(settings))
+        assert "hunter2" not in out + err
+    assert "hunter2" not in repr(parse_config(settings))
+
+
 def test_a_probe_examines_each_tier(kvoffload, tmp_path):
     (tmp_path / "root").mkdir(0o700)
     disk = {"type": "disk", "root": str(tmp_path / "root"), "capacity": "1GiB"}
