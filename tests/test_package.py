@@ -52,6 +52,19 @@ def test_each_requirement_is_bounded_and_what_is_installed_is_within_its_bounds(
     assert checked > len(project["dependencies"])
 
 
+def test_the_package_imports_each_of_its_requirements():
+    """What only tests and benchmarks import belongs to the extra dev."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    imported = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names.append(node.module)
+            imported |= {name.partition(".")[0] for name in names}
+    assert {Requirement(each).name for each in project["dependencies"]} - imported == set()
+
+
 def test_each_file_that_the_site_is_built_with_is_known_by_its_hash():
     recipe = (ROOT / "Makefile").read_text()
     assert re.findall(r"^\t\$\(DOCS\)/bin/python -m pip install (.*)$", recipe, re.MULTILINE) == [
