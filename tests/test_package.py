@@ -65,19 +65,35 @@ def test_the_package_imports_each_of_its_requirements():
     assert {Requirement(each).name for each in project["dependencies"]} - imported == set()
 
 
-def test_each_file_that_the_site_is_built_with_is_known_by_its_hash():
+LOCKS = [("docs/requirements.txt", "zensical"), ("requirements-dev.txt", "pytest")]
+
+
+@pytest.mark.parametrize(("lock", "name"), LOCKS)
+def test_each_file_that_is_installed_for_the_site_and_for_tests_is_known_by_its_hash(lock, name):
     recipe = (ROOT / "Makefile").read_text()
-    assert re.findall(r"^\t\$\(DOCS\)/bin/python -m pip install (.*)$", recipe, re.MULTILINE) == [
-        "--quiet --disable-pip-version-check --require-hashes -r docs/requirements.txt"
-    ]
-    text = (ROOT / "docs" / "requirements.txt").read_text().replace("\\\n", " ")
+    assert f"/$(PIP_INSTALL) --require-hashes -r {lock}\n" in recipe
+    text = (ROOT / lock).read_text().replace("\\\n", " ")
     lines = [line for line in text.splitlines() if not line.startswith("#")]
-    assert any(line.startswith("zensical==") for line in lines)
+    assert any(line.startswith(f"{name}==") for line in lines)
     for line in lines:
         requirement, *hashes = line.split(" --hash=")
         assert [each.operator for each in Requirement(requirement).specifier] == ["=="], line
         assert hashes
         assert all(each.strip().startswith("sha256:") for each in hashes)
+
+
+def test_the_locked_versions_are_what_the_project_requires_but_torch():
+    text = (ROOT / "requirements-dev.txt").read_text()
+    locked = re.findall(r"^([a-z0-9-]+)==(\S+)", text, re.MULTILINE)
+    names = {name for name, _ in locked}
+    assert not {name for name in names if re.match("torch|cuda-|nvidia-|triton", name)}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [each for name, each in project["optional-dependencies"].items() if name != "mutate"]
+    for each in map(Requirement, chain(project["dependencies"], *extras)):
+        if each.name not in ("torch", "kvoffload"):
+            versions = [version for name, version in locked if name == each.name]
+            assert versions, each
+            assert all(map(each.specifier.contains, versions)), each
 
 
 def test_no_text_installs_kvoffload_by_its_bare_name():
