@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from kvoffload.connectors.vllm.kv_caches import Store, StoreBatch
+from kvoffload.connectors.vllm.kv_caches import BatchedStore, StoreBatch
 from kvoffload.connectors.vllm.quiet_steps import KnownLookups
 from kvoffload.messages import GPULoadStoreSpec, TransferResult
 
@@ -26,7 +26,7 @@ def store(rng, job_id, counts, per_chunk, numbers):
     for _ in range(rng.randrange(3)):  # parts of chunks, which the transfer leaves out
         whole.insert(rng.randrange(len(whole) + 1), False)
     spec = GPULoadStoreSpec(blocks, sizes, indices)
-    return Store(job_id, spec, np.array(slots), whole), chunks
+    return BatchedStore(job_id, spec, np.array(slots), whole), chunks
 
 
 @pytest.mark.parametrize("per_chunk", [1, 4])

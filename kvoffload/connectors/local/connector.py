@@ -40,7 +40,7 @@ from kvoffload.connectors.local.chunking import (
 )
 from kvoffload.connectors.local.live_cache import LocalOperators
 from kvoffload.connectors.local.prefix_search import longest
-from kvoffload.connectors.local.transfers import Load, LoadOutcome, Transfers
+from kvoffload.connectors.local.transfers import LoadOutcome, LoadRange, Transfers
 from kvoffload.connectors.offload_requests import (
     LoadBackoff,
     OffloadRequest,
@@ -222,7 +222,7 @@ class LocalConnector:
         if not job.keys:
             self._transfers.refuse(request.request_id)
             return
-        load = Load(request.request_id, state.start, end, tuple(pieces[: len(job.keys)]))
+        load = LoadRange(request.request_id, state.start, end, tuple(pieces[: len(job.keys)]))
         self._transfers.begin_load(job, load, block_ids)
         state.loading = job
 

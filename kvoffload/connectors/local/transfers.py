@@ -29,8 +29,8 @@ class LoadOutcome:
 
 
 @dataclass(frozen=True)
-class Load:
-    """What a request expects of a load job."""
+class LoadRange:
+    """The tokens that a request expects of a load job."""
 
     request_id: str
     start: int
@@ -78,7 +78,7 @@ class Transfers:
         self.jobs.begin(job.id, job)
         self._worker.submit(job.id, (moves, job.spec), len(job.keys))
 
-    def begin_load(self, job: LoadJob, load: Load, tables: BlockTables) -> None:
+    def begin_load(self, job: LoadJob, load: LoadRange, tables: BlockTables) -> None:
         """Submit a load into blocks that an earlier store may still read."""
         moves = cut(self._groups, load.pieces, tables, job.spec.block_ids)
         job.blocks, job.waiter = moves.block_ids.tolist(), load
@@ -154,7 +154,7 @@ class Transfers:
 
     def _load_ended(self, job: LoadJob, result: TransferResult) -> LoadOutcome:
         """Return the outcome of an answered job; a stale job brings nothing."""
-        load: Load = job.waiter
+        load: LoadRange = job.waiter
         state = self._requests.get(load.request_id)
         waits = state is not None and state.loading is job
         if state is not None and waits:
@@ -170,7 +170,7 @@ class Transfers:
         if self._short_loads.note(request_id):
             self._manager.counters["declined_after_short_load"] += 1
 
-    def _outcome(self, load: Load, job: LoadJob, result: TransferResult) -> LoadOutcome:
+    def _outcome(self, load: LoadRange, job: LoadJob, result: TransferResult) -> LoadOutcome:
         arrived: dict[tuple[int, int], str] = {}
         for piece, medium, ok in zip(load.pieces, job.media(), result.ok, strict=True):
             if ok:

@@ -135,8 +135,8 @@ PARTIAL_CHUNK = "partial_chunk"
 """Blocks of the chunk have left the sliding window; only whole chunks are stored."""
 
 
-class Store(NamedTuple):
-    """A store of the whole chunks of a job."""
+class BatchedStore(NamedTuple):
+    """A store of the whole chunks of a job, as a part of a batch."""
 
     job_id: int
     blocks: GPULoadStoreSpec
@@ -154,7 +154,7 @@ class StoreBatch:
         blocks_per_chunk: blocks that make up a chunk.
     """
 
-    def __init__(self, stores: Sequence[Store], blocks_per_chunk: int) -> None:
+    def __init__(self, stores: Sequence[BatchedStore], blocks_per_chunk: int) -> None:
         self.job_id = stores[0].job_id
         self.job_ids = [store.job_id for store in stores]
         self._whole = [store.whole for store in stores]

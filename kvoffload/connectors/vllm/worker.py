@@ -23,9 +23,9 @@ from kvoffload.connectors.vllm.engine_weights import UPDATES, name_for_all_ranks
 from kvoffload.connectors.vllm.fingerprint import resolve_facts
 from kvoffload.connectors.vllm.kv_caches import (
     PARTIAL_CHUNK,
+    BatchedStore,
     GpuEnd,
     SharedWrites,
-    Store,
     StoreBatch,
     canonical,
     layers_of_groups,
@@ -272,7 +272,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             blocks, whole = end.whole()
             slots = target.host_slots
             if any(whole) and len(whole) == len(slots):
-                stores.append(Store(job_id, blocks, slots[np.array(whole)], whole))
+                stores.append(BatchedStore(job_id, blocks, slots[np.array(whole)], whole))
             else:
                 bad = (False,) * len(slots)
                 self._store_ended(TransferResult(job_id, bad, reason=PARTIAL_CHUNK))
