@@ -14,7 +14,7 @@ from kvoffload.backends.base import Backend, LocalIndex, Observable
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
-from kvoffload.io.protocol import Figures, Open, Presence, TierSettings
+from kvoffload.io.protocol import Figures, Open, PresenceChanges, TierSettings
 
 log = logging.getLogger(__name__)
 _MOST = 1 << 53
@@ -42,7 +42,7 @@ class OpenStore:
         self.failures = Throttle(log)
         """Logs what the store's calls raise."""
 
-    def changes(self) -> Presence | None:
+    def changes(self) -> PresenceChanges | None:
         """Return the next changes of the index; None if there are none."""
         if (index := self.index) is None:
             return None
@@ -60,7 +60,7 @@ class OpenStore:
             return None
         added = [key for key, present in changes if present]
         removed = [key for key, present in changes if not present]
-        return Presence(self.name, added, removed, self.is_told)
+        return PresenceChanges(self.name, added, removed, self.is_told)
 
     def held(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return the keys that the index holds."""

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-VERSION = 6
+VERSION = 7
 _LENGTH_BYTES = 4
 MOST_BYTES = 1 << 28
 """A longer message is none of ours: its length is garbage."""
@@ -183,7 +183,7 @@ class Answered(_Message):
     io_time_s: float
 
 
-class Presence(_Message):
+class PresenceChanges(_Message):
     """Chunks that became present or absent in a store with an index."""
 
     tier: str
@@ -244,7 +244,7 @@ ToClient = (
     | Refused
     | Arrived
     | Answered
-    | Presence
+    | PresenceChanges
     | Present
     | Forgotten
     | Removed

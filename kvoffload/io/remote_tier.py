@@ -15,7 +15,7 @@ from kvoffload.io.protocol import (
     Figures,
     Forgotten,
     Load,
-    Presence,
+    PresenceChanges,
     Present,
     Removed,
     Store,
@@ -236,7 +236,7 @@ class RemoteTier:
     def take(self, message: Any) -> None:
         """Take in what the server says of the open store."""
         match message:
-            case Presence():
+            case PresenceChanges():
                 self.announced(message)
             case Forgotten():
                 self.forgotten(message.keys)
@@ -247,7 +247,7 @@ class RemoteTier:
             case Figures():
                 self.told(message)
 
-    def announced(self, message: Presence) -> None:
+    def announced(self, message: PresenceChanges) -> None:
         """Take in changes of the index, unless the tier is reset meanwhile."""
         keys, forgetting = self._keys, self._forgetting
         if not self.is_open:  # read after these sets: a reset replaces them

@@ -39,7 +39,7 @@ from kvoffload.io.protocol import (
     Load,
     Open,
     Opened,
-    Presence,
+    PresenceChanges,
     Present,
     Refused,
     Remove,
@@ -230,7 +230,7 @@ class Session:
         self.send(Opened(wanted.number, [told], remains))
         # The engine waits for a first word of each store.
         if store.index is not None:
-            self.send(store.changes() or Presence(store.name, [], [], False))
+            self.send(store.changes() or PresenceChanges(store.name, [], [], False))
         self._tell_figures_of(store)
         self._spawn_telling(greet(store, wanted.facts))
         if not wanted.number:  # a renewal begins without chunks, as it should
@@ -258,7 +258,7 @@ class Session:
             held = store.held(stored)
             for start in range(0, len(held), KEYS_PER_MESSAGE):
                 added = held[start : start + KEYS_PER_MESSAGE]
-                self.send(Presence(store.name, added, [], False))
+                self.send(PresenceChanges(store.name, added, [], False))
         if not self._jobs:
             self._tell_figures_of(store)
 

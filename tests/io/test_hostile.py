@@ -16,7 +16,7 @@ from kvoffload.io.protocol import (
     Frames,
     Load,
     Opened,
-    Presence,
+    PresenceChanges,
     Present,
     Refused,
     Remove,
@@ -123,7 +123,7 @@ class Liar:
                     if type(message).__name__ == "Open":
                         hello = (
                             Opened(0, [TierOpened("memory", True, False)]),
-                            Presence("memory", [], [], True),
+                            PresenceChanges("memory", [], [], True),
                         )
                         sock.sendall(b"".join(map(frame, hello)))
                     elif isinstance(message, Load):
@@ -147,7 +147,7 @@ GOOD = Answered(1, b"\1" * 4, "", 0.1)
         ([GOOD, GOOD, Arrived(1, [0])], ("", True), False),
         ([Answered(1, b"\1" * 3, "", 0.1)], ("io_died", False), True),
         ([Arrived(1, [17])], ("io_died", False), True),
-        ([Presence("none", KEYS, [], True)], ("io_died", False), True),
+        ([PresenceChanges("none", KEYS, [], True)], ("io_died", False), True),
     ],
     ids=["unknown job", "answered twice", "too few", "no such chunk", "no such tier"],
 )

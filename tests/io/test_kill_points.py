@@ -14,7 +14,7 @@ ACTS = {
     "Store": "store", "pwritev": "store", "Figures": "store",
     "Ask": "ask", "Present": "ask", "Forget": "forget", "Remove": "remove", "Cancel": "cancel",
     "Open": "reopen", "store": "reopen", "Opened": "reopen", "greet": "reopen",
-    "Presence": "reopen", "Alive": "reopen",
+    "PresenceChanges": "reopen", "Alive": "reopen",
     "Renewal": "renew", "retire": "renew", "purge": "renew",
     "end": "close", "close": "close",
 }  # fmt: skip
@@ -73,7 +73,7 @@ def test_killed_at_a_named_point_it_costs_only_misses(
     engine.store("p")
     engine.store("q")
     held = engine.held()
-    kill_point.arm(point, 2 if point in ("store:opened", "Presence:sent") else 1)
+    kill_point.arm(point, 2 if point in ("store:opened", "PresenceChanges:sent") else 1)
     for _ in range(50):
         act(engine, planned, what)
         if kill_point.killed_s or what not in ("load", "store"):

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.io.protocol import Answered, Arrived, Cancel, Frames, Load, Presence, frame
+from kvoffload.io.protocol import Answered, Arrived, Cancel, Frames, Load, PresenceChanges, frame
 
 MESSAGES = [
     Arrived(1, list(range(300))),
     Answered(2, b"\0\1", "missing", 0.5),
-    Presence("disk", [b"k" * 36] * 50, [], True),
+    PresenceChanges("disk", [b"k" * 36] * 50, [], True),
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvoffload import registry
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
-from kvoffload.io.protocol import Opened, Presence, TierOpened
+from kvoffload.io.protocol import Opened, PresenceChanges, TierOpened
 from kvoffload.testing.backends import keys_of
 from kvoffload.transfer.slab import Slab
 from tests.support.io_rig import client_over
@@ -34,7 +34,7 @@ def late_word(rig, until, monkeypatch):
         if isinstance(message, Opened):
             time.sleep(0.2)  # longer than the renewal needs to begin waiting for this message
         take(message)
-        if is_begun.is_set() and isinstance(message, Presence):
+        if is_begun.is_set() and isinstance(message, PresenceChanges):
             is_taken.set()
 
     def reset_after_it():
@@ -64,7 +64,7 @@ def test_stores_of_the_old_namespace_that_open_late_do_not_end_a_renewal(rig, mo
 
     def wake_after_the_old_words():
         client._take(Opened(0, [TierOpened("memory", True, False)]))
-        client._take(Presence("memory", KEYS, [], True))
+        client._take(PresenceChanges("memory", KEYS, [], True))
         wake()
 
     monkeypatch.setattr(client._link, "wake", wake_after_the_old_words)

@@ -19,7 +19,7 @@ POINTS = (
     "pwritev:half", "Present:unsent", "Figures:unsent",
     # stores are opened, and list what they have
     "Open:received", "store:opening", "store:opened", "Opened:unsent", "Opened:sent",
-    "greet:begun", "Presence:sent", "Alive:sent",
+    "greet:begun", "PresenceChanges:sent", "Alive:sent",
     # stores are renewed
     "Renewal:received", "retire:begun", "purge:begun", "Renewal:taken",
     # the session ends
