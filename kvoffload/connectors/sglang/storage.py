@@ -66,13 +66,14 @@ class HostPool:
         self.pool = pool
         if is_v1:
             page = torch.arange(pool.page_size, dtype=torch.int64, device="cpu")
-            addresses, sizes = pool.get_page_buffer_meta(page) or ((), ())
+            _, sizes = pool.get_page_buffer_meta(page) or ((), ())
+            # DeepSeek V4 has all bytes in side pools; pages of its KV pool are chunks without bytes.
+            if not sizes and getattr(pool, "size_per_token", None) != 0:
+                remedy = "does not tell where its pages are, so its model is not supported"
+                raise ConfigError("mem_pool_host", type(pool).__name__, remedy)
         else:
             flat = pool.get_dummy_flat_data_page()
-            addresses, sizes = [flat.data_ptr()], [flat.nbytes]
-        if not addresses:
-            remedy = "has no memory of its own, and its model is not supported"
-            raise ConfigError("mem_pool_host", type(pool).__name__, remedy)
+            sizes = [flat.nbytes]
         self.page_bytes = sum(sizes)
         self.facts = pool_facts(pool, list(sizes), is_v1)
         self.digest = b""
@@ -82,6 +83,8 @@ class HostPool:
 
     def pages(self, host_indices: Any, count: int) -> list[Page]:
         """Return the parts of the pages that these tokens are in."""
+        if not self.page_bytes:
+            return [()] * count
         addresses, sizes = self.pool.get_page_buffer_meta(host_indices)
         parts = list(zip(addresses, sizes, strict=True))
         each = len(parts) // count
@@ -151,6 +154,8 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         check_media(self._settings, process_model_config())
         facts = rank_facts(self._config) | self._kv.facts | engine_facts(self._settings)
         page_bytes = max(pool.page_bytes for pool in (self._kv, *self._side_pools.values()))
+        if not page_bytes:
+            raise ConfigError("mem_pool_host", type(self._kv.pool).__name__, "no pool has memory")
         if (generation := WEIGHTS.name) is not None:  # weights have changed before the attach
             facts["generation"] = generation
         self._store = store = PageStore(self._settings, page_bytes, facts, self._tokens_of)

@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.device_pool_info import (
     MLABufferInfo,
 )
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -86,6 +87,17 @@ def state_pool(dtype, conv_dtype=torch.bfloat16, shape=(4, 16, 16), capacity=8):
     )
     where = {"pin_memory": False, "layout": "page_first_direct", "device_capacity": capacity}
     return MambaPoolHost(info, 2.0, 0, **where)
+
+
+def v4_pool(name, item_bytes, layout="page_first", num_pages=NUM_PAGES):
+    """SGLang's own host pool of a compressed part of DeepSeek V4, with random bytes."""
+    rows = [torch.zeros(num_pages, item_bytes, dtype=torch.uint8) for _ in range(LAYERS)]
+    pool = DeepSeekV4PagedHostPool(
+        str(name), rows, item_bytes, num_pages, PAGE, layout, pin_memory=False
+    )
+    for part in pool.kv_buffer:
+        part.copy_(torch.randint(0, 256, part.shape, dtype=torch.uint8))
+    return pool
 
 
 def stored(hicache, count, until, start=0):

@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("sglang.srt.mem_cache.hicache_storage")
 import torch
-from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 
 from kvoffload.connectors.sglang import storage
 from kvoffload.errors import ConfigError
@@ -20,6 +21,7 @@ from tests.engines.sglang_engine.host_pools import (
     state_pool,
     stored,
     tokens,
+    v4_pool,
 )
 
 
@@ -37,6 +39,43 @@ def test_sglangs_own_pools_in_each_layout(attach, until, kind, layout):
         assert torch.equal(loaded, first.get_data_page(page * PAGE, flat=True))
     for other in {"layer_first", "page_first", "page_first_direct"} - {layout}:
         assert attach(host_pool(kind, other), **is_mla).batch_exists(keys) == 0
+
+
+def test_pages_of_deepseek_v4_whose_kv_pool_has_no_memory(attach, until):
+    names = (PoolName.DEEPSEEK_V4_C4, PoolName.DEEPSEEK_V4_C128)
+    keys = hashes(6)
+
+    def attached(v1):
+        pools = {name: v4_pool(name, 64 + 64 * i) for i, name in enumerate(names)}
+        anchor = LogicalHostPool(NUM_PAGES * PAGE, PAGE)
+        return attach(anchor, pools, is_mla_model=True, v1=v1), pools
+
+    def moved(pages):
+        return [PoolTransfer(name, tokens(pages), keys=keys) for name in names]
+
+    first, source = attached(v1=1)
+    asked = [PoolTransfer(name) for name in names]
+    assert first.batch_set_v1(keys, tokens(range(6))) == [True] * 6
+    assert first.batch_exists_v2(keys, asked).kv_hit_pages == 0  # what has bytes decides
+    assert first.batch_set_v2(moved(range(6))) == dict.fromkeys(names, [True] * 6)
+    again, target = attached(v1=1)
+    until(lambda: again.batch_exists_v2(keys, asked).kv_hit_pages == 6)
+    assert again.batch_get_v1(keys, tokens(range(20, 26))) == [True] * 6
+    assert again.batch_get_v1(hashes(2, 90), tokens(range(2))) == [False] * 2
+    assert again.batch_get_v2(moved(range(20, 26))) == dict.fromkeys(names, [True] * 6)
+    for name in names:
+        assert torch.equal(target[name].kv_buffer[20:26], source[name].kv_buffer[:6])
+    flat, _ = attached(v1=0)
+    assert flat.batch_exists(keys) == 0
+
+
+def test_pools_that_tell_no_page_are_refused(attach):
+    anchor = LogicalHostPool(NUM_PAGES * PAGE, PAGE)
+    with pytest.raises(ConfigError, match="no pool has memory"):
+        attach(anchor)
+    anchor.size_per_token = 4
+    with pytest.raises(ConfigError, match="does not tell where its pages are"):
+        attach(anchor)
 
 
 def test_recurrent_states_of_other_dtypes_and_shapes_have_other_keys():
