@@ -37,6 +37,7 @@ def test_the_keys_are_those_under_vllm_and_sglangs_own_are_left_to_it(monkeypatc
         ({"batched_copies": False}, "HiCache copies"),
         ({"metrics_port": 0}, "must be 1 to 65535"),
         ({"control_socket": False}, "the endpoint clear of SGLang"),
+        ({"tp_lcm_size": 8}, "tp_lcm_size.*--tp-size"),
         ({"load_timeout": 1}, "did you mean 'load_timeout_s'"),
         ({"load_timeout_s": "soon"}, "number of seconds"),
         ({"backends": [{"type": "dsk"}]}, "did you mean 'disk'"),

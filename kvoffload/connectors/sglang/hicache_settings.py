@@ -13,7 +13,7 @@ from kvoffload.registry import check_plugins
 OF_SGLANG = frozenset(
     {
         "backend_name", "module_path", "class_name", "interface_v1", "allocator",
-        "file_storage_path", "tp_lcm_size", "prefetch_threshold", "prefetch_timeout_base",
+        "file_storage_path", "prefetch_threshold", "prefetch_timeout_base",
         "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
     }
 )  # fmt: skip
@@ -33,8 +33,10 @@ NOT_HERE = {
     "otel_spans": "SGLang shows no requests to its storage; its own traces have them",
     "control_socket": "the endpoint clear of SGLang empties its storage",
     "client_hints": "SGLang shows no hints of requests to its storage",
+    "tp_lcm_size": "pages of a rank hold all of its heads, so engines share them with those of the "
+    "same --tp-size",
 }
-"""Keys under vLLM that mean nothing here, with what to do instead."""
+"""Keys of vLLM and of other storages that mean nothing here, with what to do instead."""
 
 
 class HiCacheSettings(OffloadConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -4,7 +4,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvoffload.connectors.sglang import request_keys, start_check, weight_hooks
+from kvoffload.connectors.sglang import (
+    attach_rollback,
+    request_keys,
+    start_check,
+    weight_hooks,
+)
 from kvoffload.errors import ConfigError
 
 SCHEDULER = "sglang.srt.managers.scheduler"
@@ -22,7 +27,8 @@ def register_hooks() -> None:
         HookRegistry.register(target, hook, HookType.BEFORE)
     for target, hook in _after().items():
         HookRegistry.register(target, hook, HookType.AFTER)
-    HookRegistry.register(request_keys.LOAD, request_keys.around_load, HookType.AROUND)
+    for target, hook in _around().items():
+        HookRegistry.register(target, hook, HookType.AROUND)
 
 
 def _before() -> dict[str, Callable[..., Any]]:
@@ -41,6 +47,13 @@ def _after() -> dict[str, Callable[..., Any]]:
     }
 
 
+def _around() -> dict[str, Callable[..., Any]]:
+    return {
+        request_keys.LOAD: request_keys.around_load,
+        attach_rollback.ATTACH: attach_rollback.around_attach,
+    }
+
+
 def check_hooks() -> None:
     """Refuse a process in which SGLang has not applied all hooks.
 
@@ -51,8 +64,8 @@ def check_hooks() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    wanted = {*_before(), *_after(), request_keys.LOAD}
-    hooks = {*_before().values(), *_after().values(), request_keys.around_load}
+    wanted = {**_before(), **_after(), **_around()}
+    hooks = set(wanted.values())
     for target in sorted(wanted):
         registered = {hook for _, hook, _ in HookRegistry._hooks.get(target, ())}
         if target not in HookRegistry._patched or not registered & hooks:

@@ -41,9 +41,7 @@ _HARMLESS_OF_RANKS = names(
         "a label": "model_name",
         "replicas compute the same": "dp_rank",
         "settings of the storage": "enable_storage_metrics extra_config",
-        "splits pages of a layout that only other storages have; the next field says so": (
-            "tp_lcm_size"
-        ),
+        "refused at the attach": "tp_lcm_size",
     }
 )
 _OF_TENSOR_RANKS = frozenset({"tp_rank", "tp_size"})

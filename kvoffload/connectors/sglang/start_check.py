@@ -18,7 +18,7 @@ def check_settings(result: None, args: Any) -> None:
         args: SGLang's ``ServerArgs``.
 
     Raises:
-        ConfigError: a setting is wrong, or this SGLang or its model is not supported.
+        ConfigError: a setting is wrong, or this SGLang, its model or this machine is not supported.
     """
     begin_start()
     if args.hicache_storage_backend != "dynamic" or not args.hicache_storage_backend_extra_config:
@@ -33,6 +33,28 @@ def check_settings(result: None, args: Any) -> None:
         check_version(settings.allow_untested_sglang)
         if not settings.trust_image_hashes:
             check_media(settings, model_config_of(args))
+        compile_hashes()
+
+
+def compile_hashes() -> None:
+    """Let SGLang compile what it makes the keys of pages with; else its first request would wait.
+
+    That takes 14 to 28 s once a machine.
+
+    Raises:
+        ConfigError: it cannot be compiled. Without this the scheduler would end at a request.
+    """
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+    try:
+        get_hash_str([0], page_size=1)
+    except RuntimeError as error:
+        cause = str(error.__cause__ or error).strip().splitlines()
+        remedy = (
+            "cannot be compiled, and no page has a key without it; install a C++ compiler, ninja "
+            f"and OpenSSL's headers (g++, ninja-build, libssl-dev): {cause[0] if cause else error}"
+        )
+        raise ConfigError("sglang", "hicache_hash_cpp", remedy) from error
 
 
 def check_media(settings: HiCacheSettings, model_config: Any) -> None:

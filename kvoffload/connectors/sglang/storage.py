@@ -33,7 +33,7 @@ from kvoffload.connectors.sglang.page_facts import (
     side_pool_facts,
 )
 from kvoffload.connectors.sglang.page_store import Page, PageStore
-from kvoffload.connectors.sglang.start_check import check_media
+from kvoffload.connectors.sglang.start_check import check_media, compile_hashes
 from kvoffload.connectors.sglang.weight_generations import WEIGHTS
 from kvoffload.errors import ConfigError
 from kvoffload.identity import namespace, short
@@ -109,6 +109,8 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
         extra = dict(storage_config.extra_config or {})
+        if storage_config.tp_lcm_size is not None:  # SGLang has taken it out of the extra config
+            extra["tp_lcm_size"] = storage_config.tp_lcm_size
         self._settings = read_settings(extra)
         check_version(self._settings.allow_untested_sglang)
         check_hooks()
@@ -152,6 +154,7 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
             ConfigError: a tier cannot be opened.
         """
         check_media(self._settings, process_model_config())
+        compile_hashes()
         facts = rank_facts(self._config) | self._kv.facts | engine_facts(self._settings)
         page_bytes = max(pool.page_bytes for pool in (self._kv, *self._side_pools.values()))
         if not page_bytes:

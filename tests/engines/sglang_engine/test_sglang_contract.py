@@ -1,5 +1,8 @@
 """What HiCache calls, on host pools made here: each answer, each key, each form of a page."""
 
+import json
+import os
+import re
 import subprocess
 import sys
 import threading
@@ -10,6 +13,7 @@ import pytest
 pytest.importorskip("sglang.srt.mem_cache.hicache_storage")
 import torch
 from prometheus_client import REGISTRY
+from sglang.srt.mem_cache.cpp_utils import native_hash
 from sglang.srt.mem_cache.hicache_storage import (
     PoolHitPolicy,
     PoolName,
@@ -256,6 +260,11 @@ def test_settings_that_cannot_work_are_refused(attach, extra, says):
         attach(Pool(), extra=extra)
 
 
+def test_a_split_of_heads_that_sglang_has_taken_out_of_the_settings_is_refused(attach):
+    with pytest.raises(ConfigError, match=r"tp_lcm_size.*--tp-size"):
+        attach(Pool(), tp_lcm_size=4)
+
+
 def test_versions_whose_keys_are_not_seeded_are_refused():
     check_version(False)
     with pytest.raises(ConfigError, match="cache_salt"):
@@ -265,18 +274,42 @@ def test_versions_whose_keys_are_not_seeded_are_refused():
     check_version(True, "0.6.0")
 
 
-def test_a_wrong_setting_ends_the_start_before_a_model_is_loaded(tmp_path):
-    extra = '{"backend_name": "k", "module_path": "kvoffload.connectors.sglang", "cpu_bytes": 1,'
-    extra += ' "class_name": "KVOffloadHiCache", "backends": [{"type": "memory"}]}'
+def started(extra, **env):
+    """Resolve the arguments of a start in another process, and return what it says in the end."""
+    extra = {
+        "backend_name": "k", "module_path": "kvoffload.connectors.sglang",
+        "class_name": "KVOffloadHiCache", "backends": [{"type": "memory"}], **extra,
+    }  # fmt: skip
     code = f"""
 import sglang.srt.server_args as module
 from sglang.srt.plugins import load_plugins
 module.ServerArgs.resolve_once = lambda args: None
 load_plugins()
 args = module.ServerArgs(model_path="none", hicache_storage_backend="dynamic",
-                         hicache_storage_backend_extra_config={extra!r})
+                         hicache_storage_backend_extra_config={json.dumps(extra)!r})
 args.resolve_once()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", code]
+    env = {**os.environ, **env}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode
-    assert "host memory is HiCache's own" in done.stderr
+    return done.stderr
+
+
+def test_a_wrong_setting_ends_the_start_before_a_model_is_loaded():
+    assert "host memory is HiCache's own" in started({"cpu_bytes": 1})
+
+
+def test_a_machine_that_cannot_compile_sglangs_hashes_ends_the_start(tmp_path):
+    said = started(
+        {"trust_image_hashes": True},
+        TORCH_EXTENSIONS_DIR=str(tmp_path),
+        CXX="false",
+    )
+    assert re.search("hicache_hash_cpp.*libssl-dev", said)
+
+
+def test_sglangs_hashes_are_compiled_by_the_end_of_the_attach(attach):
+    native_hash._load_native_hash_module.cache_clear()
+    attach(Pool())
+    assert native_hash._load_native_hash_module.cache_info().currsize == 1

@@ -74,16 +74,24 @@ def test_a_servers_page_has_the_metrics_of_every_engine(start, prompt, tiers, di
     assert engine.generate(prompt(0))["tokens"] == told
     wait_reading(url, lambda reading: reading.totals["transfer_failures"] > 0)
 
-    # A detach closes the endpoint, and an attach opens it again.
+    # A detach closes the endpoint. An attach that fails leaves no storage behind, and one that
+    # succeeds opens the endpoint again.
     engine.forget()  # SGLang detaches nothing while it still backs up
     assert engine.ask("storage", action="detach")
     with pytest.raises(URLError, match="refused"):
         fetch(url)
-    text = json.dumps(extra)
-    given = {
-        "hicache_storage_backend": "dynamic",
-        "hicache_storage_backend_extra_config_json": text,
-    }
-    assert engine.ask("storage", action="attach", **given)
+
+
+    def attached(root):
+        text = json.dumps(tiers(disk(root), metrics_port=port))
+        given = {
+            "hicache_storage_backend": "dynamic",
+            "hicache_storage_backend_extra_config_json": text,
+        }
+        return engine.ask("storage", action="attach", **given)
+
+    assert not attached("/proc/nowhere")
+    assert attached(tmp_path / "kv")
     wait_reading(url, lambda reading: reading.tiers["disk"]["up"] == 1)
+    engine.wait_stored(prompt(0), told)
     engine.kill()
