@@ -280,7 +280,7 @@ def test_a_cleared_store_serves_nothing_and_takes_pages_again(pool, opened, tmp_
     assert all(store.save(keys(4), pool.pages(range(4))))
     store.clear()
     assert not chunks_under(tmp_path)
-    assert not any(store.present(keys(4)))
+    assert not any(store.present(keys(4), 4))
     assert all(store.save(keys(4), pool.pages(range(4))))
     until(lambda: store.num_leading(keys(4)) == 4)
 
@@ -318,7 +318,7 @@ def test_new_weights_find_nothing_of_before_and_a_restart_nothing_of_theirs(
     for name in ("1 of this start", "2 of this start"):
         store.bar()
         assert store.num_leading(keys(4)) == 0
-        assert not any(store.present(keys(4)))
+        assert not any(store.present(keys(4), 4))
         assert store.load(keys(4), pool.pages(range(4))) == [False] * 4
         assert store.save(keys(4, 4), pool.pages(range(4))) == [False] * 4
         store.begin_generation(name)
@@ -330,7 +330,7 @@ def test_new_weights_find_nothing_of_before_and_a_restart_nothing_of_theirs(
     store.close()
     again = opened(disk(tmp_path))
     until(lambda: again.num_leading(keys(4)) == 4)
-    assert not any(again.present(keys(4, 4)))
+    assert not any(again.present(keys(4, 4), 4))
 
 
 @pytest.mark.parametrize("store_first", [True, False])
@@ -441,7 +441,7 @@ def test_a_tier_that_hangs_does_not_make_the_next_one_forget(
     until(lambda: store.num_leading(keys(4)) == 4)
     hang_under(tmp_path / "a")
     assert not any(store.load(keys(4), pool.pages(range(10, 14))))
-    assert store.present(keys(4)) == [True] * 4
+    assert store.present(keys(4), 4) == [True] * 4
     assert store.figures.by_event()["load_deadline"] == 4
     assert all(store.load(keys(4), pool.pages(range(10, 14))))
     assert pool.read(range(10, 14)) == pool.read(range(4))
@@ -468,7 +468,7 @@ def test_pages_that_no_tier_was_asked_for_are_not_forgotten(
     until(lambda: store.num_leading(keys(6)) == 6)
     hang_under(tmp_path)
     assert not any(store.load(keys(6), pool.pages(range(10, 16))))
-    assert store.present(keys(6)) == [False] * 4 + [True] * 2
+    assert store.present(keys(6), 6) == [False] * 4 + [True] * 2
     assert store.figures.by_event()["load_deadline"] == 6
 
 

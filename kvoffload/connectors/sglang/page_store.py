@@ -10,7 +10,7 @@ import ctypes
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 
@@ -18,6 +18,7 @@ from kvoffload.backends.log_rate import Throttle
 from kvoffload.config import OffloadConfig, human_bytes
 from kvoffload.connectors.sglang.page_figures import PageFigures
 from kvoffload.connectors.sglang.page_jobs import News, PageJob
+from kvoffload.connectors.sglang.page_lookup import PageLookup
 from kvoffload.connectors.sglang.staging_slots import LateSlots, Lease, StagingSlots
 from kvoffload.connectors.tier_io import TierIO
 from kvoffload.errors import ConfigError
@@ -32,8 +33,6 @@ Page = Sequence[tuple[int, int]]
 PAGES_PER_JOB = 16
 STORE_JOB_BYTES = 32 << 20
 """A larger store job may take all staging slots; the copy of the next job must wait for it then."""
-ASK_AGAIN_S = 0.001
-"""Time between two looks for an answer of a store without an index."""
 CLEAR_S = 30.0
 """How long a call waits until all pages are removed; SGLang's scheduler waits with it."""
 RENEW_S = 5.0
@@ -48,6 +47,7 @@ class PageStore:
         page_bytes: of the largest page.
         facts: everything that decides what the bytes mean.
         tokens_of: returns the tokens of a prompt that the page of a key holds.
+        asks: see :class:`PageLookup`.
 
     Raises:
         ConfigError: a tier cannot be opened, or the staging memory cannot be had.
@@ -59,6 +59,8 @@ class PageStore:
         page_bytes: int,
         facts: Mapping[str, Fact],
         tokens_of: Callable[[bytes], int] = lambda key: 0,
+        *,
+        asks: bool = False,
     ) -> None:
         self.slot_bytes = slot_bytes = page_rounded(page_bytes)  # for direct I/O
         num_slots = config.staging_bytes // slot_bytes
@@ -76,8 +78,7 @@ class PageStore:
         self._late = LateSlots(max(1, num_slots // (2 * len(self._tiers))))
         self.figures = PageFigures(self._client, tokens_of, lambda: staging.num_busy * slot_bytes)
         """What became of pages."""
-        self._asking = threading.Lock()
-        """Held while a tier is asked or told: its methods are for one thread."""
+        self._lookup = PageLookup(self._tiers, config.lookup_timeout_s, asks=asks)
         self._clearing = threading.Lock()
         self._changing = threading.Lock()
         """Held while a store is begun or barred: each store is of one generation."""
@@ -94,49 +95,19 @@ class PageStore:
 
     def num_leading(self, keys: Sequence[bytes]) -> int:
         """Count the leading pages that tiers have; wait for a store at most its lookup timeout."""
-        until_s = time.monotonic() + self._config.lookup_timeout_s
+        return self.leading(keys)[0]
+
+    def leading(self, keys: Sequence[bytes]) -> tuple[int, int]:
+        """Count them, and those that precede the first one which no index had."""
         if self._is_barred:
-            return 0
-        found: Counter[str] = Counter()
-        count = before = 0
-        while True:
-            for tier in self._tiers:
-                found[tier.name] += self._num_leading_on(tier, keys[count:], until_s)
-                count = found.total()
-            if count in (before, len(keys)) or len(self._tiers) == 1:
-                self.figures.looked_up(found, len(keys))
-                return count
-            before = count
+            return 0, 0
+        found, num_listed = self._lookup.leading(keys)
+        self.figures.looked_up(found, len(keys))
+        return found.total(), num_listed
 
-    def _num_leading_on(self, tier: RemoteTier, keys: Sequence[bytes], until_s: float) -> int:
-        count = 0
-        while True:
-            with self._asking:
-                if tier.is_listed:
-                    count += tier.num_leading(keys[count:])
-                    rest = [tier.holds(key) for key in keys[count : count + 1]]
-                else:
-                    rest = [tier.holds(key) for key in keys[count:]]
-            known = next((i for i, held in enumerate(rest) if not held), len(rest))
-            count += known
-            is_known = known == len(rest) or rest[known] is False
-            if is_known or time.monotonic() >= until_s:
-                return count
-            time.sleep(ASK_AGAIN_S)
-
-    def present(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tell of each page whether a tier has it; wait as :meth:`num_leading` does."""
-        until_s = time.monotonic() + self._config.lookup_timeout_s
-        found = [False] * len(keys)
-        for tier in () if self._is_barred else self._tiers:
-            while None in (held := self._holds(tier, keys)) and time.monotonic() < until_s:
-                time.sleep(ASK_AGAIN_S)
-            found = [bool(before or here) for before, here in zip(found, held, strict=True)]
-        return found
-
-    def _holds(self, tier: RemoteTier, keys: Sequence[bytes]) -> list[bool | None]:
-        with self._asking:
-            return [tier.holds(key) for key in keys]
+    def present(self, keys: Sequence[bytes], num_listed: int) -> list[bool]:
+        """Tell of each page whether a tier has it; see :meth:`PageLookup.present`."""
+        return [False] * len(keys) if self._is_barred else self._lookup.present(keys, num_listed)
 
     # ---- loads ----
 
@@ -152,8 +123,8 @@ class PageStore:
         tried: set[int] = set()
         brought: dict[str, list[bytes]] = {}
         for tier in self._tiers:
-            held = self._holds(tier, keys)
-            wanted = [i for i, here in enumerate(held) if not ok[i] and here is not False]
+            held = self._lookup.may_hold(tier, keys)
+            wanted = [i for i, here in enumerate(held) if here and not ok[i]]
             if time.monotonic() < until_s:
                 self._load_from(tier, deque(wanted), keys, pages, ok, until_s)
                 brought[tier.name] = [keys[i] for i in wanted if ok[i]]
@@ -186,7 +157,7 @@ class PageStore:
                 left.clear()
             if left and (job := self._lend(left, news, until_s, running, tier.name)):
                 asked = [keys[i] for i in job.places]
-                sizes = [self._size(pages[i]) for i in job.places]
+                sizes = [num_bytes(pages[i]) for i in job.places]
                 self._client.load(tier.name, asked, job.lease.slots, sizes, job)
                 continue
             told = self._next(news, until_s) if running else None
@@ -223,9 +194,7 @@ class PageStore:
         if keys:
             self.figures.lose("load", reason, len(keys))
             self._warnings.warning("%s: %d pages not loaded: %s", tier.name, len(keys), reason)
-            with self._asking:
-                if tier.listing == listing:
-                    tier.forget(keys)
+            self._lookup.forget(tier, listing, keys)
 
     # ---- stores ----
 
@@ -240,7 +209,7 @@ class PageStore:
         if self._is_barred:
             self.figures.lose("store", "barred", len(keys))
             return [False] * len(keys)
-        held = [self._holds(tier, keys) for tier in self._tiers]
+        held = [self._lookup.holds(tier, keys) for tier in self._tiers]
         ok = [all(here) for here in zip(*held, strict=True)]
         self.figures.count("already_stored", sum(ok))
         left = deque(i for i, stored in enumerate(ok) if not stored)
@@ -283,7 +252,7 @@ class PageStore:
         A tier whose late calls keep its share of slots gets none either.
         """
         asked = [keys[i] for i in job.places]
-        sizes = [self._size(pages[i]) for i in job.places]
+        sizes = [num_bytes(pages[i]) for i in job.places]
         with self._changing:
             begun, is_barred = set[PageJob](), num_bars != self._num_bars
             for tier in self._tiers:
@@ -304,7 +273,7 @@ class PageStore:
         """Refuse what does not fit into slots; raises ValueError."""
         if len(keys) != len(pages):
             raise ValueError(f"{len(keys)} keys, but {len(pages)} pages")
-        if (most := max(map(self._size, pages), default=0)) > self.slot_bytes:
+        if (most := max(map(num_bytes, pages), default=0)) > self.slot_bytes:
             raise ValueError(f"a page of {most} bytes, slots have {self.slot_bytes}")
 
     def _lend(
@@ -346,10 +315,6 @@ class PageStore:
             ctypes.memmove(*((at, address) if into_slot else (address, at)), size)
             at += size
         self.figures.copied(at - begin, time.monotonic() - begun_s, into_slot=into_slot)
-
-    @staticmethod
-    def _size(page: Page) -> int:
-        return sum(size for _, size in page)
 
     # ---- resets and the end ----
 
@@ -395,3 +360,8 @@ class PageStore:
     def close(self) -> None:
         """Close the stores. Idempotent; from now on every page is a miss."""
         self._io.close()
+
+
+def num_bytes(page: Page) -> int:
+    """Return the bytes of all parts of a page."""
+    return sum(size for _, size in page)

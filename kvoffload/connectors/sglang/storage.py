@@ -32,7 +32,7 @@ from kvoffload.connectors.sglang.page_facts import (
     rank_facts,
     side_pool_facts,
 )
-from kvoffload.connectors.sglang.page_store import Page, PageStore
+from kvoffload.connectors.sglang.page_store import Page, PageStore, num_bytes
 from kvoffload.connectors.sglang.start_check import check_media, compile_hashes
 from kvoffload.connectors.sglang.weight_generations import WEIGHTS
 from kvoffload.errors import ConfigError
@@ -67,7 +67,7 @@ class HostPool:
         if is_v1:
             page = torch.arange(pool.page_size, dtype=torch.int64, device="cpu")
             _, sizes = pool.get_page_buffer_meta(page) or ((), ())
-            # DeepSeek V4 has all bytes in side pools; pages of its KV pool are chunks without bytes.
+            # DeepSeek V4 has all bytes in side pools; pages of its KV pool hold none.
             if not sizes and getattr(pool, "size_per_token", None) != 0:
                 remedy = "does not tell where its pages are, so its model is not supported"
                 raise ConfigError("mem_pool_host", type(pool).__name__, remedy)
@@ -161,7 +161,13 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
             raise ConfigError("mem_pool_host", type(self._kv.pool).__name__, "no pool has memory")
         if (generation := WEIGHTS.name) is not None:  # weights have changed before the attach
             facts["generation"] = generation
-        self._store = store = PageStore(self._settings, page_bytes, facts, self._tokens_of)
+        self._store = store = PageStore(
+            self._settings,
+            page_bytes,
+            facts,
+            self._tokens_of,
+            asks=not self._config.is_storage_writer,  # rank 0 of a MLA model stores for all
+        )
         try:
             number = process_number() if self._settings.metrics_port is not None else 0
             self._endpoint = serve_metrics(self._settings, store.figures.samples, number)
@@ -204,14 +210,16 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
     def _find(
         self, store: PageStore, keys: list[str], transfers: Sequence[Any]
     ) -> PoolTransferResult:
-        count = store.num_leading(_page_keys(keys))
+        count, num_listed = store.leading(_page_keys(keys))
         found = {PoolName.KV: count} if count else {}
         restorable = set(range(1, count + 1))
         for transfer in transfers:
             pool = self._side_pools.get(str(transfer.name))
             if pool is None or not restorable or transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
                 continue  # groups of blocks never limit a hit
-            held = store.present(pool.keys(keys[:count])) if pool.fits else [False] * count
+            held = [False] * count
+            if pool.fits:
+                held = store.present(pool.keys(keys[:count]), num_listed)
             needed = count
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 needed = max(1, len(transfer.keys or ()))
@@ -232,41 +240,39 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
     ) -> list[bool]:
         """Load pages into the host pool."""
         failed = [False] * len(keys)
-        return self._tried(lambda store: self._get(store, keys, host_indices), failed)
+        return self._tried(
+            lambda store: self._load(
+                store, _page_keys(keys), self._kv.pages(host_indices, len(keys))
+            ),
+            failed,
+        )
 
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         """Store pages of the host pool."""
         failed = [False] * len(keys)
-        return self._tried(lambda store: self._set(store, keys, host_indices), failed)
-
-    def _get(self, store: PageStore, keys: list[str], host_indices: Any) -> list[bool]:
-        begun_s = time.monotonic()
-        ok = store.load(_page_keys(keys), self._kv.pages(host_indices, len(keys)))
-        metrics = self._metrics
-        self._measure(metrics.prefetch_pgs, metrics.prefetch_bandwidth, sum(ok), begun_s)
-        return ok
-
-    def _set(self, store: PageStore, keys: list[str], host_indices: Any) -> list[bool]:
-        begun_s = time.monotonic()
-        ok = store.save(_page_keys(keys), self._kv.pages(host_indices, len(keys)))
-        metrics = self._metrics
-        self._measure(metrics.backup_pgs, metrics.backup_bandwidth, sum(ok), begun_s)
-        return ok
+        return self._tried(
+            lambda store: self._save(
+                store, _page_keys(keys), self._kv.pages(host_indices, len(keys))
+            ),
+            failed,
+        )
 
     # ---- pages of side pools ----
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Load pages into the host pools of several kinds of state."""
-        return self._each_pool(transfers, lambda store, keys, pages: store.load(keys, pages))
+        return self._each_pool(transfers, self._load)
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Store pages of the host pools of several kinds of state."""
-        return self._each_pool(transfers, lambda store, keys, pages: store.save(keys, pages))
+        return self._each_pool(transfers, self._save)
 
     def _each_pool(
-        self, transfers: list[Any], move: Callable[[PageStore, list[bytes], list[Page]], list[bool]]
+        self,
+        transfers: list[Any],
+        move: Callable[[PageStore, Sequence[bytes], Sequence[Page]], list[bool]],
     ) -> dict[str, list[bool]]:
         answers = {}
         for transfer in transfers:
@@ -296,7 +302,7 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
 
         def get(store: PageStore) -> list[Any]:
             pages = [[(target.data_ptr(), target.nbytes)] for target in targets]
-            ok = store.load(self._value_keys(keys), pages)
+            ok = self._load(store, self._value_keys(keys), pages)
             return [target if good else None for target, good in zip(targets, ok, strict=True)]
 
         return self._tried(get, [None] * len(keys))
@@ -313,7 +319,7 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         def store_all(store: PageStore) -> bool:
             tensors = [value.contiguous() for value in values or []]
             pages = [[(tensor.data_ptr(), tensor.nbytes)] for tensor in tensors]
-            return all(store.save(self._value_keys(keys), pages))
+            return all(self._save(store, self._value_keys(keys), pages))
 
         return self._tried(store_all, False)
 
@@ -359,11 +365,34 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
             return _page_keys(names)
         return [hashlib.sha256(name.encode()).digest() + _GENERIC for name in names]
 
-    def _measure(self, pages: list[int], rates: list[float], count: int, begun_s: float) -> None:
-        if self._config.enable_storage_metrics and len(pages) < MAX_FIGURES:
+    def _load(self, store: PageStore, keys: Sequence[bytes], pages: Sequence[Page]) -> list[bool]:
+        begun_s = time.monotonic()
+        ok = store.load(keys, pages)
+        metrics = self._metrics
+        self._measure(metrics.prefetch_pgs, metrics.prefetch_bandwidth, pages, ok, begun_s)
+        return ok
+
+    def _save(self, store: PageStore, keys: Sequence[bytes], pages: Sequence[Page]) -> list[bool]:
+        begun_s = time.monotonic()
+        ok = store.save(keys, pages)
+        metrics = self._metrics
+        self._measure(metrics.backup_pgs, metrics.backup_bandwidth, pages, ok, begun_s)
+        return ok
+
+    def _measure(
+        self,
+        counts: list[int],
+        rates: list[float],
+        pages: Sequence[Page],
+        ok: list[bool],
+        begun_s: float,
+    ) -> None:
+        """Note for SGLang's metrics how many pages a call has moved, and their GB/s."""
+        if self._config.enable_storage_metrics and len(counts) < MAX_FIGURES:
             seconds = max(time.monotonic() - begun_s, 1e-9)
-            pages.append(count)
-            rates.append(count * self._kv.page_bytes / 1e9 / seconds)
+            moved = sum(num_bytes(page) for page, fine in zip(pages, ok, strict=True) if fine)
+            counts.append(sum(ok))
+            rates.append(moved / 1e9 / seconds)
 
     def _tried(self, call: Callable[[PageStore], T], failed: T) -> T:
         """Return a call's answer; that of a failure if it raises, or if there are no tiers."""

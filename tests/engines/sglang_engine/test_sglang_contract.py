@@ -121,6 +121,24 @@ def test_all_ranks_of_a_mla_model_share_pages(attach, until):
     until(lambda: reader.batch_exists(keys) == 4)
 
 
+def test_a_rank_of_a_mla_model_finds_at_once_what_rank_0_has_stored(attach):
+    def rank(number):
+        pools = {PoolName.INDEXER: Pool()}
+        return attach(Pool(), pools, is_mla_model=True, tp_rank=number, tp_size=2)
+
+    writer, reader = rank(0), rank(1)
+    for turn in range(5):  # the copy of an index needs up to 2 s
+        keys = hashes(6, 10 * turn)
+        asked = [PoolTransfer(PoolName.INDEXER, tokens(range(6)), keys=keys)]
+        assert reader.batch_exists(keys) == 0
+        assert writer.batch_set_v1(keys, tokens(range(6))) == [True] * 6
+        writer.batch_set_v2(asked)
+        assert reader.batch_exists_v2([*keys, *hashes(3, 100)], asked).kv_hit_pages == 6
+        assert reader.batch_get_v1(keys, tokens(range(10, 16))) == [True] * 6
+        assert reader.batch_get_v2(asked) == {PoolName.INDEXER: [True] * 6}
+    assert torch.equal(reader.mem_pool_host.buffer[:, 10:16], writer.mem_pool_host.buffer[:, :6])
+
+
 def test_side_pools_restore_prefixes_by_their_policies(attach, until):
     kv, state, index = Pool(), Pool(), Pool()
     hicache = attach(kv, {PoolName.MAMBA: state, PoolName.INDEXER: index})
@@ -148,6 +166,24 @@ def test_side_pools_restore_prefixes_by_their_policies(attach, until):
     wanted = PoolTransfer(PoolName.MAMBA, tokens([30, 31]), keys=[keys[5], keys[4]])
     assert hicache.batch_get_v2([wanted]) == {PoolName.MAMBA: [True, False]}
     assert torch.equal(state.buffer[:, 30], state.buffer[:, 5])
+
+
+def test_pages_of_side_pools_and_flat_pages_are_in_sglangs_metrics(attach, until):
+    hicache = attach(Pool(), {PoolName.INDEXER: Pool()})
+    moved = [PoolTransfer(PoolName.INDEXER, tokens(range(4)), keys=hashes(4))]
+    hicache.batch_set_v2(moved)
+    until(lambda: hicache._store.present(hicache._side_pools["indexer"].keys(hashes(4)), 4)[-1])
+    hicache.batch_get_v2([PoolTransfer(PoolName.INDEXER, tokens(range(5)), keys=hashes(5))])
+    told = hicache.get_stats()
+    assert (told.backup_pgs, told.prefetch_pgs) == ([4], [4])  # the fifth is not there
+    assert told.backup_bandwidth[0] > 0 < told.prefetch_bandwidth[0]
+    flat = attach(Pool(), v1=0)
+    values = [torch.randn(2 * PAGE * WIDTH).to(torch.bfloat16) for _ in range(3)]
+    assert flat.batch_set(hashes(3), values)
+    until(lambda: flat.batch_exists(hashes(3)) == 3)
+    flat.batch_get(hashes(3), values)
+    told = flat.get_stats()
+    assert (told.backup_pgs, told.prefetch_pgs) == ([3], [3])
 
 
 def test_a_pool_that_comes_later_with_larger_pages_restores_nothing(attach, until, caplog):

@@ -81,7 +81,6 @@ def test_a_servers_page_has_the_metrics_of_every_engine(start, prompt, tiers, di
     with pytest.raises(URLError, match="refused"):
         fetch(url)
 
-
     def attached(root):
         text = json.dumps(tiers(disk(root), metrics_port=port))
         given = {
