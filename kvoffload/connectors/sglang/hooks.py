@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvoffload.connectors.sglang import (
-    attach_rollback,
+    controller_hooks,
     request_keys,
     start_check,
     weight_hooks,
@@ -50,7 +50,8 @@ def _after() -> dict[str, Callable[..., Any]]:
 def _around() -> dict[str, Callable[..., Any]]:
     return {
         request_keys.LOAD: request_keys.around_load,
-        attach_rollback.ATTACH: attach_rollback.around_attach,
+        controller_hooks.ATTACH: controller_hooks.around_attach,
+        controller_hooks.SHOULD_BACKUP: controller_hooks.around_should_backup,
     }
 
 

@@ -110,11 +110,16 @@ def rank_facts(config: Any) -> dict[str, Fact]:
 
 
 def side_pool_facts(name: str, pool: Any, config: Any) -> dict[str, Fact]:
-    """Collect which part of a side pool this rank has, where the ranks of a MLA model differ.
+    """Collect which part of a side pool this rank has, where the ranks of a MLA model differ."""
+    if differs_by_rank(name, pool):
+        return {"name": name, "rank": config.tp_rank, "tensor_parallel": config.tp_size}
+    return {"name": name}
+
+
+def differs_by_rank(name: str, pool: Any) -> bool:
+    """Tell whether each rank of a MLA model has a part of its own of a side pool.
 
     The KV cache is replicated there. A recurrent state is sharded, and so are the heads of a draft.
     """
     has_heads = name.startswith("draft") and getattr(pool, "head_num", None) is not None
-    if name == "mamba" or has_heads:
-        return {"name": name, "rank": config.tp_rank, "tensor_parallel": config.tp_size}
-    return {"name": name}
+    return name == "mamba" or has_heads

@@ -27,6 +27,7 @@ from kvoffload.connectors.sglang.hicache_settings import read_settings
 from kvoffload.connectors.sglang.hooks import check_hooks
 from kvoffload.connectors.sglang.page_facts import (
     check_version,
+    differs_by_rank,
     pool_facts,
     process_number,
     rank_facts,
@@ -146,6 +147,11 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
                 pool.page_bytes,
                 self._store.slot_bytes,
             )
+
+    def has_own_part(self, name: Any) -> bool:
+        """Tell whether this rank's pages of a side pool are its own, also in a MLA model."""
+        pool = self._side_pools.get(str(name))
+        return pool is not None and differs_by_rank(str(name), pool.pool)
 
     def on_host_pools_registered(self) -> None:
         """Open the tiers, for the pages of all pools.

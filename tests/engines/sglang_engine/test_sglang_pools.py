@@ -4,12 +4,14 @@ import types
 
 import pytest
 
-pytest.importorskip("sglang.srt.mem_cache.hicache_storage")
+pytest.importorskip("sglang.srt.managers.scheduler")  # its processes are hooked
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
+from sglang.srt.plugins.hook_registry import HookRegistry
 
-from kvoffload.connectors.sglang import storage
+from kvoffload.connectors.sglang import register, storage
 from kvoffload.errors import ConfigError
 from kvoffload.identity import namespace
 from tests.engines.sglang_engine.host_pools import (
@@ -117,6 +119,25 @@ def test_ranks_of_a_mla_model_have_their_own_heads_of_a_draft(attach):
         for name in pools
     }
     assert shared == {"draft": False, "draft_swa": True, "mamba": False}
+
+
+def test_each_rank_of_a_mla_model_stores_its_own_heads_of_a_draft(attach):
+    register()
+    HookRegistry.apply_hooks()
+    pools = {
+        PoolName.DRAFT: host_pool("heads", "page_first"),
+        PoolName.DRAFT_SWA: host_pool("latent", "page_first"),
+        PoolName.MAMBA: state_pool(torch.bfloat16),
+    }
+    kv = host_pool("latent", "page_first")
+    ours = attach(kv, pools, is_mla_model=True, tp_size=2, tp_rank=1)
+    controller = object.__new__(HybridCacheController)
+    controller.storage_backend_type, controller.storage_backend = "dynamic", ours
+    controller.storage_config = ours._config
+    stores = {str(name): controller.should_backup(PoolTransfer(name)) for name in pools}
+    assert stores == {"draft": True, "draft_swa": False, "mamba": True}
+    controller.storage_backend = object()  # another storage, whose keys do not name the rank
+    assert not controller.should_backup(PoolTransfer(PoolName.DRAFT))
 
 
 def test_a_model_with_images_is_refused_at_the_attach(attach, monkeypatch):
