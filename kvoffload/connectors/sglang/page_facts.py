@@ -9,6 +9,7 @@ import re
 from importlib.metadata import version
 from typing import Any
 
+from kvoffload.config import human_bytes
 from kvoffload.connectors.configuration import facts_of, names
 from kvoffload.errors import ConfigError
 from kvoffload.identity import Fact
@@ -16,6 +17,8 @@ from kvoffload.identity import Fact
 log = logging.getLogger(__name__)
 
 FIRST, LAST = (0, 5, 23), (0, 5, 23)
+SMALL_BYTES, ENOUGH_BYTES = 256 << 10, 512 << 10
+"""Up to the first, a page costs more than its bytes do; the second is the least to advise."""
 _COMPUTED = (
     "storage_format_tag", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "dtype", "layout",
     "page_size",
@@ -65,6 +68,29 @@ def check_version(allow_untested: bool, text: str | None = None) -> None:
         remedy = 'is newer than the tested 0.5.23; set "allow_untested_sglang": true to try it'
         raise ConfigError("sglang", found, remedy)
     log.warning("SGLang %s is newer than the tested 0.5.23; going on as told", found)
+
+
+def warn_of_small_pages(page_size: int, page_bytes: int) -> None:
+    """Log which ``--page-size`` to set where each page is too small for its costs.
+
+    Args:
+        page_size: tokens of a page.
+        page_bytes: of a page of the KV pool; 0 if all bytes are in side pools.
+    """
+    if not 0 < page_bytes <= SMALL_BYTES:
+        return
+    factor = 1
+    while page_bytes * factor < ENOUGH_BYTES:
+        factor *= 2
+    log.warning(
+        "kvoffload: a page of %d tokens has %s on this rank. Each page costs a file, system calls "
+        "and a message, so small pages are stored and loaded slowly: set --page-size %d, which "
+        "makes pages of %s",
+        page_size,
+        human_bytes(page_bytes),
+        page_size * factor,
+        human_bytes(page_bytes * factor),
+    )
 
 
 def process_number() -> int:

@@ -32,6 +32,7 @@ from kvoffload.connectors.sglang.page_facts import (
     process_number,
     rank_facts,
     side_pool_facts,
+    warn_of_small_pages,
 )
 from kvoffload.connectors.sglang.page_store import Page, PageStore, num_bytes
 from kvoffload.connectors.sglang.start_check import check_media, compile_hashes
@@ -161,6 +162,7 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         """
         check_media(self._settings, process_model_config())
         compile_hashes()
+        warn_of_small_pages(self._kv.pool.page_size, self._kv.page_bytes)
         facts = rank_facts(self._config) | self._kv.facts | engine_facts(self._settings)
         page_bytes = max(pool.page_bytes for pool in (self._kv, *self._side_pools.values()))
         if not page_bytes:

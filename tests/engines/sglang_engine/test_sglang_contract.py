@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from kvoffload.cli.top import fetch, of_page
 from kvoffload.connectors.sglang import KVOffloadHiCache, storage
-from kvoffload.connectors.sglang.page_facts import check_version
+from kvoffload.connectors.sglang.page_facts import check_version, warn_of_small_pages
 from kvoffload.errors import ConfigError
 from tests.engines.sglang_engine.host_pools import PAGE, WIDTH, Pool, hashes, stored, tokens
 from tests.support.redis_server import free_port
@@ -206,6 +206,21 @@ def test_a_pool_that_comes_later_with_larger_pages_restores_nothing(attach, unti
     hicache.register_mem_host_pool_v2(small, PoolName.MAMBA)
     fits = [PoolTransfer(PoolName.MAMBA, tokens(range(4)), keys=hashes(4))]
     assert hicache.batch_set_v2(fits) == {PoolName.MAMBA: [True] * 4}
+
+
+def test_small_pages_are_warned_of_with_the_page_size_to_set(attach, caplog):
+    attach(Pool())  # 512 bytes
+    assert "a page of 4 tokens has 512 B on this rank" in caplog.text
+    assert "set --page-size 4096, which makes pages of 512.0 KiB" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "size"), [(0, None), (256 << 10, 32), ((256 << 10) + 1, None), (96 << 10, 128)]
+)
+def test_the_page_size_to_set_is_the_least_that_helps(caplog, page_bytes, size):
+    warn_of_small_pages(16, page_bytes)
+    assert ("--page-size" in caplog.text) == (size is not None)
+    assert f"--page-size {size or ''}" in caplog.text or size is None
 
 
 def test_one_call_looks_up_thousands_of_keys(attach, until):
