@@ -55,6 +55,7 @@ class Loads:
         )
         disk = {"type": "disk", "root": root, "capacity": "16GiB", "min_free": 0, "io": "buffered"}
         settings = {"cpu_bytes": page_bytes * CHUNKS * 2, "backends": [disk], "policy": "lru"}
+        settings |= {"blocks_per_chunk": 1}
         facts = {"model": "engine_step", "dtype": "int8"}
         self._connector = LocalConnector(
             {**settings, "io": form}, caches, block_size=BLOCK, facts=facts

@@ -114,6 +114,7 @@ def _connector(root: str, form: str) -> LocalConnector:
     )
     disk = {"type": "disk", "root": root, "capacity": "1GiB", "min_free": 0}
     settings = {"cpu_bytes": "1MiB", "policy": "lru", "backends": [disk], "io": form}
+    settings |= {"blocks_per_chunk": 1}
     facts = {"model": "m", "weights": "none", "dtype": "bytes"}
     return LocalConnector(settings, caches, block_size=BLOCK, facts=facts)
 

@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, TypeVar, overload
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, overload
 
 import msgspec
 
@@ -103,8 +103,11 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     staging_bytes: Bytes = msgspec.field(default_factory=lambda: ByteSize(256 << 20))
     """Host memory that chunks pass through on their way to the tiers and back if ``cpu_bytes`` is
     0; not used otherwise."""
-    blocks_per_chunk: _AtLeastOne = 1
-    """Consecutive GPU blocks that are keyed, moved and evicted together."""
+    blocks_per_chunk: _AtLeastOne | Literal["auto"] = "auto"
+    """Consecutive GPU blocks that are keyed, moved and evicted together. A prompt is reused up to
+    its last whole chunk. "auto": the power of two that makes chunks of about 2 MiB, and of at most
+    256 tokens. Where blocks of a window leave GPU memory, a chunk lies in the window; with
+    recurrent states, a chunk is a block under vLLM. Other sizes are other namespaces."""
     policy: str = "handicap"
     """Which host chunks leave first; a name of the ``kvoffload.policies`` entry-point group."""
     load_timeout_s: _Seconds = 5.0
@@ -153,7 +156,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def __post_init__(self) -> None:
         if not self.cpu_bytes and not self.backends:
             raise ConfigError("cpu_bytes", 0, "keeps nothing in host memory: name a tier, or more")
-        if self.blocks_per_chunk < 1:
+        if self.blocks_per_chunk != "auto" and self.blocks_per_chunk < 1:
             raise ConfigError("blocks_per_chunk", self.blocks_per_chunk, "must be at least 1")
         if self.store_threshold < 1:
             raise ConfigError("store_threshold", self.store_threshold, "must be at least 1")
@@ -273,16 +276,29 @@ _TYPES = {
 
 
 def _remedy(message: str, struct: type[msgspec.Struct], name: str) -> str:
-    """Say what msgspec says of a wrong type as people say it, with the default as an example."""
+    """Say what msgspec says of a wrong value as people say it, with the default as an example."""
+    field = {each.encode_name: each for each in msgspec.structs.fields(struct)}.get(name)
+    allowed = _allowed(field.type) if field else []
+    if any(word.startswith('"') for word in allowed):
+        return f"must be {', or '.join(allowed)}"
     match = _WRONG_TYPE.fullmatch(message)
     if match is None or match[1] not in _TYPES:
         return message
     kind = _TYPES[match[1]]
     if match[1] in ("int", "float"):
         kind += " of seconds" if name.endswith("_s") else ""
-        default = {f.encode_name: f.default for f in msgspec.structs.fields(struct)}.get(name)
+        default = field.default if field else None
         kind += f", such as {default}" if isinstance(default, int | float) else ""
     return f"must be {kind}" + (", or null" if match[2] else "")
+
+
+def _allowed(kind: Any) -> list[str]:
+    """Return what a field may be, in words; a text of a few in quotes."""
+    if get_origin(kind) is Literal:
+        return [f'"{each}"' for each in get_args(kind)]
+    if (word := _TYPES.get(getattr(kind, "__name__", ""))) is not None:
+        return [word]
+    return [word for part in get_args(kind) for word in _allowed(part)]
 
 
 def _decode(kind: type, value: object) -> object:

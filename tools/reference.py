@@ -14,8 +14,8 @@ from enum import Enum
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -182,8 +182,8 @@ def type_name(kind: Any) -> str:
     parts = [each for each in get_args(kind) if each is not NoneType]
     if hasattr(kind, "__metadata__"):
         return type_name(parts[0])
-    if NoneType in get_args(kind):
-        return type_name(parts[0]) + " or null"
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join([*map(type_name, parts), *["null"] * (NoneType in get_args(kind))])
     name = getattr(getattr(kind, "__origin__", kind), "__name__", str(kind))
     return TYPES.get(name, name)
 

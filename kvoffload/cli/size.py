@@ -18,11 +18,14 @@ from kvoffload.cli.replay import (
     progress_bar,
 )
 from kvoffload.config import human_bytes
+from kvoffload.connectors.chunk_size import choose_chunk_size
 from kvoffload.errors import ConfigError
 from kvoffload.replay.model import bytes_per_token, read_config
 from kvoffload.replay.sample import sampled
 from kvoffload.replay.sizing import Answer, answer, curve, curve_sizes
 from kvoffload.replay.trace import Trace
+
+_GPU_BLOCK_TOKENS = 16
 
 
 def command(
@@ -32,7 +35,10 @@ def command(
     ] = None,
     block_tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens in a block of the trace, where the trace does not say it."),
+        typer.Option(
+            help="Tokens in a block of the trace, where the trace does not say it; without a "
+            "trace, in a block of the GPU: 16 by default, as in vLLM."
+        ),
     ] = None,
     kv_dtype: Annotated[str, typer.Option(help="Type of the KV cache; default: model's.")] = "",
     tensor_parallel: Annotated[int, typer.Option(help="Ranks of the engine.")] = 1,
@@ -70,9 +76,13 @@ def command(
         raise ConfigError("model", None, "give --model: a config.json, or a model's folder")
     if prefill_tokens_per_s is not None and not prefill_tokens_per_s > 0:
         raise ConfigError("prefill_tokens_per_s", prefill_tokens_per_s, "must be above 0")
-    token_bytes = bytes_per_token(read_config(model), kv_dtype or None, tensor_parallel)
+    sizes_of = read_config(model)
+    token_bytes = bytes_per_token(sizes_of, kv_dtype or None, tensor_parallel)
     if trace is None and not synthetic:
-        _print_token(token_bytes, tensor_parallel, context, sessions, as_json)
+        # Layers of several kinds are groups, whose sizes the engine chooses.
+        is_one_group = len(set(map(str, sizes_of.get("layer_types") or ()))) < 2
+        in_block = (block_tokens or _GPU_BLOCK_TOKENS) if is_one_group else None
+        _print_token(token_bytes, tensor_parallel, context, sessions, in_block, as_json)
         return
     if context is not None:
         raise ConfigError("context", context, "a trace says how long its sessions are")
@@ -120,12 +130,22 @@ def command(
 
 
 def _print_token(
-    token_bytes: int, ranks: int, context: int | None, sessions: int, as_json: bool
+    token_bytes: int,
+    ranks: int,
+    context: int | None,
+    sessions: int,
+    block_tokens: int | None,
+    as_json: bool,
 ) -> None:
     tokens_per_gib = (1 << 30) // token_bytes
     whole = token_bytes * (context or 0) * sessions
+    block_bytes = token_bytes * (block_tokens or 0) // ranks
+    chunk = choose_chunk_size(block_bytes, block_tokens) if block_tokens else None
     if as_json:
         told = {"bytes_per_token": token_bytes, "tokens_per_gib": tokens_per_gib}
+        if chunk and block_tokens:
+            told["auto_chunk_tokens"] = chunk.num_blocks * block_tokens
+            told["auto_chunk_bytes"] = chunk.num_blocks * block_bytes
         if context is not None:
             told |= {"bytes": whole, "bytes_per_rank": math.ceil(whole / ranks)}
         print(json.dumps(told))
@@ -133,6 +153,8 @@ def _print_token(
     where = "one rank" if ranks == 1 else f"all {ranks} ranks together"
     text = f"{human_bytes(token_bytes)} of KV cache a token on {where}; {tokens_per_gib:,} tokens"
     say(f"{text} in a GiB")
+    if chunk and block_tokens:
+        say(chunk.told(block_bytes, block_tokens))
     if context is not None:
         text = f"{counted(sessions, 'session')} of {context:,} tokens: {human_bytes(whole)}"
         say(f"{text}; cpu_bytes of each rank: {human_bytes(whole / ranks)}")

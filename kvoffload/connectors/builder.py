@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvoffload import registry
 from kvoffload.config import OffloadConfig, human_bytes
+from kvoffload.connectors.chunk_size import blocks_of
 from kvoffload.connectors.tier_io import TierIO
 from kvoffload.errors import ConfigError
 from kvoffload.identity import Fact, namespace, readable, short
@@ -168,7 +169,7 @@ class TieredOffloadingSpec(OffloadingSpec):
 
     def open_engine(self, kv_caches: CanonicalKVCaches) -> TransferEngine:
         """Make the transfer engine between these caches, the slab and the stores; once."""
-        layout = self._layout or ChunkLayout(kv_caches, self.config.blocks_per_chunk)
+        layout = self._layout or ChunkLayout(kv_caches, blocks_of(self.config))
         if self._geometry is None and layout.slot_bytes > self.slot_bytes:
             raise ValueError(
                 f"a chunk takes {layout.slot_bytes} bytes, slots have {self.slot_bytes}"

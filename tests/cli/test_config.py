@@ -344,7 +344,7 @@ def test_connectors_read_the_same_sources(kv_caches, monkeypatch, tmp_path):
     from kvoffload.connectors.local import LocalConnector
 
     path = tmp_path / "settings.json"
-    path.write_text(json.dumps({"cpu_bytes": "20KiB"}))
+    path.write_text(json.dumps({"cpu_bytes": "20KiB", "blocks_per_chunk": 1}))
     monkeypatch.setenv("KVOFFLOAD_CONFIG", str(path))
     connector = LocalConnector({"policy": "lru"}, kv_caches, block_size=4, facts={"model": "m"})
     assert (connector.config.cpu_bytes, connector.config.policy) == (20 << 10, "lru")

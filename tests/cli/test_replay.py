@@ -284,9 +284,23 @@ def test_size_says_the_bytes_of_a_token_without_a_trace(kvoffload, tmp_path):
     done = kvoffload("size", "--model", str(tmp_path))
     assert done.returncode == 0, done.stderr
     text = "128.0 KiB of KV cache a token on one rank; 8,192 tokens in a GiB"
-    assert done.stdout.strip() == text
+    auto = "a chunk is 1 block of 16 tokens, 16 tokens, 2.0 MiB; decided by the aim of 2.0 MiB"
+    assert done.stdout.splitlines() == [text, f'blocks_per_chunk "auto": {auto}']
     done = kvoffload("size", "--model", str(tmp_path), "--json")
-    assert json.loads(done.stdout) == {"bytes_per_token": 131072, "tokens_per_gib": 8192}
+    chunk = {"auto_chunk_tokens": 16, "auto_chunk_bytes": 2 << 20}
+    assert json.loads(done.stdout) == {"bytes_per_token": 131072, "tokens_per_gib": 8192, **chunk}
+
+
+def test_size_says_which_chunks_auto_makes_of_a_ranks_blocks(kvoffload, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    words = ("size", "--model", str(tmp_path), "--tensor-parallel", "8", "--json")
+    told = json.loads(kvoffload(*words).stdout)
+    assert (told["auto_chunk_tokens"], told["auto_chunk_bytes"]) == (128, 2 << 20)
+    told = json.loads(kvoffload(*words, "--block-tokens", "256").stdout)
+    assert (told["auto_chunk_tokens"], told["auto_chunk_bytes"]) == (256, 4 << 20)
+    kinds = ["sliding_attention", "full_attention"] * 16
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"layer_types": kinds}))
+    assert "auto_chunk_tokens" not in json.loads(kvoffload(*words).stdout)
 
 
 def test_size_says_what_sessions_of_a_length_take(kvoffload, tmp_path):

@@ -9,6 +9,7 @@ from kvoffload.connectors.local.chunking import (
     ChunkGroups,
     Piece,
     cut,
+    kinds_of_groups,
     to_load,
     to_store,
 )
@@ -32,7 +33,7 @@ STATE = MambaSpec(block_size=8, shapes=((4,),), dtypes=(torch.int8,))
 
 def groups_of(*kinds, per_chunk=1):
     specs = [KVCacheGroupSpec([f"layer {i}"], kind) for i, kind in enumerate(kinds)]
-    return ChunkGroups(BLOCK, per_chunk, KVCacheConfig(64, [], specs))
+    return ChunkGroups(kinds_of_groups(BLOCK, KVCacheConfig(64, [], specs)), per_chunk)
 
 
 def keys_of(groups, tokens):
@@ -64,7 +65,7 @@ def test_chunks_of_full_attention_are_asked_for_together_and_only_those_of_windo
     config = KVCacheConfig(
         64, [], [KVCacheGroupSpec([f"layer {i}"], kind) for i, kind in enumerate(KINDS)]
     )
-    groups = ChunkGroups(BLOCK, 1, config)
+    groups = ChunkGroups(kinds_of_groups(BLOCK, config), 1)
     keys = [[make_offload_key(bytes([i]) * 32, group) for i in range(10)] for group in (0, 1)]
     together, alone = [], []
 
@@ -90,7 +91,7 @@ def test_chunks_of_full_attention_are_asked_for_together_and_only_those_of_windo
     [(True, [Piece(0, 1, 3, 4)]), (False, [Piece(0, 0, 0, 2), Piece(0, 1, 2, 4)])],
 )
 def test_only_where_there_is_a_null_block_is_block_0_left_out_of_loads(has_nulls, first):
-    groups = ChunkGroups(BLOCK, 2)
+    groups = ChunkGroups(kinds_of_groups(BLOCK, None), 2)
     table = [NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 7, 8, 9]
     assert to_load(groups, [table], 0, 24, has_nulls) == [*first, Piece(0, 2, 4, 6)]
 
@@ -232,7 +233,7 @@ def test_keys_are_added_for_chunks_that_are_full():
     for number, chunks in ((2, 0), (3, 1), (5, 1), (6, 2), (8, 2)):
         group.extend_keys(keys, hashes[:number])
         assert keys == [make_offload_key(hashes[i], 0) for i in (2, 5)[:chunks]]
-    undescribed = ChunkGroups(BLOCK, 3)
+    undescribed = ChunkGroups(kinds_of_groups(BLOCK, None), 3)
     assert keys_of(undescribed, 24) == [keys]
 
 

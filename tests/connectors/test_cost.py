@@ -15,7 +15,7 @@ MANAGER = "/kvoffload/offload/"
 @pytest.fixture
 def connector(new_kv_caches):
     caches = new_kv_caches(num_blocks=1024, page_bytes=(64,))
-    settings = {"cpu_bytes": "8MiB", "policy": "lru"}
+    settings = {"cpu_bytes": "8MiB", "blocks_per_chunk": 1, "policy": "lru"}
     made = LocalConnector(settings, caches, block_size=BLOCK, facts={"model": "m"})
     yield made
     made.close()

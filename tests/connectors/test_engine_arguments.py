@@ -14,9 +14,8 @@ BLOCKS, OTHERS = list(range(5, 13)), list(range(20, 28))
 
 @pytest.fixture
 def connector(kv_caches):
-    connector = LocalConnector(
-        {"cpu_bytes": "64KiB"}, kv_caches, block_size=4, facts={"model": "m"}
-    )
+    settings = {"cpu_bytes": "64KiB", "blocks_per_chunk": 1}
+    connector = LocalConnector(settings, kv_caches, block_size=4, facts={"model": "m"})
     yield connector
     connector.close()
 

@@ -63,6 +63,7 @@ def connector(hung, new_kv_caches, request):
     """A connector; its parameter is how long a load may take."""
     settings = {
         "cpu_bytes": SLOTS * 4096,
+        "blocks_per_chunk": 1,
         "policy": "lru",
         "backends": [{"type": "hung"}, {"type": "memory"}],
         "load_timeout_s": getattr(request, "param", 0.2),

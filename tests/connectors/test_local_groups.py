@@ -13,7 +13,7 @@ import torch
 
 from kvoffload import registry
 from kvoffload.connectors.local import LocalConnector
-from kvoffload.connectors.local.chunking import ChunkGroups
+from kvoffload.connectors.local.chunking import ChunkGroups, kinds_of_groups
 from kvoffload.connectors.offload_requests import LoadBackoff
 from kvoffload.core.hashing import BlockHasher, HashChain
 from kvoffload.core.interface import (
@@ -306,16 +306,13 @@ def test_a_window_group_stores_no_null_blocks_and_needs_only_its_window():
     config = KVCacheConfig(
         9, [], [KVCacheGroupSpec(["a"], full()), KVCacheGroupSpec(["b"], window(9))]
     )
-    groups = ChunkGroups(4, 2, config)
+    groups = ChunkGroups(kinds_of_groups(4, config), 2)
     full_group, window_group = groups.all
     assert (full_group.per_chunk, window_group.per_chunk) == (2, 2)
     assert groups.all[1].needed(0, 40) == range(8, 10)
     assert groups.all[0].needed(8, 40) == range(2, 10)
-    narrow = ChunkGroups(
-        4,
-        4,
-        KVCacheConfig(9, [], [KVCacheGroupSpec(["b"], window(9))]),
-    )
+    config = KVCacheConfig(9, [], [KVCacheGroupSpec(["b"], window(9))])
+    narrow = ChunkGroups(kinds_of_groups(4, config), 4)
     assert narrow.all[0].per_chunk == 2  # four blocks are never in a window of nine tokens at once
 
 

@@ -74,7 +74,10 @@ def ranks():
 
     def make(number, backend):
         config = OffloadConfig(
-            cpu_bytes=NUM * PAGE, io="thread", backends=(BackendConfig(**backend),)
+            cpu_bytes=NUM * PAGE,
+            blocks_per_chunk=1,
+            io="thread",
+            backends=(BackendConfig(**backend),),
         )
         made.extend(Rank(i, number, config) for i in range(number))
         return made[-number:]

@@ -196,7 +196,7 @@ def test_blocks_written_again_before_a_late_store_read_them_are_stored_right(tin
         "max_model_len": MAX_LEN,
         "kv_cache_bytes": (MAX_LEN // 4 + 1) * 2 * 2 * 4 * 2 * 16 * 4,  # one longest request
         "max_num_batched_tokens": MAX_LEN,
-        "offload": {"cpu_bytes": "1MiB"},
+        "offload": {"cpu_bytes": "1MiB", "blocks_per_chunk": 1},
     }
     first, second = list(range(94)), list(range(94, 188))
     params = SamplingParams(max_tokens=1)
@@ -236,6 +236,7 @@ def test_a_harmed_file_is_recomputed_and_its_reason_counted(tiny, tmp_path, harm
         "kv_cache_bytes": "256KiB",
         "offload": {
             "cpu_bytes": "1MiB",
+            "blocks_per_chunk": 1,
             "backends": [{"type": "disk", "root": str(tmp_path), "capacity": "64MiB"}],
         },
     }
@@ -273,6 +274,7 @@ def test_a_load_that_hangs_ends_by_its_deadline_aborted_or_not(
         "kv_cache_bytes": "256KiB",
         "offload": {
             "cpu_bytes": "1MiB",
+            "blocks_per_chunk": 1,
             "backends": [{"type": "disk", "root": str(tmp_path), "capacity": "64MiB"}],
             "load_timeout_s": 0.1,
         },
@@ -327,6 +329,7 @@ def test_other_weights_find_nothing_of_these(tiny, tmp_path):
         "kv_cache_bytes": "256KiB",
         "offload": {
             "cpu_bytes": "1MiB",
+            "blocks_per_chunk": 1,
             "backends": [{"type": "disk", "root": str(tmp_path), "capacity": "64MiB"}],
         },
     }

@@ -75,13 +75,13 @@ def run(tiny, planned, tmp_path):
 
     def run(**more):
         tier = {"type": "planned", **planned.options, "root": str(tmp_path / "kv")}
-        offload = {"cpu_bytes": "1MiB", "backends": [tier], "io": "thread", **more}
+        offload = {"cpu_bytes": "1MiB", "blocks_per_chunk": 1, "backends": [tier], "io": "thread"}
         settings = {
             "model": tiny,
             "block_size": BLOCK,
             "kv_cache_bytes": 1 << 20,
             "max_model_len": 96,
-            "offload": offload,
+            "offload": offload | more,
         }
         running.append(Running(settings))
         return running[-1]

@@ -73,7 +73,7 @@ def serve(dtype, offloads):
         "kv_cache_bytes": page * 12,
         "max_num_seqs": 1,
         "max_num_batched_tokens": 128,
-        "offload": {"cpu_bytes": "16MiB", "backends": []},
+        "offload": {"cpu_bytes": "16MiB", "blocks_per_chunk": 1, "backends": []},
     }
     connectors = []
 

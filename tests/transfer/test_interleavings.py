@@ -75,8 +75,9 @@ class Engine:
 
     def __init__(self, kv_caches, new_request, rng):
         self.tensors = [entry.tensor for entry in kv_caches.tensors]
+        settings = {"cpu_bytes": NUM_SLOTS * 4096, "blocks_per_chunk": 1}
         self.connector = LocalConnector(
-            {"cpu_bytes": NUM_SLOTS * 4096}, kv_caches, block_size=BLOCK_SIZE, facts={"of": "test"}
+            settings, kv_caches, block_size=BLOCK_SIZE, facts={"of": "test"}
         )
         self.stream = Stream(random.Random(rng.random()))
         self.wrong = 0

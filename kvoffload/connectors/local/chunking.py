@@ -13,11 +13,12 @@ from math import lcm
 import numpy as np
 
 from kvoffload.config import OffloadConfig
+from kvoffload.connectors.chunk_size import choose_chunk_size
 from kvoffload.core.groups import Group, MambaGroup, make_group
 from kvoffload.core.interface import KVCacheConfig
 from kvoffload.errors import ConfigError
 from kvoffload.identity import LABEL, Fact
-from kvoffload.messages import BlockIds, OffloadKey, make_offload_key
+from kvoffload.messages import BlockIds, CanonicalKVCaches, OffloadKey, make_offload_key
 from kvoffload.transfer.layout import ChunkLayout, Moves
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,42 @@ class _Everything:
         return 0
 
 
+Kind = Group | _Everything
+
+
+def kinds_of_groups(hash_block_size: int, config: KVCacheConfig | None) -> list[Kind]:
+    """Return what each KV cache group needs.
+
+    Args:
+        hash_block_size: tokens that a hash of a request stands for.
+        config: of the cache; None for one group of full attention.
+    """
+    if config is None:
+        return [_Everything(hash_block_size)]
+    return [
+        make_group(i, group.kv_cache_spec, hash_block_size)
+        for i, group in enumerate(config.kv_cache_groups)
+    ]
+
+
+def choose_blocks_per_chunk(kinds: Sequence[Kind], kv_caches: CanonicalKVCaches) -> int:
+    """Choose the number of blocks in a chunk by the KV cache, and log it with its reason.
+
+    A chunk of recurrent states is one block whatever the number is; see :class:`ChunkGroup`.
+    """
+    sized = [i for i, kind in enumerate(kinds) if _is_cut(kind)]
+    block_bytes = max(map(kv_caches.block_bytes, sized), default=0)
+    block_tokens = max((kinds[i].block_size for i in sized), default=1)
+    chosen = choose_chunk_size(block_bytes, block_tokens)
+    log.info("kvoffload: %s", chosen.told(block_bytes, block_tokens))
+    return chosen.num_blocks
+
+
+def _is_cut(kind: Kind) -> bool:
+    """Whether chunks of a group are as many blocks as the settings say, or fewer."""
+    return kind.findable and not isinstance(kind, MambaGroup)
+
+
 @dataclass(frozen=True)
 class Piece:
     """Blocks of one chunk that a transfer moves."""
@@ -60,7 +97,7 @@ class ChunkGroup:
         per_chunk: blocks in a chunk of the settings; fewer where that would never be whole.
     """
 
-    def __init__(self, index: int, kind: Group | _Everything, per_chunk: int) -> None:
+    def __init__(self, index: int, kind: Kind, per_chunk: int) -> None:
         self.index = index
         self.kind = kind
         self.block_size = kind.block_size
@@ -124,20 +161,11 @@ class ChunkGroups:
     """All groups of a cache.
 
     Args:
-        hash_block_size: tokens that a hash of a request stands for.
+        kinds: what each needs.
         per_chunk: blocks in a chunk.
-        config: of the cache; None for one group of full attention.
     """
 
-    def __init__(
-        self, hash_block_size: int, per_chunk: int, config: KVCacheConfig | None = None
-    ) -> None:
-        kinds: list[Group | _Everything] = [_Everything(hash_block_size)]
-        if config is not None:
-            kinds = [
-                make_group(i, group.kv_cache_spec, hash_block_size)
-                for i, group in enumerate(config.kv_cache_groups)
-            ]
+    def __init__(self, kinds: Sequence[Kind], per_chunk: int) -> None:
         self.all = [ChunkGroup(i, kind, per_chunk) for i, kind in enumerate(kinds)]
         self.offloaded = [group for group in self.all if group.offloaded]
         # Full attention first: what it lacks, nothing else can make up for.

@@ -26,14 +26,19 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvoffload.config import OffloadConfig
 from kvoffload.config_sources import read_config
 from kvoffload.connectors.builder import TieredOffloadingSpec
+from kvoffload.connectors.chunk_size import blocks_of
 from kvoffload.connectors.local import engine_arguments as given
 from kvoffload.connectors.local.chunking import (
     BlockTables,
     ChunkGroups,
     check_facts,
+    choose_blocks_per_chunk,
+    kinds_of_groups,
     layout_facts,
     to_load,
     to_store,
@@ -100,9 +105,13 @@ class LocalConnector:
             raise ConfigError("block_size", block_size, "must be at least 1 token")
         check_facts(facts, self.config)
         self.block_size = block_size
-        self._groups = ChunkGroups(block_size, self.config.blocks_per_chunk, kv_cache_config)
+        kinds = kinds_of_groups(block_size, kv_cache_config)
+        given.check_caches(kv_caches, kinds)
+        if self.config.blocks_per_chunk == "auto":
+            number = choose_blocks_per_chunk(kinds, kv_caches)
+            self.config = replace(self.config, blocks_per_chunk=number)
+        self._groups = ChunkGroups(kinds, blocks_of(self.config))
         self._has_nulls = kv_cache_config is not None
-        given.check_caches(kv_caches, self._groups)
         layout = ChunkLayout(kv_caches, [group.per_chunk for group in self._groups.all])
         self._num_blocks = layout.num_blocks
         self._log = RequestLog(self.config.record, self._groups.offloaded[0].chunk_tokens)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from operator import index
 from typing import SupportsIndex
 
-from kvoffload.connectors.local.chunking import BlockTables, ChunkGroups, Keys, Piece
+from kvoffload.connectors.local.chunking import BlockTables, ChunkGroups, Keys, Kind, Piece
 from kvoffload.connectors.offload_requests import OffloadRequest
 from kvoffload.errors import ConfigError, UsageError
 from kvoffload.messages import CanonicalKVCaches
@@ -12,11 +12,11 @@ from kvoffload.messages import CanonicalKVCaches
 _NUMBERS = "must be the numbers of blocks, as [1, 2, 3]; not a list a group, not a mask"
 
 
-def check_caches(kv_caches: CanonicalKVCaches, groups: ChunkGroups) -> None:
+def check_caches(kv_caches: CanonicalKVCaches, kinds: Sequence[Kind]) -> None:
     """Raise ConfigError unless tensors are there for each KV cache group."""
     given = len(kv_caches.group_data_refs)
-    if given != len(groups.all):
-        remedy = f"kv_cache_config has {len(groups.all)} KV cache groups"
+    if given != len(kinds):
+        remedy = f"kv_cache_config has {len(kinds)} KV cache groups"
         raise ConfigError("kv_caches", f"{given} groups", remedy)
 
 

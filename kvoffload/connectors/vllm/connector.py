@@ -7,6 +7,7 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -21,6 +22,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches as VllmCaches
 from vllm.v1.kv_offload.base import OffloadingMetricMetadata, OffloadingSpec
 from vllm.v1.kv_offload.base import OffloadingWorker as VllmWorker
 
+from kvoffload.connectors.vllm.auto_chunks import choose_blocks_per_chunk
 from kvoffload.connectors.vllm.client_requests import refuse_weak_hashes, warn_of_images
 from kvoffload.connectors.vllm.engine_metrics import EngineStats, metric_definitions
 from kvoffload.connectors.vllm.engine_weights import hash_adapters, watch_weights
@@ -55,6 +57,12 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         # Past OffloadingConnector's own constructor, which would build vLLM's halves.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         settings = check_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        if settings.blocks_per_chunk == "auto":
+            one_block = structs.replace(settings, blocks_per_chunk=1)
+            config = build_offloading_config(with_settings(vllm_config, one_block), kv_cache_config)
+            is_worker = role == KVConnectorRole.WORKER
+            number = choose_blocks_per_chunk(config, vllm_config, kv_cache_config, is_worker)
+            settings = structs.replace(settings, blocks_per_chunk=number)
         config = build_offloading_config(with_settings(vllm_config, settings), kv_cache_config)
         self._canonical_layout = False
         self._known = KnownLookups(settings.lookup_timeout_s)

@@ -111,6 +111,11 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         payloads = {rank.payload_bytes for rank in ranks}
         if len(payloads) > 1:
             raise ConfigError("payload_bytes", payloads, "must be equal on all ranks")
+        ours = self.config.blocks_per_chunk
+        for rank in ranks:
+            if (theirs := rank.facts.get("blocks_per_chunk", ours)) != ours:
+                remedy = f"the worker of rank {rank.rank} chose {theirs}: set a number"
+                raise ConfigError("blocks_per_chunk", ours, remedy)
         host = make_host_cache(
             self.settings.policy, num_slots, slot_bytes, payloads.pop(), first_slot
         )

@@ -115,7 +115,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             ConfigError: a setting cannot work, or bytes do not come back as they were stored.
         """
         ours = canonical(kv_caches, self._group_ids)
-        layout = ChunkLayout(ours, self.settings.blocks_per_chunk)
+        layout = ChunkLayout(ours, self.spec.blocks_per_chunk)
         # vLLM says so of tensor parallel ranks of one host alone.
         is_replicated = self.spec.config.replicated_layout
         facts = resolve_facts(
@@ -140,7 +140,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
                         self._transfers,
                         ours,
                         layers_of_groups(self._kv_caches, self.kv_cache_config, self._group_ids),
-                        self.settings.blocks_per_chunk,
+                        self.spec.blocks_per_chunk,
                     )
                 except BaseException:
                     self._spec.close()  # or its memory stays pinned
@@ -238,7 +238,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             self._presence.ask(metadata.questions)
         self._submit_stores()
         for job_id, job in metadata.load_jobs.items():
-            end = GpuEnd(job.dst_spec, self._group_ids, self.settings.blocks_per_chunk)
+            end = GpuEnd(job.dst_spec, self._group_ids, self.spec.blocks_per_chunk)
             num_chunks = len(job.src_spec.host_slots)
             sync = is_synchronous(job)
             self._loads[job_id] = _Load(job.req_id, end, sync, void=self._has_old_chunks)
@@ -268,7 +268,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         self._unsubmitted_store_jobs.clear()
         stores = []
         for job_id, source, target in waiting:
-            end = GpuEnd(source, self._group_ids, self.settings.blocks_per_chunk)
+            end = GpuEnd(source, self._group_ids, self.spec.blocks_per_chunk)
             blocks, whole = end.whole()
             slots = target.host_slots
             if any(whole) and len(whole) == len(slots):
@@ -277,7 +277,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
                 bad = (False,) * len(slots)
                 self._store_ended(TransferResult(job_id, bad, reason=PARTIAL_CHUNK))
         if stores:
-            batch = StoreBatch(stores, self.settings.blocks_per_chunk)
+            batch = StoreBatch(stores, self.spec.blocks_per_chunk)
             self._stores[batch.job_id] = batch
             self._transfers.submit(batch.job_id, batch.spec, batch.num_chunks)
 

@@ -42,6 +42,6 @@ def facts_of(config, *, spec=None, replicated=False, **settings):
     group = KVCacheGroupSpec(layers, spec)
     cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[group])
     tensors = {name: torch.zeros(8, 2, 32, 128, dtype=torch.bfloat16) for name in layers}
-    asked = read_settings({"cpu_bytes": "16MiB", **settings})
+    asked = read_settings({"cpu_bytes": "16MiB", "blocks_per_chunk": 1, **settings})
     engine_weights.process_begun_ns = time.time_ns  # the test has written the model itself
     return resolve_facts(config, cache, tensors, asked, replicated)

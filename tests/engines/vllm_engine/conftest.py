@@ -30,6 +30,8 @@ BLOCK = 32
 OF_KIND = {"mla": {"block_size": 16, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}}
 """Options that models of a kind need. vLLM's operator for CPU, which is off here, rotates queries
 of MLA by the positions of other tokens. Outputs would depend on a token's place in its batch."""
+ONE_BLOCK = {"blocks_per_chunk": 1}
+"""What tests count chunks by, unless they ask for another number, or for the default."""
 INTERPRETER = Path(__file__).parent / "interpreter"
 """On the path of engines, so that ``TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1`` in the
 environment of the tests runs them with Model Runner V2."""
@@ -75,7 +77,7 @@ class Engine(EngineProcess):
                 "kv_connector_module_path": "kvoffload.connectors.vllm",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": policy,
-                "kv_connector_extra_config": extra,
+                "kv_connector_extra_config": ONE_BLOCK | extra,
             }
         settings.update(options)
         is_apart = settings["distributed_executor_backend"] == "mp"
@@ -221,7 +223,7 @@ def halves(models, tmp_path):
     def begin(*, disk=False, **settings):
         tier = {"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}
         more = {"backends": [tier]} if disk else {}
-        extra = {"cpu_bytes": "16MiB", "weights_id": "w", **more, **settings}
+        extra = {"cpu_bytes": "16MiB", "weights_id": "w", **ONE_BLOCK, **more, **settings}
         blocks = settings.pop("num_blocks", 2048)
         extra.pop("num_blocks", None)
         rig = Halves(models("llama"), ours(extra), num_blocks=blocks)

@@ -54,7 +54,7 @@ class OurScheduler(KVOffloadScheduler):
 
     def __init__(self, spec, vllm_config, kv_cache_config):
         OurScheduler.made += 1
-        settings = read_settings({"cpu_bytes": 1 << 20})
+        settings = read_settings({"cpu_bytes": 1 << 20, "blocks_per_chunk": 1})
         manager = spec.get_manager()
         none = manager.computed = manager.explain = lambda *of_ours: None  # no verbs of vLLM's
         manager.ignore_hint = none
@@ -71,7 +71,12 @@ class OurWorker(KVOffloadWorker):
 
     def __init__(self, spec, vllm_config, kv_cache_config):
         OurWorker.made += 1
-        super().__init__(spec, read_settings({"cpu_bytes": 1 << 20}), vllm_config, kv_cache_config)
+        super().__init__(
+            spec,
+            read_settings({"cpu_bytes": 1 << 20, "blocks_per_chunk": 1}),
+            vllm_config,
+            kv_cache_config,
+        )
 
     def _init_worker(self, kv_caches):
         self.worker = self.spec.get_worker(kv_caches)

@@ -90,7 +90,9 @@ def attached(tmp_path, faulty):
         )
         ours = canonical(theirs, [0])
         backends = faulty(plans)  # registered in this process alone
-        settings = read_settings({"cpu_bytes": 1 << 20, "io": "thread", "backends": backends})
+        settings = read_settings(
+            {"cpu_bytes": 1 << 20, "blocks_per_chunk": 1, "io": "thread", "backends": backends}
+        )
         spec = TieredOffloadingSpec(settings, 4096, {"test": "canary"})
         made.append(spec)
         return spec, spec.open_engine(ours), ours, {0: [tensor]}

@@ -48,6 +48,7 @@ def test_a_read_of_the_canary_that_ends_late_touches_nobodys_chunk(tmp_path, mon
     settings = read_settings(
         {
             "cpu_bytes": 1 << 20,
+            "blocks_per_chunk": 1,
             "io": "thread",  # where this process's registry is read
             "load_timeout_s": 0.2,
             "backends": [{"type": "stuck", "root": str(tmp_path / "kv"), "min_free": 0}],

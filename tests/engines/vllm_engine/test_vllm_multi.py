@@ -15,6 +15,7 @@ BY_PATH = {**OURS, "kv_connector_module_path": "kvoffload.connectors.vllm"}
 def ours(root, how):
     disk = {"type": "disk", "root": str(root), "capacity": "1GiB", "min_free": 0}
     extra = {"cpu_bytes": "64MiB", "backends": [disk], "lookup_timeout_s": 30.0}
+    extra |= {"blocks_per_chunk": 1}
     return {**how, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 

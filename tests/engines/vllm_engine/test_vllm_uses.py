@@ -216,7 +216,7 @@ class Local:
     """Drives the connector for one process."""
 
     def __init__(self, kv_caches, **settings):
-        config = {"cpu_bytes": SLOTS * SLOT_BYTES, **settings}
+        config = {"cpu_bytes": SLOTS * SLOT_BYTES, "blocks_per_chunk": 1, **settings}
         self.connector = LocalConnector(config, kv_caches, block_size=BLOCK, facts={"model": "m"})
         self.manager = self.connector._manager
 

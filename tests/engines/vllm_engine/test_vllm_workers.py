@@ -53,11 +53,12 @@ def workers(models, tmp_path, monkeypatch):
 
     def make(kind, layers, num_ranks=1):
         disk = {"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}
+        extra = {"cpu_bytes": 16 << 20, "blocks_per_chunk": 1, "backends": [disk]}
         transfer = {
             "kv_connector": "KVOffloadConnector",
             "kv_connector_module_path": "kvoffload.connectors.vllm",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_bytes": 16 << 20, "backends": [disk]},
+            "kv_connector_extra_config": extra,
         }
         config = EngineArgs(
             model=models(kind),
