@@ -65,6 +65,7 @@ Bytes = Annotated[ByteSize, msgspec.Meta(extra_json_schema=SIZE_SCHEMA)]
 """A size as a field of settings, with what ``msgspec.json.schema`` says of it."""
 # What __post_init__ refuses in its own words is told to schemas here.
 _AtLeastOne = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 1})]
+_Share = Annotated[float, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": 1})]
 _Seconds = Annotated[float, msgspec.Meta(extra_json_schema={"exclusiveMinimum": 0})]
 
 
@@ -124,6 +125,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     used once, and costs one more computation of each chunk that is used again."""
     promote: bool = True
     """Whether a chunk loaded from a tier is also written to the nearer tiers that lack it."""
+    waiting_share: _Share = 0.9
+    """Part of host memory that may be kept for requests in the engine's queue. Their chunks stay
+    until they run, and come early from the tiers. 0: the queue is not looked at."""
     client_hints: tuple[str, ...] = HARMLESS_HINTS
     """Hints that requests may use. ``priority``, ``tiers`` and ``explain`` affect other requests or
     tell of them: allow these where all clients trust each other."""
@@ -160,6 +164,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError("blocks_per_chunk", self.blocks_per_chunk, "must be at least 1")
         if self.store_threshold < 1:
             raise ConfigError("store_threshold", self.store_threshold, "must be at least 1")
+        if not 0 <= self.waiting_share <= 1:
+            raise ConfigError("waiting_share", self.waiting_share, "must be a part: from 0 to 1")
         if unknown := [name for name in self.client_hints if name not in KNOWN_HINTS]:
             raise ConfigError("client_hints", unknown[0], f"known: {', '.join(KNOWN_HINTS)}")
         for name in ("load_timeout_s", "store_timeout_s", "lookup_timeout_s"):

@@ -75,6 +75,7 @@ def make_manager(
         promote=config.promote,
         client_hints=config.client_hints,
         load_timeout_s=config.load_timeout_s,
+        waiting_share=config.waiting_share,
     )
 
 

@@ -50,6 +50,7 @@ class Scheduler:
 
     def add(self, request: EngineRequest) -> None:
         insort(self._waiting, request, key=_by_arrival)
+        self._connector.request_queued(request)
 
     def schedule(self) -> list[Work]:
         """Choose the next step's work and give it blocks; empty if all there is must wait."""
@@ -120,7 +121,7 @@ class Scheduler:
         self._manager.free(request)
         request.num_computed_tokens = 0
         request.state = State.WAITING
-        insort(self._waiting, request, key=_by_arrival)
+        self.add(request)
 
     def _admit(self, work: list[Work], budget: int) -> None:
         """Begin waiting requests, in order, while there is budget and room."""

@@ -10,6 +10,9 @@ from kvoffload.core.request import Request
 class NoOffloading:
     """Nothing is kept beyond device memory; LocalConnector describes the verbs."""
 
+    def request_queued(self, request: Request) -> None:
+        """Nothing is kept for it."""
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         return 0
 

@@ -68,6 +68,12 @@ TIER_GAUGES = _gauge("tier_gauges", "tier name", "",
     "What tiers measure besides, by name.")
 WAITING_CHUNKS = _gauge("waiting_chunks", "tier", "chunks",
     "Chunks in host memory that wait to be written to the tier.")
+QUEUE_REQUESTS = _gauge("queue_requests", "", "requests",
+    "Requests in the engine's queue whose chunks may be kept.", "largest")
+QUEUE_KEPT_BYTES = _gauge("queue_kept_bytes", "", "bytes",
+    "Bytes of host memory that are kept for them.")
+QUEUE_CHUNKS = _counter("queue_chunks", "result", "chunks",
+    "Chunks that were kept for queued requests, read early, read early in vain, or given up.")
 LOOKUPS = _counter("lookups", "tier result", "chunks, lookups",
     "Chunks found by tier; lookups that ended with a miss, or have no answer yet.")
 HIT_TOKENS = _counter("hit_tokens", "tier", "tokens",

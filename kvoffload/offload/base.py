@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvoffload.offload.hints import Hints
     from kvoffload.offload.promises import Promises
     from kvoffload.offload.tiers import Tier
+    from kvoffload.offload.waiting import WaitingQueue
 
 __all__ = [
     "BackendLoadStoreSpec", "BlockIDsLoadStoreSpec", "CPULoadStoreSpec",
@@ -138,6 +139,8 @@ class Manager(Protocol):
     """What connectors measure."""
     promises: "Promises"
     """Which loads are worth their time; connectors ask, and report how long loads take."""
+    waiting: "WaitingQueue"
+    """What queued requests need next."""
     tiers: "tuple[Tier, ...]"
     has_transfers: Callable[[], bool]
     """Whether :meth:`take_transfers` has something to return."""
@@ -259,6 +262,29 @@ class Manager(Protocol):
         heads would leave first and make the tails useless. The call does not count as a use. Chunks
         in flight take their place in the order when their transfer has ended.
         """
+
+    @abstractmethod
+    def request_queued(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, tenant: str = ""
+    ) -> None:
+        """Keep in host memory what a request that waits will need, until it is admitted or ends.
+
+        Requests that queue earlier come first. Running requests get each slot that they need: then
+        the last in the queue gives way.
+
+        Args:
+            keys: of its chunks, head to tail; the caller may add to them, and change nothing else.
+            req_context: of the request; :meth:`request_admitted` or :meth:`retire` names it again.
+            tenant: whose request it is: tenants share what is kept.
+        """
+
+    @abstractmethod
+    def request_admitted(self, req_context: ReqContext) -> None:
+        """Note that a request runs, queued or not; call it after its load has begun."""
+
+    @abstractmethod
+    def serve_queue(self) -> None:
+        """Go on with what queued requests need; call it once a step."""
 
     @abstractmethod
     def take_events(self) -> Iterable[OffloadingEvent]:

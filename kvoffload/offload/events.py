@@ -14,6 +14,8 @@ DROPPED = "dropped"
 NOT_ADMITTED = "not_admitted"
 NOT_WANTED = "not_wanted"
 OTHER_NAMESPACE = "other_namespace"
+EVICTED_WHILE_WAITING = "evicted_while_waiting"
+"""Host memory had it when the request came, and needed its slot before the request's turn."""
 REMEMBERED_MISSES = 1 << 15
 """Chunks whose reasons are remembered."""
 MAX_EVENTS = 1 << 16

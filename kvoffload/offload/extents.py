@@ -14,6 +14,7 @@ from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.priority import SHARE_ABOVE, PriorityPolicy
 from kvoffload.policies.base import Policy
+from kvoffload.policies.kept_order import KeptOrder
 
 STEAL_TRIES = 4
 """Extents tried when one is to be taken away; one with a chunk in use cannot be taken."""
@@ -27,7 +28,9 @@ class _Size:
     def __init__(self, rows: int, per_extent: int, policy: Policy) -> None:
         self.rows = rows
         self.per_extent = per_extent
-        self.policy = PriorityPolicy(policy)
+        self.priorities = PriorityPolicy(policy)
+        self.policy: Policy = self.priorities
+        self.kept: KeptOrder | None = None
         self.num_extents = 0
         self.num_free = 0
         self.num_ready = 0
@@ -81,7 +84,7 @@ class _OrderBySize:
     def forget(self, keys: Iterable[bytes]) -> None:
         """Drop priorities; see :meth:`PriorityPolicy.forget`."""
         for size, mine in self._split(keys).items():
-            size.policy.forget(mine)
+            size.priorities.forget(mine)
 
 
 class ExtentCache(HostCache):
@@ -210,7 +213,9 @@ class ExtentCache(HostCache):
                 pass
             elif gone := self._evict_of(size, count - size.num_free, kept):
                 evicted.extend(gone)
-            elif not self._steal_for(size, kept, evicted):
+            elif self._steal_for(size, kept, evicted):
+                pass
+            elif not self._give_way(count - size.num_free):
                 return
 
     def _evict_of(self, size: _Size, count: int, kept: frozenset[OffloadKey]) -> list[OffloadKey]:
@@ -327,7 +332,7 @@ class ExtentCache(HostCache):
             if slot in free:
                 continue
             key = self._key_in.get(slot)
-            if key is None or key in self.pinned or key in kept:
+            if key is None or key in self.pinned or key in kept or key in self.claims:
                 return None
             inside.append(key)
         return inside
@@ -346,17 +351,41 @@ class ExtentCache(HostCache):
             marked = [key for key in keys if self._size_of(key) is size]
             if priority > 0:
                 marked = marked[: self._rows_above_left() // size.rows]
-            size.policy.mark(marked, priority)
+            size.priorities.mark(marked, priority)
 
     def _rows_above_left(self) -> int:
-        above = sum(size.rows * size.policy.num_above for size in self._sizes)
+        above = sum(size.rows * size.priorities.num_above for size in self._sizes)
         return max(0, int(self.num_slots * SHARE_ABOVE) - above)
 
     def _forget_priorities(self, keys: Sequence[OffloadKey]) -> None:
         self._by_size.forget(keys)
 
     def _marked(self) -> Collection[bytes]:
-        return {key for size in self._sizes for key in size.policy.marked}
+        return {key for size in self._sizes for key in size.priorities.marked}
+
+    # ---- claims ----
+
+    def allow_claims(self, give_way: Callable[[int], bool]) -> None:
+        self._give_way = give_way
+        for size in self._sizes:
+            size.policy = size.kept = KeptOrder(size.priorities, self.claims)
+
+    def _keep(self, keys: Sequence[OffloadKey]) -> None:
+        for size in self._sizes:
+            if size.kept is not None:
+                size.kept.keep([key for key in keys if self._size_of(key) is size])
+
+    def _let_go(self, keys: Sequence[OffloadKey]) -> None:
+        for size in self._sizes:
+            if size.kept is not None:
+                size.kept.let_go([key for key in keys if self._size_of(key) is size])
+
+    def fitting(self, keys: Sequence[OffloadKey], num_bytes: int) -> int:
+        for count, key in enumerate(keys):
+            num_bytes -= self.bytes_of(key)
+            if num_bytes < 0:
+                return count
+        return len(keys)
 
     def forget(self, key: OffloadKey) -> None:
         place = self.pinned if key in self.pinned else self.evictable
@@ -369,6 +398,12 @@ class ExtentCache(HostCache):
             self._put(slot)
 
     # ---- self-check ----
+
+    def _miscounts_kept(self) -> bool:
+        claimed = [key for key in self.evictable if key in self.claims]
+        if any(key in size.priorities for size in self._sizes for key in claimed):
+            return True
+        return sum(size.kept.num_kept for size in self._sizes if size.kept) != len(claimed)
 
     def _adds_up(self) -> bool:
         for size in self._sizes:

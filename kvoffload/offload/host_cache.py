@@ -9,15 +9,16 @@ The policy orders the *evictable* chunks: those that are ready and not pinned.
 """
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import cast
+from typing import Any, cast
 
 from kvoffload.errors import UsageError
 from kvoffload.messages import OffloadKey
 from kvoffload.offload.priority import SHARE_ABOVE, PriorityPolicy
 from kvoffload.policies.base import Policy
+from kvoffload.policies.kept_order import KeptOrder
 from kvoffload.policies.lru import LRUOfTable, LRUPolicy
 
 
@@ -62,6 +63,12 @@ class HostCache:
         self._order: Policy = policy
         # Wraps the order from the first chunk with a priority on.
         self._priorities: PriorityPolicy | None = None
+        self.claims: dict[OffloadKey, Any] = {}
+        """Chunks that are kept for requests in the queue, here or once they are; see
+        :meth:`claim`. The value is the claimant's."""
+        # Wraps the order where there may be claims.
+        self._kept: KeptOrder | None = None
+        self._give_way: Callable[[int], bool] = lambda count: False
 
     # ---- lookup ----
 
@@ -160,6 +167,8 @@ class HostCache:
         while len(gone) < count:
             victims = cast(Sequence[OffloadKey], self._order.victims(count - len(gone)))
             if not victims:
+                if self._give_way(count - len(gone)):
+                    continue
                 break
             if kept and not kept.isdisjoint(victims):
                 spared.update((key, self.evictable.pop(key)) for key in victims if key in kept)
@@ -307,14 +316,22 @@ class HostCache:
         Chunks above :data:`SHARE_ABOVE` of the slots stay normal.
         """
         if self._priorities is None:
-            if type(self._order) is LRUOfTable:  # the table will have other chunks as well
-                self._order = LRUPolicy(self.num_slots)
-                self._order.add(tuple(self.evictable))
-            self._order = self._priorities = PriorityPolicy(self._order)
+            self._priorities = PriorityPolicy(self._own_order())
+            if self._kept is not None:
+                self._kept.normal = self._priorities
+            else:
+                self._order = self._priorities
         if priority > 0:
             left = int(self.num_slots * SHARE_ABOVE) - self._priorities.num_above
             keys = keys[: max(0, left)]
         self._priorities.mark(keys, priority)
+
+    def _own_order(self) -> Policy:
+        """Return the order that a policy is to wrap, which has no more chunks then than it had."""
+        if type(self._order) is LRUOfTable:  # the table will have other chunks as well
+            self._order = LRUPolicy(self.num_slots)
+            self._order.add(tuple(self.evictable))
+        return self._kept.normal if self._kept is not None else self._order
 
     def _forget_priorities(self, keys: Sequence[OffloadKey]) -> None:
         """Drop the priorities of chunks that left: stored again, they get a new one."""
@@ -323,6 +340,47 @@ class HostCache:
 
     def _marked(self) -> Collection[bytes]:
         return self._priorities.marked if self._priorities is not None else ()
+
+    # ---- claims ----
+
+    def allow_claims(self, give_way: Callable[[int], bool]) -> None:
+        """Make ready for :meth:`claim`, before the first chunk.
+
+        Args:
+            give_way: asked for room when no chunk without a claim is left: ends the claims of so
+                many chunks, or of all that there are; False if there is none.
+        """
+        self._give_way = give_way
+        self._order = self._kept = KeptOrder(self._own_order(), self.claims)
+
+    def claim(self, keys: Sequence[OffloadKey], claimant: object) -> None:
+        """Keep chunks, here or once they are, out of the eviction order; none has a claim yet."""
+        here = list(filter(self.evictable.__contains__, keys))
+        self._keep(here)
+        self.claims.update(dict.fromkeys(keys, claimant))
+
+    def end_claims(self, keys: Sequence[OffloadKey]) -> list[Any]:
+        """Put chunks back into the eviction order, the last one the most recent.
+
+        Returns:
+            The claimant of each.
+        """
+        claimants = list(map(self.claims.pop, keys))
+        if here := list(filter(self.evictable.__contains__, keys)):
+            self._let_go(here)
+        return claimants
+
+    def _keep(self, keys: Sequence[OffloadKey]) -> None:
+        if self._kept is not None:
+            self._kept.keep(keys)
+
+    def _let_go(self, keys: Sequence[OffloadKey]) -> None:
+        if self._kept is not None:
+            self._kept.let_go(keys)
+
+    def fitting(self, keys: Sequence[OffloadKey], num_bytes: int) -> int:
+        """Count the leading chunks whose slots take no more than so many bytes."""
+        return min(len(keys), max(0, num_bytes) // self.slot_bytes)
 
     # ---- forgetting ----
 
@@ -344,6 +402,7 @@ class HostCache:
         self._free_evictable()
         self.evictable.clear()
         self._order.clear()
+        self.claims.clear()
         for moving in (self.incoming, self.fetching):
             for key, slot in moving.items():
                 self._orphans[key] = _Orphan(slot, 1)
@@ -363,6 +422,7 @@ class HostCache:
             (not self._adds_up(), "every slot is in exactly one place"),
             (len(self._order) != len(idle), "the policy orders exactly the evictable chunks"),
             (any(key not in self._order for key in idle), "evictable chunks are in the order"),
+            (self._miscounts_kept(), "claimed chunks are out of the policy's order"),
             (not idle.keys().isdisjoint(self.pinned), "a pinned chunk is not evictable"),
             (not self._more_uses.keys() <= self.pinned.keys(), "chunks in use are pinned"),
             (not here.issuperset(self._marked()), "only chunks in host memory have a priority"),
@@ -370,6 +430,13 @@ class HostCache:
         ):
             if broken:
                 raise UsageError(f"the host cache is inconsistent: not true that {what}")
+
+    def _miscounts_kept(self) -> bool:
+        kept = self._kept
+        claimed = [key for key in self.evictable if key in self.claims]
+        if kept is None:
+            return bool(claimed)
+        return kept.num_kept != len(claimed) or any(key in kept.normal for key in claimed)
 
     def _turns_add_up(self) -> bool:
         uses = Counter(self._uses())

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKey
+from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKey, TransferSpec
 
 if TYPE_CHECKING:
     from kvoffload.offload.base import ReqContext
@@ -113,7 +113,35 @@ class Transfer(Job):
     num_bytes: int
     """Host memory that the write keeps."""
 
+    @property
+    def ends(self) -> TransferSpec:
+        """The source and the destination."""
+        return self.spec, self.dst
+
     def unsettled_slots(self, ok: Sequence[bool]) -> list[int]:
         """Return all slots: a late write may still read each of them."""
         slots: list[int] = self.spec.host_slots.tolist()
         return slots
+
+
+@dataclass(eq=False)
+class EarlyRead(Job):
+    """Chunks that a tier reads into host memory for a request in the queue.
+
+    The manager begins it on its own account. Carry it out with a handler for
+    ``(type(src), type(spec))``.
+    """
+
+    src: BackendLoadStoreSpec
+    tier: str
+    sources: Mapping[OffloadKey, Tier]
+    """Chunk → the tier that it comes from."""
+    num_bytes: int
+    """Host memory that the read keeps."""
+    reader: Any
+    """The request's record in the queue."""
+
+    @property
+    def ends(self) -> TransferSpec:
+        """The source and the destination."""
+        return self.src, self.spec

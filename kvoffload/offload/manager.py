@@ -29,7 +29,14 @@ from kvoffload.offload.base import (
     Transfer,
     request_id,
 )
-from kvoffload.offload.events import CPU, DROPPED, NOT_ADMITTED, NOT_WANTED, EventLog
+from kvoffload.offload.events import (
+    CPU,
+    DROPPED,
+    EVICTED_WHILE_WAITING,
+    NOT_ADMITTED,
+    NOT_WANTED,
+    EventLog,
+)
 from kvoffload.offload.figures import NO_ROOM, ManagerFigures
 from kvoffload.offload.hints import NO_HINTS, HintReader, Hints
 from kvoffload.offload.host_cache import HostCache
@@ -40,6 +47,7 @@ from kvoffload.offload.promises import Promises
 from kvoffload.offload.retirement import Retirement
 from kvoffload.offload.staging import Staging
 from kvoffload.offload.tiers import Tier, WriteThrough
+from kvoffload.offload.waiting import WaitingQueue
 
 __all__ = ["CPU", "Tier", "TieredOffloadingManager"]
 
@@ -58,6 +66,7 @@ class TieredOffloadingManager(OffloadingManager):
         promote: whether a chunk loaded from a tier is also written to the nearer ones.
         client_hints: names of the hints that requests may use.
         load_timeout_s: how long a load may wait for its first chunk.
+        waiting_share: of host memory, which queued requests may keep; 0: they keep nothing.
     """
 
     def __init__(
@@ -71,6 +80,7 @@ class TieredOffloadingManager(OffloadingManager):
         promote: bool = True,
         client_hints: Iterable[str] = HARMLESS_HINTS,
         load_timeout_s: float = float("inf"),
+        waiting_share: float = 0.0,
     ) -> None:
         if max_persisting_slots is None:
             max_persisting_slots = max(1, host.num_slots // 2)
@@ -107,6 +117,9 @@ class TieredOffloadingManager(OffloadingManager):
         take = self._reserve if caching else self._passthrough.take_turns
         self._staging = Staging(host, take, caching)
         self._retirement = Retirement(host, self._write_through)
+        share = waiting_share if caching else 0.0
+        self.waiting = WaitingQueue(host, share, self.figures, lambda request: False)
+        """What queued requests need next; connectors say who queues, and who runs."""
         self.figures.read(self._lookups.samples, self.promises.samples, self._write_through.samples)
 
     # ---- lookups ----
@@ -133,6 +146,7 @@ class TieredOffloadingManager(OffloadingManager):
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> tuple[int, bool]:
         """Look up a prompt; hits on tiers count as far as host memory has room to receive them."""
+        self.waiting.asked(request_id(req_context))
         return self._lookups.find_prefix(keys, self._tiers_of(req_context))
 
     def has_room(self, keys: Sequence[OffloadKey]) -> bool:
@@ -146,7 +160,13 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> list[str]:
         tiers, reason = self._tiers_of(req_context), self._events.reasons.reason
         declined = self.promises.declined(self.tiers, request_id(req_context))
-        return [self._lookups.place(key, tiers, declined) or reason(key) for key in keys]
+        found = [self._lookups.place(key, tiers, declined) or reason(key) for key in keys]
+        if (queued := self.waiting.get(request_id(req_context))) is not None:
+            was_here = {*queued.keys[: queued.num_here]}
+            for i, key in enumerate(keys):
+                if found[i] == Reason.EVICTED and key in was_here:
+                    found[i] = EVICTED_WHILE_WAITING
+        return found
 
     # ---- loads ----
 
@@ -349,6 +369,7 @@ class TieredOffloadingManager(OffloadingManager):
         :meth:`replace_tiers`.
         """
         gone = self._host.forget_all()
+        self.waiting.clear()
         self._events.reasons.note(gone, Reason.RESET)
         self._events.removed(gone, Reason.RESET)
         if self._admission is not None:
@@ -373,8 +394,22 @@ class TieredOffloadingManager(OffloadingManager):
             self._admission.see(keys, request_id(req_context))
         self._host.touch(keys[::-1])
 
+    # ---- the engine's queue ----
+
+    def request_queued(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, tenant: str = ""
+    ) -> None:
+        self.waiting.add(keys, req_context, tenant)
+
+    def request_admitted(self, req_context: ReqContext) -> None:
+        self.waiting.leave(req_context.req_id)
+
+    def serve_queue(self) -> None:
+        self.waiting.serve()
+
     def retire(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         if req_context is not None:
+            self.waiting.leave(req_context.req_id)
             self._hints.forget(req_context.req_id)
             self.promises.forget(req_context.req_id)
         self._retirement.retire(keys)
@@ -391,4 +426,5 @@ class TieredOffloadingManager(OffloadingManager):
 
     def check(self) -> None:
         self._host.check()
+        self.waiting.check()
         self._retirement.check()

@@ -43,6 +43,7 @@ class Walk(ManagerTruth):
         sized=False,
         new_policy=LRUPolicy,
         staging=False,
+        waiting_share=0.0,
     ):
         self.rows_of = (1, LARGE_ROWS) if sized else (1, 1)
         if sized:
@@ -63,7 +64,9 @@ class Walk(ManagerTruth):
             store_threshold=threshold,
             client_hints=KNOWN_HINTS,
             load_timeout_s=30.0,
+            waiting_share=waiting_share,
         )
+        self.queued = []
         self.now_s = 0.0
         self.manager.promises._clock = lambda: self.now_s
         self.threshold = threshold
@@ -88,9 +91,10 @@ class Walk(ManagerTruth):
 
     # What an engine does
 
-    def load(self, prompt, start, hint=None):
+    def load(self, prompt, start, hint=None, context=None):
         keys = KEYS[prompt][start:]
-        context = self.context(hint)
+        context = context or self.context(hint)
+        hint = (context.kv_transfer_params or {}).get("kvoffload")
         hits, pending = self.manager.lookup_prefix(keys, context)
         assert [self.manager.lookup(key, context) for key in keys[:hits]] == [True] * hits
         if hits < len(keys) and pending:
@@ -187,9 +191,13 @@ class Walk(ManagerTruth):
         if hint.get("offload", True):
             for key in missing:
                 self.seen[key].add(context.req_id)
+        free, idle, claimed = self.what_may_leave(keys)
         output = self.manager.prepare_store(keys, context)
         if output is None or not output.keys_to_store:
             return
+        if claimed.intersection(output.evicted_keys) and free is not None:
+            gone = len(output.evicted_keys)
+            assert gone > len(idle), "what a queued request needs left before other chunks"
         assert hint.get("offload", True)
         assert all(len(self.seen[key]) >= self.threshold for key in output.keys_to_store)
         assert not set(output.evicted_keys) & set(keys), "evicted what it was given"
@@ -198,6 +206,38 @@ class Walk(ManagerTruth):
             assert self.manager.lookup(key) is False, "a chunk being stored is visible"
         self.saves.append((output.keys_to_store, slots, context, output.job))
         self.incoming.update(output.keys_to_store)
+
+    def what_may_leave(self, protected):
+        """Free slots (None where slots differ), idle chunks without a claim, and with one."""
+        host = self.manager._host
+        idle = set(host.evictable).difference(protected)
+        claimed = idle.intersection(host.claims)
+        free = None if isinstance(host, ExtentCache) else len(host._free)
+        return free, idle - claimed, claimed
+
+    # What an engine's queue does
+
+    def queue(self, prompt, tenant, hint=None):
+        context = self.context(hint)
+        self.manager.request_queued(KEYS[prompt], context, tenant)
+        self.queued.append((prompt, context))
+
+    def serve_queue(self):
+        self.manager.serve_queue()
+
+    def admit(self, which):
+        """The engine looks a queued request up, begins its load, and lets it run."""
+        if not self.queued:
+            return
+        prompt, context = self.queued.pop(which % len(self.queued))
+        self.load(prompt, 0, context=context)
+        self.manager.request_admitted(context)
+        assert self.manager.waiting.get(context.req_id) is None
+
+    def abort(self, which):
+        if self.queued:
+            prompt, context = self.queued.pop(which % len(self.queued))
+            self.manager.retire(KEYS[prompt], context)
 
     def end_store(self, which, good, settled):
         if not self.saves:
@@ -299,6 +339,7 @@ class Walk(ManagerTruth):
         for sightings in self.seen.values():
             sightings.clear()
         self.manager.reset_cache()
+        assert not self.manager._host.claims
         self.incoming.clear()
         self.fetching.clear()
         for prompt in KEYS:
@@ -306,7 +347,11 @@ class Walk(ManagerTruth):
                 assert key not in self.resident()
 
     def drain(self):
-        """End everything: no slot may be lost."""
+        """End everything: no slot may be lost, and nothing stay that was kept."""
+        while self.queued:
+            self.abort(0)
+        assert not self.manager._host.claims
+        assert not self.manager.waiting.requests
         self.take_transfers()
         while self.loads:
             self.end_load(0, -1, True)

@@ -28,6 +28,8 @@ HINTS = [
     {"priority": -1},
     {"priority": 2, "unheard_of": 1},
 ]
+SHARES = [0.0, 0.3, 0.9, 0.9, 1.0]
+TENANTS = ["", "", "a", "b"]
 GOOD = [-1, -1, -1, 0, 1, 2, 5]
 """Which chunks of a transfer arrive, as bits."""
 
@@ -50,6 +52,7 @@ class ManagerMachine(RuleBasedStateMachine):
         threshold=st.sampled_from([1, 1, 2, 3]),
         sized=st.booleans(),
         policy=st.sampled_from(ORDERS),
+        share=st.sampled_from(SHARES),
     )
     def start(self, **how):
         self.walk = Walk(
@@ -60,7 +63,28 @@ class ManagerMachine(RuleBasedStateMachine):
             how["sized"],
             how["policy"],
             self.staging,
+            how["share"],
         )
+
+    @rule(
+        prompt=st.integers(0, PROMPTS - 1),
+        tenant=st.sampled_from(TENANTS),
+        hint=st.sampled_from(HINTS),
+    )
+    def queue(self, prompt, tenant, hint):
+        self.walk.queue(prompt, tenant, hint)
+
+    @rule()
+    def serve_queue(self):
+        self.walk.serve_queue()
+
+    @rule(which=st.integers(0, 9))
+    def admit(self, which):
+        self.walk.admit(which)
+
+    @rule(which=st.integers(0, 9))
+    def abort(self, which):
+        self.walk.abort(which)
 
     @rule(
         prompt=st.integers(0, PROMPTS - 1),
@@ -177,6 +201,7 @@ def random_walk(rng):
         rng.random() < 0.5,
         rng.choice(ORDERS),
         rng.random() < 0.4,
+        rng.choice(SHARES),
     )
 
 
@@ -187,7 +212,15 @@ def random_steps(walk, rng, steps):
         hint = rng.choice(HINTS) if rng.random() < 0.3 else None
         if rng.random() < 0.1:
             walk.answer_again(rng.randrange(20))
-        match rng.randrange(20):
+        match rng.randrange(25):
+            case 20 | 21:
+                walk.queue(prompt, rng.choice(TENANTS), hint)
+            case 22:
+                walk.admit(a)
+            case 23:
+                walk.abort(a)
+            case 24:
+                walk.serve_queue()
             case 0 | 1 | 2 | 3:
                 walk.load(prompt, i, hint)
             case 4 | 5 | 6:

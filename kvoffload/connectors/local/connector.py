@@ -6,6 +6,7 @@ one thread:
 =============================  =====================================================================
 when                           what
 =============================  =====================================================================
+a request begins to wait       ``request_queued``: what it will need stays (optional)
 a waiting request is looked at ``get_num_new_matched_tokens``: how much can be loaded
 its blocks are allocated       ``update_state_after_alloc``: the load begins
 every step, also when idle     ``poll``: which loads ended, and how far each got
@@ -140,6 +141,23 @@ class LocalConnector:
 
     # ---- a waiting request ----
 
+    def request_queued(self, request: OffloadRequest) -> None:
+        """Keep in host memory what a request will load, until it is admitted or ends.
+
+        Call it when the request begins to wait, also after a preemption. Its attribute
+        ``cache_salt``, if it has one, names the tenant. One tenant gets at most half of
+        ``waiting_share`` while requests of other tenants wait.
+        """
+        state, groups = self._state(request), self._groups
+        if not self.config.waiting_share or self._manager.hints(state.context).max_load_tokens == 0:
+            return
+        self._extend_keys(request, state)
+        keys: Sequence[OffloadKey] = state.keys[groups.offloaded[0].index]
+        if not groups.keeps_prefixes:
+            keys = groups.used(state.keys, groups.aligned(request.num_tokens - 1))
+        tenant = getattr(request, "cache_salt", None) or ""
+        self._manager.request_queued(keys, state.context, str(tenant))
+
     def get_num_new_matched_tokens(
         self, request: OffloadRequest, num_computed_tokens: int
     ) -> int | None:
@@ -219,6 +237,14 @@ class LocalConnector:
         """
         state = self._state(request)
         state.has_kv = True
+        try:
+            self._begin_load(request.request_id, state, block_ids, num_external_tokens)
+        finally:
+            self._manager.request_admitted(state.context)
+
+    def _begin_load(
+        self, request_id: str, state: RequestState, block_ids: BlockTables, num_external_tokens: int
+    ) -> None:
         if not num_external_tokens:
             return
         end = state.start + given.check_promise(self._groups, num_external_tokens, state.promised)
@@ -229,9 +255,9 @@ class LocalConnector:
         keys = [state.keys[piece.group][piece.chunk] for piece in pieces]
         job = self._manager.begin_load(keys, state.context)
         if not job.keys:
-            self._transfers.refuse(request.request_id)
+            self._transfers.refuse(request_id)
             return
-        load = LoadRange(request.request_id, state.start, end, tuple(pieces[: len(job.keys)]))
+        load = LoadRange(request_id, state.start, end, tuple(pieces[: len(job.keys)]))
         self._transfers.begin_load(job, load, block_ids)
         state.loading = job
 
@@ -247,6 +273,7 @@ class LocalConnector:
         """
         if self._operators.orders.order is not None:
             self._operators.orders.step()
+        self._manager.serve_queue()
         return self._transfers.poll()
 
     def before_forward(self, blocks: Iterable[int]) -> None:
@@ -267,7 +294,9 @@ class LocalConnector:
         given.check_tables(block_ids, self._groups, num_computed_tokens)
         self._short_loads.computed(request.request_id)
         state = self._state(request)
-        state.has_kv = True
+        if not state.has_kv:  # admitted without a load
+            state.has_kv = True
+            self._manager.request_admitted(state.context)
         if state.barred:
             return
         pieces = to_store(

@@ -30,6 +30,7 @@ class ModelRequest:
     computed_in: list[int] = field(default_factory=list)
     """The generation of each token that has KV."""
     kv_transfer_params: dict = field(default_factory=dict)
+    cache_salt: str | None = None
     tables: list[list[int]] = field(default_factory=list)
     num_computed: int = 0
     num_promised: int = 0
@@ -133,9 +134,15 @@ class ModelEngine:
         end = len(tokens) + decoded
         request = ModelRequest(f"r{self._names}", list(tokens), end, self.generation)
         request.kv_transfer_params = {"kvoffload": hints} if hints else {}
-        self.waiting.append(request)
+        request.cache_salt = self.draw.choice((None, None, "a", "b"))
+        self._queue(request)
         self.counts["requests"] += 1
         return request
+
+    def _queue(self, request):
+        self.waiting.append(request)
+        if self.draw.random() < 0.8:  # an engine need not tell
+            self.connector.request_queued(request)
 
     def step(self):
         """Take in ended loads, admit, and compute a part of each running request."""
@@ -160,7 +167,7 @@ class ModelEngine:
         self._leave(request, self.connector.request_preempted(request))
         request.state, request.num_computed, request.is_mixed = "waiting", 0, False
         request.names.clear()
-        self.waiting.append(request)
+        self._queue(request)
 
     def _leave(self, request, will_be_named):
         """Free a request's blocks, now or once the connector has named it."""

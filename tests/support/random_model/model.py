@@ -65,6 +65,7 @@ class Model:
             "policy": draw.choice(("lru", "handicap", "arc")),
             "store_threshold": draw.choice((1, 1, 2)) if keeps else 1,
             "promote": draw.random() < 0.7,
+            "waiting_share": draw.choice((0, 0.3, 0.9, 0.9, 1)),
             "client_hints": ["tiers"],
             "io": draw.choice(("thread", "process")),
             "lookup_timeout_s": 0.3,

@@ -40,6 +40,8 @@ def tables(connector):
         "late jobs": manager._late,
         "declined": promises._declined,
         "counted uses": connector._uses._counted,
+        "kept for the queue": host.claims,
+        "queued requests": manager.waiting.requests,
         "retiring": manager._retirement._in_flight,
     }
     for name, lane in writes._lanes.items():

@@ -1,0 +1,369 @@
+"""The engine's queue: what its requests need next stays in host memory until they run.
+
+The leading chunks of a queued request get a *claim*: they leave the eviction order. The first
+requests of the queue get their claims first. When no chunk without a claim is left to evict, the
+last request gives way, from its tail on. So claims never refuse a slot to a running request.
+
+Claims take at most a share of host memory. While requests of several tenants wait, one tenant's
+claims take at most half of the share.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, count
+from operator import indexOf
+
+from kvoffload.errors import UsageError
+from kvoffload.messages import OffloadKey
+from kvoffload.metrics.names import QUEUE_CHUNKS, QUEUE_KEPT_BYTES, QUEUE_REQUESTS
+from kvoffload.metrics.samples import Registry, Sample
+from kvoffload.offload.base import ReqContext
+from kvoffload.offload.host_cache import HostCache
+
+PORTION = 256
+"""Chunks that one call looks at: a longer prompt gets its claims over several calls."""
+TRIES = 16
+"""Requests that one call looks at."""
+MAX_REQUESTS = 1 << 16
+"""Further requests wait without claims."""
+
+
+@dataclass(eq=False, slots=True)
+class Tenant:
+    """The queued requests of one tenant."""
+
+    name: str
+    num_requests: int = 0
+    held_bytes: int = 0
+    """Of the chunks whose first claim was its."""
+    full: list[int] = field(default_factory=list)
+    """Requests that found it at its limit."""
+
+
+@dataclass(eq=False, slots=True)
+class QueuedRequest:
+    """A request in the queue."""
+
+    number: int
+    """Its place: earlier requests have lower ones."""
+    context: ReqContext
+    tenant: Tenant
+    keys: Sequence[OffloadKey]
+    """Of its chunks, head to tail; the connector's, which may add to them."""
+    num_keys: int
+    num_here: int
+    """Leading chunks that host memory had when it came."""
+    num_kept: int = 0
+    """Leading chunks that have its claim."""
+    is_asked: bool = False
+    """Whether the engine has asked what it can load: its turn has come."""
+
+
+class WaitingQueue:
+    """Gives claims to the chunks of queued requests, a bounded number in each call.
+
+    Args:
+        host: host memory.
+        share: of host memory, for claims; 0: requests wait without claims.
+        figures: counts the chunks by what became of them.
+        read_more: called for a request whose next chunk host memory lacks; returns whether to call
+            it again.
+    """
+
+    def __init__(
+        self,
+        host: HostCache,
+        share: float,
+        figures: Registry,
+        read_more: Callable[[QueuedRequest], bool],
+    ) -> None:
+        self._host = host
+        self._read_more = read_more
+        self._share_bytes = self._limit_bytes = int(share * host.capacity_bytes)
+        self._held_bytes = 0
+        self._numbers = count(1)
+        self._number_of: dict[str, int] = {}
+        self.requests: dict[int, QueuedRequest] = {}
+        """By their number."""
+        self._tenants: dict[str, Tenant] = {}
+        self._too_large: Tenant | None = None
+        """The tenant that may have claims beyond its limit, as it was alone before."""
+        # Numbers of requests, the first of the queue first: with claims; to be looked at again.
+        self._claimants: list[int] = []
+        self._unfinished: list[int] = []
+        self._more: dict[OffloadKey, int] = {}
+        """How many requests beyond the first have a claim on a chunk."""
+        self._counts = figures.counter(QUEUE_CHUNKS, "kept", "given_up")
+        figures.read(self._samples)
+        if share:
+            host.allow_claims(self._give_way)
+
+    # ---- a request's way ----
+
+    def add(self, keys: Sequence[OffloadKey], context: ReqContext, tenant: str) -> None:
+        """Put a request at the end of the queue; one of its name leaves it.
+
+        Args:
+            keys: of its chunks, head to tail; the caller may add to them, and change nothing else.
+            context: of the request.
+            tenant: whose request it is.
+        """
+        if context.req_id in self._number_of:
+            self.leave(context.req_id)
+        if not self._share_bytes or not keys or len(self.requests) >= MAX_REQUESTS:
+            return
+        if (owner := self._tenants.get(tenant)) is None:
+            if len(self._tenants) == 1:
+                (self._too_large,) = self._tenants.values()
+            owner = self._tenants[tenant] = Tenant(tenant)
+        owner.num_requests += 1
+        number, num_here = next(self._numbers), self._leading_here(keys)
+        request = QueuedRequest(number, context, owner, keys, len(keys), num_here)
+        self.requests[number] = request
+        self._number_of[context.req_id] = number
+        self._unfinished.append(number)
+        if left := self._shrink(PORTION):
+            self._claim_more(request, left)
+
+    def asked(self, req_id: str) -> None:
+        """Note that a request's turn has come, though it may have to wait for blocks."""
+        if (number := self._number_of.get(req_id)) is not None:
+            self.requests[number].is_asked = True
+
+    def get(self, req_id: str) -> QueuedRequest | None:
+        """Return a request if it is in the queue."""
+        return self.requests.get(self._number_of.get(req_id, 0))
+
+    def leave(self, req_id: str) -> None:
+        """End the claims of a request that runs or has ended; harmless for one that is unknown."""
+        if (number := self._number_of.pop(req_id, None)) is None:
+            return
+        request = self.requests.pop(number)
+        self._drop(self._unfinished, number)
+        self._end_claims(request, request.num_kept)
+        self._limit_bytes = self._share_bytes
+        request.tenant.num_requests -= 1
+        if not request.tenant.num_requests:
+            del self._tenants[request.tenant.name]
+        for tenant in self._tenants.values() if len(self._tenants) < 2 else (request.tenant,):
+            self._look_again(tenant)
+
+    def cut(self, request: QueuedRequest, num_chunks: int) -> None:
+        """Keep no more than so many leading chunks of a request: the next one is lost."""
+        if request.number in self.requests and request.num_kept > num_chunks:
+            self._end_claims(request, request.num_kept - num_chunks)
+
+    def serve(self) -> None:
+        """Go on with claims; call it once a step."""
+        if not self._unfinished and self._too_large is None:
+            return
+        left, tried, i = self._shrink(PORTION), 0, 0
+        while i < len(self._unfinished) and tried < TRIES and left:
+            if self._held_bytes >= self._limit_bytes:
+                return
+            tried += 1
+            request = self.requests[self._unfinished[i]]
+            if self._room_bytes(request) <= 0:
+                request.tenant.full.append(self._unfinished.pop(i))
+                continue
+            left -= self._claim_more(request, left)
+            if left and self._is_at_end(request):
+                del self._unfinished[i]
+            else:
+                i += 1
+
+    def clear(self) -> None:
+        """Forget all requests; host memory has forgotten all chunks, or the claims with them."""
+        self._host.end_claims(list(self._host.claims))
+        for known in (self._number_of, self.requests, self._tenants, self._more):
+            known.clear()
+        self._claimants, self._unfinished = [], []
+        self._held_bytes, self._limit_bytes = 0, self._share_bytes
+        self._too_large = None
+
+    # ---- claims ----
+
+    def _leading_here(self, keys: Sequence[OffloadKey]) -> int:
+        host = self._host
+        here = indexOf(chain(map(host.evictable.__contains__, keys), (False,)), False)
+        while host.pinned and here < len(keys) and host.is_ready(keys[here]):
+            here += 1
+        return here
+
+    def _tenant_limit(self) -> int:
+        return self._share_bytes // 2 if len(self._tenants) > 1 else self._share_bytes
+
+    def _room_bytes(self, request: QueuedRequest) -> int:
+        of_tenant = self._tenant_limit() - request.tenant.held_bytes
+        return min(self._limit_bytes - self._held_bytes, of_tenant)
+
+    def _claim_more(self, request: QueuedRequest, most: int) -> int:
+        """Claim further leading chunks that host memory has; return how many were looked at."""
+        host, claims, left = self._host, self._host.claims, most
+        while left and request.num_kept < request.num_keys:
+            first = request.num_kept
+            part = request.keys[first : min(first + left, request.num_keys)]
+            fits = host.fitting(part, self._room_bytes(request))
+            if part[0] in claims:
+                taken = self._share_claims(part)
+            elif not fits:
+                break
+            elif not (taken := self._claim_idle(request, part[:fits])):
+                if not (host.is_ready(part[0]) or host.moving(part[0])):
+                    break
+                self.claim(request, part[:1])  # it is in flight
+                taken = 1
+            request.num_kept = first + taken
+            left -= taken
+        if request.num_kept:
+            self._note_claimant(request)
+        return most - left
+
+    def _share_claims(self, part: Sequence[OffloadKey]) -> int:
+        """Claim the leading chunks of ``part`` that have a claim already; return how many."""
+        claims, more = self._host.claims, self._more
+        taken = indexOf(chain(map(claims.__contains__, part), (False,)), False)
+        for key in part[:taken]:
+            more[key] = more.get(key, 0) + 1
+        return taken
+
+    def _claim_idle(self, request: QueuedRequest, part: Sequence[OffloadKey]) -> int:
+        """Claim the leading chunks that are idle in host memory; return how many."""
+        host, claims = self._host, self._host.claims
+        taken = indexOf(chain(map(host.evictable.__contains__, part), (False,)), False)
+        if claims and not claims.keys().isdisjoint(part[:taken]):
+            taken = indexOf(map(claims.__contains__, part), True)
+        if len(set(part[:taken])) < taken:  # a prompt cannot have a chunk twice
+            taken = 1
+        if taken:
+            self.claim(request, part[:taken])
+        return taken
+
+    def claim(self, request: QueuedRequest, keys: Sequence[OffloadKey]) -> None:
+        """Claim chunks without a claim; the caller counts them in ``num_kept``."""
+        num_bytes = self._host.bytes_of_all(keys)
+        self._host.claim(keys, request.tenant)
+        request.tenant.held_bytes += num_bytes
+        self._held_bytes += num_bytes
+        self._counts["kept"] += len(keys)
+
+    def _note_claimant(self, request: QueuedRequest) -> None:
+        numbers = self._claimants
+        i = bisect_left(numbers, request.number)
+        if i == len(numbers) or numbers[i] != request.number:
+            numbers.insert(i, request.number)
+
+    def _end_claims(self, request: QueuedRequest, num_chunks: int) -> int:
+        """End the last claims of a request; return how many chunks have no claim any more."""
+        host, more = self._host, self._more
+        keys = request.keys[request.num_kept - num_chunks : request.num_kept][::-1]
+        request.num_kept -= num_chunks
+        if not request.num_kept:
+            self._drop(self._claimants, request.number)
+        if more and not more.keys().isdisjoint(keys):
+            last = []
+            for key in keys:
+                if others := more.pop(key, 0):
+                    if others > 1:
+                        more[key] = others - 1
+                else:
+                    last.append(key)
+            keys = last
+        claimants: list[Tenant] = host.end_claims(keys)
+        if claimants.count(request.tenant) == len(keys):
+            num_bytes = host.bytes_of_all(keys)
+            request.tenant.held_bytes -= num_bytes
+            self._held_bytes -= num_bytes
+        else:
+            for key, tenant in zip(keys, claimants, strict=True):
+                tenant.held_bytes -= host.bytes_of(key)
+                self._held_bytes -= host.bytes_of(key)
+        return len(keys)
+
+    def _give_way(self, count: int) -> bool:
+        """End the claims of so many chunks, of the last requests first; False if there is none."""
+        ended = 0
+        while ended < count and self._claimants:
+            request = self.requests[self._claimants[-1]]
+            ended += self._end_claims(request, min(count - ended, request.num_kept))
+        self._counts["given_up"] += ended
+        self._limit_bytes = self._held_bytes  # until a request leaves: now memory is short
+        return ended > 0
+
+    def _shrink(self, left: int) -> int:
+        """End claims of the tenant that was alone before, down to its limit; return what is left.
+
+        Args:
+            left: how many chunks may be looked at.
+        """
+        if (tenant := self._too_large) is None:
+            return left
+        numbers = reversed(self._claimants.copy())
+        while left and tenant.held_bytes > self._tenant_limit():
+            request = next((r for n in numbers if (r := self.requests[n]).tenant is tenant), None)
+            if request is None:
+                break
+            while left and request.num_kept and tenant.held_bytes > self._tenant_limit():
+                self._end_claims(request, 1)
+                left -= 1
+        if left:
+            self._too_large = None
+        return left
+
+    # ---- which to look at again ----
+
+    def _is_at_end(self, request: QueuedRequest) -> bool:
+        """Whether no further chunk of a request can be kept."""
+        if request.num_kept == request.num_keys:
+            return True
+        key = request.keys[request.num_kept]
+        if key in self._host.claims or self._host.is_ready(key) or self._host.moving(key):
+            return False  # it lacked room
+        return not self._read_more(request)
+
+    def _look_again(self, tenant: Tenant) -> None:
+        if tenant.full:
+            again = filter(self.requests.__contains__, tenant.full)
+            self._unfinished = sorted([*self._unfinished, *again])
+            tenant.full = []
+
+    @staticmethod
+    def _drop(numbers: list[int], number: int) -> None:
+        i = bisect_left(numbers, number)
+        if i < len(numbers) and numbers[i] == number:
+            del numbers[i]
+
+    # ---- figures, self-check ----
+
+    def _samples(self) -> Iterator[Sample]:
+        yield QUEUE_REQUESTS, (), len(self.requests)
+        yield QUEUE_KEPT_BYTES, (), self._held_bytes
+
+    def check(self) -> None:
+        """Raise UsageError if the queue contradicts itself or host memory; for tests."""
+        uses: dict[OffloadKey, int] = {}
+        for request in self.requests.values():
+            for key in request.keys[: request.num_kept]:
+                uses[key] = uses.get(key, 0) + 1
+        held = self._host.bytes_of_all(list(uses))
+        of_tenants = [tenant.held_bytes for tenant in self._tenants.values()]
+        for broken, what in (
+            (uses.keys() != self._host.claims.keys(), "queued requests claim what is kept"),
+            (
+                {key: n - 1 for key, n in uses.items() if n > 1} != self._more,
+                "shared claims are counted",
+            ),
+            (held != self._held_bytes, "the bytes of claimed chunks are counted"),
+            (held > self._share_bytes, "claims keep to their share"),
+            (
+                self._too_large is None and max(of_tenants, default=0) > self._tenant_limit(),
+                "a tenant keeps to its limit",
+            ),
+            (
+                self._claimants != sorted(n for n, r in self.requests.items() if r.num_kept),
+                "requests with claims are listed",
+            ),
+        ):
+            if broken:
+                raise UsageError(f"the queue is inconsistent: not true that {what}")

@@ -1,0 +1,281 @@
+"""What queued requests need stays: who keeps how much, who gives way, and what it costs."""
+
+import gc
+import random
+import tracemalloc
+
+import pytest
+from manager_parts import figures, keys
+
+from kvoffload import registry
+from kvoffload.errors import UsageError
+from kvoffload.offload.base import ReqContext
+from kvoffload.offload.host_cache import HostCache
+from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.policies.handicap import HandicapPolicy
+from kvoffload.policies.kept_order import KeptOrder
+from kvoffload.testing import PolicySuite
+
+POLICIES = ["lru", "arc", "handicap"]
+
+
+class TestKeptOrder(PolicySuite):
+    """Without a claim it is the policy that it wraps."""
+
+    def make(self, capacity):
+        return KeptOrder(HandicapPolicy(capacity), {b"an absent key": None})
+
+
+def new_manager(policy="handicap", slots=64, share=0.9):
+    order = registry.load(registry.POLICIES, policy, "policy")(slots)
+    return TieredOffloadingManager(HostCache(slots, order), waiting_share=share)
+
+
+def put(manager, chunks, name="writer"):
+    context = ReqContext(name)
+    output = manager.prepare_store(chunks, context)
+    manager.complete(output.job, [True] * len(output.job.keys))
+    return output
+
+
+def queue(manager, name, chunks, tenant=""):
+    manager.request_queued(chunks, ReqContext(name), tenant)
+
+
+def kept(manager, chunks):
+    return sum(key in manager._host.claims for key in chunks)
+
+
+def serve(manager, name, chunks):
+    """Look a request up, load, compute the rest, store it, and end; return the hits."""
+    context = ReqContext(name)
+    hits, _ = manager.lookup_prefix(chunks, context)
+    manager.touch(chunks, context)
+    loaded = manager.begin_load(chunks[:hits], context) if hits else None
+    manager.request_admitted(context)
+    if loaded:
+        manager.complete(loaded, [True] * hits)
+    if hits < len(chunks):
+        put(manager, chunks[hits:], name)
+    manager.retire(chunks, context)
+    return hits
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0, 0), (0.9, 60, 75), (1.0, 75, 80)])
+def test_five_sessions_in_memory_for_four_hit_nearly_what_is_possible(policy, share, least, most):
+    manager = new_manager(policy, share=share)
+    sessions = {f"session{i}": keys(f"session{i}", 16) for i in range(5)}
+    hits = 0
+    for name, chunks in sessions.items():
+        queue(manager, name, chunks)
+    for turn in range(20):
+        for name, chunks in sessions.items():
+            found = serve(manager, name, chunks)
+            hits += found if turn > 5 else 0
+            queue(manager, name, chunks)
+            manager.serve_queue()
+            manager.check()
+    assert least <= 100 * hits / (16 * 5 * 14) <= most
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_first_in_the_queue_keep_and_the_last_gives_way(policy):
+    manager = new_manager(policy, slots=40, share=1.0)
+    first, second = keys("first", 16), keys("second", 16)
+    put(manager, first)
+    put(manager, second)
+    queue(manager, "first", first)
+    queue(manager, "second", second)
+    # Eight slots are free; then the last in the queue gives way, its tail first.
+    evicted = put(manager, keys("running", 12)).evicted_keys
+    assert list(evicted) == second[:-5:-1]
+    manager.check()
+    evicted = put(manager, keys("another", 36)).evicted_keys
+    assert set(evicted) >= {*second[:12]}
+    assert not set(evicted) & {*first[:4]}
+    assert figures(manager)["queue_chunks"]["given_up"] == 4 + 12 + 12
+    manager.check()
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_claims_keep_to_their_share_and_the_rest_follows_when_there_is_room(share):
+    manager = new_manager(slots=100, share=share)
+    prompts = {f"r{i}": keys(f"r{i}", 20) for i in range(5)}
+    for chunks in prompts.values():
+        put(manager, chunks)
+    for name, chunks in prompts.items():
+        queue(manager, name, chunks)
+        manager.serve_queue()
+        manager.check()
+    assert len(manager._host.claims) == 100 * share
+    left = [*prompts]
+    while left:
+        manager.request_admitted(ReqContext(left.pop(0)))
+        for _ in left:
+            manager.serve_queue()
+        manager.check()
+        assert len(manager._host.claims) == min(100 * share, 20 * len(left))
+
+
+def test_a_tenant_has_at_most_half_of_the_share_while_others_wait():
+    manager = new_manager(slots=100, share=0.8)
+    for name in "abcd":
+        put(manager, keys(name, 25))
+    for name in "abc":
+        queue(manager, name, keys(name, 25), tenant="greedy")
+    assert len(manager._host.claims) == 75
+    queue(manager, "d", keys("d", 25), tenant="other")
+    manager.check()
+    assert kept(manager, keys("a", 25)) == 25
+    assert kept(manager, keys("b", 25)) == 15
+    assert kept(manager, keys("d", 25)) == 25
+    queue(manager, "e", keys("c", 25), tenant="greedy")
+    manager.serve_queue()
+    manager.check()
+    manager.retire(keys("d", 25), ReqContext("d"))
+    for _ in range(3):
+        manager.serve_queue()
+    manager.check()
+    assert len(manager._host.claims) == 75
+
+
+def test_requests_of_one_tenant_behind_its_limit_do_not_keep_others_from_their_share():
+    manager = new_manager(slots=1000, share=0.8)
+    for i in range(90):
+        put(manager, keys(i, 10))
+        queue(manager, f"greedy{i}", keys(i, 10), tenant="greedy")
+    put(manager, keys("late", 10))
+    queue(manager, "late", keys("late", 10), tenant="other")
+    for _ in range(10):
+        manager.serve_queue()
+    manager.check()
+    assert kept(manager, keys("late", 10)) == 10
+
+
+@pytest.mark.parametrize("end", ["admitted", "retired", "replaced", "reset"])
+def test_nothing_kept_outlives_its_request(end):
+    manager = new_manager()
+    a, b = keys("a", 10), keys("b", 10)
+    put(manager, a)
+    put(manager, b)
+    queue(manager, "r", a)
+    queue(manager, "s", [*a[:5], *b])
+    manager.check()
+    if end == "admitted":
+        manager.request_admitted(ReqContext("r"))
+    elif end == "retired":
+        manager.retire(a, ReqContext("r"))
+    elif end == "replaced":
+        queue(manager, "r", b)
+    else:
+        manager.reset_cache()
+    manager.check()
+    assert kept(manager, a) == (0 if end == "reset" else 5)
+    manager.retire(b, ReqContext("s"))
+    manager.retire(b, ReqContext("r"))
+    assert not manager._host.claims
+    assert len(manager._host._order) == len(manager._host.evictable)
+    manager.check()
+
+
+def test_an_evicted_chunk_of_a_queued_request_says_so():
+    manager = new_manager(slots=20, share=0.5)
+    a = keys("a", 16)
+    put(manager, a)
+    queue(manager, "r", a)
+    put(manager, keys("running", 10))
+    said = manager.explain(a, ReqContext("r"))
+    assert said.count("CPU") == 10
+    assert said.count("evicted_while_waiting") == 6
+    assert manager.explain(a, ReqContext("other")).count("evicted") == 6
+    manager.request_admitted(ReqContext("r"))
+    assert manager.explain(a, ReqContext("r")).count("evicted") == 6
+
+
+def test_prompts_beyond_memory_ids_used_twice_and_odd_keys_do_no_harm():
+    manager = new_manager(slots=50)
+    a = keys("a", 30)
+    put(manager, a)
+    queue(manager, "r", [*a, *keys("absent", 10_000)])
+    queue(manager, "r", a)
+    queue(manager, "r" * 1_000_000, [a[0], a[0], a[1], a[0]], tenant="t" * 1_000_000)
+    queue(manager, "", [])
+    manager.serve_queue()
+    manager.check()
+    manager.request_admitted(ReqContext("unknown"))
+    growing = list(a[:10])
+    queue(manager, "resumable", growing)
+    growing += a[10:]
+    manager.serve_queue()
+    manager.check()
+    for name in ("r", "r" * 1_000_000, "resumable", "r"):
+        manager.retire([], ReqContext(name))
+    assert not manager._host.claims
+    manager.check()
+
+
+def test_the_check_finds_claims_without_a_request():
+    manager = new_manager()
+    a = keys("a", 4)
+    put(manager, a)
+    manager._host.claim(a, None)
+    with pytest.raises(UsageError, match="claim"):
+        manager.check()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_a_share_each_decision_is_the_same_as_without_a_queue(policy):
+    """A replayed trace: event for event, slot for slot."""
+
+    rng = random.Random(1)
+    prompts = [keys(rng.randrange(4), 12) for _ in range(600)]
+
+    def replay(share, says):
+        manager, told = new_manager(policy, slots=30, share=share), []
+        for i, chunks in enumerate(prompts):
+            for later in range(i, min(i + 3, len(prompts))) if says else ():
+                queue(manager, f"r{later}", prompts[later], tenant=f"{later % 3}")
+                manager.serve_queue()
+            told.append(serve(manager, f"r{i}", chunks))
+            told += manager.take_events()
+            told.append(sorted(manager._host.evictable.items()))
+        return told
+
+    assert replay(0.0, says=True) == replay(0.9, says=False)
+    assert replay(0.0, says=True) != replay(0.9, says=True)
+
+
+def test_a_kept_chunk_takes_64_bytes_on_average():
+    """With the policy's note on it. A table doubles in size at once, so the average counts."""
+    prompts = [keys(f"{i}.", 250) for i in range(680)]
+    tracemalloc.start()  # first: what leaves the eviction order gives its memory back
+    manager = new_manager(slots=200_000, share=0.9)
+    for chunks in prompts:
+        put(manager, chunks)
+    gc.collect()
+    before, taken = tracemalloc.get_traced_memory()[0], []
+    for i, chunks in enumerate(prompts):
+        queue(manager, str(i), chunks)
+        if len(manager._host.claims) in range(85_000, 170_001, 4250):
+            taken.append((tracemalloc.get_traced_memory()[0] - before) / len(manager._host.claims))
+    tracemalloc.stop()
+    assert len(manager._host.claims) == 170_000
+    assert len(taken) == 21
+    assert sum(taken) / 21 <= 64
+
+
+def test_a_queue_of_ten_thousand_long_prompts_takes_little_more_than_its_claims():
+    manager = new_manager(slots=20_000, share=0.9)
+    prompts = [keys(f"{i}.", 500) for i in range(40)]
+    for chunks in prompts:
+        put(manager, chunks)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for i in range(10_000):
+        queue(manager, f"{i}", prompts[i % 40])
+        manager.serve_queue()
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert len(manager.waiting.requests) == 10_000
+    assert grown <= 64 * sum(each.num_kept for each in manager.waiting.requests.values())
