@@ -134,10 +134,10 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     batched_copies: bool = True
     """False: one call of the GPU's driver for each copy, which is slower for pages of 32 KiB and
     more. It is for a driver whose batched copies fail or copy wrong bytes."""
-    io: Literal["thread", "process"] = "thread"
-    """Where the tiers' code runs: in a thread of the engine's process, or in a process of its own.
-    A process keeps the engine's steps short while chunks are read and written; it is the default
-    under vLLM and SGLang."""
+    io: Literal["process", "thread"] = "process"
+    """Where the tiers' code runs: in a process of its own, one for each rank, or in a thread of the
+    engine's process. With a thread the engine's steps take longer while chunks are read and
+    written. Where no process can be started, it is a thread, and a log line says why."""
     metrics_port: Annotated[
         int | None, msgspec.Meta(extra_json_schema={"minimum": 1, "maximum": 65535})
     ] = None

@@ -246,7 +246,8 @@ def test_odd_figures_of_a_plug_in_hide_no_others(serving, monkeypatch, until, ba
         return real(type, options, namespace, where)
 
     monkeypatch.setattr(registry, "open_backend", open_backend)
-    _, scraped = serving(backends=[{"type": "memory"}, {"type": "memory"}])
+    # In a thread, where the registry is patched.
+    _, scraped = serving(backends=[{"type": "memory"}, {"type": "memory"}], io="thread")
     until(lambda: 'kvoffload_resident_bytes{tier="memory1"}' in scraped())
     found = scraped()
     assert found['kvoffload_tier_up{tier="memory1"}'] == 1

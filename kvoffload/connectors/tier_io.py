@@ -1,16 +1,22 @@
 """Host memory that chunks pass through, and the I/O server between it and the tiers."""
 
+import logging
 import os
 from collections.abc import Mapping
 
 from kvoffload import registry
 from kvoffload.config import BackendConfig, OffloadConfig
-from kvoffload.errors import ConfigError
 from kvoffload.identity import Fact, namespace, readable
 from kvoffload.io.client import IOClient
-from kvoffload.io.forms import Form, ServerProcess, ServerThread
+from kvoffload.io.forms import Form, ServerProcess, ServerThread, check_interpreter
 from kvoffload.io.protocol import VERSION, Open, TierSettings
 from kvoffload.transfer.slab import Slab, create_shared_memory
+
+log = logging.getLogger(__name__)
+_NO_PROCESS = (
+    "kvoffload: no I/O process can be started: %s. A thread of this process serves the tiers, so "
+    "steps take longer while chunks load."
+)
 
 
 def tier_names(config: OffloadConfig) -> list[tuple[str, BackendConfig]]:
@@ -32,7 +38,7 @@ class TierIO:
         facts: everything that decides what the bytes mean; see :mod:`kvoffload.identity`.
 
     Raises:
-        ConfigError: a tier cannot be opened, or memory cannot be had or shared.
+        ConfigError: a tier cannot be opened, or there is not that much memory.
     """
 
     def __init__(
@@ -49,24 +55,22 @@ class TierIO:
         self._opening = (chunk_bytes, slot_bytes)
         self._fd: int | None = None
         setting, _ = config.host_memory
-        if not config.backends or config.io == "thread":
-            self.slab = slab = Slab(num_slots, slot_bytes, setting=setting)
-            if config.backends:
-                self._start(lambda: ServerThread(slab.slot(0, slab.num_bytes)), facts)
-            return
-        if not hasattr(os, "memfd_create"):
-            raise ConfigError("io", "process", 'needs Linux; use "thread"')
-        try:
-            self._fd = fd = create_shared_memory(num_slots * slot_bytes, setting)
-        except OSError as error:  # a container may forbid memory files
-            remedy = f'cannot share memory: {error.strerror}; use "thread"'
-            raise ConfigError("io", "process", remedy) from error
-        try:
-            self.slab = Slab(num_slots, slot_bytes, fd)
-            self._start(lambda: ServerProcess(fd), facts)
-        except BaseException:
-            os.close(fd)
-            raise
+        if config.backends and config.io == "process":
+            try:
+                check_interpreter()
+                self._fd = fd = create_shared_memory(num_slots * slot_bytes, setting)
+                self.slab = Slab(num_slots, slot_bytes, fd)
+                self._start(lambda: ServerProcess(fd), facts)
+                return
+            except OSError as error:
+                log.warning(_NO_PROCESS, error)
+            except BaseException:
+                self.close()
+                raise
+            self.close()
+        self.slab = slab = Slab(num_slots, slot_bytes, setting=setting)
+        if config.backends:
+            self._start(lambda: ServerThread(slab.slot(0, slab.num_bytes)), facts)
 
     def _start(self, start: Form, facts: Mapping[str, Fact]) -> None:
         config, tiers = self._config, []

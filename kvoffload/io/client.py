@@ -59,7 +59,7 @@ class IOClient:
 
     Raises:
         ConfigError: the stores cannot be opened.
-        OSError: the server cannot be started.
+        OSError: the server cannot be started, or ended before it said anything.
     """
 
     def __init__(
@@ -84,6 +84,8 @@ class IOClient:
         """Whether stores are yet to open; whether one's constructor may keep the server silent."""
         self._is_started = False
         """Whether the stores were open once: then a server that dies is started again."""
+        self._has_spoken = False
+        """Whether any server has said anything."""
         self._settled = threading.Condition()
         """Notified when :attr:`_is_settled` may have become true."""
         self._refusal: ConfigError | OSError | None = None
@@ -235,6 +237,9 @@ class IOClient:
             is_settled = self._settled.wait_for(lambda: self._is_settled, timeout_s)
         if self._refusal is not None:
             raise self._refusal
+        if not self._has_spoken:
+            what = "ended" if is_settled else f"was silent for {timeout_s:g} s"
+            raise OSError(f"{self._peer} {what} before it said anything; its output says more")
         if not self._are_stores_open:
             what = "ended before it had opened" if is_settled else f"took {timeout_s:g} s to open"
             raise ConfigError("io", str(self._peer), f"{what} the tiers; its log says more")
@@ -278,7 +283,7 @@ class IOClient:
             self._look(time.monotonic())
 
     def _take(self, message: Any) -> None:
-        self._heard_s = time.monotonic()
+        self._heard_s, self._has_spoken = time.monotonic(), True
         match message:
             case Arrived():
                 self._jobs.arrived(message)

@@ -68,6 +68,19 @@ class ServerThread:
         return "the I/O thread"
 
 
+def check_interpreter() -> None:
+    """Check that a Python can be started from here.
+
+    Raises:
+        OSError: the program is frozen or has Python embedded, so that what would be started is the
+            program once more.
+    """
+    if getattr(sys, "frozen", False):
+        raise OSError(f"{sys.executable} is a frozen program")
+    if "python" not in os.path.basename(sys.executable or "").lower():
+        raise OSError(f"sys.executable is {sys.executable!r}, no Python")
+
+
 class ServerProcess:
     """The server in a process of its own: spawned, never forked.
 

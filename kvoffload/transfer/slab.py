@@ -147,8 +147,11 @@ def create_shared_memory(num_bytes: int, setting: str = "cpu_bytes") -> int:
 
     Raises:
         ConfigError: there is not that much memory.
+        OSError: this system has no memory files, or forbids them.
     """
     check_host_memory(num_bytes, setting)
+    if not hasattr(os, "memfd_create"):
+        raise OSError("memory files need Linux")
     fd = os.memfd_create("kvoffload-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, page_rounded(num_bytes))

@@ -1,7 +1,5 @@
 """Settings with which the local connector is refused before it has started anything."""
 
-import errno
-import os
 import threading
 
 import pytest
@@ -57,20 +55,6 @@ def test_a_block_size_that_holds_nothing_is_refused(kv_caches, block_size):
         LocalConnector(
             {"cpu_bytes": "64KiB"}, kv_caches, block_size=block_size, facts={"model": "m"}
         )
-
-
-def test_without_memory_that_processes_share_the_thread_is_the_remedy(kv_caches, monkeypatch):
-    def memfd_create(*_):
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "memfd_create", memfd_create)
-    config = {"cpu_bytes": "64KiB", "backends": [{"type": "memory"}], "io": "process"}
-    with pytest.raises(ConfigError, match=r"io = 'process'.*not permitted; use \"thread\""):
-        LocalConnector(config, kv_caches, block_size=BLOCK, facts={"model": "m"})
-    connector = LocalConnector(
-        {**config, "io": "thread"}, kv_caches, block_size=BLOCK, facts={"model": "m"}
-    )
-    connector.close()
 
 
 def test_a_fact_of_the_engine_that_the_connectors_own_would_hide_is_refused(kv_caches):

@@ -277,6 +277,7 @@ def test_a_load_that_hangs_ends_by_its_deadline_aborted_or_not(
             "blocks_per_chunk": 1,
             "backends": [{"type": "disk", "root": str(tmp_path), "capacity": "64MiB"}],
             "load_timeout_s": 0.1,
+            "io": "thread",  # where the registry is patched
         },
     }
     prompt = list(range(80))

@@ -244,12 +244,19 @@ def test_stores_refused_at_a_restart_are_tried_again(process_rig, until, planned
     process_rig.store(client, "planned", KEYS, until)
 
 
-def test_killed_before_it_opened_it_is_an_error_of_the_start(process_rig, monkeypatch):
+def test_a_program_that_is_no_server_cannot_be_started(process_rig, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(OSError, match="ended before it said anything"):
+        process_rig.open()
+
+
+def test_killed_before_it_opened_it_is_an_error_of_the_start(process_rig, planned):
+    """A thread would be killed in its place, and the engine with it."""
     from kvoffload.errors import ConfigError
 
-    monkeypatch.setattr(sys, "executable", "/bin/false")
+    planned.set(process=Process("kill_open", 0))
     with pytest.raises(ConfigError, match="ended before it had opened the tiers"):
-        process_rig.open()
+        process_rig.open(("planned", "planned", planned.options))
 
 
 def test_a_store_that_hangs_while_it_is_opened_is_an_error_of_the_start(

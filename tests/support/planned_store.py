@@ -2,8 +2,9 @@
 
 Register it with :func:`installed`, and set the plan with :meth:`Planned.set`. Beside the faults of
 :mod:`kvoffload.testing.faults` the plan knows ``stop`` and ``kill`` of the process, ``hung_open``,
-``queue``: reads sleep one after the other, and ``stubborn``: a read ignores its cancellation and
-writes to its memory at the end. ``slow_purge``, ``kill_purge`` and ``failed_purge`` strike a purge.
+``kill_open``, ``queue``: reads sleep one after the other, and ``stubborn``: a read ignores its
+cancellation and writes to its memory at the end. ``slow_purge``, ``kill_purge`` and
+``failed_purge`` strike a purge.
 """
 
 import asyncio
@@ -44,6 +45,8 @@ class PlannedStore(FaultyBackend):
             raise ConfigError("root", refuse, "must be better")
         if (plan := self._plans().process) and plan.fault == "hung_open":
             time.sleep(plan.seconds)
+        if plan and plan.fault == "kill_open":
+            os.kill(os.getpid(), signal.SIGKILL)
         kind, wanted = "memory", {"capacity": "64MiB"}
         if options.root:
             kind, wanted = "disk", {"root": options.root, "capacity": "64MiB", "min_free": 0}

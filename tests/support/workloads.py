@@ -84,6 +84,7 @@ class Workload:
             "cpu_bytes": self.chunk_bytes * draw.choice([1, 3, 8, 60]),
             "blocks_per_chunk": per_chunk,
             "backends": [],
+            "io": "thread",
             "load_timeout_s": 1.0,
             "store_timeout_s": 0.5,
             "lookup_timeout_s": 0.02,

@@ -1,7 +1,7 @@
 """``--hicache-storage-backend-extra-config`` → settings: the same keys as under vLLM."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -43,8 +43,6 @@ class HiCacheSettings(OffloadConfig, frozen=True, forbid_unknown_fields=True, kw
     """What may stand in ``--hicache-storage-backend-extra-config``, but for SGLang's own keys."""
 
     cpu_bytes: Bytes = msgspec.field(default_factory=lambda: ByteSize(0))
-    io: Literal["thread", "process"] = "process"
-    """See :class:`OffloadConfig`; each rank has an I/O server of its own."""
     weights_id: str | None = None
     """A name for the exact weights of the model and its draft, where neither a commit nor files
     tell them, as when they are streamed. New weights need a new name. By default a digest of the

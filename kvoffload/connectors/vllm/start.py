@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from typing import Any
 
 from kvoffload import registry
 from kvoffload.config import OffloadConfig, parse_config
@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 class VllmConfigSettings(OffloadConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What may stand in ``kv_connector_extra_config``."""
 
-    io: Literal["thread", "process"] = "process"
-    """See :class:`OffloadConfig`; each worker has an I/O server of its own."""
     offload_prompt_only: bool = True
     """True: store prompts but not what the model generates, as vLLM's own connector does. An answer
     that a later prompt repeats is computed once more there, and then stored."""
