@@ -20,6 +20,7 @@ from kvoffload.offload.priority import SHARE_ABOVE, PriorityPolicy
 from kvoffload.policies.base import Policy
 from kvoffload.policies.kept_order import KeptOrder
 from kvoffload.policies.lru import LRUOfTable, LRUPolicy
+from kvoffload.policies.ordered_queue import compact
 
 
 @dataclass
@@ -175,6 +176,7 @@ class HostCache:
                 victims = [key for key in victims if key not in kept]
             self._free += map(self.evictable.pop, victims)
             gone += victims
+        compact(self.evictable)
         if spared:
             self.make_evictable(list(spared), list(spared.values()))
         self._forget_priorities(gone)

@@ -61,7 +61,7 @@ class ARCPolicy:
             queue = self._again if self._pinned.pop(key) else self._once
         else:
             queue = self._again if self._ghost_hit(key) else self._once
-        queue.keys[key] = queue.stamp
+        queue.keys[key] = 0
         self._again_missed = False
         self._trim()
 
@@ -81,14 +81,13 @@ class ARCPolicy:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count uses; for an evicted key, move the target towards the list it was evicted from."""
         once, again, pinned = self._once.keys, self._again.keys, self._pinned
-        stamp = self._again.stamp
         for key in keys:
             if key in again:
                 del again[key]
-                again[key] = stamp
+                again[key] = 0
             elif key in once:
                 del once[key]
-                again[key] = stamp
+                again[key] = 0
             elif key in pinned:
                 pinned[key] = True
             elif self._ghost_hit(key):

@@ -1,12 +1,13 @@
 """LRU with a handicap on keys that were seen rarely, set by small shadow caches."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain, count, repeat
 from math import inf
-from typing import TypeVar
 from zlib import crc32
 
 from kvoffload.policies.history import PinnedState, RotatingBloomFilter
+from kvoffload.policies.ordered_queue import OrderedQueue
 
 HANDICAPS: tuple[tuple[float, float, float], ...] = (
     (0, 0, 0),
@@ -30,24 +31,24 @@ _ADVANTAGE = 1.01
 _HISTORY = 2.7
 
 
-_Name = TypeVar("_Name", bytes, int)
-_Queue = OrderedDict[_Name, int]
-"""Keys in the order of last use, each with the tick of that use."""
+_NEXT = (1, 2, 3, 3)
+"""The queue that a use moves a key to."""
 
 
-def _oldest(queues: Sequence[_Queue[_Name]], handicaps: Sequence[int]) -> tuple[int, float]:
-    """Return the queue whose head counts as the oldest, and the tick until which it does.
+def _oldest(firsts: Iterable[int | None], handicaps: Sequence[int]) -> tuple[int, float]:
+    """Return the queue whose first key counts as the oldest, and the tick below which it does.
 
-    At least one queue is not empty. The first of two equally old heads is older.
+    ``firsts`` has the tick of each queue's first key; None for an empty queue, which not all are.
+    The first of two equally old keys is older.
     """
     at, least, limit = -1, inf, inf
-    for number, (queue, handicap) in enumerate(zip(queues, handicaps, strict=True)):
-        if queue:
-            tick = next(iter(queue.values())) - handicap
-            if tick < least:
-                at, least, limit = number, tick, least
-            elif tick < limit:
-                limit = tick
+    for number, (tick, handicap) in enumerate(zip(firsts, handicaps, strict=True)):
+        if tick is not None:
+            age = tick - handicap
+            if age < least:
+                at, least, limit = number, age, least
+            elif age < limit:
+                limit = age + 1  # keys of that age are behind those of queue `at`
     return at, limit + handicaps[at]
 
 
@@ -60,7 +61,8 @@ class _Shadow:
         self.capacity = capacity
         self.handicaps = handicaps
         self.hits = 0.0
-        self.queues: tuple[_Queue[int], ...] = tuple(OrderedDict() for _ in range(4))
+        # In the order of last use, each with the tick of that use.
+        self.queues: tuple[OrderedDict[int, int], ...] = tuple(OrderedDict() for _ in range(4))
 
     def use(self, checksum: int, queue: int, now: int) -> None:
         """Count a use of a key that belongs in ``queue``."""
@@ -68,11 +70,12 @@ class _Shadow:
         for number, held in enumerate(queues):
             if checksum in held:
                 del held[checksum]
-                queues[min(3, number + 1)][checksum] = now
+                queues[_NEXT[number]][checksum] = now
                 self.hits += 1
                 return
         if sum(map(len, queues)) >= self.capacity:
-            queues[_oldest(queues, self.handicaps)[0]].popitem(last=False)
+            firsts = [next(iter(held.values())) if held else None for held in queues]
+            queues[_oldest(firsts, self.handicaps)[0]].popitem(last=False)
         queues[queue][checksum] = now
 
 
@@ -85,7 +88,8 @@ class HandicapPolicy:
     try one row of handicaps each. The order takes over the row of the shadow that hit most of late.
     A filter remembers how often evicted keys had been seen.
 
-    Every operation is O(1) a key. Decisions depend on keys and calls alone, not on time or chance.
+    Every operation is O(1) a key, amortised. Decisions depend on keys and calls alone, not on time
+    or chance.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -101,9 +105,10 @@ class HandicapPolicy:
     def clear(self) -> None:
         entries = max(1, self.capacity)
         self._now = 0
-        self._uses_left = self._uses_a_tick
+        self._uses = 0  # since the last tick
         # Keys seen once, twice, three times, more often.
-        self._queues: tuple[_Queue[bytes], ...] = tuple(OrderedDict() for _ in range(4))
+        self._queues = tuple(OrderedQueue(entries) for _ in range(4))
+        self._tables = tuple(queue.keys for queue in self._queues)
         self._pinned: PinnedState[int] = PinnedState(entries)  # the queue of each key
         self._seen = RotatingBloomFilter(round(_HISTORY * entries))
         ticks = entries / self._uses_a_tick
@@ -115,89 +120,115 @@ class HandicapPolicy:
 
     def add(self, keys: Sequence[bytes]) -> None:
         """Put keys at the recent end of the queues they belong to."""
-        pinned, queues = self._pinned, self._queues
+        pinned, tables = self._pinned, self._tables
+        if pinned.keys().isdisjoint(keys):
+            self._add_new(keys)
+            return
         for key in keys:
             queue = pinned.pop(key, None)
             if queue is None:
-                checksum = crc32(key)
-                queue = self._seen.recall(checksum)
-                self._count_use(checksum, queue)
-            queues[queue][key] = self._now
+                self._add_new((key,))
+            else:
+                tables[queue][key] = self._now
+
+    def _add_new(self, keys: Sequence[bytes]) -> None:
+        """Put keys in that the store did not have; it counts as a use."""
+        tables, checksums = self._tables, list(map(crc32, keys))
+        queues = self._seen.recall_all(checksums)
+        ticks = self._ticks(self._uses + 1, len(keys))
+        self._count_uses(checksums, queues)
+        for key, queue, tick in zip(keys, queues, ticks, strict=False):
+            tables[queue][key] = tick
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count a use of keys that are in the order or pinned."""
-        once, twice, thrice, more = self._queues
-        pinned = self._pinned
+        tables, pinned = self._tables, self._pinned
+        at = self._queue_of(keys[0]) if keys else None
+        if at is None and all(each.keys().isdisjoint(keys) for each in (*tables, pinned) if each):
+            return
+        used, queues = [], []
+        ticks = iter(self._ticks(self._uses, len(keys)))
         for key in keys:
-            queue = 3
-            if key in more:
-                more[key] = self._now
-                more.move_to_end(key)
-            elif key in once:
-                del once[key]
-                twice[key] = self._now
-                queue = 1
-            elif key in twice:
-                del twice[key]
-                thrice[key] = self._now
-                queue = 2
-            elif key in thrice:
-                del thrice[key]
-                more[key] = self._now
+            # Neighbours in a prompt are mostly in one queue.
+            if at is None or tables[at].pop(key, None) is None:
+                at = self._queue_of(key)
+                if at is not None:
+                    del tables[at][key]
+            if at is not None:
+                queue = _NEXT[at]
+                tables[queue][key] = next(ticks)
             elif key in pinned:
-                queue = pinned[key] = min(3, pinned[key] + 1)
+                queue = pinned[key] = _NEXT[pinned[key]]
+                next(ticks)
             else:
                 continue
-            self._count_use(crc32(key), queue)
+            used.append(key)
+            queues.append(queue)
+        self._count_uses(list(map(crc32, used)), queues)
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Take keys out of the order and remember how often they were seen."""
-        found = list(map(self._queue_of, keys))
-        for key, queue in zip(keys, found, strict=True):
-            del self._queues[queue][key]
-        self._pinned.keep(keys, found)
+        tables, queues = self._tables, []
+        at: int | None = 0
+        for key in keys:
+            if at is None or tables[at].pop(key, None) is None:
+                at = self._queue_of(key)
+                if at is None:
+                    raise KeyError(key)
+                del tables[at][key]
+            queues.append(at)
+        self._pinned.keep(keys, queues)
 
     def victims(self, count: int) -> Sequence[bytes]:
         """Take the keys that count as the oldest."""
         taken: list[bytes] = []
         count = min(count, len(self))
         while len(taken) < count:
-            at, limit = _oldest(self._queues, self._chosen.handicaps)
-            queue, wanted, run = self._queues[at], count - len(taken), 0
-            # Keys behind the oldest head leave with it, until they are younger than another head.
-            for tick in queue.values():
-                if run == wanted or (run and tick >= limit):
-                    break
-                run += 1
-            leaving = [queue.popitem(last=False)[0] for _ in range(run)]
-            self._seen.note([crc32(key) for key in leaving], min(3, at + 1))
+            firsts = [queue.first() if queue.keys else None for queue in self._queues]
+            at, limit = _oldest(firsts, self._chosen.handicaps)
+            leaving = self._queues[at].pop(count - len(taken), limit)
+            self._seen.note(list(map(crc32, leaving)), min(3, at + 1))
             taken += leaving
         return taken
 
-    def _queue_of(self, key: bytes) -> int:
-        """Return the number of the queue that a key of the order is in."""
-        once, twice, thrice, more = self._queues
-        if key in once:
-            return 0
-        if key in more:
-            return 3
-        if key in twice:
-            return 1
-        if key in thrice:
-            return 2
-        raise KeyError(key)
+    def _queue_of(self, key: bytes) -> int | None:
+        """Return the number of the queue that a key is in; None if it is not in the order."""
+        for number, table in enumerate(self._tables):
+            if key in table:
+                return number
+        return None
 
-    def _count_use(self, checksum: int, queue: int) -> None:
-        """Advance the clock, and show the use to the shadows if this key is one of the sample."""
-        if checksum % self._rate == 0:
-            for shadow in self._shadows:
-                shadow.use(checksum, queue, self._now)
-        self._uses_left -= 1
-        if not self._uses_left:
-            self._uses_left = self._uses_a_tick
-            self._now += 1
-            if self._now % _TICKS_A_ROUND == 0:
+    def _ticks(self, uses: int, num: int) -> Iterable[int]:
+        """Return the ticks of ``num`` uses, or more: the first is ``uses`` after the last tick."""
+        now, each = self._now, self._uses_a_tick
+        if uses + num <= each:
+            return repeat(now)
+        return chain(
+            repeat(now, each - uses),
+            chain.from_iterable(map(repeat, count(now + 1), repeat(each))),
+        )
+
+    def _count_uses(self, checksums: Sequence[int], queues: Sequence[int]) -> None:
+        """Advance the clock, and show uses of the keys of the sample to the shadows."""
+        rate, each, now, uses = self._rate, self._uses_a_tick, self._now, self._uses
+        for i, checksum in enumerate(checksums):
+            if not checksum % rate:
+                self._advance(now + (uses + i) // each)
+                for shadow in self._shadows:
+                    shadow.use(checksum, queues[i], self._now)
+        uses += len(checksums)
+        if uses < each:
+            self._uses = uses
+        else:
+            self._advance(now + uses // each)
+            self._uses = uses % each
+
+    def _advance(self, now: int) -> None:
+        """Choose again at the end of each round."""
+        if now > self._now:
+            for _ in range(now // _TICKS_A_ROUND - self._now // _TICKS_A_ROUND):
                 self._choose()
+            self._now = now
 
     def _choose(self) -> None:
         """Take over the handicaps of the shadow that hit most, if it is clearly ahead."""
@@ -208,8 +239,8 @@ class HandicapPolicy:
             shadow.hits *= self._fades
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues))
+        return sum(map(len, self._tables))
 
     def __contains__(self, key: object) -> bool:
-        once, twice, thrice, more = self._queues
-        return key in more or key in once or key in twice or key in thrice
+        once, twice, thrice, more = self._tables
+        return key in once or key in more or key in twice or key in thrice

@@ -74,16 +74,18 @@ class RotatingBloomFilter:
 
     def note(self, checksums: Sequence[int], times: int) -> None:
         """Remember that the keys with these checksums had been seen 1, 2 or 3 (or more) times."""
-        masks, words = _MASKS[times - 1], self._words
+        masks, words, most, noted = _MASKS[times - 1], self._words, self._keys, self._noted
+        young, following = self._young, self._next
         for checksum in checksums:
             high, at = divmod(checksum, words)
-            self._young[at] |= masks[high & 4095]
-            if self._noted < words:
-                self._next[self._noted] = 0
-            self._noted += 1
-            if self._noted >= self._keys:
-                self._old, self._young, self._next = self._young, self._next, self._old
-                self._noted = 0
+            young[at] |= masks[high & 4095]
+            if noted < words:
+                following[noted] = 0
+            noted += 1
+            if noted >= most:
+                self._old, self._young, self._next = young, following, self._old
+                young, following, noted = following, self._next, 0
+        self._noted = noted
 
     def recall(self, checksum: int) -> int:
         """Return how often the key with this checksum had been seen: 0 to 3."""
@@ -95,4 +97,14 @@ class RotatingBloomFilter:
             if young & bits != bits and old & bits != bits:
                 break
             seen += 1
+        return seen
+
+    def recall_all(self, checksums: Sequence[int]) -> list[int]:
+        """Return for each key how often it had been seen; most are unknown, and cost the least."""
+        words, young, old, masks = self._words, self._young, self._old, _MASKS[0]
+        seen = [0] * len(checksums)
+        for i, checksum in enumerate(checksums):
+            at, bits = checksum % words, masks[checksum // words & 4095]
+            if young[at] & bits == bits or old[at] & bits == bits:
+                seen[i] = self.recall(checksum)
         return seen

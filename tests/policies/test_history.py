@@ -63,7 +63,7 @@ def test_the_oldest_keys_of_a_queue_leave_first_although_others_moved_to_its_end
     queue.put([b"a", b"b", b"c", b"d"])
     assert queue.pop(1) == [b"a"]
     del queue.keys[b"b"]
-    queue.keys[b"b"] = queue.stamp
+    queue.keys[b"b"] = 0
     assert queue.pop(2) == [b"c", b"d"]
     queue.put([b"e"])
     assert queue.pop(5) == [b"b", b"e"]

@@ -29,6 +29,7 @@ from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.connectors.vllm.start import read_settings
 from kvoffload.connectors.vllm.step_messages import WorkerInfo, WorkerReport
 from kvoffload.messages import TransferResult, make_offload_key
+from kvoffload.policies.ordered_queue import OrderedQueue
 
 BLOCK = 4
 SLOTS = 34
@@ -102,10 +103,10 @@ def state_of(policy):
         name: value for name, value in vars(policy).items() if name not in ("_shadows", "_chosen")
     }
     return {
-        name: [dict(queue) for queue in value]
-        if isinstance(value, tuple)
-        else {n: getattr(value, n) for n in ("keys", "stamp")}
-        if hasattr(value, "stamp")
+        name: [queue.keys for queue in value]
+        if name == "_queues"
+        else value.keys
+        if isinstance(value, OrderedQueue)
         else vars(value)
         if name == "_seen"
         else value
