@@ -20,6 +20,8 @@ from kvoffload.io.protocol import Logged
 from kvoffload.io.server import Session, run_server
 
 _PR_SET_PDEATHSIG = 1
+NICE = 10
+"""Of all threads: about a tenth of the share that a thread of the engine has in a core."""
 WATCH_S = 0.5
 """Time between two looks whether the engine lives."""
 LAST_S = 3.0
@@ -51,6 +53,8 @@ def main() -> None:
         if os.sched_getscheduler(0) == os.SCHED_OTHER:  # another was chosen on purpose
             # A message must not interrupt the thread that sent it, where no core is idle.
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            # Nor must the engine's thread wait for a core until a slice of this process is over.
+            os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     sock = socket.socket(fileno=socket_fd)
     slab = mmap.mmap(slab_fd, 0)
     os.close(slab_fd)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from kvoffload.io import client as io_client
-from kvoffload.io.process import ToEngine
+from kvoffload.io.process import NICE, ToEngine
 from kvoffload.testing.backends import keys_of
 from tests.support.planned_store import Process
 
@@ -50,11 +50,13 @@ def test_a_core_file_of_it_has_no_chunks(process_rig):
     assert "dd" in flags.split(), flags
 
 
-def test_its_threads_interrupt_no_thread_of_the_engine(process_rig):
+def test_its_threads_leave_the_cores_to_the_engine(process_rig):
     client = process_rig.open()
     threads = [int(path.name) for path in Path(f"/proc/{client._peer.pid}/task").iterdir()]
     assert len(threads) > 1, "those of the disk are among them"
     assert {os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_BATCH}
+    least = max(NICE, os.getpriority(os.PRIO_PROCESS, 0))
+    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {least}
 
 
 def test_killed_while_it_reads_it_costs_misses_and_is_started_again(
