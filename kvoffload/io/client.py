@@ -24,9 +24,9 @@ from kvoffload.io.protocol import (
     Ask,
     Cancel,
     Forget,
-    Frames,
     Load,
     Logged,
+    MessageReader,
     Open,
     Opened,
     Refused,
@@ -264,13 +264,13 @@ class IOClient:
     # ---- the client's thread ----
 
     def _run(self) -> None:
-        frames, jobs = Frames(to_server=False), self._jobs
+        reader, jobs = MessageReader(to_server=False), self._jobs
         while self._close_by_s is None or not self._is_closed():
             is_up, is_closing = self._link.is_up, self._close_by_s is not None
             is_busy = jobs.unanswered or jobs.late or is_closing or not is_up
             try:
                 data, is_woken = self._link.receive(TICK_S if is_busy else IDLE_TICK_S)
-                for message in frames.feed(data or b""):
+                for message in reader.feed(data or b""):
                     self._take(message)
                 if is_woken:
                     self._ask()
@@ -279,7 +279,7 @@ class IOClient:
                 data = b""
             if data == b"":
                 self._lost()
-                frames = Frames(to_server=False)
+                reader = MessageReader(to_server=False)
             self._look(time.monotonic())
 
     def _take(self, message: Any) -> None:

@@ -265,7 +265,7 @@ def frame(message: ToServer | ToClient) -> bytes:
     return len(body).to_bytes(_LENGTH_BYTES, "little") + body
 
 
-class Frames:
+class MessageReader:
     """Cuts a stream into messages.
 
     Args:

@@ -35,8 +35,8 @@ from kvoffload.io.protocol import (
     Cancel,
     Forget,
     Forgotten,
-    Frames,
     Load,
+    MessageReader,
     Open,
     Opened,
     PresenceChanges,
@@ -95,11 +95,11 @@ class Session:
     async def serve(self, sock: socket.socket) -> None:
         """Serve until the engine's end is closed; then end its jobs and close the stores."""
         reader, self._writer = await asyncio.open_connection(sock=sock)
-        frames = Frames(to_server=True)
+        messages = MessageReader(to_server=True)
         self._spawn_telling(self._tell_figures())
         try:
             while data := await reader.read(1 << 18):
-                for message in frames.feed(data):
+                for message in messages.feed(data):
                     self._take(message)
         except ConnectionError:
             pass

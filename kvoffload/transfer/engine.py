@@ -52,7 +52,7 @@ class EngineJob:
     """A transfer in flight; its answer is ready when ``io_done`` is set and all fences are done.
 
     A write to a tier reports to it (:class:`kvoffload.io.deadlines.Listener`), and so do the parts
-    of a load (:class:`kvoffload.transfer.tier_load.LoadJob`).
+    of a load (:class:`kvoffload.transfer.tier_load.LoadProgress`).
     """
 
     job_id: int

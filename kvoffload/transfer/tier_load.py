@@ -21,7 +21,7 @@ _FINAL = ("deadline", "shutdown", "io_died", "refused_transfer")
 """Reasons after which no further part of a load begins in the same slots."""
 
 
-class LoadJob(Protocol):
+class LoadProgress(Protocol):
     """What the parts of a load report to; see :class:`kvoffload.transfer.engine.EngineJob`."""
 
     def copied(self, fence: CopyFence, positions: Sequence[int]) -> None:
@@ -55,7 +55,7 @@ class TierLoad:
 
     def __init__(
         self,
-        job: LoadJob,
+        job: LoadProgress,
         fetches: Sequence[Fetch],
         moves: Moves,
         layout: ChunkLayout,

@@ -13,8 +13,8 @@ from kvoffload.io.protocol import (
     Ask,
     Cancel,
     Forget,
-    Frames,
     Load,
+    MessageReader,
     Opened,
     PresenceChanges,
     Present,
@@ -38,7 +38,7 @@ class Talk:
         self.memory = memoryview(bytearray(8 * 4096))
         self.server = ServerThread(self.memory)
         self.server.sock.settimeout(5)
-        self._frames, self._heard = Frames(to_server=False), []
+        self._reader, self._heard = MessageReader(to_server=False), []
 
     def send(self, *messages):
         self.server.sock.sendall(b"".join(map(frame, messages)))
@@ -48,7 +48,7 @@ class Talk:
             while self._heard:
                 if isinstance(message := self._heard.pop(0), kind):
                     return message
-            self._heard += self._frames.feed(self.server.sock.recv(1 << 16))
+            self._heard += self._reader.feed(self.server.sock.recv(1 << 16))
 
     def close(self):
         self.server.sock.close()
@@ -116,10 +116,10 @@ class Liar:
         self._thread.start()
 
     def _run(self, sock):
-        frames = Frames(to_server=True)
+        reader = MessageReader(to_server=True)
         with sock:
             while data := sock.recv(1 << 16):
-                for message in frames.feed(data):
+                for message in reader.feed(data):
                     if type(message).__name__ == "Open":
                         hello = (
                             Opened(0, [TierOpened("memory", True, False)]),

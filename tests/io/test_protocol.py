@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.io.protocol import Answered, Arrived, Cancel, Frames, Load, PresenceChanges, frame
+from kvoffload.io.protocol import (
+    Answered,
+    Arrived,
+    Cancel,
+    Load,
+    MessageReader,
+    PresenceChanges,
+    frame,
+)
 
 MESSAGES = [
     Arrived(1, list(range(300))),
@@ -16,26 +24,28 @@ MESSAGES = [
 
 @given(st.lists(st.integers(1, 4000), max_size=20))
 def test_a_stream_is_cut_into_messages_wherever_it_arrives(sizes):
-    stream, frames, got = b"".join(map(frame, MESSAGES)) * 2, Frames(to_server=False), []
+    stream, reader, got = b"".join(map(frame, MESSAGES)) * 2, MessageReader(to_server=False), []
     for size in [*sizes, len(stream)]:
         part, stream = stream[:size], stream[size:]
-        got.extend(frames.feed(part))
+        got.extend(reader.feed(part))
     assert got == MESSAGES * 2
 
 
 def test_each_end_understands_the_other_ends_messages_alone():
     with pytest.raises(msgspec.ValidationError):
-        list(Frames(to_server=False).feed(frame(Cancel(1))))
+        list(MessageReader(to_server=False).feed(frame(Cancel(1))))
     with pytest.raises(msgspec.DecodeError):
-        list(Frames(to_server=True).feed(b"\x03\0\0\0???"))
+        list(MessageReader(to_server=True).feed(b"\x03\0\0\0???"))
 
 
 def test_sizes_are_one_number_or_one_for_each_chunk():
     for sizes in (4096, [1, 2]):
-        (load,) = Frames(to_server=True).feed(frame(Load(1, "t", [b"a", b"b"], [0, 1], sizes)))
+        (load,) = MessageReader(to_server=True).feed(
+            frame(Load(1, "t", [b"a", b"b"], [0, 1], sizes))
+        )
         assert load.sizes == sizes
 
 
 def test_a_message_that_is_too_long_to_be_one_is_refused_at_once():
     with pytest.raises(msgspec.DecodeError, match="1347703880 bytes"):
-        list(Frames(to_server=True).feed(b"HTTP/1.1 200 OK"))
+        list(MessageReader(to_server=True).feed(b"HTTP/1.1 200 OK"))

@@ -14,7 +14,15 @@ from kvoffload.errors import ConfigError
 from kvoffload.io import client as io_client
 from kvoffload.io.open_stores import OpenStore, close_stores, greet, open_store, purge
 from kvoffload.io.presence import PresenceCache
-from kvoffload.io.protocol import Answered, Figures, Frames, PresenceChanges, Present, Store, frame
+from kvoffload.io.protocol import (
+    Answered,
+    Figures,
+    MessageReader,
+    PresenceChanges,
+    Present,
+    Store,
+    frame,
+)
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.transfer.slab import Slab
 from tests.support.io_rig import client_over, opening
@@ -83,7 +91,7 @@ def test_figures_of_other_types_are_numbers_and_odd_keys_a_failure_of_the_store(
     assert figures.counters == {"hits": 2, "huge": 1 << 53, "?": 1}
     assert store.removals() == []
     assert store.changes() == PresenceChanges("odd", [], [], True)
-    (first,) = Frames(to_server=False).feed(frame(figures))
+    (first,) = MessageReader(to_server=False).feed(frame(figures))
     assert first == figures
     assert "odd: take_removals failed: ValidationError" in caplog.messages[0]
 
