@@ -1,19 +1,22 @@
 """HiCache's storage calls: kvoffload's disk tier, and SGLang's own ``file`` backend.
 
-    .venv-sglang/bin/python -m benchmarks.sglang.storage [--folder /dev/shm] [--pages 512]
+    .venv-sglang/bin/python -m benchmarks.sglang.storage [--folder /dev/shm] [--fill empty]
 
-Both store and load the same pages of one host pool, in batches of 128 as HiCache does, in one
+All store and load the same pages of one host pool, in batches of 128 as HiCache does, in one
 process and by turns. ``file`` verifies nothing, and reads the page cache where it has the pages. So
 each store loads twice: just after it has stored, and after the page cache has forgotten all files.
-In a folder in memory, as ``/dev/shm``, no device limits either side, and nothing is forgotten.
+In a full store each page that is stored evicts one of an earlier turn; ``file`` has the same limit.
+In a folder in memory, as ``/dev/shm``, no device limits any side, and nothing is forgotten.
 """
 
 import argparse
 import hashlib
+import logging
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +28,8 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConf
 from kvoffload.connectors.sglang import storage
 
 BATCH = 128
+Row = tuple[float, float]
+"""Seconds, and seconds of processor time."""
 TOKENS = 64
 TEXT = {"is_multimodal": False, "is_audio_model": False}
 """Of a model without images."""
@@ -47,8 +52,10 @@ class Pool:
 class File:
     """The ``file`` backend, called as HiCache calls it."""
 
-    def __init__(self, pool: Pool, folder: Path) -> None:
-        self.backend = HiCacheFile(make_config(), str(folder))
+    def __init__(self, pool: Pool, folder: Path, limit: int | None) -> None:
+        config = make_config()
+        config.extra_config = {} if limit is None else {"max_size": str(limit)}
+        self.backend = HiCacheFile(config, str(folder))
         self.pool = pool
 
     def save(self, keys: list[str], pages: range) -> bool:
@@ -73,7 +80,7 @@ class Ours:
     """KVOffloadHiCache, with pages of the host pool in place."""
 
     def __init__(self, pool: Pool, folder: Path, form: str, **disk: Any) -> None:
-        disk |= {"type": "disk", "root": str(folder), "capacity": "8GiB", "min_free": 0}
+        disk = {"type": "disk", "root": str(folder), "capacity": "8GiB", "min_free": 0} | disk
         config = make_config()
         config.extra_config = {"interface_v1": 1, "backends": [disk], "io": form}
         with (  # there is no engine whose configuration could be asked
@@ -109,12 +116,21 @@ def make_config() -> HiCacheStorageConfig:
     )  # fmt: skip
 
 
-def in_batches(call: Any, keys: list[str]) -> float:
+def in_batches(call: Any, keys: list[str]) -> Row:
+    used_s = processor_s()
     begun = time.perf_counter()
     for start in range(0, len(keys), BATCH):
         part = keys[start : start + BATCH]
         assert call(part, range(start, start + len(part))), "a page failed"
-    return time.perf_counter() - begun
+    return time.perf_counter() - begun, processor_s() - used_s
+
+
+def processor_s() -> float:
+    """Return the processor time of this process and of its I/O processes."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    # The clock of another process, as clock_getcpuclockid(3) makes it.
+    clocks = [time.CLOCK_PROCESS_CPUTIME_ID, *((~int(pid) << 3) | 2 for pid in children)]
+    return sum(map(time.clock_gettime, clocks))
 
 
 def until_found(store: Any, keys: list[str]) -> None:
@@ -134,56 +150,97 @@ def forget_files(folder: str) -> None:
             os.close(fd)
 
 
-def loaded_in_s(store: Any, pool: Pool, keys: list[str]) -> float:
-    """Load all pages into an empty pool; return the seconds."""
+def loaded(store: Any, pool: Pool, keys: list[str]) -> Row:
+    """Load all pages into an empty pool; return the time and the processor time."""
     before = pool.buffer.clone()
     pool.buffer.zero_()
-    seconds = in_batches(store.load, keys)
+    row = in_batches(store.load, keys)
     assert torch.equal(pool.buffer, before), "wrong bytes"
-    return seconds
+    return row
+
+
+def turn_of(store: Any, pool: Pool, keys: list[str], folder: str) -> dict[str, Row]:
+    """Store pages, and load them warm and cold; return the time and the processor time of each."""
+    rows = {"backup": in_batches(store.save, keys)}
+    until_found(store, keys)
+    rows["warm"] = loaded(store, pool, keys)
+    forget_files(folder)
+    rows["cold"] = loaded(store, pool, keys)
+    # As many keys as a prompt of 128,000 tokens has: all of them are present.
+    many = (keys * (2000 // len(keys) + 1))[:2000]
+    begun = time.perf_counter()
+    assert store.find(many) == 2000
+    rows["2,000 keys"] = (time.perf_counter() - begun, 0.0)
+    return rows
+
+
+def make_stores(pool: Pool, folder: Path, limit: int | None, wanted: list[str]) -> dict[str, Any]:
+    """Open the wanted stores; each holds at most ``limit`` bytes."""
+    bound = {} if limit is None else {"capacity": limit}
+    made: dict[str, Callable[[], Any]] = {
+        "file": lambda: File(pool, folder / "file", limit),
+        "kvoffload": lambda: Ours(pool, folder / "process", "process", **bound),
+        "cached": lambda: Ours(pool, folder / "cached", "process", io="cached", **bound),
+        "buffered": lambda: Ours(pool, folder / "buffered", "process", io="buffered", **bound),
+        "thread": lambda: Ours(pool, folder / "thread", "thread", **bound),
+    }
+    return {name: made[name]() for name in wanted}
+
+
+def compare(options: argparse.Namespace, page_bytes: int, *, is_full: bool) -> None:
+    """Measure all stores by turns, and print the medians."""
+    num_pages = (options.mib << 20) // page_bytes
+    # Full: the store holds the pages of two turns, and each turn evicts those of an earlier one.
+    limit = 2 * num_pages * (page_bytes + 4096) + (64 << 20) if is_full else None
+    warmups = 3 if is_full else 0
+    pool = Pool(num_pages, page_bytes)
+    times: dict[str, list[dict[str, Row]]] = {name: [] for name in options.stores}
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        stores = make_stores(pool, Path(folder), limit, options.stores)
+        for turn in range(-warmups, options.rounds):
+            keys = [hashlib.sha256(f"{turn} {i}".encode()).hexdigest() for i in range(num_pages)]
+            for name, store in stores.items():
+                if turn < 0:
+                    in_batches(store.save, keys)
+                else:
+                    times[name].append(turn_of(store, pool, keys, folder))
+        for store in stores.values():
+            store.close()
+    kind = "full" if is_full else "empty"
+    print(f"\n{num_pages} pages of {page_bytes >> 10} KiB, {kind}, medians of {options.rounds}")
+    print(f"{'':12}", *(f"{column:>24}" for column in ("backup", "warm", "cold", "2,000 keys")))
+    told = {}
+    for name, turns in times.items():
+        told[name] = {
+            column: tuple(statistics.median(turn[column][i] for turn in turns) for i in range(2))
+            for column in turns[0]
+        }
+        cells = []
+        for column, (seconds, cpu_s) in told[name].items():
+            if column == "2,000 keys":
+                cells.append(f"{seconds * 1e3:8.2f} ms")
+                continue
+            rate, cpu_us = num_pages * page_bytes / seconds / (1 << 30), cpu_s * 1e6 / num_pages
+            ratio = told["file"][column][0] / seconds if "file" in told else float("nan")
+            cells.append(f"{rate:5.2f} {ratio:5.2f} x {cpu_us:6.0f} us")
+        print(f"{name:12}", *(f"{cell:>24}" for cell in cells), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pages", type=int, default=512)
-    parser.add_argument("--page-bytes", type=int, default=512 << 10)
+    parser.add_argument("--page-bytes", type=int, nargs="+", default=[64 << 10, 512 << 10, 4 << 20])
+    parser.add_argument("--mib", type=int, default=256, help="of the pages of a turn")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--stores", nargs="+", default=["file", "kvoffload", "cached"])
+    parser.add_argument("--fill", nargs="+", choices=["empty", "full"], default=["empty", "full"])
     parser.add_argument("--folder", help="where all stores are made; default: the temporary folder")
     options = parser.parse_args()
-    pool = Pool(options.pages, options.page_bytes)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        stores = {
-            "file": File(pool, Path(folder, "file")),
-            "kvoffload": Ours(pool, Path(folder, "process"), "process"),
-            "kvoffload, io thread": Ours(pool, Path(folder, "thread"), "thread"),
-            "kvoffload, buffered": Ours(pool, Path(folder, "buffered"), "process", io="buffered"),
-            "kvoffload, 8 writers": Ours(pool, Path(folder, "many"), "process", write_threads=8),
-        }
-        times: dict[str, list[tuple[float, ...]]] = {name: [] for name in stores}
-        for turn in range(options.rounds):
-            keys = [hashlib.sha256(f"{turn} {i}".encode()).hexdigest() for i in range(2000)]
-            held = keys[: options.pages]
-            for name, store in stores.items():
-                saved = in_batches(store.save, held)
-                until_found(store, held)
-                loaded = loaded_in_s(store, pool, held)
-                forget_files(folder)
-                cold = loaded_in_s(store, pool, held)
-                # As many keys as a prompt of 128,000 tokens has: all of them are present.
-                many = (held * (2000 // len(held) + 1))[:2000]
-                begun = time.perf_counter()
-                assert store.find(many) == 2000
-                times[name].append((saved, loaded, cold, time.perf_counter() - begun))
-        for store in stores.values():
-            store.close()
-    gib = options.pages * options.page_bytes / (1 << 30)
-    print(f"{options.pages} pages of {options.page_bytes >> 10} KiB, medians of {options.rounds}")
-    columns = ("backup", "prefetch", "cold", "2,000 keys")
-    print(" " * 24, *(f"{column:>11}" for column in columns))
-    for name, rows in times.items():
-        *moved, asked = (statistics.median(column) for column in zip(*rows, strict=True))
-        rates = (f"{gib / seconds:5.2f} GiB/s" for seconds in moved)
-        print(f"{name:24}", *rates, f"{asked * 1e3:8.2f} ms")
+    torch.set_num_threads(1)  # `file` copies pages with torch, whose threads would wait for cores
+    logging.disable(logging.WARNING)  # small pages are warned of
+    print("GiB/s, times the rate of `file`, and processor time a page")
+    for page_bytes in options.page_bytes:
+        for fill in options.fill:
+            compare(options, page_bytes, is_full=fill == "full")
 
 
 if __name__ == "__main__":
