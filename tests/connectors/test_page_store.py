@@ -113,6 +113,32 @@ def test_a_store_job_takes_a_bounded_number_of_bytes(pool, opened, tmp_path, mon
     assert jobs[4:] == [1, 1]
 
 
+def test_a_job_of_small_pages_has_as_many_as_its_bytes_allow(pool, opened, tmp_path, until):
+    def jobs_of(slots):
+        root = tmp_path / f"{slots}"
+        store = opened(disk(root), io="thread", slots=slots)
+        jobs = {"store": [], "load": []}
+
+        def counting(call):
+            begin = getattr(store._client, call)
+
+            def begun(tier, keys, slots, *rest):
+                jobs[call].append(len(slots))
+                return begin(tier, keys, slots, *rest)
+
+            return begun
+
+        store._client.store, store._client.load = counting("store"), counting("load")
+        assert all(store.save(keys(40), pool.pages(range(40))))
+        until(lambda: store.num_leading(keys(40)) == 40)
+        assert all(store.load(keys(40), pool.pages(range(40))))
+        return jobs
+
+    assert jobs_of(512) == {"store": [40], "load": [40]}
+    assert jobs_of(64 + 128) == {"store": [24, 16], "load": [24, 16]}  # an eighth of all slots
+    assert jobs_of(64) == {"store": [16, 16, 8], "load": [16, 16, 8]}  # as few as of large pages
+
+
 @pytest.mark.parametrize("form", ["thread", "process"])
 def test_pages_come_back_whole_in_a_new_store(pool, opened, tmp_path, form, until):
     source, target = range(20), range(30, 50)

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 Page = Sequence[tuple[int, int]]
 """The parts of a page in the engine's memory: address and bytes of each."""
 PAGES_PER_JOB = 16
+JOB_BYTES = 4 << 20
+"""A job of small pages has so many bytes: each job costs messages, tasks and wake-ups."""
 STORE_JOB_BYTES = 32 << 20
 """A larger store job may take all staging slots; the copy of the next job must wait for it then."""
 CLEAR_S = 30.0
@@ -75,6 +77,8 @@ class PageStore:
         self._client = self._io.client
         self._tiers = list(self._client.tiers.values())
         self._staging = staging = StagingSlots(num_slots)
+        # A call that hangs keeps the slots of its job, so a job has a small part of them.
+        self._pages_per_job = max(PAGES_PER_JOB, min(JOB_BYTES // slot_bytes, num_slots // 8))
         self._late = LateSlots(max(1, num_slots // (2 * len(self._tiers))))
         self.figures = PageFigures(self._client, tokens_of, lambda: staging.num_busy * slot_bytes)
         """What became of pages."""
@@ -289,8 +293,8 @@ class PageStore:
         ``source`` is the tier of a load; without one they are for a store.
         """
         storing = not source
-        most = max(1, STORE_JOB_BYTES // self.slot_bytes) if storing else PAGES_PER_JOB
-        count = min(len(left), PAGES_PER_JOB, most)
+        most = max(1, STORE_JOB_BYTES // self.slot_bytes) if storing else len(left)
+        count = min(len(left), self._pages_per_job, most)
         slots = self._staging.take(count, storing=storing, until_s=0.0 if running else until_s)
         if not slots:
             return None
