@@ -23,6 +23,8 @@ class FakeCuda:
 
     def __init__(self):
         self.registered = {}
+        self.allocated = {}
+        """Ranges that were allocated as pinned memory."""
         self.refuse_after = 1 << 60
         self.allocated_bytes = 0
         """Of device memory that still lives."""
@@ -81,6 +83,10 @@ class FakeCuda:
     def is_registered(self, address):
         return any(start <= address < start + size for start, size in self.registered.items())
 
+    def is_pinned(self, address):
+        ranges = (*self.registered.items(), *self.allocated.items())
+        return any(start <= address < start + size for start, size in ranges)
+
     def check_within_one(self, address, length):
         assert any(
             start <= address and address + length <= start + size
@@ -95,6 +101,8 @@ class FakeCuda:
 
         def counted(*sizes, pin_memory=False, **how):
             tensor = empty(*sizes, **how)
+            if pin_memory:
+                self.allocated[tensor.data_ptr()] = tensor.nbytes
             if "device" in how and not pin_memory:
                 if self.allocated_bytes + tensor.nbytes > self.device_bytes:
                     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24.00 MiB.")
@@ -166,10 +174,13 @@ class FakeDriver:
         if self._cuda.batch_error is not None:
             raise self._cuda.batch_error
         for ends in zip(device.tolist(), host.tolist(), sizes.tolist(), strict=True):
-            assert self._cuda.is_registered(ends[1]), "only pinned memory is copied in batches"
-            self.copy(stream, *ends, to_host)
+            assert self._cuda.is_pinned(ends[1]), "only pinned memory is copied in batches"
+            self._move(stream, *ends, to_host)
 
     def copy(self, stream, device, host, num_bytes, to_host):
+        self._move(stream, device, host, num_bytes, to_host)
+
+    def _move(self, stream, device, host, num_bytes, to_host):
         assert stream in self._cuda.streams
         assert threading.current_thread().name in self._cuda.entered
         assert num_bytes > 0

@@ -122,6 +122,8 @@ class LateDevice:
         self.broken: Exception | None = None
         """The error of earlier work: every event raises it from then on."""
         self.is_closed = False
+        self.batches = True
+        """Whether several copies are one call."""
         self.pinned_bytes = slab.num_bytes
         self._kernels = IndexKernels(kv_caches)
         self._slab = slab
@@ -225,6 +227,10 @@ class LateDevice:
         """See :class:`kvoffload.transfer.cuda.device.Device`."""
         frozen = _frozen(table)
         stream.enqueue(lambda: self._kernels.move(part, frozen, stage, to_stage))
+
+    def has_batches(self) -> bool:
+        """See :class:`kvoffload.transfer.cuda.device.Device`."""
+        return self.batches
 
     def copy(self, stream: LateStream, copies: Copies, to_host: bool) -> None:
         """Copy in any order; read some of the slab's bytes early, as the driver is allowed to."""

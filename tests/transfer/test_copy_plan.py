@@ -16,7 +16,7 @@ from kvoffload.messages import (
     GPULoadStoreSpec,
 )
 from kvoffload.transfer.cuda.copies import Copies
-from kvoffload.transfer.cuda.copy_plan import MOST_BYTES, MOST_COPIES, CopyPlan
+from kvoffload.transfer.cuda.copy_plan import FIRST_COPIES, MOST_BYTES, MOST_COPIES, CopyPlan
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 from tests.support.moves import move, moves_of
@@ -37,8 +37,8 @@ def caches_of(pages, num_blocks, padding=0):
     )
 
 
-def plan_of(direct_page_bytes):
-    caches = caches_of([PAGE], 8)
+def plan_of(direct_page_bytes, num_blocks=8):
+    caches = caches_of([PAGE], num_blocks)
     layout = ChunkLayout(caches, PER_CHUNK)
     plan = CopyPlan(caches, layout, layout.slot_bytes, 1 << 20, direct_page_bytes)
     return plan, caches.tensors[0].tensor.data_ptr()
@@ -161,10 +161,21 @@ def test_a_batch_has_a_bounded_number_of_copies_and_bytes():
     layout = ChunkLayout(caches, 1)
     plan = CopyPlan(caches, layout, layout.slot_bytes, 1 << 20, 32 << 10)
     moves = layout.moves(GPULoadStoreSpec(range(chunks)[::-1]), list(range(chunks)))
-    sizes = [copies.sizes for copies in plan.page_copies(0, moves)]
-    assert sum(batch.sum() for batch in sizes) == tensors * page * chunks
-    assert all(batch.sum() <= MOST_BYTES and len(batch) <= MOST_COPIES for batch in sizes)
-    assert len(sizes) == -(-tensors * page * chunks // MOST_BYTES)
+    for most in (MOST_COPIES, 256):
+        sizes = [copies.sizes for copies in plan.page_copies(0, moves, most)]
+        assert sum(batch.sum() for batch in sizes) == tensors * page * chunks
+        assert all(batch.sum() <= MOST_BYTES and len(batch) <= most for batch in sizes)
+        assert max(len(batch) for batch in sizes) == min(most, MOST_BYTES // page)
+
+
+def test_the_first_batch_is_small_and_each_later_one_four_times_as_large():
+    """The bus idles until the driver has taken in a whole batch."""
+    plan, _ = plan_of(1, num_blocks=2 * MOST_COPIES)
+    blocks = np.random.default_rng(0).permutation(2 * MOST_COPIES)
+    moves = pairs_of((i, *blocks[2 * i : 2 * i + 2]) for i in range(MOST_COPIES))
+    counts = [copies.sizes.sum() // PAGE for copies in plan.page_copies(0, moves)]
+    assert counts == [64, 256, 1024, 4096, 2752]
+    assert counts[0] == FIRST_COPIES
 
 
 @pytest.mark.parametrize("tensors", [1, 64])
@@ -187,9 +198,10 @@ def test_a_batch_takes_the_same_steps_however_many_copies_it_has(tensors):
         assert sum(copies.sizes.sum() for copies in made) == 64 * tensors * count
         return opcodes, len(made)
 
-    few, one = steps(8)
+    few, one = steps(max(1, 8 // tensors))
     many, batches = steps(MOST_COPIES)
-    assert (one, batches) == (1, tensors)
+    # Those of 64, 256 and 1,024 copies, and the rest in batches of ``MOST_COPIES``.
+    assert (one, batches) == (1, 3 + -(-(tensors * MOST_COPIES - 1344) // MOST_COPIES))
     assert many / batches <= few + 100
 
 

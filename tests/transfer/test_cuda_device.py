@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from cuda_stand_in import install
+from cuda_stand_in import FakeDriver, install
 
 from kvoffload.messages import (
     CanonicalKVCacheRef,
@@ -141,6 +141,24 @@ def test_a_long_copy_is_cut_so_that_the_engines_own_need_not_wait(cuda, monkeypa
     try:
         store_and_load(copier, caches, layout.moves(GPULoadStoreSpec([5, 9]), [0, 3]), [5, 9])
         assert max(max(batch) for batch in cuda.batches) == 4096
+    finally:
+        copier.close()
+
+
+@pytest.mark.parametrize("direct_page_bytes", [1, 1 << 20])
+def test_one_copy_and_a_table_of_blocks_are_batches_too(cuda, monkeypatch, direct_page_bytes):
+    """The call for one copy takes a lock of the driver that the engine's calls wait for."""
+    monkeypatch.setattr(FakeDriver, "copy", lambda *given: pytest.fail("a call for one copy"))
+    caches = make_caches([(512, 0)])
+    layout = ChunkLayout(caches, 1)
+    slab = Slab(8, layout.slot_bytes)
+    sizes = {"stage_bytes": 512, "direct_page_bytes": direct_page_bytes}
+    copier = StreamCopier(caches, slab, layout, CudaDevice(caches, slab), **sizes)
+    try:
+        store_and_load(copier, caches, layout.moves(GPULoadStoreSpec([5]), [4]), [5])
+        # A table names a block, its chunk and its place there, in 8 bytes each.
+        table = [] if direct_page_bytes == 1 else [[24]]
+        assert cuda.batches == [*table, [512], [512], *table]
     finally:
         copier.close()
 

@@ -16,6 +16,9 @@ from kvoffload.transfer.layout import ChunkLayout, Moves, Numbers, Region, numbe
 
 MOST_BLOCKS = 4096
 """In a staged portion, whose table lists them."""
+FIRST_COPIES = 64
+"""In a transfer's first batch of direct copies: the bus idles until the driver has taken it in.
+Each later batch has four times as many."""
 MOST_COPIES = 4096
 MOST_BYTES = 64 << 20
 """In one batch of direct copies."""
@@ -119,17 +122,24 @@ class CopyPlan:
 
     # ---- direct ----
 
-    def page_copies(self, group_idx: int, moves: Moves) -> Iterator[Copies]:
-        """Return the copies between slots and a group's blocks, in batches."""
+    def page_copies(
+        self, group_idx: int, moves: Moves, most_copies: int = MOST_COPIES
+    ) -> Iterator[Copies]:
+        """Return the copies between slots and a group's blocks, in batches that grow.
+
+        A batch has at most ``most_copies``, unless one block has more.
+        """
         addresses, rows, offsets, pages = self._regions[group_idx].transpose(1, 0, 2)
         num_regions, block_bytes = len(pages), int(pages.sum())
         if not num_regions:
             return
         ids, chunks, within = blocks_of(moves)
         host = moves.host_slots[chunks] * self._slot_bytes
-        at_once = max(1, min(MOST_COPIES // num_regions, MOST_BYTES // block_bytes))
-        for begin in range(0, len(ids), at_once):
+        begin, num_copies = 0, FIRST_COPIES
+        while begin < len(ids):
+            at_once = max(1, min(num_copies // num_regions, MOST_BYTES // block_bytes))
             some = slice(begin, begin + at_once)
+            begin, num_copies = begin + at_once, min(4 * num_copies, most_copies)
             device = addresses + ids[some] * rows
             yield Copies(
                 device.ravel(),

@@ -125,6 +125,10 @@ class Device(Protocol):
         """Gather pages into staging memory, chunk after chunk; or scatter them to their blocks."""
         ...
 
+    def has_batches(self) -> bool:
+        """Whether several copies are one call of the driver; may change to False."""
+        ...
+
     def copy(self, stream: Stream, copies: Copies, to_host: bool) -> None:
         """Copy between device memory and the slab, in any order among the copies.
 

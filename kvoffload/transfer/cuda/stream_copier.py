@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING
 from kvoffload.config import human_bytes
 from kvoffload.messages import CanonicalKVCaches
 from kvoffload.transfer.base import CopyFence, Fence
-from kvoffload.transfer.cuda.copy_plan import CopyPlan, blocks_of
+from kvoffload.transfer.cuda.call_watch import CallWatch
+from kvoffload.transfer.cuda.copies import Copies
+from kvoffload.transfer.cuda.copy_plan import MOST_COPIES, CopyPlan, blocks_of
 from kvoffload.transfer.cuda.device import BlockTable, Device, Event, Part, Stream
 from kvoffload.transfer.cuda.fences import POLL_S, EngineFence, StreamFence, Timing
 from kvoffload.transfer.layout import ChunkLayout, Moves
@@ -48,6 +50,13 @@ LEAST_STAGE_BYTES = 1 << 20
 copied directly."""
 TABLES = 16
 """Portions of a direction in flight: enough for 7 ms of the bus."""
+MOST_CALLS = 512
+MOST_BYTES = 512 << 20
+"""Direct copies of a direction in flight. A stream takes about a thousand waiting calls; a further
+one blocks the launching thread until the engine's work before the copies is done. The bytes are 9
+ms of the bus."""
+MOST_SINGLE_COPIES = 256
+"""Enqueued at a time where each copy is a call of its own."""
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -97,11 +106,19 @@ class Launcher:
             to_host: deque(Lane(device.new_stream(), stages.pop()) for _ in range(LANES))
             for to_host in (True, False)
         }
+        # Of the direct copies to the host (True) and from it: an event after them, and their share
+        # of what may be in flight.
+        self._flying: dict[bool, deque[tuple[Event, float]]] = {True: deque(), False: deque()}
+        self._watch = CallWatch()
         self._has_ended = self._has_entered = False
         self._ending = threading.Lock()
         self._queued: queue.SimpleQueue[StreamJob | StreamFence | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvoffload-launch", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._watch.end()
+            raise
 
     def _new_tables(self, count: int) -> Sequence[BlockTable]:
         if not self._plan.table_blocks:
@@ -129,6 +146,7 @@ class Launcher:
             self._has_ended = True
             self._queued.put(None)
         self._thread.join(timeout_s)
+        self._watch.end()
         return not self._thread.is_alive()
 
     # ---- the thread ----
@@ -151,7 +169,8 @@ class Launcher:
                     job.host_end = self._plan.host_end(job.moves)
                     begun[job.to_host].append((job, self._launch(job)))
             # Both directions take turns: a large store does not hold up a load.
-            went_on = [self._advance(jobs) for jobs in begun.values() if jobs]
+            with self._watch:
+                went_on = [self._advance(jobs) for jobs in begun.values() if jobs]
             is_stuck = not any(went_on)
             watched = [fence for fence in watched if not fence.done()]
         self.fence_close()
@@ -189,7 +208,7 @@ class Launcher:
         return True
 
     def _launch(self, job: StreamJob) -> Iterator[bool]:
-        """Enqueue a transfer in steps; tell of each whether it went on or waits for a table."""
+        """Enqueue a transfer in steps; tell of each whether it went on or waits for the device."""
         if not isinstance(job.after, EngineFence):
             job.after.wait()
         for group_idx, parts in enumerate(self._plan.parts):
@@ -203,9 +222,25 @@ class Launcher:
             if len(moves) and not parts:
                 lane = self._enter(job)
                 self._follow_engine(job, lane)
-                for copies in self._plan.page_copies(group_idx, moves):
-                    self._device.copy(lane.stream, copies, job.to_host)
+                most = MOST_COPIES if self._device.has_batches() else MOST_SINGLE_COPIES
+                for copies in self._plan.page_copies(group_idx, moves, most):
+                    while not self._has_room(job.to_host):
+                        yield False
+                    self._copy_pages(job, lane, copies)
                     yield True
+
+    def _has_room(self, to_host: bool) -> bool:
+        """Whether the driver takes further direct copies at once."""
+        flying = self._flying[to_host]
+        while flying and flying[0][0].query():
+            flying.popleft()
+        return sum(share for _, share in flying) < 1
+
+    def _copy_pages(self, job: StreamJob, lane: Lane, copies: Copies) -> None:
+        self._device.copy(lane.stream, copies, job.to_host)
+        calls = 1 if self._device.has_batches() else len(copies.sizes)
+        share = max(calls / MOST_CALLS, int(copies.sizes.sum()) / MOST_BYTES)
+        self._flying[job.to_host].append((lane.stream.record_event(), share))
 
     def _has_table(self, to_host: bool) -> bool:
         tables = self._tables[to_host]

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from kvoffload.config import human_bytes
@@ -162,8 +163,9 @@ class CudaDevice:
     # ---- work ----
 
     def upload(self, stream: Stream, table: BlockTable) -> None:
-        ends = (table.device.data_ptr(), int(table.host.ctypes.data))
-        self._driver.copy(_handle(stream), *ends, table.count * 3 * table.host.itemsize, False)
+        num_bytes = table.count * 3 * table.host.itemsize
+        ends = table.device.data_ptr(), table.host.ctypes.data, num_bytes
+        self._enqueue(_handle(stream), Copies(*(np.array([each]) for each in ends)), False)
 
     def move(
         self, stream: Stream, part: Part, table: BlockTable, stage: torch.Tensor, to_stage: bool
@@ -175,14 +177,21 @@ class CudaDevice:
         pinned_bytes = self._pinning.pinned_bytes
         copies = copies.within_registrations(self._pinning.portion_bytes).of_at_most(COPY_BYTES)
         pinned = copies.host < pinned_bytes
+        copies = copies._replace(host=copies.host + self._slab.address)
         self._enqueue(_handle(stream), copies.take(pinned), to_host)
         self._one_by_one(_handle(stream), copies.take(~pinned), to_host)
 
+    def has_batches(self) -> bool:
+        return "copies" not in self._why_not
+
     def _enqueue(self, stream: int, copies: Copies, to_host: bool) -> None:
-        if "copies" not in self._why_not and len(copies.sizes) > 1:
-            device, host, sizes = copies
+        """Copy from and to pinned memory, whose addresses the copies name.
+
+        A single copy is a batch too: the older call takes a lock that other threads wait for.
+        """
+        if self.has_batches() and len(copies.sizes):
             try:
-                self._driver.batch(stream, device, host + self._slab.address, sizes, to_host)
+                self._driver.batch(stream, *copies, to_host)
             except Exception as error:
                 # Copies of the batch that were enqueued are repeated below: the same bytes.
                 self._why_not["copies"] = str(error)
@@ -192,9 +201,8 @@ class CudaDevice:
         self._one_by_one(stream, copies, to_host)
 
     def _one_by_one(self, stream: int, copies: Copies, to_host: bool) -> None:
-        first = self._slab.address
         for device, host, num_bytes in zip(*(row.tolist() for row in copies), strict=True):
-            self._driver.copy(stream, device, first + host, num_bytes, to_host)
+            self._driver.copy(stream, device, host, num_bytes, to_host)
 
     def is_settled(self, end: int) -> bool:
         return self._pinning.is_settled(end)
@@ -209,7 +217,7 @@ class CudaDevice:
             "copier": "cuda",
             "device": torch.cuda.get_device_name(self._device),
             "kernels": "triton" if self._kernels is not None else "none",
-            "copies": "one by one" if "copies" in self._why_not else "batched",
+            "copies": "batched" if self.has_batches() else "one by one",
             "pinned_bytes": self._pinning.pinned_bytes,
             **{f"why_not_{choice}": why for choice, why in why_not.items()},
         }

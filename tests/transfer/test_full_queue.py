@@ -1,0 +1,162 @@
+"""What a copier does when the driver takes no further call, or does not return from one."""
+
+import logging
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from kvoffload.messages import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+)
+from kvoffload.transfer.cuda import call_watch, stream_copier
+from kvoffload.transfer.cuda.stream_copier import MOST_CALLS, Launcher, StreamCopier
+from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.slab import Slab
+from tests.support.late_device import LateDevice
+
+PAGE, CHUNKS = 4096, 3000
+QUEUE = 1000
+"""Calls that a stream takes: as many were measured on an A100. A further one blocks."""
+
+
+class FullDevice(LateDevice):
+    """A device whose calls block while the queue of their stream is full."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.is_released = threading.Event()
+        self.stored_bytes = 0
+
+    def copy(self, stream, copies, to_host):
+        if not self.batches and len(stream.work) + len(copies.sizes) > QUEUE:
+            self.is_released.wait()
+        if to_host:
+            self.stored_bytes += int(copies.sizes.sum())
+        super().copy(stream, copies, to_host)
+
+    def stand_still(self):
+        """Let the engine's stream do nothing more, until :meth:`go_on`."""
+        self.engine.work.appendleft(self.stand_still)
+
+    def go_on(self):
+        with self.lock:
+            self.engine.work.remove(self.stand_still)
+        self.is_released.set()
+
+
+class Parts:
+    """A copier on pages that are scattered at both ends: no two are one copy."""
+
+    def __init__(self, batches):
+        tensor = torch.randint(-128, 127, (CHUNKS + 1, PAGE), dtype=torch.int8)
+        caches = CanonicalKVCaches(
+            (CanonicalKVCacheTensor(tensor, PAGE),), ((CanonicalKVCacheRef(0, PAGE),),)
+        )
+        self.tensor, self.layout = tensor, ChunkLayout(caches, 1)
+        self.slab = Slab(CHUNKS + 1, self.layout.slot_bytes)
+        self.device = FullDevice(caches, self.slab, 1)
+        self.device.batches = batches
+        self.copier = StreamCopier(caches, self.slab, self.layout, self.device, direct_page_bytes=1)
+        self.order = np.random.default_rng(0).permutation(CHUNKS + 1)
+
+    def launch(self, begin, count, to_host, after=None):
+        some = self.order[begin:][:count]
+        moves = self.layout.moves(GPULoadStoreSpec(some), some)
+        return self.copier.launch(moves, to_host, after or self.copier.record_fence())
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def make(batches=True):
+        made.append(Parts(batches))
+        return made[-1]
+
+    yield make
+    for parts in made:
+        parts.device.is_released.set()
+        parts.copier.close()
+
+
+def test_single_copies_behind_the_forward_pass_do_not_fill_the_queue_of_their_stream(make, until):
+    """The launching thread would stand in the driver until the pass ends, and all loads with it."""
+    parts = make(batches=False)
+    early = parts.copier.record_fence()
+    parts.slab.rows[parts.order[CHUNKS]][:] = 7
+    parts.device.engine.enqueue(parts.device.stand_still)
+    store = parts.launch(0, CHUNKS, True)
+    until(lambda: parts.device.stored_bytes > MOST_CALLS * PAGE)
+    time.sleep(0.1)  # for as many further calls as the copier makes
+    load = parts.launch(CHUNKS, 1, False, early)
+    assert load.wait(10)
+    assert (parts.tensor[parts.order[CHUNKS]] == 7).all()
+    assert not store.done()
+    parts.device.go_on()
+    assert store.wait(30)
+    assert store.error is None
+    assert np.array_equal(
+        parts.slab.rows[parts.order[:CHUNKS]], parts.tensor[parts.order[:CHUNKS]].numpy()
+    )
+
+
+def test_batches_behind_the_forward_pass_are_bounded_by_their_bytes(make, monkeypatch, until):
+    monkeypatch.setattr(stream_copier, "MOST_BYTES", 300 * PAGE)
+    parts = make()
+    parts.device.engine.enqueue(parts.device.stand_still)
+    has_room, found = Launcher._has_room, []
+
+    def noted(launcher, to_host):
+        found.append(has_room(launcher, to_host))
+        return found[-1]
+
+    monkeypatch.setattr(Launcher, "_has_room", noted)
+    store = parts.launch(0, CHUNKS, True)
+    until(lambda: found.count(False) > 3)
+    assert parts.device.stored_bytes == (64 + 256) * PAGE
+    parts.device.go_on()
+    assert store.wait(30)
+    assert store.error is None
+    assert parts.device.stored_bytes == CHUNKS * PAGE
+
+
+def test_a_call_that_does_not_return_is_told_once(make, monkeypatch, caplog, until):
+    monkeypatch.setattr(call_watch, "LATE_S", 0.05)
+    monkeypatch.setattr(call_watch, "CHECK_S", 0.01)
+    caplog.set_level(logging.INFO)
+
+    def told():
+        return [each for each in caplog.messages if "has not returned" in each]
+
+    parts = make()
+    assert parts.launch(0, 3, True).wait(10)
+    call, returns = parts.device.copy, parts.device.is_released
+
+    def hang(*given):
+        returns.wait()
+        call(*given)
+
+    monkeypatch.setattr(parts.device, "copy", hang)
+    late = parts.launch(0, 3, True)
+    until(told)
+    assert "batched_copies" in told()[0]
+    assert not late.wait(0.2)
+    returns.set()
+    assert late.wait(10)
+    assert late.error is None
+    assert len(told()) == 1
+
+
+def test_a_copier_that_has_nothing_to_do_tells_of_no_call(make, monkeypatch, caplog):
+    monkeypatch.setattr(call_watch, "LATE_S", 0.02)
+    monkeypatch.setattr(call_watch, "CHECK_S", 0.01)
+    parts = make()
+    assert parts.launch(0, 3, True).wait(10)
+    assert not threading.Event().wait(0.1)
+    assert "has not returned" not in caplog.text
