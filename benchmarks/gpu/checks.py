@@ -10,23 +10,32 @@ import numpy as np
 import torch
 
 from benchmarks.gpu import device, sizes
-from benchmarks.gpu.ours import Ours, Transfers, caches_of, check, until_pinned
+from benchmarks.gpu.ours import (
+    Ours,
+    Transfers,
+    bytes_to_pin,
+    caches_of,
+    check,
+    tier_slab,
+    until_pinned,
+)
 from benchmarks.harness import Row, row
 from kvoffload.messages import GPULoadStoreSpec
 from kvoffload.transfer.factory import make_copier
 from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.slab import Slab
 
 MODULES = ("torch", "numpy", "triton", "cuda.bindings", "msgspec", "pytest")
 FACTS = {
     "GPU, driver, PCIe generation and width": "nvidia-smi --format=csv,noheader --query-gpu="
-    "name,driver_version,pcie.link.gen.current,pcie.link.width.current,memory.total",
+    "name,driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,memory.total",
     "kernel, cores, limit of locked memory": "uname -r; nproc; ulimit -l",
     "memory": "grep -m3 Mem /proc/meminfo",
-    "huge pages": "cat /sys/kernel/mm/transparent_hugepage/enabled",
+    "huge pages": "cd /sys/kernel/mm/transparent_hugepage; cat enabled shmem_enabled",
     "sanitizer": "command -v compute-sanitizer || echo not installed",
 }
 """Commands of a shell that tell about the machine."""
+HANGS = "580.159.04"
+"""The version of the driver with which engines elsewhere saw batches of copies crash and hang."""
 DELAY_CYCLES = 20_000_000
 """About 10 ms: the engine's work before a fence is not done when a transfer is launched."""
 
@@ -36,6 +45,8 @@ def environment() -> Iterator[Row]:
     for name, command in FACTS.items():
         done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
         yield row(name, " | ".join((done.stdout + done.stderr).splitlines()), "")
+        if HANGS in done.stdout:
+            yield row(f"driver {HANGS}", "batches were seen to hang: vllm#49276", "")
     for name in MODULES:
         try:
             version = getattr(importlib.import_module(name), "__version__", "installed")
@@ -45,7 +56,12 @@ def environment() -> Iterator[Row]:
 
 
 def smoke() -> Iterator[Row]:
-    """Round trips on an engine's own stream that is still busy; slots of two registrations."""
+    """Round trips on an engine's own stream that is still busy; slots of two registrations.
+
+    Raises:
+        RuntimeError: other bytes came back, or not by the best way: all rates would be of another.
+    """
+    worse: dict[str, str] = {}
     for name, (page_bytes, num_blocks) in sizes.SMOKE.items():
         for mode in (nullcontext, torch.inference_mode):
             with mode():
@@ -53,15 +69,27 @@ def smoke() -> Iterator[Row]:
                 same, stats = _round_trip(tensors)
             made = "usual" if mode is nullcontext else "made under inference_mode"
             yield row(f"{name}, {made}", "the same bytes" if same else "OTHER BYTES", "")
-            print(stats, flush=True)
+            yield row(f"{name}, way", ", ".join(f"{key} {at}" for key, at in stats.items()), "")
             if not same:
                 raise RuntimeError(f"{name}, {made}: other bytes came back")
+            worse |= ways_not_taken(stats)
+    if worse:
+        raise RuntimeError(f"the bytes are right, but the best way was not taken: {worse}")
 
 
-def _round_trip(tensors: list[Any]) -> tuple[bool, Any]:
+def ways_not_taken(stats: dict[str, Any]) -> dict[str, str]:
+    """Why better ways are not taken; a driver without batches has no better way."""
+    return {
+        key: str(why)
+        for key, why in stats.items()
+        if key.startswith("why_not_") and not str(why).startswith("the driver is of CUDA")
+    }
+
+
+def _round_trip(tensors: list[Any]) -> tuple[bool, dict[str, Any]]:
     caches = caches_of(tensors)
     layout = ChunkLayout(caches, 2)
-    slab = Slab(sizes.SMOKE_SLOTS, layout.slot_bytes)
+    slab = tier_slab(sizes.SMOKE_SLOTS, layout.slot_bytes)
     edge = sizes.REGISTRATION_BYTES // layout.slot_bytes
     num_blocks = len(tensors[0])
     draw = np.random.default_rng(0)
@@ -99,7 +127,7 @@ def captures() -> Iterator[Row]:
             numbers.add_(1)
 
     with Ours(8, 18 * sizes.KIB, 8 * sizes.MIB) as ours, Transfers(ours) as transfers:
-        slab = Slab(sizes.PINNED_BYTES // sizes.MIB, sizes.MIB)
+        slab = tier_slab(bytes_to_pin() // sizes.MIB, sizes.MIB)
         caches = caches_of([device.pages(8, sizes.MIB)])
         copier = make_copier(caches, slab, ChunkLayout(caches, 1))
         try:

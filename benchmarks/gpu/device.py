@@ -1,7 +1,7 @@
 """The CUDA calls of the first run; tests replace those that a stand-in for torch lacks."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,8 @@ _VERSION = 12080
 """The driver gives the function the signature of this version, also if the driver is newer."""
 STREAM_ORDER, ANY_ORDER = 1, 3
 """Whether the source of a copy may change later in the stream, or never does."""
+PREFER_OVERLAP = 1
+"""A flag of copies: run while kernels do. From CUDA 13.1 on it asks for a copy engine."""
 
 
 def pages(count: int, page_bytes: int) -> torch.Tensor:
@@ -40,6 +42,32 @@ def using(stream: Any) -> Any:
 def wait_for_stream() -> None:
     """Wait for the current stream alone, as an engine does after a step."""
     torch.cuda.current_stream().synchronize()
+
+
+def wait_for_ends(streams: Sequence[Any]) -> None:
+    """Wait for these streams asleep, as our own transfers are waited for."""
+    events = [torch.cuda.Event(blocking=True) for _ in streams]
+    for event, stream in zip(events, streams, strict=True):
+        event.record(stream)
+    for event in events:
+        event.synchronize()
+
+
+def numbers(count: int) -> torch.Tensor:
+    """Room for so many numbers of 64 bits on the device."""
+    return torch.empty(count, dtype=torch.int64, device="cuda")
+
+
+def put(table: Any) -> None:
+    """Copy a table of blocks to the device."""
+    table.device.copy_(torch.from_numpy(table.host))
+
+
+def kernels(caches: Any, part: Any, programs: int) -> Any:
+    """Our Triton kernel for one part of a cache, with at most so many programs."""
+    from kvoffload.transfer.cuda.triton_kernel import TritonKernels
+
+    return TritonKernels(caches, [part], programs)
 
 
 def wait_for_all() -> None:
@@ -89,7 +117,13 @@ class BatchCopy:
         self._call = ctypes.CFUNCTYPE(ctypes.c_int, *signature)(function.value)
 
     def __call__(
-        self, targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: Any, order: int
+        self,
+        targets: np.ndarray,
+        sources: np.ndarray,
+        sizes: np.ndarray,
+        stream: Any,
+        order: int,
+        flags: int = 0,
     ) -> None:
         """Enqueue copies of these addresses and sizes, all uint64.
 
@@ -97,7 +131,7 @@ class BatchCopy:
             RuntimeError: the driver refused them.
         """
         # ``CUmemcpyAttributes``: the order, two locations of two words that may be 0, flags.
-        attributes = np.array([order, 0, 0, 0, 0, 0], np.int32)
+        attributes = np.array([order, 0, 0, 0, 0, flags], np.int32)
         begin, failed = np.zeros(1, np.uint64), np.zeros(1, np.uint64)
         arrays = targets, sources, sizes, attributes, begin, failed
         places = [array.ctypes.data for array in arrays]

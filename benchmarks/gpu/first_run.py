@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -174,22 +173,27 @@ def main(words: Sequence[str] | None = None, command: Sequence[str] = COMMAND) -
     print(f"{gpu}, driver {driver}, {machine()}, commit {given.commit}, {report['date']}")
     log_file = given.out.with_suffix(".log")
     log_file.write_text("")
-    with tempfile.TemporaryDirectory() as folder:
-        for name in given.parts or PARTS:
-            limit_s = min(PARTS[name][0], end_s - time.monotonic())
-            if limit_s >= LEAST_S:
-                part = run_part(name, limit_s, command, Path(folder))
-            else:
-                verdict = "not begun: no time left"
-                part = {"part": name, "verdict": verdict, "seconds": 0, "rows": [], "output": []}
-            report["parts"].append(part)
-            compare_with_link(report["parts"])
-            report["goals"] = goals(report["parts"])
-            print_part(part)
-            with log_file.open("a") as log:
-                print(f"== {name}: {part['verdict']}", *part["output"], "", sep="\n", file=log)
-            part["output"] = part["output"][-MOST_LINES:] if part["verdict"] != "ok" else []
-            write(given.out, report)
+    # Next to the results: if this process is killed, it has the rows of the part that ran.
+    folder = given.out.with_suffix(".part")
+    folder.mkdir(exist_ok=True)
+    for name in given.parts or PARTS:
+        limit_s = min(PARTS[name][0], end_s - time.monotonic())
+        if limit_s >= LEAST_S:
+            part = run_part(name, limit_s, command, folder)
+        else:
+            verdict = "not begun: no time left"
+            part = {"part": name, "verdict": verdict, "seconds": 0, "rows": [], "output": []}
+        report["parts"].append(part)
+        compare_with_link(report["parts"])
+        report["goals"] = goals(report["parts"])
+        print_part(part)
+        with log_file.open("a") as log:
+            print(f"== {name}: {part['verdict']}", *part["output"], "", sep="\n", file=log)
+        part["output"] = part["output"][-MOST_LINES:] if part["verdict"] != "ok" else []
+        write(given.out, report)
+        for file in folder.iterdir():
+            file.unlink()
+    folder.rmdir()
     print_summary(report)
     return int(any(part["verdict"] != "ok" for part in report["parts"]))
 
@@ -227,8 +231,8 @@ def write(path: Path, report: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     if why := missing():
-        print(f"skipped: {why}")
-        sys.exit(0)
+        print(f"not run: {why}")
+        sys.exit(2)
     # Stopped from outside, it still ends the part that runs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     sys.exit(main())

@@ -1,5 +1,6 @@
 """What the parts of the first run share: our copier on a cache, endless transfers, delays."""
 
+import os
 import statistics
 import threading
 import time
@@ -18,7 +19,7 @@ from kvoffload.messages import (
 )
 from kvoffload.transfer.factory import make_copier
 from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.slab import Slab
+from kvoffload.transfer.slab import Slab, available_host_bytes, create_shared_memory
 
 WAYS = {"store": (True,), "load": (False,), "both ways": (True, False)}
 """Directions, as the ``to_host`` of transfers."""
@@ -33,6 +34,21 @@ def caches_of(tensors: Sequence[Any]) -> CanonicalKVCaches:
         tuple(CanonicalKVCacheTensor(tensor, tensor.shape[1]) for tensor in tensors),
         (tuple(CanonicalKVCacheRef(i, tensor.shape[1]) for i, tensor in enumerate(tensors)),),
     )
+
+
+def tier_slab(num_slots: int, slot_bytes: int) -> Slab:
+    """Take host memory as connectors with tiers do: a memory file, without huge pages on most."""
+    fd = create_shared_memory(num_slots * slot_bytes)
+    try:
+        return Slab(num_slots, slot_bytes, fd)
+    finally:
+        os.close(fd)  # the mapping remains
+
+
+def bytes_to_pin() -> int:
+    """Return how much host memory to pin: whole MiB, and at most a quarter of what is left."""
+    left = available_host_bytes() or sizes.PINNED_BYTES
+    return min(sizes.PINNED_BYTES, left // 4) // sizes.MIB * sizes.MIB
 
 
 def until_pinned(copier: Any, slab: Slab) -> None:
@@ -66,14 +82,23 @@ class Ours:
         num_tensors: of the cache.
         page_bytes: of each tensor's rows; a chunk is one block.
         num_bytes: of a transfer, rounded down to whole chunks.
+        new_slab: makes the host memory.
+        new_copier: makes the copier.
     """
 
-    def __init__(self, num_tensors: int, page_bytes: int, num_bytes: int) -> None:
+    def __init__(
+        self,
+        num_tensors: int,
+        page_bytes: int,
+        num_bytes: int,
+        new_slab: Callable[[int, int], Slab] = tier_slab,
+        new_copier: Callable[..., Any] = make_copier,
+    ) -> None:
         count = max(1, num_bytes // (num_tensors * page_bytes))
         self.num_bytes = count * num_tensors * page_bytes
         caches = caches_of([device.pages(2 * count, page_bytes) for _ in range(num_tensors)])
         self.layout = ChunkLayout(caches, 1)
-        self.slab = Slab(2 * count, self.layout.slot_bytes)
+        self.slab = new_slab(2 * count, self.layout.slot_bytes)
         # Scattered at both ends: otherwise pieces would join to larger ones.
         draw = np.random.default_rng(0)
         numbers = np.arange(2 * count, dtype=np.int32)
@@ -84,7 +109,7 @@ class Ours:
         ]
         self._idle = device.new_stream()
         device.wait_for_all()
-        self.copier = make_copier(caches, self.slab, self.layout)
+        self.copier = new_copier(caches, self.slab, self.layout)
         try:
             until_pinned(self.copier, self.slab)
         except BaseException:
@@ -94,8 +119,17 @@ class Ours:
     def begin(self, to_host: bool) -> Any:
         """Launch a transfer that waits for no step of a model: its fence is of an idle stream."""
         with device.using(self._idle):
-            fence = self.copier.record_fence()
-        return self.copier.launch(self._moves[to_host], to_host, fence)
+            return self.begin_behind(to_host)
+
+    def begin_behind(self, to_host: bool, num_chunks: int | None = None) -> Any:
+        """Launch a transfer of these chunks that waits for the current stream's work."""
+        moves = self._moves[to_host].take(slice(num_chunks))
+        return self.copier.launch(moves, to_host, self.copier.record_fence())
+
+    def begin_one(self, to_host: bool) -> Any:
+        """Launch a transfer of one chunk that waits for no step of a model."""
+        with device.using(self._idle):
+            return self.begin_behind(to_host, 1)
 
     def run(self, which: Sequence[bool]) -> None:
         """Transfer in these directions at once, and wait."""

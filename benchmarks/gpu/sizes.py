@@ -26,6 +26,17 @@ PRODUCT, PRODUCTS, WEIGHTS = 8192, 8, 48
 """Rows of square matrices; products of a prefill-like step, and matrices of a decode-like one."""
 LISTEN_S = 0.5
 """How long a second thread's delays are watched, and transfers without a model."""
+SMALL_PIECES = (4 * KIB, 8 * KIB, 16 * KIB, 24 * KIB, 32 * KIB)
+"""Around the size from which on pages are copied without staging memory."""
+COUNTS, PROGRAMS = (16, 256, 4096), (8, 16, 32, 64)
+"""Copies of a call, and programs of a kernel that reads or writes host memory."""
+PLAN_TENSORS = 64
+LANES = ((2, 24 * MIB), (4, 8 * MIB), (4, 64 * MIB), (8, 24 * MIB))
+"""Lanes of a direction, and the staging memory of each."""
+CHUNKS = 60
+"""Transfers of one chunk; the first of them are not counted."""
+BEHIND = ("61 x 18 KiB", "64 x 64 KiB")
+"""Caches whose stores wait for a busy engine."""
 SUBMIT_PAGE, SUBMIT_BLOCKS, SUBMITS = 32 * KIB, (1, 64, 8000), 30
 PINNED_BYTES = 4 * GIB
 CAPTURES = 30

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from benchmarks.gpu.ours import tier_slab
 from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -74,7 +75,7 @@ def test_a_round_trip_restores_every_byte(seed, triton, batches):
     caches = random_caches(draw, groups)
     per_chunk = draw.randint(1, 4)
     layout = ChunkLayout(caches, per_chunk)
-    slab = Slab(64, layout.slot_bytes)
+    slab = tier_slab(64, layout.slot_bytes)
     sizes = [draw.randint(0, 14) for _ in range(groups)]
     firsts = [draw.randrange(per_chunk) for _ in range(groups)]
     ids = draw.sample(range(NUM_BLOCKS), sum(sizes))
@@ -136,7 +137,7 @@ class CudaEngine:
 def test_whatever_the_order_every_block_and_slot_holds_what_it_must(first):
     caches = small_caches("cuda")
     layout = ChunkLayout(caches, PER_CHUNK)
-    slab = Slab(NUM_SLOTS, layout.slot_bytes)
+    slab = tier_slab(NUM_SLOTS, layout.slot_bytes)
     stage_bytes = [16, 1000, 1 << 20][first // 100 % 3]
     copier = new_copier(
         caches,
@@ -154,10 +155,11 @@ def test_whatever_the_order_every_block_and_slot_holds_what_it_must(first):
         copier.close()
 
 
-def test_what_is_pinned_is_what_was_asked_for_and_let_go_again(until):
+@pytest.mark.parametrize("new_slab", [tier_slab, Slab])
+def test_what_is_pinned_is_what_was_asked_for_and_let_go_again(until, new_slab):
     caches = small_caches("cuda")
     layout = ChunkLayout(caches, PER_CHUNK)
-    slab = Slab(PINNED_BYTES // layout.slot_bytes, layout.slot_bytes)
+    slab = new_slab(PINNED_BYTES // layout.slot_bytes, layout.slot_bytes)
     copier = make_copier(caches, slab, layout)
     try:
         until(lambda: copier.stats()["pinned_bytes"] == slab.num_bytes, 60)
@@ -170,7 +172,7 @@ def test_what_is_pinned_is_what_was_asked_for_and_let_go_again(until):
 def test_a_chunk_that_lies_across_two_registrations_comes_back():
     caches = small_caches("cuda")
     layout = ChunkLayout(caches, 7)
-    slab = Slab(PINNED_BYTES // layout.slot_bytes, layout.slot_bytes)
+    slab = tier_slab(PINNED_BYTES // layout.slot_bytes, layout.slot_bytes)
     across = PORTION_BYTES // layout.slot_bytes
     assert across * layout.slot_bytes + layout.payload_bytes[0] > PORTION_BYTES
     copier = make_copier(caches, slab, layout)
@@ -214,7 +216,7 @@ def test_blocks_beyond_two_gib_of_a_tensor_come_back(direct_page_bytes):
         (CanonicalKVCacheTensor(tensor, page),), ((CanonicalKVCacheRef(0, page),),)
     )
     layout = ChunkLayout(caches, 1)
-    slab = Slab(4, layout.slot_bytes)
+    slab = tier_slab(4, layout.slot_bytes)
     blocks = [len(tensor) - 1, 2 * GIB // page, 2 * GIB // page - 1, 0]
     for block in blocks:
         tensor[block] = block % 100 + 1
@@ -233,7 +235,7 @@ def test_caches_made_under_inference_mode_are_loaded(direct_page_bytes):
         for entry in caches.tensors:
             entry.tensor.random_(-128, 127)
     layout = ChunkLayout(caches, PER_CHUNK)
-    slab = Slab(NUM_SLOTS, layout.slot_bytes)
+    slab = tier_slab(NUM_SLOTS, layout.slot_bytes)
     copier = new_copier(caches, slab, layout, direct_page_bytes=direct_page_bytes)
     try:
         moves = layout.moves(GPULoadStoreSpec([3, 5, 4, 7]), [6, 2])
@@ -245,7 +247,7 @@ def test_caches_made_under_inference_mode_are_loaded(direct_page_bytes):
 def test_a_store_waits_for_the_stream_that_the_engine_uses():
     caches = small_caches("cuda")
     layout = ChunkLayout(caches, PER_CHUNK)
-    slab = Slab(NUM_SLOTS, layout.slot_bytes)
+    slab = tier_slab(NUM_SLOTS, layout.slot_bytes)
     copier = new_copier(caches, slab, layout)
     try:
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -263,7 +265,7 @@ def test_a_store_waits_for_the_stream_that_the_engine_uses():
 def test_a_copier_closed_while_copies_run_lets_them_end_first(direct_page_bytes):
     caches = small_caches("cuda")
     layout = ChunkLayout(caches, PER_CHUNK)
-    slab = Slab(NUM_SLOTS, layout.slot_bytes)
+    slab = tier_slab(NUM_SLOTS, layout.slot_bytes)
     copier = new_copier(caches, slab, layout, direct_page_bytes=direct_page_bytes)
     torch.cuda._sleep(200_000_000)
     fences = [
@@ -278,9 +280,9 @@ def test_a_copier_closed_while_copies_run_lets_them_end_first(direct_page_bytes)
 def test_memory_and_threads_do_not_grow_over_many_transfers():
     caches = small_caches("cuda")
     layout = ChunkLayout(caches, PER_CHUNK)
-    slab = Slab(NUM_SLOTS, layout.slot_bytes)
+    slab = tier_slab(NUM_SLOTS, layout.slot_bytes)
     copier = new_copier(caches, slab, layout)
-    moves = moves_of(move(0, [3, 5]))
+    moves = moves_of(move(0, [3, 5]), move(2, [7, 4]))  # several copies: a batch of the driver
 
     def many(count):
         for _ in range(count // AT_ONCE):
@@ -313,7 +315,7 @@ def test_memory_and_threads_do_not_grow_over_many_transfers():
 def test_bad_moves_are_refused(moves, to_host, named):
     caches = small_caches("cuda")
     layout = ChunkLayout(caches, PER_CHUNK)
-    slab = Slab(NUM_SLOTS, layout.slot_bytes)
+    slab = tier_slab(NUM_SLOTS, layout.slot_bytes)
     moves = moves_of(*(move(slot, ids) for slot, ids in moves))
     with pytest.raises(ValueError, match=named):
         check_moves(moves, to_host, layout, slab)
@@ -324,4 +326,4 @@ def test_tensors_on_two_devices_are_refused():
     mixed = CanonicalKVCaches((*on_gpu.tensors[:2], on_cpu.tensors[2]), on_gpu.group_data_refs)
     layout = ChunkLayout(mixed, PER_CHUNK)
     with pytest.raises(ValueError, match=r"several devices.*2: 'cpu'"):
-        make_copier(mixed, Slab(1, layout.slot_bytes), layout)
+        make_copier(mixed, tier_slab(1, layout.slot_bytes), layout)

@@ -25,6 +25,13 @@ SMALL = {
     "LISTEN_S": 0.02,
     "PINNED_BYTES": 4 << 20,
     "CAPTURES": 3,
+    "SMALL_PIECES": (1024, 4096),
+    "COUNTS": (2, 8),
+    "PROGRAMS": (1,),
+    "PLAN_TENSORS": 2,
+    "LANES": ((2, 1 << 14),),
+    "CHUNKS": 6,
+    "BEHIND": ("3 x 4 KiB", "1 x 32 KiB"),
     "SMOKE_SLOTS": 64,
     "REGISTRATION_BYTES": 1 << 20,
     "SMOKE": {"two pages": ((16384, 24), 80)},
@@ -36,7 +43,7 @@ FEW = {"round_trips": "13", "suite": "refused", "orders": "900"}
 class Batch:
     """Copies of addresses, carried out at once."""
 
-    def __call__(self, targets, sources, lengths, stream, order):
+    def __call__(self, targets, sources, lengths, stream, order, flags=0):
         for ends in zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True):
             ctypes.memmove(*ends)
 
@@ -48,6 +55,7 @@ def install():
     from cuda_stand_in import FakeCuda
 
     from benchmarks.gpu import device
+    from tests.support.index_kernels import IndexKernels
 
     assert SMALL["REGISTRATION_BYTES"] == gpu_on_cpu.PORTION_BYTES
     gpu_on_cpu.pytest_configure(None)
@@ -55,6 +63,7 @@ def install():
     torch.cuda.Stream = FakeCuda.Stream
     device.capture = lambda work: types.SimpleNamespace(replay=work)
     device.BatchCopy = Batch
+    device.kernels = lambda caches, part, programs: IndexKernels(caches)
     device.allow_captures = lambda: None
     for name, value in SMALL.items():
         assert hasattr(sizes, name)

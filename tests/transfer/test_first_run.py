@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 from cuda_stand_in import OnCpu, install
+from part_on_cpu import SMALL
 
-from benchmarks.gpu import device, first_run
+from benchmarks.gpu import checks, device, first_run, sizes
 from benchmarks.gpu.ours import Ours
 from benchmarks.gpu.part import PARTS
 from benchmarks.harness import row
 from kvoffload.transfer import factory
+from kvoffload.transfer.cuda.torch_device import CudaDevice
 
 ROOT = Path(__file__).parents[2]
 ON_CPU = (sys.executable, "-u", "-m", "part_on_cpu")
@@ -147,6 +149,68 @@ def test_memory_that_cannot_be_pinned_is_told_and_not_waited_for(monkeypatch):
     assert not cuda.registered
 
 
+def spoil_kernels(cuda, monkeypatch):
+    def refuse(device, parts):
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(CudaDevice, "_compile", refuse)
+
+
+def spoil_batches(cuda, monkeypatch):
+    cuda.batch_error = RuntimeError("cuMemcpyBatchAsync: CUDA_ERROR_NOT_SUPPORTED (801)")
+
+
+def old_driver(cuda, monkeypatch):
+    cuda.why_no_batches = "the driver is of CUDA 12.4"
+
+
+def smoke_rows(monkeypatch, spoil):
+    """The rows of smoke on a stand-in that has something wrong."""
+    cuda = install(monkeypatch.setattr, gpu_on_cpu.PORTION_BYTES)
+    monkeypatch.setattr(factory, "CpuCopier", gpu_on_cpu.copier)
+    monkeypatch.setattr(torch.cuda, "Stream", cuda.Stream)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    for name in ("SMOKE", "SMOKE_SLOTS", "REGISTRATION_BYTES"):
+        monkeypatch.setattr(sizes, name, SMALL[name])
+    spoil(cuda, monkeypatch)
+    with OnCpu(cuda):
+        yield from checks.smoke()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [(spoil_kernels, "why_not_kernels.*no C compiler"), (spoil_batches, "why_not_copies.*801")],
+)
+def test_smoke_fails_if_the_bytes_are_right_but_came_by_another_way(monkeypatch, spoil, why):
+    """The other parts would measure the worse way, and no one would know."""
+    rows = []
+    with pytest.raises(RuntimeError, match=why):
+        rows.extend(smoke_rows(monkeypatch, spoil))
+    assert [one["value"] for one in rows][::2] == ["the same bytes"] * 2
+
+
+def test_a_driver_without_batches_has_no_better_way(monkeypatch):
+    assert len(list(smoke_rows(monkeypatch, old_driver))) == 4
+
+
+def test_rows_of_the_part_that_ran_are_left_if_the_run_itself_is_killed(tmp_path):
+    part, run = tmp_path / "part.py", tmp_path / "run.py"
+    out = str(tmp_path / "gpu.json")
+    kill = "time.sleep(0.2); os.kill(os.getppid(), 9); time.sleep(5)"
+    part.write_text(PART.format(trouble=kill, out=out))
+    command = (sys.executable, str(part))
+    run.write_text(
+        "from benchmarks.gpu import first_run\n"
+        f"first_run.main(['link', '--out', {out!r}], {command!r})\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(run)], cwd=ROOT, env=env, check=False)
+    assert done.returncode == -9
+    assert [one["case"] for one in first_run.read_rows(tmp_path / "gpu.part/link.rows")] == [
+        "first"
+    ]
+
+
 def test_the_driver_is_called_as_its_header_says(monkeypatch):
     """The driver's side is written from ``cuda.h`` of CUDA 12.8, apart from the caller's."""
     words, number = ctypes.c_void_p, ctypes.c_size_t
@@ -201,4 +265,4 @@ def test_without_a_gpu_the_command_says_so_and_no_part_runs():
     command = [sys.executable, "-m", "benchmarks.gpu.first_run"]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "skipped: torch finds no NVIDIA GPU\n")
+    assert (done.returncode, done.stdout) == (2, "not run: torch finds no NVIDIA GPU\n")

@@ -75,7 +75,10 @@ def _move(
 class TritonKernels:
     """One launch for each portion. Compiles for all parts at once and moves no page then."""
 
-    def __init__(self, kv_caches: CanonicalKVCaches, parts: Sequence[Part]) -> None:
+    def __init__(
+        self, kv_caches: CanonicalKVCaches, parts: Sequence[Part], programs: int = PROGRAMS
+    ) -> None:
+        self._programs = programs
         tensors = [entry.tensor for entry in kv_caches.tensors]
         self._shapes = {part: shape_of(part, tensors) for part in parts}
         nothing = torch.zeros(1, dtype=torch.int64, device=tensors[0].device)
@@ -87,7 +90,7 @@ class TritonKernels:
     def move(self, part: Part, table: BlockTable, stage: torch.Tensor, to_stage: bool) -> None:
         width, regions, tile, tiles = self._shapes[part]
         items = table.count * len(part.regions) * tiles
-        programs = PROGRAMS * (MOST_WORDS // tile)
+        programs = self._programs * (MOST_WORDS // tile)
         _move[(max(1, min(programs, items)),)](
             table.device.data_ptr(),
             table.count,

@@ -1,0 +1,98 @@
+"""Other ways to copy small pages: which of them would make staging memory unnecessary."""
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from benchmarks.gpu import device, sizes
+from benchmarks.gpu.measures import our_rates
+from benchmarks.gpu.ours import Ours, caches_of, median_s
+from benchmarks.harness import Row, row
+from kvoffload.messages import CanonicalKVCaches
+from kvoffload.transfer.cuda import stream_copier
+from kvoffload.transfer.cuda.device import BlockTable, Part
+from kvoffload.transfer.cuda.stream_copier import StreamCopier
+from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.slab import Slab
+
+ORDERS = {"stream order": device.STREAM_ORDER, "any order": device.ANY_ORDER}
+FLAGS = {"": 0, ", overlap": device.PREFER_OVERLAP}
+
+
+def ways() -> Iterator[Row]:
+    """Calls of the driver by size, number, order and flag; then our kernel on host memory."""
+    batch, stream = device.BatchCopy(), device.new_stream()
+    most, draw = 2 * max(sizes.LINK_BYTES), np.random.default_rng(0)
+    host, gpu = device.pinned(most), device.pages(1, most)[0]
+    for piece, wanted in itertools.product(sizes.SMALL_PIECES, sizes.COUNTS):
+        count = min(wanted, most // piece)
+        here, there = (
+            (end.data_ptr() + draw.permutation(most // piece)[:count] * piece).astype(np.uint64)
+            for end in (host, gpu)
+        )
+        lengths = np.full(count, piece, np.uint64)
+        for way, (order, flag) in itertools.product(
+            ("store", "load"), itertools.product(ORDERS, FLAGS)
+        ):
+            ends = (here, there) if way == "store" else (there, here)
+
+            def copy(ends: Any = ends, lengths: Any = lengths, how: Any = (order, flag)) -> None:
+                batch(*ends, lengths, stream, ORDERS[how[0]], FLAGS[how[1]])
+                stream.synchronize()
+
+            rate = count * piece / median_s(copy) / 1e9
+            yield row(f"{way}, {count} x {piece >> 10} KiB, {order}{flag}", rate, "GB/s")
+    yield from _kernels_on_host_memory(host, gpu)
+
+
+def _kernels_on_host_memory(host: Any, gpu: Any) -> Iterator[Row]:
+    """The kernel that gathers and scatters, with pinned host memory in place of its stage."""
+    for page, programs in itertools.product(sizes.SMALL_PIECES, sizes.PROGRAMS):
+        count = min(max(sizes.COUNTS), len(gpu) // page)
+        caches = caches_of([gpu[: count * page].view(count, page)])
+        part = Part(ChunkLayout(caches, 1).regions[0], 0, 1, page)
+        kernels = device.kernels(caches, part, programs)
+        ids = np.random.default_rng(0).permutation(count).astype(np.int64)
+        table = BlockTable(np.zeros(3 * count, np.int64), device.numbers(3 * count))
+        table.fill((ids, np.arange(count), np.zeros(count, np.int64)))
+        device.put(table)
+        for way in ("store", "load"):
+
+            def move(
+                kernels: Any = kernels, part: Part = part, table: BlockTable = table, way: str = way
+            ) -> None:
+                kernels.move(part, table, host, way == "store")
+                device.wait_for_all()
+
+            rate = count * page / median_s(move) / 1e9
+            case = f"kernel on host memory, {way}, {count} x {page >> 10} KiB, {programs} programs"
+            yield row(case, rate, "GB/s")
+
+
+def plans() -> Iterator[Row]:
+    """Our transfers staged and direct, by size of page; and by lanes and staging memory."""
+    most = max(sizes.LINK_BYTES)
+    thresholds = {"direct": 1, "staged": 1 << 30}
+    for page, (name, least) in itertools.product(sizes.SMALL_PIECES, thresholds.items()):
+        copier = partial(_copier, direct_page_bytes=least)
+        with Ours(sizes.PLAN_TENSORS, page, most, new_copier=copier) as ours:
+            yield from our_rates(f"{sizes.PLAN_TENSORS} x {page >> 10} KiB {name}", ours, most)
+    shape = next(iter(sizes.WITH_STEPS))
+    for lanes, stage_bytes in sizes.LANES:
+        copier = partial(_copier, stage_bytes=stage_bytes)
+        with (
+            patch.object(stream_copier, "LANES", lanes),
+            Ours(*sizes.SHAPES[shape], most, new_copier=copier) as ours,
+        ):
+            name = f"{shape}, {lanes} lanes of {stage_bytes >> 20} MiB"
+            yield from our_rates(name, ours, most)
+
+
+def _copier(caches: CanonicalKVCaches, slab: Slab, layout: ChunkLayout, **how: int) -> StreamCopier:
+    from kvoffload.transfer.cuda.torch_device import CudaDevice
+
+    return StreamCopier(caches, slab, layout, CudaDevice(caches, slab), **how)
