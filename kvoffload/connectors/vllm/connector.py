@@ -35,7 +35,9 @@ from kvoffload.connectors.vllm.start import (
     VllmConfigSettings,
     check_layout,
     check_settings,
+    read_settings,
     warn_of_cores,
+    wished_layout,
 )
 from kvoffload.connectors.vllm.step_messages import IDLE_STEP, StepMetadata
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
@@ -237,6 +239,13 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         half = self.connector_scheduler
         self._has_stats = half is not None and half.adapter.stats.is_midway
         return stats
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Ask for blocks in one piece; vLLM drops the wish, with a warning, where it cannot."""
+        settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        wished = wished_layout(vllm_config, settings)
+        return wished or super().get_required_kvcache_layout(vllm_config)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -54,6 +54,10 @@ class VllmConfigSettings(OffloadConfig, frozen=True, forbid_unknown_fields=True,
     that removes ``uuid`` and ``mm_hashes``, because vLLM takes them as hashes of images."""
     allow_weak_hashes: bool = False
     """True: use tiers with a hash whose collisions a client can search for (xxhash)."""
+    one_piece_blocks: bool = True
+    """True: on NVIDIA GPUs, ask vLLM for a KV cache that has all layers of a block side by side. A
+    block is then one copy. False: a block has a piece in each layer. An engine of one form does not
+    find the chunks of the other."""
     allow_untested_vllm: bool = False
     """True: go on with a version of vLLM outside the tested range."""
 
@@ -115,6 +119,25 @@ def check_layout(layout: str | None) -> None:
         )
 
 
+ONE_PIECE = "BLHNC"
+"""The layout in which a block is one piece: the layers lie within the blocks."""
+
+
+def wished_layout(vllm_config: Any, settings: VllmConfigSettings) -> str | None:
+    """Return the KV cache layout to ask vLLM for; None leaves the wish to vLLM's own connector.
+
+    It is left where blocks in one piece cannot be had or cost more. Attention on other devices has
+    no such layout. Recurrent states are padded in it, and the padding would be stored. Inside
+    ``MultiConnector``, vLLM refuses connectors with different wishes.
+    """
+    from vllm.platforms import current_platform
+
+    model = vllm_config.model_config
+    if not settings.one_piece_blocks or not current_platform.is_cuda() or _Lookups.are_shared:
+        return None
+    return None if model is None or model.is_hybrid else ONE_PIECE
+
+
 def check_role(transfer: Any) -> None:
     """Refuse the roles of one direction: the connector stores and loads in each of them.
 
@@ -130,6 +153,13 @@ def check_role(transfer: Any) -> None:
         raise ConfigError(
             "kv_role", transfer.kv_role, f'must be "{ROLE}": the connector stores and loads'
         )
+
+
+class _Lookups:
+    """What vLLM looked up in this process."""
+
+    are_shared = False
+    """Whether our connector is one of several, inside ``MultiConnector``."""
 
 
 def check_lookups() -> None:
@@ -148,6 +178,9 @@ def check_lookups() -> None:
     @wraps(look_up)
     def get_connector_class(_: Any, kv_transfer_config: Any) -> Any:
         found = look_up(kv_transfer_config)
+        several = (kv_transfer_config.kv_connector_extra_config or {}).get("connectors") or ()
+        if any(each.get("kv_connector") == CONNECTOR for each in several):
+            _Lookups.are_shared = True
         if kv_transfer_config.kv_connector == CONNECTOR:
             check_role(kv_transfer_config)
             check_settings(kv_transfer_config.kv_connector_extra_config)

@@ -51,7 +51,7 @@ def workers(models, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     made = []
 
-    def make(kind, layers, num_ranks=1):
+    def make(kind, layers, num_ranks=1, layout="LBHNC"):
         disk = {"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}
         extra = {"cpu_bytes": 16 << 20, "blocks_per_chunk": 1, "backends": [disk]}
         transfer = {
@@ -70,7 +70,7 @@ def workers(models, tmp_path, monkeypatch):
             distributed_executor_backend="mp" if num_ranks > 1 else None,
             kv_transfer_config=transfer,
         ).create_engine_config()
-        config.cache_config.kv_cache_layout = "LBHNC"
+        config.cache_config.kv_cache_layout = layout
         groups = planning.get_kv_cache_groups(config, layers)
         caches = planning.get_kv_cache_config_from_groups(config, groups, 8 << 20)
         caches.kv_tp_replicas = planning.kv_cache_groups_tp_replicas(groups, num_ranks)
@@ -79,7 +79,7 @@ def workers(models, tmp_path, monkeypatch):
             mine.parallel_config = copy.copy(config.parallel_config)
             mine.parallel_config.rank = rank
             connector = KVOffloadConnector(mine, KVConnectorRole.WORKER, caches)
-            tensors = allocate_kv_cache(caches, torch.device("cpu"), KVCacheLayout.LBHNC)
+            tensors = allocate_kv_cache(caches, torch.device("cpu"), KVCacheLayout[layout])
             for tensor in tensors.values():
                 noise = torch.Generator().manual_seed(1)  # ranks have the same bytes
                 tensor.view(torch.int8).random_(-128, 127, generator=noise)
@@ -160,6 +160,25 @@ def test_ranks_of_latent_attention_store_one_copy(workers, tmp_path, until):
     files = list((tmp_path / "kv").glob("*/??/*"))
     assert len(files) == CHUNKS
     assert len({file.parent.parent for file in files}) == 1
+
+
+@pytest.mark.parametrize(("layout", "pieces"), [("LBHNC", 3), ("BLHNC", 1)])
+def test_a_block_in_one_piece_comes_back_as_one_in_pieces_does(workers, until, layout, pieces):
+    heads = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    (mine,) = workers("llama", named(lambda i: FullAttentionSpec(**heads), 3), layout=layout)
+    (regions,) = mine._transfers._layout.regions
+    assert [region.page_bytes for region in regions] == [3 * 8192 // pieces] * pieces
+    drive([mine], until)
+
+
+def test_groups_of_windows_come_back_where_a_block_is_one_piece(workers, tmp_path, until):
+    """A group with fewer layers stores the whole block all the same."""
+    heads = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    full, window = FullAttentionSpec(**heads), SlidingWindowSpec(**heads, sliding_window=128)
+    mine = workers("sliding", named(lambda i: full if i % 2 else window, 5), layout="BLHNC")
+    drive(mine, until)
+    sizes = [file.stat().st_size for file in (tmp_path / "kv").glob("*/??/*")]
+    assert sizes == [16384 + 4096] * 3 * CHUNKS
 
 
 def test_groups_of_different_widths_take_the_rows_that_they_need(workers, tmp_path, until):
