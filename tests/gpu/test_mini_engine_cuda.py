@@ -60,7 +60,7 @@ class LoadedPages:
         return outcomes
 
 
-def serve(dtype, offloads):
+def serve(dtype, offloads, **settings):
     """Each prompt twice on a cache for few of them; returns tokens and blocks compared."""
     element = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
     page = 2 * BLOCK * MODEL["num_kv_heads"] * MODEL["head_size"] * element * MODEL["num_layers"]
@@ -73,7 +73,7 @@ def serve(dtype, offloads):
         "kv_cache_bytes": page * 12,
         "max_num_seqs": 1,
         "max_num_batched_tokens": 128,
-        "offload": {"cpu_bytes": "16MiB", "blocks_per_chunk": 1, "backends": []},
+        "offload": {"cpu_bytes": "16MiB", "blocks_per_chunk": 1, "backends": [], **settings},
     }
     connectors = []
 
@@ -100,3 +100,10 @@ def test_tokens_in_float32_are_those_without_offloading():
 
 def test_bytes_in_bfloat16_come_back_as_they_were():
     assert serve("bfloat16", offloads=True)[1] > len(PROMPTS)
+
+
+def test_bytes_in_the_memory_that_an_io_process_maps_come_back_as_they_were(tmp_path):
+    """With a tier, host memory is a memory file that the GPU and another process use at once."""
+    disk = {"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}
+    assert serve("bfloat16", offloads=True, io="process", backends=[disk])[1] > len(PROMPTS)
+    assert list((tmp_path / "kv").glob("*/??/*"))
