@@ -150,11 +150,12 @@ def named(spec, number):
     return {f"model.layers.{i}.self_attn.attn": spec(i) for i in range(number)}
 
 
-def test_ranks_of_latent_attention_store_one_copy(workers, tmp_path, until):
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+def test_ranks_of_latent_attention_store_one_copy(workers, tmp_path, until, layout):
     spec = MLAAttentionSpec(
         block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, max_tp_shards=1
     )
-    mine = workers("mla", named(lambda i: spec, 2), num_ranks=2)
+    mine = workers("mla", named(lambda i: spec, 2), num_ranks=2, layout=layout)
     assert len({worker._spec.namespace for worker in mine}) == 1
     drive(mine, until)
     files = list((tmp_path / "kv").glob("*/??/*"))
