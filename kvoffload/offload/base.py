@@ -31,7 +31,7 @@ from kvoffload.messages import (
     get_offload_group_idx,
     make_offload_key,
 )
-from kvoffload.offload.job import Job, LoadJob, Read, StoreJob, Transfer
+from kvoffload.offload.job import EarlyRead, Job, LoadJob, Read, StoreJob, Transfer
 
 if TYPE_CHECKING:
     from kvoffload.offload.figures import ManagerFigures
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BackendLoadStoreSpec", "BlockIDsLoadStoreSpec", "CPULoadStoreSpec",
     "CanonicalKVCacheRef", "CanonicalKVCacheTensor", "CanonicalKVCaches", "ChunksRemoved",
-    "ChunksStored", "Fetch", "GPULoadStoreSpec", "Job", "LoadJob", "LoadStoreSpec", "Manager",
+    "ChunksStored", "EarlyRead", "Fetch", "GPULoadStoreSpec", "Job", "LoadJob", "LoadStoreSpec", "Manager",
     "OffloadKey", "OffloadingEvent", "OffloadingHandler", "OffloadingManager",
     "OffloadingSpec", "PrepareStoreOutput", "Read", "Reason", "ReqContext", "StagedLoadStoreSpec",
     "StoreJob", "Transfer", "TransferResult", "TransferSpec",
@@ -142,8 +142,6 @@ class Manager(Protocol):
     waiting: "WaitingQueue"
     """What queued requests need next."""
     tiers: "tuple[Tier, ...]"
-    has_transfers: Callable[[], bool]
-    """Whether :meth:`take_transfers` has something to return."""
     unexpected: Callable[[str], None]
     """Counts and logs an answer that fits no job; takes the words for the answer."""
 
@@ -233,8 +231,15 @@ class Manager(Protocol):
         """
 
     @abstractmethod
-    def take_transfers(self) -> list[Transfer]:
-        """Return the write-through to begin now; answer each with :meth:`complete`."""
+    def has_transfers(self) -> bool:
+        """Whether :meth:`take_transfers` has something to return."""
+
+    @abstractmethod
+    def take_transfers(self) -> list[Transfer | EarlyRead]:
+        """Return the write-through and early reads to begin now.
+
+        Answer each with :meth:`complete`.
+        """
 
     @abstractmethod
     def release_slots(self, host_slots: Iterable[int], job_id: int = 0) -> None:
@@ -265,7 +270,10 @@ class Manager(Protocol):
 
     @abstractmethod
     def request_queued(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, tenant: str = ""
+        self,
+        list_keys: Callable[[], Sequence[OffloadKey]],
+        req_context: ReqContext,
+        tenant: str = "",
     ) -> None:
         """Keep in host memory what a request that waits will need, until it is admitted or ends.
 
@@ -273,7 +281,8 @@ class Manager(Protocol):
         the last in the queue gives way.
 
         Args:
-            keys: of its chunks, head to tail; the caller may add to them, and change nothing else.
+            list_keys: lists its chunks, head to tail; a :meth:`serve_queue` calls it, if the
+                request waits until then. The caller may add to the list, and change nothing else.
             req_context: of the request; :meth:`request_admitted` or :meth:`retire` names it again.
             tenant: whose request it is: tenants share what is kept.
         """

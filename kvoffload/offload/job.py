@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKey, TransferSpec
+from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKey
 
 if TYPE_CHECKING:
     from kvoffload.offload.base import ReqContext
     from kvoffload.offload.tiers import Tier
+    from kvoffload.offload.waiting import QueuedRequest
 
 
 @dataclass(eq=False)
@@ -114,7 +115,7 @@ class Transfer(Job):
     """Host memory that the write keeps."""
 
     @property
-    def ends(self) -> TransferSpec:
+    def ends(self) -> tuple[CPULoadStoreSpec, BackendLoadStoreSpec]:
         """The source and the destination."""
         return self.spec, self.dst
 
@@ -137,11 +138,12 @@ class EarlyRead(Job):
     sources: Mapping[OffloadKey, Tier]
     """Chunk → the tier that it comes from."""
     num_bytes: int
-    """Host memory that the read keeps."""
-    reader: Any
-    """The request's record in the queue."""
+    """Host memory that the read keeps; once it is answered, that a late read may still write."""
+    request: QueuedRequest
+    first: int
+    """The place of its first chunk in the request's prompt."""
 
     @property
-    def ends(self) -> TransferSpec:
+    def ends(self) -> tuple[BackendLoadStoreSpec, CPULoadStoreSpec]:
         """The source and the destination."""
         return self.src, self.spec

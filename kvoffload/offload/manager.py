@@ -8,7 +8,7 @@ A chunk's life in host memory (:mod:`kvoffload.offload.host_cache`)::
 Nothing here does I/O. Each transfer is one job, which the caller answers once with ``complete``.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import count
 
 from kvoffload.config import HARMLESS_HINTS
@@ -29,6 +29,7 @@ from kvoffload.offload.base import (
     Transfer,
     request_id,
 )
+from kvoffload.offload.early_reads import EarlyReads
 from kvoffload.offload.events import (
     CPU,
     DROPPED,
@@ -41,6 +42,7 @@ from kvoffload.offload.figures import NO_ROOM, ManagerFigures
 from kvoffload.offload.hints import NO_HINTS, HintReader, Hints
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.in_flight import JobsInFlight
+from kvoffload.offload.job import EarlyRead
 from kvoffload.offload.lookup import Lookups
 from kvoffload.offload.passthrough import PassThrough
 from kvoffload.offload.promises import Promises
@@ -106,20 +108,29 @@ class TieredOffloadingManager(OffloadingManager):
         self.unexpected = self._jobs.unexpected
         """Counts and logs an answer that fits no job; takes the words for the answer."""
         limit_bytes = max_persisting_slots * host.slot_bytes
-        self._late: dict[int, LoadJob | Transfer] = {}
+        self._late: dict[int, LoadJob | Transfer | EarlyRead] = {}
         """Answered jobs for which a tier may still access host memory."""
         self._write_through = WriteThrough(
             host, limit_bytes, self._not_stored, self._jobs, self._job_ids, self._dropped
         )
         self._write_through.use(self.tiers)
-        self.has_transfers = self._write_through.has_begun
         self._passthrough = PassThrough(host, self._write_through, promote)
         take = self._reserve if caching else self._passthrough.take_turns
         self._staging = Staging(host, take, caching)
         self._retirement = Retirement(host, self._write_through)
         share = waiting_share if caching else 0.0
-        self.waiting = WaitingQueue(host, share, self.figures, lambda request: False)
+        self.waiting = WaitingQueue(host, share, self.figures, lambda r: self._early.read_more(r))
         """What queued requests need next; connectors say who queues, and who runs."""
+        self._early = EarlyReads(
+            host,
+            self.waiting,
+            self._tiers_of,
+            self._reserve,
+            self.promises,
+            self._jobs,
+            self._job_ids.__next__,
+            self.figures,
+        )
         self.figures.read(self._lookups.samples, self.promises.samples, self._write_through.samples)
 
     # ---- lookups ----
@@ -140,6 +151,7 @@ class TieredOffloadingManager(OffloadingManager):
         return self.promises.allowed(tiers, request_id(req_context))
 
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
+        self.waiting.asked(request_id(req_context))
         return self._host.is_ready(key) or self._lookups.find(key, self._tiers_of(req_context))
 
     def lookup_prefix(
@@ -184,6 +196,7 @@ class TieredOffloadingManager(OffloadingManager):
         spec.job_id = next(self._job_ids)
         job = LoadJob(spec.job_id, covered, spec, req_context, len(keys), hints.tiers, sources)
         if covered:
+            self.waiting.loads(request_id(req_context), covered)
             self._jobs[job.id] = job
             if sources:
                 self.promises.begun(job)
@@ -207,15 +220,35 @@ class TieredOffloadingManager(OffloadingManager):
         elif all(ok) and self._host.unpin_all(job.keys[::-1]):
             self._retirement.landed(job.keys)
             return
+        self._take_in(job, ok, settled, reason, job.tiers)
+
+    def _take_in(
+        self,
+        job: LoadJob | EarlyRead,
+        ok: Sequence[bool],
+        settled: bool,
+        reason: str,
+        tiers: tuple[str, ...] | None,
+    ) -> Collection[OffloadKey]:
+        """End a load or read chunk by chunk; return the chunks that arrived from tiers."""
         ended = self._staging.end_load(job, ok, settled)
         if ended.lost or ended.missed:
             self._events.reasons.note([*ended.lost, *ended.missed], reason or Reason.FAILED)
             self._events.removed(ended.lost, Reason.FAILED)
         self._events.stored(ended.arrived)
         if self._promote and ended.fetched and len(self.tiers) > 1:
-            self._write_through.promote(ended.fetched, self._tiers_for(job.tiers))
+            self._write_through.promote(ended.fetched, self._tiers_for(tiers))
         self._write_through.begin()
         self._retirement.landed(job.keys)
+        return ended.arrived
+
+    def _early_read_ended(
+        self, job: EarlyRead, ok: Sequence[bool], settled: bool, reason: str
+    ) -> None:
+        arrived = self._take_in(job, ok, settled, reason, self.hints(job.request.context).tiers)
+        self._early.ended(job, ok, settled, arrived)
+        if job.num_bytes:
+            self._late[job.id] = job
 
     # ---- stores ----
 
@@ -298,6 +331,8 @@ class TieredOffloadingManager(OffloadingManager):
             self._load_ended(job, ok, settled, reason)
         elif isinstance(job, StoreJob):
             self._store_ended(job, ok, settled)
+        elif isinstance(job, EarlyRead):
+            self._early_read_ended(job, ok, settled, reason)
 
     def _transfer_ended(self, transfer: Transfer, ok: Sequence[bool], settled: bool) -> None:
         for key in reversed(transfer.keys):
@@ -321,6 +356,8 @@ class TieredOffloadingManager(OffloadingManager):
         job = self._late.pop(job_id, None)
         if isinstance(job, LoadJob):
             self.promises.released(job)
+        elif isinstance(job, EarlyRead):
+            self._early.released(job)
         elif job is not None:
             self._write_through.settled(job)
             self._write_through.begin()
@@ -351,8 +388,11 @@ class TieredOffloadingManager(OffloadingManager):
 
     # ---- write-through, events, reset ----
 
-    def take_transfers(self) -> list[Transfer]:
-        return self._write_through.take()
+    def has_transfers(self) -> bool:
+        return self._write_through.has_begun() or self._early.has_begun
+
+    def take_transfers(self) -> list[Transfer | EarlyRead]:
+        return [*self._write_through.take(), *self._early.take()]
 
     def _dropped(self, keys: Sequence[OffloadKey]) -> None:
         self._events.reasons.note(keys, DROPPED)
@@ -397,9 +437,12 @@ class TieredOffloadingManager(OffloadingManager):
     # ---- the engine's queue ----
 
     def request_queued(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, tenant: str = ""
+        self,
+        list_keys: Callable[[], Sequence[OffloadKey]],
+        req_context: ReqContext,
+        tenant: str = "",
     ) -> None:
-        self.waiting.add(keys, req_context, tenant)
+        self.waiting.add(list_keys, req_context, tenant)
 
     def request_admitted(self, req_context: ReqContext) -> None:
         self.waiting.leave(req_context.req_id)

@@ -253,6 +253,26 @@ class Promises:
         for name, num_bytes in job.late_bytes.items():
             self._loads[name].late_bytes -= num_bytes
 
+    # ---- early reads ----
+
+    def is_loading(self, tier: str) -> bool:
+        """Whether a load of a running request is in flight from a tier."""
+        return (loads := self._loads.get(tier)) is not None and loads.in_flight > 0
+
+    def reads_early(self, tier: str, num_bytes: int) -> None:
+        """Note that a read for a queued request keeps host memory as a load does."""
+        if (loads := self._loads.get(tier)) is None:
+            loads = self._loads[tier] = _TierLoads()
+        loads.flying_bytes += num_bytes
+
+    def has_read_early(self, tier: str, num_bytes: int, late_bytes: int, has_arrived: bool) -> None:
+        """Note that such a read has ended, though it may still write to some of its memory."""
+        loads = self._loads[tier]
+        loads.flying_bytes -= num_bytes
+        loads.late_bytes += late_bytes
+        if has_arrived:
+            loads.answered_s = self._clock()
+
     # ---- decisions ----
 
     def is_worth_loading(

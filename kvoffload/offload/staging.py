@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvoffload.messages import CPULoadStoreSpec, Fetch, OffloadKey, StagedLoadStoreSpec
-from kvoffload.offload.base import LoadJob
+from kvoffload.offload.base import EarlyRead, LoadJob
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.tiers import Tier, first_holder
 
@@ -91,7 +91,7 @@ class Staging:
             sources.append(tier)
         return sources
 
-    def end_load(self, job: LoadJob, ok: Sequence[bool], settled: bool) -> LoadEnd:
+    def end_load(self, job: LoadJob | EarlyRead, ok: Sequence[bool], settled: bool) -> LoadEnd:
         """End a load of chunks, from tail to head: the tail of a prompt leaves first."""
         host, keys, ended = self._host, job.keys, LoadEnd([], [], [], {})
         if self._caching and all(ok) and all(map(host.fetching.__contains__, keys)):

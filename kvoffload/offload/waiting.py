@@ -9,7 +9,7 @@ claims take at most half of the share.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from operator import indexOf
@@ -23,6 +23,8 @@ from kvoffload.offload.host_cache import HostCache
 
 PORTION = 256
 """Chunks that one call looks at: a longer prompt gets its claims over several calls."""
+LISTED = 2048
+"""Chunks of new requests after which a call lists no more."""
 TRIES = 16
 """Requests that one call looks at."""
 MAX_REQUESTS = 1 << 16
@@ -49,15 +51,20 @@ class QueuedRequest:
     """Its place: earlier requests have lower ones."""
     context: ReqContext
     tenant: Tenant
-    keys: Sequence[OffloadKey]
+    list_keys: Callable[[], Sequence[OffloadKey]]
+    keys: Sequence[OffloadKey] = ()
     """Of its chunks, head to tail; the connector's, which may add to them."""
-    num_keys: int
-    num_here: int
+    num_keys: int = 0
+    num_here: int = 0
     """Leading chunks that host memory had when it came."""
     num_kept: int = 0
     """Leading chunks that have its claim."""
+    has_waited: bool = False
+    """Whether it waits for a step, at least."""
     is_asked: bool = False
     """Whether the engine has asked what it can load: its turn has come."""
+    read_early: frozenset[OffloadKey] = frozenset()
+    """Chunks that were read for it, and that it has not loaded."""
 
 
 class WaitingQueue:
@@ -86,6 +93,8 @@ class WaitingQueue:
         self._number_of: dict[str, int] = {}
         self.requests: dict[int, QueuedRequest] = {}
         """By their number."""
+        self._newcomers: dict[int, QueuedRequest] = {}
+        """Those whose chunks are not listed yet."""
         self._tenants: dict[str, Tenant] = {}
         self._too_large: Tenant | None = None
         """The tenant that may have claims beyond its limit, as it was alone before."""
@@ -94,37 +103,52 @@ class WaitingQueue:
         self._unfinished: list[int] = []
         self._more: dict[OffloadKey, int] = {}
         """How many requests beyond the first have a claim on a chunk."""
-        self._counts = figures.counter(QUEUE_CHUNKS, "kept", "given_up")
+        self.gives_way = True
+        """False while room is made for a request that waits."""
+        self._counts = figures.counter(QUEUE_CHUNKS, "kept", "given_up", "read_in_vain")
         figures.read(self._samples)
         if share:
             host.allow_claims(self._give_way)
 
     # ---- a request's way ----
 
-    def add(self, keys: Sequence[OffloadKey], context: ReqContext, tenant: str) -> None:
+    def add(
+        self, list_keys: Callable[[], Sequence[OffloadKey]], context: ReqContext, tenant: str
+    ) -> None:
         """Put a request at the end of the queue; one of its name leaves it.
 
         Args:
-            keys: of its chunks, head to tail; the caller may add to them, and change nothing else.
+            list_keys: lists its chunks, head to tail; called by the next :meth:`serve`, or a later
+                one, if the request waits until then. The caller may add to the list, and change
+                nothing else.
             context: of the request.
             tenant: whose request it is.
         """
         if context.req_id in self._number_of:
             self.leave(context.req_id)
-        if not self._share_bytes or not keys or len(self.requests) >= MAX_REQUESTS:
+        if not self._share_bytes or len(self.requests) >= MAX_REQUESTS:
             return
         if (owner := self._tenants.get(tenant)) is None:
             if len(self._tenants) == 1:
                 (self._too_large,) = self._tenants.values()
             owner = self._tenants[tenant] = Tenant(tenant)
         owner.num_requests += 1
-        number, num_here = next(self._numbers), self._leading_here(keys)
-        request = QueuedRequest(number, context, owner, keys, len(keys), num_here)
-        self.requests[number] = request
+        number = next(self._numbers)
+        request = QueuedRequest(number, context, owner, list_keys)
+        self.requests[number] = self._newcomers[number] = request
         self._number_of[context.req_id] = number
-        self._unfinished.append(number)
-        if left := self._shrink(PORTION):
-            self._claim_more(request, left)
+
+    def _take_in(self) -> None:
+        """List the chunks of newcomers."""
+        left = LISTED
+        while self._newcomers and left > 0:
+            number, request = next(iter(self._newcomers.items()))
+            del self._newcomers[number]
+            request.keys = request.list_keys()
+            request.num_keys = len(request.keys)
+            request.num_here = self._leading_here(request.keys)
+            left -= request.num_keys
+            self._unfinished.append(number)
 
     def asked(self, req_id: str) -> None:
         """Note that a request's turn has come, though it may have to wait for blocks."""
@@ -141,13 +165,27 @@ class WaitingQueue:
             return
         request = self.requests.pop(number)
         self._drop(self._unfinished, number)
+        self._newcomers.pop(number, None)
         self._end_claims(request, request.num_kept)
+        self._counts["read_in_vain"] += len(request.read_early)
         self._limit_bytes = self._share_bytes
         request.tenant.num_requests -= 1
         if not request.tenant.num_requests:
             del self._tenants[request.tenant.name]
         for tenant in self._tenants.values() if len(self._tenants) < 2 else (request.tenant,):
             self._look_again(tenant)
+
+    def loads(self, req_id: str, keys: Sequence[OffloadKey]) -> None:
+        """Note that a request loads these chunks: none of them was read early in vain."""
+        if (request := self.get(req_id)) is not None and request.read_early:
+            request.read_early = request.read_early.difference(keys)
+
+    def has_read(self, request: QueuedRequest, keys: Collection[OffloadKey]) -> None:
+        """Note chunks that were read for a request, which may have left meanwhile."""
+        if request.number in self.requests:
+            request.read_early = request.read_early.union(keys)
+        else:
+            self._counts["read_in_vain"] += len(keys)
 
     def cut(self, request: QueuedRequest, num_chunks: int) -> None:
         """Keep no more than so many leading chunks of a request: the next one is lost."""
@@ -156,6 +194,8 @@ class WaitingQueue:
 
     def serve(self) -> None:
         """Go on with claims; call it once a step."""
+        if self._newcomers:
+            self._take_in()
         if not self._unfinished and self._too_large is None:
             return
         left, tried, i = self._shrink(PORTION), 0, 0
@@ -164,7 +204,7 @@ class WaitingQueue:
                 return
             tried += 1
             request = self.requests[self._unfinished[i]]
-            if self._room_bytes(request) <= 0:
+            if self.room_bytes(request) <= 0:
                 request.tenant.full.append(self._unfinished.pop(i))
                 continue
             left -= self._claim_more(request, left)
@@ -176,7 +216,13 @@ class WaitingQueue:
     def clear(self) -> None:
         """Forget all requests; host memory has forgotten all chunks, or the claims with them."""
         self._host.end_claims(list(self._host.claims))
-        for known in (self._number_of, self.requests, self._tenants, self._more):
+        for known in (
+            self._number_of,
+            self.requests,
+            self._newcomers,
+            self._tenants,
+            self._more,
+        ):
             known.clear()
         self._claimants, self._unfinished = [], []
         self._held_bytes, self._limit_bytes = 0, self._share_bytes
@@ -194,7 +240,8 @@ class WaitingQueue:
     def _tenant_limit(self) -> int:
         return self._share_bytes // 2 if len(self._tenants) > 1 else self._share_bytes
 
-    def _room_bytes(self, request: QueuedRequest) -> int:
+    def room_bytes(self, request: QueuedRequest) -> int:
+        """Return the bytes of the chunks that may be claimed for a request."""
         of_tenant = self._tenant_limit() - request.tenant.held_bytes
         return min(self._limit_bytes - self._held_bytes, of_tenant)
 
@@ -204,7 +251,7 @@ class WaitingQueue:
         while left and request.num_kept < request.num_keys:
             first = request.num_kept
             part = request.keys[first : min(first + left, request.num_keys)]
-            fits = host.fitting(part, self._room_bytes(request))
+            fits = host.fitting(part, self.room_bytes(request))
             if part[0] in claims:
                 taken = self._share_claims(part)
             elif not fits:
@@ -212,12 +259,12 @@ class WaitingQueue:
             elif not (taken := self._claim_idle(request, part[:fits])):
                 if not (host.is_ready(part[0]) or host.moving(part[0])):
                     break
-                self.claim(request, part[:1])  # it is in flight
+                self._claim(request, part[:1])  # it is in flight
                 taken = 1
             request.num_kept = first + taken
             left -= taken
         if request.num_kept:
-            self._note_claimant(request)
+            self._insert(self._claimants, request.number)
         return most - left
 
     def _share_claims(self, part: Sequence[OffloadKey]) -> int:
@@ -237,10 +284,10 @@ class WaitingQueue:
         if len(set(part[:taken])) < taken:  # a prompt cannot have a chunk twice
             taken = 1
         if taken:
-            self.claim(request, part[:taken])
+            self._claim(request, part[:taken])
         return taken
 
-    def claim(self, request: QueuedRequest, keys: Sequence[OffloadKey]) -> None:
+    def _claim(self, request: QueuedRequest, keys: Sequence[OffloadKey]) -> None:
         """Claim chunks without a claim; the caller counts them in ``num_kept``."""
         num_bytes = self._host.bytes_of_all(keys)
         self._host.claim(keys, request.tenant)
@@ -248,11 +295,11 @@ class WaitingQueue:
         self._held_bytes += num_bytes
         self._counts["kept"] += len(keys)
 
-    def _note_claimant(self, request: QueuedRequest) -> None:
-        numbers = self._claimants
-        i = bisect_left(numbers, request.number)
-        if i == len(numbers) or numbers[i] != request.number:
-            numbers.insert(i, request.number)
+    def claim_read(self, request: QueuedRequest, keys: Sequence[OffloadKey]) -> None:
+        """Claim the next chunks of a request, which are being read for it."""
+        self._claim(request, keys)
+        request.num_kept += len(keys)
+        self._insert(self._claimants, request.number)
 
     def _end_claims(self, request: QueuedRequest, num_chunks: int) -> int:
         """End the last claims of a request; return how many chunks have no claim any more."""
@@ -284,9 +331,12 @@ class WaitingQueue:
     def _give_way(self, count: int) -> bool:
         """End the claims of so many chunks, of the last requests first; False if there is none."""
         ended = 0
+        if not self.gives_way:
+            return False
         while ended < count and self._claimants:
             request = self.requests[self._claimants[-1]]
             ended += self._end_claims(request, min(count - ended, request.num_kept))
+            self._insert(self._unfinished, request.number)
         self._counts["given_up"] += ended
         self._limit_bytes = self._held_bytes  # until a request leaves: now memory is short
         return ended > 0
@@ -307,6 +357,7 @@ class WaitingQueue:
             while left and request.num_kept and tenant.held_bytes > self._tenant_limit():
                 self._end_claims(request, 1)
                 left -= 1
+            self._insert(self._unfinished, request.number)
         if left:
             self._too_large = None
         return left
@@ -327,6 +378,12 @@ class WaitingQueue:
             again = filter(self.requests.__contains__, tenant.full)
             self._unfinished = sorted([*self._unfinished, *again])
             tenant.full = []
+
+    @staticmethod
+    def _insert(numbers: list[int], number: int) -> None:
+        i = bisect_left(numbers, number)
+        if i == len(numbers) or numbers[i] != number:
+            numbers.insert(i, number)
 
     @staticmethod
     def _drop(numbers: list[int], number: int) -> None:

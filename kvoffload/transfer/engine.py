@@ -38,6 +38,7 @@ ROUTES: tuple[tuple[type[LoadStoreSpec], type[LoadStoreSpec]], ...] = (
     (CPULoadStoreSpec, GPULoadStoreSpec),
     (CPULoadStoreSpec, BackendLoadStoreSpec),
     (StagedLoadStoreSpec, GPULoadStoreSpec),
+    (BackendLoadStoreSpec, CPULoadStoreSpec),
 )
 """The source and destination types that the engine serves."""
 _NO_IO = threading.Event()
@@ -51,8 +52,8 @@ FAILURES = ("missing", "corrupt", "late", "unavailable", "deadline", "io_died", 
 class EngineJob:
     """A transfer in flight; its answer is ready when ``io_done`` is set and all fences are done.
 
-    A write to a tier reports to it (:class:`kvoffload.io.deadlines.Listener`), and so do the parts
-    of a load (:class:`kvoffload.transfer.tier_load.LoadProgress`).
+    A write to a tier or an early read reports to it (:class:`kvoffload.io.deadlines.Listener`), and
+    so do the parts of a load (:class:`kvoffload.transfer.tier_load.LoadProgress`).
     """
 
     job_id: int
@@ -108,10 +109,10 @@ class EngineJob:
                 self.io_done.set()
 
     def arrived(self, numbers: Sequence[int]) -> None:
-        """Do nothing: only loads tell this."""
+        """Do nothing: an early read is of use when it has ended."""
 
     def ended(self, ok: bytes, reason: str, settled: bool, io_time_s: float) -> None:
-        """Take in the answer of a write."""
+        """Take in the answer of a write or an early read."""
         self.ok[:] = map(bool, ok)
         self.part_ended(reason, settled, io_time_s)
 
@@ -189,7 +190,9 @@ class TransferEngine(OffloadingHandler):
             case (CPULoadStoreSpec() as host, GPULoadStoreSpec() | Moves() as gpu):
                 self._jobs[job_id] = self._copy(job_id, gpu, host, to_host=False)
             case (CPULoadStoreSpec() as host, BackendLoadStoreSpec() as target):
-                self._jobs[job_id] = self._write_through(job_id, host, target)
+                self._jobs[job_id] = self._tier_job(job_id, host, target, reads=False)
+            case (BackendLoadStoreSpec() as source, CPULoadStoreSpec() as host):
+                self._jobs[job_id] = self._tier_job(job_id, host, source, reads=True)
             case _:
                 return False
         return True
@@ -251,18 +254,20 @@ class TransferEngine(OffloadingHandler):
             part.begin()
         return job
 
-    def _write_through(
-        self, job_id: int, host: CPULoadStoreSpec, target: BackendLoadStoreSpec
+    def _tier_job(
+        self, job_id: int, host: CPULoadStoreSpec, chunks: BackendLoadStoreSpec, *, reads: bool
     ) -> EngineJob:
-        sizes = self._layout.sizes(target.keys)
+        """Begin to write slots to a tier, or to read them from it."""
+        sizes = self._layout.sizes(chunks.keys)
         slots = host.block_ids.tolist()
         in_range = not slots or (min(slots) >= 0 and max(slots) < self._slab.num_slots)
-        if len(slots) != len(target.keys) or not in_range:
-            raise ValueError(f"host slots {slots} for {len(target.keys)} chunks")
+        if len(slots) != len(chunks.keys) or not in_range:
+            raise ValueError(f"host slots {slots} for {len(chunks.keys)} chunks")
         num_bytes = sizes * len(slots) if isinstance(sizes, int) else sum(sizes)
         job = EngineJob(job_id, [False] * len(slots), self._settled.append, num_bytes)
         job.parts_left, job.io_done = 1, threading.Event()
         if self._io is None:
             raise ValueError("there are no tiers")
-        self._io.store(target.tier, target.keys, slots, sizes, job)
+        begin = self._io.load if reads else self._io.store
+        begin(chunks.tier, chunks.keys, slots, sizes, job)
         return job

@@ -19,6 +19,7 @@ from manager_truth import (
 from kvoffload.config import KNOWN_HINTS
 from kvoffload.offload.base import (
     CPULoadStoreSpec,
+    EarlyRead,
     StagedLoadStoreSpec,
     get_offload_group_idx,
 )
@@ -66,9 +67,10 @@ class Walk(ManagerTruth):
             load_timeout_s=30.0,
             waiting_share=waiting_share,
         )
-        self.queued = []
+        self.queued, self.early = [], []
         self.now_s = 0.0
         self.manager.promises._clock = lambda: self.now_s
+        self.manager._early._most_bytes = 4 * host.slot_bytes  # or it is less than a chunk
         self.threshold = threshold
         self.seen = {key: set() for prompt in KEYS for key in prompt}
         self.requests = self.checks = 0
@@ -219,11 +221,17 @@ class Walk(ManagerTruth):
 
     def queue(self, prompt, tenant, hint=None):
         context = self.context(hint)
-        self.manager.request_queued(KEYS[prompt], context, tenant)
+        self.manager.request_queued(lambda: KEYS[prompt], context, tenant)
         self.queued.append((prompt, context))
 
     def serve_queue(self):
+        """A step: of what waits, only what is unclaimed leaves for what waits as well."""
+        claims = dict(self.manager._host.claims)
+        resident = self.resident()
         self.manager.serve_queue()
+        gone = resident - self.resident()
+        assert gone.isdisjoint(claims)
+        self.take_transfers()
 
     def admit(self, which):
         """The engine looks a queued request up, begins its load, and lets it run."""
@@ -261,8 +269,38 @@ class Walk(ManagerTruth):
             self.answer(self.manager.complete_store, fine, context)
 
     def take_transfers(self):
-        for transfer in self.manager.take_transfers():
-            self.transfers.append((transfer, self.stores[transfer.tier]))
+        for job in self.manager.take_transfers():
+            store = self.stores[job.tier]
+            if isinstance(job, EarlyRead):
+                self.begin_early_read(job, store)
+            else:
+                self.transfers.append((job, store))
+
+    def begin_early_read(self, job, store):
+        hint = (job.request.context.kv_transfer_params or {}).get("kvoffload", {})
+        assert job.tier in hint.get("tiers", [job.tier])
+        for key, slot in zip(job.keys, job.spec.host_slots.tolist(), strict=True):
+            self.fill(slot, key, f"early {job.id}")
+        self.fetching.update(job.keys)
+        self.early.append((job, store))
+
+    def end_early_read(self, which, good, settled):
+        if not self.early:
+            return
+        job, store = self.early.pop(which % len(self.early))
+        slots = job.spec.host_slots.tolist()
+        ok = [bool((good >> i) & 1) for i in range(len(slots))]
+        for key, slot, fine in zip(job.keys, slots, ok, strict=True):
+            assert self.holds(slot, key, f"early {job.id}"), "a slot of a read was given away"
+            self.fill(slot, key, key if fine else GARBAGE)
+        self.fetching.difference_update(job.keys)
+        self.answer(self.manager.complete, job, ok, settled, "missing")
+        if not settled and not all(ok):
+            late = [(slots[i], key, True) for i, key in enumerate(job.keys) if not ok[i]]
+            self.unsettled.append((job, late))
+        for key, fine in zip(job.keys, ok, strict=True):
+            assert fine or key not in self.resident(), "a failed key is still promised"
+            assert fine or not store.holds(key)
 
     def end_transfer(self, which, good, settled):
         if not self.transfers:
@@ -358,8 +396,9 @@ class Walk(ManagerTruth):
         while self.saves:
             self.end_store(0, -1, True)
         self.take_transfers()
-        while self.transfers or self.unsettled:
+        while self.transfers or self.unsettled or self.early:
             self.end_transfer(0, -1, True)
+            self.end_early_read(0, -1, True)
             self.settle(0)
             self.take_transfers()
         self.check()
@@ -369,3 +408,5 @@ class Walk(ManagerTruth):
         assert not self.manager._late
         assert not any(loads.late_bytes for loads in self.manager.promises._loads.values())
         assert not any(self.manager._write_through._kept_bytes.values())
+        assert not any(self.manager._early._kept_bytes.values())
+        assert not any(loads.flying_bytes for loads in self.manager.promises._loads.values())

@@ -130,6 +130,14 @@ class ManagerMachine(RuleBasedStateMachine):
     def end_transfer(self, which, good, settled):
         self.walk.end_transfer(which, good, settled)
 
+    @rule(
+        which=st.integers(0, 9),
+        good=st.sampled_from(GOOD),
+        settled=st.booleans(),
+    )
+    def end_early_read(self, which, good, settled):
+        self.walk.end_early_read(which, good, settled)
+
     @rule(which=st.integers(0, 19))
     def answer_again(self, which):
         self.walk.answer_again(which)
@@ -233,6 +241,7 @@ def random_steps(walk, rng, steps):
                 walk.take_transfers()
             case 15 | 16:
                 walk.end_transfer(a, b, settled)
+                walk.end_early_read(a, b, settled)
             case 17:
                 walk.settle(a)
             case 18:

@@ -148,15 +148,19 @@ class LocalConnector:
         ``cache_salt``, if it has one, names the tenant. One tenant gets at most half of
         ``waiting_share`` while requests of other tenants wait.
         """
-        state, groups = self._state(request), self._groups
-        if not self.config.waiting_share or self._manager.hints(state.context).max_load_tokens == 0:
-            return
+        state = self._state(request)
+        if self._manager.hints(state.context).max_load_tokens != 0:
+            tenant = str(getattr(request, "cache_salt", None) or "")
+            list_keys = partial(self._keys_to_load, request, state)
+            self._manager.request_queued(list_keys, state.context, tenant)
+
+    def _keys_to_load(self, request: OffloadRequest, state: RequestState) -> Sequence[OffloadKey]:
+        """List the chunks that a load of all of a prompt reads, head to tail."""
+        groups = self._groups
         self._extend_keys(request, state)
-        keys: Sequence[OffloadKey] = state.keys[groups.offloaded[0].index]
-        if not groups.keeps_prefixes:
-            keys = groups.used(state.keys, groups.aligned(request.num_tokens - 1))
-        tenant = getattr(request, "cache_salt", None) or ""
-        self._manager.request_queued(keys, state.context, str(tenant))
+        if groups.keeps_prefixes:
+            return state.keys[groups.offloaded[0].index]
+        return groups.used(state.keys, groups.aligned(request.num_tokens - 1))
 
     def get_num_new_matched_tokens(
         self, request: OffloadRequest, num_computed_tokens: int

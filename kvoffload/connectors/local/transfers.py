@@ -119,8 +119,7 @@ class Transfers:
             self.jobs.settle(job_id)
         for transfer in self._manager.take_transfers():
             self.jobs.begin(transfer.id, transfer)
-            ends = transfer.spec, transfer.dst
-            self._worker.submit(transfer.id, ends, len(transfer.keys))
+            self._worker.submit(transfer.id, transfer.ends, len(transfer.keys))
 
     # ---- loads ----
 

@@ -181,6 +181,28 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         on_disk = medium.startswith("DISK")
         return CacheHitSource.DISK if on_disk else CacheHitSource.EXTERNAL_UNSPECIFIED
 
+    # ---- the queue ----
+
+    def request_queued(
+        self, list_keys: Callable[[], Sequence[OffloadKey]], req_context: VllmContext, tenant: str
+    ) -> None:
+        """Keep what a request that waits will load; see :meth:`Manager.request_queued`."""
+        if self.manager is not None and req_context.req_id not in self._kept_out:
+            self.manager.request_queued(list_keys, our_context(req_context), tenant)
+
+    def request_admitted(self, req_id: str) -> None:
+        """Note that a request runs; call it after its load has begun."""
+        if self.manager is not None:
+            self.manager.request_admitted(ReqContext(req_id))
+
+    def serve_queue(self) -> None:
+        """Go on with what queued requests need; call it once a step."""
+        if self.manager is not None:
+            had_transfers = self.manager.has_transfers()
+            self.manager.serve_queue()
+            # A chunk that is read early is not to be loaded from its tier any more.
+            self.changes += self.manager.has_transfers() and not had_transfers
+
     # ---- loading and storing ----
 
     def prepare_load(

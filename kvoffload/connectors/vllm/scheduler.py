@@ -11,7 +11,8 @@ import logging
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
@@ -39,7 +40,7 @@ from kvoffload.connectors.vllm.step_messages import (
 )
 from kvoffload.errors import ConfigError
 from kvoffload.identity import namespace, short
-from kvoffload.offload.base import Job, LoadJob, OffloadKey, Transfer
+from kvoffload.offload.base import EarlyRead, Job, LoadJob, OffloadKey, Transfer
 from kvoffload.recording import RequestLog
 
 log = logging.getLogger(__name__)
@@ -138,6 +139,29 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         if not self._req_status and self.tiers is not None and self.tiers.are_listed:
             self._awaits_reports |= time.monotonic() - self._stepped_s > IDLE_S
         super().on_new_request(request)
+        status = self._req_status[request.request_id]
+        if 0 not in (
+            status.max_load_tokens,
+            self.adapter.hints(status.req_context).max_load_tokens,
+        ):
+            list_keys = partial(self._list_keys, status)
+            self.adapter.request_queued(list_keys, status.req_context, request.cache_salt or "")
+
+    def _list_keys(self, status: Any) -> Sequence[OffloadKey]:
+        """List the chunks that a load of all of a prompt reads, head to tail."""
+        status.update_offload_keys()
+        if self._lookup_counts_room:
+            keys: list[OffloadKey] = status.group_states[0].offload_keys
+            return keys
+        end = status.req.num_tokens - 1
+        place = status.req_context.get_offload_key_position
+        wanted = self._keys_to_load(status, 0, end - end % self._chunk_tokens)
+        return sorted(wanted, key=lambda key: place(key) or 0)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See vLLM; the request waits no more."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self.adapter.request_admitted(request.request_id)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None
@@ -278,6 +302,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self.adapter.changes += self._awaits_reports
         self._awaits_reports = False
         self._stepped_s = time.monotonic()
+        self.adapter.serve_queue()
         # The last stores of ended requests are made below, and read blocks that may be given out.
         has_readers = self._block_id_to_pending_jobs or scheduler_output.finished_req_ids
         due = self._due.of_step(scheduler_output, has_orders(self), all_blocks=bool(has_readers))
@@ -299,7 +324,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             if writes_before_flush(scheduler_output, self._is_runner_v2):
                 overwritten = self._table.fail_stores(orders.jobs_to_flush or ())
                 self.adapter.events["stores_overwritten"] += overwritten
-        self._order_write_through(orders)
+        self._order_tier_jobs(orders)
         stores = bool(orders.store_jobs or orders.write_through)
         orders.generation = self.generations.take_order(stores)
         orders.emptied = self.operators.take_emptied()
@@ -314,12 +339,15 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         withheld_stores.skip_holed_chunks(self, scheduler_output)
         return super()._build_store_jobs(scheduler_output)
 
-    def _order_write_through(self, orders: StepMetadata) -> None:
+    def _order_tier_jobs(self, orders: StepMetadata) -> None:
         if self._table is None or self.adapter.manager is None:
             return
         for transfer in self.adapter.manager.take_transfers():
             job_id = next(self._transfer_ids)
-            orders.write_through[job_id] = transfer.spec, transfer.dst
+            if isinstance(transfer, EarlyRead):
+                orders.early_reads[job_id] = transfer.ends
+            else:
+                orders.write_through[job_id] = transfer.ends
             self._table.begin(job_id, transfer)
 
     def has_pending_push_work(self) -> bool:

@@ -13,7 +13,7 @@ from kvoffload.connectors.jobs import JobTable, well_on_both
 from kvoffload.connectors.vllm.kv_caches import Write
 from kvoffload.connectors.vllm.rank_tiers import Answer, IndexPart, Question
 from kvoffload.identity import Fact
-from kvoffload.messages import TransferResult
+from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, TransferResult
 from kvoffload.offload.base import Job
 
 
@@ -46,6 +46,10 @@ class StepMetadata(OffloadingConnectorMetadata):  # type: ignore[misc]  # untype
 
     write_through: dict[int, Write] = field(default_factory=dict)
     """Follow-up transfers by job id (negative: vLLM's ids are not)."""
+    early_reads: dict[int, tuple[BackendLoadStoreSpec, CPULoadStoreSpec]] = field(
+        default_factory=dict
+    )
+    """Reads of tiers into host memory for requests that wait, by job id (negative)."""
     generation: str | None = None
     """Set once after a reset: everything stored before no longer means the same."""
     emptied: tuple[str, str] | None = None

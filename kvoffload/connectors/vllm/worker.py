@@ -245,6 +245,8 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             self._transfers.submit(job_id, (job.src_spec, end.leading(num_chunks)), num_chunks)
             if sync:
                 self._transfers.wait([job_id])
+        for job_id, read in metadata.early_reads.items():
+            self._transfers.submit(job_id, read, len(read[0].keys))
         for job_id, whole in metadata.write_through.items():
             ends, num_chunks = self._writes.begin(job_id, whole)
             if num_chunks:

@@ -1,0 +1,166 @@
+"""Early reads: what a queued request needs and only a tier has comes while the request waits.
+
+The first requests of the queue come first. A tier's early reads keep a bounded part of host memory,
+late ones included, and none begins while the tier loads for a request that runs. They evict nothing
+that is kept for the queue.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, MutableMapping, Sequence
+from itertools import takewhile
+
+from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKey
+from kvoffload.metrics.names import QUEUE_CHUNKS
+from kvoffload.metrics.samples import Registry
+from kvoffload.offload.base import Job, ReqContext
+from kvoffload.offload.host_cache import HostCache
+from kvoffload.offload.job import EarlyRead
+from kvoffload.offload.promises import Promises
+from kvoffload.offload.tiers import Tier, first_holder
+from kvoffload.offload.waiting import PORTION, QueuedRequest, WaitingQueue
+
+MOST_BYTES = 32 << 20
+"""Host memory that the early reads of a tier keep: a load behind them waits no longer than that."""
+PART = 8
+"""In small host memory they keep this part of it."""
+ASKED_AHEAD = 64
+"""Chunks after one without an answer that tiers are asked about in the same step."""
+
+
+class EarlyReads:
+    """Begins early reads and takes in how they end.
+
+    Args:
+        host: host memory.
+        queue: of requests.
+        tiers_of: returns the tiers that a request may load from.
+        take_slots: evicts for chunks as :meth:`HostCache.reserve`; returns slots for the leading
+            ones.
+        promises: knows what each tier loads for running requests.
+        jobs: the manager's jobs in flight.
+        new_id: returns a job's number.
+        figures: counts the chunks that were read.
+    """
+
+    def __init__(
+        self,
+        host: HostCache,
+        queue: WaitingQueue,
+        tiers_of: Callable[[ReqContext], tuple[Tier, ...]],
+        take_slots: Callable[[Sequence[OffloadKey]], tuple[list[int], object]],
+        promises: Promises,
+        jobs: MutableMapping[int, Job],
+        new_id: Callable[[], int],
+        figures: Registry,
+    ) -> None:
+        self._host = host
+        self._queue = queue
+        self._tiers_of = tiers_of
+        self._take_slots = take_slots
+        self._promises = promises
+        self._jobs = jobs
+        self._new_id = new_id
+        self._most_bytes = min(MOST_BYTES, host.capacity_bytes // PART)
+        self._kept_bytes: Counter[str] = Counter()
+        """Tier → host memory of its reads in flight, and of answered ones that may still write."""
+        self._begun: list[EarlyRead] = []
+        self._counts = figures.counter(QUEUE_CHUNKS, "read_early", "read_in_vain")
+
+    def read_more(self, request: QueuedRequest) -> bool:
+        """Begin to read what a request needs next; return whether to call this again for it."""
+        if request.is_asked:
+            return False  # a load of its own is faster than many reads
+        if not request.has_waited:
+            request.has_waited = True  # or each request would, in an engine without a queue
+            return True
+        first = request.num_kept
+        part = request.keys[first : min(first + PORTION, request.num_keys)]
+        tiers = self._tiers_of(request.context)
+        tier, answer = first_holder(part[0], tiers)
+        if tier is None:
+            if answer is None:
+                for key in part[1:ASKED_AHEAD]:
+                    if first_holder(key, tiers)[1] is False:
+                        break
+            return answer is None
+        kept_bytes = self._kept_bytes[tier.name]
+        room = self._most_bytes - kept_bytes
+        if (kept_bytes and room <= 0) or self._promises.is_loading(tier.name):
+            return True
+        keys = self._on_tier(tier, part)
+        fits = self._host.fitting(keys, min(room, self._queue.room_bytes(request)))
+        if not fits and not kept_bytes:
+            # A chunk larger than the budget is read when nothing else is.
+            fits = self._host.fitting(keys[:1], self._queue.room_bytes(request))
+        if slots := self._slots_for(keys[:fits]):
+            self._begin(request, tier, keys[: len(slots)], slots)
+        return True
+
+    def _on_tier(self, tier: Tier, part: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return the leading chunks that the tier has and host memory has not, once each."""
+        if not (run := part[: tier.num_leading(part)]):
+            run = [*takewhile(tier.holds, part)]
+        host = self._host
+        new = [*takewhile(lambda key: not (host.is_ready(key) or host.moving(key)), run)]
+        new = [*takewhile(lambda key: key not in host.claims, new)]
+        return new if len(set(new)) == len(new) else new[:1]
+
+    def _slots_for(self, keys: Sequence[OffloadKey]) -> list[int]:
+        self._queue.gives_way = False
+        try:
+            return self._take_slots(keys)[0] if keys else []
+        finally:
+            self._queue.gives_way = True
+
+    def _begin(
+        self, request: QueuedRequest, tier: Tier, keys: Sequence[OffloadKey], slots: list[int]
+    ) -> None:
+        self._host.fetching.update(zip(keys, slots, strict=True))
+        first = request.num_kept
+        self._queue.claim_read(request, keys)
+        spec, source = CPULoadStoreSpec(slots), BackendLoadStoreSpec(tier.name, keys)
+        spec.job_id = job_id = self._new_id()
+        num_bytes = self._host.bytes_of_all(keys)
+        sources = dict.fromkeys(keys, tier)
+        job = EarlyRead(
+            job_id, source.keys, spec, source, tier.name, sources, num_bytes, request, first
+        )
+        self._kept_bytes[tier.name] += num_bytes
+        self._promises.reads_early(tier.name, num_bytes)
+        self._jobs[job_id] = job
+        self._begun.append(job)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether reads were begun since they were last taken."""
+        return bool(self._begun)
+
+    def take(self) -> list[EarlyRead]:
+        """Return the reads begun since the last call."""
+        taken, self._begun = self._begun, []
+        return taken
+
+    def ended(
+        self, job: EarlyRead, ok: Sequence[bool], settled: bool, arrived: Collection[OffloadKey]
+    ) -> None:
+        """Take in the answer of a read, after that of its chunks.
+
+        Args:
+            job: the read.
+            ok: for each chunk, whether it succeeded.
+            settled: whether nothing writes to its slots any more; :meth:`released` tells it later.
+            arrived: chunks that host memory has now.
+        """
+        self._counts["read_early"] += len(arrived)
+        self._queue.has_read(job.request, arrived)
+        if not all(ok):
+            self._queue.cut(job.request, job.first + list(map(bool, ok)).index(False))
+        late_bytes = 0 if settled else self._host.bytes_of_all(job.failed(ok))
+        self._kept_bytes[job.tier] -= job.num_bytes - late_bytes
+        self._promises.has_read_early(job.tier, job.num_bytes, late_bytes, any(ok))
+        job.num_bytes = late_bytes
+
+    def released(self, job: EarlyRead) -> None:
+        """Take in that nothing writes to the slots of an answered read any more."""
+        self._kept_bytes[job.tier] -= job.num_bytes
+        self._promises.has_read_early(job.tier, 0, -job.num_bytes, False)

@@ -1,0 +1,146 @@
+"""What a queued request needs stays in host memory, and comes early from a real disk."""
+
+import time
+
+import pytest
+import torch
+
+from kvoffload.connectors.local import LocalConnector
+
+BLOCK, CHUNK = 4, 8
+PROMPT = 5 * CHUNK + 1
+SLOT_BYTES = 4096
+BLOCKS, OTHERS = list(range(5, 16)), list(range(20, 31))
+
+
+@pytest.fixture
+def connect(kv_caches, tmp_path):
+    made = []
+
+    def make(num_chunks, **settings):
+        config = {
+            "cpu_bytes": num_chunks * SLOT_BYTES,
+            "blocks_per_chunk": 2,
+            "backends": [
+                {"type": "disk", "root": str(tmp_path), "capacity": "1MiB", "min_free": 0}
+            ],
+            **settings,
+        }
+        facts = {"model": "m", "weights": "w", "dtype": "float32"}
+        made.append(LocalConnector(config, kv_caches, block_size=BLOCK, facts=facts))
+        return made[-1]
+
+    yield make
+    for connector in made:
+        connector.close()
+
+
+def store(connector, request, kv_caches, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for t in kv_caches.tensors:
+        shape = t.tensor[BLOCKS].shape
+        t.tensor[BLOCKS] = torch.randint(-128, 127, shape, dtype=torch.int8, generator=generator)
+    truth = [t.tensor[BLOCKS].clone() for t in kv_caches.tensors]
+    connector.after_forward(request, [BLOCKS], PROMPT)
+    assert connector.flush()
+    connector.poll()
+    assert connector.flush()
+    connector.request_finished(request)
+    return truth
+
+
+def poll_until(connector, is_so):
+    until_s = time.monotonic() + 20
+    while not is_so():
+        assert connector.poll() == []
+        assert time.monotonic() < until_s, "it does not come"
+        time.sleep(0.005)
+
+
+def load(connector, request, until):
+    tokens = connector.get_num_new_matched_tokens(request, 0)
+    connector.update_state_after_alloc(request, [OTHERS], tokens)
+    (outcome,) = until(connector.poll)
+    return outcome
+
+
+def read_early(connector):
+    return connector.stats()["queue_chunks"]["read_early"]
+
+
+@pytest.mark.parametrize("io", ["thread", "process"])
+def test_a_queued_prompt_comes_from_disk_before_its_turn(
+    connect, new_request, kv_caches, until, io
+):
+    connector = connect(8, io=io)
+    truth = store(connector, new_request("wanted", PROMPT), kv_caches, 1)
+    store(connector, new_request("other", PROMPT), kv_caches, 2)
+    wanted = new_request("wanted", PROMPT)
+    assert "DISK" in connector.explain(wanted)[0]
+    connector.request_queued(wanted)
+    poll_until(connector, lambda: set(connector.explain(wanted)[0]) == {"CPU"})
+    assert read_early(connector) > 0
+    outcome = load(connector, wanted, until)
+    assert outcome.ok
+    assert outcome.tokens_by_medium == {"CPU": 5 * CHUNK}
+    for t, expected in zip(kv_caches.tensors, truth, strict=True):
+        assert torch.equal(t.tensor[OTHERS][:10], expected[:10])
+    assert connector.stats()["queue_chunks"]["read_in_vain"] == 0
+    assert connector.stats()["queue_requests"] == 0
+    connector.request_finished(wanted)
+    connector.check()
+
+
+def test_without_a_share_nothing_is_kept_or_read(connect, new_request, kv_caches):
+    connector = connect(8, waiting_share=0)
+    for seed, name in enumerate(("wanted", "other")):
+        store(connector, new_request(name, PROMPT), kv_caches, seed)
+    wanted = new_request("wanted", PROMPT)
+    connector.request_queued(wanted)
+    for _ in range(20):
+        connector.poll()
+        time.sleep(0.005)
+    assert "DISK" in connector.explain(wanted)[0]
+    assert not any(connector.stats()["queue_chunks"].values())
+
+
+def test_what_a_queued_request_needs_stays_while_others_run(connect, new_request, kv_caches):
+    connector = connect(12, backends=[])
+    store(connector, new_request("wanted", PROMPT), kv_caches, 1)
+    connector.request_queued(new_request("wanted", PROMPT))
+    connector.poll()
+    for i in range(5):
+        store(connector, new_request(f"running{i}", PROMPT), kv_caches, i)
+    wanted = new_request("wanted", PROMPT)
+    assert connector.get_num_new_matched_tokens(wanted, 0) == 5 * CHUNK
+    connector.request_finished(wanted)
+    store(connector, new_request("running", PROMPT), kv_caches, 9)
+    store(connector, new_request("running more", PROMPT), kv_caches, 9)
+    assert connector.get_num_new_matched_tokens(wanted, 0) < 5 * CHUNK
+
+
+@pytest.mark.parametrize("end", ["finished", "preempted", "admitted without a load"])
+def test_nothing_stays_for_a_request_that_left_the_queue(connect, new_request, kv_caches, end):
+    connector = connect(8)
+    store(connector, new_request("a", PROMPT), kv_caches, 1)
+    request = new_request("a", PROMPT)
+    connector.request_queued(request)
+    connector.poll()
+    assert connector.stats()["queue_kept_bytes"] == 5 * SLOT_BYTES
+    if end == "finished":
+        connector.request_finished(request)
+    elif end == "preempted":
+        connector.request_preempted(request)
+    else:
+        connector.after_forward(request, [BLOCKS], PROMPT)
+    assert connector.stats()["queue_kept_bytes"] == 0
+    assert connector.stats()["queue_requests"] == 0
+
+
+def test_a_request_that_may_load_nothing_keeps_nothing(connect, new_request, kv_caches):
+    connector = connect(8)
+    store(connector, new_request("a", PROMPT), kv_caches, 1)
+    request = new_request("a", PROMPT)
+    request.kv_transfer_params = {"kvoffload": {"max_load_tokens": 0}}
+    connector.request_queued(request)
+    assert connector.stats()["queue_requests"] == 0

@@ -1,0 +1,209 @@
+"""Early reads: in which order, how much at once, for whom not, and how they end."""
+
+import pytest
+from manager_parts import Store, figures, keys, new_manager
+
+from kvoffload.offload.base import EarlyRead, ReqContext
+
+
+def waiting_manager(store, slots=64, **settings):
+    settings = {"waiting_share": 0.9, "max_persisting_slots": 0, **settings}
+    return new_manager(slots, [store], **settings)
+
+
+def queue(manager, name, chunks, **context):
+    manager.request_queued(lambda: chunks, ReqContext(name, **context))
+
+
+def step(manager):
+    """Serve the queue for a step; return the reads that it began."""
+    manager.serve_queue()
+    jobs = manager.take_transfers()
+    manager.check()
+    assert all(isinstance(job, EarlyRead) for job in jobs)
+    return jobs
+
+
+def end(manager, job, ok=True, settled=True):
+    manager.complete(job, [ok] * len(job.keys), settled, "" if ok else "missing")
+    manager.check()
+
+
+def results(manager):
+    return figures(manager)["queue_chunks"]
+
+
+def test_the_first_of_the_queue_is_read_first_and_within_the_budget():
+    first, second = keys("first", 12), keys("second", 12)
+    manager = waiting_manager(Store([*first, *second]))
+    queue(manager, "first", first)
+    queue(manager, "second", second)
+    assert step(manager) == []  # a request that does not wait loads by itself
+    read = []
+    while jobs := step(manager):
+        assert sum(len(job.keys) for job in jobs) == 64 // 8
+        assert step(manager) == []  # the budget is used up
+        for job in jobs:
+            assert manager.lookup(job.keys[0]) is None
+            end(manager, job)
+            read += job.keys
+    assert read == [*first, *second]
+    assert manager.lookup_prefix(second, ReqContext("second")) == (12, False)
+    assert results(manager)["read_early"] == 24
+    assert len(manager._host.claims) == 24
+
+
+def test_what_host_memory_has_is_not_read_and_a_gap_is():
+    a = keys("a", 10)
+    manager = waiting_manager(Store(a))
+    for part in (a[:3], a[5:8]):
+        output = manager.prepare_store(part, ReqContext("w"))
+        manager.complete(output.job, [True] * 3)
+    queue(manager, "r", a)
+    read = []
+    for _ in range(5):
+        for job in step(manager):
+            read += job.keys
+            end(manager, job)
+    assert read == [*a[3:5], *a[8:]]
+    manager.request_admitted(ReqContext("r"))
+    assert results(manager)["read_in_vain"] == 4
+
+
+def test_a_load_of_what_was_read_is_not_in_vain():
+    a, context = keys("a", 6), ReqContext("r")
+    manager = waiting_manager(Store(a))
+    queue(manager, "r", a)
+    step(manager)
+    (job,) = step(manager)
+    end(manager, job)
+    load = manager.begin_load(a, context)
+    assert not load.sources
+    manager.request_admitted(context)
+    manager.complete(load, [True] * 6)
+    assert results(manager)["read_in_vain"] == 0
+    assert not manager._host.claims
+
+
+def test_loads_of_running_requests_go_first():
+    a, b = keys("a", 6), keys("b", 6)
+    manager = waiting_manager(Store([*a, *b]))
+    queue(manager, "r", b)
+    step(manager)
+    load = manager.begin_load(a, ReqContext("running"))
+    assert step(manager) == []
+    manager.complete(load, [True] * 6)
+    assert [job.keys for job in step(manager)] == [tuple(b)]
+
+
+@pytest.mark.parametrize("end_first", [True, False])
+@pytest.mark.parametrize("how", ["aborted", "asked", "reset", "replaced"])
+def test_reads_end_with_the_wait(how, end_first):
+    a, store = keys("a", 20), Store(keys("a", 20))
+    manager = waiting_manager(store)
+    queue(manager, "r", a)
+    step(manager)
+    (job,) = step(manager)
+    if end_first:
+        end(manager, job)
+    if how == "aborted":
+        manager.retire(a, ReqContext("r"))
+    elif how == "asked":
+        manager.lookup_prefix(a, ReqContext("r"))
+    elif how == "reset":
+        manager.reset_cache()
+    else:
+        manager.replace_tiers([])
+    if not end_first:
+        end(manager, job)
+    assert [step(manager) for _ in range(3)] == [[]] * 3
+    assert manager.resident == (0 if how == "reset" else 8)
+    if how == "aborted":
+        assert results(manager)["read_in_vain"] == 8
+    assert manager.busy_slots == 0
+
+
+def test_nothing_is_read_from_tiers_that_a_request_must_not_use():
+    a = keys("a", 6)
+    manager = waiting_manager(Store(a))
+    queue(manager, "r", a, kv_transfer_params={"kvoffload": {"tiers": []}})
+    assert [step(manager) for _ in range(3)] == [[]] * 3
+
+
+def test_early_reads_evict_nothing_that_is_kept():
+    a, b, c = keys("a", 10), keys("b", 10), keys("c", 10)
+    manager = waiting_manager(Store([*b, *c]), slots=16, waiting_share=1.0)
+    output = manager.prepare_store([*a, *keys("idle", 6)], ReqContext("w"))
+    manager.complete(output.job, [True] * 16)
+    queue(manager, "kept", a)
+    queue(manager, "reads", b)
+    queue(manager, "also", c)
+    for _ in range(20):
+        for job in step(manager):
+            end(manager, job)
+        assert all(manager._host.is_ready(key) for key in a)
+    assert manager.lookup_prefix(b, None)[0] == 10  # six in host memory, the rest on the tier
+    assert sum(map(manager._host.is_ready, b)) == 6
+    assert manager.resident == 16
+
+
+def test_a_tier_that_hangs_keeps_its_budget_and_no_more():
+    a = keys("a", 40)
+    store = Store(a)
+    manager = waiting_manager(store)
+    queue(manager, "r", a)
+    step(manager)
+    (job,) = step(manager)
+    end(manager, job, ok=False, settled=False)
+    assert not store.held & {*job.keys}  # a load of it would be as late
+    queue(manager, "s", a[8:])
+    assert [step(manager) for _ in range(5)] == [[]] * 5
+    assert manager.busy_slots == 8
+    manager.release_slots(job.unsettled_slots([False] * 8), job.id)
+    assert manager.busy_slots == 0
+    assert len(step(manager)) == 1
+
+
+def test_a_chunk_that_fails_ends_the_prefix_and_another_tier_may_have_it():
+    a = keys("a", 6)
+    near, far = Store(a), Store(a)
+    manager = new_manager(64, [near, far], waiting_share=0.9, promote=False)
+    queue(manager, "r", a)
+    step(manager)
+    (job,) = step(manager)
+    manager.complete(job, [True, True, False, True, True, True], True, "corrupt")
+    manager.check()
+    (again,) = step(manager)
+    assert (again.tier, again.keys) == ("tier1", (a[2],))
+    end(manager, again)
+    for _ in range(3):
+        step(manager)
+    assert manager.lookup_prefix(a, ReqContext("r")) == (6, False)
+    assert manager.waiting.get("r").num_kept == 6
+
+
+def test_a_tier_without_an_answer_is_asked_again():
+    class Slow(Store):
+        answer = None
+
+        def holds(self, key):
+            return self.answer if key in self.held else False
+
+    a, store = keys("a", 4), Slow(keys("a", 4))
+    manager = waiting_manager(store)
+    queue(manager, "r", a)
+    assert [step(manager) for _ in range(4)] == [[]] * 4
+    store.answer = True
+    assert [job.keys for job in step(manager)] == [tuple(a)]
+
+
+def test_requests_in_an_engine_without_a_queue_read_nothing_early():
+    """Each is asked about before the second step."""
+    a = keys("a", 6)
+    manager = waiting_manager(Store(a))
+    for i in range(5):
+        queue(manager, f"{i}", a)
+        assert step(manager) == []
+        assert manager.lookup_prefix(a, ReqContext(f"{i}")) == (6, False)
+        assert step(manager) == []
+        manager.request_admitted(ReqContext(f"{i}"))
