@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 __all__ = [
     "BackendLoadStoreSpec", "BlockIDsLoadStoreSpec", "CPULoadStoreSpec",
     "CanonicalKVCacheRef", "CanonicalKVCacheTensor", "CanonicalKVCaches", "ChunksRemoved",
-    "ChunksStored", "EarlyRead", "Fetch", "GPULoadStoreSpec", "Job", "LoadJob", "LoadStoreSpec", "Manager",
-    "OffloadKey", "OffloadingEvent", "OffloadingHandler", "OffloadingManager",
+    "ChunksStored", "EarlyRead", "Fetch", "GPULoadStoreSpec", "Job", "LoadJob", "LoadStoreSpec",
+    "Manager", "OffloadKey", "OffloadingEvent", "OffloadingHandler", "OffloadingManager",
     "OffloadingSpec", "PrepareStoreOutput", "Read", "Reason", "ReqContext", "StagedLoadStoreSpec",
     "StoreJob", "Transfer", "TransferResult", "TransferSpec",
     "get_offload_block_hash", "get_offload_group_idx",

@@ -1,7 +1,7 @@
 """Early reads: what a queued request needs and only a tier has comes while the request waits.
 
-The first requests of the queue come first. A tier's early reads keep a bounded part of host memory,
-late ones included, and none begins while the tier loads for a request that runs. They evict nothing
+The first requests of the queue come first. A tier's early reads, late ones included, keep a bounded
+part of host memory. None begins while the tier loads for a request that runs. They evict nothing
 that is kept for the queue.
 """
 

@@ -119,7 +119,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._staging = Staging(host, take, caching)
         self._retirement = Retirement(host, self._write_through)
         share = waiting_share if caching else 0.0
-        self.waiting = WaitingQueue(host, share, self.figures, lambda r: self._early.read_more(r))
+        self.waiting = WaitingQueue(host, share, self.figures)
         """What queued requests need next; connectors say who queues, and who runs."""
         self._early = EarlyReads(
             host,
@@ -131,6 +131,7 @@ class TieredOffloadingManager(OffloadingManager):
             self._job_ids.__next__,
             self.figures,
         )
+        self.waiting.read_more = self._early.read_more
         self.figures.read(self._lookups.samples, self.promises.samples, self._write_through.samples)
 
     # ---- lookups ----

@@ -74,8 +74,6 @@ class WaitingQueue:
         host: host memory.
         share: of host memory, for claims; 0: requests wait without claims.
         figures: counts the chunks by what became of them.
-        read_more: called for a request whose next chunk host memory lacks; returns whether to call
-            it again.
     """
 
     def __init__(
@@ -83,10 +81,11 @@ class WaitingQueue:
         host: HostCache,
         share: float,
         figures: Registry,
-        read_more: Callable[[QueuedRequest], bool],
     ) -> None:
         self._host = host
-        self._read_more = read_more
+        self.read_more: Callable[[QueuedRequest], bool] = lambda request: False
+        """Called for a request whose next chunk host memory lacks; returns whether to call it
+        again."""
         self._share_bytes = self._limit_bytes = int(share * host.capacity_bytes)
         self._held_bytes = 0
         self._numbers = count(1)
@@ -371,7 +370,7 @@ class WaitingQueue:
         key = request.keys[request.num_kept]
         if key in self._host.claims or self._host.is_ready(key) or self._host.moving(key):
             return False  # it lacked room
-        return not self._read_more(request)
+        return not self.read_more(request)
 
     def _look_again(self, tenant: Tenant) -> None:
         if tenant.full:
