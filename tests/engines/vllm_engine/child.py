@@ -68,6 +68,7 @@ def main() -> None:
         cached = [0] * len(prompts)
         reasons = [""] * len(prompts)
         told: list[Any] = [None] * len(prompts)
+        first_s = [0.0] * len(prompts)
         started, step = time.monotonic(), 0
         names = {number: name for name, number in numbers.items()}
         while engine.has_unfinished_requests():
@@ -81,6 +82,7 @@ def main() -> None:
                 time.sleep(0.001)  # as vLLM's own loop: threads that load need the GIL
             for out in outputs:
                 i = _number(numbers, out.request_id)
+                first_s[i] = first_s[i] or time.monotonic() - started
                 if out.finished:
                     tokens[i] = list(out.outputs[0].token_ids)
                     cached[i] = out.num_cached_tokens or 0
@@ -95,6 +97,7 @@ def main() -> None:
             "reasons": reasons,
             "told": told,
             "seconds": seconds,
+            "first_s": first_s,
         }
 
     def metrics() -> dict[str, float]:

@@ -64,7 +64,7 @@ def test_the_scheduler_goes_on_without_tiers(settings, break_storage, monkeypatc
     manager.prepare_store(KEYS[:1], ReqContext("r"))
     manager.complete_store(KEYS[:1], ReqContext("r"))
     orders = StepMetadata({}, {}, set())
-    half._order_write_through(orders)
+    half._order_tier_jobs(orders)
     for job_id in orders.write_through:
         report = WorkerReport()
         report.add(TransferResult(job_id, (True,)))

@@ -279,7 +279,7 @@ def test_a_chunk_that_left_in_the_step_of_its_write_is_absent(monkeypatch):
     manager.prepare_store(KEYS[:2], OurContext("r"))
     manager.complete_store(KEYS[:2], OurContext("r"))
     orders = StepMetadata({}, {}, set())
-    half._order_write_through(orders)
+    half._order_tier_jobs(orders)
     (job_id,) = orders.write_through
     made = WorkerReport()
     made.add(TransferResult(job_id, (True, True)))
