@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         ReadResult,
         ReadsEach,
         Removal,
+        Spares,
         Usage,
     )
     from kvoffload.backends.threaded import InlineBackend, ThreadedBackend
@@ -50,7 +51,8 @@ __version__ = "0.1.0"
 _MODULES = {
     "backends.asynchronous": ("AsyncBackend",),
     "backends.base": (
-        "Backend", "LocalIndex", "Observable", "ReadResult", "ReadsEach", "Removal", "Usage",
+        "Backend", "LocalIndex", "Observable", "ReadResult", "ReadsEach", "Removal", "Spares",
+        "Usage",
     ),
     "backends.threaded": ("InlineBackend", "ThreadedBackend"),
     "config": ("BackendConfig", "ByteSize", "OffloadConfig", "parse_config"),
@@ -79,7 +81,7 @@ __all__ = [
     "CanonicalKVCacheTensor", "CanonicalKVCaches", "ChunksRemoved", "ChunksStored", "ConfigError",
     "Exporter", "InlineBackend", "KVOffloadError", "LoadOutcome", "LocalConnector", "LocalIndex",
     "Observable", "OffloadConfig", "OffloadKey", "OffloadRequest", "OffloadingEvent",
-    "OffloadingManager", "OffloadingSpec", "Policy", "ReadResult", "ReadsEach", "Removal",
+    "OffloadingManager", "OffloadingSpec", "Policy", "ReadResult", "ReadsEach", "Removal", "Spares",
     "ThreadedBackend", "Usage", "UsageError", "__version__", "canonicalize_kv_caches",
     "folder_digest", "make_offload_key", "namespace", "open_backend", "parse_config",
 ]  # fmt: skip

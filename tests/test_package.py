@@ -133,7 +133,7 @@ PUBLIC = {
     "CanonicalKVCaches", "CanonicalKVCacheTensor", "CanonicalKVCacheRef", "OffloadKey",
     "make_offload_key", "namespace",
     "Backend", "ThreadedBackend", "AsyncBackend", "InlineBackend", "LocalIndex", "Observable",
-    "ReadsEach", "ReadResult", "Removal", "Usage", "Policy",
+    "ReadsEach", "ReadResult", "Removal", "Spares", "Usage", "Policy",
     "OffloadingManager", "OffloadingSpec", "OffloadingEvent", "ChunksStored", "ChunksRemoved",
     "Exporter", "folder_digest",
 }  # fmt: skip

@@ -7,12 +7,13 @@ blocking functions, or coroutines, that move bytes: see
 :class:`kvoffload.backends.threaded.ThreadedBackend` and
 :class:`kvoffload.backends.asynchronous.AsyncBackend`.
 
-Three protocols are optional: :class:`LocalIndex`, :class:`Observable` and :class:`ReadsEach`.
+Four protocols are optional: :class:`LocalIndex`, :class:`Observable`, :class:`ReadsEach` and
+:class:`Spares`.
 Inherit one and define what differs from its defaults. Operators' commands call one method each:
 see :mod:`kvoffload.backends.admin`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -257,6 +258,19 @@ class ReadsEach(Protocol):
 
         At most once a chunk, on any thread, before this returns, and only where the answer will be
         True. ``arrived`` returns at once and does not raise.
+        """
+        ...
+
+
+@runtime_checkable
+class Spares(Protocol):
+    """Optional, for a store that evicts: learns what requests in the engine's queue need."""
+
+    def spare(self, keys: Collection[bytes]) -> None:
+        """Evict these chunks last, and those of the call before as usual again.
+
+        Called on the I/O loop, does no I/O. Unknown keys are ignored. The store evicts what it is
+        told to spare if nothing else is left.
         """
         ...
 

@@ -65,6 +65,7 @@ OF_ENGINE = {
     ALL: "lookups",
     **{page_name(name): name for name in (
         names.SAVED_PREFILL_TOKENS, names.IO_RESTARTS, names.TRANSFER_FAILURES,
+        names.QUEUE_REQUESTS, names.QUEUE_KEPT_BYTES,
     )},
 }  # fmt: skip
 
@@ -288,6 +289,9 @@ def _lines(now: Reading) -> Iterator[str]:
     totals, tiers = now.totals, now.tiers.values()
     if "saved_prefill_tokens" in totals:
         yield f"{totals['saved_prefill_tokens']:,.0f} tokens were loaded instead of computed"
+    if requests := totals.get("queue_requests"):
+        kept = human_bytes(totals.get("queue_kept_bytes", 0.0))
+        yield f"{counted(int(requests), 'request')} in the queue: {kept} of host memory are kept"
     if totals.get("io_restarts"):
         yield f"the I/O process was started again {totals['io_restarts']:,.0f} times"
     if totals.get("transfer_failures"):

@@ -22,6 +22,7 @@ from kvoffload.io.protocol import (
     Answered,
     Arrived,
     Ask,
+    Await,
     Cancel,
     Forget,
     Load,
@@ -147,6 +148,17 @@ class IOClient:
     def remove(self, tier: str, keys: Sequence[bytes]) -> None:
         """Begin removing chunks from a store; nothing tells when that is done."""
         self._link.send(frame(Remove(tier, list(keys))))
+
+    def awaits(self, requests: list[tuple[int, list[bytes]]]) -> None:
+        """Tell the stores which chunks requests in the engine's queue need.
+
+        Args:
+            requests: each by its number; without chunks, it waits no more.
+        """
+        if self._link.is_clogged:  # then only what makes the stores' work less
+            requests = [request for request in requests if not request[1]]
+        if requests:
+            self._link.send(frame(Await(requests)))
 
     def _send_forgotten(self, tier: RemoteTier) -> None:
         with self._link.lock:  # no other thread has taken keys that it has yet to send

@@ -3,14 +3,14 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec import convert
 
 from kvoffload import registry
 from kvoffload.backends.admin import Purges
-from kvoffload.backends.base import Backend, LocalIndex, Observable
+from kvoffload.backends.base import Backend, LocalIndex, Observable, Spares
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
@@ -79,6 +79,14 @@ class OpenStore:
                 self.index.forget(keys)
             except Exception as error:
                 self._failed("forget", error)
+
+    def spare(self, keys: Collection[bytes]) -> None:
+        """Tell the store what requests in the engine's queue need."""
+        if isinstance(self.backend, Spares):
+            try:
+                self.backend.spare(keys)
+            except Exception as error:
+                self._failed("spare", error)
 
     def removals(self) -> list[tuple[bytes, str]]:
         """Return the chunks that the store removed since the last call, and why."""

@@ -134,6 +134,13 @@ class Remove(_Message):
     keys: list[bytes]
 
 
+class Await(_Message):
+    """Tell stores which chunks requests in the engine's queue need; nothing answers."""
+
+    requests: list[tuple[int, list[bytes]]]
+    """Each by its number; without chunks, it waits no more."""
+
+
 # ---- from the server ----
 
 
@@ -238,7 +245,7 @@ class Logged(_Message):
     text: str
 
 
-ToServer = Open | Load | Store | Cancel | Ask | Forget | Remove
+ToServer = Open | Load | Store | Cancel | Ask | Forget | Remove | Await
 ToClient = (
     Opened
     | Refused

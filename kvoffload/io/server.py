@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from kvoffload.backends.blocking_pool import start_once
@@ -32,6 +33,7 @@ from kvoffload.io.protocol import (
     VERSION,
     Alive,
     Ask,
+    Await,
     Cancel,
     Forget,
     Forgotten,
@@ -88,6 +90,10 @@ class Session:
         self._waiting: dict[int, asyncio.Task[Any]] = {}
         """Job that waits for its store → what waits."""
         self._stores: dict[str, OpenStore] = {}
+        self._awaited: dict[int, list[bytes]] = {}
+        """Request in the engine's queue → chunks that it needs."""
+        self._is_to_spare = False
+        """Whether stores will soon be told of a change of that."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._telling: set[asyncio.Task[Any]] = set()
         """Those of no use once the engine's end is closed."""
@@ -141,6 +147,12 @@ class Session:
             case Remove():
                 if store := self._stores.get(message.tier):
                     self._spawn(store.backend.remove(message.keys))
+            case Await():
+                for number, keys in message.requests:
+                    self._awaited.pop(number, None)
+                    if keys:
+                        self._awaited[number] = keys
+                self._spare_soon()
             case Open() if self._wanted is None or message.number > self._wanted.number:
                 self._wanted, self._jobs.slot_bytes = message, message.slot_bytes
                 if message.version != VERSION:
@@ -226,6 +238,8 @@ class Session:
             await close_stores([store], CLOSE_S)
             return
         self._stores[store.name] = store
+        if self._awaited:
+            self._spare_soon()
         told = TierOpened(store.name, store.index is not None, store.is_shared)
         self.send(Opened(wanted.number, [told], remains))
         # The engine waits for a first word of each store.
@@ -246,6 +260,18 @@ class Session:
             log.warning("what an old generation stored stays until it is evicted: %s", text)
 
     # ---- what stores have ----
+
+    def _spare_soon(self) -> None:
+        if not self._is_to_spare:
+            self._is_to_spare = True
+            self.loop.call_later(CHANGES_S, self._spare)
+
+    def _spare(self) -> None:
+        """Tell all stores at once of the changes of a while."""
+        self._is_to_spare = False
+        keys = frozenset(chain.from_iterable(self._awaited.values()))
+        for store in self._stores.values():
+            store.spare(keys)
 
     def _before_answer(self, order: Load | Store, store: OpenStore, ok: Sequence[int]) -> None:
         """Tell what a job changed, so that it is known when the job is answered."""

@@ -132,6 +132,7 @@ class TieredOffloadingManager(OffloadingManager):
             self.figures,
         )
         self.waiting.read_more = self._early.read_more
+        self.waiting.is_telling = bool(self.tiers)
         self.figures.read(self._lookups.samples, self.promises.samples, self._write_through.samples)
 
     # ---- lookups ----
@@ -426,6 +427,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.tiers = tuple(tiers)
         self.figures.begin(tiers)
         self._write_through.use(self.tiers)
+        self.waiting.is_telling = bool(self.tiers)
         self._retirement.clear()
 
     # ---- uses ----

@@ -9,6 +9,7 @@ claims take at most half of the share.
 """
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -27,6 +28,8 @@ LISTED = 2048
 """Chunks of new requests after which a call lists no more."""
 TRIES = 16
 """Requests that one call looks at."""
+MOST_TOLD = 1 << 14
+"""Chunks that stores are told of: those of the first requests."""
 MAX_REQUESTS = 1 << 16
 """Further requests wait without claims."""
 
@@ -94,6 +97,13 @@ class WaitingQueue:
         """By their number."""
         self._newcomers: dict[int, QueuedRequest] = {}
         """Those whose chunks are not listed yet."""
+        self.is_telling = False
+        """Whether there are stores to tell what requests need."""
+        self._untold: deque[QueuedRequest] = deque()
+        self._told: dict[int, int] = {}
+        """Request → chunks that stores were told of."""
+        self._num_told = 0
+        self._to_tell: list[tuple[int, list[bytes]]] = []
         self._tenants: dict[str, Tenant] = {}
         self._too_large: Tenant | None = None
         """The tenant that may have claims beyond its limit, as it was alone before."""
@@ -148,6 +158,8 @@ class WaitingQueue:
             request.num_here = self._leading_here(request.keys)
             left -= request.num_keys
             self._unfinished.append(number)
+            if self.is_telling and request.keys:
+                self._untold.append(request)
 
     def asked(self, req_id: str) -> None:
         """Note that a request's turn has come, though it may have to wait for blocks."""
@@ -165,6 +177,9 @@ class WaitingQueue:
         request = self.requests.pop(number)
         self._drop(self._unfinished, number)
         self._newcomers.pop(number, None)
+        if num_told := self._told.pop(number, 0):
+            self._num_told -= num_told
+            self._to_tell.append((number, []))
         self._end_claims(request, request.num_kept)
         self._counts["read_in_vain"] += len(request.read_early)
         self._limit_bytes = self._share_bytes
@@ -195,6 +210,8 @@ class WaitingQueue:
         """Go on with claims; call it once a step."""
         if self._newcomers:
             self._take_in()
+        if self._untold:
+            self._tell()
         if not self._unfinished and self._too_large is None:
             return
         left, tried, i = self._shrink(PORTION), 0, 0
@@ -212,19 +229,45 @@ class WaitingQueue:
             else:
                 i += 1
 
+    def _tell(self) -> None:
+        while self._untold and (left := MOST_TOLD - self._num_told) > 0:
+            request = self._untold.popleft()
+            if request.number in self.requests:
+                keys: list[bytes] = list(request.keys[: min(left, request.num_keys)])
+                self._to_tell.append((request.number, keys))
+                self._told[request.number] = len(keys)
+                self._num_told += len(keys)
+
+    @property
+    def has_told(self) -> bool:
+        """Whether :meth:`take_told` has something to return."""
+        return bool(self._to_tell)
+
+    def take_told(self) -> list[tuple[int, list[bytes]]]:
+        """Return what stores are to be told: requests by number with their chunks.
+
+        A request without chunks has left the queue.
+        """
+        taken, self._to_tell = self._to_tell, []
+        return taken
+
     def clear(self) -> None:
         """Forget all requests; host memory has forgotten all chunks, or the claims with them."""
+        self._to_tell += [(number, []) for number in self._told]
         self._host.end_claims(list(self._host.claims))
         for known in (
             self._number_of,
             self.requests,
             self._newcomers,
+            self._told,
+            self._untold,
             self._tenants,
             self._more,
         ):
             known.clear()
         self._claimants, self._unfinished = [], []
         self._held_bytes, self._limit_bytes = 0, self._share_bytes
+        self._num_told = 0
         self._too_large = None
 
     # ---- claims ----

@@ -144,3 +144,26 @@ def test_a_request_that_may_load_nothing_keeps_nothing(connect, new_request, kv_
     request.kv_transfer_params = {"kvoffload": {"max_load_tokens": 0}}
     connector.request_queued(request)
     assert connector.stats()["queue_requests"] == 0
+
+
+@pytest.mark.parametrize("io", ["thread", "process"])
+def test_a_disk_keeps_what_a_queued_request_needs(connect, new_request, kv_caches, tmp_path, io):
+    chunk = 8192
+    disk = {"type": "disk", "root": str(tmp_path), "capacity": 14 * chunk, "min_free": 0}
+    # Host memory may keep no whole chunk, so nothing comes early.
+    connector = connect(6, io=io, backends=[disk], waiting_share=0.1)
+    store(connector, new_request("wanted", PROMPT), kv_caches, 1)
+    wanted = new_request("wanted", PROMPT)
+    connector.request_queued(wanted)
+    connector.poll()
+    time.sleep(0.3)  # the stores are told of changes a little later
+    for i in range(6):
+        store(connector, new_request(f"running{i}", PROMPT), kv_caches, i + 2)
+    assert connector.explain(wanted) == [["DISK"] * 5]
+    connector.request_finished(wanted)
+    connector.poll()
+    time.sleep(0.3)
+    for i in range(6):
+        store(connector, new_request(f"later{i}", PROMPT), kv_caches, i + 9)
+    assert "DISK" not in connector.explain(wanted)[0]
+    assert connector.stats()["queue_chunks"]["read_early"] == 0

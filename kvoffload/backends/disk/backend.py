@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kvoffload.backends.base import Described, ReadResult, Removal, Usage, check_lengths
@@ -227,6 +227,15 @@ class DiskBackend(ThreadPoolBackend):
 
     def forget(self, keys: Sequence[bytes]) -> None:
         self._store.index.hide(name_of(0, key) for key in keys)
+
+    def spare(self, keys: Collection[bytes]) -> None:
+        """See :class:`Spares`; if another process evicts, it learns of a use of these chunks."""
+        if self.is_closed:
+            return
+        names = {name_of(0, key) for key in keys}
+        if not self._store.root.evictor.held:
+            self._store.uses.used([name for name in names if name in self._store.index])
+        self._store.index.spare(names)
 
     def take_removals(self) -> list[Removal]:
         return self._store.take_removals()

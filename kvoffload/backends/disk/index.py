@@ -6,11 +6,12 @@ namespace under the root. The index may be wrong: each load verifies what it fin
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
 from kvoffload.backends.changes import ChangedKeys
 from kvoffload.policies.base import Policy
+from kvoffload.policies.kept_order import KeptOrder
 
 Name = bytes
 """Two bytes of namespace number, then the key."""
@@ -56,7 +57,9 @@ class Index:
         self._hidden: set[Name] = set()
         self._dropped: set[Name] | None = None
         """Names dropped during the current scan, which may have seen their files before."""
-        self._order: Policy | None = None
+        self._order: KeptOrder | None = None
+        self._spared: set[Name] = set()
+        """Names that are out of the policy's order, because requests wait for them."""
         self._changes = ChangedKeys()
         """Names of the own namespace that appeared or left."""
 
@@ -162,6 +165,7 @@ class Index:
                         self._order.remove((name,))
                 except Exception as error:
                     self._policy_failed(error)
+                self._spared.discard(name)
             if known:
                 self._note(name)
             return known
@@ -177,7 +181,44 @@ class Index:
     def victims(self, count: int) -> Sequence[Name]:
         """Take the next names to evict out of the order; they stay known until dropped."""
         with self._lock:
-            return self._order.victims(count) if self._order is not None else ()
+            if (order := self._order) is None:
+                return ()
+            taken = [*order.victims(count)]
+            if len(taken) < count and self._spared:
+                self._end_sparing(list(self._spared))
+                taken += order.victims(count - len(taken))
+            return taken
+
+    def spare(self, names: Collection[Name]) -> None:
+        """Take these names out of the order, and put back those of the call before."""
+        gone = [name for name in list(self._spared) if name not in names]
+        for start in range(0, len(gone), _SLICE):
+            with self._lock:
+                self._end_sparing(gone[start : start + _SLICE])
+        remaining = iter(names)
+        while part := list(islice(remaining, _SLICE)):
+            with self._lock:
+                self._spare(part)
+
+    def _spare(self, names: Iterable[Name]) -> None:
+        order, spared = self._order, self._spared
+        if order is None:
+            return
+        try:
+            new = [name for name in names if name not in spared and name in order.normal]
+            order.keep(new)
+            spared.update(new)
+        except Exception as error:
+            self._policy_failed(error)
+
+    def _end_sparing(self, names: Iterable[Name]) -> None:
+        mine = [name for name in names if name in self._spared]
+        self._spared.difference_update(mine)
+        if self._order is not None and mine:
+            try:
+                self._order.let_go(mine)
+            except Exception as error:
+                self._policy_failed(error)
 
     def put_back(self, name: Name) -> None:
         """Return a victim to the order: another process uses it."""
@@ -236,7 +277,8 @@ class Index:
             if self._order is None:
                 # A policy takes its capacity in entries, estimated from the size of the first file.
                 entries = self._capacity_bytes // max(_LEAST_BYTES, allocated_bytes)
-                self._order = self._make_policy(max(1, entries))
+                policy = self._make_policy(max(1, entries))
+                self._order = KeptOrder(policy, self._spared)
             # Remove first: a second add would count as a use with some policies.
             if name in self._order:
                 self._order.remove((name,))

@@ -278,6 +278,8 @@ class LocalConnector:
         if self._operators.orders.order is not None:
             self._operators.orders.step()
         self._manager.serve_queue()
+        if (told := self._manager.waiting.take_told()) and self._spec.io is not None:
+            self._spec.io.awaits(told)
         return self._transfers.poll()
 
     def before_forward(self, blocks: Iterable[int]) -> None:

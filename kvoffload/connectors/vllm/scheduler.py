@@ -330,6 +330,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         orders.emptied = self.operators.take_emptied()
         if self.tiers is not None:
             orders.questions = self.tiers.take_questions()
+        if self.adapter.manager is not None:
+            orders.awaited = self.adapter.manager.waiting.take_told()
         orders.asks_workers = self._waits_for_workers
         for req_id in scheduler_output.finished_req_ids or ():
             self._failed_loads.pop(req_id, None)

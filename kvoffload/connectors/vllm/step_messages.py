@@ -50,6 +50,8 @@ class StepMetadata(OffloadingConnectorMetadata):  # type: ignore[misc]  # untype
         default_factory=dict
     )
     """Reads of tiers into host memory for requests that wait, by job id (negative)."""
+    awaited: list[tuple[int, list[bytes]]] = field(default_factory=list)
+    """What requests in the queue need, for the stores; see :class:`kvoffload.io.protocol.Await`."""
     generation: str | None = None
     """Set once after a reset: everything stored before no longer means the same."""
     emptied: tuple[str, str] | None = None

@@ -1,0 +1,103 @@
+"""Chunks that requests in the engine's queue need leave a disk last."""
+
+import random
+
+import pytest
+from disk_parts import ON_DISK, open_disk, write
+
+from kvoffload.backends.base import Spares
+from kvoffload.backends.disk.index import Index, name_of
+from kvoffload.config import ByteSize
+from kvoffload.policies.arc import ARCPolicy
+from kvoffload.policies.handicap import HandicapPolicy
+from kvoffload.policies.lru import LRUPolicy
+from kvoffload.testing.backends import keys_of
+
+CHUNKS = 8
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "handicap"])
+async def test_what_is_needed_stays_until_it_is_needed_no_more(tmp_path, policy):
+    backend = open_disk(
+        tmp_path, capacity=ByteSize(CHUNKS * ON_DISK), high_watermark=1.0, policy=policy
+    )
+    assert isinstance(backend, Spares)
+    old, new = keys_of(CHUNKS), keys_of(2 * CHUNKS, "new")
+    for key in old:
+        assert await write(backend, [key]) == [True]
+    backend.spare([*old[:3], b"unknown"])
+    for key in new:
+        assert await write(backend, [key]) == [True]
+    assert [backend.holds(key) for key in old] == [True] * 3 + [False] * 5
+    backend.spare(old[:1])
+    for key in keys_of(2 * CHUNKS, "more"):
+        assert await write(backend, [key]) == [True]
+    assert [backend.holds(key) for key in old[:3]] == [True, False, False]
+    await backend.close()
+    backend.spare(old)
+
+
+async def test_a_disk_full_of_needed_chunks_still_takes_new_ones(tmp_path):
+    backend = open_disk(tmp_path, capacity=ByteSize(CHUNKS * ON_DISK), high_watermark=1.0)
+    old, new = keys_of(CHUNKS), keys_of(CHUNKS, "new")
+    for key in old:
+        assert await write(backend, [key]) == [True]
+    backend.spare(old)
+    for key in new:
+        assert await write(backend, [key]) == [True]
+    assert not any(map(backend.holds, old))
+    await backend.close()
+
+
+async def test_a_process_that_does_not_evict_tells_the_one_that_does(tmp_path):
+    evicts = open_disk(tmp_path)
+    other = open_disk(tmp_path)
+    keys = keys_of(2)
+    await write(other, keys)
+    other._store.uses.take_unwritten()
+    other.spare(keys[:1])
+    assert list(other._store.uses.take_unwritten()) == [name_of(0, keys[0])]
+    evicts.spare(keys)
+    assert not evicts._store.uses.take_unwritten()
+    await other.close()
+    await evicts.close()
+
+
+@pytest.mark.parametrize("policy", [LRUPolicy, ARCPolicy, HandicapPolicy])
+def test_no_order_of_calls_loses_a_name_or_evicts_what_is_spared(policy):
+    rng = random.Random(3)
+    names = [name_of(0, b"%d" % i) for i in range(20)]
+
+    def fail(error):
+        raise error
+
+    index, spared = Index(policy, 8192 * 16, fail), set()
+    for _ in range(5000):
+        some = rng.sample(names, rng.randrange(1, 5))
+        match rng.randrange(8):
+            case 0 | 1:
+                for name in some:
+                    index.add(name, 8192)
+            case 2:
+                index.touch(some)
+            case 3:
+                index.reorder(some)
+            case 4:
+                for name in some:
+                    index.drop(name)
+                    spared.discard(name)
+            case 5:
+                index.spare(some)
+                spared = {name for name in some if name in index}
+            case 6:
+                rest = [name for name, _ in index.sizes() if name not in spared]
+                taken = index.victims(rng.randrange(1, 4))
+                if spared.intersection(taken):
+                    assert set(taken).issuperset(rest)
+                    spared = set()
+                for name in taken:
+                    (index.drop if rng.random() < 0.5 else index.put_back)(name)
+            case 7:
+                index.measured([(name, 8192) for name in some])
+        assert index._spared == spared
+        assert len(index._order) == len(index.sizes()) if index._order else not index.sizes()
