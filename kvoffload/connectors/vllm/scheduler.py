@@ -139,13 +139,12 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         if not self._req_status and self.tiers is not None and self.tiers.are_listed:
             self._awaits_reports |= time.monotonic() - self._stepped_s > IDLE_S
         super().on_new_request(request)
-        status = self._req_status[request.request_id]
-        if 0 not in (
-            status.max_load_tokens,
-            self.adapter.hints(status.req_context).max_load_tokens,
-        ):
-            list_keys = partial(self._list_keys, status)
-            self.adapter.request_queued(list_keys, status.req_context, request.cache_salt or "")
+        if (status := self._req_status.get(request.request_id)) is not None:
+            wished = self.adapter.hints(status.req_context).max_load_tokens
+            if status.max_load_tokens != 0 and wished != 0:
+                list_keys = partial(self._list_keys, status)
+                tenant = request.cache_salt or ""
+                self.adapter.request_queued(list_keys, status.req_context, tenant)
 
     def _list_keys(self, status: Any) -> Sequence[OffloadKey]:
         """List the chunks that a load of all of a prompt reads, head to tail."""
