@@ -23,7 +23,8 @@ _LARGEST = 2**63 - 1
 """What a file system can count; no size in a setting means more."""
 HARMLESS_HINTS = ("offload", "max_load_tokens")
 """Hints that cost other requests nothing and tell nothing of them: allowed by default."""
-KNOWN_HINTS = (*HARMLESS_HINTS, "tiers", "priority", "explain")
+RETURN_HINTS = ("session", "returns_in_s", "returns")
+KNOWN_HINTS = (*HARMLESS_HINTS, "tiers", "priority", "explain", *RETURN_HINTS)
 _SIZE_REMEDY = "a size is a number of bytes or a string such as '512MiB' or '8GB', below 8 EiB"
 
 
@@ -129,8 +130,12 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Part of host memory that may be kept for requests in the engine's queue. Their chunks stay
     until they run, and come early from the tiers. 0: the queue is not looked at."""
     client_hints: tuple[str, ...] = HARMLESS_HINTS
-    """Hints that requests may use. ``priority``, ``tiers`` and ``explain`` affect other requests or
-    tell of them: allow these where all clients trust each other."""
+    """Hints that requests may use. ``priority``, ``tiers``, ``explain``, ``session``, ``returns``
+    and ``returns_in_s`` affect other requests or tell of them: allow these where all clients trust
+    each other."""
+    hint_share: Annotated[float, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": 1})] = 0.5
+    """The part of host memory that chunks of sessions which said when they return may hold, while
+    other chunks need room."""
     batched_copies: bool = True
     """False: one call of the GPU's driver for each copy, which is slower for pages of 32 KiB and
     more. It is for a driver whose batched copies fail or copy wrong bytes."""
@@ -168,6 +173,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError("waiting_share", self.waiting_share, "must be a part: from 0 to 1")
         if unknown := [name for name in self.client_hints if name not in KNOWN_HINTS]:
             raise ConfigError("client_hints", unknown[0], f"known: {', '.join(KNOWN_HINTS)}")
+        if not 0 <= self.hint_share <= 1:
+            raise ConfigError("hint_share", self.hint_share, "must be 0 to 1")
         for name in ("load_timeout_s", "store_timeout_s", "lookup_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 remedy = "must be a positive, finite number of seconds"

@@ -24,7 +24,7 @@ from kvoffload.replay.study import (
     study_tiers,
     total_work,
 )
-from kvoffload.replay.trace import Trace, from_ids, read_trace
+from kvoffload.replay.trace import Trace, from_timed, read_trace
 
 TRACE_HELP = (
     "JSONL of requests with hash_ids or as recorded, also as .gz, or - for standard input; "
@@ -95,7 +95,7 @@ def open_trace(path: Path | None, made: str) -> Trace:
         raise ConfigError("trace", path and str(path), "give a trace, or --synthetic NAME")
     if path is not None:
         return read_trace(path)
-    return from_ids(made, synthetic.generate(*synthetic.parse(made)))
+    return from_timed(made, synthetic.timed(*synthetic.parse(made)))
 
 
 def facts(trace: Trace) -> dict[str, Any]:

@@ -66,6 +66,7 @@ def make_manager(
 ) -> TieredOffloadingManager:
     """Make the manager for these settings: with a cache in host memory, or without."""
     limit = config.max_inflight_bytes
+    host.hint_share = config.hint_share
     return TieredOffloadingManager(
         host,
         tiers,

@@ -15,6 +15,7 @@ from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.priority import SHARE_ABOVE, PriorityPolicy
 from kvoffload.policies.base import Policy
 from kvoffload.policies.kept_order import KeptOrder
+from kvoffload.policies.returns import Claims, ReturnsPolicy
 
 STEAL_TRIES = 4
 """Extents tried when one is to be taken away; one with a chunk in use cannot be taken."""
@@ -46,22 +47,22 @@ class _OrderBySize:
         self._size_of = size_of
         self._sizes = sizes
 
-    def _split(self, keys: Iterable[bytes]) -> dict[_Size, list[bytes]]:
+    def split(self, keys: Iterable[bytes]) -> dict[_Size, list[bytes]]:
         by_size: dict[_Size, list[bytes]] = {}
         for key in keys:
             by_size.setdefault(self._size_of(key), []).append(key)
         return by_size
 
     def add(self, keys: Sequence[bytes]) -> None:
-        for size, mine in self._split(keys).items():
+        for size, mine in self.split(keys).items():
             size.policy.add(mine)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        for size, mine in self._split(keys).items():
+        for size, mine in self.split(keys).items():
             size.policy.touch(mine)
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        for size, mine in self._split(keys).items():
+        for size, mine in self.split(keys).items():
             size.policy.remove(mine)
 
     def victims(self, count: int) -> Sequence[bytes]:
@@ -83,8 +84,32 @@ class _OrderBySize:
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Drop priorities; see :meth:`PriorityPolicy.forget`."""
-        for size, mine in self._split(keys).items():
+        for size, mine in self.split(keys).items():
             size.priorities.forget(mine)
+
+
+class _ClaimsBySize:
+    """The claims on chunks of all sizes; a claim covers the chunks of each size in their order."""
+
+    def __init__(self, by_size: _OrderBySize, claims: dict[_Size, Claims]) -> None:
+        self._by_size = by_size
+        self._claims = claims
+
+    def expect(self, claim: bytes, keys: Sequence[bytes], in_s: float) -> None:
+        parts = self._by_size.split(keys)
+        for size, claims in self._claims.items():
+            claims.expect(claim, parts.get(size, ()), in_s)
+
+    def withdraw(self, claim: bytes) -> None:
+        for claims in self._claims.values():
+            claims.withdraw(claim)
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        for size, mine in self._by_size.split(keys).items():
+            self._claims[size].used(mine)
+
+    def has_claim(self, claim: bytes) -> bool:
+        return any(claims.has_claim(claim) for claims in self._claims.values())
 
 
 class ExtentCache(HostCache):
@@ -352,6 +377,14 @@ class ExtentCache(HostCache):
             if priority > 0:
                 marked = marked[: self._rows_above_left() // size.rows]
             size.priorities.mark(marked, priority)
+
+    def _make_returns(self) -> Claims:
+        claims: dict[_Size, Claims] = {}
+        for size in self._sizes:
+            most = size.per_extent * self._num_extents
+            order = ReturnsPolicy(size.priorities.normal, most, self.hint_share, self.now_s)
+            size.priorities.normal = claims[size] = order
+        return _ClaimsBySize(self._by_size, claims)
 
     def _rows_above_left(self) -> int:
         above = sum(size.rows * size.priorities.num_above for size in self._sizes)

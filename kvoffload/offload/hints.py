@@ -2,14 +2,15 @@
 
 For instance ``{"kvoffload": {"max_load_tokens": 4096}}``. Clients write hints, so a hint is a wish.
 A hint that is unknown, malformed, or not allowed by the operator is ignored and counted. Only the
-parsed form is kept, which has five small fields.
+parsed form is kept, which has a few small fields.
 """
 
 import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from math import inf, isfinite
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,6 +24,9 @@ REMEMBERED_REQUESTS = 1024
 MAX_NAMES = 16
 """Hints, or tiers of one hint, above which a request's hints are ignored unread."""
 MAX_NAME_CHARS = 40
+MAX_SESSION_CHARS = 256
+RETURN_CLASSES_S = {"soon": 10.0, "minutes": 120.0, "hours": 3600.0, "never": inf}
+"""What a class of returns means: a typical time of it."""
 WARNING_INTERVAL_S = 60.0
 
 
@@ -39,8 +43,21 @@ class Hints(msgspec.Struct, frozen=True):
     """Of the chunks it stores: those below 0 leave host memory first, those above 0 last."""
     explain: bool = False
     """True: say with its output where each chunk of its prompt was found, or why it was not."""
+    session: str | None = None
+    """The session of the request, which has one claim at a time; see ``returns_in_s``."""
+    returns_in_s: float | None = None
+    """How many seconds after this request's end its session needs these chunks again."""
+    returns: Literal["soon", "minutes", "hours", "never"] | None = None
+    """The same as a class; ``returns_in_s`` goes before it."""
     load_tiers: tuple[str, ...] | None = None
     """Those of ``tiers`` that are read for it; from :attr:`ReqContext.reads_tier`."""
+
+    @property
+    def returns_s(self) -> float | None:
+        """In how many seconds the session returns: infinite for never, None if it is not said."""
+        if self.returns_in_s is not None or self.returns is None:
+            return self.returns_in_s
+        return RETURN_CLASSES_S[self.returns]
 
 
 NO_HINTS = Hints()
@@ -122,6 +139,13 @@ class HintReader:
         if (good.get("max_load_tokens") or 0) < 0:
             del good["max_load_tokens"]
             self._ignore("max_load_tokens", "must not be negative")
+        in_s = good.get("returns_in_s")
+        if in_s is not None and not (isfinite(in_s) and in_s >= 0):
+            del good["returns_in_s"]
+            self._ignore("returns_in_s", "must be a finite number, 0 or more")
+        if len(good.get("session") or "") > MAX_SESSION_CHARS:
+            del good["session"]
+            self._ignore("session", f"has more than {MAX_SESSION_CHARS} characters")
         return Hints(**good)
 
     def _convert(self, name: str, value: object, good: dict[str, Any]) -> None:

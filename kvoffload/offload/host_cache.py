@@ -8,6 +8,7 @@ transfer of an *abandoned* slot was given up, but may still access the memory.
 The policy orders the *evictable* chunks: those that are ready and not pinned.
 """
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from kvoffload.policies.base import Policy
 from kvoffload.policies.kept_order import KeptOrder
 from kvoffload.policies.lru import LRUOfTable, LRUPolicy
 from kvoffload.policies.ordered_queue import compact
+from kvoffload.policies.returns import Claims, ReturnsPolicy
 
 
 @dataclass
@@ -38,6 +40,10 @@ class HostCache:
         slot_bytes: bytes of a slot, for figures in bytes.
         first_slot: the number of the first of these slots.
     """
+
+    hint_share = 0.5
+    """The part of the slots that chunks under claims hold at most while other chunks need room."""
+    now_s: Callable[[], float] = staticmethod(time.monotonic)
 
     def __init__(
         self, num_slots: int, policy: Policy, slot_bytes: int = 1, first_slot: int = 0
@@ -70,6 +76,8 @@ class HostCache:
         # Wraps the order where there may be claims.
         self._kept: KeptOrder | None = None
         self._give_way: Callable[[int], bool] = lambda count: False
+        # The order by expected return, within those; from the first one that is told.
+        self._returns: Claims | None = None
 
     # ---- lookup ----
 
@@ -334,6 +342,24 @@ class HostCache:
             self._order = LRUPolicy(self.num_slots)
             self._order.add(tuple(self.evictable))
         return self._kept.normal if self._kept is not None else self._order
+
+    @property
+    def returns(self) -> Claims:
+        """The claims on chunks by when they are needed again; see :class:`ReturnsPolicy`."""
+        if self._returns is None:
+            self._returns = self._make_returns()
+        return self._returns
+
+    def _make_returns(self) -> Claims:
+        inner = self._priorities.normal if self._priorities is not None else self._own_order()
+        order = ReturnsPolicy(inner, self.num_slots, self.hint_share, self.now_s)
+        if self._priorities is not None:
+            self._priorities.normal = order
+        elif self._kept is not None:
+            self._kept.normal = order
+        else:
+            self._order = order
+        return order
 
     def _forget_priorities(self, keys: Sequence[OffloadKey]) -> None:
         """Drop the priorities of chunks that left: stored again, they get a new one."""

@@ -47,6 +47,7 @@ from kvoffload.offload.lookup import Lookups
 from kvoffload.offload.passthrough import PassThrough
 from kvoffload.offload.promises import Promises
 from kvoffload.offload.retirement import Retirement
+from kvoffload.offload.returns import Returns
 from kvoffload.offload.staging import Staging
 from kvoffload.offload.tiers import Tier, WriteThrough
 from kvoffload.offload.waiting import WaitingQueue
@@ -133,6 +134,7 @@ class TieredOffloadingManager(OffloadingManager):
         )
         self.waiting.read_more = self._early.read_more
         self.waiting.is_telling = bool(self.tiers)
+        self._returns = Returns(host)
         self.figures.read(self._lookups.samples, self.promises.samples, self._write_through.samples)
 
     # ---- lookups ----
@@ -435,6 +437,7 @@ class TieredOffloadingManager(OffloadingManager):
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         if self._admission is not None:
             self._admission.see(keys, request_id(req_context))
+        self._returns.began(keys, self.hints(req_context), request_id(req_context))
         self._host.touch(keys[::-1])
 
     # ---- the engine's queue ----
@@ -454,11 +457,13 @@ class TieredOffloadingManager(OffloadingManager):
         self.waiting.serve()
 
     def retire(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        hints = self.hints(req_context)
         if req_context is not None:
             self.waiting.leave(req_context.req_id)
             self._hints.forget(req_context.req_id)
             self.promises.forget(req_context.req_id)
         self._retirement.retire(keys)
+        self._returns.ended(keys, hints, request_id(req_context))
 
     # ---- self-check ----
 

@@ -16,10 +16,18 @@ class Requests(Sequence[Keys]):
         keys: of all blocks, each once. A block's number is its key's place here.
         numbers: the blocks of all requests, one request after the other.
         spans: for each request, in order, its begin and its end in ``numbers``.
+        times: of each request, in seconds.
     """
 
-    def __init__(self, keys: list[bytes], numbers: "array[int]", spans: "array[int]") -> None:
+    def __init__(
+        self,
+        keys: list[bytes],
+        numbers: "array[int]",
+        spans: "array[int]",
+        times: "array[float]",
+    ) -> None:
         self.keys = keys
+        self.times = times
         self._numbers = numbers
         self._spans = spans
 
@@ -54,8 +62,8 @@ class Requests(Sequence[Keys]):
         """Return what is left if all but these blocks are taken out; no request is left empty."""
         new: dict[int, int] = {}
         keys: list[bytes] = []
-        numbers, spans = array("I"), array("Q")
-        for blocks in self.blocks():
+        numbers, spans, times = array("I"), array("Q"), array("d")
+        for time, blocks in zip(self.times, self.blocks(), strict=True):
             begin = len(numbers)
             for block in blocks:
                 key = self.keys[block]
@@ -66,7 +74,8 @@ class Requests(Sequence[Keys]):
                     numbers.append(new[block])
             if begin < len(numbers):
                 spans.extend((begin, len(numbers)))
-        return Requests(keys, numbers, spans)
+                times.append(time)
+        return Requests(keys, numbers, spans, times)
 
     def _blocks(self, at: int) -> "array[int]":
         return self._numbers[self._spans[2 * at] : self._spans[2 * at + 1]]
@@ -117,7 +126,7 @@ class RequestsBuilder:
     def add(
         self, names: Iterable[int | str], time: float = 0.0, scope: Scope | None = None
     ) -> None:
-        """Append a request, given by the names of its blocks, head first."""
+        """Append a request, given by its time in seconds and its blocks' names, head first."""
         begin = len(self._numbers)
         self._numbers.extend((scope or self._shared).numbers(list(names)))
         self._spans.extend((begin, len(self._numbers)))
@@ -132,4 +141,5 @@ class RequestsBuilder:
         spans = array("Q")
         for at in order:
             spans.extend(self._spans[2 * at : 2 * at + 2])
-        return Requests(self._keys, self._numbers, spans)
+        times = array("d", map(self._times.__getitem__, order))
+        return Requests(self._keys, self._numbers, spans, times)

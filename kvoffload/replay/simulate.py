@@ -201,7 +201,7 @@ def belady(
     for request, blocks in zip(_reported(requests, progress), requests.blocks(), strict=True):
         hits = [block in held for block in blocks]
         found.count(request, _leading(hits), hits, weights)
-        dues = dict(zip(reversed(blocks), next_use[at : at + len(blocks)], strict=True))
+        dues = dict(zip(blocks, next_use[at : at + len(blocks)], strict=True))
         at += len(blocks)
         for block in [block for block in dues if block in held]:
             if dues[block] == never:
@@ -224,14 +224,14 @@ def belady(
 
 
 def _next_uses(requests: Requests) -> "array[int]":
-    """For each use of a block, tails first: when it is used again; the number of uses: never."""
+    """For each use of a block, in order: when it is used again; the number of uses: never."""
     uses = requests.accesses
     kind = "I" if uses < 1 << 32 else "Q"
     next_use = array(kind, [uses]) * uses
     next_of = array(kind, [uses]) * len(requests.keys)
     at = uses
     for blocks in requests.blocks_backwards():
-        for block in blocks:
+        for block in reversed(blocks):
             at -= 1
             next_use[at] = next_of[block]
             next_of[block] = at

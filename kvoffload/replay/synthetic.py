@@ -261,8 +261,20 @@ def generate(name: str, options: SyntheticOptions | None = None) -> Iterator[Req
     Raises:
         ConfigError: no such workload.
     """
+    return (request for _, request in timed(name, options))
+
+
+def timed(name: str, options: SyntheticOptions | None = None) -> Iterator[tuple[float, Request]]:
+    """Make the same requests, each with its time in seconds; no time is before the last one.
+
+    Raises:
+        ConfigError: no such workload.
+    """
     workload = _workload(name)
     options = options or SyntheticOptions()
     endless = workload(random.Random(f"{name}:{options.seed}"), _Blocks())
+    now = 0.0
     for _ in range(options.requests):
-        yield next(endless)[1]
+        due, request = next(endless)
+        now = max(now, due)
+        yield now, request

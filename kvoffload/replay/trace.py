@@ -4,7 +4,8 @@
 * a folder of JSON files, one conversation each, with ``hash_ids`` in their requests;
 * a JSONL file of requests by the keys of their chunks, which :mod:`kvoffload.recording` writes.
 
-Requests with times are put in the order of these.
+Requests with times are put in the order of these. ``timestamp`` is in milliseconds, ``t`` in
+seconds.
 """
 
 import gzip
@@ -27,6 +28,7 @@ _Ids = list[_Count | str]
 _Tokens = Annotated[int, msgspec.Meta(ge=1)] | None
 
 _STDIN = Path("-")
+_MS = 1e-3
 _SHOWN = 200
 """Characters of a wrong value that its error shows."""
 
@@ -59,6 +61,7 @@ class RecordedLine(msgspec.Struct):
     """One recorded request; see :mod:`kvoffload.recording`."""
 
     keys: list[str]
+    timestamp: _Time | None = None
     reason: str = "used"
     """Version 0.1 wrote lines of other reasons as well, which are no requests."""
     tokens_per_chunk: _Tokens = None
@@ -104,10 +107,15 @@ class _Told(set[int | None]):
 
 
 def from_ids(name: str, requests: Iterable[Iterable[int | str]]) -> Trace:
-    """Make a trace of requests given by block ids, such as a synthetic workload's."""
+    """Make a trace of requests given by block ids, without times."""
+    return from_timed(name, ((0.0, ids) for ids in requests))
+
+
+def from_timed(name: str, requests: Iterable[tuple[float, Iterable[int | str]]]) -> Trace:
+    """Make a trace of requests given by times in seconds and block ids, as of a workload."""
     builder = RequestsBuilder()
-    for ids in requests:
-        builder.add(ids)
+    for time, ids in requests:
+        builder.add(ids, time)
     return Trace(name, builder.build())
 
 
@@ -148,18 +156,19 @@ def _lines(path: Path) -> tuple[Requests, _Told]:
         for number, line in of_file:
             request = _decode(decoder, line, path, number)
             since = since if request.timestamp is None else request.timestamp
-            builder.add(request.hash_ids, since)
+            builder.add(request.hash_ids, since * _MS)
         return builder.build(), _Told()
 
 
 def _recorded(path: Path, lines: Iterable[tuple[int, bytes]]) -> tuple[Requests, _Told]:
     decoder = msgspec.json.Decoder(RecordedLine)
-    builder, told = RequestsBuilder(), _Told()
+    builder, told, since = RequestsBuilder(), _Told(), 0.0
     for number, line in lines:
         request = _decode(decoder, line, path, number)
         told.hear(request.tokens_per_chunk, path, number, "tokens_per_chunk")
+        since = since if request.timestamp is None else request.timestamp
         if request.reason == "used":
-            builder.add(request.keys)
+            builder.add(request.keys, since * _MS)
     return builder.build(), told
 
 
@@ -253,8 +262,10 @@ def _conversation(
         for at, item in enumerate(node):
             yield from _conversation(item, path, f"{where}[{at}]", since)
     elif isinstance(node, dict):
-        called = "timestamp" if "timestamp" in node else "t"
-        time = _checked(node.get(called, since), _Time, path, f"{where}.{called}")
+        called, unit = ("timestamp", _MS) if "timestamp" in node else ("t", 1.0)
+        time = since
+        if called in node:
+            time = _checked(node[called], _Time, path, f"{where}.{called}") * unit
         if "hash_ids" in node:
             yield time, _checked(node["hash_ids"], _Ids, path, f"{where}.hash_ids")
         for name in ("requests", "turns"):

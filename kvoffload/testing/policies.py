@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from kvoffload.policies.base import Policy, refusal
+from kvoffload.policies.returns import ReturnsPolicy
 
 __all__ = ["PolicySuite", "work"]
 
@@ -219,6 +220,54 @@ class PolicySuite(ABC):
             _in_single_calls(policies[1], name, keys)
             assert len(policies[0]) == len(policies[1])
         assert list(policies[0].victims(60)) == list(policies[1].victims(60))
+
+    def test_without_claims_the_order_of_returns_decides_as_the_policy(self) -> None:
+        """A store may wrap a policy in :class:`~kvoffload.policies.returns.ReturnsPolicy`."""
+        rng = random.Random(5)
+        plain, inner = self.make(40), self.make(40)
+        wrapped = ReturnsPolicy(inner, 40, now_s=lambda: 0.0)
+        for number in range(2000):
+            key = _key(rng.randrange(120))
+            for policy in (plain, wrapped):
+                policy.touch([key])
+            if key not in plain:
+                if len(plain) == 40:
+                    assert list(plain.victims(1)) == list(wrapped.victims(1))
+                plain.add([key])
+                wrapped.add([key])
+            wrapped.withdraw(key)
+            wrapped.used([key, _key(number)])
+
+    def test_claims_over_the_policy_lose_no_key(self) -> None:
+        """Sessions that say when they return take their chunks out of the policy, and back."""
+        for seed in range(10):
+            rng, now_s = random.Random(seed), [0.0]
+            policy = ReturnsPolicy(self.make(60), 60, now_s=lambda now_s=now_s: now_s[0])
+            order: set[bytes] = set()
+            for _ in range(600):
+                now_s[0] += rng.uniform(0, 5)
+                first = 10 * rng.randrange(12)
+                prompt = _keys(range(first, first + rng.randrange(1, 10)))
+                policy.touch(prompt[::-1])
+                new = [key for key in prompt[::-1] if key not in order][: 60 - len(order)]
+                policy.add(new)
+                order.update(new)
+                call = rng.choice(["expect", "expect", "withdraw", "used", "pin"])
+                if call == "expect":
+                    policy.expect(prompt[0], prompt, rng.choice([0.0, 9.0, 99.0, math.inf]))
+                elif call == "withdraw":
+                    policy.withdraw(prompt[0])
+                elif call == "used":
+                    policy.used(prompt)
+                else:
+                    here = [key for key in prompt if key in order]
+                    policy.remove(here)
+                    policy.add(here[::-1])
+                gone = policy.victims(rng.randrange(9))
+                assert order.issuperset(gone), "only keys of the order may leave"
+                order.difference_update(gone)
+                assert len(policy) == len(order)
+            assert set(policy.victims(60)) == order
 
     def test_work_does_not_grow_with_the_number_of_residents(self) -> None:
         costs, at_most = [], math.inf

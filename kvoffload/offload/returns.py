@@ -1,0 +1,64 @@
+"""When sessions return: turns what requests say of it into claims on their chunks."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from kvoffload.messages import OffloadKey
+from kvoffload.offload.hints import Hints
+from kvoffload.offload.host_cache import HostCache
+
+REMEMBERED_REQUESTS = 1024
+
+
+class Returns:
+    """Claims of ended requests on chunks in host memory.
+
+    A request that says nothing ends the claim of its session, and makes none.
+
+    Args:
+        host: whose order of eviction follows the claims.
+    """
+
+    def __init__(self, host: HostCache) -> None:
+        self._host = host
+        self._are_told = False
+        # Request → its leading chunks that other requests had left when it came.
+        self._found: OrderedDict[str, int] = OrderedDict()
+
+    def began(self, keys: Sequence[OffloadKey], hints: Hints, req_id: str) -> None:
+        """Note a request before its chunks count as used, head first."""
+        if hints.returns_s is None or not keys:
+            return
+        self._are_told = True
+        claims = self._host.returns
+        if claims.has_claim(_name(hints, keys)) or any(map(claims.has_claim, keys)):
+            return  # what it finds is its own
+        found = next((i for i, key in enumerate(keys) if not self._host.is_ready(key)), len(keys))
+        self._found[req_id] = found
+        if len(self._found) > REMEMBERED_REQUESTS:
+            self._found.popitem(last=False)
+
+    def ended(self, keys: Sequence[OffloadKey], hints: Hints, req_id: str) -> None:
+        """Let the request's chunks be ordered by what it says of its session's return."""
+        found = self._found.pop(req_id, 0)
+        if not keys or not (self._are_told or hints.returns_s is not None):
+            return
+        self._are_told = True
+        claims, name = self._host.returns, _name(hints, keys)
+        if hints.returns_s is None:
+            claims.withdraw(name)
+            claims.used(keys)
+        else:
+            claims.expect(name, keys, hints.returns_s)
+            if found:
+                claims.used(keys[:found])
+
+
+def _name(hints: Hints, keys: Sequence[OffloadKey]) -> bytes:
+    """Name the claimant: its session among those whose prompts begin alike, or its last chunk."""
+    if hints.session is None:
+        return keys[-1]
+    return blake2b(
+        hints.session.encode(errors="replace"), digest_size=16, key=keys[0][:64]
+    ).digest()

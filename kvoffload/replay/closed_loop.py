@@ -1,0 +1,188 @@
+"""Sessions that wait for answers: what a policy does to the queue, and the queue to the policy.
+
+In a replay requests come when they came. In a closed loop a session asks again some time after its
+last answer, so a slow engine is asked less. A number of sessions is alive at once. Each asks, waits
+in one queue, first come, first served, has its first token, pauses, and asks again. When a session
+ends, another one begins. The engine computes the missing part of one prompt at a time, at a fixed
+rate. Loads take no time, and there is no cache in GPU memory.
+"""
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from kvoffload.errors import ConfigError
+from kvoffload.replay.loop_stores import Asked, ManagerStore, Oracle, Store, chunks_of
+from kvoffload.replay.sessions import gaps_of, sessions_of
+from kvoffload.replay.trace import Trace
+
+WARM_UP = 0.25
+"""The part of the time before anything is counted."""
+VARIANTS = ("as now", "waiting kept", "returns told", "both", "oracle")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A load and an engine.
+
+    Args:
+        sessions: alive at once.
+        slots: chunks in host memory.
+        prefill: tokens a second that the engine computes.
+        block_tokens: tokens in a block of the trace.
+        seconds: simulated.
+        seed: of the order of the sessions and their beginnings.
+    """
+
+    sessions: int
+    slots: int
+    prefill: float
+    block_tokens: int
+    seconds: float = 3600.0
+    seed: int = 0
+
+
+@dataclass
+class Served:
+    """What a loop counted after its warm-up."""
+
+    blocks: int = 0
+    hits: int = 0
+    seconds: float = 0.0
+    waits_s: list[float] = field(default_factory=list)
+    """Of each request: the time from its arrival to its first token."""
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / self.blocks if self.blocks else 0.0
+
+    @property
+    def per_hour(self) -> float:
+        return 3600 * len(self.waits_s) / self.seconds if self.seconds else 0.0
+
+    @property
+    def mean_s(self) -> float:
+        return sum(self.waits_s) / len(self.waits_s) if self.waits_s else 0.0
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "prefix_hit_rate": round(self.hit_rate, 6),
+            "requests_per_hour": round(self.per_hour, 1),
+            "mean_time_to_first_token_s": round(self.mean_s, 3),
+        }
+
+
+def run_all(trace: Trace, loop: Loop, policy: str) -> dict[str, Served]:
+    """Run a loop with each of the variants.
+
+    Raises:
+        ConfigError: the trace has no times or no tokens a block, or there is no such policy.
+    """
+    found: dict[str, Served] = {}
+    for variant in VARIANTS:
+        clock = [0.0]
+        found[variant] = run(trace, loop, _store(variant, policy, loop, clock), clock)
+    return found
+
+
+def _store(variant: str, policy: str, loop: Loop, clock: list[float]) -> Store:
+    def now_s() -> float:
+        return clock[0]
+
+    if variant == "oracle":
+        return Oracle(loop.slots, now_s)
+    keeps, tells = variant in ("waiting kept", "both"), variant in ("returns told", "both")
+    return ManagerStore(policy, loop.slots, keeps=keeps, tells=tells, now_s=now_s)
+
+
+def run(trace: Trace, loop: Loop, store: Store, clock: list[float]) -> Served:
+    """Run a loop over one store.
+
+    Args:
+        trace: its sessions are taken in a random order, each once.
+        loop: the load and the engine.
+        store: host memory, new.
+        clock: what the store reads; one number, set here.
+    """
+    if trace.requests.times[-1] <= 0:
+        raise ConfigError("trace", trace.name, "has no times: a closed loop needs the pauses")
+    rng = random.Random(loop.seed)
+    waiting_sessions = _asked(trace, rng)
+    arrivals: list[tuple[float, int, Iterator[Asked]]] = []
+    order = count()
+    for _ in range(loop.sessions):
+        begin_s = rng.uniform(0, loop.seconds * WARM_UP / 2)
+        session = next(waiting_sessions, iter(()))
+        heapq.heappush(arrivals, (begin_s, next(order), session))
+    return _run(loop, store, clock, arrivals, order, waiting_sessions)
+
+
+def _run(
+    loop: Loop,
+    store: Store,
+    clock: list[float],
+    arrivals: list[tuple[float, int, Iterator[Asked]]],
+    order: Iterator[int],
+    more: Iterator[Iterator[Asked]],
+) -> Served:
+    served = Served()
+    queue: deque[tuple[Asked, Iterator[Asked]]] = deque()
+    free_s = 0.0
+    begin_s = loop.seconds * WARM_UP
+    while arrivals or queue:
+        if arrivals and (not queue or arrivals[0][0] <= free_s):
+            time_s, _, session = heapq.heappop(arrivals)
+            asked = next(session, None)
+            while asked is None:
+                following = next(more, None)
+                if following is None:
+                    break  # no further session: fewer would be alive from now on
+                session, asked = following, next(following, None)
+            if asked is None:
+                break
+            clock[0] = asked.arrived_s = time_s
+            store.arrived(asked)
+            queue.append((asked, session))
+            free_s = max(free_s, time_s) if len(queue) == 1 else free_s
+            continue
+        asked, session = queue.popleft()
+        clock[0] = free_s
+        found = store.serve(asked)
+        # The last token is computed at least.
+        missing = max(1, (len(asked.keys) - found) * loop.block_tokens)
+        free_s += missing / loop.prefill
+        clock[0] = free_s
+        store.ended(asked)
+        if free_s >= loop.seconds:
+            break
+        if free_s >= begin_s:
+            served.blocks += len(asked.keys)
+            served.hits += found
+            served.waits_s.append(free_s - asked.arrived_s)
+        pause_s = asked.pause_s if asked.following else 0.0
+        heapq.heappush(arrivals, (free_s + pause_s, next(order), session))
+    served.seconds = max(0.0, free_s - begin_s)
+    return served
+
+
+def _asked(trace: Trace, rng: random.Random) -> Iterator[Iterator[Asked]]:
+    """Yield the sessions in a random order; the first ones begin anywhere, as if they went on."""
+    sessions = sessions_of(trace.requests)
+    gaps = gaps_of(trace.requests, sessions)
+    names = list(range(len(sessions)))
+    rng.shuffle(names)
+    for name in names:
+        yield _session(trace, str(name), sessions[name], gaps)
+
+
+def _session(
+    trace: Trace, name: str, numbers: Sequence[int], gaps: "Sequence[float]"
+) -> Iterator[Asked]:
+    for at, number in enumerate(numbers):
+        following = trace.requests[numbers[at + 1]] if at + 1 < len(numbers) else ()
+        keys = chunks_of(trace.requests[number])
+        yield Asked(name, keys, chunks_of(following), gaps[number])

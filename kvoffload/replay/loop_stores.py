@@ -1,0 +1,190 @@
+"""The stores of a closed loop: the real manager, with or without help, and one that knows all."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+from kvoffload.config import RETURN_HINTS
+from kvoffload.messages import OffloadKey
+from kvoffload.offload.base import ReqContext
+from kvoffload.offload.hints import PARAM
+from kvoffload.offload.host_cache import HostCache
+from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.registry import POLICIES, load
+from kvoffload.replay.requests import Keys
+
+WAITING_SHARE = 0.9
+"""Of host memory: the most that chunks of waiting requests hold."""
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request of a session, from its arrival on."""
+
+    session: str
+    keys: Sequence[OffloadKey]
+    following: Sequence[OffloadKey]
+    """The prompt of the session's next request; empty: the session ends."""
+    pause_s: float
+    """Time from the first token to that request; infinite if there is none."""
+    arrived_s: float = 0.0
+
+
+class Store(Protocol):
+    """Host memory in a closed loop."""
+
+    def arrived(self, asked: Asked) -> None:
+        """Note a request that waits from now on."""
+        ...
+
+    def serve(self, asked: Asked) -> int:
+        """Load and store for a request whose turn it is; return the chunks loaded."""
+        ...
+
+    def ended(self, asked: Asked) -> None:
+        """Note that a request has its first token."""
+        ...
+
+
+class Waiting:
+    """A model of keeping: pins the leading chunks of waiting requests, first come, first kept.
+
+    Args:
+        host: the cache of the manager.
+    """
+
+    def __init__(self, host: HostCache) -> None:
+        self._host = host
+        self._left = int(host.num_slots * WAITING_SHARE)
+        self._kept: dict[Asked, list[OffloadKey]] = {}
+
+    def keep(self, asked: Asked) -> None:
+        """Take a request's leading chunks in host memory out of the eviction order."""
+        kept: list[OffloadKey] = []
+        for key in asked.keys[: self._left]:
+            if not self._host.is_ready(key):
+                break
+            self._host.pin(key)
+            kept.append(key)
+        self._left -= len(kept)
+        self._kept[asked] = kept
+
+    def give_back(self, asked: Asked) -> None:
+        """Return its chunks to the order, tail first."""
+        kept = self._kept.pop(asked, [])
+        self._left += len(kept)
+        for key in reversed(kept):
+            self._host.end_use(key)
+
+    def make_room(self, keys: Sequence[OffloadKey]) -> None:
+        """Let the last requests of the queue give way to one that runs."""
+        while self._kept and not self._host.has_room(keys):
+            self.give_back(next(reversed(self._kept)))
+
+
+class ManagerStore:
+    """The real manager of host memory, called as a connector calls it.
+
+    Args:
+        policy: its name.
+        slots: chunks that fit.
+        keeps: whether chunks of waiting requests stay.
+        tells: whether each request says exactly when its session returns.
+        now_s: the clock of the loop.
+    """
+
+    def __init__(
+        self, policy: str, slots: int, *, keeps: bool, tells: bool, now_s: Callable[[], float]
+    ) -> None:
+        host = HostCache(slots, load(POLICIES, policy, "policy")(slots))
+        host.now_s = now_s
+        self._manager = TieredOffloadingManager(host, client_hints=RETURN_HINTS)
+        self._waiting = Waiting(host) if keeps else None
+        self._tells = tells
+
+    def _context(self, asked: Asked) -> ReqContext:
+        hints: dict[str, object] = {}
+        if self._tells:
+            never = asked.pause_s == inf
+            hints = {"returns": "never"} if never else {"returns_in_s": asked.pause_s}
+            hints["session"] = asked.session
+        return ReqContext(asked.session, {PARAM: hints} if hints else None)
+
+    def arrived(self, asked: Asked) -> None:
+        if self._waiting is not None:
+            self._waiting.keep(asked)
+
+    def serve(self, asked: Asked) -> int:
+        manager, keys, context = self._manager, list(asked.keys), self._context(asked)
+        if self._waiting is not None:
+            self._waiting.give_back(asked)
+            self._waiting.make_room(keys)
+        manager.touch(keys, context)
+        found = manager.lookup_prefix(keys, context)[0]
+        if found:
+            job = manager.begin_load(keys[:found], context)
+            manager.complete(job, [True] * len(job.keys))
+        stored = manager.prepare_store(keys, context)
+        if stored is not None and stored.job is not None:
+            manager.complete(stored.job, [True] * len(stored.job.keys))
+        return found
+
+    def ended(self, asked: Asked) -> None:
+        self._manager.retire(list(asked.keys), self._context(asked))
+
+
+class Oracle:
+    """Knows what each session asks for next and when; keeps what is asked for first.
+
+    Chunks that a session needs last leave first, tail first. A bound for what keeping and exact
+    returns can reach, as far as prompts of sessions that have not begun are not known.
+    """
+
+    def __init__(self, slots: int, now_s: Callable[[], float]) -> None:
+        self._slots = slots
+        self._now_s = now_s
+        self._held: set[OffloadKey] = set()
+        self._next: dict[str, tuple[float, Sequence[OffloadKey]]] = {}
+        """Session → when it asks, and its prompt then; waiting ones in the order of arrival."""
+
+    def arrived(self, asked: Asked) -> None:
+        self._next[asked.session] = (asked.arrived_s, asked.keys)
+
+    def serve(self, asked: Asked) -> int:
+        found = next((i for i, k in enumerate(asked.keys) if k not in self._held), len(asked.keys))
+        self._held.update(asked.keys)
+        self._next.pop(asked.session, None)
+        return found
+
+    def ended(self, asked: Asked) -> None:
+        if asked.following:
+            self._next[asked.session] = (self._now_s() + asked.pause_s, asked.following)
+        self._trim(asked)
+
+    def _trim(self, asked: Asked) -> None:
+        """Evict what is over the capacity; only the request just served can have brought it."""
+        excess = len(self._held) - self._slots
+        if excess <= 0:
+            return
+        coming = sorted(self._next.values(), key=lambda each: -each[0])
+        wanted = Counter(key for _, keys in coming for key in keys if key in self._held)
+        unwanted = [key for key in self._held if key not in wanted]
+        self._held.difference_update(unwanted)
+        excess -= len(unwanted)
+        for _, keys in coming:
+            for key in reversed(keys):
+                if key not in self._held:
+                    continue
+                wanted[key] -= 1
+                if not wanted[key] and excess > 0:
+                    self._held.remove(key)
+                    excess -= 1
+            if excess <= 0:
+                return
+
+
+def chunks_of(keys: Keys) -> list[OffloadKey]:
+    """Return a trace's blocks as keys of chunks of one group."""
+    return [OffloadKey(key + bytes(4)) for key in keys]
