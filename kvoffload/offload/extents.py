@@ -15,7 +15,7 @@ from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.priority import SHARE_ABOVE, PriorityPolicy
 from kvoffload.policies.base import Policy
 from kvoffload.policies.kept_order import KeptOrder
-from kvoffload.policies.returns import Claims, ReturnsPolicy
+from kvoffload.policies.returns import ExpectedReturns, ReturnsPolicy
 
 STEAL_TRIES = 4
 """Extents tried when one is to be taken away; one with a chunk in use cannot be taken."""
@@ -88,10 +88,10 @@ class _OrderBySize:
             size.priorities.forget(mine)
 
 
-class _ClaimsBySize:
+class _ReturnsBySize:
     """The claims on chunks of all sizes; a claim covers the chunks of each size in their order."""
 
-    def __init__(self, by_size: _OrderBySize, claims: dict[_Size, Claims]) -> None:
+    def __init__(self, by_size: _OrderBySize, claims: dict[_Size, ExpectedReturns]) -> None:
         self._by_size = by_size
         self._claims = claims
 
@@ -378,13 +378,13 @@ class ExtentCache(HostCache):
                 marked = marked[: self._rows_above_left() // size.rows]
             size.priorities.mark(marked, priority)
 
-    def _make_returns(self) -> Claims:
-        claims: dict[_Size, Claims] = {}
+    def _make_returns(self) -> ExpectedReturns:
+        claims: dict[_Size, ExpectedReturns] = {}
         for size in self._sizes:
             most = size.per_extent * self._num_extents
             order = ReturnsPolicy(size.priorities.normal, most, self.hint_share, self.now_s)
             size.priorities.normal = claims[size] = order
-        return _ClaimsBySize(self._by_size, claims)
+        return _ReturnsBySize(self._by_size, claims)
 
     def _rows_above_left(self) -> int:
         above = sum(size.rows * size.priorities.num_above for size in self._sizes)

@@ -22,7 +22,7 @@ from kvoffload.policies.base import Policy
 from kvoffload.policies.kept_order import KeptOrder
 from kvoffload.policies.lru import LRUOfTable, LRUPolicy
 from kvoffload.policies.ordered_queue import compact
-from kvoffload.policies.returns import Claims, ReturnsPolicy
+from kvoffload.policies.returns import ExpectedReturns, ReturnsPolicy
 
 
 @dataclass
@@ -77,7 +77,7 @@ class HostCache:
         self._kept: KeptOrder | None = None
         self._give_way: Callable[[int], bool] = lambda count: False
         # The order by expected return, within those; from the first one that is told.
-        self._returns: Claims | None = None
+        self._returns: ExpectedReturns | None = None
 
     # ---- lookup ----
 
@@ -344,13 +344,13 @@ class HostCache:
         return self._kept.normal if self._kept is not None else self._order
 
     @property
-    def returns(self) -> Claims:
+    def returns(self) -> ExpectedReturns:
         """The claims on chunks by when they are needed again; see :class:`ReturnsPolicy`."""
         if self._returns is None:
             self._returns = self._make_returns()
         return self._returns
 
-    def _make_returns(self) -> Claims:
+    def _make_returns(self) -> ExpectedReturns:
         inner = self._priorities.normal if self._priorities is not None else self._own_order()
         order = ReturnsPolicy(inner, self.num_slots, self.hint_share, self.now_s)
         if self._priorities is not None:

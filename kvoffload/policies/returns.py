@@ -31,7 +31,7 @@ _WATCHED = 32
 _FADES = 0.75
 
 
-class Claims(Protocol):
+class ExpectedReturns(Protocol):
     """What claimants say of the chunks of their prompts; keys are head first."""
 
     def expect(self, claim: bytes, keys: Sequence[bytes], in_s: float) -> None:

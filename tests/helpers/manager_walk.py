@@ -69,6 +69,8 @@ class Walk(ManagerTruth):
         )
         self.queued, self.early = [], []
         self.now_s = 0.0
+        host.now_s = lambda: self.now_s
+        self.used = {}
         self.manager.promises._clock = lambda: self.now_s
         self.manager._early._most_bytes = 4 * host.slot_bytes  # or it is less than a chunk
         self.threshold = threshold
@@ -347,11 +349,15 @@ class Walk(ManagerTruth):
         if self.stores:
             list(self.stores.values())[tier % len(self.stores)].answer_for_stored = answer
 
-    def touch(self, prompt):
-        context = self.context()
+    def touch(self, prompt, told=None):
+        context = self.used[prompt] = self.context(told)
         for key in KEYS[prompt]:
             self.seen[key].add(context.req_id)
         self.manager.touch(KEYS[prompt], context)
+
+    def retire(self, prompt, told=None):
+        """End the request that used a prompt last; it may say when its session returns."""
+        self.manager.retire(KEYS[prompt], self.used.pop(prompt, None) or self.context(told))
 
     def compute(self, tokens):
         """The engine turns out to be so fast."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from manager_walk import KEYS, LENGTH, PROMPTS, Walk
+from manager_walk import LENGTH, PROMPTS, Walk
 
 from kvoffload.policies.arc import ARCPolicy
 from kvoffload.policies.handicap import HandicapPolicy
@@ -30,6 +30,14 @@ HINTS = [
 ]
 SHARES = [0.0, 0.3, 0.9, 0.9, 1.0]
 TENANTS = ["", "", "a", "b"]
+RETURNS = [
+    None,
+    {"returns_in_s": 3},
+    {"returns_in_s": 9, "session": "a"},
+    {"returns": "never", "session": "a"},
+    {"returns": "soon", "session": "b"},
+    {"session": "b"},
+]
 GOOD = [-1, -1, -1, 0, 1, 2, 5]
 """Which chunks of a transfer arrive, as bits."""
 
@@ -162,9 +170,13 @@ class ManagerMachine(RuleBasedStateMachine):
     def compute(self, tokens):
         self.walk.compute(tokens)
 
-    @rule(prompt=st.integers(0, PROMPTS - 1))
-    def touch(self, prompt):
-        self.walk.touch(prompt)
+    @rule(prompt=st.integers(0, PROMPTS - 1), told=st.sampled_from(RETURNS))
+    def touch(self, prompt, told):
+        self.walk.touch(prompt, told)
+
+    @rule(prompt=st.integers(0, PROMPTS - 1), told=st.sampled_from(RETURNS))
+    def retire(self, prompt, told):
+        self.walk.retire(prompt, told)
 
     @rule(prompt=st.integers(0, PROMPTS - 1))
     def explain(self, prompt):
@@ -265,9 +277,9 @@ def seldom(walk, rng, a, prompt):
     elif a < 60:
         walk.explain(prompt)
     elif a < 80:
-        walk.touch(prompt)
+        walk.touch(prompt, rng.choice(RETURNS))
     else:
-        walk.manager.retire(KEYS[prompt])
+        walk.retire(prompt, rng.choice(RETURNS))
 
 
 @pytest.mark.parametrize("seed", range(25))
