@@ -1,4 +1,4 @@
-"""``kvoffload replay``: compare eviction policies on a trace with Belady's bound."""
+"""``kvoffload replay``: compare eviction policies on a trace, with Belady's bound or in a loop."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -10,15 +10,17 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from kvoffload.cli.closed_loop import run_loops, show_loops
 from kvoffload.cli.output import console, print_numbers, say
 from kvoffload.errors import ConfigError
 from kvoffload.replay import synthetic
+from kvoffload.replay.closed_loop import Loop
 from kvoffload.replay.sample import sampled
 from kvoffload.replay.simulate import Hits
 from kvoffload.replay.study import (
     Row,
     default_sizes,
-    parse_count,
+    parse_counts,
     parse_tiers,
     study,
     study_tiers,
@@ -33,6 +35,7 @@ TRACE_HELP = (
 SYNTHETIC_HELP = (
     f"Make requests instead: NAME[:seed=1,requests=6000]; {', '.join(synthetic.WORKLOADS)}."
 )
+LOOP_HELP = "Sessions alive at once, by commas: run a closed loop with a queue, on --sizes."
 SAMPLE_HELP = "Share of all blocks to replay, of large traces: rates are then estimates."
 
 
@@ -44,12 +47,25 @@ def command(
     synthetic: Annotated[str, typer.Option(help=SYNTHETIC_HELP)] = "",
     sample: Annotated[float, typer.Option(help=SAMPLE_HELP)] = 1.0,
     plot: Annotated[Path | None, typer.Option(help="Draw hit rates into this PNG file.")] = None,
+    closed_loop: Annotated[str, typer.Option(help=LOOP_HELP)] = "",
+    prefill: Annotated[
+        float, typer.Option(help="Of a closed loop: tokens the engine computes a second.", min=1)
+    ] = 20_000,
+    block_tokens: Annotated[
+        int | None, typer.Option(help="Tokens in a block, where the trace does not say it.", min=1)
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="Of a closed loop: how long.", min=1)] = 60,
+    seed: Annotated[int, typer.Option(help="Of a closed loop: the order of the sessions.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Replay a trace through eviction policies and print their hit rates.
 
     A request can use the contiguous prefix of its blocks that is present. The table also has
-    Belady's bound on block hits, and a store that holds everything.
+    Belady's bound, and a store that holds everything.
+
+    With --closed-loop, sessions ask again some time after their last answer, and wait in a queue.
+    The tables have hits, served requests and the mean time to the first token. They also say what
+    changes if chunks of waiting requests stay, and if requests say when their session returns.
 
     Exit codes: 0 done; 2 wrong usage or a trace that cannot be read (file, line and field named).
     """
@@ -65,13 +81,28 @@ def command(
     if not names:
         raise ConfigError("policies", policies, "must name at least one policy")
     loaded = sampled(open_trace(trace, synthetic), sample)
+    if closed_loop:
+        if tiers or plot or sample != 1 or not sizes:
+            remedy = "goes with --sizes, and with neither --tiers nor --plot nor --sample"
+            raise ConfigError("closed_loop", closed_loop, remedy)
+        loops = [
+            Loop(alive, slots, prefill, tokens_of(loaded, block_tokens), 60 * minutes, seed)
+            for alive in parse_counts(closed_loop, "closed_loop")
+            for slots in parse_counts(sizes, "sizes")
+        ]
+        found = run_loops(loaded, loops, names)
+        if as_json:
+            print(json.dumps({"trace": facts(loaded), "rows": found}))
+        else:
+            _describe(loaded)
+            show_loops(found)
+        return
     if tiers:
         parts = parse_tiers(tiers)
         with progress_bar(total_work(loaded, len(names), None)) as step:
             rows = study_tiers(loaded, names, parts, step)
     else:
-        asked = dict.fromkeys(parse_count(text, "sizes") for text in sizes.split(",") if text)
-        counts = list(asked) or default_sizes(loaded)
+        counts = parse_counts(sizes, "sizes") or default_sizes(loaded)
         with progress_bar(total_work(loaded, len(names), len(counts))) as step:
             rows = study(loaded, names, counts, step)
     if plot is not None:
@@ -98,6 +129,22 @@ def open_trace(path: Path | None, made: str) -> Trace:
     return from_timed(made, synthetic.timed(*synthetic.parse(made)))
 
 
+def tokens_of(trace: Trace, asked: int | None) -> int:
+    """Return the tokens in a block: what the trace says, else what was asked for.
+
+    Raises:
+        ConfigError: neither says it, or they differ.
+    """
+    told = trace.block_tokens
+    if told is not None and asked not in (None, told):
+        raise ConfigError("block_tokens", asked, f"the trace says {told}")
+    tokens = told or asked
+    if tokens is None:
+        remedy = "the trace does not say it; for one in Mooncake's format: --block-tokens 512"
+        raise ConfigError("block_tokens", None, remedy)
+    return tokens
+
+
 def facts(trace: Trace) -> dict[str, Any]:
     """Return what was replayed, as plain data."""
     return {
@@ -118,19 +165,23 @@ def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
         yield lambda blocks: bar.advance(task, blocks)
 
 
-def _show(trace: Trace, rows: Sequence[Row]) -> None:
-    to = console()
+def _describe(trace: Trace) -> None:
     say(
         f"{trace.name}: {len(trace.requests):,} requests, {trace.accesses:,} block accesses, "
         f"{trace.distinct:,} distinct blocks"
         + (f" (a sample of {trace.sample:.3g})" if trace.sample < 1 else "")
     )
+
+
+def _show(trace: Trace, rows: Sequence[Row]) -> None:
+    to = console()
+    _describe(trace)
     if any(row.levels for row in rows):
         _show_tiers(to, rows)
     else:
         _show_rates(to, rows, "contiguous-prefix hits, %", lambda hits: hits.prefix_rate)
         _show_rates(to, rows, "block hits, %", lambda hits: hits.block_rate)
-    say("belady bounds block hits; a policy's prefix hits may be above belady's in small stores")
+    say("belady knows the future: no policy has more hits, of either kind")
 
 
 def _show_rates(

@@ -16,6 +16,7 @@ from kvoffload.cli.replay import (
     facts,
     open_trace,
     progress_bar,
+    tokens_of,
 )
 from kvoffload.config import human_bytes
 from kvoffload.connectors.chunk_size import choose_chunk_size
@@ -23,7 +24,6 @@ from kvoffload.errors import ConfigError
 from kvoffload.replay.model import bytes_per_token, read_config
 from kvoffload.replay.sample import sampled
 from kvoffload.replay.sizing import Answer, answer, curve, curve_sizes
-from kvoffload.replay.trace import Trace
 
 _GPU_BLOCK_TOKENS = 16
 
@@ -88,7 +88,7 @@ def command(
         raise ConfigError("context", context, "a trace says how long its sessions are")
     whole = open_trace(trace, synthetic)
     loaded = sampled(whole, sample)
-    tokens = _tokens(loaded, block_tokens)
+    tokens = tokens_of(loaded, block_tokens)
     with progress_bar(len(curve_sizes(loaded)) * loaded.accesses) as step:
         points = curve(loaded, policy, step)
     answers = [answer(points, share) for share in wanted]
@@ -158,18 +158,6 @@ def _print_token(
     if context is not None:
         text = f"{counted(sessions, 'session')} of {context:,} tokens: {human_bytes(whole)}"
         say(f"{text}; cpu_bytes of each rank: {human_bytes(whole / ranks)}")
-
-
-def _tokens(trace: Trace, asked: int | None) -> int:
-    """Return the tokens in a block: what the trace says, else what was asked for."""
-    told = trace.block_tokens
-    if told is not None and asked not in (None, told):
-        raise ConfigError("block_tokens", asked, f"the trace says {told}")
-    tokens = told or asked
-    if tokens is None:
-        remedy = "the trace does not say it; for one in Mooncake's format: --block-tokens 512"
-        raise ConfigError("block_tokens", None, remedy)
-    return tokens
 
 
 def _percent(text: str) -> float:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from statistics import fmean
 from typing import Any
 
 from kvoffload.errors import ConfigError
@@ -22,28 +23,28 @@ from kvoffload.replay.trace import Trace
 
 WARM_UP = 0.25
 """The part of the time before anything is counted."""
-VARIANTS = ("as now", "waiting kept", "returns told", "both", "oracle")
+ORACLE = "oracle"
+HELPED = {"": (False, False), "waiting": (True, False), "told": (False, True), "both": (True, True)}
+"""What a policy is helped with: whether chunks of waiting requests stay, and whether each request
+says when its session returns."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A load and an engine.
-
-    Args:
-        sessions: alive at once.
-        slots: chunks in host memory.
-        prefill: tokens a second that the engine computes.
-        block_tokens: tokens in a block of the trace.
-        seconds: simulated.
-        seed: of the order of the sessions and their beginnings.
-    """
+    """A load and an engine."""
 
     sessions: int
+    """Alive at once."""
     slots: int
+    """Chunks in host memory."""
     prefill: float
+    """Tokens a second that the engine computes."""
     block_tokens: int
+    """Tokens in a block of the trace."""
     seconds: float = 3600.0
+    """Simulated, of which the first quarter is not counted."""
     seed: int = 0
+    """Of the order of the sessions, and of their beginnings."""
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Served:
 
     @property
     def mean_s(self) -> float:
-        return sum(self.waits_s) / len(self.waits_s) if self.waits_s else 0.0
+        return fmean(self.waits_s) if self.waits_s else 0.0
 
     def plain(self) -> dict[str, Any]:
         return {
@@ -76,27 +77,26 @@ class Served:
         }
 
 
-def run_all(trace: Trace, loop: Loop, policy: str) -> dict[str, Served]:
-    """Run a loop with each of the variants.
+def of_policy(trace: Trace, loop: Loop, policy: str, helped: str) -> Served:
+    """Run a loop over the real manager with a policy, helped as one of :data:`HELPED` says.
 
     Raises:
-        ConfigError: the trace has no times or no tokens a block, or there is no such policy.
+        ConfigError: the trace has no times, or there is no such policy.
     """
-    found: dict[str, Served] = {}
-    for variant in VARIANTS:
-        clock = [0.0]
-        found[variant] = run(trace, loop, _store(variant, policy, loop, clock), clock)
-    return found
+    clock = [0.0]
+    keeps, tells = HELPED[helped]
+    store = ManagerStore(policy, loop.slots, keeps=keeps, tells=tells, now_s=lambda: clock[0])
+    return run(trace, loop, store, clock)
 
 
-def _store(variant: str, policy: str, loop: Loop, clock: list[float]) -> Store:
-    def now_s() -> float:
-        return clock[0]
+def of_oracle(trace: Trace, loop: Loop) -> Served:
+    """Run a loop over a store that knows the sessions.
 
-    if variant == "oracle":
-        return Oracle(loop.slots, now_s)
-    keeps, tells = variant in ("waiting kept", "both"), variant in ("returns told", "both")
-    return ManagerStore(policy, loop.slots, keeps=keeps, tells=tells, now_s=now_s)
+    Raises:
+        ConfigError: the trace has no times.
+    """
+    clock = [0.0]
+    return run(trace, loop, Oracle(loop.slots, lambda: clock[0]), clock)
 
 
 def run(trace: Trace, loop: Loop, store: Store, clock: list[float]) -> Served:
@@ -111,14 +111,14 @@ def run(trace: Trace, loop: Loop, store: Store, clock: list[float]) -> Served:
     if trace.requests.times[-1] <= 0:
         raise ConfigError("trace", trace.name, "has no times: a closed loop needs the pauses")
     rng = random.Random(loop.seed)
-    waiting_sessions = _asked(trace, rng)
+    more = _asked(trace, rng)
     arrivals: list[tuple[float, int, Iterator[Asked]]] = []
     order = count()
     for _ in range(loop.sessions):
         begin_s = rng.uniform(0, loop.seconds * WARM_UP / 2)
-        session = next(waiting_sessions, iter(()))
+        session = next(more, iter(()))
         heapq.heappush(arrivals, (begin_s, next(order), session))
-    return _run(loop, store, clock, arrivals, order, waiting_sessions)
+    return _run(loop, store, clock, arrivals, order, more)
 
 
 def _run(
@@ -170,7 +170,7 @@ def _run(
 
 
 def _asked(trace: Trace, rng: random.Random) -> Iterator[Iterator[Asked]]:
-    """Yield the sessions in a random order; the first ones begin anywhere, as if they went on."""
+    """Yield the sessions in a random order, each as its requests."""
     sessions = sessions_of(trace.requests)
     gaps = gaps_of(trace.requests, sessions)
     names = list(range(len(sessions)))

@@ -60,28 +60,41 @@ class Waiting:
         self._left = int(host.num_slots * WAITING_SHARE)
         self._kept: dict[Asked, list[OffloadKey]] = {}
 
-    def keep(self, asked: Asked) -> None:
-        """Take a request's leading chunks in host memory out of the eviction order."""
-        kept: list[OffloadKey] = []
-        for key in asked.keys[: self._left]:
-            if not self._host.is_ready(key):
-                break
-            self._host.pin(key)
-            kept.append(key)
-        self._left -= len(kept)
-        self._kept[asked] = kept
+    def add(self, asked: Asked) -> None:
+        """Put a request at the end of the queue."""
+        self._kept[asked] = []
+        self._keep_more(asked)
 
-    def give_back(self, asked: Asked) -> None:
-        """Return its chunks to the order, tail first."""
-        kept = self._kept.pop(asked, [])
-        self._left += len(kept)
-        for key in reversed(kept):
-            self._host.end_use(key)
+    def leave(self, asked: Asked) -> None:
+        """Take a request out of the queue; its share goes to the next ones."""
+        if asked in self._kept:
+            self._give_back(asked)
+            del self._kept[asked]
+            for waiting in self._kept:
+                self._keep_more(waiting)
 
     def make_room(self, keys: Sequence[OffloadKey]) -> None:
         """Let the last requests of the queue give way to one that runs."""
-        while self._kept and not self._host.has_room(keys):
-            self.give_back(next(reversed(self._kept)))
+        for asked in reversed(self._kept):
+            if self._host.has_room(keys):
+                return
+            self._give_back(asked)
+
+    def _keep_more(self, asked: Asked) -> None:
+        kept = self._kept[asked]
+        while self._left and len(kept) < len(asked.keys):
+            if not self._host.is_ready(key := asked.keys[len(kept)]):
+                return
+            self._host.pin(key)
+            kept.append(key)
+            self._left -= 1
+
+    def _give_back(self, asked: Asked) -> None:
+        """Return chunks to the order, tail first."""
+        kept = self._kept[asked]
+        self._left += len(kept)
+        while kept:
+            self._host.end_use(kept.pop())
 
 
 class ManagerStore:
@@ -114,12 +127,12 @@ class ManagerStore:
 
     def arrived(self, asked: Asked) -> None:
         if self._waiting is not None:
-            self._waiting.keep(asked)
+            self._waiting.add(asked)
 
     def serve(self, asked: Asked) -> int:
         manager, keys, context = self._manager, list(asked.keys), self._context(asked)
         if self._waiting is not None:
-            self._waiting.give_back(asked)
+            self._waiting.leave(asked)
             self._waiting.make_room(keys)
         manager.touch(keys, context)
         found = manager.lookup_prefix(keys, context)[0]

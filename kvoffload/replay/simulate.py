@@ -187,11 +187,12 @@ def belady(
     progress: Progress | None = None,
     weights: Weights = WHOLE,
 ) -> Hits:
-    """Count the hits of a store that knows the future: no policy has more *block* hits.
+    """Count the hits of a store that knows the future: no policy has more.
 
     It evicts the block whose next use is the farthest (L. Belady, 1966), or does not take the new
-    one if that is the one. It is a bound on block hits; prefix hits follow it closely, but are not
-    what it maximises.
+    one if that is the one. Of one request's blocks the tail counts as used last. A head is used
+    whenever its tail is, so the store always holds whole prefixes. Its block hits are then its
+    prefix hits as well, and a bound for both.
     """
     never, next_use = requests.accesses, _next_uses(requests)
     held: dict[int, int] = {}  # block → its next use

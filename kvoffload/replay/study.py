@@ -54,6 +54,15 @@ def parse_count(text: str, name: str) -> int:
     return count
 
 
+def parse_counts(text: str, name: str) -> list[int]:
+    """Read numbers by commas, each once.
+
+    Raises:
+        ConfigError: one is no such number, or less than one.
+    """
+    return list(dict.fromkeys(parse_count(part, name) for part in text.split(",") if part))
+
+
 def parse_tiers(text: str) -> dict[str, int]:
     """Read ``cpu=10k,disk=100k``, nearest tier first.
 

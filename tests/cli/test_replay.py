@@ -193,9 +193,9 @@ def test_a_narrow_terminal_cuts_no_name_and_no_number(kvoffload, trace, columns)
         assert all(len(line) <= int(columns) for line in done.stdout.splitlines() if "│" in line)
 
 
-def test_the_bound_is_said_to_be_one_on_blocks(kvoffload, trace):
+def test_the_bound_is_said_to_be_one(kvoffload, trace):
     done = kvoffload("replay", str(trace), "--policies", "lru", "--sizes", "3")
-    assert "belady bounds block hits" in done.stdout
+    assert "belady knows the future: no policy has more hits" in done.stdout
 
 
 def test_a_trace_may_be_compressed_or_come_from_standard_input(kvoffload, trace, monkeypatch):
@@ -349,3 +349,38 @@ def test_a_wrong_size_question_ends_with_code_2(kvoffload, trace, tmp_path, word
     done = kvoffload("size", str(trace), "--model", str(tmp_path), "--block-tokens", "16", *words)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def test_a_closed_loop_prints_what_helps_and_the_oracle(kvoffload):
+    words = ["replay", "--synthetic", "agent:seed=1,requests=400", "--closed-loop", "3,4"]
+    words += ["--sizes", "60", "--policies", "lru", "--block-tokens", "64", "--minutes", "5"]
+    done = kvoffload(*words)
+    assert done.returncode == 0, done.stderr
+    for word in ("3 sessions, 60 blocks", "4 sessions", "lru, waiting kept", "lru, both", "oracle"):
+        assert word in done.stdout
+    rows = json.loads(kvoffload(*words, "--json").stdout)["rows"]
+    assert [row["helped"] for row in rows[:5]] == ["", "waiting", "told", "both", ""]
+    assert rows[4]["policy"] == "oracle"
+    assert rows[4]["prefix_hit_rate"] >= rows[0]["prefix_hit_rate"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--closed-loop", "3"], "--sizes"),
+        (["--closed-loop", "3", "--sizes", "60", "--sample", "0.5"], "--sample"),
+        (["--closed-loop", "3", "--sizes", "60"], "block_tokens"),
+        (["--closed-loop", "none", "--sizes", "60", "--block-tokens", "1"], "closed_loop"),
+    ],
+)
+def test_a_closed_loop_names_what_it_needs(kvoffload, words, named):
+    done = kvoffload("replay", "--synthetic", "agent:requests=100", *words)
+    assert done.returncode == 2
+    assert named in done.stderr
+
+
+def test_a_closed_loop_needs_times(kvoffload, trace):
+    words = ["--closed-loop", "3", "--sizes", "60", "--block-tokens", "16"]
+    done = kvoffload("replay", str(trace), *words)
+    assert done.returncode == 2
+    assert "has no times" in done.stderr
