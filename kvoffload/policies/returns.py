@@ -154,7 +154,7 @@ class ReturnsPolicy:
             self._cover(keys)
             self._put(_Claim(claim, self._now_s() + in_s, keys[-1]))
         if before is not None:
-            self._replace(before)
+            self._replace(before, keys)
         while len(self._claims) > MAX_CLAIMS or len(self._before) > self._named_at_most:
             furthest, _ = self._by_due.furthest(self._now_s())
             if furthest is None:
@@ -230,14 +230,28 @@ class ReturnsPolicy:
             return here
         return left
 
-    def _replace(self, claim: _Claim) -> None:
-        """End a claim whose claimant has gone on: what only its last prompt had leaves first."""
+    def _replace(self, claim: _Claim, keys: Sequence[bytes]) -> None:
+        """End the claim that a claimant made before: what only its last prompt had leaves first.
+
+        Where the new prompt does not go on from that one, the claimant has two, as an agent with
+        its helpers. Then the claim lives on, until a prompt with its last chunk comes.
+        """
         tail = claim.tail
         if tail is None or tail in self._forks:
             self._leave(claim)
-        else:
+            return
+        place = {key: number for number, key in enumerate(keys)}
+        at: bytes | None = tail
+        left = 0
+        while at is not None and at not in place and left <= len(keys):
+            left, at = left + 1, self._before[at]
+        if at is not None and left <= place.get(at, -1):
             claim.tail = None
             self._put(_Claim(_LEFT + tail, inf, tail))
+        else:
+            self.withdraw(tail)
+            claim.name = tail
+            self._claims[tail] = claim
 
     def _end(self, claim: _Claim) -> None:
         self._put_in(self._leave(claim))

@@ -79,6 +79,21 @@ def test_a_session_has_one_claim_and_what_it_left_behind_goes_first():
     assert told.order.victims(3) == keys("b", 3)[::-1]
 
 
+def test_helpers_of_one_session_do_not_end_each_other_s_claims():
+    """Agents send one session id with the requests of all their helpers."""
+    told = Told()
+    system, chat = keys("system", 2), keys("main", 9)
+    told.use(system + chat, b"a", 30)
+    told.use(keys("b", 2), b"b", 60)
+    told.use(system + keys("helper", 4), b"a", 10)
+    assert told.order.victims(2) == keys("b", 2)[::-1]
+    assert told.order.victims(9) == chat[::-1]
+    told.use(system + chat, b"a", 30)
+    told.use(system + keys("helper", 4), b"a", 10)
+    told.use(system + chat + keys("more", 1), b"a", 1)
+    assert told.order.victims(6) == [*keys("helper", 4)[::-1], keys("more", 1)[0], chat[-1]]
+
+
 def test_a_later_prompt_with_its_last_chunk_fulfils_a_claim_without_a_name():
     told = Told()
     told.use(keys("a", 3), in_s=0)
