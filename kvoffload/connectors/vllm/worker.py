@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 )
 
 from kvoffload.connectors.builder import TieredOffloadingSpec
+from kvoffload.connectors.chunk_size import blocks_of
 from kvoffload.connectors.vllm.engine_weights import UPDATES, name_for_all_ranks
 from kvoffload.connectors.vllm.fingerprint import resolve_facts
 from kvoffload.connectors.vllm.kv_caches import (
@@ -115,7 +116,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             ConfigError: a setting cannot work, or bytes do not come back as they were stored.
         """
         ours = canonical(kv_caches, self._group_ids)
-        layout = ChunkLayout(ours, self.spec.blocks_per_chunk)
+        layout = ChunkLayout(ours, blocks_of(self.settings))
         # vLLM says so of tensor parallel ranks of one host alone.
         is_replicated = self.spec.config.replicated_layout
         facts = resolve_facts(
@@ -140,7 +141,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
                         self._transfers,
                         ours,
                         layers_of_groups(self._kv_caches, self.kv_cache_config, self._group_ids),
-                        self.spec.blocks_per_chunk,
+                        blocks_of(self.settings),
                     )
                 except BaseException:
                     self._spec.close()  # or its memory stays pinned
@@ -240,7 +241,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             self._spec.io.awaits(metadata.awaited)
         self._submit_stores()
         for job_id, job in metadata.load_jobs.items():
-            end = GpuEnd(job.dst_spec, self._group_ids, self.spec.blocks_per_chunk)
+            end = GpuEnd(job.dst_spec, self._group_ids, blocks_of(self.settings))
             num_chunks = len(job.src_spec.host_slots)
             sync = is_synchronous(job)
             self._loads[job_id] = _Load(job.req_id, end, sync, void=self._has_old_chunks)
@@ -272,7 +273,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         self._unsubmitted_store_jobs.clear()
         stores = []
         for job_id, source, target in waiting:
-            end = GpuEnd(source, self._group_ids, self.spec.blocks_per_chunk)
+            end = GpuEnd(source, self._group_ids, blocks_of(self.settings))
             blocks, whole = end.whole()
             slots = target.host_slots
             if any(whole) and len(whole) == len(slots):
@@ -281,7 +282,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
                 bad = (False,) * len(slots)
                 self._store_ended(TransferResult(job_id, bad, reason=PARTIAL_CHUNK))
         if stores:
-            batch = StoreBatch(stores, self.spec.blocks_per_chunk)
+            batch = StoreBatch(stores, blocks_of(self.settings))
             self._stores[batch.job_id] = batch
             self._transfers.submit(batch.job_id, batch.spec, batch.num_chunks)
 

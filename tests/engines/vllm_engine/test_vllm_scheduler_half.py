@@ -51,7 +51,8 @@ def test_it_begins_when_as_many_workers_told_of_themselves_as_vllm_runs():
     half = bare_half(cpu_bytes=16384)
     half._table, half._workers, half._waits_for_workers = None, {}, True
     half.tiers = None
-    half.config = types.SimpleNamespace(num_workers=4)  # context parallel: four of one (pp, tp)
+    # Context parallel: four workers of one (pp, tp).
+    half.config = types.SimpleNamespace(num_workers=4, blocks_per_chunk=1)
     context = ReqContext("r")
 
     def tell(*ranks):
