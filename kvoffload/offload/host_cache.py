@@ -318,7 +318,7 @@ class HostCache:
         """Move evictable chunks to the recent end, in the order given, without counting a use."""
         here = list(filter(self.evictable.__contains__, dict.fromkeys(keys)))
         self._order.remove(here)
-        self.make_evictable(here, list(map(self.evictable.pop, here)))
+        self._order.add(here)
 
     def prioritise(self, keys: Sequence[OffloadKey], priority: int) -> None:
         """Give chunks about to be stored a priority, which is not 0; see :class:`PriorityPolicy`.

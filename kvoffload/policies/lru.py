@@ -11,7 +11,7 @@ class LRUOfTable:
     """LRU as the order of a table that the store keeps anyway: half the memory and half the work.
 
     The table has exactly the keys of the order. The store puts keys in after ``add``. It deletes
-    keys after ``remove``, and those that ``victims`` returned at once.
+    keys after ``remove``, if it does not add them at once, and those that ``victims`` returned.
 
     Args:
         capacity: of the store in entries.
@@ -30,7 +30,12 @@ class LRUOfTable:
         self._unmoved.clear()
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """Leave it to the store to put the keys at the end of its table."""
+        """Leave it to the store to put new keys at the end of its table; move those it has there.
+
+        A store that only puts keys in order does not delete them in between.
+        """
+        if keys and keys[0] in self._table:
+            self.touch(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Move keys of the table to its end."""
