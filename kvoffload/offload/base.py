@@ -31,7 +31,7 @@ from kvoffload.messages import (
     get_offload_group_idx,
     make_offload_key,
 )
-from kvoffload.offload.job import EarlyRead, Job, LoadJob, Read, StoreJob, Transfer
+from kvoffload.offload.job import EarlyRead, Job, LoadJob, Read, StoreJob, WriteJob
 
 if TYPE_CHECKING:
     from kvoffload.offload.figures import ManagerFigures
@@ -46,7 +46,7 @@ __all__ = [
     "ChunksStored", "EarlyRead", "Fetch", "GPULoadStoreSpec", "Job", "LoadJob", "LoadStoreSpec",
     "Manager", "OffloadKey", "OffloadingEvent", "OffloadingHandler", "OffloadingManager",
     "OffloadingSpec", "PrepareStoreOutput", "Read", "Reason", "ReqContext", "StagedLoadStoreSpec",
-    "StoreJob", "Transfer", "TransferResult", "TransferSpec",
+    "StoreJob", "TransferResult", "TransferSpec", "WriteJob",
     "get_offload_block_hash", "get_offload_group_idx",
     "make_offload_key", "request_id",
 ]  # fmt: skip
@@ -222,7 +222,7 @@ class Manager(Protocol):
             job: from :meth:`begin_load`, :meth:`prepare_store` or :meth:`take_transfers`.
             ok: whether the transfer of each chunk succeeded, in the order of ``job.keys``.
             settled: False if a late transfer may still touch the host slots of failed chunks (of a
-                :class:`Transfer`: of all its chunks). The slots stay out of use until
+                :class:`WriteJob`: of all its chunks). The slots stay out of use until
                 :meth:`release_slots`.
             reason: why chunks failed: :attr:`TransferResult.reason`.
 
@@ -235,7 +235,7 @@ class Manager(Protocol):
         """Whether :meth:`take_transfers` has something to return."""
 
     @abstractmethod
-    def take_transfers(self) -> list[Transfer | EarlyRead]:
+    def take_transfers(self) -> list[WriteJob | EarlyRead]:
         """Return the write-through and early reads to begin now.
 
         Answer each with :meth:`complete`.

@@ -101,7 +101,7 @@ class StoreJob(Job):
 
 
 @dataclass(eq=False)
-class Transfer(Job):
+class WriteJob(Job):
     """Write-through of stored chunks to a tier, begun by the manager on its own account.
 
     Carry it out with a handler for ``(type(spec), type(dst))``.

@@ -26,7 +26,7 @@ from kvoffload.offload.base import (
     Reason,
     ReqContext,
     StoreJob,
-    Transfer,
+    WriteJob,
     request_id,
 )
 from kvoffload.offload.early_reads import EarlyReads
@@ -109,7 +109,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.unexpected = self._jobs.unexpected
         """Counts and logs an answer that fits no job; takes the words for the answer."""
         limit_bytes = max_persisting_slots * host.slot_bytes
-        self._late: dict[int, LoadJob | Transfer | EarlyRead] = {}
+        self._late: dict[int, LoadJob | WriteJob | EarlyRead] = {}
         """Answered jobs for which a tier may still access host memory."""
         self._write_through = WriteThrough(
             host, limit_bytes, self._not_stored, self._jobs, self._job_ids, self._dropped
@@ -329,7 +329,7 @@ class TieredOffloadingManager(OffloadingManager):
             self.unexpected(f"job {job.id}")
             return
         del self._jobs[job.id]
-        if isinstance(job, Transfer):
+        if isinstance(job, WriteJob):
             self._transfer_ended(job, ok, settled)
         elif isinstance(job, LoadJob):
             self._load_ended(job, ok, settled, reason)
@@ -338,7 +338,7 @@ class TieredOffloadingManager(OffloadingManager):
         elif isinstance(job, EarlyRead):
             self._early_read_ended(job, ok, settled, reason)
 
-    def _transfer_ended(self, transfer: Transfer, ok: Sequence[bool], settled: bool) -> None:
+    def _transfer_ended(self, transfer: WriteJob, ok: Sequence[bool], settled: bool) -> None:
         for key in reversed(transfer.keys):
             self._host.end_use(key, settled)
         good = [key for key, fine in zip(transfer.keys, ok, strict=True) if fine]
@@ -395,7 +395,7 @@ class TieredOffloadingManager(OffloadingManager):
     def has_transfers(self) -> bool:
         return self._write_through.has_begun() or self._early.has_begun
 
-    def take_transfers(self) -> list[Transfer | EarlyRead]:
+    def take_transfers(self) -> list[WriteJob | EarlyRead]:
         return [*self._write_through.take(), *self._early.take()]
 
     def _dropped(self, keys: Sequence[OffloadKey]) -> None:

@@ -13,7 +13,7 @@ from kvoffload.backends.base import Removal
 from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKey
 from kvoffload.metrics.names import INFLIGHT_BYTES, WAITING_CHUNKS
 from kvoffload.metrics.samples import Sample
-from kvoffload.offload.base import Job, Transfer
+from kvoffload.offload.base import Job, WriteJob
 from kvoffload.offload.host_cache import HostCache
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class WriteThrough:
         self._lost = lost
         self._dropped = dropped
         self._lanes: dict[str, _Lane] = {}
-        self._begun: list[Transfer] = []
+        self._begun: list[WriteJob] = []
         self._jobs = jobs
         self._job_ids = job_ids
         self._kept_bytes: Counter[str] = Counter()
@@ -221,7 +221,7 @@ class WriteThrough:
             source.job_id = job_id = next(self._job_ids)
             self._kept_bytes[name] = kept_bytes
             num_bytes = kept_bytes - before
-            transfer = Transfer(job_id, target.keys, source, target, name, lane.tier, num_bytes)
+            transfer = WriteJob(job_id, target.keys, source, target, name, lane.tier, num_bytes)
             self._jobs[job_id] = transfer
             self._begun.append(transfer)
 
@@ -235,12 +235,12 @@ class WriteThrough:
         """Whether transfers were begun since they were last taken."""
         return bool(self._begun)
 
-    def take(self) -> list[Transfer]:
+    def take(self) -> list[WriteJob]:
         """Return the transfers begun since the last call."""
         taken, self._begun = self._begun, []
         return taken
 
-    def settled(self, transfer: Transfer) -> None:
+    def settled(self, transfer: WriteJob) -> None:
         """Take in that nothing reads for an answered transfer any more.
 
         Until then its bytes count: a tier that hangs has its share alone.

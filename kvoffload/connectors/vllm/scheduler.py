@@ -40,7 +40,7 @@ from kvoffload.connectors.vllm.step_messages import (
 )
 from kvoffload.errors import ConfigError
 from kvoffload.identity import namespace, short
-from kvoffload.offload.base import EarlyRead, Job, LoadJob, OffloadKey, Transfer
+from kvoffload.offload.base import EarlyRead, Job, LoadJob, OffloadKey, WriteJob
 from kvoffload.recording import RequestLog
 
 log = logging.getLogger(__name__)
@@ -390,7 +390,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
 
     def _note(self, job: Job) -> None:
         ok = job.ok
-        if isinstance(job, Transfer):
+        if isinstance(job, WriteJob):
             if self.tiers is not None and not job.stale:
                 good = [key for key, fine in zip(job.keys, ok, strict=True) if fine]
                 if presence := self.tiers.presences.get(job.tier):
