@@ -418,7 +418,7 @@ class WaitingQueue:
     def _look_again(self, tenant: Tenant) -> None:
         if tenant.full:
             again = filter(self.requests.__contains__, tenant.full)
-            self._unfinished = sorted([*self._unfinished, *again])
+            self._unfinished = sorted({*self._unfinished, *again})
             tenant.full = []
 
     @staticmethod

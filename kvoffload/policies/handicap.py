@@ -7,7 +7,7 @@ from math import inf
 from zlib import crc32
 
 from kvoffload.policies.history import PinnedState, RotatingBloomFilter
-from kvoffload.policies.ordered_queue import OrderedQueue
+from kvoffload.policies.ordered_queue import OrderedQueue, compact
 
 HANDICAPS: tuple[tuple[float, float, float], ...] = (
     (0, 0, 0),
@@ -177,6 +177,8 @@ class HandicapPolicy:
                     raise KeyError(key)
                 del tables[at][key]
             queues.append(at)
+        if at is not None:
+            compact(tables[at])
         self._pinned.keep(keys, queues)
 
     def victims(self, count: int) -> Sequence[bytes]:

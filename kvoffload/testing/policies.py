@@ -16,6 +16,7 @@ import sys
 import tracemalloc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -242,7 +243,7 @@ class PolicySuite(ABC):
         """Sessions that say when they return take their chunks out of the policy, and back."""
         for seed in range(10):
             rng, now_s = random.Random(seed), [0.0]
-            policy = ReturnsPolicy(self.make(60), 60, now_s=lambda now_s=now_s: now_s[0])
+            policy = ReturnsPolicy(self.make(60), 60, now_s=partial(min, now_s))
             order: set[bytes] = set()
             for _ in range(600):
                 now_s[0] += rng.uniform(0, 5)

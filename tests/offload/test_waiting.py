@@ -247,8 +247,11 @@ def test_without_a_share_each_decision_is_the_same_as_without_a_queue(policy):
     assert replay(0.0, says=True) != replay(0.9, says=True)
 
 
-def test_a_kept_chunk_takes_64_bytes_on_average():
-    """With the policy's note on it. A table doubles in size at once, so the average counts."""
+def test_a_kept_chunk_takes_72_bytes_on_average():
+    """An entry of the claims and the policy's note, less the entry that leaves the order.
+
+    A table doubles in size at once, so the average counts.
+    """
     prompts = [keys(f"{i}.", 250) for i in range(680)]
     tracemalloc.start()  # first: what leaves the eviction order gives its memory back
     manager = new_manager(slots=200_000, share=0.9)
@@ -263,7 +266,7 @@ def test_a_kept_chunk_takes_64_bytes_on_average():
     tracemalloc.stop()
     assert len(manager._host.claims) == 170_000
     assert len(taken) == 21
-    assert sum(taken) / 21 <= 64
+    assert sum(taken) / 21 <= 72
 
 
 def test_a_queue_of_ten_thousand_long_prompts_takes_a_kibibyte_a_request():
