@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from kvoffload.messages import CanonicalKVCacheRef, CanonicalKVCaches, Canonical
 
 BLOCK = 16
 CHUNKS = 64
-"""Chunks of one request."""
+"""Blocks of one request."""
 PROMPTS = 6
 """Distinct prompts; host memory holds two of them, so that each load comes from disk."""
 CONCURRENT = 2
@@ -33,6 +33,23 @@ PAUSE_S = 0.004
 MEASURE_S = 6.0
 FORMS = ("thread", "process")
 PARTS = ("p50", "p99")
+
+
+class Case(NamedTuple):
+    """What is loaded."""
+
+    label: str
+    page_bytes: int
+    """Of a block."""
+    per_chunk: int | str = 1
+    """Blocks of a chunk."""
+
+
+CASES = (
+    Case("1 MiB", 1 << 20),
+    Case("128 KiB", 128 << 10),
+    Case("2 MiB in blocks of 128 KiB, the default", 128 << 10, "auto"),
+)
 
 
 @dataclass
@@ -48,14 +65,15 @@ class Prompt:
 class Loads:
     """A connector that always loads ``CONCURRENT`` prompts from disk."""
 
-    def __init__(self, root: str, page_bytes: int, form: str) -> None:
+    def __init__(self, root: str, case: Case, form: str) -> None:
+        page_bytes = case.page_bytes
         raw = torch.zeros(CHUNKS * (CONCURRENT + 1), page_bytes, dtype=torch.int8)
         caches = CanonicalKVCaches(
             (CanonicalKVCacheTensor(raw, page_bytes),), ((CanonicalKVCacheRef(0, page_bytes),),)
         )
         disk = {"type": "disk", "root": root, "capacity": "16GiB", "min_free": 0, "io": "buffered"}
         settings = {"cpu_bytes": page_bytes * CHUNKS * 2, "backends": [disk], "policy": "lru"}
-        settings |= {"blocks_per_chunk": 1}
+        settings |= {"blocks_per_chunk": case.per_chunk}
         facts = {"model": "engine_step", "dtype": "int8"}
         self._connector = LocalConnector(
             {**settings, "io": form}, caches, block_size=BLOCK, facts=facts
@@ -113,24 +131,22 @@ def run(seconds: float = MEASURE_S, folder: str | None = None) -> dict[str, Any]
     """Measure chunks of 1 MiB and of 128 KiB in a scratch folder below ``folder``."""
     torch.set_num_threads(1)
     rows: list[Row] = []
-    for page_bytes, label in ((1 << 20, "1 MiB"), (128 << 10, "128 KiB")):
+    for case in CASES:
         with tempfile.TemporaryDirectory(prefix="kvoffload-bench-", dir=folder) as scratch:
-            rows += _case(page_bytes, label, seconds, scratch)
+            rows += _case(case, seconds, scratch)
     return report("engine_step", rows)
 
 
-def _case(page_bytes: int, label: str, seconds: float, scratch: str) -> list[Row]:
+def _case(case: Case, seconds: float, scratch: str) -> list[Row]:
     alone = _steps(seconds / 3)
     rows = [
         row(f"step alone, {name}", value * 1e3, "ms")
         for name, value in zip(PARTS, alone, strict=True)
     ]
     for form in FORMS:
-        other, other_rate = _beside_other_process(
-            f"{scratch}/{form}-other", page_bytes, form, seconds
-        )
-        own, own_rate, calls_s = _beside_own(f"{scratch}/{form}-own", page_bytes, form, seconds)
-        name = f"loads of {label}, io: {form}"
+        other, other_rate = _beside_other_process(f"{scratch}/{form}-other", case, form, seconds)
+        own, own_rate, calls_s = _beside_own(f"{scratch}/{form}-own", case, form, seconds)
+        name = f"loads of {case.label}, io: {form}"
         limit = "loads in another process"
         for part, value, bound in zip(PARTS, own, other, strict=True):
             rows.append(row(f"step, {name}, {part}", value * 1e3, "ms", bound * 1e3, limit))
@@ -140,10 +156,10 @@ def _case(page_bytes: int, label: str, seconds: float, scratch: str) -> list[Row
 
 
 def _beside_own(
-    root: str, page_bytes: int, form: str, seconds: float
+    root: str, case: Case, form: str, seconds: float
 ) -> tuple[tuple[float, float], float, float]:
     """Return the step's times, the rate of loading, and the connector's median time in a step."""
-    loads = Loads(root, page_bytes, form)
+    loads = Loads(root, case, form)
     calls: list[float] = []
 
     def step() -> None:
@@ -160,12 +176,12 @@ def _beside_own(
 
 
 def _beside_other_process(
-    root: str, page_bytes: int, form: str, seconds: float
+    root: str, case: Case, form: str, seconds: float
 ) -> tuple[tuple[float, float], float]:
     """Return the step's times here and the rate of loading there."""
     context = multiprocessing.get_context("spawn")
     stop, ready, rates = context.Event(), context.Event(), context.Queue()
-    child = context.Process(target=_load_until, args=(root, page_bytes, form, stop, ready, rates))
+    child = context.Process(target=_load_until, args=(root, case, form, stop, ready, rates))
     child.start()
     try:
         if not ready.wait(60):
@@ -178,11 +194,9 @@ def _beside_other_process(
         child.join(60)
 
 
-def _load_until(
-    root: str, page_bytes: int, form: str, stop: Event, ready: Event, rates: Any
-) -> None:
+def _load_until(root: str, case: Case, form: str, stop: Event, ready: Event, rates: Any) -> None:
     torch.set_num_threads(1)
-    loads = Loads(root, page_bytes, form)
+    loads = Loads(root, case, form)
     ready.set()
     loads.begin()
     while not stop.is_set():

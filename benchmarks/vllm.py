@@ -37,7 +37,9 @@ def run() -> dict[str, Any]:
                 cost.measure_tokens(engine, rng, found, cost.REQUESTS)
                 rows += cost.rows(what, found)
         rows += savings(model, folder, rng)
-        with Engine(make_model(folder / "tiny"), {"cpu_bytes": "256MiB"}) as engine:
+        with Engine(
+            make_model(folder / "tiny"), {"cpu_bytes": "256MiB", "blocks_per_chunk": 1}
+        ) as engine:
             rows.append(scheduler_call(engine))
     return report("vllm", rows)
 

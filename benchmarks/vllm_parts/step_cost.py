@@ -43,7 +43,7 @@ def run() -> dict[str, Any]:
         model = str(folder / "model")
         subprocess.run([sys.executable, script, model], check=True, stdout=subprocess.DEVNULL)
         disk = {"type": "disk", "root": str(folder / "kv"), "min_free": 0}
-        host = {"cpu_bytes": HOST_BYTES, "weights_id": "random"}
+        host = {"cpu_bytes": HOST_BYTES, "blocks_per_chunk": 1, "weights_id": "random"}
         connectors = {
             "ours": ours(host),
             "ours with disk": ours({**host, "backends": [disk]}),
