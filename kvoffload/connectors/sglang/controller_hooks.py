@@ -3,8 +3,8 @@
 SGLang tells a storage of its last pool after the part of an attach that it takes back. A storage
 that refuses then stays attached: each backup fails, and the next attach is answered with success.
 
-Rank 0 of a MLA model stores for all ranks. SGLang lets the heads of a draft, of which each rank has
-its own, be stored by all ranks with one storage only, whose keys name the rank. Ours do so too.
+Rank 0 of a MLA model stores for all ranks. Each rank has its own heads of a draft. SGLang lets it
+store them with one storage only, whose keys name the rank. Keys of kvoffload do so too.
 """
 
 from collections.abc import Callable

@@ -18,7 +18,7 @@ class PageLookup:
         tiers: in the order in which they are asked.
         timeout_s: how long a store may take to answer.
         asks: whether another process stores the pages of this one. The copy of an index learns of
-            them up to 2 s later, so a store that processes share is asked for what the copy lacks.
+            them up to 2 s later. So a store that processes share is asked for what the copy lacks.
     """
 
     def __init__(self, tiers: Sequence[RemoteTier], timeout_s: float, *, asks: bool) -> None:
