@@ -69,10 +69,10 @@ def planned(tmp_path, monkeypatch):
 def opened():
     made = []
 
-    def begin(*backends, slots=8, facts=None, tokens=0, **settings):
+    def begin(*backends, slots=8, facts=None, tokens=0, asks=False, **settings):
         config = {"cpu_bytes": 0, "staging_bytes": slots * 4096, "backends": backends, **settings}
         facts = facts or {"model": "m"}
-        made.append(PageStore(parse_config(config), PAGE, facts, lambda key: tokens))
+        made.append(PageStore(parse_config(config), PAGE, facts, lambda key: tokens, asks=asks))
         return made[-1]
 
     yield begin
@@ -216,6 +216,25 @@ def test_a_page_that_all_tiers_have_is_not_written_again(pool, opened, tmp_path,
     until(lambda: store.num_leading(keys(4)) == 4)
     assert store.save(keys(5), pool.pages(range(5))) == [True] * 5
     assert store.figures.by_event()["already_stored"] == 4
+
+
+def test_a_reader_asks_the_store_for_what_its_index_lacks(pool, opened, tmp_path):
+    pool.fill(range(8))
+    writer = opened(disk(tmp_path), io="thread")
+    reader = opened(disk(tmp_path), io="thread", asks=True)
+    listed = []
+    for turn in range(4):  # the copy of an index needs up to 2 s
+        stored = keys(8, 10 * turn)
+        assert reader.num_leading(stored) == 0
+        assert all(writer.save(stored, pool.pages(range(8))))
+        asked = [*stored, *keys(2, 900)]
+        count, num_listed = reader.leading(asked)
+        assert count == 8
+        listed.append(num_listed)
+        assert reader.present(asked, num_listed) == [True] * 8 + [False] * 2
+        assert reader.load(asked, pool.pages(range(20, 30))) == [True] * 8 + [False] * 2
+        assert pool.read(range(20, 28)) == pool.read(range(8))
+    assert 0 in listed
 
 
 def test_what_one_tier_lost_the_next_one_serves(pool, opened, tmp_path, until):
