@@ -4,22 +4,30 @@
 torch call releases and retakes the GIL, so Python code on other threads of the process delays it.
 The limit of a row is the same step while *another* process does the same loads through the same
 connector: it has the same load on memory and processor, and a GIL of its own.
+
+In further rows the I/O process has nice 0 and its own nice by turns, and the limit is the step
+alone. They show what the slowest steps waited for. Only root may lower a nice.
 """
 
 import hashlib
 import multiprocessing
+import os
 import statistics
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.harness import Row, report, row
 from kvoffload.connectors.local import LocalConnector
+from kvoffload.io.process import NICE
 from kvoffload.messages import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
 BLOCK = 16
@@ -31,6 +39,8 @@ CONCURRENT = 2
 PAUSE_S = 0.004
 """Between two steps the GPU works, and the engine's thread sleeps."""
 MEASURE_S = 6.0
+TURNS = 4
+SLOWEST = 0.02
 FORMS = ("thread", "process")
 PARTS = ("p50", "p99")
 
@@ -50,6 +60,16 @@ CASES = (
     Case("128 KiB", 128 << 10),
     Case("2 MiB in blocks of 128 KiB, the default", 128 << 10, "auto"),
 )
+
+
+class Step(NamedTuple):
+    """One step, in seconds."""
+
+    took_s: float
+    ran_s: float
+    """Processor time of the engine's thread."""
+    queued_s: float
+    """Time in which the thread was runnable and had no core."""
 
 
 @dataclass
@@ -95,17 +115,20 @@ class Loads:
         self._uses += 1
         return Prompt(f"use {self._uses}", hashes)
 
+    def _take_in(self) -> None:
+        for outcome in self._connector.poll():
+            prompt, slot = self._loading.pop(outcome.request_id)
+            self._loaded_chunks += outcome.num_loaded_tokens // BLOCK
+            self._connector.request_finished(prompt)
+            self._slots.append(slot)
+
     def begin(self) -> None:
         """Count from now on."""
         self._loaded_chunks, self._began_s = 0, time.perf_counter()
 
     def step(self) -> None:
         """Take in ended loads and begin the next ones, as an engine does between two steps."""
-        for outcome in self._connector.poll():
-            prompt, slot = self._loading.pop(outcome.request_id)
-            self._loaded_chunks += outcome.num_loaded_tokens // BLOCK
-            self._connector.request_finished(prompt)
-            self._slots.append(slot)
+        self._take_in()
         while self._slots:
             prompt = self._prompt(self._uses % PROMPTS)
             tokens = self._connector.get_num_new_matched_tokens(prompt, 0)
@@ -116,6 +139,12 @@ class Loads:
             self._loading[prompt.request_id] = prompt, slot
             blocks = list(range((slot + 1) * CHUNKS, (slot + 2) * CHUNKS))
             self._connector.update_state_after_alloc(prompt, [[*blocks, 0]], tokens)
+
+    def rest(self) -> None:
+        """Wait until the loads in flight have ended, and begin none."""
+        while self._loading:
+            self._take_in()
+            time.sleep(0.001)
 
     def rate(self) -> float:
         """Bytes loaded a second since :meth:`begin`."""
@@ -138,7 +167,7 @@ def run(seconds: float = MEASURE_S, folder: str | None = None) -> dict[str, Any]
 
 
 def _case(case: Case, seconds: float, scratch: str) -> list[Row]:
-    alone = _steps(seconds / 3)
+    alone = _parts(_steps(seconds / 3))
     rows = [
         row(f"step alone, {name}", value * 1e3, "ms")
         for name, value in zip(PARTS, alone, strict=True)
@@ -152,7 +181,55 @@ def _case(case: Case, seconds: float, scratch: str) -> list[Row]:
             rows.append(row(f"step, {name}, {part}", value * 1e3, "ms", bound * 1e3, limit))
         rows.append(row(f"rate, {name}", own_rate / 1e9, "GB/s", other_rate / 1e9, limit))
         rows.append(row(f"connector's calls in a step, {name}, p50", calls_s * 1e3, "ms"))
+    return rows + _by_nice(f"{scratch}/nice", case, seconds / TURNS)
+
+
+def _by_nice(root: str, loaded: Case, seconds: float) -> list[Row]:
+    """Let the step alone, and with an I/O process at two nice values, take turns."""
+    loads = Loads(root, loaded, "process")
+    nices = {"nice 0": 0, f"nice {NICE}": NICE}
+    alone: list[Step] = []
+    beside: dict[str, list[Step]] = {name: [] for name in nices}
+    rates: dict[str, list[float]] = {name: [] for name in nices}
+    try:
+        for _ in range(TURNS):
+            alone += _steps(seconds)
+            for name, nice in nices.items():
+                _renice(nice)
+                loads.begin()
+                beside[name] += _steps(seconds, loads.step)
+                rates[name].append(loads.rate())
+                loads.rest()
+    except PermissionError as error:
+        print(f"engine_step: no rows by nice, which only root may lower: {error}", file=sys.stderr)
+        return []
+    finally:
+        loads.close()
+    rows = []
+    for name, steps in beside.items():
+        case = f"loads of {loaded.label}, I/O process at {name}"
+        for part, value, bound in zip(PARTS, _parts(steps), _parts(alone), strict=True):
+            rows.append(row(f"step, {case}, {part}", value * 1e3, "ms", bound * 1e3, "step alone"))
+        slowest = sorted(steps)[-max(1, int(len(steps) * SLOWEST)) :]
+        took, ran, queued = (statistics.mean(each) * 1e3 for each in zip(*slowest, strict=True))
+        for what, value in (
+            ("took", took),
+            ("ran", ran),
+            ("waited for a core", queued),
+            ("waited for the GIL", max(0.0, took - ran - queued)),
+        ):
+            rows.append(row(f"slowest {SLOWEST:.0%} of steps, {what}, {case}", value, "ms"))
+        rows.append(row(f"rate, {case}", statistics.mean(rates[name]) / 1e9, "GB/s"))
     return rows
+
+
+def _renice(nice: int) -> None:
+    """Set the nice of all threads of the I/O process, which is a child of this one."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    for child in children:
+        if b"kvoffload.io.process" in Path(f"/proc/{child}/cmdline").read_bytes():
+            for thread in os.listdir(f"/proc/{child}/task"):
+                os.setpriority(os.PRIO_PROCESS, int(thread), nice)
 
 
 def _beside_own(
@@ -169,8 +246,8 @@ def _beside_own(
 
     try:
         loads.begin()
-        times = _steps(seconds, step)
-        return times, loads.rate(), statistics.median(calls)
+        steps = _steps(seconds, step)
+        return _parts(steps), loads.rate(), statistics.median(calls)
     finally:
         loads.close()
 
@@ -186,9 +263,9 @@ def _beside_other_process(
     try:
         if not ready.wait(60):
             raise RuntimeError("the other process did not begin to load")
-        times = _steps(seconds)
+        steps = _steps(seconds)
         stop.set()
-        return times, rates.get(timeout=60)
+        return _parts(steps), rates.get(timeout=60)
     finally:
         stop.set()
         child.join(60)
@@ -206,17 +283,29 @@ def _load_until(root: str, case: Case, form: str, stop: Event, ready: Event, rat
     loads.close()
 
 
-def _steps(seconds: float, between: Callable[[], None] = lambda: None) -> tuple[float, float]:
-    """Run steps for a while; return their :data:`PARTS` in seconds."""
+def _steps(seconds: float, between: Callable[[], None] = lambda: None) -> list[Step]:
+    """Run steps for a while."""
     first, second = torch.ones(2048), torch.ones(2048)
-    times = []
+    steps = []
     end_s = time.perf_counter() + seconds
     while time.perf_counter() < end_s:
-        began_s = time.perf_counter()
+        queued_s, ran_s, began_s = _queued_s(), time.thread_time(), time.perf_counter()
         for _ in range(300):
             first.add_(second)
-        times.append(time.perf_counter() - began_s)
+        took_s = time.perf_counter() - began_s
+        steps.append(Step(took_s, time.thread_time() - ran_s, _queued_s() - queued_s))
         between()
         time.sleep(PAUSE_S)
-    times.sort()
+    return steps
+
+
+def _queued_s() -> float:
+    """Return how long this thread has waited for a core, as Linux counts it."""
+    counts = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+    return int(counts.read_text().split()[1]) / 1e9 if counts.exists() else 0.0
+
+
+def _parts(steps: list[Step]) -> tuple[float, float]:
+    """Return :data:`PARTS` of the times that steps took, in seconds."""
+    times = sorted(step.took_s for step in steps)
     return statistics.median(times), times[int(len(times) * 0.99)]
