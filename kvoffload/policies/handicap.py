@@ -195,10 +195,14 @@ class HandicapPolicy:
 
     def _queue_of(self, key: bytes) -> int | None:
         """Return the number of the queue that a key is in; None if it is not in the order."""
-        for number, table in enumerate(self._tables):
-            if key in table:
-                return number
-        return None
+        once, twice, thrice, more = self._tables
+        if key in once:
+            return 0
+        if key in more:
+            return 3
+        if key in twice:
+            return 1
+        return 2 if key in thrice else None
 
     def _ticks(self, uses: int, num: int) -> Iterable[int]:
         """Return the ticks of ``num`` uses, or more: the first is ``uses`` after the last tick."""
