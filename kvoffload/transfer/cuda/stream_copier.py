@@ -146,7 +146,6 @@ class Launcher:
             self._has_ended = True
             self._queued.put(None)
         self._thread.join(timeout_s)
-        self._watch.end()
         return not self._thread.is_alive()
 
     # ---- the thread ----
@@ -176,6 +175,7 @@ class Launcher:
         self.fence_close()
         for fence in watched:
             fence.done()
+        self._watch.end()
 
     def _advance(self, jobs: deque[tuple[StreamJob, Iterator[bool]]]) -> bool:
         """Take the next step of the first transfer; False if it can take none now.
