@@ -80,6 +80,7 @@ def test_every_part_gives_rows_on_a_stand_in(programs, tmp_path, monkeypatch, ca
     assert len(report["goals"]) == len(first_run.GOALS)
     assert (report["gpu"], report["driver"]) == ("NVIDIA H100 80GB HBM3", "580.159.04")
     assert report["commit"] == "abc123"
+    assert "driver 580.159.04" in {one["case"] for one in rows}  # batches hang with it
 
 
 @pytest.mark.parametrize("trouble", TROUBLE)
