@@ -1,6 +1,14 @@
-"""The local connector's tests run again, in ``make chaos``, with the I/O server as a process."""
+"""Local connectors, and the stores below them that fail as a test plans.
+
+The tests run again, in ``make chaos``, with the I/O server as a process.
+"""
 
 import pytest
+
+import kvoffload
+from kvoffload import registry
+from kvoffload.connectors.local import LocalConnector
+from kvoffload.testing import FaultyBackend
 
 BOTH = (
     "test_local",
@@ -29,3 +37,50 @@ def default_form(request):
     with pytest.MonkeyPatch.context() as patched:  # one of its own, which ends last
         patched.setenv("KVOFFLOAD_SETTING_IO", form)
         yield
+
+
+@pytest.fixture
+def connect(kv_caches):
+    """Make connectors, by default over a store in memory. At the end, each is at rest."""
+    made = []
+
+    def make(*backends, caches=kv_caches, facts=None, **settings):
+        config = {
+            "cpu_bytes": "64KiB",
+            "blocks_per_chunk": 2,
+            "backends": backends or [{"type": "memory", "capacity": "1MiB"}],
+            **settings,
+        }
+        made.append(LocalConnector(config, caches, block_size=4, facts=facts or {"model": "m"}))
+        return made[-1]
+
+    yield make
+    for connector in made:
+        connector.close()
+        connector.check()
+
+
+@pytest.fixture
+def opened_and_plans(monkeypatch):
+    opened, plans = [], []
+    real = kvoffload.open_backend
+
+    def open_faulty(*args, **kwargs):
+        opened.append(FaultyBackend(real(*args, **kwargs)))
+        opened[-1].plans = plans
+        return opened[-1]
+
+    monkeypatch.setattr(registry, "open_backend", open_faulty)
+    return opened, plans
+
+
+@pytest.fixture
+def stores(opened_and_plans):
+    """The stores opened from now on, in order; each may get plans of its own."""
+    return opened_and_plans[0]
+
+
+@pytest.fixture
+def faults(opened_and_plans):
+    """Plan the faults of all stores that are opened from now on."""
+    return opened_and_plans[1]

@@ -13,11 +13,8 @@ BLOCKS, OTHERS = list(range(5, 13)), list(range(20, 28))
 
 
 @pytest.fixture
-def connector(kv_caches):
-    settings = {"cpu_bytes": "64KiB", "blocks_per_chunk": 1}
-    connector = LocalConnector(settings, kv_caches, block_size=4, facts={"model": "m"})
-    yield connector
-    connector.close()
+def connector(connect):
+    return connect(blocks_per_chunk=1, backends=[])
 
 
 def load(connector, request, table):

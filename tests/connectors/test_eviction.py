@@ -2,24 +2,13 @@
 
 import pytest
 
-from kvoffload.connectors.local import LocalConnector
-
 BLOCK = 4
 
 
 @pytest.fixture
-def connect(kv_caches):
-    made = []
-
-    def make(chunks, **settings):
-        config = {"cpu_bytes": chunks * 4096, "blocks_per_chunk": 2, **settings}
-        made.append(LocalConnector(config, kv_caches, block_size=BLOCK, facts={"model": "m"}))
-        return made[-1]
-
-    yield make
-    for connector in made:
-        connector.check()
-        connector.close()
+def connect(connect):
+    """Make connectors with host memory for so many chunks, and no tiers."""
+    return lambda chunks, **settings: connect(cpu_bytes=chunks * 4096, backends=[], **settings)
 
 
 def use(connector, request):

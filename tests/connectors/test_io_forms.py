@@ -5,7 +5,6 @@ from itertools import count
 import pytest
 import torch
 
-from kvoffload.connectors.local import LocalConnector
 from kvoffload.offload import promises
 from kvoffload.testing import Plan
 from tests.support.planned_store import Process
@@ -23,27 +22,14 @@ def io_form(request):
 
 
 @pytest.fixture
-def connect(kv_caches, io_form):
-    made = []
+def connect(connect, io_form):
+    """Make connectors with a cache in host memory, or with slots that chunks pass through."""
 
-    def make(*backends, slots=0, caches=kv_caches, **settings):
-        config = {
-            "cpu_bytes": 0,
-            "staging_bytes": slots * SLOT,
-            "blocks_per_chunk": 2,
-            "backends": backends or [{"type": "memory", "capacity": "1MiB"}],
-            "io": io_form,
-            **settings,
-        }
-        if not slots:
-            config |= {"cpu_bytes": 16 * SLOT, "staging_bytes": 0}
-        made.append(LocalConnector(config, caches, block_size=BLOCK, facts={"model": "m"}))
-        return made[-1]
+    def make(*backends, slots=0, **settings):
+        memory = {"cpu_bytes": 0 if slots else 16 * SLOT, "staging_bytes": slots * SLOT}
+        return connect(*backends, io=io_form, **memory, **settings)
 
-    yield make
-    for connector in made:
-        connector.close()
-        connector.check()
+    return make
 
 
 def store(connector, request):

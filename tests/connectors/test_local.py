@@ -7,51 +7,21 @@ import time
 import pytest
 import torch
 
-import kvoffload
 from kvoffload import registry
-from kvoffload.connectors.local import LocalConnector
-from kvoffload.testing import FaultyBackend, Plan
+from kvoffload.testing import Plan
 
 BLOCK = 4
 
 
 @pytest.fixture
-def faulty(monkeypatch):
-    """Make every backend opened from now on faulty; returns the plans, to be changed at will."""
-    opened = []
-    real = kvoffload.open_backend
-
-    def open_faulty(*args, **kwargs):
-        opened.append(FaultyBackend(real(*args, **kwargs)))
-        return opened[-1]
-
-    monkeypatch.setattr(registry, "open_backend", open_faulty)
+def faulty(stores, faults):
+    """Set the faults of all stores: ``faulty(Plan("raise"))``; without arguments all is well."""
 
     def plan(*plans):
-        for backend in opened:
-            backend.plans = list(plans)
+        faults[:] = plans
 
-    plan.stores = opened
+    plan.stores = stores
     return plan
-
-
-@pytest.fixture
-def connect(kv_caches, tmp_path):
-    made = []
-
-    def make(caches=kv_caches, backend=None, facts=None, **settings):
-        config = {
-            "cpu_bytes": "64KiB",
-            "blocks_per_chunk": 2,
-            "backends": [backend or {"type": "memory", "capacity": "1MiB"}],
-            **settings,
-        }
-        made.append(LocalConnector(config, caches, block_size=BLOCK, facts=facts or {"model": "m"}))
-        return made[-1]
-
-    yield make
-    for connector in made:
-        connector.close()
 
 
 def store(connector, request, first_block=5):
@@ -205,7 +175,7 @@ def test_blocks_are_not_overwritten_before_their_store_has_read_them(
 
 
 def test_after_a_reset_nothing_old_is_found_on_any_tier(connect, new_request, until, tmp_path):
-    connector = connect(backend={"type": "disk", "root": str(tmp_path), "capacity": "1MiB"})
+    connector = connect({"type": "disk", "root": str(tmp_path), "capacity": "1MiB"})
     request = new_request("p", 41)
     store(connector, request)
     old = connector.stats()["namespace"]
@@ -220,14 +190,14 @@ def test_after_a_reset_nothing_old_is_found_on_any_tier(connect, new_request, un
 
 def test_other_facts_see_none_of_it(connect, new_request, tmp_path, until):
     backend = {"type": "disk", "root": str(tmp_path), "capacity": "1MiB"}
-    first = connect(backend=backend, facts={"model": "m", "revision": "1"})
+    first = connect(backend, facts={"model": "m", "revision": "1"})
     store(first, new_request("p", 41))
     first.close()
-    other = connect(backend=backend, facts={"model": "m", "revision": "2"})
+    other = connect(backend, facts={"model": "m", "revision": "2"})
     asked = new_request("p", 41)
     until(lambda: other.get_num_new_matched_tokens(asked, 0) is not None)
     assert other.get_num_new_matched_tokens(asked, 0) == 0
-    same = connect(backend=backend, facts={"model": "m", "revision": "1"})
+    same = connect(backend, facts={"model": "m", "revision": "1"})
     until(lambda: same.get_num_new_matched_tokens(new_request("p", 41), 0) == 40)
 
 
@@ -291,7 +261,7 @@ def test_a_request_id_used_again_while_its_aborted_load_runs(connect, new_reques
 
 
 def test_requests_running_at_a_reset_store_nothing_of_before(connect, new_request, tmp_path, until):
-    connector = connect(backend={"type": "disk", "root": str(tmp_path), "capacity": "1MiB"})
+    connector = connect({"type": "disk", "root": str(tmp_path), "capacity": "1MiB"})
     running = new_request("p", 80)
     connector.after_forward(running, [range(5, 25)], 40)
     connector.reset_cache()

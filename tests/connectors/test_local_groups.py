@@ -11,7 +11,6 @@ import time
 import pytest
 import torch
 
-from kvoffload import registry
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.connectors.local.chunking import ChunkGroups, kinds_of_groups
 from kvoffload.connectors.offload_requests import LoadBackoff
@@ -32,7 +31,7 @@ from kvoffload.messages import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
 )
-from kvoffload.testing import FaultyBackend, Plan
+from kvoffload.testing import Plan
 
 DIGEST = 8
 STATE = 5000  # states take larger slots than the blocks of attention here
@@ -257,21 +256,6 @@ def test_what_comes_back_is_what_was_computed(engine, model, per_chunk):
     served.manager.reset_prefix_cache()
     assert served.run(prompt, 1) >= 16
     assert served.loaded >= 16
-
-
-@pytest.fixture
-def faults(monkeypatch):
-    """Make every backend opened from now on lose reads, as planned at the time."""
-    plans = []
-    real = registry.open_backend
-
-    def open_faulty(*args, **kwargs):
-        store = FaultyBackend(real(*args, **kwargs))
-        store.plans = plans
-        return store
-
-    monkeypatch.setattr(registry, "open_backend", open_faulty)
-    return plans
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,17 +1,16 @@
 """The local connector's figures, its requests and its resets."""
 
 import logging
+from functools import partial
 
 import pytest
 
-import kvoffload
-from kvoffload import registry
 from kvoffload.backends.disk.backend import DiskBackend
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.errors import ConfigError, UsageError
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.replay.trace import read_trace
-from kvoffload.testing import FaultyBackend, Plan
+from kvoffload.testing import Plan
 from kvoffload.transfer.cpu.copier import CpuCopier
 
 FACTS = {"model": "m", "weights": "w", "dtype": "float32"}
@@ -20,22 +19,8 @@ BLOCK, PAYLOAD = 4, 2 * (256 + 256 + 64)
 
 
 @pytest.fixture
-def connect(kv_caches):
-    made = []
-
-    def make(**settings):
-        config = {
-            "cpu_bytes": "64KiB",
-            "blocks_per_chunk": 2,
-            "backends": [{"type": "memory", "capacity": "1MiB"}],
-            **settings,
-        }
-        made.append(LocalConnector(config, kv_caches, block_size=BLOCK, facts=FACTS))
-        return made[-1]
-
-    yield make
-    for connector in made:
-        connector.close()
+def connect(connect):
+    return partial(connect, facts=FACTS)
 
 
 def table(request, first=5):
@@ -89,18 +74,8 @@ def test_the_speed_of_prefill_is_known_after_a_few_samples(connect):
     assert connector.stats()["prefill_tokens_per_second"] == pytest.approx(200)
 
 
-def test_what_a_fault_kept_from_being_stored_is_not_counted_as_moved(
-    connect, new_request, monkeypatch
-):
-    real = kvoffload.open_backend
-    plans = [Plan("short", frozenset({"write"}))]
-
-    def open_faulty(*args, **kwargs):
-        store = FaultyBackend(real(*args, **kwargs))
-        store.plans = plans
-        return store
-
-    monkeypatch.setattr(registry, "open_backend", open_faulty)
+def test_what_a_fault_kept_from_being_stored_is_not_counted_as_moved(connect, new_request, faults):
+    faults.append(Plan("short", frozenset({"write"})))
     connector = connect()
     store(connector, new_request("p", 41))
     moved = connector.stats()["store_chunks"]["memory"]
@@ -264,7 +239,7 @@ def test_an_old_generation_that_cannot_be_removed_is_logged(
         raise OSError("no device")
 
     monkeypatch.setattr(DiskBackend, "purge", refuses)
-    connector = connect(backends=[disk(tmp_path)])
+    connector = connect(disk(tmp_path))
     for _ in range(2):  # the first namespace belongs to replicas as well
         store(connector, new_request("p", 41))
         connector.reset_cache()
@@ -275,10 +250,8 @@ def test_an_old_generation_that_cannot_be_removed_is_logged(
 
 
 def test_tiers_that_cannot_remove_a_generation_are_not_asked_to(
-    connect, new_request, monkeypatch, caplog
+    connect, new_request, stores, caplog
 ):
-    real = kvoffload.open_backend
-    monkeypatch.setattr(registry, "open_backend", lambda *a, **k: FaultyBackend(real(*a, **k)))
     connector = connect()
     for _ in range(3):
         store(connector, new_request("p", 41))

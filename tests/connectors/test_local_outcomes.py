@@ -33,11 +33,8 @@ class LateCopies:
 
 
 @pytest.fixture
-def connector(kv_caches):
-    settings = {"cpu_bytes": "64KiB", "blocks_per_chunk": 1, "backends": [{"type": "memory"}]}
-    connector = LocalConnector(settings, kv_caches, block_size=4, facts={"model": "m"})
-    yield connector
-    connector.close()
+def connector(connect):
+    return connect({"type": "memory"}, blocks_per_chunk=1)
 
 
 @pytest.fixture
@@ -135,7 +132,7 @@ def test_an_engine_lives_on_if_a_request_is_aborted_whose_load_ended_in_a_flush(
         "model": MODEL,
         "kv_cache_bytes": 40 * 16 * 2 * 32 * 4,
         "max_model_len": 512,
-        "offload": {"cpu_bytes": "4MiB", "blocks_per_chunk": 1},
+        "offload": {"cpu_bytes": "4MiB"},
     }
     with Engine(settings) as engine:
         for prompt in prompts:

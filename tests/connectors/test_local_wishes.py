@@ -2,24 +2,10 @@
 
 import pytest
 
-from kvoffload.connectors.local import LocalConnector
-
 
 @pytest.fixture
-def connector(kv_caches):
-    made = LocalConnector(
-        {
-            "cpu_bytes": "20KiB",  # five chunks
-            "blocks_per_chunk": 2,
-            "backends": [{"type": "memory", "capacity": "1MiB"}],
-        },
-        kv_caches,
-        block_size=4,
-        facts={"model": "m"},
-    )
-    yield made
-    made.check()
-    made.close()
+def connector(connect):
+    return connect(cpu_bytes="20KiB")  # five chunks
 
 
 @pytest.fixture

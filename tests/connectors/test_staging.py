@@ -8,11 +8,9 @@ import pytest
 import torch
 from until import wait
 
-import kvoffload
-from kvoffload import registry
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.errors import ConfigError
-from kvoffload.testing import FaultyBackend, Plan
+from kvoffload.testing import Plan
 
 BLOCK = 4
 SLOT = 4096
@@ -22,38 +20,13 @@ TOKENS = CHUNKS * 2 * BLOCK
 
 
 @pytest.fixture
-def stores(monkeypatch):
-    """Every store opened, in order; what misbehaves is up to the test."""
-    opened = []
-    real = kvoffload.open_backend
+def connect(connect):
+    """Make connectors with slots that chunks pass through."""
 
-    def open_faulty(*args, **kwargs):
-        opened.append(FaultyBackend(real(*args, **kwargs)))
-        return opened[-1]
+    def make(slots=4, *backends, **settings):
+        return connect(*backends, cpu_bytes=0, staging_bytes=slots * SLOT, **settings)
 
-    monkeypatch.setattr(registry, "open_backend", open_faulty)
-    return opened
-
-
-@pytest.fixture
-def connect(kv_caches):
-    made = []
-
-    def make(slots=4, caches=kv_caches, backends=None, **settings):
-        config = {
-            "cpu_bytes": 0,
-            "staging_bytes": slots * SLOT,
-            "blocks_per_chunk": 2,
-            "backends": backends or [{"type": "memory", "capacity": "1MiB"}],
-            **settings,
-        }
-        made.append(LocalConnector(config, caches, block_size=BLOCK, facts={"model": "m"}))
-        return made[-1]
-
-    yield make
-    for connector in made:
-        connector.close()
-        connector.check()
+    return make
 
 
 def store(connector, request, first_block=5):
@@ -104,7 +77,7 @@ def test_a_prompt_larger_than_the_staging_memory_comes_back_byte_for_byte(
     slots = rng.choice([1, 2, 3, 5, 9])
     disk = {"type": "disk", "root": str(tmp_path), "capacity": "1MiB", "min_free": 0}
     backends = [rng.choice([disk, {"type": "memory", "capacity": "1MiB"}])]
-    connector = connect(slots * slot, caches, backends)
+    connector = connect(slots * slot, *backends, caches=caches)
     stored = store(connector, new_request("p", PROMPT))[: 2 * CHUNKS]
     originals = [t.tensor[stored].clone() for t in caches.tensors]
     at_rest(connector)
@@ -145,7 +118,7 @@ def test_what_only_the_farther_tier_has_goes_to_the_nearer_one_if_wished(
     connect, new_request, stores, until, promote
 ):
     memory = {"type": "memory", "capacity": "1MiB"}
-    connector = connect(8, backends=[memory, memory], promote=promote)
+    connector = connect(8, memory, memory, promote=promote)
     store(connector, new_request("p", PROMPT))
     near, far = stores
     keys = list(near.inner._chunks)
@@ -160,7 +133,7 @@ def test_many_loads_at_once_share_the_slots_and_get_their_own_bytes(
     connect, new_kv_caches, new_request, until, stores
 ):
     caches = new_kv_caches(num_blocks=400)
-    connector = connect(5, caches, lookup_timeout_s=30, load_timeout_s=30)
+    connector = connect(5, caches=caches, lookup_timeout_s=30, load_timeout_s=30)
     originals = {}
     for i in range(8):
         blocks = store(connector, new_request(f"p{i}", PROMPT), 1 + i * 20)[: 2 * CHUNKS]
@@ -219,7 +192,7 @@ def test_a_tier_that_hangs_holds_up_its_own_chunks_and_not_the_other_tier(
     connect, new_request, stores, until
 ):
     memory = {"type": "memory", "capacity": "1MiB"}
-    connector = connect(8, backends=[memory, memory])
+    connector = connect(8, memory, memory)
     good, hung = stores
     hung.plans = [Plan("hang", frozenset({"write"}))]
     request = new_request("p", PROMPT)

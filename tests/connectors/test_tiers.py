@@ -7,15 +7,9 @@ import re
 import pytest
 from disk_commands import kvoffload
 
-from kvoffload.connectors.local import LocalConnector
 from kvoffload.errors import ConfigError
 
 BLOCK = 4
-
-
-def connect(kv_caches, *backends, **settings):
-    settings = {"cpu_bytes": "64KiB", "blocks_per_chunk": 2, "backends": backends, **settings}
-    return LocalConnector(settings, kv_caches, block_size=BLOCK, facts={"model": "m"})
 
 
 def disk(root, capacity="1MiB"):
@@ -29,28 +23,28 @@ def store(connector, request):
     connector.request_finished(request)
 
 
-def test_a_capacity_below_one_chunk_is_refused_by_name(kv_caches, tmp_path):
+def test_a_capacity_below_one_chunk_is_refused_by_name(connect, tmp_path):
     with pytest.raises(ConfigError) as caught:
-        connect(kv_caches, disk(tmp_path / "a"), disk(tmp_path / "b", capacity="5KiB"))
+        connect(disk(tmp_path / "a"), disk(tmp_path / "b", capacity="5KiB"))
     assert caught.value.field == "backends[1].capacity"
     assert caught.value.value == "5.0 KiB"
     assert "8.0 KiB" in caught.value.remedy
-    connect(kv_caches, disk(tmp_path / "b", capacity="8KiB")).close()
+    connect(disk(tmp_path / "b", capacity="8KiB")).close()
 
 
-def test_two_tiers_on_one_root_are_refused_by_name(kv_caches, tmp_path):
+def test_two_tiers_on_one_root_are_refused_by_name(connect, tmp_path):
     (tmp_path / "way").symlink_to(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        connect(kv_caches, disk(tmp_path / "kv"), disk(tmp_path / "way" / "kv"))
+        connect(disk(tmp_path / "kv"), disk(tmp_path / "way" / "kv"))
     assert caught.value.field == "backends[1]"
     assert caught.value.value == str((tmp_path / "kv").resolve())
     assert "backends[0]" in caught.value.remedy
 
 
 def test_a_reset_says_that_tiers_are_not_erased_and_what_erases_them(
-    kv_caches, new_request, tmp_path, caplog
+    connect, new_request, tmp_path, caplog
 ):
-    connector = connect(kv_caches, disk(tmp_path))
+    connector = connect(disk(tmp_path))
     store(connector, new_request("p", 41))
     with caplog.at_level(logging.INFO, "kvoffload"):
         connector.reset_cache()
@@ -63,10 +57,10 @@ def test_a_reset_says_that_tiers_are_not_erased_and_what_erases_them(
 
 
 def test_an_old_generation_is_removed_and_what_others_share_is_left(
-    kv_caches, new_request, until, tmp_path
+    connect, new_request, until, tmp_path
 ):
-    connector = connect(kv_caches, disk(tmp_path))
-    replica = connect(kv_caches, disk(tmp_path))
+    connector = connect(disk(tmp_path))
+    replica = connect(disk(tmp_path))
 
     def folders():
         return sorted(name for name in os.listdir(tmp_path) if not name.startswith("."))
@@ -85,5 +79,3 @@ def test_an_old_generation_is_removed_and_what_others_share_is_left(
     assert len(list((tmp_path / shared).glob("??/*"))) == 5
     # A reset of one engine costs its replicas nothing.
     until(lambda: replica.get_num_new_matched_tokens(new_request("p", 41), 0) == 40)
-    for each in (connector, replica):
-        each.close()
