@@ -7,10 +7,10 @@ import subprocess
 import threading
 
 import pytest
-from disk_parts import allocated
+from disk_parts import ON_DISK, SIZE, allocated, chunk_bytes, open_disk
 
 from kvoffload import open_backend
-from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
+from kvoffload.backends.disk.backend import DiskOptions
 from kvoffload.backends.header import namespace_digest
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
@@ -18,21 +18,6 @@ from kvoffload.policies.handicap import HandicapPolicy
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.small_disk import small_disk as mounted_small
 from tests.support.vfs import FailingVfs, HookedVfs
-
-SIZE = 60 * 1024
-ON_DISK = 64 * 1024
-
-
-def open_disk(root, vfs=None, **settings):
-    settings = {"capacity": ByteSize(64 << 20), "min_free": ByteSize(0), **settings}
-    backend = DiskBackend(DiskOptions(root=str(root), **settings), "bounds", vfs=vfs)
-    assert backend.wait_ready(60)
-    return backend
-
-
-def chunk_bytes(root):
-    """Return the bytes of chunk files, without the few small files of the root."""
-    return sum(path.lstat().st_blocks * 512 for path in root.glob("*/??/*"))
 
 
 async def write_all(backend, keys):
@@ -106,7 +91,7 @@ async def test_many_writers_never_pass_the_capacity(tmp_path):
     capacity = 12 * ON_DISK
     settings = {"high_watermark": 1.0, "low_watermark": 1.0, "write_threads": 3}
     vfs = PausedVfs()
-    backend = open_disk(tmp_path, vfs, capacity=ByteSize(capacity), **settings)
+    backend = open_disk(tmp_path, vfs=vfs, capacity=ByteSize(capacity), **settings)
     peak = 0
     for turn in range(12):
         writing = asyncio.ensure_future(
@@ -230,7 +215,7 @@ async def test_a_disk_gone_read_only_still_serves(tmp_path):
 
     keys = keys_of(4)
     vfs = FailingVfs(0, errno.EROFS, sticky=True, when=changes)
-    backend = open_disk(tmp_path, vfs, io="buffered")
+    backend = open_disk(tmp_path, vfs=vfs, io="buffered")
     await write_all(backend, keys)
     vfs.nth = 1
     assert await backend.read(keys, slots(4, SIZE)) == [True] * 4
@@ -251,7 +236,7 @@ async def test_a_file_that_cannot_be_removed_does_not_stop_eviction(tmp_path):
         when=lambda c, p: c in ("unlink", "take") and keys[0].hex() in p,
     )
     backend = open_disk(
-        tmp_path, vfs, capacity=ByteSize(4 * ON_DISK), high_watermark=1.0, low_watermark=1.0
+        tmp_path, vfs=vfs, capacity=ByteSize(4 * ON_DISK), high_watermark=1.0, low_watermark=1.0
     )
     assert await write_all(backend, keys) == [True] * 8
     assert [backend.holds(key) for key in keys] == [True] + [False] * 4 + [True] * 3

@@ -11,9 +11,8 @@ import sys
 import time
 
 import pytest
-from disk_parts import allocated
+from disk_parts import allocated, open_disk, until
 
-from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.paths import MANIFEST, QUARANTINE, SNAPSHOT
 from kvoffload.backends.disk.root import ABANDONED_S
 from kvoffload.backends.disk.scanner import Scanner
@@ -24,21 +23,6 @@ from kvoffload.testing.backends import filled, keys_of, slots
 
 SIZE = 28 * 1024
 ON_DISK = 32 * 1024
-
-
-def open_disk(root, namespace="shared", **settings):
-    settings = {"capacity": ByteSize(64 << 20), "min_free": ByteSize(0), **settings}
-    backend = DiskBackend(DiskOptions(root=str(root), **settings), namespace)
-    assert backend.wait_ready(20)
-    return backend
-
-
-async def until(condition, timeout_s=30.0):
-    for _ in range(int(timeout_s / 0.02)):
-        if condition():
-            return True
-        await asyncio.sleep(0.02)
-    return condition()
 
 
 async def write(backend, keys):

@@ -1,4 +1,4 @@
-"""One plain Redis server for a module of tests."""
+"""Plain Redis servers: one for a module of tests, or one for a test to mistreat."""
 
 import pytest
 
@@ -10,6 +10,14 @@ def plain_server(tmp_path_factory):
     """One plain server, also on a Unix socket."""
     folder = tmp_path_factory.mktemp("redis")
     server = RedisServer(folder, "--unixsocket", str(folder / "sock"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A plain server of the test's own."""
+    server = RedisServer(tmp_path / "redis")
     yield server
     server.stop()
 

@@ -17,13 +17,6 @@ from tests.support.redis_server import BINARY, MISSING, RedisServer, free_port, 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 
 
-@pytest.fixture
-def server(tmp_path):
-    server = RedisServer(tmp_path / "redis")
-    yield server
-    server.stop()
-
-
 async def store(url, namespace, count, facts=None):
     backend = open_backend("redis", {"url": url, **PATIENT}, namespace)
     keys = keys_of(count, namespace)

@@ -12,18 +12,11 @@ import pytest
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots
 from tests.support.proxy import CutAfter, FaultProxy, Garbage, HalfCloseAfter, Insert, Swap
 from tests.support.redis_engine import PATIENT, RedisEngine, until
-from tests.support.redis_server import BINARY, MISSING, RedisServer, redis_cluster
+from tests.support.redis_server import BINARY, MISSING, redis_cluster
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 VALUE_BYTES = CHUNK_BYTES + 256
 REPLY_BYTES = len(b"$%d" % VALUE_BYTES) + 2 + VALUE_BYTES + 2
-
-
-@pytest.fixture
-def server(tmp_path):
-    server = RedisServer(tmp_path / "redis")
-    yield server
-    server.stop()
 
 
 AUTHENTICATED_BYTES = REPLY_BYTES + 32

@@ -9,7 +9,7 @@ from kvoffload.testing.backends import CHUNK_BYTES, keys_of, payload_of
 from kvoffload.transfer.slab import Slab
 from tests.support.io_rig import call, client_over
 from tests.support.redis_engine import PATIENT
-from tests.support.redis_server import BINARY, MISSING, RedisServer, free_port
+from tests.support.redis_server import BINARY, MISSING, free_port
 
 needs_redis = pytest.mark.skipif(BINARY is None, reason=MISSING)
 NUM_SLOTS = 4
@@ -82,13 +82,6 @@ def engine_on(until):
     yield engine
     for each in engines:
         each.client.close()
-
-
-@pytest.fixture
-def server(tmp_path):
-    server = RedisServer(tmp_path / "redis")
-    yield server
-    server.stop()
 
 
 @needs_redis

@@ -11,17 +11,10 @@ from kvoffload import open_backend
 from kvoffload.backends.redis.circuit_breaker import CircuitBreaker
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots
 from tests.support.redis_engine import until
-from tests.support.redis_server import BINARY, MISSING, RedisServer
+from tests.support.redis_server import BINARY, MISSING
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 RECONNECTS = 12
-
-
-@pytest.fixture
-def server(tmp_path):
-    server = RedisServer(tmp_path / "redis")
-    yield server
-    server.stop()
 
 
 @pytest.fixture

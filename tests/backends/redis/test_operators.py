@@ -31,13 +31,6 @@ pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 AT_EASE = [word for name, value in PATIENT.items() for word in ("-o", f"{name}={value}")]
 
 
-@pytest.fixture
-def server(tmp_path):
-    server = RedisServer(tmp_path / "redis")
-    yield server
-    server.stop()
-
-
 def store(url, namespace, count, facts=None):
     async def whole():
         backend = open_backend("redis", {"url": url, **PATIENT}, namespace)

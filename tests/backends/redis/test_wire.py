@@ -19,16 +19,9 @@ from tests.support.proxy import (
     Latency,
 )
 from tests.support.redis_engine import LIMIT_S, RedisEngine, until
-from tests.support.redis_server import BINARY, MISSING, RedisServer
+from tests.support.redis_server import BINARY, MISSING
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
-
-
-@pytest.fixture
-def server(tmp_path):
-    server = RedisServer(tmp_path / "redis")
-    yield server
-    server.stop()
 
 
 FAULTS = {
