@@ -8,12 +8,15 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+QUICK_S = 0.005
+"""How long one thread has the quick batches to itself."""
 
 
 class BlockingPool:
@@ -39,7 +42,14 @@ class BlockingPool:
         self.stall_s = stall_s
         self._reported_stall: float | None = None
         """Begin of the last stall that was reported."""
-        self._queue: SimpleQueue[_Batch | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[_Batch, bool] | None] = SimpleQueue()
+        """Batches, each with whether its thread goes on with the quick ones that wait."""
+        self._quick: deque[_Batch] = deque()
+        """Batches that wait for the thread of quick batches."""
+        self._has_quick_thread = False
+        self._choosing = threading.Lock()
+        """Guards the two above."""
+        self._local = threading.local()
         self._begun: list[float | None] = [None] * threads
         """When each thread began its current item."""
         self._closing = threading.Lock()
@@ -67,6 +77,8 @@ class BlockingPool:
         on_stall: Callable[[int, bool], None],
         interrupt: Callable[[int], None] = lambda thread: None,
         at_once: int | None = None,
+        *,
+        is_quick: bool = False,
     ) -> None:
         """Do ``work(i)`` for every index of ``answers`` on the threads, and set ``answers[i]``.
 
@@ -80,17 +92,26 @@ class BlockingPool:
         ``interrupt`` is called after a cancellation, for each thread inside an item of this batch,
         with the thread's identifier; the thread begins nothing else meanwhile. At most ``at_once``
         threads take part.
+
+        ``is_quick``: an item takes some 10 µs and rarely waits. Threads that share such items wait
+        for the GIL most of the time. So one thread serves all quick batches, one after the other.
+        All threads join after :data:`QUICK_S`, or when an item calls :meth:`expect_wait`.
         """
         if self.stalled():
             self._gave_up(len(answers), on_stall)
             return
-        batch = _Batch(answers, work)
-        with self._closing:
-            if self._closed or not answers:
-                return
-            for _ in range(min(at_once or self.threads, self.threads, len(answers))):
-                self._queue.put(batch)
+        batch = _Batch(answers, work, min(at_once or self.threads, self.threads, len(answers)))
+        if not answers:
+            return
+        is_quick = is_quick and len(answers) > 1 and self.threads > 1
+        if is_quick:
+            self._begin_quick(batch)
+        else:
+            self._widen(batch)
         try:
+            if is_quick:
+                await asyncio.wait([batch.ended], timeout=min(QUICK_S, self.stall_s))
+                self._widen(batch)
             while not batch.ended.done():
                 # wait() leaves the future alone when it is cancelled; wait_for() would cancel it.
                 await asyncio.wait([batch.ended], timeout=self.stall_s)
@@ -100,7 +121,47 @@ class BlockingPool:
             batch.give_up(interrupt)
             await undisturbed(batch.ended)
             raise
+        finally:
+            with self._choosing, contextlib.suppress(ValueError):
+                self._quick.remove(batch)
         batch.ended.result()
+
+    def _begin_quick(self, batch: "_Batch") -> None:
+        """Give a batch to the thread of quick batches, or to a thread that becomes that one."""
+        with self._choosing:
+            if self._has_quick_thread:
+                self._quick.append(batch)
+                return
+            self._has_quick_thread = True
+            batch.num_threads = 1
+        self._put(batch, is_first=True)
+
+    def _next_quick(self) -> "_Batch | None":
+        """Return the next batch for the thread of quick batches; None: it is an ordinary thread."""
+        with self._choosing:
+            if not self._quick:
+                self._has_quick_thread = False
+                return None
+            batch = self._quick.popleft()
+            batch.num_threads += 1
+            return batch
+
+    def expect_wait(self) -> None:
+        """Let all threads serve the batch that the calling thread of the pool is in."""
+        if (batch := getattr(self._local, "batch", None)) is not None:
+            self._widen(batch)
+
+    def _widen(self, batch: "_Batch") -> None:
+        """Let as many threads take items of a batch as may."""
+        for _ in range(batch.take_missing_threads()):
+            self._put(batch)
+
+    def _put(self, batch: "_Batch", *, is_first: bool = False) -> None:
+        with self._closing:
+            if self._closed:
+                batch.give_up()
+            else:
+                self._queue.put((batch, is_first))
 
     def _gave_up(self, items: int, on_stall: Callable[[int, bool], None]) -> None:
         # The time at which the last thread got stuck identifies a stall.
@@ -115,8 +176,8 @@ class BlockingPool:
         with self._closing:  # no thread would take a later batch
             self._closed = True
         with contextlib.suppress(Empty):
-            while (batch := self._queue.get_nowait()) is not None:
-                batch.give_up()
+            while (taken := self._queue.get_nowait()) is not None:
+                taken[0].give_up()
         for _ in self._threads:
             self._queue.put(None)
         while any(thread.is_alive() for thread in self._threads) and not self._stuck():
@@ -130,17 +191,24 @@ class BlockingPool:
             thread.join()
 
     def _serve(self, me: int) -> None:
-        while (batch := self._queue.get()) is not None:
-            while (i := batch.take()) is not None:
-                self._begun[me] = time.monotonic()
-                try:
-                    batch.answers[i] = batch.work(i)
-                except BaseException as error:
-                    batch.error = error
-                finally:
-                    self._begun[me] = None
-                    batch.put_back()
-            del batch  # otherwise its memory stays referenced until the next batch comes
+        while (taken := self._queue.get()) is not None:
+            batch: _Batch | None = taken[0]
+            is_quick_thread = taken[1]
+            del taken  # otherwise its memory stays referenced until the next batch comes
+            while batch is not None:
+                self._local.batch = batch
+                while (i := batch.take()) is not None:
+                    self._begun[me] = time.monotonic()
+                    try:
+                        batch.answers[i] = batch.work(i)
+                    except BaseException as error:
+                        batch.error = error
+                    finally:
+                        self._begun[me] = None
+                        batch.put_back()
+                self._local.batch = batch = None
+                if is_quick_thread:
+                    batch = self._next_quick()
 
     def _stuck(self) -> int:
         now = time.monotonic()
@@ -148,11 +216,14 @@ class BlockingPool:
 
 
 class _Batch:
-    """One call of :meth:`BlockingPool.fill`."""
+    """One call of :meth:`BlockingPool.fill`, whose items ``most`` threads may do."""
 
-    def __init__(self, answers: list[Any], work: Callable[[int], Any]) -> None:
+    def __init__(self, answers: list[Any], work: Callable[[int], Any], most: int) -> None:
         self.work = work
         self.answers = answers
+        self.num_threads = 0
+        """Threads that serve it, or will."""
+        self._most = most
         self.error: BaseException | None = None
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -170,6 +241,13 @@ class _Batch:
             self._next += 1
             self._busy.add(threading.get_ident())
             return self._next - 1
+
+    def take_missing_threads(self) -> int:
+        """Return how many more threads may serve the batch, which count as its own from now on."""
+        with self._lock:
+            missing = self._most - self.num_threads if self._next < len(self.answers) else 0
+            self.num_threads += missing
+            return missing
 
     def put_back(self) -> None:
         with self._lock:

@@ -43,7 +43,9 @@ T = TypeVar("T")
 class Runner(Protocol):
     """Where the functions of a backend run."""
 
-    async def fill(self, kind: Kind, answers: list[T], work: Callable[[int], T]) -> None:
+    async def fill(
+        self, kind: Kind, answers: list[T], work: Callable[[int], T], is_quick: bool
+    ) -> None:
         """Set ``answers[i] = work(i)`` for each item that is begun; ``work`` does not raise."""
         ...
 
@@ -127,9 +129,18 @@ class ChunkwiseBackend(CountedBackend, ABC):
         self.begin_close()
 
     async def run_each(
-        self, kind: Kind, items: int, work: Callable[[int], T], failed: T
+        self,
+        kind: Kind,
+        items: int,
+        work: Callable[[int], T],
+        failed: T,
+        *,
+        is_quick: bool = False,
     ) -> list[T]:
-        """Return ``work(i)`` for each item; one that raises, or is not begun, is ``failed``."""
+        """Return ``work(i)`` for each item; one that raises, or is not begun, is ``failed``.
+
+        ``is_quick``: items take some 10 µs and rarely wait; see :meth:`BlockingPool.fill`.
+        """
 
         def attempt(i: int) -> T:
             if self.is_closed:
@@ -141,7 +152,7 @@ class ChunkwiseBackend(CountedBackend, ABC):
                 return failed
 
         answers = [failed] * items
-        await self.__runner.fill(kind, answers, attempt)
+        await self.__runner.fill(kind, answers, attempt, is_quick)
         return answers
 
 
@@ -160,7 +171,9 @@ class InlineBackend(ChunkwiseBackend):
 
 
 class _OnTheLoop:
-    async def fill(self, kind: Kind, answers: list[T], work: Callable[[int], T]) -> None:
+    async def fill(
+        self, kind: Kind, answers: list[T], work: Callable[[int], T], is_quick: bool
+    ) -> None:
         for i in range(len(answers)):
             answers[i] = work(i)
             await asyncio.sleep(0)
@@ -199,6 +212,18 @@ class ThreadPoolBackend(ChunkwiseBackend):
                 loads.close()
                 raise
         super().__init__(name, _OnThreads(self, name, pools))
+        self.__loads = loads
+
+    def is_quick(self, memory: Sequence[memoryview]) -> bool:
+        """Return whether each of these loads takes some 10 µs; by default, False.
+
+        One thread then serves all such loads, until one of them calls :meth:`expect_wait`.
+        """
+        return False
+
+    def expect_wait(self) -> None:
+        """Let all threads serve the batch of the calling thread, whose load is about to wait."""
+        self.__loads.expect_wait()
 
     def at_once(self) -> int | None:
         """Return how many threads may work on one call; by default, None: all of them."""
@@ -233,7 +258,10 @@ class ThreadPoolBackend(ChunkwiseBackend):
                 arrived(i)
             return found
 
-        return await self.run_each("read", len(keys), load, ReadResult.UNAVAILABLE)
+        is_quick = self.is_quick(into)
+        return await self.run_each(
+            "read", len(keys), load, ReadResult.UNAVAILABLE, is_quick=is_quick
+        )
 
 
 class _OnThreads:
@@ -244,9 +272,12 @@ class _OnThreads:
         self._name = name
         self._pools = pools
 
-    async def fill(self, kind: Kind, answers: list[T], work: Callable[[int], T]) -> None:
-        backend, gave_up = self._backend, partial(self._gave_up, kind)
-        await self._pools[kind].fill(answers, work, gave_up, backend.interrupt, backend.at_once())
+    async def fill(
+        self, kind: Kind, answers: list[T], work: Callable[[int], T], is_quick: bool
+    ) -> None:
+        backend, gave_up, pool = self._backend, partial(self._gave_up, kind), self._pools[kind]
+        interrupt, at_once = backend.interrupt, backend.at_once()
+        await pool.fill(answers, work, gave_up, interrupt, at_once, is_quick=is_quick)
 
     async def close(self, release: Callable[[], None]) -> None:
         if await run_once(self._close_pools):

@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _READERS, _BUFFERED_READERS, _WRITERS = 8, 4, 4
+_QUICK_BYTES = 128 << 10
+"""One thread moves chunks up to this length between memory and the page cache as fast as two."""
 
 
 class DiskBackend(ThreadPoolBackend):
@@ -71,6 +73,7 @@ class DiskBackend(ThreadPoolBackend):
                 name=f"disk {self._store.path}",
             )
             undo.pop_all()
+        self._store.files.expect_wait = self.expect_wait
         self._was_serving = True
         """Whether chunks could be loaded at the last :meth:`take_changes`."""
         self._is_complete = False
@@ -116,6 +119,10 @@ class DiskBackend(ThreadPoolBackend):
         self._store.root.close()
 
     # ---- batches ---------------------------------------------------------------------------
+
+    def is_quick(self, memory: Sequence[memoryview]) -> bool:
+        longest = max((each.nbytes for each in memory), default=0)
+        return self.io_mode == "cached" and longest <= _QUICK_BYTES
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Answer from the index, and from the folder for keys it does not know."""
@@ -163,7 +170,8 @@ class DiskBackend(ThreadPoolBackend):
             return self._store.store(keys[i], chunks[i].cast("B"), reservation)
 
         try:
-            answers = await self.run_each("write", len(keys), store, False)
+            is_quick = self.is_quick(chunks)
+            answers = await self.run_each("write", len(keys), store, False, is_quick=is_quick)
         finally:
             self._store.index.reorder([name_of(0, key) for key in reversed(keys)])
             self._housekeeper.wake()

@@ -90,6 +90,8 @@ class ChunkFiles:
         self.direct = direct
         self.cached = cached
         self.durable = durable
+        self.expect_wait: Callable[[], None] = lambda: None
+        """Called before a read that the page cache does not answer."""
         self._local = threading.local()
 
     def read(self, path: str, key: bytes, namespace: bytes, target: memoryview) -> Outcome:
@@ -171,6 +173,7 @@ class ChunkFiles:
                 (moved := self.vfs.read_cached(fd, buffers, 0)) >= wanted
             ):
                 return moved
+        self.expect_wait()
         if is_aligned(buffers[1]):
             with contextlib.suppress(OSError):
                 self.vfs.bypass_cache(fd)

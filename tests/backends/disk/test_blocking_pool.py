@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+import time
 import weakref
 
 import pytest
 from disk_parts import until
 
+from kvoffload.backends import blocking_pool
 from kvoffload.backends.blocking_pool import BlockingPool, run_once
 
 
@@ -19,8 +21,8 @@ def stalls():
 @pytest.fixture
 def make(stalls):
     class Pool(BlockingPool):
-        async def fill(self, answers, work):
-            await super().fill(answers, work, lambda *call: stalls.append(call))
+        async def fill(self, answers, work, **options):
+            await super().fill(answers, work, lambda *call: stalls.append(call), **options)
 
     pools = []
 
@@ -230,3 +232,105 @@ async def test_calls_run_in_parallel():
     waiting = [asyncio.ensure_future(run_once(go_on.wait, 10)) for _ in range(5)]
     await run_once(go_on.set)
     assert await asyncio.wait_for(asyncio.gather(*waiting), 10) == [True] * 5
+
+
+# ---- quick batches -----------------------------------------------------------------------------
+
+
+async def test_one_thread_serves_all_quick_batches(make, monkeypatch):
+    monkeypatch.setattr(blocking_pool, "QUICK_S", 60)
+    pool, threads = make(4), []
+
+    def work(i):
+        threads.append(threading.get_ident())
+        time.sleep(0.001)
+        return True
+
+    batches = [[False] * 8 for _ in range(6)]
+    for _ in range(2):
+        await asyncio.gather(*(pool.fill(answers, work, is_quick=True) for answers in batches))
+        assert batches == [[True] * 8] * 6
+    assert len(threads) == 2 * 6 * 8
+    # Another thread may begin again once all batches have ended.
+    assert len(set(threads[:48])) == len(set(threads[48:])) == 1
+    await pool.fill([False] * 8, work)
+    assert len(set(threads[96:])) > 1
+
+
+async def test_an_item_that_expects_to_wait_brings_the_other_threads(make, monkeypatch):
+    monkeypatch.setattr(blocking_pool, "QUICK_S", 60)
+    pool, meeting = make(3), threading.Barrier(3)
+
+    def work(i):
+        pool.expect_wait()
+        meeting.wait(20)
+        return True
+
+    answers = [False] * 9
+    await asyncio.wait_for(pool.fill(answers, work, is_quick=True), 30)
+    assert answers == [True] * 9
+    pool.expect_wait()  # of a thread that is none of the pool's: nothing
+    meeting.reset()
+    answers = [False] * 9
+    await asyncio.wait_for(pool.fill(answers, work), 30)
+    assert answers == [True] * 9
+
+
+@pytest.mark.parametrize("items", [1, 4])
+async def test_other_threads_serve_what_a_hung_thread_of_quick_batches_has_not_begun(
+    make, stalls, items
+):
+    pool, stuck = make(2), Stuck()
+    hung = asyncio.ensure_future(pool.fill([False] * 2, lambda i: i or stuck(i), is_quick=True))
+    assert await until(lambda: stuck.begun == [0])
+    later = [[False] * items for _ in range(3)]
+    fills = (pool.fill(answers, lambda i: True, is_quick=True) for answers in later)
+    await asyncio.wait_for(asyncio.gather(*fills), 20)
+    assert later == [[True] * items] * 3
+    assert not hung.done()
+    assert not pool._quick
+    assert stalls == []
+    stuck.go_on.set()
+    await hung
+    answers = [False] * 4
+    await asyncio.wait_for(pool.fill(answers, lambda i: True, is_quick=True), 20)
+    assert answers == [True] * 4
+
+
+async def test_a_quick_batch_that_is_cancelled_before_its_turn_begins_nothing(make, monkeypatch):
+    monkeypatch.setattr(blocking_pool, "QUICK_S", 60)
+    pool, stuck, done = make(2), Stuck(), []
+    hung = asyncio.ensure_future(pool.fill([False] * 2, stuck, is_quick=True))
+    assert await until(lambda: stuck.begun == [0])
+    waiting = asyncio.ensure_future(pool.fill([False] * 4, done.append, is_quick=True))
+    await asyncio.sleep(0.02)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
+    assert not pool._quick
+    stuck.go_on.set()
+    await hung
+    assert done == []
+
+
+async def test_closing_ends_quick_batches_that_wait(make):
+    pool, stuck = make(1, stall_s=0.1), Stuck()
+    fills = [asyncio.ensure_future(pool.fill([False] * 2, stuck, is_quick=True)) for _ in range(3)]
+    assert await until(lambda: len(stuck.begun) == 1)
+    threading.Timer(0.05, stuck.go_on.set).start()
+    assert await asyncio.to_thread(pool.close)
+    await asyncio.wait_for(asyncio.gather(*fills), 20)
+
+
+async def test_an_ended_quick_batch_leaves_no_reference(make):
+    pool = make(2)
+
+    class Work:
+        def __call__(self, i):
+            return True
+
+    work = Work()
+    kept = weakref.ref(work)
+    await asyncio.gather(*(pool.fill([False] * 4, work, is_quick=True) for _ in range(3)))
+    del work
+    assert await until(lambda: kept() is None)

@@ -3,11 +3,14 @@
 import ctypes
 import errno
 import os
+import threading
+import time
 from collections import Counter
 
 import pytest
 from disk_parts import SIZE, open_disk, write
 
+from kvoffload.backends import blocking_pool
 from kvoffload.backends.base import ReadResult
 from kvoffload.backends.disk import page_cache
 from kvoffload.testing import payload_of
@@ -139,3 +142,34 @@ def test_an_old_kernel_is_asked_by_another_call(tmp_path, monkeypatch):
         page_cache.is_cached(-1, SIZE)
     with pytest.raises(OSError, match="Bad file descriptor"):
         page_cache.start_writeback(-1)
+
+
+class ThreadsVfs(CountingVfs):
+    """Lists the threads that read chunks, out of the page cache and directly."""
+
+    def __init__(self):
+        super().__init__()
+        self.threads = {"read_cached": [], "preadv": []}
+
+    def around(self, call, path, perform):
+        if call in self.threads and kind_of(path) == "chunk":
+            self.threads[call].append(threading.get_ident())
+            time.sleep(0.002)
+        return super().around(call, path, perform)
+
+
+async def test_one_thread_loads_what_is_cached_and_all_of_them_what_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocking_pool, "QUICK_S", 60)
+    vfs = ThreadsVfs()
+    backend = open_disk(tmp_path, vfs=vfs, io="cached")
+    if backend.io_mode != "cached":
+        pytest.skip("no direct I/O here")
+    keys = keys_of(16)
+    assert await write(backend, keys) == [True] * 16
+    assert await read(backend, keys) == [True] * 16
+    assert len(vfs.threads["read_cached"]) == 16
+    assert len(set(vfs.threads["read_cached"])) == 1
+    drop(tmp_path)
+    assert await read(backend, keys) == [True] * 16
+    assert len(set(vfs.threads["preadv"])) > 4
+    await backend.close()
