@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -38,13 +39,16 @@ from kvoffload.testing.backends import keys_of
 
 TOTAL_BYTES = 128 << 20
 ROUNDS = 7
-READERS = {"direct": 8, "buffered": min(4, os.cpu_count() or 1)}
+READERS = {"direct": 8, "cached": 8, "buffered": min(4, os.cpu_count() or 1)}
 """The defaults of the backend."""
+DEPTHS = (1, 2, 4, 8, 16)
+"""Threads of the raw loops among which the fastest is looked for, with direct I/O."""
 LMCACHE_WORKERS = 4
 """The default of its adapter."""
 RAW_READ = "open, preadv, close"
 RAW_WRITE = "open, pwritev, close"
 RAW_OVERWRITE = "rename, open, pwritev, close, rename"
+BEST = "the fastest of 1 to 16 threads"
 RAW_REPLACE = "unlink, open, pwritev, close, rename"
 
 
@@ -54,7 +58,7 @@ def run(folder: str | None = None, total_bytes: int = TOTAL_BYTES) -> dict[str, 
     try:
         rows: list[Row] = []
         for size, label in ((2 << 20, "2 MiB"), (256 << 10, "256 KiB")):
-            for io in ("direct", "buffered"):
+            for io in ("direct", "cached", "buffered"):
                 rows += _Transfers(scratch, io, size, label, total_bytes).measured()
         rows += [*_verification(scratch), *_lookup(scratch), *_restart(scratch), *_latency(scratch)]
         return report("disk", rows)
@@ -93,11 +97,12 @@ class _Transfers:
         self.slots = _slots(self.count, size)
         self.header = memoryview(mmap.mmap(-1, 4096))
         self.flags = os.O_DIRECT if io == "direct" else 0
+        self.depths = DEPTHS if io == "direct" else ()
 
     def measured(self) -> list[Row]:
         loop = asyncio.new_event_loop()
         backend = _open(self.root, self.io)
-        readers, writers = ThreadPoolExecutor(READERS[self.io]), ThreadPoolExecutor(self.writers)
+        readers, writers = ThreadPoolExecutor(max(DEPTHS)), ThreadPoolExecutor(max(DEPTHS))
         try:
             stores = self._stores(loop, backend, writers)
             loads = self._loads(loop, backend, readers)
@@ -120,21 +125,30 @@ class _Transfers:
         ours: list[float] = []
         raw: list[float] = []
         renamed: list[float] = []
+        depths: dict[int, list[float]] = {depth: [] for depth in self.depths}
         for turn in range(ROUNDS):
             if turn:
                 loop.run_until_complete(backend.remove(self.keys))
             ours.append(
                 _timed(lambda: _all(loop.run_until_complete(backend.write(self.keys, self.slots))))
             )
-            for times, write in ((renamed, self._raw_publish), (raw, self._raw_write)):
+            for times, write, threads in (
+                (renamed, self._raw_publish, self.writers),
+                (raw, self._raw_write, self.writers),
+                *((each, self._raw_write, depth) for depth, each in depths.items()),
+            ):
                 for i in range(self.count):
                     if os.path.exists(f"{self.raw}/{i}"):
                         os.unlink(f"{self.raw}/{i}")
-                times.append(_timed(lambda write=write: self._strands(pool, self.writers, write)))  # type: ignore[misc]
-        return [
+                times.append(_timed(partial(self._strands, pool, threads, write)))
+        rows = [
             self._row("store", min(ours), min(raw), RAW_WRITE),
             self._row("store", min(ours), min(renamed), f"{RAW_WRITE}, rename"),
         ]
+        if depths:
+            fastest = min(map(min, depths.values()))
+            rows.append(self._row("store", min(ours), fastest, f"{RAW_WRITE}: {BEST}"))
+        return rows
 
     def _full(self, loop: asyncio.AbstractEventLoop, pool: ThreadPoolExecutor) -> list[Row]:
         """Stores that each evict a chunk, against files that are overwritten or replaced."""
@@ -173,13 +187,17 @@ class _Transfers:
             with patch.object(disk_io, "check_chunk", _check_header_alone):
                 ours()
 
-        peer = _lmcache(self) if self.io == "buffered" else None
-        sides = [ours, raw, unverified, *([peer] if peer else [])]
+        peer = _lmcache(self) if self.io != "direct" else None
+        depths = [partial(self._strands, pool, depth, self._raw_read) for depth in self.depths]
+        sides = [ours, raw, unverified, *([peer] if peer else []), *depths]
         for side in sides:
             side()
         seconds = best_of(*sides, rounds=ROUNDS)
         if self.io == "direct":
-            return [self._row("load", seconds[0], seconds[1], RAW_READ)]
+            return [
+                self._row("load", seconds[0], seconds[1], RAW_READ),
+                self._row("load", seconds[0], min(seconds[3:]), f"{RAW_READ}: {BEST}"),
+            ]
         case = "load, page cache warm"
         rows = [
             self._row(case, seconds[0], seconds[1], RAW_READ),
