@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from rich.console import Console
 
-from kvoffload.cli.top import _shown, of_page
+from kvoffload.cli.top import _lines, _shown, of_page
 from kvoffload.connectors.local import LocalConnector
 from tests.cli.test_main import kvoffload
 from tests.support import redis_server
@@ -162,6 +162,15 @@ kvoffload_load_seconds_count{tier="disk"} 20
         shown = out.file.getvalue()
         assert re.search(rf"disk +\S+ up +\S+ +{hits} +\S+ +{load}", shown), shown
         assert "waiting" not in shown  # an empty column
+
+
+@pytest.mark.parametrize(
+    ("requests", "told"), [(0, []), (1, ["1 request in"]), (3, ["3 requests in"])]
+)
+def test_the_queue_is_a_line_while_there_is_one(requests, told):
+    page = f"kvoffload_queue_requests {requests}\nkvoffload_queue_kept_bytes 2097152\n"
+    lines = [*_lines(of_page(page))]
+    assert lines == [f"{each} the queue: 2.0 MiB of host memory are kept" for each in told]
 
 
 def test_live_it_shows_rates_and_ends_with_control_c(engine):
