@@ -28,6 +28,7 @@ NOT_HERE = {
     "blocks_per_chunk": "a chunk is a page of SGLang: set --page-size",
     "store_threshold": "SGLang chooses what is stored: set --hicache-write-policy",
     "promote": "each page is stored on every tier",
+    "waiting_share": "host memory is HiCache's own, and it tells nothing of its queue",
     "batched_copies": "HiCache copies between the GPU and its own host memory",
     "record": "SGLang shows no requests to its storage",
     "otel_spans": "SGLang shows no requests to its storage; its own traces have them",
