@@ -63,7 +63,8 @@ class EarlyReads:
         self._most_bytes = min(MOST_BYTES, host.capacity_bytes // PART)
         self._kept_bytes: Counter[str] = Counter()
         """Tier → host memory of its reads in flight, and of answered ones that may still write."""
-        self._begun: list[EarlyRead] = []
+        self.begun: list[EarlyRead] = []
+        """Reads begun since they were last taken."""
         self._counts = figures.counter(QUEUE_CHUNKS, "read_early", "read_in_vain")
 
     def read_more(self, request: QueuedRequest) -> bool:
@@ -128,16 +129,11 @@ class EarlyReads:
         self._kept_bytes[tier.name] += num_bytes
         self._promises.reads_early(tier.name, num_bytes)
         self._jobs[job_id] = job
-        self._begun.append(job)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether reads were begun since they were last taken."""
-        return bool(self._begun)
+        self.begun.append(job)
 
     def take(self) -> list[EarlyRead]:
         """Return the reads begun since the last call."""
-        taken, self._begun = self._begun, []
+        taken, self.begun = self.begun, []
         return taken
 
     def ended(

@@ -155,14 +155,16 @@ class TieredOffloadingManager(OffloadingManager):
         return self.promises.allowed(tiers, request_id(req_context))
 
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
-        self.waiting.asked(request_id(req_context))
+        if self.waiting.requests:
+            self.waiting.asked(request_id(req_context))
         return self._host.is_ready(key) or self._lookups.find(key, self._tiers_of(req_context))
 
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> tuple[int, bool]:
         """Look up a prompt; hits on tiers count as far as host memory has room to receive them."""
-        self.waiting.asked(request_id(req_context))
+        if self.waiting.requests:
+            self.waiting.asked(request_id(req_context))
         return self._lookups.find_prefix(keys, self._tiers_of(req_context))
 
     def has_room(self, keys: Sequence[OffloadKey]) -> bool:
@@ -200,7 +202,8 @@ class TieredOffloadingManager(OffloadingManager):
         spec.job_id = next(self._job_ids)
         job = LoadJob(spec.job_id, covered, spec, req_context, len(keys), hints.tiers, sources)
         if covered:
-            self.waiting.loads(request_id(req_context), covered)
+            if self.waiting.requests:
+                self.waiting.loads(request_id(req_context), covered)
             self._jobs[job.id] = job
             if sources:
                 self.promises.begun(job)
@@ -393,7 +396,7 @@ class TieredOffloadingManager(OffloadingManager):
     # ---- write-through, events, reset ----
 
     def has_transfers(self) -> bool:
-        return self._write_through.has_begun() or self._early.has_begun
+        return bool(self._write_through.begun or self._early.begun)
 
     def take_transfers(self) -> list[WriteJob | EarlyRead]:
         return [*self._write_through.take(), *self._early.take()]
@@ -451,7 +454,8 @@ class TieredOffloadingManager(OffloadingManager):
         self.waiting.add(list_keys, req_context, tenant)
 
     def request_admitted(self, req_context: ReqContext) -> None:
-        self.waiting.leave(req_context.req_id)
+        if self.waiting.requests:
+            self.waiting.leave(req_context.req_id)
 
     def serve_queue(self) -> None:
         self.waiting.serve()
@@ -459,7 +463,8 @@ class TieredOffloadingManager(OffloadingManager):
     def retire(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         hints = self.hints(req_context)
         if req_context is not None:
-            self.waiting.leave(req_context.req_id)
+            if self.waiting.requests:
+                self.waiting.leave(req_context.req_id)
             self._hints.forget(req_context.req_id)
             self.promises.forget(req_context.req_id)
         self._retirement.retire(keys)

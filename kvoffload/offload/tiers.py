@@ -148,7 +148,8 @@ class WriteThrough:
         self._lost = lost
         self._dropped = dropped
         self._lanes: dict[str, _Lane] = {}
-        self._begun: list[WriteJob] = []
+        self.begun: list[WriteJob] = []
+        """Transfers begun since they were last taken."""
         self._jobs = jobs
         self._job_ids = job_ids
         self._kept_bytes: Counter[str] = Counter()
@@ -223,7 +224,7 @@ class WriteThrough:
             num_bytes = kept_bytes - before
             transfer = WriteJob(job_id, target.keys, source, target, name, lane.tier, num_bytes)
             self._jobs[job_id] = transfer
-            self._begun.append(transfer)
+            self.begun.append(transfer)
 
     def _drop(self, lane: _Lane, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
@@ -231,13 +232,9 @@ class WriteThrough:
         self._lost[lane.tier.name, "back_pressure"] += len(keys)
         self._dropped(keys)
 
-    def has_begun(self) -> bool:
-        """Whether transfers were begun since they were last taken."""
-        return bool(self._begun)
-
     def take(self) -> list[WriteJob]:
         """Return the transfers begun since the last call."""
-        taken, self._begun = self._begun, []
+        taken, self.begun = self.begun, []
         return taken
 
     def settled(self, transfer: WriteJob) -> None:

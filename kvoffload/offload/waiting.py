@@ -103,7 +103,9 @@ class WaitingQueue:
         self._told: dict[int, int] = {}
         """Request → chunks that stores were told of."""
         self._num_told = 0
-        self._to_tell: list[tuple[int, list[bytes]]] = []
+        self.to_tell: list[tuple[int, list[bytes]]] = []
+        """What stores are to be told: requests by number with their chunks. A request without
+        chunks has left the queue."""
         self._tenants: dict[str, Tenant] = {}
         self._too_large: Tenant | None = None
         """The tenant that may have claims beyond its limit, as it was alone before."""
@@ -179,7 +181,7 @@ class WaitingQueue:
         self._newcomers.pop(number, None)
         if num_told := self._told.pop(number, 0):
             self._num_told -= num_told
-            self._to_tell.append((number, []))
+            self.to_tell.append((number, []))
         self._end_claims(request, request.num_kept)
         self._counts["read_in_vain"] += len(request.read_early)
         self._limit_bytes = self._share_bytes
@@ -234,26 +236,18 @@ class WaitingQueue:
             request = self._untold.popleft()
             if request.number in self.requests:
                 keys: list[bytes] = list(request.keys[: min(left, request.num_keys)])
-                self._to_tell.append((request.number, keys))
+                self.to_tell.append((request.number, keys))
                 self._told[request.number] = len(keys)
                 self._num_told += len(keys)
 
-    @property
-    def has_told(self) -> bool:
-        """Whether :meth:`take_told` has something to return."""
-        return bool(self._to_tell)
-
     def take_told(self) -> list[tuple[int, list[bytes]]]:
-        """Return what stores are to be told: requests by number with their chunks.
-
-        A request without chunks has left the queue.
-        """
-        taken, self._to_tell = self._to_tell, []
+        """Return :attr:`to_tell`, and empty it."""
+        taken, self.to_tell = self.to_tell, []
         return taken
 
     def clear(self) -> None:
         """Forget all requests; host memory has forgotten all chunks, or the claims with them."""
-        self._to_tell += [(number, []) for number in self._told]
+        self.to_tell += [(number, []) for number in self._told]
         self._host.end_claims(list(self._host.claims))
         for known in (
             self._number_of,

@@ -277,9 +277,11 @@ class LocalConnector:
         """
         if self._operators.orders.order is not None:
             self._operators.orders.step()
-        self._manager.serve_queue()
-        if (told := self._manager.waiting.take_told()) and self._spec.io is not None:
-            self._spec.io.awaits(told)
+        waiting = self._manager.waiting
+        if waiting.requests:
+            self._manager.serve_queue()
+        if waiting.to_tell and self._spec.io is not None:
+            self._spec.io.awaits(waiting.take_told())
         return self._transfers.poll()
 
     def before_forward(self, blocks: Iterable[int]) -> None:

@@ -195,13 +195,12 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         if self.manager is not None:
             self.manager.request_admitted(ReqContext(req_id))
 
-    def serve_queue(self) -> None:
+    def serve_queue(self, manager: Manager) -> None:
         """Go on with what queued requests need; call it once a step."""
-        if self.manager is not None:
-            had_transfers = self.manager.has_transfers()
-            self.manager.serve_queue()
-            # A chunk that is read early is not to be loaded from its tier any more.
-            self.changes += self.manager.has_transfers() and not had_transfers
+        had_transfers = manager.has_transfers()
+        manager.serve_queue()
+        # A chunk that is read early is not to be loaded from its tier any more.
+        self.changes += manager.has_transfers() and not had_transfers
 
     # ---- loading and storing ----
 

@@ -301,7 +301,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self.adapter.changes += self._awaits_reports
         self._awaits_reports = False
         self._stepped_s = time.monotonic()
-        self.adapter.serve_queue()
+        if (manager := self.adapter.manager) is not None and manager.waiting.requests:
+            self.adapter.serve_queue(manager)
         # The last stores of ended requests are made below, and read blocks that may be given out.
         has_readers = self._block_id_to_pending_jobs or scheduler_output.finished_req_ids
         due = self._due.of_step(scheduler_output, has_orders(self), all_blocks=bool(has_readers))
@@ -329,8 +330,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         orders.emptied = self.operators.take_emptied()
         if self.tiers is not None:
             orders.questions = self.tiers.take_questions()
-        if self.adapter.manager is not None:
-            orders.awaited = self.adapter.manager.waiting.take_told()
+        if manager is not None:
+            orders.awaited = manager.waiting.take_told()
         orders.asks_workers = self._waits_for_workers
         for req_id in scheduler_output.finished_req_ids or ():
             self._failed_loads.pop(req_id, None)
