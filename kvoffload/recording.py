@@ -2,17 +2,19 @@
 
 One JSON object a line::
 
-    {"keys": ["6f1c…", …], "medium": "", "removed": false, "reason": "used", "tokens_per_chunk": 16}
+    {"keys": ["6f1c…", …], "timestamp": 1764115200123, "medium": "", "removed": false,
+     "reason": "used", "tokens_per_chunk": 16}
 
-A line names all chunks that a request asked for, hits and misses, head of the prompt first, with
-keys in hexadecimal. ``kvoffload size`` reads the tokens of a chunk. Each line has them, because a
-file may be cut, and several engines may append to it.
+``timestamp`` is in milliseconds. A line names all chunks that a request asked for, hits and misses,
+head of the prompt first, with keys in hexadecimal. ``kvoffload size`` reads the tokens of a chunk.
+Each line has them, because a file may be cut, and several engines may append to it.
 """
 
 import errno
 import logging
 import os
 import stat
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -52,6 +54,7 @@ class RequestLog:
             return
         line = {
             "keys": [key.hex() for key in keys],
+            "timestamp": round(time.time() * 1000),
             "medium": "",
             "removed": False,
             "reason": "used",

@@ -1,5 +1,7 @@
 """A replay predicts what the real manager hits, and a manager's record replays to the same."""
 
+import time
+
 import pytest
 from named_policies import NAMED_POLICIES
 
@@ -47,3 +49,15 @@ def test_the_replay_of_a_manager_s_record_hits_as_the_manager_did(tmp_path, name
     # A record has its own names of blocks, and handicap learns from a sample by the name.
     tolerance = 0.01 if name == "handicap" else 0
     assert hits.prefix_rate == pytest.approx(loaded / trace.accesses, abs=tolerance)
+
+
+def test_a_record_has_the_times_of_requests(tmp_path, monkeypatch):
+    now_s = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now_s[0])
+    record = RequestLog(str(tmp_path / "record.jsonl"), tokens_per_chunk=16)
+    for pause_s in (0.5, 60.0):
+        record.asked_for([make_offload_key(bytes(32), 0)])
+        now_s[0] += pause_s
+    record.asked_for([make_offload_key(bytes(32), 0)])
+    times = read_trace(tmp_path / "record.jsonl").requests.times
+    assert list(times) == [1000.0, 1000.5, 1060.5]

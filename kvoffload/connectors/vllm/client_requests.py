@@ -44,11 +44,24 @@ class ClientParams:
 
     Args:
         ignored: called once for each wish that is dropped.
+        takes_sessions: whether vLLM's own name of a session counts as the hint ``session``.
     """
 
-    def __init__(self, ignored: Callable[[], None]) -> None:
+    def __init__(self, ignored: Callable[[], None], takes_sessions: bool = False) -> None:
         self._ignored = ignored
+        self._takes_sessions = takes_sessions
         self._logged: set[str] = set()
+
+    def of(self, request: Any) -> Any:
+        """Return a request's parameters: bounded, and with the name of its session."""
+        params = self.bounded(request.kv_transfer_params)
+        session = request.session_id if self._takes_sessions else None
+        if not session or not isinstance(params, Mapping | None):
+            return params
+        hints = (params or {}).get(PARAM, {})
+        if not isinstance(hints, Mapping):
+            return params
+        return {**(params or {}), PARAM: {"session": session, **hints}}
 
     def bounded(self, params: Any) -> Any:
         """Return a request's parameters, or a copy without what vLLM's half cannot read.

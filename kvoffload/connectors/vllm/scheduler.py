@@ -85,7 +85,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self._explained = ExplainedRequests(self.adapter.explain)
         self._log = RequestLog(settings.record, self.config.kv_group_configs[0].tokens_per_chunk)
         self._logged: set[str] = set()
-        self._params = ClientParams(self.adapter.ignore_hint)
+        takes_sessions = "session" in settings.client_hints
+        self._params = ClientParams(self.adapter.ignore_hint, takes_sessions)
         self._due = DueRequests(self.config)
         self._spans = open_spans(settings.otel_spans)
 
@@ -133,7 +134,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
 
     def on_new_request(self, request: Any) -> None:
         """See vLLM; a request whose hashes do not tell its content stays out of all tiers."""
-        request.kv_transfer_params = self._params.bounded(request.kv_transfer_params)
+        request.kv_transfer_params = self._params.of(request)
         if not (is_told(request) and is_trusted(request, self.settings, self._vllm_config)):
             self.adapter.keep_out(request.request_id)
         if not self._req_status and self.tiers is not None and self.tiers.are_listed:

@@ -1,5 +1,6 @@
 """What clients write into ``kv_transfer_params``: little work and few lines, however much it is."""
 
+import inspect
 import sys
 import types
 
@@ -8,6 +9,7 @@ import pytest
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
 from vllm.v1.kv_offload.base import Locality, TierFilter
+from vllm.v1.request import Request
 
 from kvoffload.connectors.vllm.client_requests import ClientParams
 from tests.engines.vllm_engine.test_vllm_uses import Vllm
@@ -96,3 +98,31 @@ def test_wishes_that_vllm_knows_reach_it_unchanged(half, caplog):
 @pytest.mark.parametrize("params", [None, {}, {"kvoffload": {"explain": True}}, ["no object"]])
 def test_parameters_without_such_wishes_are_passed_on(params):
     assert ClientParams(pytest.fail).bounded(params) is params
+
+
+@pytest.mark.parametrize(
+    ("params", "session", "told"),
+    [
+        (None, "s", {"kvoffload": {"session": "s"}}),
+        ({"other": 1}, "s", {"other": 1, "kvoffload": {"session": "s"}}),
+        (
+            {"kvoffload": {"returns": "soon"}},
+            "s",
+            {"kvoffload": {"session": "s", "returns": "soon"}},
+        ),
+        ({"kvoffload": {"session": "own"}}, "s", {"kvoffload": {"session": "own"}}),
+        ({"kvoffload": {"returns": "soon"}}, None, {"kvoffload": {"returns": "soon"}}),
+        ({"kvoffload": 7}, "s", {"kvoffload": 7}),
+        (["no object"], "s", ["no object"]),
+        (None, None, None),
+    ],
+)
+def test_vllm_s_own_name_of_a_session_is_the_hint(params, session, told):
+    request = types.SimpleNamespace(kv_transfer_params=params, session_id=session)
+    assert ClientParams(pytest.fail, takes_sessions=True).of(request) == told
+    assert ClientParams(pytest.fail).of(request) is params, "not among the hints allowed"
+
+
+def test_a_request_of_vllm_has_a_session():
+    """Of 0.32 and 0.33: the attribute is read without a look whether it is there."""
+    assert "session_id" in inspect.signature(Request).parameters
