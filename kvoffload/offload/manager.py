@@ -440,7 +440,8 @@ class TieredOffloadingManager(OffloadingManager):
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         if self._admission is not None:
             self._admission.see(keys, request_id(req_context))
-        self._returns.began(keys, self.hints(req_context), request_id(req_context))
+        if req_context is not None and req_context.kv_transfer_params:
+            self._returns.began(keys, self.hints(req_context), req_context.req_id)
         self._host.touch(keys[::-1])
 
     # ---- the engine's queue ----
@@ -461,14 +462,17 @@ class TieredOffloadingManager(OffloadingManager):
         self.waiting.serve()
 
     def retire(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-        hints = self.hints(req_context)
+        hints = NO_HINTS
         if req_context is not None:
             if self.waiting.requests:
                 self.waiting.leave(req_context.req_id)
-            self._hints.forget(req_context.req_id)
+            if req_context.kv_transfer_params or self._hints.known:
+                hints = self.hints(req_context)
+                self._hints.forget(req_context.req_id)
             self.promises.forget(req_context.req_id)
         self._retirement.retire(keys)
-        self._returns.ended(keys, hints, request_id(req_context))
+        if hints is not NO_HINTS or self._returns.are_told:
+            self._returns.ended(keys, hints, request_id(req_context))
 
     # ---- self-check ----
 

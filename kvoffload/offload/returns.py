@@ -22,7 +22,8 @@ class Returns:
 
     def __init__(self, host: HostCache) -> None:
         self._host = host
-        self._are_told = False
+        self.are_told = False
+        """Whether a request has said when its session returns, so far."""
         # Request → its leading chunks that other requests had left when it came.
         self._found: OrderedDict[str, int] = OrderedDict()
 
@@ -30,7 +31,7 @@ class Returns:
         """Note a request before its chunks count as used, head first."""
         if hints.returns_s is None or not keys:
             return
-        self._are_told = True
+        self.are_told = True
         claims = self._host.returns
         if claims.has_claim(_name(hints, keys)) or any(map(claims.has_claim, keys)):
             return  # what it finds is its own
@@ -42,9 +43,9 @@ class Returns:
     def ended(self, keys: Sequence[OffloadKey], hints: Hints, req_id: str) -> None:
         """Let the request's chunks be ordered by what it says of its session's return."""
         found = self._found.pop(req_id, 0)
-        if not keys or not (self._are_told or hints.returns_s is not None):
+        if not keys or not (self.are_told or hints.returns_s is not None):
             return
-        self._are_told = True
+        self.are_told = True
         claims, name = self._host.returns, _name(hints, keys)
         if hints.returns_s is None:
             claims.withdraw(name)
