@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from kvoffload.cli.closed_loop import run_loops, show_loops
+from kvoffload.cli.loop_tables import run_loops, show_loops
 from kvoffload.cli.output import console, print_numbers, say
 from kvoffload.errors import ConfigError
 from kvoffload.replay import synthetic

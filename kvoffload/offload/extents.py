@@ -15,7 +15,7 @@ from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.priority import SHARE_ABOVE, PriorityPolicy
 from kvoffload.policies.base import Policy
 from kvoffload.policies.kept_order import KeptOrder
-from kvoffload.policies.returns import ExpectedReturns, ReturnsPolicy
+from kvoffload.policies.return_order import ExpectedReturns, ReturnOrder
 
 STEAL_TRIES = 4
 """Extents tried when one is to be taken away; one with a chunk in use cannot be taken."""
@@ -382,7 +382,7 @@ class ExtentCache(HostCache):
         claims: dict[_Size, ExpectedReturns] = {}
         for size in self._sizes:
             most = size.per_extent * self._num_extents
-            order = ReturnsPolicy(size.priorities.normal, most, self.hint_share, self.now_s)
+            order = ReturnOrder(size.priorities.normal, most, self.hint_share, self.now_s)
             size.priorities.normal = claims[size] = order
         return _ReturnsBySize(self._by_size, claims)
 

@@ -22,7 +22,7 @@ from kvoffload.policies.base import Policy
 from kvoffload.policies.kept_order import KeptOrder
 from kvoffload.policies.lru import LRUOfTable, LRUPolicy
 from kvoffload.policies.ordered_queue import compact
-from kvoffload.policies.returns import ExpectedReturns, ReturnsPolicy
+from kvoffload.policies.return_order import ExpectedReturns, ReturnOrder
 
 
 @dataclass
@@ -345,14 +345,14 @@ class HostCache:
 
     @property
     def returns(self) -> ExpectedReturns:
-        """The claims on chunks by when they are needed again; see :class:`ReturnsPolicy`."""
+        """The claims on chunks by when they are needed again; see :class:`ReturnOrder`."""
         if self._returns is None:
             self._returns = self._make_returns()
         return self._returns
 
     def _make_returns(self) -> ExpectedReturns:
         inner = self._priorities.normal if self._priorities is not None else self._own_order()
-        order = ReturnsPolicy(inner, self.num_slots, self.hint_share, self.now_s)
+        order = ReturnOrder(inner, self.num_slots, self.hint_share, self.now_s)
         if self._priorities is not None:
             self._priorities.normal = order
         elif self._kept is not None:

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from kvoffload.policies.base import Policy, refusal
-from kvoffload.policies.returns import ReturnsPolicy
+from kvoffload.policies.return_order import ReturnOrder
 
 __all__ = ["PolicySuite", "work"]
 
@@ -223,10 +223,10 @@ class PolicySuite(ABC):
         assert list(policies[0].victims(60)) == list(policies[1].victims(60))
 
     def test_without_claims_the_order_of_returns_decides_as_the_policy(self) -> None:
-        """A store may wrap a policy in :class:`~kvoffload.policies.returns.ReturnsPolicy`."""
+        """A store may wrap a policy in :class:`~kvoffload.policies.return_order.ReturnOrder`."""
         rng = random.Random(5)
         plain, inner = self.make(40), self.make(40)
-        wrapped = ReturnsPolicy(inner, 40, now_s=lambda: 0.0)
+        wrapped = ReturnOrder(inner, 40, now_s=lambda: 0.0)
         for number in range(2000):
             key = _key(rng.randrange(120))
             for policy in (plain, wrapped):
@@ -243,7 +243,7 @@ class PolicySuite(ABC):
         """Sessions that say when they return take their chunks out of the policy, and back."""
         for seed in range(10):
             rng, now_s = random.Random(seed), [0.0]
-            policy = ReturnsPolicy(self.make(60), 60, now_s=partial(min, now_s))
+            policy = ReturnOrder(self.make(60), 60, now_s=partial(min, now_s))
             order: set[bytes] = set()
             for _ in range(600):
                 now_s[0] += rng.uniform(0, 5)

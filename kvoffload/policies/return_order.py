@@ -104,7 +104,7 @@ class _ByDue:
         return last, last.due_s - now_s
 
 
-class ReturnsPolicy:
+class ReturnOrder:
     """Orders the chunks under claims; the rest is in the wrapped policy. A policy itself.
 
     While no claim lives, each call is one call of the wrapped policy. Work is O(1) a chunk, and

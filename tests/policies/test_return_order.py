@@ -9,7 +9,7 @@ import pytest
 from named_policies import NAMED_POLICIES
 
 from kvoffload.policies.lru import LRUPolicy
-from kvoffload.policies.returns import GRACE_S, MAX_CLAIMS, ReturnsPolicy
+from kvoffload.policies.return_order import GRACE_S, MAX_CLAIMS, ReturnOrder
 from kvoffload.testing.policies import work
 
 
@@ -22,7 +22,7 @@ class Told:
 
     def __init__(self, capacity=1000, share=1.0, policy=LRUPolicy):
         self.now_s = 0.0
-        self.order = ReturnsPolicy(policy(capacity), capacity, share, lambda: self.now_s)
+        self.order = ReturnOrder(policy(capacity), capacity, share, lambda: self.now_s)
 
     def use(self, prompt, claim=None, in_s=None):
         """End a request as the manager does."""
