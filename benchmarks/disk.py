@@ -189,7 +189,9 @@ class _Transfers:
 
         peer = _lmcache(self) if self.io != "direct" else None
         depths = [partial(self._strands, pool, depth, self._raw_read) for depth in self.depths]
-        sides = [ours, raw, unverified, *([peer] if peer else []), *depths]
+        sides: list[Callable[[], object]] = [ours, raw, unverified, *depths]
+        if peer:
+            sides.insert(3, peer)
         for side in sides:
             side()
         seconds = best_of(*sides, rounds=ROUNDS)
