@@ -56,6 +56,7 @@ class File:
         config = make_config()
         config.extra_config = {} if limit is None else {"max_size": str(limit)}
         self.backend = HiCacheFile(config, str(folder))
+        self.folder = folder
         self.pool = pool
 
     def save(self, keys: list[str], pages: range) -> bool:
@@ -81,6 +82,7 @@ class Ours:
 
     def __init__(self, pool: Pool, folder: Path, form: str, **disk: Any) -> None:
         disk = {"type": "disk", "root": str(folder), "capacity": "8GiB", "min_free": 0} | disk
+        self.folder = folder
         config = make_config()
         config.extra_config = {"interface_v1": 1, "backends": [disk], "io": form}
         with (  # there is no engine whose configuration could be asked
@@ -140,12 +142,12 @@ def until_found(store: Any, keys: list[str]) -> None:
         time.sleep(0.01)
 
 
-def forget_files(folder: str) -> None:
-    """Write all files below a folder to the device, and take them out of the page cache."""
-    for path in Path(folder).rglob("*"):
+def forget_files(folder: Path) -> None:
+    """Write all files to the device, and take those below a folder out of the page cache."""
+    os.sync()  # one by one would take minutes where pages are small
+    for path in folder.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
-            os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
 
@@ -159,12 +161,12 @@ def loaded(store: Any, pool: Pool, keys: list[str]) -> Row:
     return row
 
 
-def turn_of(store: Any, pool: Pool, keys: list[str], folder: str) -> dict[str, Row]:
+def turn_of(store: Any, pool: Pool, keys: list[str]) -> dict[str, Row]:
     """Store pages, and load them warm and cold; return the time and the processor time of each."""
     rows = {"backup": in_batches(store.save, keys)}
     until_found(store, keys)
     rows["warm"] = loaded(store, pool, keys)
-    forget_files(folder)
+    forget_files(store.folder)
     rows["cold"] = loaded(store, pool, keys)
     # As many keys as a prompt of 128,000 tokens has: all of them are present.
     many = (keys * (2000 // len(keys) + 1))[:2000]
@@ -203,7 +205,7 @@ def compare(options: argparse.Namespace, page_bytes: int, *, is_full: bool) -> N
                 if turn < 0:
                     in_batches(store.save, keys)
                 else:
-                    times[name].append(turn_of(store, pool, keys, folder))
+                    times[name].append(turn_of(store, pool, keys))
         for store in stores.values():
             store.close()
     kind = "full" if is_full else "empty"
