@@ -1,6 +1,7 @@
 """What is not a rate: the machine, bytes that come back, captures during transfers."""
 
 import importlib
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -75,6 +76,12 @@ def smoke() -> Iterator[Row]:
             worse |= ways_not_taken(stats)
     if worse:
         raise RuntimeError(f"the bytes are right, but the best way was not taken: {worse}")
+
+
+def expandable() -> Iterator[Row]:
+    """The same with expandable segments: memory of the GPU that CUDA maps piece by piece."""
+    yield row("allocator", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "as usual"), "")
+    yield from smoke()
 
 
 def ways_not_taken(stats: dict[str, Any]) -> dict[str, str]:

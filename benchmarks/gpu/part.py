@@ -72,6 +72,7 @@ PARTS = {
     "latency": (60, "waits"),
     "submit": (60, "measures"),
     "captures": (60, "checks"),
+    "expandable": (90, "checks"),
     "round_trips": (120, ""),
     "growth": (150, ""),
     "sanitizer": (120, ""),
@@ -79,6 +80,9 @@ PARTS = {
     "orders": (120, ""),
 }
 """The most seconds of each, and the module with a function of its name; what says most first."""
+
+ENVIRONMENTS = {"expandable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
+"""What torch reads when it is imported."""
 
 
 def show(one: Row) -> str:
@@ -92,6 +96,7 @@ def show(one: Row) -> str:
 def main(name: str, rows_file: str, limit_s: str) -> int:
     """Run a part; returns the exit status."""
     faulthandler.dump_traceback_later(0.9 * float(limit_s))
+    os.environ.update(ENVIRONMENTS.get(name, {}))
     status = 0
     try:
         module = f"benchmarks.gpu.{PARTS[name][1]}"
