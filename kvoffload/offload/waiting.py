@@ -66,6 +66,8 @@ class QueuedRequest:
     """Whether it waits for a step, at least."""
     is_asked: bool = False
     """Whether the engine has asked what it can load: its turn has come."""
+    lacks: OffloadKey | None = None
+    """The chunk that it needs next, if neither host memory nor a tier has it."""
     read_early: frozenset[OffloadKey] = frozenset()
     """Chunks that were read for it, and that it has not loaded."""
 
@@ -112,6 +114,8 @@ class WaitingQueue:
         # Numbers of requests, the first of the queue first: with claims; to be looked at again.
         self._claimants: list[int] = []
         self._unfinished: list[int] = []
+        self._lacking: dict[OffloadKey, list[int]] = {}
+        """Chunk → requests that need it next, and are looked at again when it is stored."""
         self._more: dict[OffloadKey, int] = {}
         """How many requests beyond the first have a claim on a chunk."""
         self.gives_way = True
@@ -179,6 +183,7 @@ class WaitingQueue:
         request = self.requests.pop(number)
         self._drop(self._unfinished, number)
         self._newcomers.pop(number, None)
+        self._note_lack(request, None)
         if num_told := self._told.pop(number, 0):
             self._num_told -= num_told
             self.to_tell.append((number, []))
@@ -190,6 +195,26 @@ class WaitingQueue:
             del self._tenants[request.tenant.name]
         for tenant in self._tenants.values() if len(self._tenants) < 2 else (request.tenant,):
             self._look_again(tenant)
+
+    def stored(self, keys: Sequence[OffloadKey]) -> None:
+        """Look again at requests that need one of these chunks, which host memory has now."""
+        lacking = self._lacking
+        if not lacking or lacking.keys().isdisjoint(keys):
+            return
+        again = [number for key in keys for number in lacking.pop(key, ())]
+        for number in again:
+            self.requests[number].lacks = None
+        self._unfinished = sorted({*self._unfinished, *again})
+
+    def _note_lack(self, request: QueuedRequest, key: OffloadKey | None) -> None:
+        if request.lacks is not None:
+            numbers = self._lacking[request.lacks]
+            numbers.remove(request.number)
+            if not numbers:
+                del self._lacking[request.lacks]
+        if key is not None:
+            self._lacking.setdefault(key, []).append(request.number)
+        request.lacks = key
 
     def loads(self, req_id: str, keys: Sequence[OffloadKey]) -> None:
         """Note that a request loads these chunks: none of them was read early in vain."""
@@ -253,6 +278,7 @@ class WaitingQueue:
             self._number_of,
             self.requests,
             self._newcomers,
+            self._lacking,
             self._told,
             self._untold,
             self._tenants,
@@ -407,7 +433,10 @@ class WaitingQueue:
         key = request.keys[request.num_kept]
         if key in self._host.claims or self._host.is_ready(key) or self._host.moving(key):
             return False  # it lacked room
-        return not self.read_more(request)
+        if self.read_more(request):
+            return False
+        self._note_lack(request, key)
+        return True
 
     def _look_again(self, tenant: Tenant) -> None:
         if tenant.full:

@@ -180,6 +180,41 @@ def test_nothing_kept_outlives_its_request(end):
     manager.check()
 
 
+def test_what_an_earlier_request_stores_is_kept_for_later_ones():
+    manager = new_manager(slots=64)
+    shared = keys("shared", 10)
+    for i in range(4):
+        queue(manager, f"r{i}", [*shared, *keys(i, 2)])
+    assert not manager._host.claims
+    manager.request_admitted(ReqContext("r0"))
+    put(manager, shared, "r0")
+    manager.serve_queue()
+    manager.check()
+    assert kept(manager, shared) == 10
+    manager.request_admitted(ReqContext("r2"))
+    put(manager, keys(1, 2), "r0")
+    manager.serve_queue()
+    assert kept(manager, keys(1, 2)) == 2
+    for i in range(4):
+        manager.retire([], ReqContext(f"r{i}"))
+    assert not manager._host.claims
+    assert not manager.waiting._lacking
+    manager.check()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_turns_that_queue_all_at_once_hit_as_well(policy):
+    manager, hits = new_manager(policy), []
+    turns = [(f"turn{i}", keys(f"session{i % 5}", 16)) for i in range(60)]
+    for name, chunks in turns:
+        queue(manager, name, chunks)
+    for name, chunks in turns:
+        hits.append(serve(manager, name, chunks))
+        manager.serve_queue()
+        manager.check()
+    assert sum(hits[20:]) >= 0.6 * 16 * 40
+
+
 def test_an_evicted_chunk_of_a_queued_request_says_so():
     manager = new_manager(slots=20, share=0.5)
     a = keys("a", 16)

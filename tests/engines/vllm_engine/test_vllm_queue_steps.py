@@ -1,0 +1,144 @@
+"""The queue under vLLM's own scheduler with both halves, without a model: one request runs."""
+
+import random
+import time
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
+
+from vllm.v1.request import RequestStatus
+
+from benchmarks.vllm_parts.engine import ours
+from benchmarks.vllm_parts.halves import BLOCK, Halves
+
+CHUNKS, SLOT = 16, 32 << 10
+LENGTH = CHUNKS * BLOCK + 1
+"""A prompt of 16 whole blocks, each a chunk."""
+
+
+@pytest.fixture
+def alone(models, tmp_path):
+    """Make halves of an engine that runs one request, and whose GPU memory keeps one prompt."""
+    made = []
+
+    def begin(num_slots, *, disk=False, **settings):
+        tier = {"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}
+        extra = {"cpu_bytes": num_slots * SLOT, "weights_id": "w", "canary": False, **settings}
+        extra |= {"backends": [tier]} if disk else {}
+        rig = Halves(models("llama"), ours(extra), num_blocks=CHUNKS + 4, max_num_seqs=1)
+        made.append(rig.__enter__())
+        rig.quiet()
+        return rig
+
+    yield begin
+    for rig in made:
+        rig.__exit__()
+
+
+def prompt(seed):
+    return random.Random(seed).choices(range(3, 512), k=LENGTH)
+
+
+def manager_of(rig):
+    return rig.scheduler.connector.connector_scheduler.adapter.manager
+
+
+def results(rig):
+    return manager_of(rig).figures.counter("queue_chunks")
+
+
+def run(rig, requests, limit_s=60.0):
+    """Step until these have ended; return how many tokens of each were not computed."""
+    until_s, found = time.monotonic() + limit_s, {}
+    while not all(request.is_finished() for request in requests):
+        for new in rig.step().scheduled_new_reqs:
+            found[new.req_id] = new.num_computed_tokens
+        manager_of(rig).check()
+        time.sleep(0.002)
+        assert time.monotonic() < until_s, "a request hangs"
+    return [found.get(request.request_id) for request in requests]
+
+
+def at_rest(rig):
+    rig.quiet()
+    manager = manager_of(rig)
+    manager.check()
+    assert not manager.waiting.requests
+    assert not manager._host.claims
+    assert manager.busy_slots == 0
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(0, 0.0, 0.0), (0.9, 0.6, 0.8)])
+def test_five_sessions_in_memory_for_four(alone, share, least, most):
+    rig = alone(4 * CHUNKS, waiting_share=share)
+    requests = [rig.add(prompt(i), 2) for _ in range(6) for i in range(5)]
+    later = run(rig, requests)[10:]
+    print(f"hits {sum(later) / len(later) / (LENGTH - 1):.2f}")
+    assert least <= sum(later) / len(later) / (LENGTH - 1) <= most
+    at_rest(rig)
+
+
+def filled(alone, num_slots, **settings):
+    rig = alone(num_slots, disk=True, **settings)
+    run(rig, [rig.add(prompt(i), 2) for i in range(10)])
+    rig.quiet()
+    return rig
+
+
+def test_ten_queued_prompts_come_early_from_disk(alone):
+    rig = filled(alone, 7 * CHUNKS)
+    cached = run(rig, [rig.add(prompt(i), 20) for i in range(10)])
+    assert cached == [LENGTH - 1] * 10
+    assert results(rig)["read_early"] > 0
+    assert results(rig)["read_in_vain"] == 0
+    at_rest(rig)
+
+
+@pytest.mark.parametrize("when", range(0, 12, 3))
+def test_aborts_in_the_queue_leave_nothing(alone, when):
+    rig = filled(alone, 7 * CHUNKS)
+    requests = [rig.add(prompt(i), 8) for i in range(10)]
+    for _ in range(when):
+        rig.step()
+        time.sleep(0.002)
+    aborted = [request for request in requests[1:] if not request.is_finished()]
+    ids = [request.request_id for request in aborted]
+    rig.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+    run(rig, requests)
+    at_rest(rig)
+
+
+def test_a_reset_forgets_the_queue_and_its_requests_are_served(alone):
+    rig = filled(alone, 7 * CHUNKS)
+    requests = [rig.add(prompt(i), 4) for i in range(10)]
+    for _ in range(4):
+        rig.step()
+    rig.scheduler.connector.reset_cache()
+    run(rig, requests)
+    at_rest(rig)
+
+
+def test_a_request_with_images_or_another_wish_keeps_nothing(alone):
+    rig = filled(alone, 7 * CHUNKS)
+    rig.add(prompt(0), 8)
+    wish = rig.add(prompt(1), 8)
+    half = rig.scheduler.connector.connector_scheduler
+    half.adapter.request_admitted(wish.request_id)
+    half.adapter.keep_out(wish.request_id)
+    half.on_new_request(wish)
+    assert manager_of(rig).waiting.get(wish.request_id) is None
+
+
+def test_a_request_of_two_thousand_chunks_takes_little_time_to_queue(alone):
+    rig = alone(64)
+    requests = [rig.add(prompt(0), 4)]
+    rig.step()
+    rig.meter.take()
+    requests += [rig.add(random.Random(i).choices(range(512), k=4000), 1) for i in range(5)]
+    seconds, _ = rig.meter.take()
+    print(f"{1e6 * seconds['scheduler on_new_request'] / 5:.0f} us a call")
+    rig.scheduler.finish_requests(
+        [request.request_id for request in requests], RequestStatus.FINISHED_ABORTED
+    )
+    at_rest(rig)
