@@ -19,8 +19,9 @@ from kvoffload.offload.promises import Promises
 from kvoffload.offload.tiers import Tier, first_holder
 from kvoffload.offload.waiting import PORTION, QueuedRequest, WaitingQueue
 
-MOST_BYTES = 32 << 20
-"""Host memory that the early reads of a tier keep: a load behind them waits no longer than that."""
+MOST_BYTES = 64 << 20
+"""Host memory that the early reads of a tier keep: a load behind them waits no longer than that.
+One read takes half of it, so that the tier reads on until the engine's next step."""
 PART = 8
 """In small host memory they keep this part of it."""
 ASKED_AHEAD = 64
@@ -74,28 +75,37 @@ class EarlyReads:
         if not request.has_waited:
             request.has_waited = True  # or each request would, in an engine without a queue
             return True
+        tiers = self._tiers_of(request.context)
+        while self._begin_one(request, tiers):
+            if request.num_kept == request.num_keys:
+                return False
+        tier, answer = first_holder(request.keys[request.num_kept], tiers)
+        return tier is not None or answer is None
+
+    def _begin_one(self, request: QueuedRequest, tiers: tuple[Tier, ...]) -> bool:
+        """Begin a read of a request's next chunks, if there is room; return whether it did."""
         first = request.num_kept
         part = request.keys[first : min(first + PORTION, request.num_keys)]
-        tiers = self._tiers_of(request.context)
         tier, answer = first_holder(part[0], tiers)
         if tier is None:
             if answer is None:
                 for key in part[1:ASKED_AHEAD]:
                     if first_holder(key, tiers)[1] is False:
                         break
-            return answer is None
+            return False
         kept_bytes = self._kept_bytes[tier.name]
-        room = self._most_bytes - kept_bytes
+        room = min(self._most_bytes - kept_bytes, self._most_bytes // 2)
         if (kept_bytes and room <= 0) or self._promises.is_loading(tier.name):
-            return True
+            return False
         keys = self._on_tier(tier, part)
         fits = self._host.fitting(keys, min(room, self._queue.room_bytes(request)))
         if not fits and not kept_bytes:
             # A chunk larger than the budget is read when nothing else is.
             fits = self._host.fitting(keys[:1], self._queue.room_bytes(request))
-        if slots := self._slots_for(keys[:fits]):
+        slots = self._slots_for(keys[:fits])
+        if slots:
             self._begin(request, tier, keys[: len(slots)], slots)
-        return True
+        return bool(slots)
 
     def _on_tier(self, tier: Tier, part: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return the leading chunks that the tier has and host memory has not, once each."""
