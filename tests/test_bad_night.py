@@ -12,6 +12,7 @@ import pytest
 
 from kvoffload.connectors.local import LocalConnector
 from tests.support import redis_server
+from tests.support.file_faults import flip
 from tests.support.prometheus import NEEDED, scraping
 from tests.support.redis_server import RedisServer, free_port
 from tests.support.small_disk import small_disk
@@ -175,9 +176,7 @@ def test_flipped_bits(night, tmp_path):
     night = night(disk(tmp_path / "root"))
     for path in (tmp_path / "root").rglob("*"):
         if path.is_file() and path.stat().st_size > 4096:
-            data = bytearray(path.read_bytes())
-            data[-100] ^= 1
-            path.write_bytes(data)
+            flip(path, -100)
     night.serve()
     night.serve()  # host memory has room for two prompts
     assert night.serve("prompt 1") < 40

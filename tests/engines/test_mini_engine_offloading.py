@@ -18,6 +18,7 @@ from kvoffload.demo import Engine, SamplingParams
 from kvoffload.errors import ConfigError
 from kvoffload.testing import FaultyBackend, Plan
 from kvoffload.transfer.cpu.copier import CpuCopier
+from tests.support.file_faults import flip
 from tests.support.workloads import (
     MAX_LEN,
     PageCheck,
@@ -213,17 +214,11 @@ HARM = {
     "deleted": (lambda file, other: file.unlink(), "read_missing"),
     "emptied": (lambda file, other: file.write_bytes(b""), "corrupt"),
     "truncated": (lambda file, other: file.write_bytes(file.read_bytes()[:-700]), "corrupt"),
-    "one bit flipped": (lambda file, other: flip(file), "corrupt"),
+    "one bit flipped": (lambda file, other: flip(file, -5, bit=4), "corrupt"),
     "another chunk's file": (lambda file, other: file.write_bytes(other.read_bytes()), "corrupt"),
     "not a chunk at all": (lambda file, other: file.write_bytes(b"x" * 9000), "corrupt"),
     "a folder in its place": (lambda file, other: (file.unlink(), file.mkdir()), ""),
 }
-
-
-def flip(file):
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 16
-    file.write_bytes(data)
 
 
 @pytest.mark.parametrize("harm", HARM)

@@ -14,6 +14,7 @@ from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import namespace_digest, pack_header
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
+from tests.support.file_faults import flip
 
 SIZE = 16 * 1024
 
@@ -41,19 +42,11 @@ def edit(path, offset, data):
         file.write(data)
 
 
-def flip(path, bit):
-    with open(path, "r+b") as file:
-        file.seek(bit // 8)
-        (byte,) = file.read(1)
-        file.seek(bit // 8)
-        file.write(bytes([byte ^ 1 << bit % 8]))
-
-
 DAMAGE = {
     "magic": lambda path: edit(path, 0, b"X"),
-    "header": lambda path: flip(path, 300 * 8),
+    "header": lambda path: flip(path, 300),
     "version": lambda path: edit(path, 8, b"\x07"),
-    "payload": lambda path: flip(path, (PAGE + 5000) * 8),
+    "payload": lambda path: flip(path, PAGE + 5000),
     "size": lambda path: os.truncate(path, PAGE + SIZE - 1),
     "short": lambda path: os.truncate(path, 0),
     "longer": lambda path: os.truncate(path, PAGE + SIZE + 1),
@@ -146,7 +139,7 @@ async def test_quarantine_is_bounded_and_counted_in_the_capacity(tmp_path):
     await backend.write(keys, filled(keys, SIZE))
     for key, path in files_of(tmp_path).items():
         assert key
-        flip(path, PAGE * 8)
+        flip(path, PAGE)
     assert await backend.read(keys, slots(6, SIZE)) == [False] * 6
     kept = list((tmp_path / "kv" / ".quarantine").iterdir())
     assert len(kept) == 2
@@ -158,7 +151,7 @@ async def test_a_damaged_chunk_of_the_longest_key_is_set_aside_like_any_other(tm
     backend = open_store(tmp_path)
     key = bytes([7]) * 120
     await backend.write([key], filled([key], SIZE))
-    flip(files_of(tmp_path)[key.hex()], PAGE * 8)
+    flip(files_of(tmp_path)[key.hex()], PAGE)
     assert await backend.read([key], slots(1, SIZE)) == [False]
     assert len(list((tmp_path / "kv" / ".quarantine").iterdir())) == 1
     await backend.close()
@@ -180,7 +173,7 @@ async def test_quarantine_of_none_removes(tmp_path):
     backend = open_store(tmp_path, quarantine=0)
     keys = keys_of(1)
     await backend.write(keys, filled(keys, SIZE))
-    flip(files_of(tmp_path)[keys[0].hex()], PAGE * 8)
+    flip(files_of(tmp_path)[keys[0].hex()], PAGE)
     assert await backend.read(keys, slots(1, SIZE)) == [False]
     assert backend.usage().resident_bytes == 0
     assert not list((tmp_path / "kv" / ".quarantine").iterdir())

@@ -12,7 +12,7 @@ from collections import Counter
 
 import pytest
 
-from tests.support import redis_server
+from tests.support import file_faults, redis_server
 from tests.support.small_disk import small_disk
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
@@ -126,20 +126,6 @@ def files(root):
     return lambda: sorted(file for file in (root / "kv").glob("*/??/*") if file.is_file())
 
 
-def damaged(files, damage):
-    """Do something to every third file; SGLang may store some again meanwhile."""
-    for file in files()[::3]:
-        with contextlib.suppress(FileNotFoundError), open(file, "r+b") as data:
-            damage(data, os.fstat(data.fileno()).st_size)
-
-
-def flip(data, size):
-    data.seek(size // 2)
-    byte = data.read(1)
-    data.seek(-1, 1)
-    data.write(bytes([byte[0] ^ 4]))
-
-
 def test_without_a_fault_all_pages_come_from_disk(on_disk):
     counted, hits = on_disk.run()
     assert hits == ROUNDS * NUM_PROMPTS * STORED
@@ -156,29 +142,19 @@ def test_files_deleted(on_disk, files):
     on_disk.recover()
 
 
-def test_files_cut(on_disk, files):
-    counted, _ = on_disk.run(lambda: damaged(files, lambda data, size: data.truncate(size // 2)))
-    assert counted["load_corrupt"] > 0, counted
-    on_disk.recover()
+@pytest.mark.parametrize("fault", ["cut", "flip"])
+def test_files_damaged(on_disk, files, fault):
+    def damage():
+        for file in files()[::3]:
+            getattr(file_faults, fault)(file)
 
-
-def test_bits_flipped(on_disk, files):
-    counted, _ = on_disk.run(lambda: damaged(files, flip))
+    counted, _ = on_disk.run(damage)
     assert counted["load_corrupt"] > 0, counted
     on_disk.recover()
 
 
 def test_files_swapped_between_keys(on_disk, files):
-    def swap():
-        found = files()
-        for one, other in zip(found[0:40:2], found[1:40:2], strict=False):
-            spare = one.with_name("spare")
-            with contextlib.suppress(FileNotFoundError):
-                one.rename(spare)
-                other.rename(one)
-                spare.rename(other)
-
-    counted, _ = on_disk.run(swap)
+    counted, _ = on_disk.run(lambda: file_faults.swap(files()[:40]))
     assert counted["load_corrupt"] > 0, counted
     on_disk.recover()
 
@@ -213,19 +189,11 @@ def test_the_disk_is_full_of(on_disk, root, files, what):
     ballast = root / "ballast"
     ballast.mkdir()
 
-    def fill():
-        with contextlib.suppress(OSError):
-            for i in range(2000 if what == "files" else 0):
-                (ballast / str(i)).touch()
-        with contextlib.suppress(OSError), open(ballast / "large", "ab", buffering=0) as large:
-            while what == "bytes" and large.write(bytes(1 << 20)):
-                pass
-
     def delete_and_fill():
-        fill()
+        file_faults.fill(ballast, what)
         for file in files()[::2]:
             file.unlink(missing_ok=True)
-        fill()
+        file_faults.fill(ballast, what)
 
     counted, _ = on_disk.run(delete_and_fill)
     for file in ballast.iterdir():

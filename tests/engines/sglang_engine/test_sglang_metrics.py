@@ -1,7 +1,6 @@
 """What an operator sees of a real SGLang: the page of metrics, ``kvoffload top``, refused ports."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from kvoffload.metrics.names import (
     TIER_EVENTS,
     WAITING_CHUNKS,
 )
+from tests.support.file_faults import flip
 from tests.support.redis_server import free_port
 
 pytestmark = pytest.mark.timeout(900)
@@ -65,11 +65,7 @@ def test_a_servers_page_has_the_metrics_of_every_engine(start, prompt, tiers, di
     assert shown["tiers"]["disk"]["up"] == 1
 
     for file in (tmp_path / "kv").glob("*/??/*"):  # a removed one may be noticed before its load
-        with file.open("r+b") as chunk:
-            chunk.seek(-1, os.SEEK_END)
-            last = chunk.read()
-            chunk.seek(-1, os.SEEK_END)
-            chunk.write(bytes([last[0] ^ 1]))
+        flip(file, -1)
     engine.forget()
     assert engine.generate(prompt(0))["tokens"] == told
     wait_reading(url, lambda reading: reading.totals["transfer_failures"] > 0)

@@ -19,6 +19,7 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 
 from tests.engines.vllm_engine.api_server import Server
 from tests.support import redis_server
+from tests.support.file_faults import flip
 from tests.support.prometheus import NEEDED, scraping
 from tests.support.redis_server import RedisServer
 from tests.support.small_disk import small_disk
@@ -173,9 +174,7 @@ def test_flipped_bits(night):
     for _ in range(4):  # neither host memory nor the engine has the first one then
         night.serve()
     for chunk in chunks_of(night.root):
-        data = bytearray(chunk.read_bytes())
-        data[-100] ^= 1
-        chunk.write_bytes(data)
+        flip(chunk, -100)
     assert night.server.ask(prompt) == answer
     assert night.fires("KVOffloadCorruptChunks", tier="disk", kind="payload")
     command = "from kvoffload.cli.main import main; main()"

@@ -5,7 +5,6 @@ holds, so that most of what is asked for comes from the store.
 """
 
 import contextlib
-import itertools
 import os
 import shutil
 from collections import Counter
@@ -13,6 +12,7 @@ from collections import Counter
 import pytest
 
 from tests.engines.vllm_engine.counted import events
+from tests.support import file_faults
 from tests.support.small_disk import small_disk
 
 pytestmark = pytest.mark.timeout(1800)
@@ -113,42 +113,25 @@ def found_corrupt(counted):
     return sum(n for name, n in counted.items() if name.startswith("corrupt_faulty_"))
 
 
-def damaged(chunk_files, damage):
-    """Do something to every third file; some may be replaced meanwhile by whole ones."""
-    for file in chunk_files()[::3]:
-        with contextlib.suppress(FileNotFoundError), open(file, "r+b") as data:
-            damage(data, os.fstat(data.fileno()).st_size)
-
-
 def test_chunk_files_truncated(running, chunk_files):
     with running() as (_, counted):
-        damaged(chunk_files, lambda data, size: data.truncate(size // 2))
+        for file in chunk_files()[::3]:
+            file_faults.cut(file)
     assert counted["recomputed_blocks"] > 0
     assert found_corrupt(counted) > 0, counted
 
 
 def test_bits_flipped_in_chunk_files(running, chunk_files):
-    def flip(data, size):
-        data.seek(size // 2)
-        byte = data.read(1)
-        data.seek(-1, 1)
-        data.write(bytes([byte[0] ^ 4]))
-
     with running() as (_, counted):
-        damaged(chunk_files, flip)
+        for file in chunk_files()[::3]:
+            file_faults.flip(file)
     assert counted["recomputed_blocks"] > 0
     assert found_corrupt(counted) > 0, counted
 
 
 def test_chunk_files_swapped(running, chunk_files):
     with running() as (_, counted):
-        files = chunk_files()
-        for one, other in zip(files[0:60:2], files[1:60:2], strict=True):
-            with contextlib.suppress(FileNotFoundError):
-                spare = one.with_name("spare")
-                one.rename(spare)
-                other.rename(one)
-                spare.rename(other)
+        file_faults.swap(chunk_files()[:60])
     assert counted["recomputed_blocks"] > 0
     assert found_corrupt(counted) > 0, counted
 
@@ -164,25 +147,13 @@ def ballast(root):
     shutil.rmtree(folder)
 
 
-def fill(folder, what):
-    """Take all that is left of a file system."""
-    with contextlib.suppress(OSError):
-        if what == "files":  # which free bytes do not show: only writing shows it
-            for i in itertools.count(len(os.listdir(folder))):
-                (folder / str(i)).touch()
-        else:
-            with open(folder / "large", "ab", buffering=0) as large:
-                while large.write(bytes(1 << 20)):
-                    pass
-
-
 @pytest.mark.parametrize("what", ["files", "bytes"])
 def test_the_disk_is_full_of(running, chunk_files, ballast, what):
     with running() as (requests, counted):
         # What is gone is computed again, and would be stored again. It is full before the first
         # of them is gone, and again after each: none comes back before there is no room for it.
-        fill(ballast, what)
-        delete_in_parts(requests, chunk_files()[::2], lambda: fill(ballast, what))
+        file_faults.fill(ballast, what)
+        delete_in_parts(requests, chunk_files()[::2], lambda: file_faults.fill(ballast, what))
     if what == "files":
         assert counted["recomputed_blocks"] > 0
         assert counted["faulty_write_io_ENOSPC"] > 0, counted

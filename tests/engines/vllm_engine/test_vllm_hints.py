@@ -4,6 +4,7 @@ import pytest
 
 from kvoffload.config import KNOWN_HINTS
 from kvoffload.replay.trace import read_trace
+from tests.support.file_faults import flip
 
 pytestmark = pytest.mark.timeout(900)
 CHUNKS = 31  # of a prompt of 1,000 tokens, 32 tokens each
@@ -100,11 +101,7 @@ def test_a_request_learns_what_failed_on_its_way(engine, begin, root, prompts):
     files = sorted(chunk_files(root), key=lambda path: path.stat().st_mtime_ns)
     again = begin()
     for path in files[-CHUNKS:]:
-        with path.open("r+b") as file:
-            file.seek(-1, 2)
-            (last,) = file.read(1)
-            file.seek(-1, 2)
-            file.write(bytes([last ^ 1]))
+        flip(path, -1)
     answer = again.generate(new, hints={"explain": True})
     assert answer["tokens"] == right
     assert answer["cached"] == [0]

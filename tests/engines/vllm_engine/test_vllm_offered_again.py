@@ -11,6 +11,7 @@ from benchmarks.vllm_parts.halves import BLOCK
 from kvoffload.messages import make_offload_key
 from kvoffload.offload.figures import NO_ROOM
 from tests.engines.vllm_engine.test_vllm_uses import FULL, WINDOW, Vllm
+from tests.support.file_faults import flip
 
 CHUNKS = 10
 WARNING = "cannot store chunks"
@@ -38,11 +39,7 @@ def damage(root, keys):
     files = [path for path in root.rglob("*/??/*") if path.name in names]
     assert len(files) == len(names)
     for path in files:
-        with path.open("r+b") as file:
-            file.seek(-1, 2)
-            (last,) = file.read(1)
-            file.seek(-1, 2)
-            file.write(bytes([last ^ 1]))
+        flip(path, -1)
 
 
 def forget(rig):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import redis
 
+from tests.support.file_faults import cut, flip
+
 
 class Faults:
     """The faults of one model.
@@ -86,16 +88,12 @@ class Faults:
     def damage(self):
         """Turn a bit, cut off, or empty some chunk files."""
         for path in self._some_chunks(4):
-            with contextlib.suppress(OSError), path.open("r+b") as file:
+            with contextlib.suppress(OSError):
                 size = path.stat().st_size
                 if not size or self._draw.random() < 0.3:
-                    file.truncate(size // 2)
-                    continue
-                at = self._draw.randrange(size)
-                file.seek(at)
-                byte = file.read(1)
-                file.seek(at)
-                file.write(bytes([byte[0] ^ 1]))
+                    cut(path)
+                else:
+                    flip(path, self._draw.randrange(size))
 
     def remove(self):
         """Remove some chunk files, a namespace, or a whole root."""
