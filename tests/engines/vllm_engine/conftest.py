@@ -241,10 +241,13 @@ def start(models, tmp_path_factory):
     """Start an engine; all are killed at the end of the module."""
     running = []
 
-    def begin(extra=None, *, kind="llama", ready=True, **options):
+    def begin(extra=None, *, kind="llama", ready=True, ranks=1, env=None, **options):
+        if ranks > 1:
+            options |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
+            env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **(env or {})}
         log = tmp_path_factory.mktemp("log") / "engine.log"
         options = {"model": models(kind), **OF_KIND.get(kind, {}), **options}
-        engine = Engine(log_file=log, extra=extra, **options)
+        engine = Engine(log_file=log, extra=extra, env=env, **options)
         running.append(engine)
         return engine.wait_ready() if ready else engine
 

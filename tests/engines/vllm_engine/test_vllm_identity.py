@@ -86,12 +86,7 @@ def test_two_ranks_hit_after_a_restart_and_lose_a_chunk_when_one_rank_does(
     start, prompts, tmp_path
 ):
     root = tmp_path / "kv"
-    options = {
-        "tensor_parallel_size": 2,
-        "distributed_executor_backend": "mp",
-        "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-    }
-    engine = start(settings(root), **options)
+    engine = start(settings(root), ranks=2)
     prompt = prompts(1, 1000)
     told = engine.generate(prompt)["tokens"]
     engine.ask("quiet")
@@ -108,7 +103,7 @@ def test_two_ranks_hit_after_a_restart_and_lose_a_chunk_when_one_rank_does(
     assert len(names[0]) >= 31
     for file in sorted(folders[1].glob("??/*"))[::4]:
         file.write_bytes(file.read_bytes()[:-8])
-    again = start(settings(root), **options)
+    again = start(settings(root), ranks=2)
     answer = again.generate(prompt)
     assert answer["tokens"] == told
     metrics = again.ask("quiet")
@@ -121,12 +116,7 @@ def test_two_ranks_hit_after_a_restart_and_lose_a_chunk_when_one_rank_does(
 def test_two_ranks_with_the_same_bytes_store_one_copy(start, prompts, tmp_path):
     """With latent attention each rank has the whole KV cache."""
     root = tmp_path / "kv"
-    options = {
-        "kind": "mla",
-        "tensor_parallel_size": 2,
-        "distributed_executor_backend": "mp",
-        "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-    }
+    options = {"kind": "mla", "ranks": 2}
     asked = prompts(3, 1000)
     plain = start(**options)
     told = plain.generate(asked)["tokens"]

@@ -214,12 +214,7 @@ def negate_some_weights(folder, part="v_proj"):
 
 def test_a_latent_cache_stored_by_one_rank_is_found_by_two(start, prompts, tmp_path):
     one = {"kind": "mla", "dtype": "float32"}
-    two = {
-        **one,
-        "tensor_parallel_size": 2,
-        "distributed_executor_backend": "mp",
-        "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-    }
+    two = {**one, "ranks": 2}
     asked = prompts(1, 500)
     first = start(settings(tmp_path / "kv"), **one)
     told = first.generate(asked)["tokens"]

@@ -171,12 +171,8 @@ def test_a_clear_survives_its_io_process_and_the_engines_death_ends_it(engine, o
 
 
 def test_all_ranks_are_emptied(start, operator, prompts, tmp_path):
-    env = {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "KVOFFLOAD_RUNTIME_DIR": operator.env["KVOFFLOAD_RUNTIME_DIR"],
-    }
-    more = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    engine = start(settings(tmp_path / "kv"), env=env, **more)
+    env = {"KVOFFLOAD_RUNTIME_DIR": operator.env["KVOFFLOAD_RUNTIME_DIR"]}
+    engine = start(settings(tmp_path / "kv"), env=env, ranks=2)
     prompt = prompts(1, 200, seed=5)[0]
     told = engine.generate([prompt])["tokens"]
     written(engine, operator, prompt, 6)

@@ -13,11 +13,6 @@ from tests.engines.vllm_engine.adapters import make_adapter
 
 pytestmark = pytest.mark.timeout(1800)
 LENGTH, COUNT, TOKENS = 600, 3, 24
-TWO_RANKS = {
-    "tensor_parallel_size": 2,
-    "distributed_executor_backend": "mp",
-    "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-}
 
 
 def a_case(name, kind="llama", marks=pytest.mark.long, **options):
@@ -31,7 +26,7 @@ def a_case(name, kind="llama", marks=pytest.mark.long, **options):
         a_case("sliding windows", "sliding", marks=()),
         a_case("states", "conv", max_num_seqs=1),
         a_case("MLA", "mla"),
-        a_case("MLA on two ranks", "mla", **TWO_RANKS),
+        a_case("MLA on two ranks", "mla", ranks=2),
         a_case("chunked prefill", max_num_batched_tokens=128),
         a_case("async scheduling", plugin="truly_async"),
         a_case(

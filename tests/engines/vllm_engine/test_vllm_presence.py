@@ -44,12 +44,7 @@ def opens(pid, root):
 
 def test_two_ranks_hit_after_a_restart_and_the_scheduler_opens_no_store(start, prompts, tmp_path):
     root = tmp_path / "kv"
-    options = {
-        "tensor_parallel_size": 2,
-        "distributed_executor_backend": "mp",
-        "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-    }
-    engine = start(settings(root), **options)
+    engine = start(settings(root), ranks=2)
     prompt = prompts(1, 1000)
     told = engine.generate(prompt)["tokens"]
     engine.ask("quiet")
@@ -61,7 +56,7 @@ def test_two_ranks_hit_after_a_restart_and_the_scheduler_opens_no_store(start, p
     assert [opens(pid, root) for pid in cores + workers] == [[]] * 3
     assert all(opens(pid, root) for pid in servers)
     engine.kill()
-    again = start(settings(root), **options)
+    again = start(settings(root), ranks=2)
     time.sleep(15)  # nothing is asked of it
     answer = again.generate(prompt)
     assert (answer["cached"], answer["tokens"]) == ([992], told)

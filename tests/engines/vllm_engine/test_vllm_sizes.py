@@ -28,13 +28,7 @@ def test_groups_of_different_widths_share_host_memory(
         "backends": [{"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}],
         "lookup_timeout_s": 30.0,  # until the folder is listed, however long it takes
     }
-    options = {"model": str(folder)}
-    if ranks > 1:
-        options |= {
-            "tensor_parallel_size": ranks,
-            "distributed_executor_backend": "mp",
-            "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-        }
+    options = {"model": str(folder), "ranks": ranks}
     asked = prompts(4, LENGTH)
     plain = start(**options)
     told = plain.generate(asked)["tokens"]
