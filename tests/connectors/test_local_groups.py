@@ -32,6 +32,7 @@ from kvoffload.messages import (
     CanonicalKVCacheTensor,
 )
 from kvoffload.testing import Plan
+from tests.support.block_checks import needed_tokens
 
 DIGEST = 8
 STATE = 5000  # states take larger slots than the blocks of attention here
@@ -69,17 +70,6 @@ MODELS = {
     "window only": [window(6)],
     "state only": [mamba()],
 }
-
-
-def needed_tokens(spec, length):
-    """Positions that a step which goes on at ``length`` reads."""
-    if isinstance(spec, SlidingWindowSpec):
-        return range(max(length - spec.sliding_window + 1, 0), length)
-    if isinstance(spec, ChunkedLocalAttentionSpec):
-        return range(length // spec.attention_chunk_size * spec.attention_chunk_size, length)
-    if isinstance(spec, MambaSpec):
-        return range(max(length - 1, 0), length)
-    return range(length)
 
 
 class Engine:

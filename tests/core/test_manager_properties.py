@@ -28,7 +28,7 @@ from kvoffload.core.interface import (
 from kvoffload.core.manager import KVCacheManager
 from kvoffload.core.request import Request
 from kvoffload.errors import UsageError
-from tests.support.block_checks import check_manager, free_in_order
+from tests.support.block_checks import check_manager, free_in_order, needed_tokens
 
 SHAPE = {"num_kv_heads": 1, "head_size": 2, "dtype": torch.float16}
 
@@ -67,17 +67,6 @@ MODELS = {
     "block sizes without common multiple": [full(4), window(5, 6), mamba(2)],
     "window and mamba": [window(6), mamba(4)],
 }
-
-
-def needed_tokens(spec, length):
-    """Positions whose KV (or state) a request that goes on at ``length`` reads."""
-    if isinstance(spec, SlidingWindowSpec):
-        return range(max(length - spec.sliding_window + 1, 0), length)
-    if isinstance(spec, ChunkedLocalAttentionSpec):
-        return range(length // spec.attention_chunk_size * spec.attention_chunk_size, length)
-    if isinstance(spec, MambaSpec):
-        return range(max(length - 1, 0), length)
-    return range(length)
 
 
 def longest_hit_by_trial(manager, specs, chain):

@@ -1,6 +1,7 @@
 """Checks of the block manager's invariants, in O(blocks)."""
 
 from kvoffload.core.block_pool import NULL_BLOCK
+from kvoffload.core.interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
 
 def free_in_order(queue):
@@ -54,3 +55,14 @@ def check_manager(manager):
             for block in blocks:
                 holders[block] += 1
     assert holders[1:] == list(pool._ref[1:])
+
+
+def needed_tokens(spec, length):
+    """Positions whose KV (or state) a request that goes on at ``length`` reads."""
+    if isinstance(spec, SlidingWindowSpec):
+        return range(max(length - spec.sliding_window + 1, 0), length)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return range(length // spec.attention_chunk_size * spec.attention_chunk_size, length)
+    if isinstance(spec, MambaSpec):
+        return range(max(length - 1, 0), length)
+    return range(length)
