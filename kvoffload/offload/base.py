@@ -34,6 +34,7 @@ from kvoffload.messages import (
 from kvoffload.offload.job import EarlyRead, Job, LoadJob, Read, StoreJob, WriteJob
 
 if TYPE_CHECKING:
+    from kvoffload.offload.coming_sessions import ComingSessions
     from kvoffload.offload.figures import ManagerFigures
     from kvoffload.offload.hints import Hints
     from kvoffload.offload.promises import Promises
@@ -141,6 +142,8 @@ class Manager(Protocol):
     """Which loads are worth their time; connectors ask, and report how long loads take."""
     waiting: "WaitingQueue"
     """What queued requests need next."""
+    coming: "ComingSessions"
+    """Sessions that said when they return: they queue shortly before."""
     tiers: "tuple[Tier, ...]"
     unexpected: Callable[[str], None]
     """Counts and logs an answer that fits no job; takes the words for the answer."""

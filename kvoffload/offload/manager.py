@@ -29,6 +29,7 @@ from kvoffload.offload.base import (
     WriteJob,
     request_id,
 )
+from kvoffload.offload.coming_sessions import ComingSessions
 from kvoffload.offload.early_reads import EarlyReads
 from kvoffload.offload.events import (
     CPU,
@@ -134,7 +135,9 @@ class TieredOffloadingManager(OffloadingManager):
         )
         self.waiting.read_more = self._early.read_more
         self.waiting.is_telling = bool(self.tiers)
-        self._returns = Returns(host)
+        self.coming = ComingSessions(self.waiting, self._read_s, host.now_s)
+        """Sessions that said when they return."""
+        self._returns = Returns(host, self.coming)
         self.figures.read(self._lookups.samples, self.promises.samples, self._write_through.samples)
 
     # ---- lookups ----
@@ -418,6 +421,7 @@ class TieredOffloadingManager(OffloadingManager):
         :meth:`replace_tiers`.
         """
         gone = self._host.forget_all()
+        self.coming.clear()
         self.waiting.clear()
         self._events.reasons.note(gone, Reason.RESET)
         self._events.removed(gone, Reason.RESET)
@@ -461,7 +465,16 @@ class TieredOffloadingManager(OffloadingManager):
             self.waiting.leave(req_context.req_id)
 
     def serve_queue(self) -> None:
+        if self.coming.times:
+            self.coming.serve()
         self.waiting.serve()
+
+    def _read_s(self, keys: Sequence[OffloadKey]) -> float:
+        """Return how long reading chunks takes, from the first tier of which it is known."""
+        num_bytes = self._host.bytes_of_all(keys)
+        return next(
+            filter(None, (self.promises.read_s(t.name, num_bytes) for t in self.tiers)), 0.0
+        )
 
     def retire(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         hints = NO_HINTS

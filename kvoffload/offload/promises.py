@@ -259,6 +259,10 @@ class Promises:
         """Whether a load of a running request is in flight from a tier."""
         return (loads := self._loads.get(tier)) is not None and loads.in_flight > 0
 
+    def read_s(self, tier: str, num_bytes: int) -> float | None:
+        """Return how long reading so many bytes takes by the last loads; None if unknown."""
+        return loads.times.seconds(num_bytes) if (loads := self._loads.get(tier)) else None
+
     def reads_early(self, tier: str, num_bytes: int) -> None:
         """Note that a read for a queued request keeps host memory as a load does."""
         if (loads := self._loads.get(tier)) is None:

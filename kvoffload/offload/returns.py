@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from kvoffload.messages import OffloadKey
+from kvoffload.offload.coming_sessions import ComingSessions
 from kvoffload.offload.hints import Hints
 from kvoffload.offload.host_cache import HostCache
 
@@ -18,10 +19,12 @@ class Returns:
 
     Args:
         host: whose order of eviction follows the claims.
+        coming: puts sessions into the queue before they return.
     """
 
-    def __init__(self, host: HostCache) -> None:
+    def __init__(self, host: HostCache, coming: ComingSessions) -> None:
         self._host = host
+        self._coming = coming
         self.are_told = False
         """Whether a request has said when its session returns, so far."""
         # Request → its leading chunks that other requests had left when it came.
@@ -32,6 +35,7 @@ class Returns:
         if hints.returns_s is None or not keys:
             return
         self.are_told = True
+        self._coming.began(_name(hints, keys), keys)
         claims = self._host.returns
         if claims.has_claim(_name(hints, keys)) or any(map(claims.has_claim, keys)):
             return  # what it finds is its own
@@ -48,9 +52,11 @@ class Returns:
         self.are_told = True
         claims, name = self._host.returns, _name(hints, keys)
         if hints.returns_s is None:
+            self._coming.forget(name)
             claims.withdraw(name)
             claims.used(keys)
         else:
+            self._coming.expect(name, keys, hints.returns_s)
             claims.expect(name, keys, hints.returns_s)
             if found:
                 claims.used(keys[:found])

@@ -302,7 +302,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self.adapter.changes += self._awaits_reports
         self._awaits_reports = False
         self._stepped_s = time.monotonic()
-        if (manager := self.adapter.manager) is not None and manager.waiting.requests:
+        manager = self.adapter.manager
+        if manager is not None and (manager.waiting.requests or manager.coming.times):
             self.adapter.serve_queue(manager)
         # The last stores of ended requests are made below, and read blocks that may be given out.
         has_readers = self._block_id_to_pending_jobs or scheduler_output.finished_req_ids

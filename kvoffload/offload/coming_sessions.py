@@ -1,0 +1,100 @@
+"""Sessions that said when they return: their chunks come from the tiers shortly before.
+
+A session queues as its next request would, in time for its chunks to be read. It leaves the queue
+when a request of it begins, or when it is late. So the queue decides what is kept and read for it.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from heapq import heappop, heappush
+from math import inf
+
+from kvoffload.messages import OffloadKey
+from kvoffload.offload.base import ReqContext
+from kvoffload.offload.waiting import WaitingQueue
+
+MOST_CHUNKS = 1 << 16
+"""Of all sessions that are awaited; a session beyond loads when it returns."""
+MARGIN = 2.0
+"""A read begins so many times earlier than it takes by the tiers' measured speed."""
+LEAST_LEAD_S = 1.0
+LATE_S = 5.0
+"""A session that has not come so long after its time leaves the queue."""
+
+
+class ComingSessions:
+    """Puts sessions into the queue before their time.
+
+    Args:
+        queue: of requests.
+        read_s: returns how long reading chunks takes.
+        now_s: a clock; only differences count.
+    """
+
+    def __init__(
+        self,
+        queue: WaitingQueue,
+        read_s: Callable[[Sequence[OffloadKey]], float],
+        now_s: Callable[[], float],
+    ) -> None:
+        self._queue = queue
+        self._read_s = read_s
+        self._now_s = now_s
+        self.times: list[tuple[float, int, bytes]] = []
+        """A heap: when something is to be done for the session with this number and name."""
+        self._sessions: dict[bytes, tuple[int, float, Sequence[OffloadKey]]] = {}
+        """By name: a number, the time of the return, and the chunks."""
+        self._num_chunks = 0
+        self._number = 0
+
+    def expect(self, name: bytes, keys: Sequence[OffloadKey], in_s: float) -> None:
+        """Await a session; what was said of it before is void."""
+        self.forget(name)
+        if in_s == inf or self._num_chunks + len(keys) > MOST_CHUNKS:
+            return
+        self._number += 1
+        self._num_chunks += len(keys)
+        due_s = self._now_s() + in_s
+        self._sessions[name] = self._number, due_s, keys
+        begins_s = due_s - max(LEAST_LEAD_S, MARGIN * self._read_s(keys))
+        heappush(self.times, (begins_s, self._number, name))
+        if len(self.times) > 2 * len(self._sessions) + 64:
+            valid = {number for number, _, _ in self._sessions.values()}
+            self.times[:] = sorted(entry for entry in self.times if entry[1] in valid)
+
+    def forget(self, name: bytes) -> None:
+        """Await a session no more."""
+        if (session := self._sessions.pop(name, None)) is not None:
+            number, _, keys = session
+            self._num_chunks -= len(keys)
+            self._queue.leave(_request_id(number))
+
+    def began(self, name: bytes, keys: Sequence[OffloadKey]) -> None:
+        """Note a request with these chunks, of the session of this name if it has one."""
+        if self._sessions:
+            for coming in {name, *self._sessions.keys() & set(keys)}:
+                self.forget(coming)
+
+    def serve(self) -> None:
+        """Do what is due."""
+        now_s = self._now_s()
+        while self.times and self.times[0][0] <= now_s:
+            _, number, name = heappop(self.times)
+            known, due_s, keys = self._sessions.get(name, (0, 0.0, ()))
+            if known != number:
+                continue  # it has begun, or said something else
+            if now_s >= due_s + LATE_S:
+                self.forget(name)
+                continue
+            self._queue.add(partial(tuple, keys), ReqContext(_request_id(number)), "")
+            heappush(self.times, (due_s + LATE_S, number, name))
+
+    def clear(self) -> None:
+        """Forget all sessions; the queue is cleared by its owner."""
+        self._sessions.clear()
+        self.times.clear()
+        self._num_chunks = 0
+
+
+def _request_id(number: int) -> str:
+    return f"return {number}"

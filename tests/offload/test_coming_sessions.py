@@ -1,0 +1,116 @@
+"""Sessions that say when they return: when their chunks are read, and when no more."""
+
+import pytest
+from manager_parts import Store, keys, new_manager
+
+from kvoffload.config import KNOWN_HINTS
+from kvoffload.offload import coming_sessions
+from kvoffload.offload.base import ReqContext
+from kvoffload.offload.coming_sessions import LATE_S, LEAST_LEAD_S
+from kvoffload.offload.host_cache import HostCache
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now_s = [100.0]
+    monkeypatch.setattr(HostCache, "now_s", staticmethod(lambda: now_s[0]))
+    return now_s
+
+
+def manager_of(chunks, slots=64, **settings):
+    settings = {"waiting_share": 0.9, "max_persisting_slots": 0, **settings}
+    return new_manager(slots, [Store(chunks)], client_hints=KNOWN_HINTS, **settings)
+
+
+def request(manager, name, chunks, **told):
+    """Serve a request whose chunks are in host memory or not; it stores nothing."""
+    context = ReqContext(name, {"kvoffload": told} if told else None)
+    manager.touch(chunks, context)
+    manager.retire(chunks, context)
+    manager.check()
+
+
+def reads(manager, clock, at_s):
+    """Return what is read early until a time of the clock."""
+    read = []
+    while clock[0] < at_s:
+        clock[0] += 0.25
+        for _ in range(8):
+            manager.serve_queue()
+            for job in manager.take_transfers():
+                read += job.keys
+                manager.complete(job, [True] * len(job.keys))
+        manager.check()
+    return read
+
+
+def test_the_chunks_of_a_session_come_shortly_before_it_returns(clock):
+    chunks = keys("p", 12)
+    manager = manager_of(chunks)
+    request(manager, "1", chunks, returns_in_s=30)
+    assert reads(manager, clock, 130 - LEAST_LEAD_S - 0.5) == []
+    assert reads(manager, clock, 130) == [*chunks]
+    assert manager.lookup_prefix(chunks, ReqContext("2")) == (12, False)
+    request(manager, "2", chunks, session="a", returns="never")
+    assert not manager.waiting.requests
+    assert not manager._host.claims
+
+
+def test_a_read_begins_earlier_where_the_tier_is_slow(clock, monkeypatch):
+    chunks = keys("p", 12)
+    manager = manager_of(chunks)
+    monkeypatch.setattr(manager.promises, "read_s", lambda tier, num_bytes: 5.0)
+    request(manager, "1", chunks, returns_in_s=30)
+    assert reads(manager, clock, 130 - 5 * coming_sessions.MARGIN - 0.5) == []
+    assert reads(manager, clock, 130 - 5 * coming_sessions.MARGIN + 1) == [*chunks]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [{"returns": "never", "session": "a"}, {"session": "a"}, {"returns_in_s": 60, "session": "a"}],
+)
+def test_what_a_session_says_last_counts(clock, told):
+    chunks = keys("p", 12)
+    manager = manager_of(chunks)
+    request(manager, "1", chunks, returns_in_s=30, session="a")
+    request(manager, "2", chunks, **told)
+    assert reads(manager, clock, 150) == []
+
+
+def test_a_session_that_does_not_come_leaves_the_queue(clock):
+    chunks = keys("p", 12)
+    manager = manager_of(chunks)
+    request(manager, "1", chunks, returns_in_s=3, session="a")
+    reads(manager, clock, 103 + LATE_S - 0.5)
+    assert len(manager._host.claims) == 12
+    reads(manager, clock, 103 + LATE_S + 0.5)
+    assert not manager._host.claims
+    assert not manager.waiting.requests
+    assert not manager.coming.times
+
+
+def test_a_reset_forgets_all_sessions(clock):
+    chunks = keys("p", 12)
+    manager = manager_of(chunks)
+    request(manager, "1", chunks, returns_in_s=3)
+    reads(manager, clock, 103)
+    request(manager, "2", keys("q", 12), returns_in_s=60)
+    manager.reset_cache()
+    assert reads(manager, clock, 200) == []
+    manager.check()
+
+
+def test_without_a_share_for_the_queue_nothing_is_read(clock):
+    chunks = keys("p", 12)
+    manager = manager_of(chunks, waiting_share=0.0)
+    request(manager, "1", chunks, returns_in_s=3)
+    assert reads(manager, clock, 110) == []
+
+
+def test_any_number_of_sessions_takes_bounded_memory():
+    coming = manager_of([]).coming
+    chunks = keys("p", 100)
+    for i in range(20_000):
+        coming.expect(b"%d" % (i % 5000), chunks, 3600.0)
+    assert len(coming._sessions) == coming_sessions.MOST_CHUNKS // 100
+    assert len(coming.times) <= 2 * len(coming._sessions) + 65
