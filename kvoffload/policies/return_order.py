@@ -4,8 +4,9 @@ A *claim* says when its claimant uses the chunks of a prompt again. Chunks under
 by the soonest of their claims. All other chunks are in the wrapped policy, which decides as ever.
 
 A claim that is overdue by ``d`` seconds is expected in ``d + 5`` s more. A claimant who does not
-come is thus believed less and less. A chunk without a claim counts as claimed for the time of its
-last use. So the two orders are compared by the age at which the wrapped policy lets chunks go.
+come is thus believed less and less. The two orders are compared by the age at which the wrapped
+policy lets chunks go. A claim protects nothing once it is overdue by more, or while it is due in
+more than eight times that age.
 
 The claims are a tree, as prompts are. A chunk under a claim knows the chunk before it. The claim
 that is expected last gives up its chunks, tail first, until another claim covers what is left.
@@ -22,6 +23,9 @@ from kvoffload.policies.base import Policy
 
 GRACE_S = 5.0
 """A claim that is due now is expected within this time."""
+SURE = 8.0
+"""How much further than a chunk without a claim one under a claim may be needed, to stay: most
+chunks that the policy lets go are not used again at all."""
 MAX_CLAIMS = 1 << 16
 """Claims at a time; one more ends the claim that is expected last."""
 NAMED_PER_ENTRY = 2
@@ -92,16 +96,23 @@ class _ByDue:
 
     def furthest(self, now_s: float) -> tuple[_Claim | None, float]:
         """Return the claim that is expected last, and in how many seconds."""
-        for heap in (self._first, self._last):
-            while heap and heap[0][2].tail is None:
-                heapq.heappop(heap)
-        if not self._first:
+        first, last = self._ends()
+        if first is None or last is None:
             return None, -inf
-        first, last = self._first[0][2], self._last[0][2]
         overdue_s = now_s - first.due_s
         if overdue_s > 0 and overdue_s + GRACE_S > last.due_s - now_s:
             return first, overdue_s + GRACE_S
         return last, last.due_s - now_s
+
+    def first(self) -> _Claim | None:
+        """Return the claim that is due first."""
+        return self._ends()[0]
+
+    def _ends(self) -> tuple[_Claim | None, _Claim | None]:
+        for heap in (self._first, self._last):
+            while heap and heap[0][2].tail is None:
+                heapq.heappop(heap)
+        return (self._first[0][2], self._last[0][2]) if self._first else (None, None)
 
 
 class ReturnOrder:
@@ -300,17 +311,15 @@ class ReturnOrder:
         taken: list[bytes] = []
         now_s = self._now_s()
         while self._claims and len(taken) < count:
-            furthest, in_s = self._by_due.furthest(now_s)
-            if furthest is None:
+            claim, most = self._least_wanted(now_s), count - len(taken)
+            if claim is None:
+                claim, _ = self._by_due.furthest(now_s)
+                most = most if not len(self.normal) else min(most, self._num_under - self._most)
+            if claim is None or most <= 0:
                 break
-            most = count - len(taken)
-            if len(self.normal) and in_s < inf and in_s <= self._age_s + GRACE_S:
-                most = min(most, self._num_under - self._most)
-                if most <= 0:
-                    break
-            taken += self._leave(furthest, most)
-            if furthest.tail is None:
-                del self._claims[furthest.name]
+            taken += self._leave(claim, most)
+            if claim.tail is None:
+                del self._claims[claim.name]
         if len(taken) < count:
             normal = self.normal.victims(count - len(taken))
             self._note_age(normal, now_s)
@@ -318,6 +327,14 @@ class ReturnOrder:
             if len(taken) < count and self._num_under and not len(self.normal):
                 taken += self.victims(count - len(taken))
         return taken
+
+    def _least_wanted(self, now_s: float) -> _Claim | None:
+        """Return a claim whose chunks are worth less than those the wrapped policy lets go."""
+        claim, in_s = self._by_due.furthest(now_s)
+        if claim is None or in_s == inf or in_s > SURE * (self._age_s + GRACE_S):
+            return claim
+        first = self._by_due.first()
+        return first if first is not None and now_s - first.due_s > self._age_s else None
 
     def _note_age(self, victims: Iterable[bytes], now_s: float) -> None:
         for key in self._watched.keys() & set(victims):
