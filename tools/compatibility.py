@@ -52,7 +52,10 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "blocks zeroed by Model Runner V2": ("test_vllm_zeroed.py",),
     "cache_salt, LoRA, events": ("test_vllm_identity.py::test_salts",),
-    "several blocks a chunk, windows, images, MLA": ("test_vllm_models.py",),
+    "several blocks a chunk, windows, images, MLA": (
+        "test_vllm_models.py",
+        "test_vllm_chunk_size.py::test_an_engine",
+    ),
     "groups of different widths": ("test_vllm_sizes.py",),
     "a slow tier: declined, patient, stalled": ("test_vllm_flow.py",),
     "metrics on vLLM's page": ("test_vllm_metrics.py::test_a_real_engine",),
