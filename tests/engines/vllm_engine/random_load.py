@@ -2,17 +2,16 @@
 
 Requests arrive, are aborted, preempted and sampled twice. Some answers are bound to a grammar,
 which vLLM compiles while the request waits. Sessions come in segments. The caches are reset in all
-ways, and the I/O process is killed. Everything follows from a seed, but for times.
+ways, the engine sleeps, and I/O processes are killed. All but times follows from a seed.
 """
 
+import contextlib
 import itertools
-import os
 import random
-import signal
 import time
 from collections import Counter
-from pathlib import Path
 
+import psutil
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
@@ -108,6 +107,8 @@ class RandomLoad:
             self._reset()
         elif chance < 0.365:
             self._kill_io_process()
+        elif chance < 0.37:
+            self._sleep()
         self._feed_sessions()
 
     def _add(self):
@@ -201,15 +202,29 @@ class RandomLoad:
             self._done["resets refused"] += 1
 
     def _kill_io_process(self):
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                _, _, rest = (folder / "stat").read_text().rpartition(")")
-                command = (folder / "cmdline").read_bytes()
-            except OSError:
-                continue  # it has ended
-            if int(rest.split()[1]) == os.getpid() and b"kvoffload.io.process" in command:
-                os.kill(int(folder.name), signal.SIGKILL)
-                self._done["kills"] += 1
+        """Kill that of one rank, or of all."""
+        is_for_all = self._rng.random() < 0.5
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "kvoffload.io.process" in process.cmdline():
+                    process.kill()
+                    self._done["kills"] += 1
+                    if not is_for_all:
+                        return
+
+    def _sleep(self):
+        """Sleep and wake up. What runs is aborted, or kept and computed again."""
+        level, mode = self._rng.choice([1, 2]), self._rng.choice(["abort", "keep"])
+        if mode == "abort":  # an engine core in this process does not tell of those that it aborts
+            for name in sorted(self._live):
+                self._abort(name)
+            self._sessions.clear()
+        try:
+            self._engine.sleep(level, mode)
+            self._done["sleeps"] += 1
+        except RuntimeError:  # as of a reset
+            self._done["sleeps refused"] += 1
+        self._engine.wake_up()
 
     # ---- the end ----
 

@@ -6,10 +6,13 @@ seconds of each.
 
 import os
 import random
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from tests.engines.vllm_engine.adapters import make_adapter
+from tests.support import redis_server
 
 SECONDS = float(os.environ.get("KVOFFLOAD_SOAK_S", "60"))
 SEEDS = [int(seed) for seed in os.environ.get("KVOFFLOAD_CHAOS_SEEDS", "").split(",") if seed]
@@ -18,30 +21,40 @@ TOKENS, MODEL_LEN = 16, 1024
 
 
 def settings_of(seed, root):
-    """Return a kind of model, settings, options of the engine, whether it schedules asynchronously,
-    how many share one folder, and how many adapters they have.
+    """Draw a kind of model, its adapters, ranks, settings, options, and engines that share tiers.
+
+    The URL of a tier in Redis is that of the server, once there is one.
     """
     rng = random.Random(seed)
+    kind = rng.choice(["llama", "llama", "sliding", "mla"])
     disk = {"type": "disk", "root": str(root), "min_free": 0}
+    disk["capacity"] = rng.choice(["1MiB", "64MiB"])
+    redis = {"type": "redis", "url": ""}
+    tiers = [[], [disk], [redis], [disk, redis]] if redis_server.BINARY else [[], [disk]]
     extra = {
-        "cpu_bytes": rng.choice(["256KiB", "1MiB", "3MiB", "64MiB"]),
+        "cpu_bytes": rng.choice([*([] if kind == "mla" else ["256KiB"]), "1MiB", "3MiB", "64MiB"]),
         "blocks_per_chunk": rng.choice([1, 2, 4]),
         "policy": rng.choice(["lru", "arc", "handicap"]),
         "offload_prompt_only": rng.random() < 0.5,
         "fixed_weights": rng.random() < 0.5,
-        "backends": rng.choice([[], [{**disk, "capacity": rng.choice(["1MiB", "64MiB"])}]]),
+        "backends": rng.choice(tiers),
     }
+    blocks = rng.choice([40, 70, 150])
     options = {
-        "num_gpu_blocks_override": rng.choice([40, 70, 150]),
+        "num_gpu_blocks_override": 2 * blocks if kind == "mla" else blocks,  # half as long
         "max_num_seqs": rng.choice([1, 4, 16]),
         "max_num_batched_tokens": rng.choice([70, 128, 512]),
         "enable_prefix_caching": rng.random() < 0.8,
     }
-    kind = rng.choice(["llama", "llama", "sliding"])
-    is_async = rng.random() < 0.5
-    count = 1 + (extra["backends"] != [] and rng.random() < 0.5)
-    adapters = 2 if kind == "llama" and rng.random() < 0.5 else 0
-    return kind, extra, options, is_async, count, adapters
+    return SimpleNamespace(
+        kind=kind,
+        adapters=2 if kind == "llama" and rng.random() < 0.5 else 0,
+        ranks=rng.choice([1, 1, 2]),
+        is_async=rng.random() < 0.5,
+        engines=1 + (extra["backends"] != [] and rng.random() < 0.5),
+        extra=extra,
+        options=options,
+    )
 
 
 def make_prompts(seed=5):
@@ -86,23 +99,58 @@ def right(start):
     return of_kind
 
 
-@pytest.mark.parametrize("seed", SEEDS or range(1, 13))
+@pytest.fixture
+def server(tmp_path):
+    """Start a redis-server that evicts."""
+    running = []
+
+    def begin():
+        limits = "--maxmemory", "4mb", "--maxmemory-policy", "allkeys-lru"
+        running.append(redis_server.RedisServer(tmp_path / "redis", *limits))
+        return running[0]
+
+    yield begin
+    for each in running:
+        each.stop()
+
+
+def mistreat(server, rng, seconds):
+    """Kill a server and let it hang, again and again; it serves most of the time."""
+    until_s = time.monotonic() + seconds
+    while (left_s := until_s - time.monotonic()) > 0:
+        time.sleep(min(left_s, rng.uniform(1, 10)))
+        undo = rng.choice([(server.kill, server.start), (server.pause, server.resume)])
+        for step in undo:
+            step()
+            time.sleep(rng.uniform(0, 2))
+
+
+@pytest.mark.parametrize("seed", SEEDS or range(1, 19))
 def test_under_random_load_every_output_is_right_and_nothing_is_left(
-    start, right, models, plugin, tmp_path, seed
+    start, right, models, plugin, server, tmp_path, seed
 ):
-    kind, extra, options, is_async, count, adapters = settings_of(seed, tmp_path / "kv")
-    paths = [make_adapter(tmp_path / f"a{i}", models(kind), seed=i) for i in range(adapters)]
-    load = {**right(kind), "max_tokens": TOKENS, "adapters": paths}
-    env = plugin("truly_async") if is_async else {}
-    more = {"kind": kind, "max_model_len": MODEL_LEN, "env": env, **options}
+    drawn = settings_of(seed, tmp_path / "kv")
+    paths = [
+        make_adapter(tmp_path / f"a{i}", models(drawn.kind), seed=i) for i in range(drawn.adapters)
+    ]
+    servers = [tier for tier in drawn.extra["backends"] if tier["type"] == "redis"]
+    for tier in servers:
+        running = server()
+        tier["url"] = running.url
+    load = {**right(drawn.kind), "max_tokens": TOKENS, "adapters": paths}
+    env = plugin("truly_async") if drawn.is_async else {}
+    more = {"kind": drawn.kind, "ranks": drawn.ranks, "max_model_len": MODEL_LEN, **drawn.options}
     if paths:  # fewer at once than there are, so that they come and go
         more |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "max_cpu_loras": 1}
-    engines = [start(extra, **more) for _ in range(count)]
+    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the load looks into the scheduler
+    engines = [start(drawn.extra, env=env, **more) for _ in range(drawn.engines)]
     for i, engine in enumerate(engines):
         engine.send("random_load", seconds=SECONDS, seed=seed + 1000 * i, **load)
+    if servers:
+        mistreat(running, random.Random(seed), SECONDS)
     for engine in engines:
         seen = engine.answer(SECONDS + 600)
-        print(f"seed {seed}", kind, extra, options, is_async, seen)
+        print(f"seed {seed}", drawn, seen)
         assert "error" not in seen, engine.log[-3000:]
         assert "stuck" not in seen
         assert not seen["wrong"]
