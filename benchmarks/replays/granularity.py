@@ -1,6 +1,6 @@
 """Hit rate by the tokens of a chunk: what larger chunks lose, replayed on a trace.
 
-    python -m benchmarks.granularity mooncake_conversation.jsonl        about 10 minutes
+    python -m benchmarks.replays.granularity mooncake_conversation.jsonl        about 10 minutes
 
 A prompt is reused up to its last whole chunk. The trace names blocks of 512 tokens and the length
 of each prompt. Tokens within a block are not known, so this takes them to be equal as follows:

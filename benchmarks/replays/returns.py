@@ -1,6 +1,6 @@
 """What told returns earn: a trace through the real manager of host memory, with and without.
 
-``python -m benchmarks.returns TRACE --sizes 1000,3000`` or ``--synthetic agent:seed=5``. Sessions
+``python -m benchmarks.replays.returns TRACE --sizes 1000,3000`` or ``--synthetic agent:seed=5``. Sessions
 are found by their prompts. A row says how requests tell of their session's next one, or lie.
 """
 
