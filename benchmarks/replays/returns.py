@@ -1,7 +1,8 @@
 """What told returns earn: a trace through the real manager of host memory, with and without.
 
-``python -m benchmarks.replays.returns TRACE --sizes 1000,3000`` or ``--synthetic agent:seed=5``. Sessions
-are found by their prompts. A row says how requests tell of their session's next one, or lie.
+``python -m benchmarks.replays.returns TRACE --sizes 1000,3000``, or ``--synthetic agent:seed=5`` in
+place of the trace. Sessions are found by their prompts. A row says how requests tell of their
+session's next one, or lie.
 """
 
 import argparse
