@@ -5,8 +5,8 @@ by the soonest of their claims. All other chunks are in the wrapped policy, whic
 
 A claim that is overdue by ``d`` seconds is expected in ``d + 5`` s more. A claimant who does not
 come is thus believed less and less. The two orders are compared by the age at which the wrapped
-policy lets chunks go. A claim protects nothing once it is overdue by more, or while it is due in
-more than eight times that age.
+policy evicts. A claim protects nothing once it is overdue by more, or while it is due in more than
+eight times that age.
 
 The claims are a tree, as prompts are. A chunk under a claim knows the chunk before it. The claim
 that is expected last gives up its chunks, tail first, until another claim covers what is left.
@@ -24,8 +24,8 @@ from kvoffload.policies.base import Policy
 GRACE_S = 5.0
 """A claim that is due now is expected within this time."""
 SURE = 8.0
-"""How much further than a chunk without a claim one under a claim may be needed, to stay: most
-chunks that the policy lets go are not used again at all."""
+"""A claim due within so many ages still protects: most of the chunks that the wrapped policy evicts
+are not used again at all."""
 MAX_CLAIMS = 1 << 16
 """Claims at a time; one more ends the claim that is expected last."""
 NAMED_PER_ENTRY = 2
@@ -329,7 +329,7 @@ class ReturnOrder:
         return taken
 
     def _least_wanted(self, now_s: float) -> _Claim | None:
-        """Return a claim whose chunks are worth less than those the wrapped policy lets go."""
+        """Return a claim whose chunks are worth less than those that the wrapped policy evicts."""
         claim, in_s = self._by_due.furthest(now_s)
         if claim is None or in_s == inf or in_s > SURE * (self._age_s + GRACE_S):
             return claim
