@@ -16,7 +16,9 @@ from kvoffload.registry import POLICIES, load
 from kvoffload.replay.requests import Keys
 
 WAITING_SHARE = 0.9
-"""Of host memory: the most that chunks of waiting requests hold."""
+"""Of host memory: the most that chunks of waiting requests hold, by default of the connectors."""
+STEPS = 8
+"""Calls for the queue between two events: an engine takes more steps in that time."""
 
 
 @dataclass(eq=False)
@@ -48,55 +50,6 @@ class Store(Protocol):
         ...
 
 
-class Waiting:
-    """A model of keeping: pins the leading chunks of waiting requests, first come, first kept.
-
-    Args:
-        host: the cache of the manager.
-    """
-
-    def __init__(self, host: HostCache) -> None:
-        self._host = host
-        self._left = int(host.num_slots * WAITING_SHARE)
-        self._kept: dict[Asked, list[OffloadKey]] = {}
-
-    def add(self, asked: Asked) -> None:
-        """Put a request at the end of the queue."""
-        self._kept[asked] = []
-        self._keep_more(asked)
-
-    def leave(self, asked: Asked) -> None:
-        """Take a request out of the queue; its share goes to the next ones."""
-        if asked in self._kept:
-            self._give_back(asked)
-            del self._kept[asked]
-            for waiting in self._kept:
-                self._keep_more(waiting)
-
-    def make_room(self, keys: Sequence[OffloadKey]) -> None:
-        """Let the last requests of the queue give way to one that runs."""
-        for asked in reversed(self._kept):
-            if self._host.has_room(keys):
-                return
-            self._give_back(asked)
-
-    def _keep_more(self, asked: Asked) -> None:
-        kept = self._kept[asked]
-        while self._left and len(kept) < len(asked.keys):
-            if not self._host.is_ready(key := asked.keys[len(kept)]):
-                return
-            self._host.pin(key)
-            kept.append(key)
-            self._left -= 1
-
-    def _give_back(self, asked: Asked) -> None:
-        """Return chunks to the order, tail first."""
-        kept = self._kept[asked]
-        self._left += len(kept)
-        while kept:
-            self._host.end_use(kept.pop())
-
-
 class ManagerStore:
     """The real manager of host memory, called as a connector calls it.
 
@@ -113,8 +66,10 @@ class ManagerStore:
     ) -> None:
         host = HostCache(slots, load(POLICIES, policy, "policy")(slots))
         host.now_s = now_s
-        self._manager = TieredOffloadingManager(host, client_hints=RETURN_HINTS)
-        self._waiting = Waiting(host) if keeps else None
+        share = WAITING_SHARE if keeps else 0.0
+        self._manager = TieredOffloadingManager(
+            host, client_hints=RETURN_HINTS, waiting_share=share
+        )
         self._tells = tells
 
     def _context(self, asked: Asked) -> ReqContext:
@@ -126,19 +81,23 @@ class ManagerStore:
         return ReqContext(asked.session, {PARAM: hints} if hints else None)
 
     def arrived(self, asked: Asked) -> None:
-        if self._waiting is not None:
-            self._waiting.add(asked)
+        self._manager.request_queued(lambda: asked.keys, ReqContext(asked.session))
+        self._take_steps()
+
+    def _take_steps(self) -> None:
+        for _ in range(STEPS):
+            self._manager.serve_queue()
 
     def serve(self, asked: Asked) -> int:
         manager, keys, context = self._manager, list(asked.keys), self._context(asked)
-        if self._waiting is not None:
-            self._waiting.leave(asked)
-            self._waiting.make_room(keys)
         manager.touch(keys, context)
         found = manager.lookup_prefix(keys, context)[0]
         if found:
             job = manager.begin_load(keys[:found], context)
+            manager.request_admitted(context)
             manager.complete(job, [True] * len(job.keys))
+        else:
+            manager.request_admitted(context)
         stored = manager.prepare_store(keys, context)
         if stored is not None and stored.job is not None:
             manager.complete(stored.job, [True] * len(stored.job.keys))
@@ -146,6 +105,7 @@ class ManagerStore:
 
     def ended(self, asked: Asked) -> None:
         self._manager.retire(list(asked.keys), self._context(asked))
+        self._take_steps()
 
 
 class Oracle:
