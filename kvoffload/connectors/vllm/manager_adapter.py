@@ -79,6 +79,10 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         self.unplaced: dict[str, tuple[OffloadKey, ...]] = {}
         """The same, where none of its chunks found room; they are counted as refused."""
         self._kept_out: set[str] = set()
+        self._came_before: dict[
+            str, tuple[VllmContext, Callable[[], Sequence[OffloadKey]], str]
+        ] = {}
+        """Requests that queue until there is a manager, with their chunks and tenants."""
         self._refused_wishes: set[str] = set()
 
     def attach(self, manager: Manager, num_slots: int) -> None:
@@ -89,6 +93,9 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         self.changes += 1
         self._uses = UseCounter(manager)
         self._num_slots = num_slots
+        came_before, self._came_before = self._came_before, {}
+        for req_context, list_keys, tenant in came_before.values():
+            manager.request_queued(list_keys, our_context(req_context), tenant)
 
     def keep_out(self, req_id: str) -> None:
         """Load nothing for a request and store nothing of it, until it ends."""
@@ -187,7 +194,11 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         self, list_keys: Callable[[], Sequence[OffloadKey]], req_context: VllmContext, tenant: str
     ) -> None:
         """Keep what a request that waits will load; see :meth:`Manager.request_queued`."""
-        if self.manager is not None and req_context.req_id not in self._kept_out:
+        if req_context.req_id in self._kept_out:
+            return
+        if self.manager is None:
+            self._came_before[req_context.req_id] = req_context, list_keys, tenant
+        else:
             self.manager.request_queued(list_keys, our_context(req_context), tenant)
 
     def request_admitted(self, req_id: str) -> None:
@@ -266,6 +277,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     def on_request_finished(self, req_context: VllmContext) -> None:
         """Let the tail of a request's chunks leave before their head; does not count as a use."""
         if self._uses is None:
+            self._came_before.pop(req_context.req_id, None)
             return
         self._kept_out.discard(req_context.req_id)  # it did not count: it neither loads nor stores
         named = req_context.get_state(_Named) or _Named()

@@ -4,7 +4,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(1800)
 TOKENS, CACHED = 1000, 992
-ALONE = {"max_num_seqs": 1, "num_gpu_blocks_override": 40}
+ALONE = {"max_num_seqs": 1, "num_gpu_blocks_override": 40, "max_model_len": 1200}
 """One request runs at a time, and GPU memory keeps one prompt."""
 
 
