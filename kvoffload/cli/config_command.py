@@ -164,7 +164,7 @@ def schema(engine: ForEngine = Engine.VLLM) -> None:
     if engine is Engine.SGLANG:
         keys = found["$defs"][HiCacheSettings.__name__]["properties"]
         for name in NOT_HERE:
-            del keys[name]
+            keys.pop(name, None)  # some are of other storages
         keys |= {name: {} for name in sorted(OF_SGLANG)}
     print(json.dumps(found, indent=2))
 
