@@ -129,8 +129,8 @@ $(VLLM)/.ready: pyproject.toml
 	@# Builds for CUDA, which come along and cannot be imported beside torch for CPU.
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/$(PIP_INSTALL) -e . \
-	  pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis setuptools_scm setuptools-rust \
-	  wheel
+	  pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis redis setuptools_scm \
+	  setuptools-rust wheel
 	@touch $@
 
 # A real SGLang 0.5.23 on the CPU, in an environment of its own: about 2 minutes and 3.5 GB, once.

@@ -26,15 +26,11 @@ BLOCK_BYTES = 64 << 10
 
 @pytest.fixture(scope="module")
 def plain(start, prompts):
-    """What vllm alone answers."""
+    """What vLLM alone answers."""
     engine = start()
     answers = engine.generate(prompts(10, TOKENS), max_tokens=4)["tokens"]
     engine.kill()
     return answers
-
-
-def host_chunks(engine):
-    return engine.ask("metrics")["vllm:kvoffload_capacity_bytes cpu"] / BLOCK_BYTES
 
 
 def test_five_sessions_in_memory_for_four_hit_nearly_what_is_possible(start, plain, prompts):
