@@ -132,7 +132,7 @@ def test_an_engine_lives_on_if_a_request_is_aborted_whose_load_ended_in_a_flush(
         "model": MODEL,
         "kv_cache_bytes": 40 * 16 * 2 * 32 * 4,
         "max_model_len": 512,
-        "offload": {"cpu_bytes": "4MiB"},
+        "offload": {"cpu_bytes": "4MiB", "blocks_per_chunk": 1},
     }
     with Engine(settings) as engine:
         for prompt in prompts:
