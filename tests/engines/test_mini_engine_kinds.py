@@ -206,6 +206,7 @@ def test_a_layer_of_each_kind_sees_what_it_should(tiny, kinds):
 def test_the_same_weights_under_another_config_share_no_chunks(tiny, tmp_path, kind, change):
     offload = {
         "cpu_bytes": "256KiB",
+        "blocks_per_chunk": 1,
         "backends": [{"type": "disk", "root": str(tmp_path), "capacity": "64MiB", "min_free": 0}],
     }
     config = settings(tiny, [kind], offload=offload)
@@ -224,7 +225,12 @@ def test_the_same_weights_under_another_config_share_no_chunks(tiny, tmp_path, k
 def test_a_prompt_on_disk_that_host_memory_cannot_take_whole_is_served(tiny, tmp_path, kinds):
     """A load is all or nothing here, and needs room for the chunks of all groups at once."""
     disk = {"type": "disk", "root": str(tmp_path), "capacity": "64MiB", "min_free": 0}
-    offload = {"cpu_bytes": "4MiB", "load_timeout_s": 5.0, "backends": [disk]}
+    offload = {
+        "cpu_bytes": "4MiB",
+        "blocks_per_chunk": 1,
+        "load_timeout_s": 5.0,
+        "backends": [disk],
+    }
     config = settings(tiny, KINDS[kinds], offload=offload)
     requests = [(list(range(1, 90)), SamplingParams(max_tokens=6))]
     expected, _, _ = serve(config, requests)
