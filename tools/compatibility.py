@@ -58,6 +58,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "groups of different widths": ("test_vllm_sizes.py",),
     "a slow tier: declined, patient, stalled": ("test_vllm_flow.py",),
+    "queued requests: chunks kept, and read early": ("test_vllm_queue.py",),
     "metrics on vLLM's page": ("test_vllm_metrics.py::test_a_real_engine",),
     "sleep and wake": ("test_vllm_sleep.py",),
     "MultiConnector": ("test_vllm_multi.py",),
