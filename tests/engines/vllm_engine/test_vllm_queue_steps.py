@@ -84,8 +84,9 @@ def test_five_sessions_in_memory_for_four(alone, share, least, most):
 
 def filled(alone, num_slots, **settings):
     rig = alone(num_slots, disk=True, **settings)
-    run(rig, [rig.add(prompt(i), 2) for i in range(10)])
-    rig.quiet()
+    for i in range(10):
+        run(rig, [rig.add(prompt(i), 2)])
+        rig.quiet()  # no chunk stays out of the tier for lack of room
     return rig
 
 
