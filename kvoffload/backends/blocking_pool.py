@@ -111,6 +111,9 @@ class BlockingPool:
         try:
             if is_quick:
                 await asyncio.wait([batch.ended], timeout=min(QUICK_S, self.stall_s))
+                with self._choosing:
+                    if batch in self._quick:  # its thread is in a long item: another one may serve
+                        self._has_quick_thread = False
                 self._widen(batch)
             while not batch.ended.done():
                 # wait() leaves the future alone when it is cancelled; wait_for() would cancel it.

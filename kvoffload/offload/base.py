@@ -295,8 +295,12 @@ class Manager(Protocol):
         """Note that a request runs, queued or not; call it after its load has begun."""
 
     @abstractmethod
-    def serve_queue(self) -> None:
-        """Go on with what queued requests need; call it once a step."""
+    def serve_queue(self) -> bool:
+        """Go on with what queued requests need; call it once a step.
+
+        Returns:
+            Whether reads of tiers were begun for them.
+        """
 
     @abstractmethod
     def take_events(self) -> Iterable[OffloadingEvent]:

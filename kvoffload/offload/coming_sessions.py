@@ -7,7 +7,6 @@ when a request of it begins, or when it is late. So the queue decides what is ke
 from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop, heappush
-from math import inf
 
 from kvoffload.messages import OffloadKey
 from kvoffload.offload.base import ReqContext
@@ -15,6 +14,8 @@ from kvoffload.offload.waiting import WaitingQueue
 
 MOST_CHUNKS = 1 << 16
 """Of all sessions that are awaited; a session beyond loads when it returns."""
+FURTHEST_S = 86400.0
+"""A session that returns later is not awaited: its chunks would take the room of sooner ones."""
 MARGIN = 2.0
 """A read begins so many times earlier than it takes by the tiers' measured speed."""
 LEAST_LEAD_S = 1.0
@@ -50,7 +51,7 @@ class ComingSessions:
     def expect(self, name: bytes, keys: Sequence[OffloadKey], in_s: float) -> None:
         """Await a session; what was said of it before is void."""
         self.forget(name)
-        if in_s == inf or self._num_chunks + len(keys) > MOST_CHUNKS:
+        if in_s > FURTHEST_S or self._num_chunks + len(keys) > MOST_CHUNKS:
             return
         self._number += 1
         self._num_chunks += len(keys)

@@ -35,6 +35,7 @@ class EarlyReads:
         host: host memory.
         queue: of requests.
         tiers_of: returns the tiers that a request may load from.
+        stored_on: returns the names of those that its chunks may be stored on; None: all.
         take_slots: evicts for chunks as :meth:`HostCache.reserve`; returns slots for the leading
             ones.
         promises: knows what each tier loads for running requests.
@@ -48,6 +49,7 @@ class EarlyReads:
         host: HostCache,
         queue: WaitingQueue,
         tiers_of: Callable[[ReqContext], tuple[Tier, ...]],
+        stored_on: Callable[[ReqContext], tuple[str, ...] | None],
         take_slots: Callable[[Sequence[OffloadKey]], tuple[list[int], object]],
         promises: Promises,
         jobs: MutableMapping[int, Job],
@@ -57,6 +59,7 @@ class EarlyReads:
         self._host = host
         self._queue = queue
         self._tiers_of = tiers_of
+        self._stored_on = stored_on
         self._take_slots = take_slots
         self._promises = promises
         self._jobs = jobs
@@ -134,7 +137,16 @@ class EarlyReads:
         num_bytes = self._host.bytes_of_all(keys)
         sources = dict.fromkeys(keys, tier)
         job = EarlyRead(
-            job_id, source.keys, spec, source, tier.name, sources, num_bytes, request, first
+            job_id,
+            source.keys,
+            spec,
+            source,
+            tier.name,
+            sources,
+            num_bytes,
+            request,
+            first,
+            self._stored_on(request.context),
         )
         self._kept_bytes[tier.name] += num_bytes
         self._promises.reads_early(tier.name, num_bytes)

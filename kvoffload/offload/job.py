@@ -142,6 +142,8 @@ class EarlyRead(Job):
     request: QueuedRequest
     first: int
     """The place of its first chunk in the request's prompt."""
+    tiers: tuple[str, ...] | None
+    """Names of the tiers that chunks of the request may be stored on; None: all."""
 
     @property
     def ends(self) -> tuple[BackendLoadStoreSpec, CPULoadStoreSpec]:

@@ -127,6 +127,7 @@ class TieredOffloadingManager(OffloadingManager):
             host,
             self.waiting,
             self._tiers_of,
+            lambda context: self.hints(context).tiers,
             self._reserve,
             self.promises,
             self._jobs,
@@ -246,6 +247,7 @@ class TieredOffloadingManager(OffloadingManager):
             self._events.reasons.note([*ended.lost, *ended.missed], reason or Reason.FAILED)
             self._events.removed(ended.lost, Reason.FAILED)
         self._events.stored(ended.arrived)
+        self.waiting.lost(ended.lost)
         self.waiting.stored(ended.arrived)
         if self._promote and ended.fetched and len(self.tiers) > 1:
             self._write_through.promote(ended.fetched, self._tiers_for(tiers))
@@ -256,8 +258,9 @@ class TieredOffloadingManager(OffloadingManager):
     def _early_read_ended(
         self, job: EarlyRead, ok: Sequence[bool], settled: bool, reason: str
     ) -> None:
-        arrived = self._take_in(job, ok, settled, reason, self.hints(job.request.context).tiers)
+        arrived = self._take_in(job, ok, settled, reason, job.tiers)
         self._early.ended(job, ok, settled, arrived)
+        self.waiting.lost(job.failed(ok))
         if job.num_bytes:
             self._late[job.id] = job
 
@@ -464,10 +467,12 @@ class TieredOffloadingManager(OffloadingManager):
         if self.waiting.requests:
             self.waiting.leave(req_context.req_id)
 
-    def serve_queue(self) -> None:
+    def serve_queue(self) -> bool:
+        num_begun = len(self._early.begun)
         if self.coming.times:
             self.coming.serve()
         self.waiting.serve()
+        return len(self._early.begun) > num_begun
 
     def _read_s(self, keys: Sequence[OffloadKey]) -> float:
         """Return how long reading chunks takes, from the first tier of which it is known."""

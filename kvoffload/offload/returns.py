@@ -56,7 +56,10 @@ class Returns:
             claims.withdraw(name)
             claims.used(keys)
         else:
-            self._coming.expect(name, keys, hints.returns_s)
+            if hints.load_tiers is None and hints.max_load_tokens != 0:
+                self._coming.expect(name, keys, hints.returns_s)
+            else:
+                self._coming.forget(name)
             claims.expect(name, keys, hints.returns_s)
             if found:
                 claims.used(keys[:found])

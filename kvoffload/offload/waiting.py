@@ -9,7 +9,6 @@ claims take at most half of the share.
 """
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -101,7 +100,7 @@ class WaitingQueue:
         """Those whose chunks are not listed yet."""
         self.is_telling = False
         """Whether there are stores to tell what requests need."""
-        self._untold: deque[QueuedRequest] = deque()
+        self._untold: dict[int, QueuedRequest] = {}
         self._told: dict[int, int] = {}
         """Request → chunks that stores were told of."""
         self._num_told = 0
@@ -165,7 +164,7 @@ class WaitingQueue:
             left -= request.num_keys
             self._unfinished.append(number)
             if self.is_telling and request.keys:
-                self._untold.append(request)
+                self._untold[number] = request
 
     def asked(self, req_id: str) -> None:
         """Note that a request's turn has come, though it may have to wait for blocks."""
@@ -183,6 +182,7 @@ class WaitingQueue:
         request = self.requests.pop(number)
         self._drop(self._unfinished, number)
         self._newcomers.pop(number, None)
+        self._untold.pop(number, None)
         self._note_lack(request, None)
         if num_told := self._told.pop(number, 0):
             self._num_told -= num_told
@@ -232,6 +232,18 @@ class WaitingQueue:
         """Keep no more than so many leading chunks of a request: the next one is lost."""
         if request.number in self.requests and request.num_kept > num_chunks:
             self._end_claims(request, request.num_kept - num_chunks)
+            self._note_lack(request, None)
+            self._insert(self._unfinished, request.number)
+
+    def lost(self, keys: Collection[OffloadKey]) -> None:
+        """Take in that host memory has lost chunks: requests that claim one look for it again."""
+        if not keys or not (gone := self._host.claims.keys() & set(keys)):
+            return
+        for number in self._claimants.copy():
+            request = self.requests[number]
+            kept = enumerate(request.keys[: request.num_kept])
+            if (at := next((i for i, key in kept if key in gone), None)) is not None:
+                self.cut(request, at)
 
     def serve(self) -> None:
         """Go on with claims; call it once a step."""
@@ -258,12 +270,12 @@ class WaitingQueue:
 
     def _tell(self) -> None:
         while self._untold and (left := MOST_TOLD - self._num_told) > 0:
-            request = self._untold.popleft()
-            if request.number in self.requests:
-                keys: list[bytes] = list(request.keys[: min(left, request.num_keys)])
-                self.to_tell.append((request.number, keys))
-                self._told[request.number] = len(keys)
-                self._num_told += len(keys)
+            number, request = next(iter(self._untold.items()))
+            del self._untold[number]
+            keys: list[bytes] = list(request.keys[: min(left, request.num_keys)])
+            self.to_tell.append((number, keys))
+            self._told[number] = len(keys)
+            self._num_told += len(keys)
 
     def take_told(self) -> list[tuple[int, list[bytes]]]:
         """Return :attr:`to_tell`, and empty it."""

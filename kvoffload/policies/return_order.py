@@ -258,7 +258,10 @@ class ReturnOrder:
             left, at = left + 1, self._before[at]
         if at is not None and left <= place.get(at, -1):
             claim.tail = None
+            again = self._claims.pop(_LEFT + tail, None)  # it lost its tail since
             self._put(_Claim(_LEFT + tail, inf, tail))
+            if again is not None:
+                self._end(again)
         else:
             self.withdraw(tail)
             claim.name = tail

@@ -5,13 +5,18 @@ import json
 
 import pytest
 
-from kvoffload.connectors.vllm.agent_requests import TRANSLATIONS, VARIABLE, AgentRequests
+from kvoffload.connectors.vllm.agent_requests import (
+    MOST_BYTES,
+    TRANSLATIONS,
+    VARIABLE,
+    AgentRequests,
+)
 from kvoffload.errors import ConfigError
 
 EVERYTHING = ",".join(TRANSLATIONS)
 
 
-def send(body, headers=(), names=EVERYTHING, path="/v1/chat/completions", pieces=1):
+def send(body, headers=(), names=EVERYTHING, path="/v1/chat/completions", pieces=1, root_path=""):
     """Send a request through the middleware; return the headers and the body that arrive."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     size = -(-len(raw) // pieces) or 1
@@ -40,6 +45,7 @@ def send(body, headers=(), names=EVERYTHING, path="/v1/chat/completions", pieces
         "type": "http",
         "method": "POST",
         "path": path,
+        "root_path": root_path,
         "headers": [(b"content-length", str(len(raw)).encode()), *headers],
     }
     asyncio.run(AgentRequests(app, {VARIABLE: names})(scope, receive, None))
@@ -153,3 +159,15 @@ def test_other_protocols_pass():
     scope = {"type": "lifespan"}
     asyncio.run(AgentRequests(app, {VARIABLE: EVERYTHING})(scope, None, None))
     assert seen == [scope]
+
+
+def test_a_body_that_is_too_large_is_not_kept_and_passes_as_it_came():
+    body = {"prompt_cache_retention": "24h", "messages": ["x" * MOST_BYTES]}
+    assert send(body, pieces=50)[1] == json.dumps(body).encode()
+
+
+def test_a_root_path_is_no_part_of_the_path():
+    body = {"prompt_cache_retention": "24h"}
+    path = "/api/v1/chat/completions"
+    assert hints(body, path=path) is None
+    assert hints(body, path=path, root_path="/api") == {"returns": "hours"}

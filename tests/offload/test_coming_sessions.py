@@ -114,3 +114,18 @@ def test_any_number_of_sessions_takes_bounded_memory():
         coming.expect(b"%d" % (i % 5000), chunks, 3600.0)
     assert len(coming._sessions) == coming_sessions.MOST_CHUNKS // 100
     assert len(coming.times) <= 2 * len(coming._sessions) + 65
+
+
+def test_a_session_that_returns_in_years_leaves_room_for_others(clock):
+    chunks = keys("p", 12)
+    manager = manager_of(chunks)
+    manager.coming.expect(b"far", keys("far", coming_sessions.MOST_CHUNKS), 1.7e9)
+    request(manager, "1", chunks, returns_in_s=3)
+    assert reads(manager, clock, 103) == [*chunks]
+
+
+def test_a_session_whose_requests_load_from_no_tier_is_not_awaited(clock):
+    chunks = keys("p", 12)
+    manager = manager_of(chunks)
+    request(manager, "1", chunks, returns_in_s=3, max_load_tokens=0)
+    assert reads(manager, clock, 110) == []

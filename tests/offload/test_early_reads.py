@@ -216,3 +216,36 @@ def test_requests_in_an_engine_without_a_queue_read_nothing_early():
         assert manager.lookup_prefix(a, ReqContext(f"{i}")) == (6, False)
         assert step(manager) == []
         manager.request_admitted(ReqContext(f"{i}"))
+
+
+def test_an_answer_after_an_abort_leaves_no_hint_for_the_next_request_of_that_name():
+    chunks = keys("a", 6)
+    manager = waiting_manager(Store(chunks))
+    queue(manager, "r", chunks, kv_transfer_params={"kvoffload": {"offload": False}})
+    step(manager)
+    jobs = step(manager)
+    assert jobs
+    manager.retire((), ReqContext("r", {"kvoffload": {"offload": False}}))
+    end_all(manager, jobs)
+    assert manager.prepare_store(keys("new", 3), ReqContext("r")).keys_to_store
+
+
+def test_what_one_tier_fails_to_read_is_read_from_the_next():
+    chunks = keys("a", 3)
+    manager = new_manager(
+        64,
+        [Store(chunks), Store(chunks)],
+        waiting_share=0.9,
+        max_persisting_slots=0,
+        promote=False,
+    )
+    queue(manager, "r", chunks)
+    queue(manager, "same", chunks)
+    asked = []
+    for _ in range(12):
+        manager.serve_queue()
+        for job in manager.take_transfers():
+            asked.append(job.tier)
+            end(manager, job, ok=job.tier == manager.tiers[1].name)
+    assert asked[0] != asked[-1]
+    assert manager.lookup_prefix(chunks, ReqContext("r")) == (3, False)

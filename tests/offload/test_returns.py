@@ -200,3 +200,22 @@ def test_a_reset_forgets_the_claims():
 def test_a_share_is_a_part(share):
     with pytest.raises(ConfigError, match="hint_share"):
         parse_config({"cpu_bytes": 1, "hint_share": share})
+
+
+def test_a_claim_whose_tail_left_and_came_again_is_one_claim():
+    """Two sessions leave the same tail; in between, it was evicted and stored anew."""
+    engine = Engine(slots=12)
+
+    def turn(session, letters):
+        chunks = [prompt(letter, 1)[0] for letter in letters]
+        engine.serve(chunks, session=session, returns_in_s=10)
+
+    turn("s", "abcde")
+    turn("s", "abcx")
+    stored = engine.manager.prepare_store(prompt("lost", 7), ReqContext("lost"))
+    engine.manager.complete(stored.job, [False] * 7)
+    turn("t", "abcde")
+    turn("t", "abcdy")
+    for i in range(30):
+        engine.serve(prompt(f"more {i}", 4))
+    assert engine.manager.busy_slots == 0

@@ -9,6 +9,7 @@ from manager_parts import figures, keys
 
 from kvoffload import registry
 from kvoffload.errors import UsageError
+from kvoffload.offload import waiting
 from kvoffload.offload.base import ReqContext
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
@@ -318,3 +319,16 @@ def test_a_queue_of_ten_thousand_long_prompts_takes_a_kibibyte_a_request():
     tracemalloc.stop()
     assert len(manager.waiting.requests) == 10_000
     assert grown <= 64 * 18_000 + 1024 * 10_000
+
+
+def test_requests_that_pass_while_stores_are_told_enough_leave_nothing(monkeypatch):
+    monkeypatch.setattr(waiting, "MOST_TOLD", 8)
+    manager = new_manager(slots=64, share=0.9)
+    manager.waiting.is_telling = True
+    queue(manager, "head", keys("b", 8))
+    for i in range(100):
+        queue(manager, f"c{i}", keys(f"c{i}", 2))
+        manager.request_admitted(ReqContext(f"c{i}"))
+        manager.waiting.take_told()
+    assert len(manager.waiting.requests) == 1
+    assert not manager.waiting._untold

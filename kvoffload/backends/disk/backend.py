@@ -20,7 +20,7 @@ from kvoffload.backends.blocking_pool import run_once, start_once
 from kvoffload.backends.disk import manifest
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
 from kvoffload.backends.disk.housekeeper import Housekeeper
-from kvoffload.backends.disk.index import name_of
+from kvoffload.backends.disk.index import Name, name_of
 from kvoffload.backends.disk.namespace_sample import described
 from kvoffload.backends.disk.options import DiskOptions
 from kvoffload.backends.disk.paths import MANIFEST
@@ -57,6 +57,8 @@ class DiskBackend(ThreadPoolBackend):
         """
         self.options = options
         self.namespace = namespace
+        self._told: set[Name] = set()
+        """Chunks to be spared, of the last call."""
         vfs = vfs or Vfs()
         with contextlib.ExitStack() as undo:
             self._store = DiskStore(vfs, options, namespace)
@@ -242,7 +244,10 @@ class DiskBackend(ThreadPoolBackend):
             return
         names = {name_of(0, key) for key in keys}
         if not self._store.root.evictor.held:
-            self._store.uses.used([name for name in names if name in self._store.index])
+            known, uses = self._store.index, self._store.uses
+            new = names - self._told  # an access time a chunk, and none that would renew an old one
+            uses.used([name for name in new if name in known and uses.is_fresh(name)])
+            self._told = names
         self._store.index.spare(names)
 
     def take_removals(self) -> list[Removal]:

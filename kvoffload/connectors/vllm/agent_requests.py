@@ -28,6 +28,8 @@ SESSION_HEADERS = (
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 _TTLS = {"5m": "minutes", "1h": "hours"}
 _RETENTIONS = {"in_memory": "minutes", "in-memory": "minutes", "24h": "hours"}
+MOST_BYTES = 8 << 20
+"""A larger body passes as it came."""
 _SOONEST_FIRST = ("minutes", "hours")
 TRANSLATIONS: Mapping[str, bytes] = {
     "session_headers": b"",
@@ -67,7 +69,7 @@ class AgentRequests:
         self._signs = tuple(sign for name in names if (sign := TRANSLATIONS[name]))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in _PATHS:
+        if scope["type"] != "http" or scope["method"] != "POST" or _path_of(scope) not in _PATHS:
             await self._app(scope, receive, send)
             return
         headers = [(name.lower(), value) for name, value in scope["headers"]]
@@ -162,16 +164,30 @@ def _with_hint(body: bytes, request: dict[str, Any], returns: str) -> bytes:
     return json.dumps({**request, "kv_transfer_params": changed}).encode()
 
 
+def _path_of(scope: Scope) -> str:
+    """Return the path below the root path, which some proxies leave in it."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 async def _whole_body(receive: Receive) -> tuple[bytes, Receive]:
-    """Read a request's body; return it with what receives it again, and then what follows."""
+    """Read a request's body; return it with what receives it again, and then what follows.
+
+    A body above :data:`MOST_BYTES` is returned as empty: vLLM asks for an API key after this.
+    """
     parts: list[bytes] = []
     messages: list[Message] = []
+    size = 0
     while True:
         message = await receive()
         messages.append(message)
         if message["type"] != "http.request":
             break
         parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > MOST_BYTES:
+            parts.clear()
+            break
         if not message.get("more_body", False):
             break
     pending = iter(messages)

@@ -203,15 +203,14 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
 
     def request_admitted(self, req_id: str) -> None:
         """Note that a request runs; call it after its load has begun."""
+        self._came_before.pop(req_id, None)
         if self.manager is not None:
             self.manager.request_admitted(ReqContext(req_id))
 
     def serve_queue(self, manager: Manager) -> None:
         """Go on with what queued requests need; call it once a step."""
-        had_transfers = manager.has_transfers()
-        manager.serve_queue()
         # A chunk that is read early is not to be loaded from its tier any more.
-        self.changes += manager.has_transfers() and not had_transfers
+        self.changes += manager.serve_queue()
 
     # ---- loading and storing ----
 
@@ -276,10 +275,10 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
 
     def on_request_finished(self, req_context: VllmContext) -> None:
         """Let the tail of a request's chunks leave before their head; does not count as a use."""
+        self._kept_out.discard(req_context.req_id)  # it did not count: it neither loads nor stores
         if self._uses is None:
             self._came_before.pop(req_context.req_id, None)
             return
-        self._kept_out.discard(req_context.req_id)  # it did not count: it neither loads nor stores
         named = req_context.get_state(_Named) or _Named()
         self._uses.end(our_context(req_context), lambda: self._in_order(named.keys, req_context))
 

@@ -278,7 +278,7 @@ async def test_an_item_that_expects_to_wait_brings_the_other_threads(make, monke
 
 @pytest.mark.parametrize("items", [1, 4])
 async def test_other_threads_serve_what_a_hung_thread_of_quick_batches_has_not_begun(
-    make, stalls, items
+    make, stalls, items, monkeypatch
 ):
     pool, stuck = make(2), Stuck()
     hung = asyncio.ensure_future(pool.fill([False] * 2, lambda i: i or stuck(i), is_quick=True))
@@ -287,6 +287,11 @@ async def test_other_threads_serve_what_a_hung_thread_of_quick_batches_has_not_b
     fills = (pool.fill(answers, lambda i: True, is_quick=True) for answers in later)
     await asyncio.wait_for(asyncio.gather(*fills), 20)
     assert later == [[True] * items] * 3
+    for quick_s in (blocking_pool.QUICK_S, 60):  # only one batch waits for the hung thread
+        monkeypatch.setattr(blocking_pool, "QUICK_S", quick_s)
+        answers = [False] * 4
+        await asyncio.wait_for(pool.fill(answers, lambda i: True, is_quick=True), 20)
+        assert answers == [True] * 4
     assert not hung.done()
     assert not pool._quick
     assert stalls == []

@@ -1,5 +1,6 @@
 """Chunks that requests in the engine's queue need leave a disk last."""
 
+import asyncio
 import random
 
 import pytest
@@ -57,6 +58,8 @@ async def test_a_process_that_does_not_evict_tells_the_one_that_does(tmp_path):
     other._store.uses.take_unwritten()
     other.spare(keys[:1])
     assert list(other._store.uses.take_unwritten()) == [name_of(0, keys[0])]
+    other.spare(keys[:1])
+    assert not other._store.uses.take_unwritten()  # it is told already
     evicts.spare(keys)
     assert not evicts._store.uses.take_unwritten()
     await other.close()
@@ -101,3 +104,15 @@ def test_no_order_of_calls_loses_a_name_or_evicts_what_is_spared(policy):
                 index.measured([(name, 8192) for name in some])
         assert index._spared == spared
         assert len(index._order) == len(index.sizes()) if index._order else not index.sizes()
+
+
+async def test_what_has_expired_is_not_renewed_because_a_request_waits_for_it(tmp_path):
+    evicts = open_disk(tmp_path, ttl_s=1)
+    other = open_disk(tmp_path, ttl_s=1)
+    keys = keys_of(2)
+    await write(other, keys)
+    await asyncio.sleep(1.2)
+    other.spare(keys)
+    assert not other._store.uses.take_unwritten()
+    await other.close()
+    await evicts.close()

@@ -38,6 +38,12 @@ class _Mocked:
     def has_room(self, keys):
         return True
 
+    def request_queued(self, list_keys, context, tenant):
+        pass
+
+    def request_admitted(self, req_id):
+        pass
+
     def lookup_prefix(self, keys, context):
         hits, pending = 0, False
         for key in keys:
