@@ -15,6 +15,9 @@ from kvoffload.metrics.names import (
     METRICS,
     PREFILL_RATE,
     PREFIX,
+    QUEUE_CHUNKS,
+    QUEUE_KEPT_BYTES,
+    QUEUE_REQUESTS,
     TIER_EVENTS,
     WAITING_CHUNKS,
 )
@@ -24,7 +27,8 @@ from tests.support.redis_server import free_port
 pytestmark = pytest.mark.timeout(900)
 PROMPT_TOKENS = 592
 """Tokens of a prompt of 600 that lie in whole pages before its last one."""
-LACKING = {WAITING_CHUNKS, TIER_EVENTS, HOST_CHUNKS, HOST_CHUNKS_BUSY, PREFILL_RATE}
+QUEUE = {QUEUE_REQUESTS, QUEUE_CHUNKS, QUEUE_KEPT_BYTES}
+LACKING = {WAITING_CHUNKS, TIER_EVENTS, HOST_CHUNKS, HOST_CHUNKS_BUSY, PREFILL_RATE} | QUEUE
 """SGLang decides what waits and has its own host memory; its tier has counted no event yet."""
 
 
