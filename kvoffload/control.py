@@ -208,7 +208,7 @@ class Folder:
         try:
             for name in self.names():
                 if not self.has(name):
-                    os.unlink(name, dir_fd=self.fd)
+                    self.remove(name)  # or its engine has meanwhile
             # A process may have several engines, and another container the same number.
             taken = set(self.names())
             names = [f"{os.getpid()}{end}.sock" for end in ("", *_ends())]

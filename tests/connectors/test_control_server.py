@@ -329,3 +329,16 @@ def test_each_step_looks_up_a_portion_and_waits_for_slow_tiers():
     (group,) = found.groups
     assert (group.tiers["cpu"].leading, group.tiers["slow"].leading) == (1, PORTION + 5)
     assert (group.any.leading, group.missing) == (PORTION + 5, "evicted")
+
+
+def test_an_engine_may_remove_its_socket_while_another_looks_at_it(run, monkeypatch):
+    with Folder(str(run), create=True) as folder:
+        gone = f"{os.getpid()}-9.sock"
+
+        def names(folder):
+            return [gone]  # it was there when the folder was listed
+
+        monkeypatch.setattr(Folder, "names", names)
+        sock, name = folder.listen()
+        sock.close()
+        folder.remove(name)

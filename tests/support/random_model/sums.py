@@ -102,7 +102,7 @@ def _loads(jobs):
     """The slots of each load: its chunks take turns in them, so it may have several jobs."""
     loads = defaultdict(dict)
     for job in jobs:
-        loads[job.listener._load] |= _slots(job.order)
+        loads[getattr(job.listener, "_load", job)] |= _slots(job.order)  # early reads have one
     return list(loads.values())
 
 
