@@ -44,6 +44,7 @@ def test_five_sessions_in_memory_for_four_hit_nearly_what_is_possible(start, pla
     assert sum(later) >= 0.6 * len(later) * CACHED
 
 
+@pytest.mark.long  # test_vllm_queue_steps has the same without a model
 @pytest.mark.parametrize("backend", ["uni", "mp"])
 def test_queued_prompts_come_early_from_disk(start, plain, prompts, tmp_path, backend):
     alone = {**ALONE, "distributed_executor_backend": backend}
@@ -61,6 +62,7 @@ def test_queued_prompts_come_early_from_disk(start, plain, prompts, tmp_path, ba
     assert found["vllm:kvoffload_queue_kept_bytes"] == 0
 
 
+@pytest.mark.long
 def test_aborts_while_chunks_come_early_leave_nothing(start, plain, prompts, tmp_path):
     engine, ten = start(settings(7 * 32, tmp_path), **ALONE), prompts(10, TOKENS)
     engine.generate(ten, max_tokens=4)
@@ -76,6 +78,7 @@ def test_aborts_while_chunks_come_early_leave_nothing(start, plain, prompts, tmp
     assert found["vllm:kvoffload_host_chunks_busy"] == 0
 
 
+@pytest.mark.long
 def test_without_a_share_the_queue_is_not_looked_at(start, plain, prompts):
     engine, five = start(settings(4 * 32, waiting_share=0), **ALONE), prompts(10, TOKENS)[:5]
     answer = engine.generate(five * 3, max_tokens=4)
