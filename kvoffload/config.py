@@ -67,6 +67,8 @@ Bytes = Annotated[ByteSize, msgspec.Meta(extra_json_schema=SIZE_SCHEMA)]
 # What __post_init__ refuses in its own words is told to schemas here.
 _AtLeastOne = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 1})]
 _Share = Annotated[float, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": 1})]
+WAITING_SHARE = 0.9
+"""The default of ``waiting_share``."""
 _Seconds = Annotated[float, msgspec.Meta(extra_json_schema={"exclusiveMinimum": 0})]
 
 
@@ -126,14 +128,14 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     used once, and costs one more computation of each chunk that is used again."""
     promote: bool = True
     """Whether a chunk loaded from a tier is also written to the nearer tiers that lack it."""
-    waiting_share: _Share = 0.9
+    waiting_share: _Share = WAITING_SHARE
     """Part of host memory that may be kept for requests in the engine's queue. Their chunks stay
     until they run, and come early from the tiers. 0: the queue is not looked at."""
     client_hints: tuple[str, ...] = HARMLESS_HINTS
     """Hints that requests may use. ``priority``, ``tiers``, ``explain``, ``session``, ``returns``
     and ``returns_in_s`` affect other requests or tell of them: allow these where all clients trust
     each other."""
-    hint_share: Annotated[float, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": 1})] = 0.5
+    hint_share: _Share = 0.5
     """The part of host memory that chunks of sessions which said when they return may hold, while
     other chunks need room."""
     batched_copies: bool = True

@@ -69,7 +69,7 @@ class EarlyReads:
         """Tier → host memory of its reads in flight, and of answered ones that may still write."""
         self.begun: list[EarlyRead] = []
         """Reads begun since they were last taken."""
-        self._counts = figures.counter(QUEUE_CHUNKS, "read_early", "read_in_vain")
+        self._counts = figures.counter(QUEUE_CHUNKS, "read_early")
 
     def read_more(self, request: QueuedRequest) -> bool:
         """Begin to read what a request needs next; return whether to call this again for it."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
-from kvoffload.config import RETURN_HINTS
+from kvoffload.config import RETURN_HINTS, WAITING_SHARE
 from kvoffload.messages import OffloadKey
 from kvoffload.offload.base import ReqContext
 from kvoffload.offload.hints import PARAM
@@ -15,8 +15,6 @@ from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.registry import POLICIES, load
 from kvoffload.replay.requests import Keys
 
-WAITING_SHARE = 0.9
-"""Of host memory: the most that chunks of waiting requests hold, by default of the connectors."""
 STEPS = 8
 """Calls for the queue between two events: an engine takes more steps in that time."""
 

@@ -75,7 +75,8 @@ async def test_items_are_begun_in_order_on_as_many_threads_as_there_are(make):
     assert (answers, sorted(stuck.begun)) == ([True] * 5, [0, 1, 2, 3, 4])
 
 
-async def test_an_ended_batch_leaves_no_reference(make):
+@pytest.mark.parametrize("is_quick", [False, True])
+async def test_an_ended_batch_leaves_no_reference(make, is_quick):
     """The work of a batch refers to memory of the engine."""
     pool = make(2)
 
@@ -85,7 +86,7 @@ async def test_an_ended_batch_leaves_no_reference(make):
 
     work = Work()
     kept = weakref.ref(work)
-    await pool.fill([False] * 4, work)
+    await asyncio.gather(*(pool.fill([False] * 4, work, is_quick=is_quick) for _ in range(3)))
     del work
     assert await until(lambda: kept() is None)
 
@@ -325,17 +326,3 @@ async def test_closing_ends_quick_batches_that_wait(make):
     threading.Timer(0.05, stuck.go_on.set).start()
     assert await asyncio.to_thread(pool.close)
     await asyncio.wait_for(asyncio.gather(*fills), 20)
-
-
-async def test_an_ended_quick_batch_leaves_no_reference(make):
-    pool = make(2)
-
-    class Work:
-        def __call__(self, i):
-            return True
-
-    work = Work()
-    kept = weakref.ref(work)
-    await asyncio.gather(*(pool.fill([False] * 4, work, is_quick=True) for _ in range(3)))
-    del work
-    assert await until(lambda: kept() is None)
