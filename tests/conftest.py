@@ -15,6 +15,7 @@ from kvoffload.messages import (
     CanonicalKVCacheTensor,
 )
 from tests.support.planned_store import installed
+from tests.support.preloaded import Preloaded
 
 with contextlib.suppress(ImportError):  # an engine's environment may lack it
     import hypothesis
@@ -68,6 +69,14 @@ def new_kv_caches():
 @pytest.fixture
 def new_request():
     return FakeRequest
+
+
+@pytest.fixture(scope="session")
+def python():
+    """A command like ``python``, of which torch is imported already."""
+    server = Preloaded()
+    yield server.command
+    server.close()
 
 
 @pytest.fixture

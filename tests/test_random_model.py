@@ -5,7 +5,6 @@ and their descriptors.
 """
 
 import subprocess
-import sys
 
 import pytest
 
@@ -19,7 +18,7 @@ SHORT, LONG = range(3), range(3, 123)
         *(pytest.param(seed, 6.0, marks=pytest.mark.chaos) for seed in LONG),
     ],
 )
-def test_whatever_goes_wrong_loaded_bytes_are_right_and_everything_adds_up(seed, seconds):
-    command = [sys.executable, "-m", "tests.support.random_model.model", str(seed), str(seconds)]
+def test_whatever_goes_wrong_loaded_bytes_are_right_and_everything_adds_up(python, seed, seconds):
+    command = [*python, "-m", "tests.support.random_model.model", str(seed), str(seconds)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,10 +1,13 @@
 """Runs a part of the first run on the stand-in for ``torch.cuda``, with small numbers.
 
-``python -m part_on_cpu NAME ROWS SECONDS``, as ``benchmarks.gpu.part``.
+``python -m part_on_cpu NAME ROWS SECONDS``, as ``benchmarks.gpu.part``. The variable ``PYTHON`` has
+the command that runs pytest.
 """
 
 import ctypes
 import functools
+import json
+import os
 import sys
 import types
 
@@ -72,6 +75,7 @@ def install():
 
 if __name__ == "__main__":
     if (name := sys.argv[1]) in part.TESTS:
+        part.PYTEST[:1] = json.loads(os.environ["PYTHON"])
         part.PYTEST += ["-p", "gpu_on_cpu"]
         if name in FEW:
             selection = f"({part.TESTS[name].args[0]}) and {FEW[name]}"

@@ -53,22 +53,22 @@ assert child.exitcode == 0
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, python):
     """Run the program and this end of it; returns its output, and its lines of warnings."""
 
-    def run(end, how="file"):
+    def run(end, how="preloaded"):
         program = PROGRAM.replace("ROOT", repr(str(tmp_path / "kv"))) + end
         words, fed = {
-            "file": ([str(tmp_path / "program.py")], None),
-            "-c": (["-c", program], None),
-            "stdin": (["-"], program),
+            "preloaded": ([*python, "-c", program], None),
+            "file": ([sys.executable, str(tmp_path / "program.py")], None),
+            "-c": ([sys.executable, "-c", program], None),
+            "stdin": ([sys.executable, "-"], program),
         }[how]
         (tmp_path / "program.py").write_text(program)
         env = {name: value for name, value in os.environ.items() if name != "KVOFFLOAD_SETTING_IO"}
         done = subprocess.run(
-            [sys.executable, *words], input=fed, env=env, capture_output=True, text=True,
-            timeout=120, check=False,
-        )  # fmt: skip
+            words, input=fed, env=env, capture_output=True, text=True, timeout=120, check=False
+        )
         told = done.stdout + done.stderr
         assert done.returncode == 0, told
         assert told.count("begun") == 1, "the program ran twice"

@@ -1,7 +1,6 @@
 """The interpreter's end meets none of our threads within torch's code or the driver's."""
 
 import subprocess
-import sys
 import threading
 
 import pytest
@@ -38,9 +37,8 @@ os.wait()
 @pytest.mark.parametrize(
     ("ends", "times"), [("", 1), ("copier.close()", 1), (FORKS, 1), ("os._exit(0)", 0)]
 )
-def test_a_copier_that_was_not_closed_is_closed_when_its_process_ends(ends, times):
-    command = [sys.executable, "-W", "ignore", "-c", CHILD + ends]  # Python warns of the fork
-    done = subprocess.run(command, capture_output=True, text=True)
+def test_a_copier_that_was_not_closed_is_closed_when_its_process_ends(python, ends, times):
+    done = subprocess.run([*python, "-c", CHILD + ends], capture_output=True, text=True)
     assert done.stdout == "closed, threads:\n" * times
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -23,7 +23,6 @@ from kvoffload.transfer import factory
 from kvoffload.transfer.cuda.torch_device import CudaDevice
 
 ROOT = Path(__file__).parents[2]
-ON_CPU = (sys.executable, "-u", "-m", "part_on_cpu")
 SMI = "#!/bin/sh\necho NVIDIA H100 80GB HBM3, 580.159.04\n"
 SANITIZER = '#!/bin/sh\n[ "$1 $2" = "--error-exitcode 9" ] || exit 1\nshift 2\nexec "$@"\n'
 PART = """
@@ -44,7 +43,7 @@ sys.exit(part.main(*sys.argv[1:]))
 TROUBLE = {
     "raise OSError('an illegal access')": ("failed with exit status 1", "an illegal access"),
     "os.abort()": ("failed with exit status -6", ""),
-    "subprocess.run(['sleep', '600'])": ("killed after 10 s", "in trouble"),
+    "subprocess.run(['sleep', '600'])": ("killed after 5 s", "in trouble"),
 }
 """What a part does, the verdict, and what its output says."""
 
@@ -59,12 +58,11 @@ def programs(tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(600)
-def test_every_part_gives_rows_on_a_stand_in(programs, tmp_path, monkeypatch, capsys):
+def test_every_part_gives_rows_on_a_stand_in(programs, python, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("PYTHONPATH", f".:tests/helpers:{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    out = tmp_path / "gpu.json"
-    status = first_run.main(["--out", str(out), "--commit", "abc123", "--budget", "3000"], ON_CPU)
+    monkeypatch.setenv("PYTHON", json.dumps(python))
+    out, on_cpu = tmp_path / "gpu.json", (*python, "-m", "part_on_cpu")
+    status = first_run.main(["--out", str(out), "--commit", "abc123", "--budget", "3000"], on_cpu)
     printed, report = capsys.readouterr().out, json.loads(out.read_text())
     assert [part["part"] for part in report["parts"]] == list(PARTS)
     assert {part["verdict"] for part in report["parts"]} == {"ok"}, printed
@@ -90,7 +88,7 @@ def test_trouble_costs_its_part_alone_and_results_are_written_after_each(
     out, part = tmp_path / "gpu.json", tmp_path / "part.py"
     part.write_text(PART.format(trouble=trouble, out=str(out)))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setitem(PARTS, "link", (10 if "sleep" in trouble else 100, ""))
+    monkeypatch.setitem(PARTS, "link", (5 if "sleep" in trouble else 100, ""))
     monkeypatch.setattr(first_run, "LEAST_S", 5)
     words = ["link", "sweep", "--out", str(out)]
     assert first_run.main(words, (sys.executable, str(part))) == 1

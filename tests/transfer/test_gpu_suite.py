@@ -1,10 +1,10 @@
 """``tests/gpu`` runs here too, on a stand-in for ``torch.cuda``, with all its fixtures."""
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 HANGS = """
@@ -18,27 +18,31 @@ def test_after_it():
 """
 
 
-def run(*arguments):
+@pytest.fixture
+def run(python):
     """Run pytest as ``make test-gpu`` does; returns the finished process."""
-    command = [sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootdir", "."]
-    return subprocess.run(
-        [*command, "-p", "no:cacheprovider", "-q", "--tb=short", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": ".:examples:tests/helpers", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+
+    def run(*arguments):
+        command = [*python, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootdir", "."]
+        return subprocess.run(
+            [*command, "-p", "no:cacheprovider", "-q", "--tb=short", *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
 
 
-def test_every_test_for_a_gpu_passes_on_a_stand_in_with_its_own_settings():
+def test_every_test_for_a_gpu_passes_on_a_stand_in_with_its_own_settings(run):
     """A skip hides a fixture that is missing, and an assertion that correct code fails."""
     done = run("-p", "gpu_on_cpu", "tests/gpu")
     last = done.stdout.splitlines()[-1]
     assert re.fullmatch(r"\d+ passed, 1 deselected in .*", last), done.stdout + done.stderr
 
 
-def test_a_test_that_hangs_fails_and_the_next_one_runs_also_without_pytest_timeout(tmp_path):
+def test_a_test_that_hangs_fails_and_the_next_one_runs_also_without_pytest_timeout(run, tmp_path):
     hangs = tmp_path / "test_hangs.py"
     hangs.write_text(HANGS)
     limit = ["-o", "timeout=1", "-p", "no:timeout", "-p", "no:asyncio"]
