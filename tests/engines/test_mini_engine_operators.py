@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from disk_commands import kvoffload, process
 
+from kvoffload.backends.redis import admin
 from kvoffload.demo import Engine, SamplingParams
-from kvoffload.io.remote_tier import ANSWER_S
+from kvoffload.io import remote_tier
 from tests.support import redis_server
 from tests.support.planned_store import Process
 
@@ -238,7 +239,9 @@ def test_the_table_says_where_the_first_missing_chunk_is(run, tmp_path):
 
 
 @pytest.mark.skipif(not redis_server.BINARY, reason=redis_server.MISSING)
-def test_a_server_that_hangs_keeps_no_operator_waiting(run, lookup, until, tmp_path):
+def test_a_server_that_hangs_keeps_no_operator_waiting(run, lookup, until, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote_tier, "ANSWER_S", 0.5)
+    monkeypatch.setattr(admin, "PATIENCE_S", 1.0)
     server = redis_server.RedisServer(tmp_path / "redis")
     try:
         tier = {"type": "redis", "url": server.url}
@@ -247,11 +250,13 @@ def test_a_server_that_hangs_keeps_no_operator_waiting(run, lookup, until, tmp_p
         until(lambda: lookup() == {"cpu": CHUNKS, "redis": CHUNKS})
         server.pause()
         begun_s = time.monotonic()
-        while time.monotonic() < begun_s + 2 * ANSWER_S:  # until no answer of before is believed
+        while (
+            time.monotonic() < begun_s + 2 * remote_tier.ANSWER_S
+        ):  # until no answer of before is believed
             assert lookup()["cpu"] == CHUNKS
         done = kvoffload("cache", "clear", "--tier", "redis", "--yes")
         assert done.returncode == 1, done.stdout
-        assert time.monotonic() - begun_s < 60
+        assert time.monotonic() - begun_s < 30
         server.resume()
         until(lambda: lookup() == {"cpu": CHUNKS, "redis": CHUNKS})
         assert clear("--tier", "redis", "--yes") == ["redis"]

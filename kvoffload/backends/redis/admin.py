@@ -48,7 +48,8 @@ from kvoffload.errors import ConfigError
 
 _STEP = 500
 """Names of one SCAN step, and of one removal: well below a millisecond of the server's time."""
-_PATIENCE_S = 10.0
+PATIENCE_S = 10.0
+"""For each connect of an operator's command, and for each command to a server."""
 _MAX_DIGITS = 18
 """Digits of a server's number: below 2^63."""
 MAX_FACTS_BYTES = 256 << 10
@@ -68,12 +69,10 @@ class Operator:
 
     Args:
         access: The servers.
-        patience_s: For each connect, and for each command.
     """
 
-    def __init__(self, access: Access, patience_s: float = _PATIENCE_S) -> None:
+    def __init__(self, access: Access) -> None:
         self.access = access
-        self.patience_s = patience_s
         self._connection: Connection | None = None
         self._is_cancelled = threading.Event()
 
@@ -93,7 +92,7 @@ class Operator:
         """Open a connection to one server; its errors name the server."""
         self.pause(0)
         try:
-            with connected(address, self.access, self.patience_s) as connection:
+            with connected(address, self.access, PATIENCE_S) as connection:
                 self._connection = connection
                 self.pause(0)
                 yield connection
