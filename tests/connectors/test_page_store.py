@@ -269,15 +269,15 @@ def test_a_damaged_page_is_a_miss_and_is_stored_again(pool, opened, tmp_path, un
 def test_a_late_read_does_not_write_into_the_engines_page(pool, opened, planned):
     pool.fill(range(8))
     backend = {"type": "planned", **planned.options}
-    store = opened(backend, slots=4, load_timeout_s=1.0)
+    store = opened(backend, slots=4, load_timeout_s=0.5)
     assert all(store.save(keys(4), pool.pages(range(4))))
-    planned.set(process=Process("stubborn", 2.5))
+    planned.set(process=Process("stubborn", 1.5))
     begun = time.monotonic()
     assert store.load(keys(2), pool.pages(range(10, 12))) == [False] * 2
-    assert time.monotonic() - begun < 2.2
+    assert time.monotonic() - begun < 1.4
     pool.fill(range(10, 12), seed=1)  # the engine uses its pages for another prompt
     now = pool.read(range(10, 12))
-    time.sleep(3.0)
+    time.sleep(1.8)
     assert pool.read(range(10, 12)) == now
     planned.set()
     assert all(store.save(keys(4, 50), pool.pages(range(4))))  # all slots are free again
@@ -286,8 +286,8 @@ def test_a_late_read_does_not_write_into_the_engines_page(pool, opened, planned)
 
 def test_a_store_in_a_hurry_loses_the_end_of_a_batch(pool, opened, planned):
     backend = {"type": "planned", **planned.options}
-    store = opened(backend, slots=4, store_timeout_s=2.0)
-    planned.set(Plan("delay", frozenset({"write"}), seconds=0.5))
+    store = opened(backend, slots=4, store_timeout_s=0.8)
+    planned.set(Plan("delay", frozenset({"write"}), seconds=0.2))
     ok = store.save(keys(32), pool.pages(range(32)))
     assert ok == [True] * sum(ok) + [False] * (32 - sum(ok))
     assert 0 < sum(ok) < 32
@@ -526,7 +526,7 @@ def test_late_reads_of_a_tier_keep_its_share_of_slots_and_the_next_one_serves_on
     pool.fill(range(60))
     prompts = [keys(4, 4 * i) for i in range(12)]
     assert all(all(store.save(each, pool.pages(range(4)))) for each in prompts)
-    planned.set(process=Process("stubborn", 4.0))
+    planned.set(process=Process("stubborn", 2.0))
     loaded = [all(store.load(each, pool.pages(range(4, 8)))) for each in prompts]
     assert loaded == [False] * 2 + [True] * 10  # a share is 8 of 32 slots
     assert store._staging.num_busy == 8
@@ -541,7 +541,7 @@ def test_late_writes_of_a_tier_keep_its_share_of_slots_and_the_next_one_stores_o
     tiers = {"type": "planned", **planned.options}, {"type": "memory", "capacity": "1MiB"}
     store = opened(*tiers, slots=32, store_timeout_s=0.2)
     pool.fill(range(60))
-    planned.set(process=Process("stubborn_write", 4.0))
+    planned.set(process=Process("stubborn_write", 2.0))
     for i in range(12):
         begun_s = time.monotonic()
         store.save(keys(4, 4 * i), pool.pages(range(4)))

@@ -76,9 +76,11 @@ class RankOnHost:
     """
 
     def __init__(self, rank, tier):
-        spawning = multiprocessing.get_context("spawn")
-        self._pipe, other = spawning.Pipe()
-        self._process = spawning.Process(target=_main, args=(rank, tier, other), daemon=True)
+        # Not a fork of this process, which has threads; what is imported once need not be again.
+        forking = multiprocessing.get_context("forkserver")
+        forking.set_forkserver_preload([__name__])
+        self._pipe, other = forking.Pipe()
+        self._process = forking.Process(target=_main, args=(rank, tier, other), daemon=True)
         self._process.start()
         other.close()
         self.listed = self._pipe.recv()
