@@ -8,8 +8,8 @@ from math import inf
 import pytest
 from named_policies import NAMED_POLICIES
 
-from kvoffload.policies.lru import LRUPolicy
 from kvoffload.policies import return_order
+from kvoffload.policies.lru import LRUPolicy
 from kvoffload.policies.return_order import GRACE_S, MAX_CLAIMS, ReturnOrder
 from kvoffload.testing.policies import work
 
@@ -228,20 +228,20 @@ def test_victims_are_those_of_the_rules_written_down_without_a_structure():
         assert len(told.order) == len(held) > 0
 
 
-def test_the_most_sessions_take_32_mib_at_most(monkeypatch):
-    """Beyond the most there are, each one takes the place of another. An eighth is counted."""
-    monkeypatch.setattr(return_order, "MAX_CLAIMS", MAX_CLAIMS // 8)
-    told = Told(capacity=1000, share=0.5)
+def test_a_session_takes_640_bytes_at_most_and_there_are_no_more_than_the_most(monkeypatch):
+    """Beyond the most there are, each one takes the place of another."""
+    monkeypatch.setattr(return_order, "MAX_CLAIMS", most := MAX_CLAIMS // 8)
+    told = Told(capacity=4 * most, share=0.5)
     tracemalloc.start()
     try:
-        for number in range(MAX_CLAIMS // 8 + 2_000):
+        for number in range(most + 2_000):
             key = number.to_bytes(16, "big")
             told.order.expect(key, (key * 2,), number % 3600)
         size, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert size < (32 << 20) / 8
-    assert len(told.order._claims) <= MAX_CLAIMS // 8
+    assert size < 640 * most
+    assert len(told.order._claims) == most
 
 
 def test_chunks_that_never_arrive_are_forgotten():
