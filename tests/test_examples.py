@@ -31,22 +31,31 @@ def blocks(language):
     return found
 
 
-def run_python(code, folder, **env):
-    result = subprocess.run(
-        [sys.executable, "-W", "error::DeprecationWarning", "-c", code],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, **env},
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+NO_OLD_WAYS = "import warnings; warnings.simplefilter('error', DeprecationWarning)\n"
+
+
+@pytest.fixture
+def run_python(python, tmp_path):
+    """Run code in a folder of its own; returns what it prints."""
+
+    def run_python(code):
+        result = subprocess.run(
+            [*python, "-c", NO_OLD_WAYS + code],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    return run_python
 
 
 @pytest.mark.parametrize("code", blocks("python"))
-def test_python_blocks_of_the_documents_run(code, tmp_path):
-    run_python(code, tmp_path, PYTHONPATH=str(ROOT))
+def test_python_blocks_of_the_documents_run(code, run_python):
+    run_python(code)
 
 
 @pytest.mark.parametrize("code", blocks("sh"))
@@ -123,8 +132,8 @@ def test_the_guide_to_begin_with_runs_from_its_settings_to_a_hit(tmp_path):
     assert " 0 damaged" in done.stdout
 
 
-def test_the_quickstart_runs(tmp_path):
-    out = run_python((ROOT / "examples/quickstart.py").read_text(), tmp_path)
+def test_the_quickstart_runs(run_python):
+    out = run_python((ROOT / "examples/quickstart.py").read_text())
     assert "restored bytes are identical: True" in out
 
 
