@@ -12,7 +12,7 @@ from kvoffload.backends.redis.connection import Address, Connection, Lost
 from kvoffload.backends.redis.resp import Filled, encode
 from tests.support.redis_server import make_certificates
 
-TIMEOUT_S = 1.5
+TIMEOUT_S = 0.75
 LIMIT_S = 60.0
 PING = encode(b"PING")
 
@@ -135,7 +135,7 @@ def test_an_idle_connection_stays_and_its_idle_time_counts_against_no_command(pa
 def test_bytes_above_the_floor_keep_a_long_reply_and_silence_after_them_ends_it(pair):
     asking = Asking(pair.connection, 200_000)
     pair.far.sendall(b"$200000\r\n")
-    for _ in range(15):  # 1,000 bytes in each 1.5 s would do
+    for _ in range(8):  # 1,000 bytes in each TIMEOUT_S would do
         pair.far.sendall(bytes(5000))
         time.sleep(0.15)
     assert asking.is_alive()
@@ -145,10 +145,10 @@ def test_bytes_above_the_floor_keep_a_long_reply_and_silence_after_them_ends_it(
 def test_bytes_below_the_floor_do_not_stop_the_timeout(pair):
     asking = Asking(pair.connection, 10_000)
     pair.far.sendall(b"$10000\r\n")
-    for _ in range(12):
+    for _ in range(8):
         with contextlib.suppress(OSError):
             pair.far.sendall(bytes(20))
-        time.sleep(0.2)
+        time.sleep(0.15)
     assert asking.ended() == "timeout"
     assert asking.took_s < 2 * TIMEOUT_S + 1
 

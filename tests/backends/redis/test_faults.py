@@ -118,7 +118,7 @@ async def test_a_short_client_pause_costs_nothing_but_time(server):
 async def test_a_long_client_pause_is_an_outage(server):
     async with RedisEngine(server.url) as engine:
         await engine.back()
-        server.cli("client", "pause", "4000", "all")
+        server.cli("client", "pause", "2500", "all")
         await engine.shut_out()
         await until(engine.hits)
 
@@ -129,7 +129,7 @@ async def test_loading_its_snapshot_it_is_not_used_before_it_is_done(tmp_path):
     try:
         async with RedisEngine(server.url) as engine:
             await engine.store()
-            server.cli("debug", "populate", "3000", "x", "1000")
+            server.cli("debug", "populate", "1500", "x", "1000")
             server.cli("save")
             server.kill()
             server = RedisServer(
