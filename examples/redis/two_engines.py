@@ -29,8 +29,7 @@ def serve(url: str) -> None:
         },
     }
     with Engine(settings) as engine:
-        prompt = engine.tokenizer.encode(PROMPT)
-        (result,) = engine.generate([prompt], SamplingParams(max_tokens=16))
+        (result,) = engine.generate([PROMPT], SamplingParams(max_tokens=16))
         engine.connector.flush()  # so that the other engine finds all of it
     print(
         json.dumps(

@@ -23,7 +23,7 @@ def test_the_second_engine_loads_what_the_first_computed():
         [sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
-    assert "'REDIS': 608" in done.stdout
+    assert "'REDIS': 512" in done.stdout  # whole chunks of 256 tokens
     assert "same answer: True" in done.stdout
 
 
