@@ -129,8 +129,10 @@ def weights_identity(
 
 
 def folder_digest(folder: Path) -> str | None:
-    """Digest a model's folder, or its one file, by content; None where that cannot be read.
+    """Digest a model's folder, or its one file, by content; None where nothing tells the weights.
 
+    That is a folder that cannot be read, or one without a file of a known kind:
+    ``.safetensors``, ``.bin``, ``.pt``, ``.pth``, ``.gguf``, ``.tensors``.
     Places, times and links do not count; contents do. Files that change no weight are left out.
 
     Args:

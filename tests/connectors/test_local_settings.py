@@ -2,8 +2,10 @@
 
 import threading
 
+import numpy as np
 import pytest
 
+from kvoffload import folder_digest
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.errors import ConfigError
 
@@ -81,3 +83,25 @@ def test_an_engine_that_names_too_little_is_told_which_facts_are_missing(kv_cach
     assert "do not name weights:" in started(memory, dtype="float32")
     assert "do not name" not in started(memory, dtype="float32", weights="sha256:1")
     assert "do not name" not in started()
+
+
+@pytest.mark.parametrize("untold", [None, ""])
+def test_weights_that_nothing_tells_are_no_fact(kv_caches, tmp_path, untold):
+    """Two models of one form would load each other's chunks: a folder without known files."""
+    (tmp_path / "model.ckpt").write_bytes(b"weights")
+    facts = {"dtype": "float32", "weights": folder_digest(tmp_path) if untold is None else untold}
+    tier = {"type": "memory", "capacity": "1MiB"}
+    settings = {"cpu_bytes": "64KiB", "backends": [tier], "io": "thread"}
+    with pytest.raises(ConfigError, match=r"facts\.weights.*name them"):
+        LocalConnector(settings, kv_caches, block_size=BLOCK, facts=facts)
+
+
+@pytest.mark.parametrize("value", [1.5, ["a"], {"x": 1}, np.int64(3)])
+def test_a_fact_that_has_no_one_spelling_is_refused_at_the_start(kv_caches, value):
+    with pytest.raises(ConfigError, match=r"facts\.scale.*must be a text"):
+        LocalConnector(
+            {"cpu_bytes": "64KiB"},
+            kv_caches,
+            block_size=BLOCK,
+            facts={"model": "m", "scale": value},
+        )
