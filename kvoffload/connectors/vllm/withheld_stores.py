@@ -7,7 +7,7 @@ from collections.abc import Collection
 from copy import copy
 from typing import Any
 
-from kvoffload.connectors.vllm.engine_weights import is_told
+from kvoffload.connectors.vllm.engine_weights import told_of
 from kvoffload.offload.base import OffloadKey
 
 # ---- Withheld ----
@@ -87,12 +87,16 @@ def bar_changed_adapters(half: Any, scheduler_output: Any) -> None:
         half: vLLM's scheduler half.
         scheduler_output: of the step; requests that may store in it.
     """
-    for req_id in (
-        *scheduler_output.num_scheduled_tokens,
-        *(scheduler_output.finished_req_ids or ()),
-    ):
-        status = half._req_status.get(req_id)
-        if status is not None and status.req.lora_request and not is_told(status.req):
+    names = *scheduler_output.num_scheduled_tokens, *(scheduler_output.finished_req_ids or ())
+    adapted = [
+        status
+        for status in map(half._req_status.get, names)
+        if status is not None and status.req.lora_request and status.max_offload_tokens != 0
+    ]
+    # Looked at once each: a look is some system calls, and in models with windows or states all
+    # requests of a step are here.
+    for status, told in zip(adapted, told_of(each.req for each in adapted), strict=True):
+        if not told:
             status.max_offload_tokens = 0
 
 

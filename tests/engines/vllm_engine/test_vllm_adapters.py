@@ -14,8 +14,10 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine.core import EngineCore
 
+from kvoffload.connectors.vllm import engine_weights
 from kvoffload.connectors.vllm.engine_weights import hash_adapters, is_told
 from kvoffload.connectors.vllm.withheld_stores import bar_changed_adapters
+from kvoffload.connectors.weights import changes_of
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +41,9 @@ def write_adapter(folder, seed=0):
     return str(folder)
 
 
-def request(path):
+def request(path, name="r"):
     lora = LoRARequest("a", 1, str(path))
-    return types.SimpleNamespace(lora_request=lora, request_id="r")
+    return types.SimpleNamespace(lora_request=lora, request_id=name)
 
 
 def keys(asked):
@@ -100,6 +102,26 @@ def test_a_request_whose_adapter_changed_since_its_hash_stores_nothing_more(tmp_
     bar_changed_adapters(half, types.SimpleNamespace(**step))
     assert status.max_offload_tokens == 0
     assert not is_told(asked)
+
+
+def test_a_step_looks_at_the_files_of_an_adapter_once(tmp_path, monkeypatch):
+    """A look is some system calls on the scheduler's thread, and hundreds of requests may run."""
+    folders, looked = [write_adapter(tmp_path / name) for name in ("a", "b")], []
+    asked = [request(folders[i % 2], f"r{i}") for i in range(20)]
+    for each in asked:
+        keys(each)
+    monkeypatch.setattr(
+        engine_weights, "changes_of", lambda folder: looked.append(folder) or changes_of(folder)
+    )
+    statuses = {each.request_id: half_with(each)[1] for each in asked}
+    step = types.SimpleNamespace(
+        num_scheduled_tokens=dict.fromkeys(statuses, 1), finished_req_ids=()
+    )
+    write_adapter(tmp_path / "b", seed=1)
+    half = types.SimpleNamespace(_req_status=statuses)
+    bar_changed_adapters(half, step)
+    assert sorted(looked) == folders
+    assert [status.max_offload_tokens for status in statuses.values()] == [None, 0] * 10
 
 
 def test_a_request_of_the_base_model_is_never_barred():
