@@ -231,6 +231,7 @@ class LocalConnector:
     ) -> None:
         """Begin loading into blocks just allocated.
 
+        This waits until no store of the blocks' last owner reads them.
         The request must not be scheduled before :meth:`poll` has named it. Call it in the same step
         as the lookup that promised these tokens.
 
