@@ -15,7 +15,7 @@ from kvoffload.registry import check_plugins
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 VERIFY = "kvoffload-verify.service"
-UNITS = ["vllm.service"]
+UNITS = ["vllm.service", "mnt-kvoffload.mount"]
 UNITS += sorted(path.name for path in (EXAMPLES / "systemd").glob("kvoffload-*.*"))
 
 
@@ -24,8 +24,9 @@ def is_right(settings):
     return True
 
 
-def test_the_settings_of_the_units_are_right():
-    assert is_right(read_file(str(EXAMPLES / "systemd" / "kvoffload.toml")))
+@pytest.mark.parametrize("name", ["kvoffload.toml", "host-memory.toml"])
+def test_the_settings_of_the_units_are_right(name):
+    assert is_right(read_file(str(EXAMPLES / "systemd" / name)))
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is missing")

@@ -110,7 +110,7 @@ def _medium(root: str) -> Finding:
         (kind.split(".")[0] in _SHARED, "warning", f"{kind}: locks and sizes may be unreliable",
          "use a local disk; hosts that share chunks do so through Redis"),
         (kind in _IN_MEMORY, "warning", f"{kind}: gone with the next boot",
-         "give the memory to cpu_bytes instead, or use a disk"),
+         "it suits several engines that share it; one engine alone uses cpu_bytes better"),
         (True, "ok", kind, ""),
     )  # fmt: skip
 
