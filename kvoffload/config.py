@@ -136,8 +136,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     and ``returns_in_s`` affect other requests or tell of them: allow these where all clients trust
     each other."""
     hint_share: _Share = 0.5
-    """The part of host memory that chunks of sessions which said when they return may hold, while
-    other chunks need room."""
+    """The part of host memory, and of a disk, that chunks of sessions which said when they return
+    may hold, while other chunks need room."""
     batched_copies: bool = True
     """False: one call of the GPU's driver for each copy, which is slower for pages of 32 KiB and
     more. It is for a driver whose batched copies fail or copy wrong bytes."""

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
+from kvoffload.policies.told_return import ToldReturn
 
 
 class ReadResult(Enum):
@@ -264,7 +265,7 @@ class ReadsEach(Protocol):
 
 @runtime_checkable
 class Spares(Protocol):
-    """Optional, for a store that evicts: learns what requests in the engine's queue need."""
+    """Optional, for a store that evicts: learns which chunks are needed next."""
 
     def spare(self, keys: Collection[bytes]) -> None:
         """Evict these chunks last, and those of the call before as usual again.
@@ -273,6 +274,19 @@ class Spares(Protocol):
         told to spare if nothing else is left.
         """
         ...
+
+    def expect(self, returns: Sequence[ToldReturn], share: float) -> None:
+        """Evict by when sessions need their chunks again, where that is told.
+
+        Called on the I/O loop, does no I/O. Keys that the store has not count when it stores them.
+        The default ignores it. A store with a :class:`~kvoffload.policies.base.Policy` wraps it in
+        a :class:`~kvoffload.policies.return_order.ReturnOrder`, and applies each return to that.
+
+        Args:
+            returns: what requests that have ended said, the latest last.
+            share: the part of the store that such chunks may hold while other chunks need room.
+        """
+        return
 
 
 def check_lengths(keys: Sequence[bytes], memory: Sequence[memoryview]) -> None:

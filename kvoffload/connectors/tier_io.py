@@ -85,6 +85,7 @@ class TierIO:
             readable(facts),
             *self._opening,
             config.lookup_timeout_s,
+            hint_share=config.hint_share,
         )
         self.client = IOClient(start, opening, config.load_timeout_s, config.store_timeout_s)
 

@@ -24,6 +24,7 @@ from kvoffload.io.protocol import (
     Ask,
     Await,
     Cancel,
+    Expect,
     Forget,
     Load,
     Logged,
@@ -38,6 +39,7 @@ from kvoffload.io.protocol import (
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.metrics.names import IO_LOOP_DELAY, IO_RESTARTS, NAMESPACE
 from kvoffload.metrics.samples import Durations, Sample
+from kvoffload.policies.told_return import ToldReturn
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +161,11 @@ class IOClient:
             requests = [request for request in requests if not request[1]]
         if requests:
             self._link.send(frame(Await(requests)))
+
+    def expects(self, returns: list[ToldReturn]) -> None:
+        """Tell the stores when sessions need their chunks again; a hint, which may be dropped."""
+        if not self._link.is_clogged:
+            self._link.send(frame(Expect(returns)))
 
     def _send_forgotten(self, tier: RemoteTier) -> None:
         with self._link.lock:  # no other thread has taken keys that it has yet to send

@@ -15,6 +15,7 @@ from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
 from kvoffload.io.protocol import Figures, Open, PresenceChanges, TierSettings
+from kvoffload.policies.told_return import ToldReturn
 
 log = logging.getLogger(__name__)
 _MOST = 1 << 53
@@ -87,6 +88,14 @@ class OpenStore:
                 self.backend.spare(keys)
             except Exception as error:
                 self._failed("spare", error)
+
+    def expect(self, returns: Sequence[ToldReturn], share: float) -> None:
+        """Tell the store when sessions need their chunks again."""
+        if isinstance(self.backend, Spares):
+            try:
+                self.backend.expect(returns, share)
+            except Exception as error:
+                self._failed("expect", error)
 
     def removals(self) -> list[tuple[bytes, str]]:
         """Return the chunks that the store removed since the last call, and why."""

@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-VERSION = 7
+from kvoffload.policies.told_return import ToldReturn
+
+VERSION = 8
 _LENGTH_BYTES = 4
 MOST_BYTES = 1 << 28
 """A longer message is none of ours: its length is garbage."""
@@ -53,6 +55,9 @@ class Open(_Message):
     forgotten: dict[str, list[str]] = {}
     """Tier → namespaces to remove from it: those that only this engine used, once it is open. If
     the wanted namespace is one, it is removed first, so that nothing of it is found."""
+    hint_share: float = 0.5
+    """The part of a store that chunks of sessions which said when they return hold at most, while
+    other chunks need room."""
 
     def erases(self, tier: str) -> bool:
         """Whether a tier is to be empty when it is open."""
@@ -139,6 +144,12 @@ class Await(_Message):
 
     requests: list[tuple[int, list[bytes]]]
     """Each by its number; without chunks, it waits no more."""
+
+
+class Expect(_Message):
+    """Tell stores when sessions need their chunks again; nothing answers."""
+
+    returns: list[ToldReturn]
 
 
 # ---- from the server ----
@@ -245,7 +256,7 @@ class Logged(_Message):
     text: str
 
 
-ToServer = Open | Load | Store | Cancel | Ask | Forget | Remove | Await
+ToServer = Open | Load | Store | Cancel | Ask | Forget | Remove | Await | Expect
 ToClient = (
     Opened
     | Refused

@@ -35,6 +35,7 @@ from kvoffload.io.protocol import (
     Ask,
     Await,
     Cancel,
+    Expect,
     Forget,
     Forgotten,
     Load,
@@ -153,6 +154,9 @@ class Session:
                     if keys:
                         self._awaited[number] = keys
                 self._spare_soon()
+            case Expect() if self._wanted is not None:
+                for store in self._stores.values():
+                    store.expect(message.returns, self._wanted.hint_share)
             case Open() if self._wanted is None or message.number > self._wanted.number:
                 self._wanted, self._jobs.slot_bytes = message, message.slot_bytes
                 if message.version != VERSION:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvoffload.offload.figures import ManagerFigures
     from kvoffload.offload.hints import Hints
     from kvoffload.offload.promises import Promises
+    from kvoffload.offload.returns import Returns
     from kvoffload.offload.tiers import Tier
     from kvoffload.offload.waiting import WaitingQueue
 
@@ -144,6 +145,8 @@ class Manager(Protocol):
     """What queued requests need next."""
     coming: "ComingSessions"
     """Sessions that said when they return: they queue shortly before."""
+    returns: "Returns"
+    """What ended requests said of their session's return."""
     tiers: "tuple[Tier, ...]"
     unexpected: Callable[[str], None]
     """Counts and logs an answer that fits no job; takes the words for the answer."""

@@ -135,10 +135,11 @@ class TieredOffloadingManager(OffloadingManager):
             self.figures,
         )
         self.waiting.read_more = self._early.read_more
-        self.waiting.is_telling = bool(self.tiers)
         self.coming = ComingSessions(self.waiting, self._read_s, host.now_s)
         """Sessions that said when they return."""
-        self._returns = Returns(host, self.coming)
+        self.returns = Returns(host, self.coming)
+        """What ended requests said of that; connectors tell it the stores."""
+        self.waiting.is_telling = self.returns.is_telling = bool(self.tiers)
         self.figures.read(self._lookups.samples, self.promises.samples, self._write_through.samples)
 
     # ---- lookups ----
@@ -426,6 +427,7 @@ class TieredOffloadingManager(OffloadingManager):
         gone = self._host.forget_all()
         self.coming.clear()
         self.waiting.clear()
+        self.returns.clear()
         self._events.reasons.note(gone, Reason.RESET)
         self._events.removed(gone, Reason.RESET)
         if self._admission is not None:
@@ -441,7 +443,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.tiers = tuple(tiers)
         self.figures.begin(tiers)
         self._write_through.use(self.tiers)
-        self.waiting.is_telling = bool(self.tiers)
+        self.waiting.is_telling = self.returns.is_telling = bool(self.tiers)
         self._retirement.clear()
 
     # ---- uses ----
@@ -450,7 +452,7 @@ class TieredOffloadingManager(OffloadingManager):
         if self._admission is not None:
             self._admission.see(keys, request_id(req_context))
         if req_context is not None and req_context.kv_transfer_params:
-            self._returns.began(keys, self.hints(req_context), req_context.req_id)
+            self.returns.began(keys, self.hints(req_context), req_context.req_id)
         self._host.touch(keys[::-1])
 
     # ---- the engine's queue ----
@@ -491,8 +493,8 @@ class TieredOffloadingManager(OffloadingManager):
                 self._hints.forget(req_context.req_id)
             self.promises.forget(req_context.req_id)
         self._retirement.retire(keys)
-        if hints is not NO_HINTS or self._returns.are_told:
-            self._returns.ended(keys, hints, request_id(req_context))
+        if hints is not NO_HINTS or self.returns.are_told:
+            self.returns.ended(keys, hints, request_id(req_context))
 
     # ---- self-check ----
 

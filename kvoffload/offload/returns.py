@@ -1,6 +1,6 @@
 """When sessions return: turns what requests say of it into claims on their chunks."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -8,8 +8,11 @@ from kvoffload.messages import OffloadKey
 from kvoffload.offload.coming_sessions import ComingSessions
 from kvoffload.offload.hints import Hints
 from kvoffload.offload.host_cache import HostCache
+from kvoffload.policies.told_return import ToldReturn
 
 REMEMBERED_REQUESTS = 1024
+MOST_UNTOLD = 1 << 14
+"""Chunks of returns that stores are yet to be told of; beyond that, the oldest are not told."""
 
 
 class Returns:
@@ -29,6 +32,11 @@ class Returns:
         """Whether a request has said when its session returns, so far."""
         # Request → its leading chunks that other requests had left when it came.
         self._found: OrderedDict[str, int] = OrderedDict()
+        self.is_telling = False
+        """Whether there are stores to tell."""
+        self.to_tell: deque[ToldReturn] = deque()
+        """What stores are to be told."""
+        self._num_to_tell = 0
 
     def began(self, keys: Sequence[OffloadKey], hints: Hints, req_id: str) -> None:
         """Note a request before its chunks count as used, head first."""
@@ -50,19 +58,30 @@ class Returns:
         if not keys or not (self.are_told or hints.returns_s is not None):
             return
         self.are_told = True
-        claims, name = self._host.returns, _name(hints, keys)
-        if hints.returns_s is None:
-            self._coming.forget(name)
-            claims.withdraw(name)
-            claims.used(keys)
+        name, in_s = _name(hints, keys), hints.returns_s
+        if in_s is not None and hints.load_tiers is None and hints.max_load_tokens != 0:
+            self._coming.expect(name, keys, in_s)
         else:
-            if hints.load_tiers is None and hints.max_load_tokens != 0:
-                self._coming.expect(name, keys, hints.returns_s)
-            else:
-                self._coming.forget(name)
-            claims.expect(name, keys, hints.returns_s)
-            if found:
-                claims.used(keys[:found])
+            self._coming.forget(name)
+        told = ToldReturn(name, keys, in_s, len(keys) if in_s is None else found)
+        told.apply(self._host.returns)
+        if self.is_telling:
+            self.to_tell.append(told)
+            self._num_to_tell += len(keys)
+            while self._num_to_tell > MOST_UNTOLD and len(self.to_tell) > 1:
+                self._num_to_tell -= len(self.to_tell.popleft().keys)
+
+    def take_told(self) -> list[ToldReturn]:
+        """Return :attr:`to_tell`, and empty it."""
+        taken = list(self.to_tell)
+        self.to_tell.clear()
+        self._num_to_tell = 0
+        return taken
+
+    def clear(self) -> None:
+        """Tell stores nothing of what host memory has forgotten."""
+        self._found.clear()
+        self.take_told()
 
 
 def _name(hints: Hints, keys: Sequence[OffloadKey]) -> bytes:

@@ -21,7 +21,9 @@ from types import FrameType
 from typing import Any
 
 from kvoffload.policies.base import Policy, refusal
+from kvoffload.policies.kept_order import KeptOrder
 from kvoffload.policies.return_order import ReturnOrder
+from kvoffload.policies.told_return import ToldReturn
 
 __all__ = ["PolicySuite", "work"]
 
@@ -269,6 +271,33 @@ class PolicySuite(ABC):
                 order.difference_update(gone)
                 assert len(policy) == len(order)
             assert set(policy.victims(60)) == order
+
+    def test_kept_chunks_leave_last_whatever_is_told_of_them(self) -> None:
+        """A store takes chunks that queued requests need out of the order of returns, and back."""
+        for seed in range(4):
+            rng, kept = random.Random(seed), dict[bytes, None]()
+            returns = ReturnOrder(self.make(60), 60, now_s=lambda: 0.0)
+            policy, order = KeptOrder(returns, kept), set[bytes]()
+            for _ in range(200):
+                prompt = _keys(range(first := 5 * rng.randrange(24), first + rng.randrange(1, 9)))
+                new = [key for key in prompt if key not in order][: 60 - len(order)]
+                policy.add(new)
+                order.update(new)
+                in_s = rng.choice([None, 0.0, 9.0, math.inf])
+                ToldReturn(prompt[0], prompt, in_s, rng.randrange(9)).apply(returns)
+                keep = [key for key in prompt if key in order and key not in kept]
+                policy.keep(keep)
+                kept.update(dict.fromkeys(keep))
+                let_go = [key for key in kept if rng.random() < 0.5]
+                for key in let_go:
+                    del kept[key]
+                policy.let_go(let_go)
+                gone = policy.victims(rng.randrange(9))
+                assert kept.keys().isdisjoint(gone), "a kept key was evicted"
+                assert order.issuperset(gone), "only keys of the order may leave"
+                order.difference_update(gone)
+                assert len(policy) == len(order)
+            assert set(policy.victims(60)) == order - kept.keys()
 
     def test_work_does_not_grow_with_the_number_of_residents(self) -> None:
         costs, at_most = [], math.inf

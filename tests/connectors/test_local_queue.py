@@ -167,3 +167,21 @@ def test_a_disk_keeps_what_a_queued_request_needs(connect, new_request, kv_cache
         store(connector, new_request(f"later{i}", PROMPT), kv_caches, i + 9)
     assert "DISK" not in connector.explain(wanted)[0]
     assert connector.stats()["queue_chunks"]["read_early"] == 0
+
+
+@pytest.mark.parametrize("io", ["thread", "process"])
+def test_a_disk_evicts_the_session_that_returns_last(connect, new_request, kv_caches, tmp_path, io):
+    disk = {"type": "disk", "root": str(tmp_path), "capacity": 18 * 8192, "min_free": 0}
+    hints = ["session", "returns_in_s"]
+    connector = connect(6, io=io, backends=[disk], client_hints=hints)
+    for seed, (name, in_s) in enumerate((("soon", 20), ("late", 9000))):
+        request = new_request(name, PROMPT)
+        request.kv_transfer_params = {"kvoffload": {"session": name, "returns_in_s": in_s}}
+        store(connector, request, kv_caches, seed)
+        connector.poll()
+    time.sleep(0.1)  # the stores are told
+    for i in range(3):
+        store(connector, new_request(f"new{i}", PROMPT), kv_caches, 2 + i)
+    places = {name: connector.explain(new_request(name, PROMPT))[0] for name in ("soon", "late")}
+    assert set(places["soon"]) <= {"DISK", "CPU"}
+    assert places["late"] == ["evicted"] * 5

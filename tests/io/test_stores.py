@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from kvoffload.backends.base import Usage
+from kvoffload.backends.base import Spares, Usage
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.errors import ConfigError
 from kvoffload.io import client as io_client
@@ -115,6 +115,17 @@ async def test_a_store_whose_check_raises_is_refused(monkeypatch):
 async def test_a_store_that_does_not_close_is_only_logged(broken, caplog):
     await close_stores([broken])
     assert caplog.messages == ["theirs: closing failed: out of order"]
+
+
+def test_a_store_that_cannot_order_what_it_evicts_is_only_logged(caplog):
+    class Stubborn(MemoryBackend, Spares):
+        spare = expect = Broken._fail
+
+    store = OpenStore("theirs", Stubborn(MemoryOptions(), "n"))
+    store.spare(KEYS)
+    store.expect([], 0.5)
+    assert "theirs: spare failed: RuntimeError('out of order')" in caplog.messages
+    OpenStore("other", MemoryBackend(MemoryOptions(), "n")).expect([], 0.5)
 
 
 async def test_a_store_says_why_a_namespace_stays(broken):

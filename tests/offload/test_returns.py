@@ -4,16 +4,18 @@ import math
 from collections import Counter
 
 import pytest
+from manager_parts import Store
 from named_policies import NAMED_POLICIES
 
 from kvoffload.config import HARMLESS_HINTS, KNOWN_HINTS, RETURN_HINTS, parse_config
 from kvoffload.errors import ConfigError
+from kvoffload.offload import returns
 from kvoffload.offload.base import ReqContext, make_offload_key
 from kvoffload.offload.extents import ExtentCache
 from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.hints import MAX_SESSION_CHARS, HintReader
 from kvoffload.offload.host_cache import HostCache
-from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.replay.loop_stores import chunks_of
 from kvoffload.replay.synthetic import SyntheticOptions, timed
@@ -219,3 +221,30 @@ def test_a_claim_whose_tail_left_and_came_again_is_one_claim():
     for i in range(30):
         engine.serve(prompt(f"more {i}", 4))
     assert engine.manager.busy_slots == 0
+
+
+def test_stores_are_told_what_requests_say_and_no_more_than_is_taken(monkeypatch):
+    monkeypatch.setattr(returns, "MOST_UNTOLD", 30)
+    engine = Engine(slots=64)
+    engine.serve(prompt("a", 4), returns_in_s=5, session="a")
+    assert not engine.manager.returns.to_tell, "there is no store"
+    engine.manager.replace_tiers([Tier("disk", Store(), Store())])
+    shared = prompt("shared", 2)
+    engine.serve(shared)
+    engine.serve([*shared, *prompt("b", 4)], returns_in_s=7, session="b")
+    engine.serve([*shared, *prompt("b", 5)], session="b")
+    told = engine.manager.returns.take_told()
+    assert [(len(each.keys), each.in_s, each.num_used) for each in told] == [
+        (2, None, 2),
+        (6, 7.0, 2),
+        (7, None, 7),
+    ]
+    assert told[1].claim == told[2].claim
+    for i in range(40):
+        engine.serve(prompt(f"{i}", 7), returns_in_s=i, session="c")
+    assert [each.in_s for each in engine.manager.returns.to_tell] == [36, 37, 38, 39]
+    engine.serve(prompt("long", 50), returns_in_s=1)
+    assert [len(each.keys) for each in engine.manager.returns.take_told()] == [50]
+    engine.serve(prompt("d", 4), returns_in_s=1)
+    engine.manager.reset_cache()
+    assert not engine.manager.returns.to_tell

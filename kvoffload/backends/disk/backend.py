@@ -20,7 +20,7 @@ from kvoffload.backends.blocking_pool import run_once, start_once
 from kvoffload.backends.disk import manifest
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
 from kvoffload.backends.disk.housekeeper import Housekeeper
-from kvoffload.backends.disk.index import Name, name_of
+from kvoffload.backends.disk.index import Name, name_of, named
 from kvoffload.backends.disk.namespace_sample import described
 from kvoffload.backends.disk.options import DiskOptions
 from kvoffload.backends.disk.paths import MANIFEST
@@ -32,6 +32,7 @@ from kvoffload.backends.header import check_key, namespace_digest
 from kvoffload.backends.threaded import ThreadPoolBackend
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
+from kvoffload.policies.told_return import ToldReturn
 
 __all__ = ["DiskBackend", "DiskOptions"]
 
@@ -249,6 +250,11 @@ class DiskBackend(ThreadPoolBackend):
             uses.used([name for name in new if name in known and uses.is_fresh(name)])
             self._told = names
         self._store.index.spare(names)
+
+    def expect(self, returns: Sequence[ToldReturn], share: float) -> None:
+        """See :class:`Spares`; if another process evicts, it learns nothing."""
+        if not self.is_closed:
+            self._store.index.expect(map(named, returns), share)
 
     def take_removals(self) -> list[Removal]:
         return self._store.take_removals()

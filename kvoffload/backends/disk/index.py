@@ -12,6 +12,8 @@ from itertools import islice
 from kvoffload.backends.changes import ChangedKeys
 from kvoffload.policies.base import Policy
 from kvoffload.policies.kept_order import KeptOrder
+from kvoffload.policies.return_order import ReturnOrder
+from kvoffload.policies.told_return import ToldReturn
 
 Name = bytes
 """Two bytes of namespace number, then the key."""
@@ -29,6 +31,12 @@ def name_of(number: int, key: bytes) -> Name:
 def split_name(name: Name) -> tuple[int, bytes]:
     """Return the namespace number and the key of a name."""
     return int.from_bytes(name[:2], "big"), name[2:]
+
+
+def named(told: ToldReturn) -> ToldReturn:
+    """Return what is told of keys of the own namespace, told of their names."""
+    names = [name_of(0, key) for key in told.keys]
+    return told._replace(claim=name_of(0, told.claim), keys=names)
 
 
 _OWN = name_of(0, b"")
@@ -58,6 +66,10 @@ class Index:
         self._dropped: set[Name] | None = None
         """Names dropped during the current scan, which may have seen their files before."""
         self._order: KeptOrder | None = None
+        self._entries = 0
+        """Chunks that fit, as estimated from the first one."""
+        self._returns: ReturnOrder | None = None
+        """Wraps the policy from the first told return on."""
         self._spared: set[Name] = set()
         """Names that are out of the policy's order, because requests wait for them."""
         self._changes = ChangedKeys()
@@ -220,6 +232,23 @@ class Index:
             except Exception as error:
                 self._policy_failed(error)
 
+    def expect(self, returns: Iterable[ToldReturn], share: float) -> None:
+        """Order chunks by when they are needed again; see :meth:`Spares.expect`.
+
+        An index that has never had a chunk ignores it.
+        """
+        for told in returns:
+            with self._lock:
+                if (order := self._order) is None:
+                    return
+                if self._returns is None:
+                    self._returns = ReturnOrder(order.normal, self._entries, share)
+                    order.normal = self._returns
+                try:
+                    told.apply(self._returns)
+                except Exception as error:
+                    self._policy_failed(error)
+
     def put_back(self, name: Name) -> None:
         """Return a victim to the order: another process uses it."""
         with self._lock:
@@ -277,8 +306,8 @@ class Index:
             if self._order is None:
                 # A policy takes its capacity in entries, estimated from the size of the first file.
                 entries = self._capacity_bytes // max(_LEAST_BYTES, allocated_bytes)
-                policy = self._make_policy(max(1, entries))
-                self._order = KeptOrder(policy, self._spared)
+                self._entries = max(1, entries)
+                self._order = KeptOrder(self._make_policy(self._entries), self._spared)
             # Remove first: a second add would count as a use with some policies.
             if name in self._order:
                 self._order.remove((name,))

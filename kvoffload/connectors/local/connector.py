@@ -283,6 +283,8 @@ class LocalConnector:
             self._manager.serve_queue()
         if waiting.to_tell and self._spec.io is not None:
             self._spec.io.awaits(waiting.take_told())
+        if self._manager.returns.to_tell and self._spec.io is not None:
+            self._spec.io.expects(self._manager.returns.take_told())
         return self._transfers.poll()
 
     def before_forward(self, blocks: Iterable[int]) -> None:

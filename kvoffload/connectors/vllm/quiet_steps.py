@@ -130,6 +130,7 @@ def has_orders(half: Any) -> bool:
         or half.operators.emptied
         or manager.has_transfers()
         or manager.waiting.to_tell
+        or manager.returns.to_tell
         or (tiers is not None and tiers.has_questions)
     )
 

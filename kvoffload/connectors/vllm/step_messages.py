@@ -15,6 +15,7 @@ from kvoffload.connectors.vllm.rank_tiers import Answer, IndexPart, Question
 from kvoffload.identity import Fact
 from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, TransferResult
 from kvoffload.offload.base import Job
+from kvoffload.policies.told_return import ToldReturn
 
 
 @dataclass
@@ -52,6 +53,8 @@ class StepMetadata(OffloadingConnectorMetadata):  # type: ignore[misc]  # untype
     """Reads of tiers into host memory for requests that wait, by job id (negative)."""
     awaited: list[tuple[int, list[bytes]]] = field(default_factory=list)
     """What requests in the queue need, for the stores; see :class:`kvoffload.io.protocol.Await`."""
+    returns: list[ToldReturn] = field(default_factory=list)
+    """What ended requests said of their sessions, for the stores."""
     generation: str | None = None
     """Set once after a reset: everything stored before no longer means the same."""
     emptied: tuple[str, str] | None = None

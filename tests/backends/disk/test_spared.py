@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from math import inf
 
 import pytest
 from disk_parts import ON_DISK, open_disk, write
@@ -12,6 +13,7 @@ from kvoffload.config import ByteSize
 from kvoffload.policies.arc import ARCPolicy
 from kvoffload.policies.handicap import HandicapPolicy
 from kvoffload.policies.lru import LRUPolicy
+from kvoffload.policies.told_return import ToldReturn
 from kvoffload.testing.backends import keys_of
 
 CHUNKS = 8
@@ -77,7 +79,7 @@ def test_no_order_of_calls_loses_a_name_or_evicts_what_is_spared(policy):
     index, spared = Index(policy, 8192 * 16, fail), set()
     for _ in range(5000):
         some = rng.sample(names, rng.randrange(1, 5))
-        match rng.randrange(8):
+        match rng.randrange(9):
             case 0 | 1:
                 for name in some:
                     index.add(name, 8192)
@@ -102,6 +104,9 @@ def test_no_order_of_calls_loses_a_name_or_evicts_what_is_spared(policy):
                     (index.drop if rng.random() < 0.5 else index.put_back)(name)
             case 7:
                 index.measured([(name, 8192) for name in some])
+            case 8:
+                in_s = rng.choice([None, 0.0, 9.0, inf])
+                index.expect([ToldReturn(some[0], some, in_s, rng.randrange(3))], 0.5)
         assert index._spared == spared
         assert len(index._order) == len(index.sizes()) if index._order else not index.sizes()
 
