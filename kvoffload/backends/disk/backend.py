@@ -1,7 +1,8 @@
 """The disk backend: bounded, verified on every load, restored after a restart. One file a chunk.
 
-This module is the asynchronous face. ``store`` keeps the chunks. ``paths`` and ``shards`` name
-their files, ``chunk_file`` reads and writes one, ``page_cache`` asks the kernel what it has of one.
+This module is the asynchronous face. ``store`` keeps the chunks, in a form of ``forms``. ``files``
+has the form: ``paths`` and ``shards`` name them, ``chunk_file`` reads and writes one,
+``page_cache`` asks the kernel what it has of one.
 ``index`` knows which exist, ``space`` makes room, and a ``reservation`` has that of a job. ``root``
 opens the folder, whose processes share ``quota``, ``locks`` and ``limits``. ``housekeeper`` works
 in the background; its ``scanner`` compares the index with the folders.
@@ -76,7 +77,7 @@ class DiskBackend(ThreadPoolBackend):
                 name=f"disk {self._store.path}",
             )
             undo.pop_all()
-        self._store.files.expect_wait = self.expect_wait
+        self._store.files.chunks.expect_wait = self.expect_wait
         self._was_serving = True
         """Whether chunks could be loaded at the last :meth:`take_changes`."""
         self._is_complete = False

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
+from kvoffload.backends.disk.forms import Draft
 from kvoffload.backends.disk.index import Index, Name
 from kvoffload.backends.disk.root import RootHandle
 
@@ -33,8 +34,8 @@ class Room(NamedTuple):
     """The reserved room of one chunk."""
 
     allocated_bytes: int
-    spare: str | None
-    """Path of an evicted chunk's file to overwrite; None: a new file."""
+    spare: Draft | None
+    """Place of an evicted chunk to overwrite; None: a new one."""
 
 
 class Space:
@@ -45,19 +46,20 @@ class Space:
         root: RootHandle,
         index: Index,
         count: Callable[[str], None],
-        path_of: Callable[[Name], str],
+        used_ns: Callable[[Name], int],
         discard: Callable[[Name, str], bool],
-        take_over: Callable[[Name, int], str | None],
+        take_over: Callable[[Name, int], Draft | None],
     ) -> None:
         """Make room under ``root``.
 
-        ``discard`` removes a chunk for a reason, False: it stays. ``take_over`` evicts a chunk and
-        keeps its file for a chunk of so many bytes; it returns the path, or None: the chunk stays.
+        ``used_ns`` says when any process used a chunk last, or raises OSError. ``discard`` removes
+        a chunk for a reason, False: it stays. ``take_over`` evicts a chunk and keeps its place for
+        a chunk of so many bytes; None: the chunk stays.
         """
         self._root = root
         self._index = index
         self._count = count
-        self._path_of = path_of
+        self._used_ns = used_ns
         self._discard = discard
         self._take_over = take_over
         self.in_flight_bytes = 0
@@ -79,7 +81,7 @@ class Space:
     def reserve(self, chunk_bytes: int, most: int = 1) -> "list[Room]":
         """Make room for a chunk, or for up to ``most``, and count it; empty: do not try.
 
-        Above the high watermark a chunk gets the file of an evicted one.
+        Above the high watermark a chunk gets the place of an evicted one.
         """
         allocated_bytes = bytes_on_disk(chunk_bytes)
         if allocated_bytes > self._root.limits.capacity_bytes:
@@ -109,7 +111,7 @@ class Space:
         """Reserve for all of these chunks, or for none."""
         allocated_bytes = bytes_on_disk(chunk_bytes)
         self.add_in_flight(count * allocated_bytes)
-        spares: list[str] = []
+        spares: list[Draft] = []
         granted = False
         try:
             if not self._has_free():
@@ -125,7 +127,7 @@ class Space:
         finally:
             if not granted:
                 for spare in spares:
-                    self._root.vfs.unlink_quietly(spare)
+                    spare.drop()
                     self._root.quota.release(allocated_bytes)
                 self.add_in_flight(-count * allocated_bytes)
         if not granted:
@@ -135,8 +137,8 @@ class Space:
         new = [Room(allocated_bytes, None)] * (count - len(spares))
         return [*(Room(allocated_bytes, spare) for spare in spares), *new]
 
-    def _collect_spares(self, spares: list[str], chunk_bytes: int, count: int) -> None:
-        """Evict what would exceed the high watermark; add files that chunks can overwrite."""
+    def _collect_spares(self, spares: list[Draft], chunk_bytes: int, count: int) -> None:
+        """Evict what would exceed the high watermark; add places that chunks can overwrite."""
         quota, high_bytes = self._root.quota, self._root.limits.high_bytes
         allocated_bytes, undeletable = bytes_on_disk(chunk_bytes), 0
 
@@ -169,9 +171,9 @@ class Space:
         return False
 
     def give_back(self, room: "Room") -> None:
-        """Release a reservation that no store used, and remove the file that came with it."""
+        """Release a reservation that no store used, and free the place that came with it."""
         if room.spare is not None:
-            self._root.vfs.unlink_quietly(room.spare)
+            room.spare.drop()
         self.cancel(room.allocated_bytes)
 
     def cancel(self, allocated_bytes: int) -> None:
@@ -298,7 +300,7 @@ class Space:
             if not self._root.other_writers:
                 return name
             try:
-                used_ns = self._root.vfs.lstat(self._path_of(name)).st_atime_ns
+                used_ns = self._used_ns(name)
             except OSError:
                 return name
             if spared == _MAX_SPARED or used_ns <= (self.oldest_use_ns + time.time_ns()) // 2:

@@ -11,17 +11,13 @@ import logging
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvoffload.backends.base import ReadResult, Removal
-from kvoffload.backends.disk.chunk_file import (
-    ChunkFiles,
-    bytes_on_disk,
-    can_become,
-    choose_io,
-    reason_of,
-)
+from kvoffload.backends.disk.chunk_file import ChunkFiles, bytes_on_disk, choose_io, reason_of
 from kvoffload.backends.disk.expiry import UseTimes
+from kvoffload.backends.disk.files import Files
+from kvoffload.backends.disk.forms import Draft, Form, Seen
 from kvoffload.backends.disk.index import Index, Name, name_of, split_name
 from kvoffload.backends.disk.options import DiskOptions
 from kvoffload.backends.disk.quarantine import Quarantine
@@ -77,11 +73,12 @@ class DiskStore:
             self.root.close()
             raise
         direct, cached = self.io_mode == "direct", self.io_mode == "cached"
-        self.files = ChunkFiles(vfs, direct=direct, cached=cached, durable=self._durable)
+        chunks = ChunkFiles(vfs, direct=direct, cached=cached, durable=self._durable)
+        self.files = Files(vfs, chunks, self._digest, self.path_of, self._temporary)
         self.index = Index(make_policy, self.root.limits.capacity_bytes, self._policy_failed)
         self.uses = UseTimes(self.root.limits.ttl_s, self.index.note)
         self.space = Space(
-            self.root, self.index, self.count, self.path_of, self.discard, self.take_over
+            self.root, self.index, self.count, self.used_ns, self.discard, self.take_over
         )
         self.quarantine = Quarantine(self.root)
         self.ready = threading.Event()
@@ -114,6 +111,16 @@ class DiskStore:
         """Check each shard again at its next use; a check at every use would cost a system call."""
         self._shards.forget()
 
+    def used_ns(self, name: Name) -> int:
+        """Return when any process used a chunk last; raises OSError."""
+        return self._form_of(name).used_ns(name)
+
+    def _form_of(self, name: Name) -> Form:
+        return self.files
+
+    def _temporary(self) -> str:
+        return self.root.writer.temporary()
+
     # ---- figures ---------------------------------------------------------------------------
 
     def count(self, reason: str, times: int = 1) -> None:
@@ -140,38 +147,38 @@ class DiskStore:
         name = name_of(0, key)
         if self.uses.expires and not self.is_fresh(name):
             return self._missed(name, "missing", None)
-        reason, facts = self.files.read(self.path_of(name), key, self._digest, target)
+        reason, seen = self._form_of(name).read(name, key, target)
         if reason is not None and reason.startswith("corrupt"):
-            # A store may have overwritten the file of an evicted chunk under this load.
-            reason, facts = self.files.read(self.path_of(name), key, self._digest, target)
-        return ReadResult.HIT if reason is None else self._missed(name, reason, facts)
+            # A store may have overwritten the place of an evicted chunk under this load.
+            reason, seen = self._form_of(name).read(name, key, target)
+        return ReadResult.HIT if reason is None else self._missed(name, reason, seen)
 
-    def _missed(self, name: Name, reason: str, facts: os.stat_result | None) -> ReadResult:
+    def _missed(self, name: Name, reason: str, seen: Seen | None) -> ReadResult:
         """Count a failed load; drop or quarantine the chunk."""
         if reason == "missing":
             self.count("read_missing")
             if name in self.index and self.uses.is_fresh(name):
                 self.note_removed(name, "vanished")
         elif reason.startswith("corrupt"):
-            if not self._move_to_quarantine(name, facts, reason):
+            if not self._move_to_quarantine(name, seen, reason):
                 return self._missed(name, "missing", None)
         else:
             self.count(f"read_{reason}")
             self._unreadable.warning("disk: cannot read %s: %s", self.path_of(name), reason)
             if reason == OTHER_VERSION:
-                self._pass_over(name, facts)
+                self._pass_over(name, seen)
         return ReadResult.of(reason)
 
-    def _pass_over(self, name: Name, facts: os.stat_result | None) -> None:
+    def _pass_over(self, name: Name, seen: Seen | None) -> None:
         """Hide a chunk of another version until a store replaces it; it can be evicted."""
         with self._publishing:
             try:
-                if facts is None or self.vfs.lstat(self.path_of(name)).st_ino != facts.st_ino:
-                    return  # a newer file replaced it meanwhile
+                if seen is None or not self._form_of(name).is_still(name, seen):
+                    return  # a newer one replaced it meanwhile
             except OSError:
                 return
             if self.index.size(name) is None:
-                self.index.found([(name, facts.st_blocks * 512)])
+                self.index.found([(name, seen.allocated_bytes)])
             self.index.hide([name])
 
     def store(self, key: bytes, chunk: memoryview, reservation: Reservation | None = None) -> bool:
@@ -184,52 +191,41 @@ class DiskStore:
         room = (reservation or Reservation(self.space, ())).take(chunk.nbytes)
         if room is None:
             return False
-        reserved, temporary = room
+        reserved, draft = room
         try:
-            overwrite = temporary is not None
-            temporary = temporary or self.root.writer.temporary()
+            draft = draft or self.files.draft(chunk.nbytes)
             with self._large_writes if chunk.nbytes > _LARGE_BYTES else contextlib.nullcontext():
-                reason, facts = self.files.write(
-                    temporary, key, self._digest, chunk, overwrite=overwrite
-                )
-            if facts is not None:
+                reason, allocated = draft.write(key, chunk)
+            if reason is None:
                 # Some file systems (ZFS) allocate later, and report 512 bytes until then.
-                allocated = max(reserved, facts.st_blocks * 512)
-                reason = self._publish(name, temporary, reserved, allocated)
+                reason = self._publish(name, draft, reserved, max(reserved, allocated))
         except BaseException:
-            self._cancel(reserved, temporary)
+            self._cancel(reserved, draft)
             raise
         if reason is None:
-            if overwrite:
+            if draft.overwrites:
                 self.count("overwritten")
             return self._make_durable(name, is_new=True)
-        self._cancel(reserved, temporary)
+        self._cancel(reserved, draft)
         self.space.write_failed(reason)
         if reason == "missing" and (self.root.repair() or self.root.repairs != repairs):
             return self.store(key, chunk)  # its folder was removed, and exists again
         return False
 
-    def _cancel(self, reserved: int, temporary: str | None) -> None:
-        if temporary is not None:
-            self.vfs.unlink_quietly(temporary)
+    def _cancel(self, reserved: int, draft: Draft | None) -> None:
+        if draft is not None:
+            draft.drop()
         self.space.cancel(reserved)
 
-    def _publish(self, name: Name, temporary: str, reserved: int, allocated: int) -> str | None:
-        """Rename a complete file to its final name; return why that failed, or None.
+    def _publish(self, name: Name, draft: Draft, reserved: int, allocated: int) -> str | None:
+        """Let readers see a complete chunk; return why that failed, or None.
 
-        If anything else raises, as a policy may, the file is back under its temporary name.
+        If anything else raises, as a policy may, the chunk is a draft again.
         """
-        path = self.path_of(name)
         with self._publishing:
             try:
-                replaced = self._allocated(path)
-                if replaced:
+                if replaced := draft.publish(name):
                     replaced = self.index.size(name) or replaced
-                try:
-                    self.vfs.rename(temporary, path)
-                except FileNotFoundError:
-                    self.vfs.make_folder(os.path.dirname(path), durable=self._durable)
-                    self.vfs.rename(temporary, path)
             except OSError as error:
                 return reason_of(error)
             self.uses.stored(name)
@@ -237,20 +233,18 @@ class DiskStore:
                 self.index.add(name, allocated)
             except BaseException:
                 # Outside the order it could never be evicted: take it back.
-                self.vfs.rename(path, temporary)
+                draft.retract(name)
                 self.root.quota.release(replaced)
                 raise
         self.space.commit(reserved, allocated, replaced)
         return None
 
     def _make_durable(self, name: Name, *, is_new: bool) -> bool:
-        """Sync the folder, and the file of an old chunk: its writer may not have synced it."""
+        """Sync a chunk: also an old one, whose writer may not have synced it."""
         if not self._durable:
             return True
         try:
-            if not is_new:
-                self.vfs.sync(self.path_of(name))
-            self.vfs.sync(os.path.dirname(self.path_of(name)))
+            self._form_of(name).sync(name, is_new=is_new)
         except OSError as error:
             # The kernel may have dropped the pages and forgotten: a second fsync proves nothing.
             log.warning("disk: fsync failed, chunk dropped: %s", error)
@@ -265,10 +259,10 @@ class DiskStore:
         if self.index.is_hidden(name) or not is_key(key):
             return False
         try:
-            facts = self.vfs.lstat(self.path_of(name))
+            used_ns = self.used_ns(name)
         except OSError:
             return False
-        self.uses.seen([(name, facts.st_atime_ns)])
+        self.uses.seen([(name, used_ns)])
         return self.uses.is_fresh(name)
 
     def knows(self, name: Name) -> bool:
@@ -284,17 +278,16 @@ class DiskStore:
 
     def record_use(self) -> None:
         """Write access times, where other processes and the next start find them."""
-        for name, atime_ns in self.uses.take_unwritten().items():
-            path = self.path_of(name)
+        for name, used_ns in self.uses.take_unwritten().items():
             with contextlib.suppress(OSError):
-                self.vfs.utime(path, atime_ns, self.vfs.lstat(path).st_mtime_ns)
+                self._form_of(name).record_use(name, used_ns)
 
     def is_fresh(self, name: Name) -> bool:
-        """Return whether a chunk has not expired; asks the file if no late use is known."""
+        """Return whether a chunk has not expired; asks the disk if no late use is known."""
         if self.uses.is_fresh(name):
             return True
         try:
-            self.uses.seen([(name, self.vfs.lstat(self.path_of(name)).st_atime_ns)])
+            self.uses.seen([(name, self.used_ns(name))])
         except OSError:
             return False
         return self.uses.is_fresh(name)
@@ -302,51 +295,47 @@ class DiskStore:
     # ---- removal ---------------------------------------------------------------------------
 
     def discard(self, name: Name, reason: str) -> bool:
-        """Remove a chunk's file; return False if that is impossible."""
-        path = self.path_of(name)
+        """Remove a chunk; return False if that is impossible."""
+        form = self._form_of(name)
         with self._publishing:
             try:
-                self._unlink(path, self.index.size(name))
+                # File systems may allocate more after a write (extents, compression), so the
+                # present size may differ from the counted one.
+                size = self.index.size(name)
+                allocated = form.allocated_bytes(name) if size is None else size
+                self._release(allocated, lambda: form.remove(name))
             except FileNotFoundError:
                 pass  # another process removed it, and released its bytes
             except OSError as error:
                 self.count("undeletable")
-                self._undeletable.warning("disk: cannot remove %s: %s", path, error)
+                self._undeletable.warning("disk: cannot remove %s: %s", self.path_of(name), error)
                 return False
             self.note_removed(name, reason)
         return True
 
-    def take_over(self, name: Name, chunk_bytes: int) -> str | None:
-        """Evict a chunk whose file the next chunk of this length can overwrite.
+    def take_over(self, name: Name, chunk_bytes: int) -> Draft | None:
+        """Evict a chunk whose place the next chunk of this length can overwrite.
 
-        Returns the file's path among the temporary files, still counted; None: the chunk stays.
+        Returns the place, still counted; None: the chunk stays.
         """
-        path = self.path_of(name)
         with self._publishing:
             try:
                 is_counted = self.index.size(name) == bytes_on_disk(chunk_bytes)
-                if not is_counted or not can_become(self.vfs.lstat(path), chunk_bytes):
-                    return None
-                spare = self.root.writer.temporary()
-                self.vfs.rename(path, spare)
+                taken = self._form_of(name).take_over(name, chunk_bytes) if is_counted else None
             except OSError:
                 return None
-            self.note_removed(name, "evicted")
-        return spare
+            if taken is not None:
+                self.note_removed(name, "evicted")
+        return taken
 
-    def _unlink(self, path: str, counted_bytes: int | None = None) -> None:
-        """Remove a file and release its bytes as they were counted; raises OSError.
-
-        File systems may allocate more after a write (extents, compression), so the file's present
-        size may differ from the counted one.
-        """
-        allocated = self._allocated(path) if counted_bytes is None else counted_bytes
-        self.space.add_in_flight(allocated)
+    def _release(self, allocated_bytes: int, remove: Callable[[], None]) -> None:
+        """Remove something and release its bytes; raises OSError."""
+        self.space.add_in_flight(allocated_bytes)
         try:
-            self.vfs.unlink(path)
-            self.root.quota.release(allocated)
+            remove()
+            self.root.quota.release(allocated_bytes)
         finally:
-            self.space.add_in_flight(-allocated)
+            self.space.add_in_flight(-allocated_bytes)
 
     def note_removed(self, name: Name, reason: str) -> None:
         """Drop a chunk whose file is gone from the index, and report the removal."""
@@ -357,19 +346,19 @@ class DiskStore:
         if known and number == 0 and reason != "removed":  # callers know of removals they asked for
             self._removals.append(Removal(key, reason))
 
-    def _move_to_quarantine(self, name: Name, facts: os.stat_result | None, reason: str) -> bool:
-        """Move a damaged file out of every reader's way, and keep a few for inspection.
+    def _move_to_quarantine(self, name: Name, seen: Seen | None, reason: str) -> bool:
+        """Move a damaged chunk out of every reader's way, and keep a few for inspection.
 
-        Returns False if the file that a reader found damaged is no longer there: then it may have
-        been whole, and overwritten under the reader.
+        Returns False if what a reader found damaged is no longer there: then it may have been
+        whole, and overwritten under the reader.
         """
-        path = self.path_of(name)
+        path, form = self.path_of(name), self._form_of(name)
         moved = False
         with self._publishing:
             try:
-                if facts is not None and self.vfs.lstat(path).st_ino != facts.st_ino:
+                if seen is not None and not form.is_still(name, seen):
                     return False
-                self.vfs.rename(path, self.quarantine.path_for(path))
+                form.set_aside(name, self.quarantine.path_for(path))
                 moved = True
             except FileNotFoundError:
                 return False  # as for the second of two readers
@@ -386,13 +375,11 @@ class DiskStore:
         return True
 
     def trim_quarantine(self) -> None:
-        self.quarantine.trim(self._unlink)
+        def remove(path: str) -> None:
+            allocated = self.vfs.lstat(path).st_blocks * 512
+            self._release(allocated, lambda: self.vfs.unlink(path))
 
-    def _allocated(self, path: str) -> int:
-        try:
-            return self.vfs.lstat(path).st_blocks * 512
-        except FileNotFoundError:
-            return 0
+        self.quarantine.trim(remove)
 
 
 def is_key(key: bytes) -> bool:

@@ -1,0 +1,102 @@
+"""A file a chunk: the form of all chunks but small ones, and of every chunk of older versions."""
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvoffload.backends.disk.chunk_file import ChunkFiles, can_become
+from kvoffload.backends.disk.forms import Seen
+from kvoffload.backends.disk.index import Name
+from kvoffload.backends.disk.vfs import Vfs
+
+
+class FileDraft(NamedTuple):
+    """A file among the temporary ones of this process."""
+
+    form: "Files"
+    path: str
+    overwrites: bool
+
+    def write(self, key: bytes, chunk: memoryview) -> tuple[str | None, int]:
+        reason, facts = self.form.chunks.write(
+            self.path, key, self.form.digest, chunk, overwrite=self.overwrites
+        )
+        return reason, 0 if facts is None else facts.st_blocks * 512
+
+    def publish(self, name: Name) -> int:
+        form, path = self.form, self.form.path_of(name)
+        replaced = form.allocated_bytes(name)
+        try:
+            form.vfs.rename(self.path, path)
+        except FileNotFoundError:
+            form.vfs.make_folder(os.path.dirname(path), durable=form.chunks.durable)
+            form.vfs.rename(self.path, path)
+        return replaced
+
+    def retract(self, name: Name) -> None:
+        self.form.vfs.rename(self.form.path_of(name), self.path)
+
+    def drop(self) -> None:
+        self.form.vfs.unlink_quietly(self.path)
+
+
+class Files:
+    """Chunks as files, found by their names; see :class:`~kvoffload.backends.disk.forms.Form`."""
+
+    def __init__(
+        self,
+        vfs: Vfs,
+        chunks: ChunkFiles,
+        digest: bytes,
+        path_of: Callable[[Name], str],
+        temporary: Callable[[], str],
+    ) -> None:
+        """``path_of`` says where a chunk lies, ``temporary`` makes paths that the quota counts."""
+        self.vfs = vfs
+        self.chunks = chunks
+        self.digest = digest
+        self.path_of = path_of
+        self._temporary = temporary
+
+    def read(self, name: Name, key: bytes, target: memoryview) -> tuple[str | None, Seen | None]:
+        reason, facts = self.chunks.read(self.path_of(name), key, self.digest, target)
+        return reason, facts and Seen(facts.st_ino, facts.st_blocks * 512)
+
+    def draft(self, chunk_bytes: int) -> FileDraft:
+        return FileDraft(self, self._temporary(), overwrites=False)
+
+    def take_over(self, name: Name, chunk_bytes: int) -> FileDraft | None:
+        path = self.path_of(name)
+        if not can_become(self.vfs.lstat(path), chunk_bytes):
+            return None
+        taken = FileDraft(self, self._temporary(), overwrites=True)
+        self.vfs.rename(path, taken.path)
+        return taken
+
+    def used_ns(self, name: Name) -> int:
+        return self.vfs.lstat(self.path_of(name)).st_atime_ns
+
+    def record_use(self, name: Name, used_ns: int) -> None:
+        path = self.path_of(name)
+        self.vfs.utime(path, used_ns, self.vfs.lstat(path).st_mtime_ns)
+
+    def allocated_bytes(self, name: Name) -> int:
+        try:
+            return self.vfs.lstat(self.path_of(name)).st_blocks * 512
+        except FileNotFoundError:
+            return 0
+
+    def is_still(self, name: Name, seen: Seen) -> bool:
+        return self.vfs.lstat(self.path_of(name)).st_ino == seen.identity
+
+    def sync(self, name: Name, *, is_new: bool) -> None:
+        path = self.path_of(name)
+        if not is_new:
+            self.vfs.sync(path)
+        self.vfs.sync(os.path.dirname(path))
+
+    def remove(self, name: Name) -> None:
+        self.vfs.unlink(self.path_of(name))
+
+    def set_aside(self, name: Name, path: str) -> None:
+        self.vfs.rename(self.path_of(name), path)
