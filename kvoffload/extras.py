@@ -9,6 +9,7 @@ _NEEDED = {
     "metrics_port": ("prometheus_client", "metrics"),
     "otel_spans": ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "otel"),
     "secret_file": ("blake3", "blake3"),
+    "url": ("obstore", "object"),
 }
 """Setting → module, and the extra that has it."""
 

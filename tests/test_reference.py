@@ -73,8 +73,12 @@ def test_each_setting_hint_and_command_has_a_text():
 
 
 @pytest.mark.parametrize(
-    "part", ["offload", "backends/redis", "transfer", "connectors/vllm", "connectors/sglang"]
-)
+    "part",
+    [
+        "offload", "backends/redis", "backends/object", "transfer", "connectors/vllm",
+        "connectors/sglang",
+    ],
+)  # fmt: skip
 def test_each_counter_that_the_code_names_is_on_the_page(part):
     """Names with a variable part need a row that begins alike."""
     text = page("counters.md")

@@ -22,9 +22,9 @@ COMMANDS: dict[str, str] = {
     "cache": "Look into the cache of an engine that runs here, or empty it.",
     "config": "Check, show or describe the settings of an engine.",
     "doctor": "Examine a store, or all tiers of settings: verdicts and remedies.",
-    "inspect": "Show what a folder or a Redis holds.",
+    "inspect": "Show what a folder, a Redis or a bucket holds.",
     "verify": "Read every chunk of a store and say what is damaged.",
-    "gc": "Remove chunks and leftovers from a folder, or a namespace from a Redis.",
+    "gc": "Remove chunks and leftovers from a folder, or a namespace from a Redis or a bucket.",
     "size": "Say how much memory a trace and a model need for what hit rate.",
 }
 """Command → one-line help. Its module has ``command``, or ``app`` with several."""

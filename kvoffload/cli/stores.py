@@ -13,7 +13,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.registry import offers, open_admin
 
 Target = Annotated[
-    str | None, typer.Argument(help="A folder, or redis://..., rediss+cluster://...")
+    str | None, typer.Argument(help="A folder, or redis://..., rediss+cluster://..., s3://...")
 ]
 Kind = Annotated[
     str | None,
@@ -25,6 +25,7 @@ Settings = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _SCHEMES = ("redis", "rediss", "unix")
+_BUCKETS = ("s3", "gs", "az")
 _T = TypeVar("_T")
 
 
@@ -84,7 +85,9 @@ def _chosen(target: str | None, kind: str | None) -> tuple[str, dict[str, Any]]:
         return "disk", {"root": target}
     if scheme.partition("+")[0] in _SCHEMES:
         return "redis", {"url": target}
-    remedy = "must be a redis:// URL (see docs/guides/redis.md) or a folder"
+    if scheme in _BUCKETS:
+        return "object", {"url": target}
+    remedy = "must be a redis:// URL (see docs/guides/redis.md), s3://, gs://, az:// or a folder"
     raise ConfigError("target", target, remedy)
 
 

@@ -1,0 +1,268 @@
+"""Survey, check and purge of a bucket: by listings, off the path of engines.
+
+A survey lists all names. A purge of one namespace lists its part of each of 256 folders, because
+names of chunks begin with a hash.
+"""
+
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+
+from kvoffload.backends.admin import (
+    Check,
+    Collected,
+    Garbage,
+    Holding,
+    Survey,
+    Verified,
+    counted,
+    named,
+)
+from kvoffload.backends.base import Described
+from kvoffload.backends.blocking_pool import run_once
+from kvoffload.backends.header import (
+    COMPACT_BYTES,
+    OTHER_VERSION,
+    Header,
+    check_chunk,
+    counted_as,
+    parse_header,
+)
+from kvoffload.backends.object.bucket import Bucket, Stored
+from kvoffload.backends.object.failures import Failed
+from kvoffload.backends.object.naming import (
+    FACTS,
+    MANIFESTS,
+    SHARDS,
+    ChunkName,
+    facts_name,
+    namespace_tag,
+    parse_chunk,
+    read_facts,
+)
+from kvoffload.backends.object.options import ObjectOptions
+from kvoffload.backends.verification import Verification
+from kvoffload.config import human_bytes
+
+PATIENCE_S = 30.0
+"""Of a request of a command."""
+_RETRIES = 3
+_AT_ONCE = 16
+MOST_FACTS_BYTES = 256 << 10
+MOST_DESCRIBED = 256
+"""Namespaces whose facts an engine reads at its start."""
+MOST_NAMES = 10_000
+"""Names that an engine looks at for the log line of a cold start: ten requests."""
+_MOST_CHUNK_BYTES = 1 << 30
+"""A larger object is no chunk."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Operator:
+    """What one command of an operator uses; another thread may end it."""
+
+    def __init__(self, options: ObjectOptions) -> None:
+        self.options = options
+        self.bucket = Bucket(options, PATIENCE_S, _RETRIES)
+        self._is_cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """End the command soon: its next step raises OSError."""
+        self._is_cancelled.set()
+
+    def pause(self, seconds: float = 0.0) -> None:
+        """Wait; raises OSError once cancelled."""
+        if self._is_cancelled.wait(seconds) if seconds else self._is_cancelled.is_set():
+            raise ConnectionError("cancelled")
+
+    def listed(self, folder: str = "") -> Iterator[Stored]:
+        """Yield the objects of a folder, or all."""
+        for each in self.bucket.list(folder):
+            self.pause()
+            yield each
+
+    def chunks(self, tag: str | None = None) -> Iterator[tuple[Stored, ChunkName]]:
+        """Yield the chunks of one namespace, or of all."""
+        listings = [self.listed()]
+        if tag is not None:
+            listings = [self.listed(f"{shard}/{tag}") for shard in SHARDS]
+        for listing in listings:
+            for stored in listing:
+                if (name := parse_chunk(stored.name)) is not None:
+                    yield stored, name
+
+    def facts(self, tag: str) -> tuple[str, dict[str, str]]:
+        """Return the namespace behind the part in names, and its facts, as far as is known."""
+        try:
+            found = read_facts(self.bucket.fetch(facts_name(tag), MOST_FACTS_BYTES))
+        except (FileNotFoundError, Failed):
+            found = None
+        if found is None or namespace_tag(found.namespace) != tag:
+            return tag, {}
+        return found.namespace, found.facts
+
+
+class ObjectAdmin:
+    """What operators do with a bucket."""
+
+    _options: ObjectOptions
+
+    async def survey(self) -> Survey:
+        """List the bucket, and return what each namespace has."""
+        return await self._apart(_survey)
+
+    async def purge(self, namespaces: Sequence[str]) -> int:
+        return await self._apart(_purge, [namespace_tag(each) for each in namespaces])
+
+    async def collect(self, wanted: Garbage) -> Collected:
+        """Remove a namespace, or the chunks that were stored long ago."""
+        return await self._apart(_collect, wanted)
+
+    async def verify(self, wanted: Check) -> Verified:
+        """Read objects one by one."""
+        return await self._apart(_verify, wanted)
+
+    async def _apart(
+        self, work: Callable[Concatenate[Operator, P], T], *given: P.args, **named: P.kwargs
+    ) -> T:
+        """Do an operator's work on a thread of its own, which ends soon after a cancellation."""
+        operator = Operator(self._options)
+
+        def perform() -> T:
+            try:
+                return work(operator, *given, **named)
+            except Failed as failed:
+                why = failed.failure
+            raise ConnectionError(f"{self._options.url}: {why}; {why.remedy}")
+
+        try:
+            return await run_once(perform)
+        finally:
+            operator.cancel()
+
+
+class _Total(NamedTuple):
+    chunks: int = 0
+    nbytes: int = 0
+    newest_s: float = 0.0
+
+
+def _totals(operator: Operator) -> dict[str, _Total]:
+    totals: defaultdict[str, _Total] = defaultdict(_Total)
+    for stored, name in operator.chunks():
+        chunks, nbytes, newest_s = totals[name.tag]
+        newest_s = max(newest_s, stored.modified_s)
+        totals[name.tag] = _Total(chunks + 1, nbytes + stored.nbytes, newest_s)
+    for stored in operator.listed(FACTS):
+        totals.setdefault(stored.name.rpartition("/")[2], _Total())
+    return totals
+
+
+def _survey(operator: Operator) -> Survey:
+    now, ttl_s, held = time.time(), operator.options.ttl_s, []
+    for tag, total in sorted(_totals(operator).items()):
+        namespace, facts = operator.facts(tag)
+        expires_s = max(0.0, total.newest_s + ttl_s - now) if total.chunks else None
+        held.append(Holding(namespace, facts, total.chunks, total.nbytes, expires_s))
+    return Survey(held, {"servers": [], "bucket": operator.options.url})
+
+
+def _purge(operator: Operator, tags: Sequence[str]) -> int:
+    removed = 0
+    for tag in tags:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+
+            def empty(folder: str) -> int:
+                return operator.bucket.delete_all([each.name for each in operator.listed(folder)])
+
+            folders = [f"{shard}/{tag}" for shard in SHARDS] + [f"{MANIFESTS}/{tag}"]
+            removed += sum(pool.map(empty, folders))
+        operator.bucket.delete(facts_name(tag))
+    return removed
+
+
+def _collect(operator: Operator, wanted: Garbage) -> Collected:
+    totals, tag = _totals(operator), None
+    if wanted.namespace is not None:
+        tags = {operator.facts(each)[0]: each for each in totals}
+        tag = tags[named(wanted.namespace, tags)]
+    if tag is not None and wanted.unused_s is None:
+        total = totals[tag]
+        if not wanted.dry_run:
+            _purge(operator, [tag])
+        return _collected(total.chunks, total.nbytes, wanted)
+    age_s = operator.options.ttl_s if wanted.unused_s is None else wanted.unused_s
+    oldest_s = time.time() - age_s
+    old = [each for each, _ in operator.chunks(tag) if each.modified_s <= oldest_s]
+    if not wanted.dry_run:
+        operator.bucket.delete_all([each.name for each in old])
+        told = [each.name for each in operator.listed(MANIFESTS) if each.modified_s <= oldest_s]
+        operator.bucket.delete_all(told)
+    return _collected(len(old), sum(each.nbytes for each in old), wanted)
+
+
+def _collected(chunks: int, nbytes: int, wanted: Garbage) -> Collected:
+    figures = {"dry_run": wanted.dry_run, "removed": chunks, "freed_bytes": nbytes}
+    return Collected(f"{counted(chunks, 'chunk')}, {human_bytes(nbytes)}", figures)
+
+
+def _verify(operator: Operator, wanted: Check) -> Verified:
+    run = Verification(list(operator.chunks()), wanted, lambda chunk: chunk[0].nbytes)
+    for stored, name in run.chosen:
+        operator.pause()
+        read_bytes, fault = 0, "corrupt_size"
+        try:
+            if stored.nbytes <= _MOST_CHUNK_BYTES:
+                content = memoryview(operator.bucket.fetch(stored.name, _MOST_CHUNK_BYTES))
+                read_bytes, fault = len(content), _fault(content, name)
+        except FileNotFoundError:
+            run.add(0, stored.nbytes, is_gone=True)
+            continue
+        if fault == OTHER_VERSION:
+            run.add_other_version()
+        elif fault:
+            if run.repairs:
+                operator.bucket.delete(stored.name)
+            why = "removed" if run.repairs else "left in place"
+            run.add_damage(stored.name, fault, why, removed=run.repairs)
+        operator.pause(run.add(read_bytes, stored.nbytes))
+    return run.report()
+
+
+def _fault(content: memoryview, name: ChunkName) -> str:
+    """Return why loads miss an object; empty if they do not."""
+    header = content[:COMPACT_BYTES]
+    found = parse_header(header)
+    if not isinstance(found, Header):
+        return counted_as(found)
+    if not found.namespace.hex().startswith(name.tag):
+        return counted_as("namespace")
+    broken = check_chunk(header, content[COMPACT_BYTES:], name.key, found.namespace)
+    return counted_as(broken) if broken else ""
+
+
+def described(operator: Operator, namespace: str) -> list[Described]:
+    """Describe namespaces from a part of the names, the own one alone if it has chunks.
+
+    Names of chunks begin with a hash, so the first names are a sample.
+    """
+    own, chunks, last = namespace_tag(namespace), Counter[str](), ""
+    for looked_at, stored in enumerate(operator.listed()):
+        if (name := parse_chunk(stored.name)) is not None:
+            chunks[name.tag], last = chunks[name.tag] + 1, stored.name
+        if looked_at == MOST_NAMES:
+            break
+    else:
+        last = SHARDS[-1]
+    scale = len(SHARDS) / (int(last[:2], 16) + 1)
+    if count := chunks[own]:
+        return [Described(namespace, {}, round(count * scale))]
+    found = []
+    for tag, count in chunks.most_common(MOST_DESCRIBED):
+        other, facts = operator.facts(tag)
+        found.append(Described(other, facts, round(count * scale)))
+    return found

@@ -1,0 +1,369 @@
+"""Chunks in a bucket: a tier that hosts share, and whose size has no limit.
+
+An object holds one chunk behind its header, and one request moves it, straight from or into the
+caller's memory. Stores create objects; only an object that no load can use is replaced. A bucket
+that is slow, busy or refuses costs misses, and each request ends by its deadline. Operators read
+``docs/guides/object.md``.
+
+Modules from the wire up: ``bucket`` has the requests, ``failures`` what goes wrong with them.
+``request_kind``, ``share_breaker`` and ``bytes_in_flight`` bound them. ``naming`` and
+``manifest_index`` have the objects' names. ``options`` has the settings, ``admin`` and ``doctor``
+operators' commands.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from kvoffload.backends.admin import Finding
+from kvoffload.backends.base import Described, ReadResult, Usage, check_lengths
+from kvoffload.backends.blocking_pool import BlockingPool, run_once, start_once
+from kvoffload.backends.header import (
+    OTHER_VERSION,
+    Header,
+    check_key,
+    parse_header,
+)
+from kvoffload.backends.log_rate import Throttle
+from kvoffload.backends.object import naming
+from kvoffload.backends.object.admin import ObjectAdmin, described
+from kvoffload.backends.object.bucket import Bucket, Incoming, Stored
+from kvoffload.backends.object.bytes_in_flight import InFlightBytes, Kind
+from kvoffload.backends.object.doctor import examine, throughput
+from kvoffload.backends.object.failures import CANCELLED, TIMEOUT, Failed
+from kvoffload.backends.object.manifest_index import ManifestIndex
+from kvoffload.backends.object.options import ObjectOptions, weaknesses
+from kvoffload.backends.object.request_kind import Requests
+from kvoffload.backends.threaded import ThreadedBackend
+from kvoffload.config import human_bytes
+
+log = logging.getLogger(__name__)
+
+LOOKUPS_AT_ONCE = 32
+"""Requests of lookups in flight; each takes the time of a round trip."""
+LOOKUP_S = 1.0
+"""The longest that a lookup may take: requests and waiting for their turn."""
+SMALL_CHUNK_BYTES = 1 << 20
+"""Below this, requests and not bytes decide speed and price."""
+_MOST_USELESS = 1 << 16
+"""Objects to replace that are remembered: a few mebibytes."""
+_DESCRIBE_EVERY_S = 86400.0
+
+
+class ObjectBackend(ThreadedBackend, ObjectAdmin):
+    """The backend.
+
+    Args:
+        options: See :class:`ObjectOptions`.
+        namespace: Chunks of other namespaces are invisible.
+
+    Raises:
+        ConfigError: A secret or certificate is unreadable, or the client refuses a setting.
+    """
+
+    Options = ObjectOptions
+    is_shared = True
+
+    def __init__(self, options: ObjectOptions, namespace: str) -> None:
+        self._options, self._namespace = options, namespace
+        self._bucket = Bucket(options, options.timeout_s)
+        self._heads = Bucket(options, min(LOOKUP_S, options.timeout_s))
+        for problem, remedy in weaknesses(options):
+            log.warning("object: %s; %s", problem, remedy)
+        super().__init__(
+            namespace,
+            threads=options.threads,
+            store_threads=options.threads,
+            stall_s=2 * options.timeout_s + 1,  # waiting for room, and the request
+            name="object",
+        )
+        self._lookups = BlockingPool(
+            "kvoffload-ObjectBackend-lookup", LOOKUPS_AT_ONCE, 2 * LOOKUP_S + 1
+        )
+        self._tag = naming.namespace_tag(namespace)
+        check = self._heads.check
+        self._lookup_requests = Requests("lookup", self.count, check)
+        self._reads = Requests("read", self.count, check)
+        self._writes = Requests("write", self.count, check)
+        self._in_flight = InFlightBytes(int(options.max_inflight_bytes), options.timeout_s)
+        self._cancelled: set[int] = set()
+        """Threads whose caller is gone."""
+        self._changing = threading.Lock()
+        self._useless: OrderedDict[bytes, str] = OrderedDict()
+        """Keys whose objects no load can use, and the objects' versions: the next store replaces
+        them, and until then they are absent."""
+        self._versions: dict[int, str] = {}
+        """The version of the object that a thread receives."""
+        self._damaged = Throttle(log)
+        self._facts: bytes = b""
+        self._describe_at_s = 0.0
+        self._manifest: ManifestIndex | None = None
+        if options.manifest:
+            self._manifest = ManifestIndex(self._bucket, self._tag, options.ttl_s)
+
+    def __repr__(self) -> str:
+        return f"ObjectBackend({self._options.url!r}, {self._namespace!r})"
+
+    # ---- lookups -------------------------------------------------------------------------------
+
+    async def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Ask for each key, some at once; a key whose turn comes too late counts as absent."""
+        if self.is_closed:
+            return [False] * len(keys)
+        if not keys:
+            await self._on_lookup_threads(1, self._greet)
+            return []
+        manifest = self._manifest
+        if manifest is not None and manifest.is_complete:
+            return [key in manifest and key not in self._useless for key in keys]
+        until_s = time.monotonic() + LOOKUP_S
+
+        def look(i: int) -> bool:
+            if time.monotonic() > until_s:
+                self.count("lookup_late")
+                return False
+            return self.has(keys[i])
+
+        return await self._on_lookup_threads(len(keys), look)
+
+    def has(self, key: bytes) -> bool:
+        if self.is_closed:
+            return False
+        if self._manifest is not None and key in self._manifest:
+            return key not in self._useless
+        name = naming.chunk_name(self._tag, key)
+        try:
+            found = self._lookup_requests.ask(lambda: self._heads.head(name))
+        except (Failed, FileNotFoundError):
+            return False
+        return not self._is_expired(key, found) and self._useless.get(key) != found.version
+
+    async def _on_lookup_threads(self, items: int, work: Callable[[int], bool]) -> list[bool]:
+        answers = [False] * items
+
+        def attempt(i: int) -> bool:
+            try:
+                return work(i)
+            except Exception as error:
+                self.note_failure("read", error)
+                return False
+
+        def gave_up(left: int, first: bool) -> None:
+            self.count("lookup_late", left)
+
+        await self._lookups.fill(answers, attempt, gave_up)
+        return answers
+
+    def _greet(self, i: int) -> bool:
+        """Say early what is wrong with bucket or credentials; open connections."""
+        try:
+            self._lookup_requests.ask(self._heads.check)
+        except Failed:
+            return False  # it was counted, and said
+        return True
+
+    # ---- chunks --------------------------------------------------------------------------------
+
+    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
+        check_lengths(keys, chunks)
+        for key in keys:
+            check_key(key)
+        return await super().write(keys, chunks)
+
+    def load(self, key: bytes, into: memoryview) -> ReadResult:
+        try:
+            result = super().load(key, into)
+        finally:
+            version = self._versions.pop(threading.get_ident(), "")
+        if result is ReadResult.HIT:
+            self.count("read_ok")
+        elif result is ReadResult.CORRUPT:
+            self._damaged.warning("object: an object is not the chunk asked for; it is replaced")
+            self._note_useless(key, version)
+        elif result is ReadResult.MISSING and self._manifest is not None:
+            self._manifest.discard(key)
+        return result
+
+    def get(self, key: bytes, header: memoryview, into: memoryview) -> bool | ReadResult:
+        def transfer() -> bool:
+            with self._room("load", into.nbytes):
+                return self._receive(key, header, into)
+
+        try:
+            return self._reads.ask(transfer)
+        except FileNotFoundError:
+            return False
+        except Failed as failed:
+            return failed.failure.result
+
+    def put(self, key: bytes, header: bytes, chunk: memoryview) -> bool:
+        name, replace = naming.chunk_name(self._tag, key), key in self._useless
+
+        def transfer() -> bool:
+            with self._room("store", chunk.nbytes):
+                return self._bucket.put(name, [header, chunk], replace=replace)
+
+        try:
+            is_new = self._writes.ask(transfer)
+        except Failed:
+            return False
+        self.count("write_replaced" if replace else "write_ok" if is_new else "write_present")
+        if replace:
+            with self._changing:
+                self._useless.pop(key, None)
+        if self._manifest is not None:
+            self._manifest.add(key)
+        self._renew_facts()
+        return True
+
+    def delete(self, key: bytes) -> None:
+        try:
+            self._writes.ask(lambda: self._bucket.delete(naming.chunk_name(self._tag, key)))
+        except Failed:
+            return
+        if self._manifest is not None:
+            self._manifest.discard(key)
+
+    def interrupt(self, thread: int) -> None:
+        self._cancelled.add(thread)
+        self._in_flight.wake()
+
+    @contextlib.contextmanager
+    def _room(self, kind: Kind, nbytes: int) -> Iterator[None]:
+        """Wait for room for a chunk, and hold it."""
+        me = threading.get_ident()
+        self._cancelled.discard(me)
+        with self._in_flight.of(kind, nbytes, lambda: me in self._cancelled):
+            yield
+
+    def _receive(self, key: bytes, header: memoryview, into: memoryview) -> bool:
+        """Receive an object as far as it may be the chunk; return False for one that expired."""
+        until_s, me = time.monotonic() + self._options.timeout_s, threading.get_ident()
+        incoming = self._bucket.receive(naming.chunk_name(self._tag, key))
+        stored = incoming.stored
+        self._versions[me] = stored.version
+        if self._is_expired(key, stored):
+            return False
+        if stored.nbytes != len(header) + into.nbytes:
+            _receive_header(incoming, header)
+            return True
+        done = 0
+        for piece in incoming.pieces():
+            if me in self._cancelled:
+                raise Failed(CANCELLED)
+            if time.monotonic() > until_s:
+                raise Failed(TIMEOUT)
+            _place(piece, done, header, into)
+            done += len(piece)
+        if parse_header(header) == OTHER_VERSION:
+            self._note_useless(key, stored.version)
+        return True
+
+    def _is_expired(self, key: bytes, stored: Stored) -> bool:
+        if time.time() - stored.modified_s <= self._options.ttl_s:
+            return False
+        if self._useless.get(key) != stored.version:
+            self.count("expired")
+            self._note_useless(key, stored.version)
+        return True
+
+    def _note_useless(self, key: bytes, version: str) -> None:
+        with self._changing:
+            self._useless[key] = version
+            if len(self._useless) > _MOST_USELESS:
+                self._useless.popitem(last=False)
+
+    # ---- what it tells of itself ---------------------------------------------------------------
+
+    def usage(self) -> Usage:
+        """Return what is known without a listing: not how much the bucket has."""
+        kinds = (self._lookup_requests, self._reads, self._writes)
+        gauges = {
+            "up": int(not (self._lookup_requests.is_open or self._reads.is_open)),
+            "breakers_open": sum(kind.is_open for kind in kinds),
+            "inflight_bytes": self._in_flight.nbytes,
+        }
+        if self._manifest is not None:
+            gauges["manifest_keys"] = len(self._manifest)
+        return Usage(0, None, 0, gauges)
+
+    @property
+    def place(self) -> str:
+        """The bucket: a second tier in it would store each chunk twice."""
+        return f"{self._options.url} {self._options.endpoint}".strip()
+
+    def check_fit(self, chunk_bytes: int) -> None:
+        if chunk_bytes < SMALL_CHUNK_BYTES:
+            text = (
+                "object: chunks of %s: below 1 MiB requests decide speed and price, not bytes; "
+                "set blocks_per_chunk for chunks of 8 to 32 MiB"
+            )
+            log.warning(text, human_bytes(chunk_bytes))
+
+    async def describe(self, facts: Mapping[str, str]) -> None:
+        """Store the facts of the namespace, and again each day that chunks are stored."""
+        if self.is_closed:
+            return
+        self._facts = msgspec.json.encode(naming.Described(self._namespace, dict(facts)))
+        self._describe_at_s = time.monotonic() + _DESCRIBE_EVERY_S
+        await run_once(self._put_facts)
+
+    async def described(self) -> list[Described]:
+        """Look at a part of the bucket's names."""
+        return [] if self.is_closed else await self._apart(described, self._namespace)
+
+    async def diagnose(self) -> list[Finding]:
+        """Examine the bucket; then store and load, if nothing failed."""
+        findings = await self._apart(examine)
+        if not any(finding.verdict == "failed" for finding in findings):
+            findings += await throughput(self)
+        return findings
+
+    def _renew_facts(self) -> None:
+        if self._facts and time.monotonic() > self._describe_at_s:
+            self._describe_at_s = time.monotonic() + _DESCRIBE_EVERY_S
+            start_once(self._put_facts)
+
+    def _put_facts(self) -> None:
+        try:
+            self._bucket.put(naming.facts_name(self._tag), [self._facts], replace=True)
+        except Failed as failed:
+            log.debug("object: the facts of the namespace could not be stored: %s", failed)
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    async def closing(self) -> None:
+        if self._manifest is not None:
+            self._manifest.close()
+
+    def release(self) -> None:
+        self._lookups.close()
+        if self._manifest is not None:
+            self._manifest.join()
+
+
+def _receive_header(incoming: Incoming, header: memoryview) -> None:
+    """Receive the header alone, because the slot does not take what is behind it.
+
+    It stays zeros if the object is less than the chunk that it begins.
+    """
+    piece = next(incoming.pieces(), memoryview(b""))  # the rest is not received
+    found = parse_header(piece[: len(header)])
+    is_part = isinstance(found, Header) and (
+        found.header_bytes + found.payload_bytes != incoming.stored.nbytes
+    )
+    if len(piece) >= len(header) and not is_part:
+        header[:] = piece[: len(header)]
+
+
+def _place(piece: memoryview, at: int, header: memoryview, into: memoryview) -> None:
+    """Copy what arrived to its place in the header and the chunk behind it."""
+    front = header[at : at + len(piece)]
+    front[:] = piece[: len(front)]
+    rest, start = piece[len(front) :], max(0, at - len(header))
+    into[start : start + len(rest)] = rest

@@ -1,0 +1,250 @@
+"""The bucket as the client library serves it: requests with deadlines, and credentials.
+
+A request is sent once, without a retry. Credentials are read again while they are in use.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import obstore
+from obstore.exceptions import AlreadyExistsError
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from kvoffload.backends.object.failures import Failed, Failure, explained
+from kvoffload.backends.object.naming import PROBE
+from kvoffload.backends.object.options import ObjectOptions, Place, parse_url, read_secret
+from kvoffload.errors import ConfigError
+
+Store = S3Store | GCSStore | AzureStore
+PIECE_BYTES = 1 << 20
+"""What one step of a transfer receives: its copy keeps the GIL for 0.1 ms."""
+_CONNECT_S = 1.0
+_READ_AGAIN_S = 60.0
+_RENEWED_EARLY_S = 300.0
+"""The library asks for new credentials so long before the old ones expire."""
+_NAMES_A_DELETE = 1000
+
+
+class Stored(NamedTuple):
+    """An object, as a listing or an answer's headers tell."""
+
+    name: str
+    nbytes: int
+    modified_s: float
+    """Since the epoch, by the server's clock."""
+    version: str
+    """Differs from that of every earlier or later object of this name."""
+
+
+class Incoming:
+    """An object that begins to arrive: its size is known, its bytes come piece by piece."""
+
+    def __init__(self, found: Any) -> None:
+        self._found = found
+        self.stored = _stored(found.meta)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield the bytes; raises :class:`Failed`."""
+        with explained():
+            pieces = iter(self._found.stream(min_chunk_size=PIECE_BYTES))
+        while True:
+            with explained():
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            yield memoryview(piece)
+
+
+class Bucket:
+    """Requests to one bucket, below the prefix of a URL. Any thread may call the methods.
+
+    All raise :class:`Failed`, and FileNotFoundError for an object that is missing.
+
+    Args:
+        options: See :class:`ObjectOptions`.
+        timeout_s: of each request, up to its last byte.
+        retries: of a request that failed; 0 wherever an engine waits.
+
+    Raises:
+        ConfigError: a secret or certificate cannot be read, or the library refuses a setting.
+    """
+
+    def __init__(self, options: ObjectOptions, timeout_s: float, retries: int = 0) -> None:
+        self.place = parse_url(options.url)
+        self._store = _open(options, self.place, timeout_s, retries)
+
+    def check(self) -> None:
+        """Ask for an object that is not there; raises :class:`Failed` if there is no bucket."""
+        try:
+            self.receive(PROBE)
+        except FileNotFoundError:
+            return
+
+    def head(self, name: str) -> Stored:
+        """Return what is known of an object."""
+        with explained():
+            return _stored(obstore.head(self._store, name))
+
+    def receive(self, name: str) -> Incoming:
+        """Begin to receive an object."""
+        with explained():
+            return Incoming(obstore.get(self._store, name))
+
+    def fetch(self, name: str, most: int) -> bytes:
+        """Return a small object; raises :class:`Failed` for one of more bytes."""
+        incoming = self.receive(name)
+        if incoming.stored.nbytes > most:
+            raise Failed(Failure("refused_other", "the object is too large"))
+        return b"".join(incoming.pieces())
+
+    def put(self, name: str, parts: Sequence[bytes | memoryview], *, replace: bool) -> bool:
+        """Store an object from parts, whole, without a copy.
+
+        Returns:
+            False: there is one of this name already, and it stays. Never if ``replace``.
+        """
+        with explained():
+            try:
+                mode = "overwrite" if replace else "create"
+                # The parts of a multipart upload would be several requests, and stay after a crash.
+                obstore.put(self._store, name, list(parts), mode=mode, use_multipart=False)  # type: ignore[arg-type]
+            except AlreadyExistsError:
+                return False
+        return True
+
+    def delete(self, name: str) -> None:
+        """Delete an object, if it is there."""
+        try:
+            with explained():
+                obstore.delete(self._store, [name])
+        except FileNotFoundError:
+            return
+
+    def delete_all(self, names: Iterable[str]) -> int:
+        """Delete many objects in few requests where the provider can; return their number."""
+        deleted, batch = 0, list[str]()
+        for name in [*names, ""]:
+            if batch and (not name or len(batch) == _NAMES_A_DELETE):
+                try:
+                    with explained():
+                        obstore.delete(self._store, batch)
+                except FileNotFoundError:  # one was gone, which some providers call an error
+                    for each in batch:
+                        self.delete(each)
+                deleted += len(batch)
+                batch = []
+            batch.append(name)
+        return deleted
+
+    def list(self, prefix: str = "", after: str = "") -> Iterator[Stored]:
+        """Yield the objects below a folder of names, in the order of names."""
+        with explained():
+            batches = iter(
+                obstore.list(self._store, prefix or None, offset=after or None, chunk_size=1000)
+            )
+        while True:
+            with explained():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield from map(_stored, batch)
+
+
+def _stored(meta: Any) -> Stored:
+    modified_s = meta["last_modified"].timestamp()
+    return Stored(meta["path"], meta["size"], modified_s, f"{meta['e_tag']} {modified_s}")
+
+
+def _open(options: ObjectOptions, place: Place, timeout_s: float, retries: int) -> Store:
+    timeout = timedelta(seconds=timeout_s)
+    client: dict[str, Any] = {
+        "timeout": timeout,
+        "connect_timeout": min(timeout, timedelta(seconds=_CONNECT_S)),
+        "allow_http": options.endpoint.startswith("http://"),
+    }
+    if options.ca_file:
+        try:
+            client["root_certificate"] = Path(options.ca_file).read_bytes()
+        except OSError as error:
+            remedy = f"cannot be read: {error.strerror}"
+            raise ConfigError("ca_file", options.ca_file, remedy) from error
+    common = {
+        "prefix": place.prefix or None,
+        "client_options": client,
+        "retry_config": {"max_retries": retries, "retry_timeout": timeout},
+    }
+    make = {"s3": _s3, "gs": _gs, "az": _az}[place.provider]
+    failure = ""
+    try:
+        return make(options, place, common)
+    except ConfigError:
+        raise
+    except Exception as error:  # its text may have a secret
+        failure = type(error).__name__
+    field = "ca_file" if options.ca_file else "url"
+    remedy = f"the client library refuses it, an endpoint or a credential ({failure})"
+    raise ConfigError(field, getattr(options, field), remedy)
+
+
+def _s3(options: ObjectOptions, place: Place, common: dict[str, Any]) -> Store:
+    # Over TLS the body needs no second hash, and each chunk has a checksum of its own.
+    settings: dict[str, Any] = {"unsigned_payload": True}
+    if options.endpoint:
+        settings |= {"endpoint": options.endpoint, "virtual_hosted_style_request": False}
+    if options.region:
+        settings["region"] = options.region
+    if options.is_given("access_key"):
+
+        def credentials() -> dict[str, Any]:
+            return {
+                "access_key_id": read_secret(options, "access_key"),
+                "secret_access_key": read_secret(options, "secret_key"),
+                "token": read_secret(options, "token") or None,
+            }
+
+        settings["credential_provider"] = _renewed(credentials)
+    return S3Store(place.bucket, **settings, **common)
+
+
+def _gs(options: ObjectOptions, place: Place, common: dict[str, Any]) -> Store:
+    settings: dict[str, Any] = {"base_url": options.endpoint} if options.endpoint else {}
+    if options.is_given("secret_key"):
+        settings["service_account_key"] = read_secret(options, "secret_key")
+    if options.is_given("token"):
+        settings["credential_provider"] = _renewed(lambda: {"token": read_secret(options, "token")})
+    return GCSStore(place.bucket, **settings, **common)
+
+
+def _az(options: ObjectOptions, place: Place, common: dict[str, Any]) -> Store:
+    settings: dict[str, Any] = {"account_name": place.account}
+    if options.endpoint:
+        settings["endpoint"] = options.endpoint
+    for name, field in (("secret_key", "access_key"), ("token", "sas_token")):
+        if options.is_given(name):
+
+            def credentials(name: str = name, field: str = field) -> dict[str, Any]:
+                return {field: read_secret(options, name)}
+
+            settings["credential_provider"] = _renewed(credentials)
+    return AzureStore(place.bucket, **settings, **common)
+
+
+def _renewed(read: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    """Return what the library calls for credentials: it reads them each minute, and now once."""
+    read()  # an unreadable secret is an error at start
+
+    def credentials() -> dict[str, Any]:
+        lives = timedelta(seconds=_READ_AGAIN_S + _RENEWED_EARLY_S)
+        return {**read(), "expires_at": datetime.now(UTC) + lives}
+
+    return credentials
+
+
+def proxy() -> str:
+    """Return the environment variable of a proxy that requests go through; empty without one."""
+    names = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")
+    both = [*names, *(name.lower() for name in names)]
+    return next((name for name in both if os.environ.get(name)), "")

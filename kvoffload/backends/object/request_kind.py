@@ -1,0 +1,89 @@
+"""One kind of request to a bucket: counted, explained once, given up while most of them fail."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+from kvoffload.backends.object.failures import BREAKER_OPEN, BUSY, CANCELLED, Failed, Failure
+from kvoffload.backends.object.share_breaker import ShareBreaker
+
+log = logging.getLogger(__name__)
+
+Verb = Literal["lookup", "read", "write"]
+SAY_AGAIN_S = 3600.0
+"""A failure of one reason is logged again after so long."""
+T = TypeVar("T")
+
+
+class Requests:
+    """Sends requests of one kind, as long as enough of them are answered. Thread-safe.
+
+    Args:
+        verb: the kind.
+        count: told the counter of each failure: ``read_lost_timeout``, ``refused_forbidden``.
+        ask_for_reason: sends a request whose failure has more to tell than that of a HEAD.
+    """
+
+    def __init__(
+        self, verb: Verb, count: Callable[[str], None], ask_for_reason: Callable[[], None]
+    ) -> None:
+        self._verb, self._count, self._ask_for_reason = verb, count, ask_for_reason
+        self._breaker = ShareBreaker()
+        self._saying = threading.Lock()
+        self._said_s: dict[str, float] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the breaker is open: no request is sent but one now and then."""
+        return self._breaker.is_open
+
+    def ask(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns; FileNotFoundError passes, as an answer.
+
+        Raises:
+            Failed: the request failed, or was not sent.
+        """
+        if not self._breaker.admits():
+            self._count(f"{self._verb}_{BREAKER_OPEN.reason}")
+            raise Failed(BREAKER_OPEN)
+        try:
+            answer = work()
+        except FileNotFoundError:
+            self._succeeded()
+            raise
+        except Failed as failed:
+            self._failed(failed.failure)
+            raise
+        self._succeeded()
+        return answer
+
+    def _succeeded(self) -> None:
+        if self._breaker.succeeded():
+            log.warning("object: the bucket answers again (%ss)", self._verb)
+            with self._saying:
+                self._said_s.clear()
+
+    def _failed(self, failure: Failure) -> None:
+        is_answer = failure.reason.startswith("refused_")
+        self._count(failure.reason if is_answer else f"{self._verb}_{failure.reason}")
+        if failure in (CANCELLED, BUSY):
+            return  # the bucket was not asked
+        opened = self._breaker.failed(at_once=failure.is_lasting)
+        if opened or failure.is_lasting:
+            self._say(failure)
+
+    def _say(self, failure: Failure) -> None:
+        now = time.monotonic()
+        with self._saying:
+            if now < self._said_s.get(failure.reason, -SAY_AGAIN_S) + SAY_AGAIN_S:
+                return
+            self._said_s[failure.reason] = now
+        if failure.is_vague:
+            try:
+                self._ask_for_reason()
+            except Failed as more:
+                failure = more.failure
+        text = "object: %ss pause, until the bucket answers again: %s; %s"
+        log.warning(text, self._verb, failure, failure.remedy)

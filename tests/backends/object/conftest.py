@@ -1,0 +1,19 @@
+"""A real S3 server for the tests of a session, and a bucket for each test."""
+
+import pytest
+
+from tests.support.moto import moto_server
+
+
+@pytest.fixture(scope="session")
+def s3():
+    pytest.importorskip("obstore", reason="obstore is not installed: the extra object has it")
+    pytest.importorskip("moto", reason="moto is not installed: the extra dev has it")
+    with moto_server() as server:
+        yield server
+
+
+@pytest.fixture
+def options(s3):
+    """Settings of a tier in an empty bucket."""
+    return s3.options()

@@ -1,0 +1,134 @@
+"""What operators do with a bucket: look, remove, verify, examine; on a real S3 server."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kvoffload import open_backend
+from kvoffload.backends.admin import Check, Garbage
+from kvoffload.backends.object.naming import chunk_name, namespace_tag
+from kvoffload.cli.main import main
+from kvoffload.errors import ConfigError
+from kvoffload.testing.backends import filled, keys_of, slots
+from tests.support.s3_stand_in import MISSING, Answer, S3StandIn, error
+
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "object.md"
+NAMESPACES = ("a" * 40, "b" * 40)
+
+
+@pytest.fixture
+async def stores(options):
+    """Two namespaces in one bucket, with three chunks each; beside an object that is none."""
+    opened = [open_backend("object", options, name) for name in NAMESPACES]
+    for backend in opened:
+        await backend.describe({"model": "m"})
+        assert all(await backend.write(keys_of(3), filled(keys_of(3))))
+    opened[0]._bucket.put("ab/foreign/object", [b"x"], replace=True)
+    yield opened
+    for backend in opened:
+        await backend.close()
+
+
+async def chunks_of(backend):
+    return {each.namespace: each.chunks for each in (await backend.survey()).held}
+
+
+async def test_a_survey_counts_chunks_and_bytes_of_each_namespace(stores):
+    survey = await stores[0].survey()
+    assert [each.namespace for each in survey.held] == sorted(
+        NAMESPACES, key=namespace_tag
+    )  # fmt: skip
+    for each in survey.held:
+        assert (each.chunks, each.stored_bytes) == (3, 3 * (65536 + 256))
+        assert each.facts == {"model": "m"}
+        assert 604000 < each.expires_s <= 604800
+
+
+async def test_gc_removes_one_namespace_or_old_chunks(stores, options):
+    one, two = stores
+    dry = await one.collect(Garbage(namespace="b" * 8, dry_run=True))
+    assert dry.figures == {"dry_run": True, "removed": 3, "freed_bytes": 3 * 65792}
+    assert await chunks_of(one) == dict.fromkeys(NAMESPACES, 3)
+    assert (await one.collect(Garbage(unused_s=3600))).figures["removed"] == 0
+    await one.collect(Garbage(namespace="b" * 8))
+    assert await chunks_of(one) == {NAMESPACES[0]: 3}
+    assert await two.read(keys_of(1), slots(1)) == [False]
+    assert await one.read(keys_of(1), slots(1)) == [True]
+    with pytest.raises(ConfigError, match="no such namespace"):
+        await one.collect(Garbage(namespace="c" * 8))
+    assert (await one.collect(Garbage(unused_s=0))).figures["removed"] == 3
+    assert one._bucket.head("ab/foreign/object").nbytes == 1
+
+
+async def test_purge_removes_a_namespace_with_its_facts(stores):
+    assert await stores[0].purge([NAMESPACES[0]]) == 3
+    assert await chunks_of(stores[1]) == {NAMESPACES[1]: 3}
+
+
+async def test_verify_finds_and_removes_damage(stores):
+    backend, tag, (key, other, _) = stores[0], namespace_tag(NAMESPACES[0]), keys_of(3)
+    assert (await backend.verify(Check())).is_sound
+    chunk = bytearray(backend._bucket.fetch(chunk_name(tag, key), 1 << 20))
+    backend._bucket.put(chunk_name(tag, other), [bytes(chunk)], replace=True)
+    chunk[-1] ^= 1
+    backend._bucket.put(chunk_name(tag, key), [bytes(chunk)], replace=True)
+    found = await backend.verify(Check(repair=True))
+    assert not found.is_sound
+    assert found.figures["reasons"] == {"corrupt_payload": 1, "corrupt_key": 1}
+    assert (await backend.verify(Check())).is_sound
+    assert (await chunks_of(backend))[NAMESPACES[0]] == 1
+
+
+async def test_doctor_finds_a_fit_bucket(stores):
+    findings = await stores[0].diagnose()
+    found = {each.check: each.verdict for each in findings}
+    assert found.pop("throughput") != "failed"  # how fast a busy machine is says little
+    found.pop("latency"), found.pop("proxy", None)
+    checks = {"reachable", "rights", "create-only", "clock", "lifecycle", "encryption"}
+    assert found == dict.fromkeys(checks, "ok"), findings
+    assert (await chunks_of(stores[0])) == dict.fromkeys(NAMESPACES, 3), "it left its chunks"
+
+
+@pytest.mark.parametrize(
+    ("answer", "check", "remedy"),
+    [
+        (lambda verb, path: error(403, "AccessDenied"), "reachable", "s3:ListBucket"),
+        (lambda verb, path: error(404, "NoSuchBucket"), "reachable", "create it"),
+        (
+            lambda verb, path: MISSING if verb == "GET" else error(403, "AccessDenied"),
+            "right to write",
+            "s3:PutObject",
+        ),
+        (lambda verb, path: Answer(301), "reachable", "set region"),
+    ],
+)
+async def test_doctor_says_what_is_wrong(answer, check, remedy):
+    with S3StandIn(answer) as server:
+        backend = open_backend("object", server.options(timeout_s=0.5), "n")
+        failed = [each for each in await backend.diagnose() if each.verdict == "failed"]
+        await backend.close()
+    assert [each.check for each in failed] == [check]
+    assert remedy in failed[0].remedy
+
+
+def test_the_commands_take_the_url_of_a_bucket(options, capsys, monkeypatch):
+    words = [word for name, value in options.items() if name != "url"
+             for word in ("-o", f"{name}={value}")]  # fmt: skip
+    for command in (["inspect"], ["verify"], ["gc", "--older-than", "9d", "--yes"]):
+        monkeypatch.setattr("sys.argv", ["kvoffload", *command, options["url"], *words, "--json"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+        assert json.loads(capsys.readouterr().out)
+
+
+def test_the_guide_names_the_rights_and_settings_that_there_are():
+    text = GUIDE.read_text()
+    for block in re.findall(r"```json\n(.*?)```", text, re.DOTALL):
+        assert json.loads(block)
+    (extras,) = re.findall(r"kvoffload\[(.*?)\]", text)
+    project = tomllib.loads((GUIDE.parents[2] / "pyproject.toml").read_text())["project"]
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])

@@ -1,0 +1,80 @@
+"""Manifests: engines learn from each other what is stored, and lookups send no request."""
+
+import time
+
+import pytest
+
+from kvoffload import open_backend
+from kvoffload.backends.object import manifest_index
+from kvoffload.backends.object.bucket import Bucket
+from kvoffload.backends.object.manifest_index import ManifestIndex
+from kvoffload.backends.object.options import ObjectOptions
+from kvoffload.testing.backends import filled, keys_of, slots
+from tests.support.s3_stand_in import S3StandIn, error
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(manifest_index, "EVERY_S", 0.05)
+
+
+async def test_lookups_send_no_request_and_find_what_another_engine_stored(options, until):
+    options["manifest"] = True
+    one, two, keys = (*(open_backend("object", options, "n") for _ in range(2)), keys_of(6))
+    until(lambda: one._manifest.is_complete and two._manifest.is_complete)
+    assert await one.write(keys[:3], filled(keys[:3])) == [True] * 3
+    assert await one.contains(keys) == [True] * 3 + [False] * 3
+    asked = []
+    two._heads.head = asked.append
+    until(lambda: len(two._manifest) == 3)
+    assert await two.contains(keys) == [True] * 3 + [False] * 3
+    assert asked == []
+    assert await two.read(keys[:3], slots(3)) == [True] * 3
+    await one.remove(keys[:1])
+    assert await one.contains(keys[:1]) == [False]
+    assert await two.read(keys[:1], slots(1)) == [False]
+    assert await two.contains(keys[:1]) == [False], "a load missed it"
+    await one.close()
+    await two.close()
+    late = open_backend("object", options, "n")
+    until(lambda: late._manifest.is_complete)
+    assert await late.contains(keys[1:3]) == [True] * 2
+    await late.close()
+
+
+def bucket_of(options):
+    return Bucket(ObjectOptions(**options), 5.0)
+
+
+def test_what_is_told_at_the_end_reaches_the_next_reader(options, until):
+    index = ManifestIndex(bucket_of(options), "a" * 16, 3600, every_s=600)
+    index.add(b"key")
+    index.close()
+    index.join()
+    again = ManifestIndex(bucket_of(options), "a" * 16, 3600, every_s=600)
+    until(lambda: again.is_complete)
+    assert b"key" in again
+    again.close()
+    again.join()
+
+
+def test_foreign_and_old_manifests_are_passed_over(options, until):
+    bucket, folder = bucket_of(options), f"manifests/{'a' * 16}"
+    now = int(time.time() // 60)
+    bucket.put(f"{folder}/{now:010d}-{'0' * 16}", [b"6b31\nzz\n\n6B\n" + b"6" * 999], replace=True)
+    bucket.put(f"{folder}/{now - 100:010d}-{'1' * 16}", [b"6b32"], replace=True)
+    bucket.put(f"{folder}/{now:010d}-other", [b"6b33"], replace=True)
+    index = ManifestIndex(bucket, "a" * 16, 3600, every_s=600)
+    until(lambda: index.is_complete)
+    assert (len(index), b"k1" in index) == (1, True)
+    index.close()
+    index.join()
+
+
+async def test_a_bucket_that_refuses_manifests_costs_lookups_by_request():
+    with S3StandIn(lambda verb, path: error(403, "AccessDenied")) as server:
+        options = server.options(manifest=True, timeout_s=0.5)
+        backend = open_backend("object", options, "n")
+        assert await backend.contains(keys_of(2)) == [False] * 2
+        assert "HEAD" in {verb for verb, _ in server.asked}
+        await backend.close()
