@@ -14,15 +14,15 @@ from kvoffload.demo.demo_report import problems
 from kvoffload.demo.engine_process import DemoError, EngineProcess
 from kvoffload.demo.showcase import DemoOptions, num_requests
 
-COMMAND = [sys.executable, "-c", "from kvoffload.cli.main import main; main()", "demo"]
+DEMO = ["-c", "from kvoffload.cli.main import main; main()", "demo"]
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory):
+def quick(tmp_path_factory, python):
     """Exit code, report and output folder of one quick demo."""
     out = tmp_path_factory.mktemp("demo")
     done = subprocess.run(
-        [*COMMAND, "--quick", "--json", "--out", str(out)],
+        [*python, *DEMO, "--quick", "--json", "--out", str(out)],
         capture_output=True,
         text=True,
         timeout=240,
@@ -116,18 +116,18 @@ def test_the_quick_form_shows_no_speed_ups(shown):
         (("--out", "/proc"), "out = '/proc': cannot be written"),
     ],
 )
-def test_what_the_demo_cannot_use_is_named_before_it_runs(words, message):
+def test_what_the_demo_cannot_use_is_named_before_it_runs(python, words, message):
     done = subprocess.run(
-        [*COMMAND, *words], capture_output=True, text=True, timeout=240, check=False
+        [*python, *DEMO, *words], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_device_that_is_not_there_is_wrong_usage(tmp_path):
+def test_a_device_that_is_not_there_is_wrong_usage(python, tmp_path):
     done = subprocess.run(
-        [*COMMAND, "--quick", "--device", "cuda:99", "--out", str(tmp_path / "out")],
+        [*python, *DEMO, "--quick", "--device", "cuda:99", "--out", str(tmp_path / "out")],
         capture_output=True,
         text=True,
         timeout=240,
@@ -137,10 +137,10 @@ def test_a_device_that_is_not_there_is_wrong_usage(tmp_path):
     assert "device" in done.stderr
 
 
-def test_an_engine_that_ends_is_told_as_an_error(tmp_path):
+def test_an_engine_that_ends_is_told_as_an_error(python, tmp_path):
     words = ["--quick", "--device", "meta", "--out", str(tmp_path / "out")]
     done = subprocess.run(
-        [*COMMAND, *words], capture_output=True, text=True, timeout=240, check=False
+        [*python, *DEMO, *words], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 1
     assert "kvoffload demo: " in done.stderr

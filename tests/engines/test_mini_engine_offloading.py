@@ -32,7 +32,7 @@ from tests.support.workloads import (
 
 RANDOM, DAMAGED, MISBEHAVING, WITHOUT_HOST = 120, 40, 20, 20
 """Workloads of each kind."""
-PER_TEST = 40
+PER_TEST = 20
 
 
 @pytest.fixture

@@ -109,7 +109,10 @@ def ended(pid: int, connection: socket.socket) -> int:
 
 def run(words: list[str]) -> None:
     """Do what Python does with these words."""
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # Not those of the server, which remember what its descriptors were.
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - as long as the process
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     if words[0] == "-c":
         sys.argv = ["-c", *words[2:]]
         sys.modules["__main__"] = main = types.ModuleType("__main__")

@@ -6,6 +6,7 @@ import pytest
 from disk_parts import open_disk, until, write
 
 from kvoffload.backends.disk import expiry as disk_expiry
+from kvoffload.backends.disk import housekeeper as disk_housekeeper
 from kvoffload.testing.backends import keys_of
 from kvoffload.testing.indexes import followed
 
@@ -32,7 +33,8 @@ async def test_an_index_without_a_reader_keeps_no_changes(tmp_path):
     await backend.close()
 
 
-async def test_what_another_process_stores_and_removes_is_listed(tmp_path):
+async def test_what_another_process_stores_and_removes_is_listed(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_housekeeper, "_TICK_S", 0.1)
     one, two, keys = open_disk(tmp_path / "kv"), open_disk(tmp_path / "kv"), keys_of(4)
     copy = Copy(two)
     assert copy.has([])

@@ -27,6 +27,7 @@ FULL = {"capacity": ByteSize(8 * ON_DISK), "high_watermark": 1.0, "low_watermark
 @pytest.mark.parametrize("what", ["files", "folders"])
 async def test_chunks_that_a_person_removed_are_no_longer_counted(tmp_path, monkeypatch, what):
     monkeypatch.setattr(disk_housekeeper, "_ALONE_SCAN_S", 0.2)
+    monkeypatch.setattr(disk_housekeeper, "_TICK_S", 0.1)
     backend = open_disk(tmp_path, **FULL)
     keys, new = keys_of(8), keys_of(8, "new")
     assert await write(backend, keys) == [True] * 8
