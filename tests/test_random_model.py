@@ -14,7 +14,7 @@ SHORT, LONG = range(3), range(3, 123)
 @pytest.mark.parametrize(
     ("seed", "seconds"),
     [
-        *((seed, 3.0) for seed in SHORT),
+        *((seed, 2.0) for seed in SHORT),
         *(pytest.param(seed, 6.0, marks=pytest.mark.chaos) for seed in LONG),
     ],
 )

@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from rich.console import Console
 
+from kvoffload.cli import top
 from kvoffload.cli.top import _lines, _shown, of_page
 from kvoffload.connectors.local import LocalConnector
 from tests.cli.test_main import kvoffload
@@ -236,7 +237,9 @@ def slow(answer):
     ],
     ids=["no number", "NaN", "long", "long lines", "tiers", "endless", "slow"],
 )
-def test_a_hostile_page_neither_hangs_it_nor_is_a_traceback(page, told):
+def test_a_hostile_page_neither_hangs_it_nor_is_a_traceback(page, told, monkeypatch):
+    monkeypatch.setattr(top, "TIMEOUT_S", 2.0)
+
     class Page(BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
