@@ -100,7 +100,8 @@ class Orders:
             order.error = error
         if order.result is not None or order.error is not None:
             with self._lock:
-                self.order = None
+                if self.order is order:  # and not the next one, after its time was over
+                    self.order = None
             order.ended.set()
 
 

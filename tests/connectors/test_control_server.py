@@ -294,6 +294,32 @@ def test_an_order_that_takes_too_long_is_said(run, start, monkeypatch):
     assert sock.ask(Clear()).error == "not done after 0.2 s; what has begun goes on"
 
 
+def test_a_step_that_outlasts_its_order_does_not_end_the_next_one():
+    """The operator of the next order was told that the engine takes no step."""
+    orders, has_begun, goes_on = Orders(), threading.Event(), threading.Event()
+
+    def slow():
+        has_begun.set()
+        goes_on.wait(10.0)
+        yield "late"
+
+    def impatient():
+        with pytest.raises(Refused, match="not done"):
+            orders.carry_out(slow(), 0.5)
+
+    engine = threading.Thread(target=lambda: [orders.step(), orders.step()])
+    first = threading.Thread(target=impatient)
+    first.start()
+    while orders.order is None:
+        time.sleep(0.001)
+    engine.start()
+    assert has_begun.wait(10.0)
+    first.join()
+    orders.wake = goes_on.set
+    assert orders.carry_out(iter(("done",)), 10.0) == "done"
+    engine.join()
+
+
 def test_an_order_that_raises_is_told_and_ends(run, start):
     class Broken(Stub):
         def clear(self, tier):
