@@ -1,7 +1,6 @@
 """Settings: frozen structs, strict; an unknown key or a bad value is an error at start."""
 
 import difflib
-import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, overload
@@ -69,7 +68,11 @@ _AtLeastOne = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 1})]
 _Share = Annotated[float, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": 1})]
 WAITING_SHARE = 0.9
 """The default of ``waiting_share``."""
-_Seconds = Annotated[float, msgspec.Meta(extra_json_schema={"exclusiveMinimum": 0})]
+_LONGEST_S = 1e9
+"""A call of a lock or a queue refuses to wait longer than some ten times this."""
+_Seconds = Annotated[
+    float, msgspec.Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": _LONGEST_S})
+]
 
 
 def human_bytes(count: float) -> str:
@@ -178,8 +181,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         if not 0 <= self.hint_share <= 1:
             raise ConfigError("hint_share", self.hint_share, "must be 0 to 1")
         for name in ("load_timeout_s", "store_timeout_s", "lookup_timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                remedy = "must be a positive, finite number of seconds"
+            if not 0 < getattr(self, name) <= _LONGEST_S:
+                remedy = f"must be a positive, finite number of seconds, at most {_LONGEST_S:g}"
                 raise ConfigError(name, getattr(self, name), remedy)
         if self.metrics_port is not None and not 1 <= self.metrics_port <= 65535:
             raise ConfigError("metrics_port", self.metrics_port, "must be 1 to 65535, or null")
