@@ -73,8 +73,9 @@ _LASTING: tuple[tuple[tuple[str, ...], str, str], ...] = (
      "there is no such bucket: create it, or correct url, region and endpoint"),
     (("AccessDenied", "AllAccessDisabled", "AuthorizationFailure", "InsufficientAccountPermissions",
       "AuthorizationPermissionMismatch", "Forbidden"), "refused_forbidden",
-     "grant read, write and list of the bucket (s3:GetObject, s3:PutObject, s3:ListBucket): "
-     "without the right to list, S3 refuses requests for objects that are missing"),
+     "the credentials are wrong or lack a right: grant read, write and list of the bucket "
+     "(s3:GetObject, s3:PutObject, s3:ListBucket); without the right to list, S3 refuses requests "
+     "for objects that are missing"),
 )  # fmt: skip
 """Codes of answers, the reason that they stand for, and the remedy."""
 _BY_REASON = {reason: remedy for _, reason, remedy in _LASTING}
