@@ -74,6 +74,8 @@ QUEUE_KEPT_BYTES = _gauge("queue_kept_bytes", "", "bytes",
     "Bytes of host memory that are kept for them.")
 QUEUE_CHUNKS = _counter("queue_chunks", "result", "chunks",
     "Chunks that were kept for queued requests, read early, read early in vain, or given up.")
+RETURN_CHUNKS = _counter("return_chunks", "result", "chunks",
+    "Chunks of sessions that said when they return: told, there at the return, lost, or overdue.")
 LOOKUPS = _counter("lookups", "tier result", "chunks, lookups",
     "Chunks found by tier; lookups that ended with a miss, or have no answer yet.")
 HIT_TOKENS = _counter("hit_tokens", "tier", "tokens",

@@ -9,7 +9,10 @@ from functools import partial
 from heapq import heappop, heappush
 
 from kvoffload.messages import OffloadKey
+from kvoffload.metrics.names import RETURN_CHUNKS
+from kvoffload.metrics.samples import Registry
 from kvoffload.offload.base import ReqContext
+from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.waiting import WaitingQueue
 
 MOST_CHUNKS = 1 << 16
@@ -28,19 +31,22 @@ class ComingSessions:
 
     Args:
         queue: of requests.
+        host: host memory, whose clock counts.
         read_s: returns how long reading chunks takes.
-        now_s: a clock; only differences count.
+        figures: counts the chunks of sessions.
     """
 
     def __init__(
         self,
         queue: WaitingQueue,
+        host: HostCache,
         read_s: Callable[[Sequence[OffloadKey]], float],
-        now_s: Callable[[], float],
+        figures: Registry,
     ) -> None:
         self._queue = queue
+        self._host = host
         self._read_s = read_s
-        self._now_s = now_s
+        self._counts = figures.counter(RETURN_CHUNKS, "told", "kept", "lost", "overdue")
         self.times: list[tuple[float, int, bytes]] = []
         """A heap: when something is to be done for the session with this number and name."""
         self._sessions: dict[bytes, tuple[int, float, Sequence[OffloadKey]]] = {}
@@ -55,7 +61,8 @@ class ComingSessions:
             return
         self._number += 1
         self._num_chunks += len(keys)
-        due_s = self._now_s() + in_s
+        self._counts["told"] += len(keys)
+        due_s = self._host.now_s() + in_s
         self._sessions[name] = self._number, due_s, keys
         begins_s = due_s - max(LEAST_LEAD_S, MARGIN * self._read_s(keys))
         heappush(self.times, (begins_s, self._number, name))
@@ -70,21 +77,36 @@ class ComingSessions:
             self._num_chunks -= len(keys)
             self._queue.leave(_request_id(number))
 
-    def began(self, name: bytes, keys: Sequence[OffloadKey]) -> None:
-        """Note a request with these chunks, of the session of this name if it has one."""
-        if self._sessions:
-            for coming in {name, *self._sessions.keys() & set(keys)}:
-                self.forget(coming)
+    def told(self, name: bytes, keys: Sequence[OffloadKey]) -> dict[bytes, Sequence[OffloadKey]]:
+        """Return the awaited sessions, with their chunks, that a request may be of.
+
+        Args:
+            name: of the request's session.
+            keys: its chunks: the last one of an earlier prompt names a session without a name.
+        """
+        names = {name, *self._sessions.keys() & set(keys)} if self._sessions else ()
+        return {each: self._sessions[each][2] for each in names if each in self._sessions}
+
+    def began(self, name: bytes, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Note a request as the return of its sessions; return what these had told."""
+        came = self.told(name, keys)
+        for session, told in came.items():
+            num_kept = sum(map(self._host.is_ready, told))
+            self._counts["kept"] += num_kept
+            self._counts["lost"] += len(told) - num_kept
+            self.forget(session)
+        return [key for told in came.values() for key in told]
 
     def serve(self) -> None:
         """Do what is due."""
-        now_s = self._now_s()
+        now_s = self._host.now_s()
         while self.times and self.times[0][0] <= now_s:
             _, number, name = heappop(self.times)
             known, due_s, keys = self._sessions.get(name, (0, 0.0, ()))
             if known != number:
                 continue  # it has begun, or said something else
             if now_s >= due_s + LATE_S:
+                self._counts["overdue"] += len(keys)
                 self.forget(name)
                 continue
             self._queue.add(partial(tuple, keys), ReqContext(_request_id(number)), "")

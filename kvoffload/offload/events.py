@@ -16,6 +16,8 @@ NOT_WANTED = "not_wanted"
 OTHER_NAMESPACE = "other_namespace"
 EVICTED_WHILE_WAITING = "evicted_while_waiting"
 """Host memory had it when the request came, and needed its slot before the request's turn."""
+EVICTED_BEFORE_RETURN = "evicted_before_return"
+"""The request's session had said that it returns, and host memory evicted the chunk before."""
 REMEMBERED_MISSES = 1 << 15
 """Chunks whose reasons are remembered."""
 MAX_EVENTS = 1 << 16

@@ -34,6 +34,7 @@ from kvoffload.offload.early_reads import EarlyReads
 from kvoffload.offload.events import (
     CPU,
     DROPPED,
+    EVICTED_BEFORE_RETURN,
     EVICTED_WHILE_WAITING,
     NOT_ADMITTED,
     NOT_WANTED,
@@ -135,7 +136,7 @@ class TieredOffloadingManager(OffloadingManager):
             self.figures,
         )
         self.waiting.read_more = self._early.read_more
-        self.coming = ComingSessions(self.waiting, self._read_s, host.now_s)
+        self.coming = ComingSessions(self.waiting, host, self._read_s, self.figures)
         """Sessions that said when they return."""
         self.returns = Returns(host, self.coming)
         """What ended requests said of that; connectors tell it the stores."""
@@ -189,7 +190,11 @@ class TieredOffloadingManager(OffloadingManager):
             for i, key in enumerate(keys):
                 if found[i] == Reason.EVICTED and key in was_here:
                     found[i] = EVICTED_WHILE_WAITING
-        return found
+        told = self.returns.told(keys, self.hints(req_context), request_id(req_context))
+        return [
+            EVICTED_BEFORE_RETURN if where == Reason.EVICTED and key in told else where
+            for where, key in zip(found, keys, strict=True)
+        ]
 
     # ---- loads ----
 
@@ -451,7 +456,7 @@ class TieredOffloadingManager(OffloadingManager):
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         if self._admission is not None:
             self._admission.see(keys, request_id(req_context))
-        if req_context is not None and req_context.kv_transfer_params:
+        if req_context is not None and (req_context.kv_transfer_params or self.returns.are_told):
             self.returns.began(keys, self.hints(req_context), req_context.req_id)
         self._host.touch(keys[::-1])
 

@@ -32,6 +32,8 @@ class Returns:
         """Whether a request has said when its session returns, so far."""
         # Request → its leading chunks that other requests had left when it came.
         self._found: OrderedDict[str, int] = OrderedDict()
+        self._came: OrderedDict[str, list[OffloadKey]] = OrderedDict()
+        """Request → what its session had told, of requests that returned."""
         self.is_telling = False
         """Whether there are stores to tell."""
         self.to_tell: deque[ToldReturn] = deque()
@@ -40,10 +42,15 @@ class Returns:
 
     def began(self, keys: Sequence[OffloadKey], hints: Hints, req_id: str) -> None:
         """Note a request before its chunks count as used, head first."""
-        if hints.returns_s is None or not keys:
+        if not keys or not (self.are_told or hints.returns_s is not None):
             return
         self.are_told = True
-        self._coming.began(_name(hints, keys), keys)
+        if came := self._coming.began(_name(hints, keys), keys):
+            self._came[req_id] = came
+            if len(self._came) > REMEMBERED_REQUESTS:
+                self._came.popitem(last=False)
+        if hints.returns_s is None:
+            return
         claims = self._host.returns
         if claims.has_claim(_name(hints, keys)) or any(map(claims.has_claim, keys)):
             return  # what it finds is its own
@@ -52,9 +59,17 @@ class Returns:
         if len(self._found) > REMEMBERED_REQUESTS:
             self._found.popitem(last=False)
 
+    def told(self, keys: Sequence[OffloadKey], hints: Hints, req_id: str) -> set[OffloadKey]:
+        """Return the chunks that a request's session had told to be needed about now."""
+        if not keys or not self.are_told:
+            return set()
+        awaited = self._coming.told(_name(hints, keys), keys)
+        return {*self._came.get(req_id, ()), *(key for told in awaited.values() for key in told)}
+
     def ended(self, keys: Sequence[OffloadKey], hints: Hints, req_id: str) -> None:
         """Let the request's chunks be ordered by what it says of its session's return."""
         found = self._found.pop(req_id, 0)
+        self._came.pop(req_id, None)
         if not keys or not (self.are_told or hints.returns_s is not None):
             return
         self.are_told = True
@@ -81,6 +96,7 @@ class Returns:
     def clear(self) -> None:
         """Tell stores nothing of what host memory has forgotten."""
         self._found.clear()
+        self._came.clear()
         self.take_told()
 
 

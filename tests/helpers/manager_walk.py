@@ -394,6 +394,8 @@ class Walk(ManagerTruth):
         """End everything: no slot may be lost, and nothing stay that was kept."""
         while self.queued:
             self.abort(0)
+        self.now_s += 1e6  # sessions that were to return are late
+        self.manager.serve_queue()
         assert not self.manager._host.claims
         assert not self.manager.waiting.requests
         self.take_transfers()

@@ -1,7 +1,7 @@
 """Sessions that say when they return: when their chunks are read, and when no more."""
 
 import pytest
-from manager_parts import Store, keys, new_manager
+from manager_parts import Store, figures, keys, new_manager, put
 
 from kvoffload.config import KNOWN_HINTS
 from kvoffload.offload import coming_sessions
@@ -129,3 +129,23 @@ def test_a_session_whose_requests_load_from_no_tier_is_not_awaited(clock):
     manager = manager_of(chunks)
     request(manager, "1", chunks, returns_in_s=3, max_load_tokens=0)
     assert reads(manager, clock, 110) == []
+
+
+@pytest.mark.parametrize("hint", [{"session": "a"}, {}])
+def test_what_became_of_the_chunks_of_a_session_is_counted_and_explained(clock, hint):
+    chunks, manager = keys("p", 12), new_manager(16, waiting_share=0.9)
+    put(manager, chunks)
+    request(manager, "1", chunks, returns_in_s=30, **hint)
+    put(manager, keys("running", 8))
+    longer = [*chunks, *keys("q", 1)]
+    again = ReqContext("2", {"kvoffload": hint} if hint else None)
+    said = manager.explain(longer, again)
+    assert said == ["CPU"] * 8 + ["evicted_before_return"] * 4 + ["never_stored"]
+    manager.touch(longer, again)
+    assert manager.explain(longer, again) == said
+    assert "evicted" in manager.explain(longer, ReqContext("another"))
+    manager.retire(longer, again)
+    request(manager, "3", chunks, returns_in_s=3, **hint)
+    reads(manager, clock, 110)
+    counts = figures(manager)["return_chunks"]
+    assert counts == {"told": 24, "kept": 8, "lost": 4, "overdue": 12}
