@@ -15,6 +15,7 @@ from kvoffload.backends.base import ReadResult, check_lengths
 from kvoffload.backends.blocking_pool import run_once, undisturbed
 from kvoffload.backends.counted import CountedBackend, Kind
 from kvoffload.backends.frames import Frames
+from kvoffload.backends.header import COMPACT_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +41,21 @@ class AsyncBackend(CountedBackend, ABC):
         at_once: chunks in flight, over all calls.
         close_s: how long :meth:`close` waits for chunks in flight.
         name: of the store, for the log; by default that of the class.
+        header_bytes: of each chunk: :data:`~kvoffload.backends.header.ALIGNED_BYTES` for files
+            of the disk tier's format.
     """
 
     def __init__(
-        self, namespace: str, *, at_once: int = 16, close_s: float = 5.0, name: str = ""
+        self,
+        namespace: str,
+        *,
+        at_once: int = 16,
+        close_s: float = 5.0,
+        name: str = "",
+        header_bytes: int = COMPACT_BYTES,
     ) -> None:
         super().__init__(name)
-        self.__frames = Frames(namespace, self.count)
+        self.__frames = Frames(namespace, self.count, header_bytes)
         self.__at_once = at_once
         self.__turns = asyncio.Semaphore(at_once)
         self.__close_s = close_s

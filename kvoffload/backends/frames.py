@@ -18,19 +18,23 @@ class Frames:
     Args:
         namespace: of the chunks.
         count: told why a load was a miss: ``read_missing``, ``read_length``, ``corrupt_payload``.
+        header_bytes: :data:`COMPACT_BYTES` or :data:`ALIGNED_BYTES`.
     """
 
-    def __init__(self, namespace: str, count: Callable[[str], None]) -> None:
+    def __init__(
+        self, namespace: str, count: Callable[[str], None], header_bytes: int = COMPACT_BYTES
+    ) -> None:
         self._digest = namespace_digest(namespace)
         self._count = count
+        self._header_bytes = header_bytes
 
     def header(self, key: bytes, chunk: memoryview) -> bytes:
         """Return what is stored in front of the chunk; ValueError for a key of a wrong length."""
-        return pack_header(key, self._digest, chunk)
+        return pack_header(key, self._digest, chunk, header_bytes=self._header_bytes)
 
     def blank(self) -> memoryview:
         """Return memory for the header of a chunk to load."""
-        return memoryview(bytearray(COMPACT_BYTES))
+        return memoryview(bytearray(self._header_bytes))
 
     def verdict(
         self, found: bool | ReadResult, key: bytes, header: memoryview, into: memoryview
