@@ -10,8 +10,9 @@ _NEEDED = {
     "otel_spans": ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "otel"),
     "secret_file": ("blake3", "blake3"),
     "url": ("obstore", "object"),
+    "folder": ("aiofiles.os", "folder"),
 }
-"""Setting → module, and the extra that has it."""
+"""Setting, or the type of a tier → module, and the extra that has it."""
 
 
 def check_extra(setting: str, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, TypeVar
 
@@ -82,7 +83,8 @@ def _chosen(target: str | None, kind: str | None) -> tuple[str, dict[str, Any]]:
         return kind, {}
     scheme, mark, _ = str(target).partition("://")
     if not mark:
-        return "disk", {"root": target}
+        is_shared = os.path.exists(f"{target}/.store.json")  # as the folder backend marks its roots
+        return "folder" if is_shared else "disk", {"root": target}
     if scheme.partition("+")[0] in _SCHEMES:
         return "redis", {"url": target}
     if scheme in _BUCKETS:

@@ -1,0 +1,1 @@
+"""The folder backend: chunks in a directory that many hosts mount."""

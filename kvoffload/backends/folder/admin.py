@@ -1,0 +1,55 @@
+"""The operators' commands on a root: examined from outside, without opening a backend on it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from kvoffload.backends.admin import Check, Collected, Finding, Garbage, Survey, Verified
+from kvoffload.backends.blocking_pool import run_once
+from kvoffload.backends.disk.admin import collect, survey, verify
+from kvoffload.backends.folder.doctor import OTHER_MOUNT, diagnose
+from kvoffload.backends.folder.inspection import FolderInspector, inspected
+from kvoffload.backends.folder.options import FolderOptions
+from kvoffload.backends.folder.seal import Seal, secret_key
+from kvoffload.config import convert
+
+T = TypeVar("T")
+
+
+class FolderAdmin:
+    """A root, examined by an operator. Only ``collect`` and a repair change what is stored.
+
+    Args:
+        options: those of the backend, and for ``doctor`` ``other_mount``: the root as another
+            mount of the same folder shows it.
+
+    Raises:
+        ConfigError: an option is wrong; nothing was touched.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        given = dict(options)
+        self._other_mount = str(given.pop(OTHER_MOUNT, ""))
+        self._options: FolderOptions = convert(given, FolderOptions)
+        self._seal = Seal(secret_key(self._options.secret_file))
+
+    async def close(self) -> None:
+        """Do nothing: each call opens the root by itself."""
+
+    async def survey(self) -> Survey:
+        return await self._inspect(survey)
+
+    async def collect(self, wanted: Garbage) -> Collected:
+        return await self._inspect(lambda found: collect(found, wanted))
+
+    async def verify(self, wanted: Check) -> Verified:
+        return await self._inspect(lambda found: verify(found, wanted))
+
+    async def diagnose(self) -> list[Finding]:
+        return await diagnose(self._options, self._other_mount)
+
+    async def _inspect(self, work: Callable[[FolderInspector], T]) -> T:
+        return await run_once(self._work, work)
+
+    def _work(self, work: Callable[[FolderInspector], T]) -> T:
+        with inspected(self._options.root, self._seal) as found:
+            return work(found)

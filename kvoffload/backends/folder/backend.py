@@ -1,0 +1,326 @@
+"""The folder backend: chunks in a directory that many hosts mount, on NFS, Lustre, CephFS, FUSE.
+
+This module is the asynchronous face. ``mount`` makes blocking calls on its threads, and gives them
+up. ``chunk_files`` reads and writes one file, ``seal`` authenticates it, ``known`` remembers which
+exist. In the background ``upkeep`` tells what was stored, by ``records`` that all hosts read. One
+process at a time is the ``evictor``; ``room`` is what it grants a process. ``shared_root`` opens
+the folder. Files and folders are those of the disk tier, and so is the code that names, walks and
+checks them.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from kvoffload.backends.asynchronous import AsyncBackend
+from kvoffload.backends.base import Described, ReadResult, Removal, Usage, check_lengths
+from kvoffload.backends.blocking_pool import run_once
+from kvoffload.backends.disk import manifest
+from kvoffload.backends.disk.chunk_file import bytes_on_disk
+from kvoffload.backends.disk.paths import MANIFEST
+from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.folder.chunk_files import ChunkFiles, Found
+from kvoffload.backends.folder.known import KnownChunks
+from kvoffload.backends.folder.mount import Late, Mount, Stalled, Turn
+from kvoffload.backends.folder.namespaces import described, purge
+from kvoffload.backends.folder.options import FolderOptions
+from kvoffload.backends.folder.records import Records
+from kvoffload.backends.folder.seal import Seal, secret_key
+from kvoffload.backends.folder.shared_root import Root
+from kvoffload.backends.folder.upkeep import Housekeeper
+from kvoffload.backends.header import ALIGNED_BYTES, check_key, namespace_digest
+from kvoffload.backends.log_rate import Throttle
+from kvoffload.config import human_bytes
+from kvoffload.errors import ConfigError
+
+__all__ = ["FolderBackend", "FolderOptions"]
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_KEYS_A_CALL = 32
+"""Keys that one thread looks up in a row: a hop to a thread costs as much as a few of them."""
+_MAX_REMOVALS = 1 << 16
+"""Removals kept for a listener that may never ask; older ones are lost to it."""
+
+
+class FolderBackend(AsyncBackend):
+    """Chunks as files under a root that many hosts share.
+
+    Args:
+        options: See :class:`FolderOptions`.
+        namespace: Chunks of other namespaces are invisible.
+        vfs: Makes the system calls.
+
+    Raises:
+        ConfigError: The root or the secret cannot be used.
+    """
+
+    Options = FolderOptions
+    is_shared = True
+    opens_apart = True  # the mount may hang
+
+    def __init__(self, options: FolderOptions, namespace: str, *, vfs: Vfs | None = None) -> None:
+        self._seal = Seal(secret_key(options.secret_file))
+        self._namespace = self._seal.namespace(namespace)
+        root = os.path.abspath(os.path.expanduser(options.root))
+        super().__init__(
+            self._namespace,
+            at_once=options.threads,
+            close_s=options.timeout_s,
+            name=f"folder {root}",
+            header_bytes=ALIGNED_BYTES,
+        )
+        self._vfs, self._token = vfs or Vfs(), secrets.token_hex(8)
+        self._capacity_bytes = int(options.capacity)
+        self._folder_name = namespace_digest(self._namespace).hex()
+        self._records = Records(self._vfs, root, self._token)
+        self._root = Root(
+            self._vfs, root, self._records, trust_parents=options.trust_parent_folders
+        )
+        self._place = os.path.realpath(root)  # here, where it may block
+        self._folder = f"{root}/{self._folder_name}"
+        self._files = ChunkFiles(self._vfs, root, self._folder, self._token, self._seal)
+        self._known = KnownChunks()
+        self._mount = Mount("kvoffload-folder", options.threads, options.timeout_s)
+        self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
+        self._opened: dict[bytes, os.stat_result] = {}
+        """The facts of the files that loads in flight have opened."""
+        self._facts: dict[str, str] | None = None
+        self._troubles = Throttle(log)
+        self._housekeeper = Housekeeper(
+            self._vfs,
+            self._root,
+            self._records,
+            self._token,
+            self._capacity_bytes,
+            self._known,
+            self._files.path_of,
+            self._note_evicted,
+            self.count,
+        )
+
+    def __repr__(self) -> str:
+        return f"FolderBackend({self._root.path!r}, {self._namespace!r})"
+
+    @staticmethod
+    def admin(options: Mapping[str, Any]) -> Any:
+        """Return the operators' methods; see :func:`kvoffload.registry.open_admin`."""
+        from kvoffload.backends.folder.admin import FolderAdmin  # no engine waits for its import
+
+        return FolderAdmin(options)
+
+    # ---- one chunk: its bytes alone, as the base class makes and checks the header -------------
+
+    async def get(self, key: bytes, header: memoryview, into: memoryview) -> bool | ReadResult:
+        found = await self._asked(
+            "read", lambda turn: self._files.read(turn, key, header, into), Found("late")
+        )
+        if found.facts is not None:
+            self._opened[key] = found.facts
+        if not found.reason:
+            return True
+        if found.reason in ("missing", "late"):
+            return ReadResult.MISSING if found.reason == "missing" else ReadResult.LATE
+        self.count(found.reason if found.reason.startswith("corrupt_") else f"read_{found.reason}")
+        self._troubles.warning("%r: a chunk cannot be read: %s", self, found.reason)
+        return ReadResult.of(found.reason)
+
+    async def put(self, key: bytes, header: bytes, chunk: memoryview) -> bool:
+        if self._known.holds(key) and await self._is_there(key):
+            self.count("write_present")
+            return True
+        room = self._housekeeper.room
+        if not room.reserve(chunk.nbytes):
+            self.count("refused_full")
+            return False
+        reason = await self._asked(
+            "write", lambda turn: self._files.write(turn, key, header, chunk), "late"
+        )
+        if not reason:
+            self._known.stored(key)
+            return True
+        room.release(chunk.nbytes, reason)
+        if reason != "late":
+            self.count(f"write_{reason}")
+            self._troubles.warning("%r: a chunk cannot be stored: %s", self, reason)
+        return False
+
+    async def has(self, key: bytes) -> bool:
+        return (await self.contains([key]))[0]
+
+    async def delete(self, key: bytes) -> None:
+        self._known.forget(key)
+        await self._asked("write", lambda turn: self._files.remove(key), None)
+
+    async def release(self) -> None:
+        self._mount.close()
+
+    # ---- batches -------------------------------------------------------------------------------
+
+    async def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Answer what is known at once; look up the rest, many keys a call."""
+        if self.is_closed or self._mount.is_stalled:
+            return [False] * len(keys)
+        known = {key: self._known.holds(key) for key in keys}
+        unknown = [key for key, is_there in known.items() if is_there is None]
+        parts = [unknown[i : i + _KEYS_A_CALL] for i in range(0, len(unknown), _KEYS_A_CALL)]
+        for part, there in zip(parts, await asyncio.gather(*map(self._look, parts)), strict=True):
+            known.update(zip(part, there, strict=True))
+            self._known.found(key for key, is_there in zip(part, there, strict=True) if is_there)
+        return [bool(known[key]) for key in keys]
+
+    async def read_each(
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[memoryview],
+        arrived: Callable[[int], None],
+    ) -> list[bool | ReadResult]:
+        answers = await super().read_each(keys, into, arrived)
+        for key, answer in zip(keys[::-1], answers[::-1], strict=True):  # heads are used last
+            facts = self._opened.pop(key, None)
+            if answer is ReadResult.MISSING and facts is None:
+                self._note_missing(key)
+            elif answer is ReadResult.MISSING:
+                self._known.pass_over(key)
+            elif answer is ReadResult.CORRUPT:
+                await self._remove_damaged(key, facts)
+            elif not answer:
+                self._known.forget(key)  # the next lookup asks the mount
+            elif facts is not None:
+                self._known.used(key, self._records.age_s(facts.st_mtime_ns))
+        return answers
+
+    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
+        """Write chunks, each whole or not at all; the first write names the namespace there."""
+        check_lengths(keys, chunks)
+        for key in keys:
+            check_key(key)
+        # Tails first, because files leave in the order of their times.
+        answers = await super().write(keys[::-1], chunks[::-1])
+        if self._facts is None and any(answers):
+            await self.describe({})  # opened without facts: the manifest tells the name alone
+        return answers[::-1]
+
+    async def close(self) -> None:
+        if self.is_closed:
+            return
+        await super().close()
+        self._housekeeper.stop()
+        if not await run_once(self._housekeeper.join, self._mount.timeout_s):
+            log.warning("%r: housekeeping hangs; its thread ends when the mount answers", self)
+
+    # ---- optional protocols --------------------------------------------------------------------
+
+    def usage(self) -> Usage:
+        """Return the bytes under the root that the evictor counted, and the chunks known here."""
+        keeper = self._housekeeper
+        resident = keeper.resident_bytes + keeper.room.uncounted_bytes
+        gauges = {
+            "up": int(not self._mount.is_stalled),
+            "evictor": int(keeper.is_evictor),
+            "hosts": keeper.num_hosts,
+        }
+        return Usage(resident, self._capacity_bytes, len(self._known), gauges)
+
+    def take_removals(self) -> list[Removal]:
+        return [self._removals.popleft() for _ in range(len(self._removals))]
+
+    @property
+    def place(self) -> str:
+        return self._place
+
+    def check_fit(self, chunk_bytes: int) -> None:
+        wanted = 4 * bytes_on_disk(chunk_bytes)
+        if self._capacity_bytes < wanted:
+            remedy = f"must hold at least four chunks with their headers, {human_bytes(wanted)}"
+            raise ConfigError("capacity", human_bytes(self._capacity_bytes), remedy)
+
+    async def describe(self, facts: Mapping[str, str]) -> None:
+        if not self.is_closed:
+            self._facts = dict(facts)
+            await self._asked("write", lambda turn: self._write_manifest(facts), None)
+
+    async def described(self) -> list[Described]:
+        if self.is_closed:
+            return []
+        root, own = self._root.path, self._namespace
+        found = await run_once(described, self._vfs, root, own, lambda: self.is_closed)
+        return [each._replace(namespace=self._seal.name_of(each.namespace)) for each in found]
+
+    async def purge(self, namespaces: Sequence[str]) -> int:
+        """Remove namespaces; engines that use one find nothing there, and may store again."""
+        if self.is_closed:
+            return 0
+        folders = [namespace_digest(self._seal.namespace(each)).hex() for each in namespaces]
+        if self._folder_name in folders:
+            self._known.clear()
+        return await run_once(
+            purge, self._vfs, self._root.path, folders, self._folder_name, lambda: self.is_closed
+        )
+
+    # ---- inside --------------------------------------------------------------------------------
+
+    async def _asked(self, kind: str, work: Callable[[Turn], T], late: T) -> T:
+        """Return what a call of the mount says; ``late``, and count it, if it says nothing."""
+        try:
+            return await self._mount.call(work)
+        except Late as error:
+            self.count(f"{kind}_stalled" if isinstance(error, Stalled) else f"{kind}_late")
+            self._troubles.warning(
+                "%r: the mount did not answer a %s within %g s", self, kind, self._mount.timeout_s
+            )
+            return late
+
+    async def _look(self, keys: Sequence[bytes]) -> list[bool]:
+        return await self._asked(
+            "lookup",
+            lambda turn: self._files.exist(keys, self.count),
+            [False] * len(keys),
+        )
+
+    async def _is_there(self, key: bytes) -> bool:
+        """Look up a chunk that counts as present: another host may have evicted it."""
+        (is_there,) = await self._look([key])
+        if not is_there:
+            self._note_missing(key)
+        return is_there
+
+    def _note_missing(self, key: bytes) -> None:
+        if self._known.forget(key):
+            self._removals.append(Removal(key, "vanished"))
+            self.count("vanished")
+
+    def _note_evicted(self, folder: str, key: bytes) -> None:
+        """Take in an eviction by this process, on the thread of its upkeep."""
+        self.count("evicted")
+        if folder == self._folder_name:
+            self._known.forget(key)
+            self._removals.append(Removal(key, "evicted"))
+
+    async def _remove_damaged(self, key: bytes, facts: os.stat_result | None) -> None:
+        """Remove the file that was found damaged; a link or folder is left to the next store."""
+        self._known.forget(key)
+        remove = self._files.remove_damaged
+        if facts is not None and await self._asked("write", lambda turn: remove(key, facts), False):
+            self._removals.append(Removal(key, "corrupt"))
+
+    def _write_manifest(self, facts: Mapping[str, str]) -> None:
+        """Write name and facts of the namespace once; facts replace a name alone."""
+        vfs, target = self._vfs, f"{self._folder}/{MANIFEST}"
+        text = manifest.text_of(self._namespace, facts)
+        try:
+            try:
+                present = bytes(vfs.read_file(target, manifest.MOST_BYTES))
+                if not facts or present != manifest.text_of(self._namespace, {}):
+                    return
+            except FileNotFoundError:
+                pass
+            vfs.make_folder(self._folder)
+            vfs.replace_file(target, f"{self._folder}/.{self._token}", text)
+        except OSError as error:
+            log.warning("folder: cannot write %s: %s", target, error)

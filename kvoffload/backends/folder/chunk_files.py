@@ -1,0 +1,201 @@
+"""One chunk, one file: written under a temporary name, renamed when it is whole.
+
+Methods block, run on threads of the mount, and return a reason instead of raising OSError.
+"""
+
+import contextlib
+import itertools
+import os
+import stat
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvoffload.backends.disk.chunk_file import reason_of, strangeness
+from kvoffload.backends.disk.paths import shard_of
+from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.folder.mount import Turn
+from kvoffload.backends.folder.places import STORE
+from kvoffload.backends.folder.seal import Seal
+from kvoffload.backends.header import (
+    ALIGNED_BYTES,
+    MAX_KEY_BYTES,
+    OTHER_VERSION,
+    Header,
+    parse_header,
+)
+
+
+class Found(NamedTuple):
+    """What a read found."""
+
+    reason: str
+    """Empty: a file, whose header and chunk are read, and have to be verified. Else ``missing``,
+    ``io_<ERRNO>`` or ``corrupt_<what>``."""
+    facts: os.stat_result | None = None
+    """The file's facts, if it could be opened."""
+
+
+class ChunkFiles:
+    """The chunk files of one namespace.
+
+    A load opens one file. A store makes one file and renames it. The facts of a file that was just
+    opened cost no further question to the server.
+
+    Args:
+        vfs: makes the system calls.
+        root: the folder of all namespaces.
+        folder: that of this one.
+        token: names this process's temporary files.
+        seal: authenticates.
+    """
+
+    def __init__(self, vfs: Vfs, root: str, folder: str, token: str, seal: Seal) -> None:
+        self._vfs = vfs
+        self._root = root
+        self._folder = folder
+        self._token = token
+        self._seal = seal
+        self._numbers = itertools.count()
+
+    def path_of(self, key: bytes) -> str:
+        return f"{self._folder}/{shard_of(key)}/{key.hex()}"
+
+    def read(self, turn: Turn, key: bytes, header: memoryview, into: memoryview) -> Found:
+        """Fill ``header`` and ``into`` with the chunk's file; raises Late."""
+        if not is_key(key):
+            return Found("missing")
+        vfs, path = self._vfs, self.path_of(key)
+        try:
+            fd = vfs.open(path, os.O_RDONLY)
+        except OSError as error:
+            return Found(reason_of(error))
+        facts = None
+        try:
+            facts = vfs.fstat(fd)
+            if (strange := strangeness(facts)) is not None:
+                return Found(strange, facts)
+            is_of_this_length = facts.st_size == len(header) + into.nbytes
+            wanted = [header, into] if is_of_this_length else [header]
+            with turn.memory():
+                moved = _whole(vfs.preadv, fd, wanted)
+            if not is_of_this_length:
+                return Found(_why_of_another_length(header[:moved], facts.st_size), facts)
+            if moved != facts.st_size:
+                return Found("corrupt_short", facts)
+            is_broken = self._seal.is_broken(header, into)
+            is_damaged = is_broken and parse_header(header) != OTHER_VERSION
+            return Found("corrupt_mac" if is_damaged else "", facts)
+        except OSError as error:
+            return Found(reason_of(error), facts)
+        finally:
+            vfs.close_quietly(fd)
+
+    def write(self, turn: Turn, key: bytes, header: bytes, chunk: memoryview) -> str:
+        """Store a chunk, in place of what is there; return why that failed, or an empty text.
+
+        Some mounts tell of a full disk only as the file is closed: it gets its name afterwards.
+        """
+        vfs, path = self._vfs, self.path_of(key)
+        temporary = f"{os.path.dirname(path)}/.{self._token}-{next(self._numbers)}"
+        header = self._seal.signed(header, chunk)
+        try:
+            fd = self._create(temporary)
+        except OSError as error:
+            return reason_of(error)
+        try:
+            try:
+                with turn.memory():
+                    moved = _whole(vfs.pwritev, fd, [memoryview(header), chunk])
+            except BaseException:
+                vfs.close_quietly(fd)
+                raise
+            vfs.close(fd)
+            if moved != len(header) + chunk.nbytes:
+                reason = "io_short"
+            elif turn.is_given_up:
+                reason = "late"
+            else:
+                vfs.rename(temporary, path)
+                return ""
+        except OSError as error:
+            reason = reason_of(error)
+        vfs.unlink_quietly(temporary)
+        return reason
+
+    def exist(self, keys: Sequence[bytes], count: Callable[[str], None]) -> list[bool]:
+        """Return for each key whether it has a file; ``count`` gets the reasons of failures."""
+        return [self._exists(key, count) for key in keys]
+
+    def remove(self, key: bytes) -> None:
+        """Remove a chunk's file if there is one; raises OSError."""
+        if is_key(key):
+            with contextlib.suppress(FileNotFoundError):
+                self._vfs.unlink(self.path_of(key))
+
+    def remove_damaged(self, key: bytes, facts: os.stat_result) -> bool:
+        """Remove a damaged file unless another one has its name by now; return whether it did."""
+        path = self.path_of(key)
+        try:
+            there = self._vfs.lstat(path)
+            if (there.st_ino, there.st_mtime_ns) != (facts.st_ino, facts.st_mtime_ns):
+                return False
+            self._vfs.unlink(path)
+        except OSError:
+            return False
+        return True
+
+    def _exists(self, key: bytes, count: Callable[[str], None]) -> bool:
+        if not is_key(key):
+            return False
+        try:
+            facts = self._vfs.lstat(self.path_of(key))
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            count(f"lookup_{reason_of(error)}")
+            return False
+        return stat.S_ISREG(facts.st_mode) and facts.st_size > ALIGNED_BYTES
+
+    def _create(self, temporary: str) -> int:
+        """Create a file, and first the folders above it that are missing; raises OSError."""
+        vfs, flags = self._vfs, os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            return vfs.open(temporary, flags)
+        except FileNotFoundError:
+            # Without its mount the root is an empty folder of this host: nothing belongs there.
+            vfs.lstat(f"{self._root}/{STORE}")
+            vfs.make_folder(self._folder)
+            vfs.make_folder(os.path.dirname(temporary))
+            return vfs.open(temporary, flags)
+
+
+def is_key(key: bytes) -> bool:
+    """Return whether a header can hold a key; the file name of an empty key would be a folder's."""
+    return 0 < len(key) <= MAX_KEY_BYTES
+
+
+def _why_of_another_length(header: memoryview, file_bytes: int) -> str:
+    """Return why a file that is not as long as the chunk wanted is damaged; empty if it is not."""
+    found = parse_header(header)
+    if found == "short":
+        return "corrupt_short"
+    if isinstance(found, Header) and found.header_bytes + found.payload_bytes != file_bytes:
+        return "corrupt_size"
+    return ""
+
+
+def _whole(
+    call: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview]
+) -> int:
+    """Read or write from the start of a file until nothing more moves; return the bytes moved."""
+    done, rest = 0, list(buffers)
+    while rest:
+        moved = call(fd, rest, done)
+        if moved <= 0:
+            break
+        done += moved
+        while rest and moved >= rest[0].nbytes:
+            moved -= rest.pop(0).nbytes
+        if rest:
+            rest[0] = rest[0][moved:]
+    return done

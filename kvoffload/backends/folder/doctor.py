@@ -1,0 +1,280 @@
+"""Examines whether a folder is fit to be shared, for ``kvoffload doctor``.
+
+It changes and evicts nothing. It measures in a root of its own, a sub-folder that it removes.
+"""
+
+import contextlib
+import mmap
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Sequence
+
+from kvoffload.backends.admin import (
+    MEASURED_BYTES,
+    SLOW_BYTES_PER_S,
+    Finding,
+    counted,
+    duration,
+    first_of,
+)
+from kvoffload.backends.base import Backend
+from kvoffload.backends.blocking_pool import run_once
+from kvoffload.backends.disk.paths import SCRATCH
+from kvoffload.backends.disk.root_checks import refuse_exposed, refuse_unsafe, refuse_unsafe_inside
+from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.folder.inspection import FolderInspector
+from kvoffload.backends.folder.options import FolderOptions
+from kvoffload.backends.folder.seal import Seal
+from kvoffload.backends.folder.shared_root import check_content
+from kvoffload.backends.folder.upkeep import LEASE_S
+from kvoffload.config import human_bytes
+from kvoffload.errors import ConfigError
+from kvoffload.registry import open_backend
+
+OTHER_MOUNT = "other_mount"
+"""Option of the command: the same root, as another mount shows it."""
+_SHARED = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "ceph",
+    "lustre",
+    "gpfs",
+    "fuse",
+    "wekafs",
+    "beegfs",
+    "9p",
+)
+_DEPTHS = (1, 8, 32)
+_LONGEST_S = 65.0
+"""Longer than any attribute cache of NFS with its default settings."""
+_SLOW_TO_SEE_S = 5.0
+_SCRATCH_BYTES = 1 << 30
+
+
+async def diagnose(options: FolderOptions, other_mount: str) -> list[Finding]:
+    """Examine a root, also as the other mount shows it if there is one.
+
+    Raises:
+        ConfigError: no engine would use the root, or the other mount does not show it.
+    """
+    root, findings = await run_once(_examined, options)
+    with _scratch(root) as scratch:
+        there = f"{other_mount}/{os.path.basename(scratch)}" if other_mount else ""
+        findings += await run_once(_times, scratch, there)
+        findings += await _rates(scratch, options)
+    return findings
+
+
+def _examined(options: FolderOptions) -> tuple[str, list[Finding]]:
+    """Examine a root without writing; return also where it is."""
+    vfs, root = Vfs(), os.path.abspath(os.path.expanduser(options.root))
+    try:
+        is_root = check_content(vfs, root)
+        refuse_unsafe(root, vfs.lstat(root))
+    except OSError as error:
+        raise ConfigError("root", root, f"cannot be used: {error.strerror}") from error
+    if not options.trust_parent_folders:
+        refuse_exposed(vfs, root)
+    sharing, space = _sharing(root, is_root), _space(vfs, root, options)
+    return root, [_medium(root), _rights(vfs, root), sharing, space]
+
+
+def _medium(root: str) -> Finding:
+    """Check the file system, by the kernel's name for its type."""
+    path, best, kind = os.path.realpath(root), "", "unknown"
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/self/mounts", encoding="utf-8", errors="replace") as mounts,
+    ):
+        for line in mounts:
+            _, where, found, *_ = line.split()
+            inside = path == where or path.startswith(where.rstrip("/") + "/")
+            if inside and len(where) >= len(best):
+                best, kind = where, found
+    is_shared = kind.split(".")[0] in _SHARED
+    return first_of(
+        "file system",
+        (not is_shared, "warning", f"{kind} at {best}: this host's own, as far as the type tells",
+         "for one host the disk tier is faster; else see whether the folder is mounted"),
+        (True, "ok", f"{kind} at {best}", ""),
+    )  # fmt: skip
+
+
+def _rights(vfs: Vfs, root: str) -> Finding:
+    """Check which users could replace chunks; each host must run engines as the same user."""
+    facts, inside = vfs.lstat(root), ""
+    try:
+        refuse_unsafe_inside(vfs, root)
+    except ConfigError as error:
+        inside = str(error)
+    who = f"mode {stat.S_IMODE(facts.st_mode):04o}, of user {facts.st_uid}"
+    return first_of(
+        "rights",
+        (inside, "failed", inside, "until then engines that use it refuse it"),
+        (True, "ok", f"{who}, as which the engines of all hosts must run", ""),
+    )
+
+
+def _sharing(root: str, is_root: bool) -> Finding:
+    if not is_root:
+        return Finding("sharing", "ok", "no engine has used it yet")
+    found = FolderInspector(root, Seal(None))
+    try:
+        store, hosts, (_, fault) = found.store(), found.hosts(), found.ledger()
+        names = ", ".join(sorted(set(hosts))) or "no host"
+        detail = f"store {store.store[:8] if store else 'unmarked'}, open on {names}"
+        return first_of(
+            "sharing",
+            (hosts and fault, "warning", f"{detail}; {fault}",
+             "an engine writes it again; a folder of that name has to be removed by hand"),
+            (hosts and not found.has_owner(), "warning", f"{detail}; none may evict",
+             f"look again in {LEASE_S:.0f} s, when a lease that nobody renews has ended"),
+            (True, "ok", f"{detail}; every host must show this store", ""),
+        )  # fmt: skip
+    finally:
+        found.close()
+
+
+def _space(vfs: Vfs, root: str, options: FolderOptions) -> Finding:
+    """Check whether the capacity fits the file system."""
+    space, capacity = vfs.statvfs(root), int(options.capacity)
+    total = space.f_blocks * space.f_frsize
+    free = space.f_bavail * space.f_frsize
+    detail = f"{human_bytes(free)} of {human_bytes(total)} free, capacity {human_bytes(capacity)}"
+    return first_of(
+        "space",
+        (total and capacity > total, "warning", detail,
+         "lower capacity: a full mount evicts, and refuses stores until it has"),
+        (True, "ok", detail, ""),
+    )  # fmt: skip
+
+
+# ---- what other hosts see, and when --------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _scratch(root: str) -> Iterator[str]:
+    """Make a folder in the root for the time of the measurements."""
+    path = f"{root}/{SCRATCH}{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        os.mkdir(path, 0o700)
+    except OSError as error:
+        raise ConfigError("root", root, f"cannot be written: {error.strerror}") from error
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _times(here: str, there: str) -> list[Finding]:
+    """Measure a rename, the server's clock, and when the other mount shows a file."""
+    began_s = time.perf_counter()
+    for _ in range(16):
+        _put(f"{here}/seen")
+    renamed_s = (time.perf_counter() - began_s) / 16
+    written_s = os.lstat(f"{here}/seen").st_mtime
+    skew_s = written_s - time.time()
+    ahead = "ahead of" if skew_s > 0 else "behind"
+    found = [
+        Finding("rename", "ok", f"{renamed_s * 1e3:.1f} ms for a file that replaces another"),
+        Finding(
+            "clock",
+            "ok",
+            f"file times are {abs(skew_s):.1f} s {ahead} this host's clock; only file times count",
+        ),
+    ]
+    if not there:
+        detail = f"not measured; -o {OTHER_MOUNT}=PATH names the root as another mount shows it"
+        return [*found, Finding("other host", "ok", detail)]
+    return [*found, *_seen(here, there)]
+
+
+def _seen(here: str, there: str) -> list[Finding]:
+    """Measure how long a file stays unseen through another mount, and compare both clocks."""
+    for _ in range(3):
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(f"{there}/late")  # the other side remembers that it is missing
+    _put(f"{here}/late")
+    written_s = time.monotonic()
+    while not os.path.lexists(f"{there}/late"):
+        if time.monotonic() - written_s > _LONGEST_S:
+            remedy = "name the same folder of the same server, by another mount"
+            detail = f"a new file was not seen there within {duration(_LONGEST_S)}"
+            return [Finding("other host", "failed", detail, remedy)]
+        time.sleep(0.005)
+    seen_s = time.monotonic() - written_s
+    _put(f"{there}/back")
+    differ_s = os.lstat(f"{there}/back").st_mtime - os.lstat(f"{here}/late").st_mtime - seen_s
+    detail = f"a file that was just missing is seen after {seen_s:.2f} s"
+    return [
+        first_of(
+            "other host",
+            (seen_s > _SLOW_TO_SEE_S, "warning", detail,
+             "until then its chunks are computed again; NFS: mount with lookupcache=positive"),
+            (True, "ok", detail, ""),
+        ),
+        first_of(
+            "times",
+            (abs(differ_s) > LEASE_S / 3, "warning",
+             f"files written by both mounts differ by {abs(differ_s):.1f} s",
+             "the clients set file times by their own clocks: keep these together (NTP)"),
+            (True, "ok", f"files written by both mounts agree to {abs(differ_s):.1f} s", ""),
+        ),
+    ]  # fmt: skip
+
+
+def _put(path: str) -> None:
+    """Write a small file and rename it, as records and chunks are."""
+    with open(f"{path}.new", "wb") as file:
+        file.write(b"kvoffload doctor")
+    os.replace(f"{path}.new", path)
+
+
+# ---- rates ---------------------------------------------------------------------------------------
+
+
+async def _rates(scratch: str, options: FolderOptions) -> list[Finding]:
+    """Measure stores and loads with 1, 8 and 32 chunks at once."""
+    found = []
+    for depth in _DEPTHS:
+        keys = [secrets.token_bytes(36) for _ in range(max(8, depth))]
+        settings = {
+            "root": f"{scratch}/{depth}",
+            "capacity": _SCRATCH_BYTES,
+            "threads": depth,
+            "timeout_s": options.timeout_s,
+            "trust_parent_folders": True,
+        }
+        backend = await run_once(open_backend, "folder", settings, "kvoffload-doctor")
+        try:
+            found.append(await _rate(backend, depth, keys))
+        finally:
+            await backend.close()
+    return found
+
+
+async def _rate(backend: Backend, depth: int, keys: Sequence[bytes]) -> Finding:
+    slots = [memoryview(mmap.mmap(-1, MEASURED_BYTES)) for _ in keys]
+    for slot in slots:  # what no file system can compress
+        slot[:] = secrets.token_bytes(MEASURED_BYTES)
+    rates, missed = [], 0
+    for call in (backend.write, backend.read):
+        began_s = time.perf_counter()
+        good = sum(map(bool, await call(keys, slots)))
+        rates.append(good * MEASURED_BYTES / (time.perf_counter() - began_s))
+        missed += len(keys) - good
+    stored, loaded = (f"{human_bytes(rate)}/s" for rate in rates)
+    detail = f"{counted(depth, 'chunk')} at once: stores {stored}, loads {loaded}"
+    is_deep = depth == _DEPTHS[-1]
+    return first_of(
+        f"depth {depth}",
+        (missed, "failed", "a chunk was refused or missed", "see the log for the reason"),
+        (is_deep and min(rates) < SLOW_BYTES_PER_S, "warning", detail,
+         "recomputation may be faster than this mount"),
+        (True, "ok", detail, ""),
+    )  # fmt: skip

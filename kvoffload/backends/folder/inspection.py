@@ -1,0 +1,190 @@
+"""Inspects a root without a backend, as the disk tier's root is inspected: the files are alike.
+
+What is different is who uses it: records of hosts and a lease in place of locks and a ledger.
+"""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+
+from kvoffload.backends.disk.inspector import ChunkFile, DiskInspector, Waste
+from kvoffload.backends.disk.limits import Limits
+from kvoffload.backends.disk.manifest import name_in
+from kvoffload.backends.disk.paths import MANIFEST, SCRATCH, SHARDS, is_namespace
+from kvoffload.backends.disk.root_checks import enter_safely
+from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.disk.walker import names_in, walk
+from kvoffload.backends.folder.evictor import DEAD_S, FREED, LEAST_FREE, LEFTOVER_S
+from kvoffload.backends.folder.places import HOSTS, LEASE, NEW, STORE, is_temporary
+from kvoffload.backends.folder.records import LeaseRecord, Records, StoreRecord
+from kvoffload.backends.folder.seal import Seal
+from kvoffload.backends.folder.shared_root import check_content
+from kvoffload.backends.folder.upkeep import LEASE_S
+from kvoffload.backends.header import ALIGNED_BYTES
+from kvoffload.errors import ConfigError
+
+_IN_ROOT = {STORE, LEASE, HOSTS, "lost+found", ".snapshot"}
+
+
+class FolderChunk(ChunkFile):
+    """One stored chunk; its file's time tells of the last use, to the hour."""
+
+    __slots__ = ()
+
+    @property
+    def used_ns(self) -> int:
+        return self.facts.st_mtime_ns
+
+
+class FolderInspector(DiskInspector):
+    """One root, inspected from outside.
+
+    Args:
+        root: where.
+        seal: with a secret, ``verify`` checks authentication codes as well.
+
+    Raises:
+        ConfigError: it is no root, or another user owns it or may write it.
+    """
+
+    def __init__(self, root: str, seal: Seal) -> None:
+        self.root = os.path.realpath(os.path.expanduser(root))
+        self.vfs = Vfs()
+        self.unreadable = []
+        self._seal = seal
+        try:
+            is_root = check_content(self.vfs, self.root)
+        except OSError as error:
+            raise ConfigError("root", root, f"cannot be read: {error.strerror}") from error
+        if not is_root:
+            raise ConfigError("root", root, "is empty: no engine has used it yet")
+        enter_safely(self.vfs, self.root, trust_parents=True)
+        self.records = Records(self.vfs, self.root, f"inspect-{secrets.token_hex(4)}")
+        with contextlib.suppress(OSError):  # on a mount to read from, ages are unknown and count 0
+            self.records.set_clock()
+
+    def close(self) -> None:
+        self.vfs.leave()
+
+    def store(self) -> StoreRecord | None:
+        """Return the mark of the root, if it can be read."""
+        return self.records.store()
+
+    # ---- what is there ---------------------------------------------------------------------
+
+    def chunks(self, namespace: str | None = None) -> Iterator[ChunkFile]:
+        for chunk in super().chunks(namespace):
+            yield FolderChunk(*chunk)
+
+    def quarantined(self) -> list[Waste]:
+        """Return no files: damaged ones are removed at once."""
+        return []
+
+    def leftovers(self) -> list[Waste]:
+        """Return the unfinished files of processes that were killed."""
+        left = []
+        for path in self._unfinished():
+            with contextlib.suppress(OSError):
+                facts = self.vfs.lstat(path)
+                if self.records.age_s(facts.st_mtime_ns) > LEFTOVER_S:
+                    left.append(Waste(path, facts.st_blocks * 512))
+        return left
+
+    def strays(self) -> Iterator[str]:
+        inner = {MANIFEST, *SHARDS}
+        for name in names_in(self.vfs, self.root):
+            path = f"{self.root}/{name}"
+            if is_namespace(name):
+                names = names_in(self.vfs, path)
+                yield from (f"{path}/{n}" for n in names if n not in inner and n[:1] != ".")
+                for shard in walk(self.vfs, path):
+                    yield from (f"{shard.path}/{n}" for n in shard.strays if not is_temporary(n))
+            elif name not in _IN_ROOT and not name.startswith((NEW, SCRATCH)):
+                yield path
+
+    def _unfinished(self) -> Iterator[str]:
+        for folder in (self.root, f"{self.root}/{HOSTS}"):
+            names = names_in(self.vfs, folder)
+            yield from (f"{folder}/{name}" for name in names if name.startswith((NEW, SCRATCH)))
+        for namespace in self.namespaces():
+            for shard in walk(self.vfs, f"{self.root}/{namespace}"):
+                yield from (f"{shard.path}/{name}" for name in shard.strays if is_temporary(name))
+
+    # ---- who uses it, and how much ---------------------------------------------------------
+
+    def processes(self) -> int:
+        return len(self.hosts())
+
+    def hosts(self) -> list[str]:
+        """Return the hosts of the processes that have it open, one name a process."""
+        try:
+            records = self.records.hosts().values()
+        except OSError:
+            return []
+        return sorted(r.host for r, age_s in records if age_s < DEAD_S and not r.is_closed)
+
+    def has_owner(self) -> bool:
+        lease, age_s = self._lease()
+        return lease is not None and bool(lease.holder) and (age_s or 0.0) < LEASE_S
+
+    def ledger(self) -> tuple[int | None, str | None]:
+        lease, _ = self._lease()
+        if lease is None:
+            return None, f"{LEASE} is missing or damaged"
+        return lease.resident_bytes, None
+
+    def limits(self) -> tuple[Limits | None, str | None]:
+        """Return the capacity by which the last evictor evicts."""
+        lease, _ = self._lease()
+        if lease is None:
+            return None, None
+        agreed = Limits(
+            capacity_bytes=lease.capacity_bytes,
+            min_free_bytes=0,
+            high_watermark=1 - LEAST_FREE,
+            low_watermark=1 - FREED,
+            quarantine_files=0,
+        )
+        return agreed, None
+
+    def _lease(self) -> tuple[LeaseRecord | None, float | None]:
+        try:
+            return self.records.lease()
+        except OSError:
+            return None, None
+
+    # ---- one chunk -------------------------------------------------------------------------
+
+    def verify(self, chunk: ChunkFile, buffer: memoryview) -> tuple[str | None, int]:
+        reason, read = super().verify(chunk, buffer)
+        if reason is None and self._is_broken(chunk):
+            reason = "corrupt_mac"
+        return reason, read
+
+    def _is_broken(self, chunk: ChunkFile) -> bool:
+        """Return whether a chunk of an engine with this secret lacks its code."""
+        name = name_in(self.manifest(chunk.namespace), chunk.namespace)
+        if not self._seal.is_of_this_secret(name):
+            return False
+        data = memoryview(self.vfs.read_file(chunk.path, chunk.facts.st_size))
+        return self._seal.is_broken(data[:ALIGNED_BYTES], data[ALIGNED_BYTES:])
+
+    def remove_leftover(self, leftover: Waste) -> int:
+        if os.path.basename(leftover.path).startswith(SCRATCH):
+            self.vfs.remove_tree(leftover.path)
+            return leftover.allocated_bytes
+        return self.unlink(leftover.path, leftover.allocated_bytes)
+
+    def _release(self, allocated_bytes: int) -> None:
+        """Do nothing: the evictor finds the bytes of removed files free at its next scan."""
+
+
+@contextlib.contextmanager
+def inspected(root: str, seal: Seal) -> Iterator[FolderInspector]:
+    """Open a root; ConfigError: see the constructor."""
+    found = FolderInspector(root, seal)
+    try:
+        yield found
+    finally:
+        found.close()

@@ -1,0 +1,47 @@
+"""Settings of the folder backend."""
+
+import os
+
+import msgspec
+
+from kvoffload.config import ByteSize
+from kvoffload.errors import ConfigError
+from kvoffload.extras import check_extra
+
+MAX_THREADS = 256
+"""More than any mount serves at once; a typing error must not take the host down."""
+
+
+class FolderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of the folder backend; ``docs/guides/folder.md`` says how to choose."""
+
+    root: str
+    """Folder for all namespaces and hosts, on a mount that all hosts have."""
+    capacity: ByteSize = ByteSize(100 << 30)
+    """Bytes of files under the root at most, those of all hosts and namespaces together."""
+    threads: int = 16
+    """Chunks moved at once. No more threads wait for the mount, whatever it does, than these and
+    one."""
+    timeout_s: float = 5.0
+    """Seconds after which a call of the mount is given up."""
+    secret_file: str = ""
+    """A file with 32 random bytes or more, the same on all hosts: chunks are authenticated."""
+    trust_parent_folders: bool = False
+    """Use a root below folders that other users may write, as in a pod without other programs."""
+
+    def __post_init__(self) -> None:
+        check_extra("folder", self.root)
+        try:
+            is_name = bool(self.root) and b"\0" not in os.fsencode(self.root)
+        except UnicodeEncodeError:
+            is_name = False
+        if not is_name:
+            raise ConfigError("root", self.root, "must be the path of a folder")
+        if ByteSize.parse(self.capacity, "capacity") == 0:
+            raise ConfigError("capacity", int(self.capacity), "must be more than 0 bytes")
+        if not 1 <= self.threads <= MAX_THREADS:
+            raise ConfigError("threads", self.threads, f"must be 1 to {MAX_THREADS}")
+        if not self.timeout_s > 0:
+            raise ConfigError("timeout_s", self.timeout_s, "must be a positive number of seconds")
+        if self.secret_file:
+            check_extra("secret_file", self.secret_file)

@@ -1,0 +1,32 @@
+"""Names of everything under the root of the folder backend.
+
+::
+
+    root/
+      .store.json                  marks a root, and names the store
+      .lease.json                  who evicts, and how much each host may store until it says more
+      .hosts/<token>.json          what one engine has stored, and that it lives
+      <namespace digest, hex>/     as the disk tier has it: see :mod:`kvoffload.backends.disk.paths`
+        manifest.json
+        <2 hex digits>/<key, hex>  the chunks
+        <2 hex digits>/.<token>-N  a chunk that is being written
+
+Names of chunks are lower case only, so a mount that ignores case keeps them apart.
+"""
+
+STORE = ".store.json"
+LEASE = ".lease.json"
+HOSTS = ".hosts"
+"""Folder of the engines' own records."""
+NEW = ".new-"
+"""Prefix of a record that is being written."""
+
+
+def record_of(token: str) -> str:
+    """Return the name of an engine's record, below the root."""
+    return f"{HOSTS}/{token}.json"
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether a file in a shard is a chunk that was being written."""
+    return name.startswith(".")

@@ -1,0 +1,68 @@
+"""How much one process may store before the evictor has answered.
+
+The evictor counts what all processes say they stored. It grants each a number of bytes beyond what
+it has counted. So the capacity holds although no two hosts share a lock or a counter.
+"""
+
+import threading
+from collections.abc import Callable
+
+from kvoffload.backends.disk.chunk_file import bytes_on_disk
+
+_OUT_OF_SPACE = ("io_ENOSPC", "io_EDQUOT")
+
+
+class Room:
+    """Bytes that this process has stored, and those it may store. Thread-safe; does no I/O.
+
+    Args:
+        wake: called when the evictor should hear of this process soon; returns at once.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._counted_bytes = self._granted_bytes = 0
+        self.stored_bytes = 0
+        """Since the start: of chunks, and of those being written."""
+        self.largest_bytes = 0
+        """Of one file."""
+        self.out_of_space = 0
+        """How many stores the mount refused because it, or a quota of it, is full."""
+
+    def reserve(self, chunk_bytes: int) -> bool:
+        """Count a chunk that is about to be written; return False if there is no room."""
+        size = bytes_on_disk(chunk_bytes)
+        with self._lock:
+            self.largest_bytes = max(self.largest_bytes, size)
+            ahead = self.stored_bytes + size - self._counted_bytes
+            has_room = ahead <= self._granted_bytes
+            if has_room:
+                self.stored_bytes += size
+        if ahead * 2 > self._granted_bytes:
+            self._wake()
+        return has_room
+
+    def release(self, chunk_bytes: int, reason: str) -> None:
+        """Count a chunk no more that was not written, for this reason."""
+        with self._lock:
+            self.stored_bytes -= bytes_on_disk(chunk_bytes)
+            self.out_of_space += reason in _OUT_OF_SPACE
+        if reason in _OUT_OF_SPACE:
+            self._wake()
+
+    def grant(self, counted_bytes: int, granted_bytes: int) -> None:
+        """Take in what the evictor has counted of this process, and grants it beyond that."""
+        with self._lock:
+            self._counted_bytes, self._granted_bytes = counted_bytes, granted_bytes
+
+    def restart(self) -> None:
+        """Begin to count again: the evictor has forgotten this process."""
+        with self._lock:
+            self.stored_bytes = self._counted_bytes = self._granted_bytes = 0
+
+    @property
+    def uncounted_bytes(self) -> int:
+        """What the evictor has not counted yet."""
+        with self._lock:
+            return max(0, self.stored_bytes - self._counted_bytes)

@@ -1,0 +1,274 @@
+"""The one thread in the background: tells what this process stored, and evicts if it is its turn.
+
+It makes blocking calls. On a mount that hangs it hangs too, alone. Another process then
+evicts, and this one may store no more than was granted.
+"""
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.folder.evictor import Evictor
+from kvoffload.backends.folder.known import KnownChunks
+from kvoffload.backends.folder.places import LEASE
+from kvoffload.backends.folder.records import HostRecord, LeaseRecord, Records, is_out_of_space
+from kvoffload.backends.folder.room import Room
+from kvoffload.backends.folder.shared_root import Root
+from kvoffload.backends.log_rate import Throttle
+
+log = logging.getLogger(__name__)
+
+TURN_S = 1.0
+"""Time between two turns, unless stores wait for one."""
+LEASE_S = 15.0
+"""A lease that is older, by the server's clock, is free to take."""
+_RENEW_S = LEASE_S / 3
+_PAUSE_S = 0.02
+"""The least time between two turns."""
+_LOOK_S = 5.0
+"""Time between two looks whether the root is still the same."""
+_TIMES_A_TURN = 256
+"""Files whose times are renewed in one turn."""
+
+
+class Housekeeper:
+    """Runs turns until it is closed.
+
+    Args:
+        vfs: makes the system calls.
+        root: opened.
+        records: of it.
+        token: of this process.
+        capacity_bytes: of all files.
+        known: learns of another store, and tells whose times are due.
+        path_of: returns the path of a chunk.
+        evicted: called with folder and key of each chunk that this process evicts.
+        count: increments a counter.
+    """
+
+    def __init__(
+        self,
+        vfs: Vfs,
+        root: Root,
+        records: Records,
+        token: str,
+        capacity_bytes: int,
+        known: KnownChunks,
+        path_of: Callable[[bytes], str],
+        evicted: Callable[[str, bytes], None],
+        count: Callable[[str], None],
+    ) -> None:
+        self._root, self._records, self._token = root, records, token
+        self._capacity_bytes = capacity_bytes
+        self._known, self._path_of = known, path_of
+        self._count = count
+        self._wake = threading.Event()
+        self._is_closing = False
+        self.room = Room(self._wake.set)
+        self._evictor = Evictor(vfs, root.path, records, capacity_bytes, evicted, self._pulse)
+        self._is_full = False
+        self._looked_s = time.monotonic()
+        self._told: HostRecord | None = None
+        self._told_s = 0.0
+        self._was_counted = False
+        self._written: LeaseRecord | None = None
+        self._written_s = 0.0
+        self.is_evictor = False
+        """Whether it is this process's turn to evict."""
+        self.resident_bytes = 0
+        """Bytes of files that the evictor has counted."""
+        self.num_hosts = 1
+        """Processes that the evictor counts."""
+        self._failures, self._lease_failures = Throttle(log), Throttle(log)
+        self._differing_capacity = 0
+        self._is_opening = True
+        self._turn()  # so that stores find room at once
+        self._is_opening = False
+        self._wake.set()
+        self._thread = threading.Thread(target=self._run, name="kvoffload-folder", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let the thread end soon, without waiting for it."""
+        self._is_closing = True
+        self._wake.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread; return whether it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            self._wake.wait(TURN_S)
+            self._wake.clear()
+            if not self._is_closing:
+                self._turn()
+                time.sleep(_PAUSE_S)
+        self._leave()
+
+    def _turn(self) -> None:
+        try:
+            self._look_at_root()
+            if self._told is None:
+                self._tell()  # sets the clock, before an age is read
+            lease, age_s = self._read_lease()
+            self._take_or_lose(lease, age_s)
+            if not self.is_evictor:
+                self._follow(lease)
+            self._tell()
+            if self.is_evictor:
+                self._evict()
+            self._renew_times()
+        except OSError as error:
+            self._failed(error)
+
+    # ---- this process's own record ---------------------------------------------------------
+
+    def _tell(self) -> None:
+        """Write this process's record if it changed, or if it gets old."""
+        room = self.room
+        record = HostRecord(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            capacity_bytes=self._capacity_bytes,
+            stored_bytes=room.stored_bytes,
+            largest_bytes=room.largest_bytes,
+            out_of_space=room.out_of_space,
+            is_closed=self._is_closing,
+        )
+        if record == self._told and time.monotonic() - self._told_s < _RENEW_S:
+            return
+        try:
+            self._records.host(record)
+        except OSError as error:
+            if not is_out_of_space(error):
+                raise
+            self._is_full = True
+        else:
+            self._told, self._told_s = record, time.monotonic()
+
+    def _follow(self, lease: LeaseRecord | None) -> None:
+        """Take in what the evictor has counted and grants."""
+        if lease is None:
+            return
+        is_counted = self._token in lease.counted
+        if self._was_counted and not is_counted:
+            self.room.restart()  # it was stopped for so long that it counted as dead
+        self._was_counted = is_counted
+        self.room.grant(lease.counted.get(self._token, 0), lease.granted_bytes)
+        self.resident_bytes = lease.resident_bytes or 0
+        self.num_hosts = max(1, len(lease.counted))
+        if lease.capacity_bytes not in (self._capacity_bytes, self._differing_capacity):
+            self._differing_capacity = lease.capacity_bytes
+            log.warning(
+                "folder %s: capacity = %d is not used, %s evicts by %d; give all hosts the same",
+                self._root.path, self._capacity_bytes, lease.host, lease.capacity_bytes,
+            )  # fmt: skip
+
+    # ---- the lease -------------------------------------------------------------------------
+
+    def _read_lease(self) -> tuple[LeaseRecord | None, float | None]:
+        try:
+            return self._records.lease()
+        except OSError as error:
+            self._count("lease_unusable")
+            self._lease_failures.warning(
+                "folder: %s/%s cannot be used (%s); remove it: until then nothing is evicted, and "
+                "stores end where the capacity might", self._root.path, LEASE, error.strerror,
+            )  # fmt: skip
+            self.is_evictor = False
+            raise
+
+    def _take_or_lose(self, lease: LeaseRecord | None, age_s: float | None) -> None:
+        """Become the evictor if there is none; be it no more if another one took over."""
+        holder = None if lease is None else lease.holder
+        is_free = age_s is None or age_s > LEASE_S or holder in ("", self._token)
+        if self.is_evictor:
+            self.is_evictor = lease is None or is_free
+            if lease is None:
+                self._written = None  # it is gone, or damaged: it is written again
+        elif is_free:
+            self._evictor.begin(lease, is_new=self._root.is_new and age_s is None)
+            self.is_evictor, self._written = True, None
+
+    def _evict(self) -> None:
+        if self._is_opening and self._evictor.resident_bytes is None:
+            return  # a scan may take minutes: the thread makes it
+        self._evictor.turn(self._records.hosts(), is_full=self._is_full)
+        self._is_full = False
+        self._publish(self._token)
+        if self._evictor.resident_bytes is not None:
+            counted = self._evictor.counted
+            self._was_counted = self._token in counted
+            self.room.grant(counted.get(self._token, 0), self._evictor.granted_bytes)
+            self.resident_bytes, self.num_hosts = self._evictor.resident_bytes, len(counted)
+
+    def _publish(self, holder: str) -> None:
+        """Write the lease if it changed, or if it gets old."""
+        lease = LeaseRecord(
+            holder=holder,
+            host=socket.gethostname(),
+            capacity_bytes=self._capacity_bytes,
+            resident_bytes=self._evictor.resident_bytes,
+            granted_bytes=self._evictor.granted_bytes,
+            counted=dict(self._evictor.counted),
+        )
+        if lease == self._written and time.monotonic() - self._written_s < _RENEW_S:
+            return
+        try:
+            self._records.write_lease(lease)
+        except OSError as error:
+            if not is_out_of_space(error):
+                raise
+            self._is_full = True
+        else:
+            self._written, self._written_s = lease, time.monotonic()
+
+    def _pulse(self) -> bool:
+        """Keep the lease and the record young during a scan; return whether to go on."""
+        if self._is_closing:
+            return False
+        self._tell()
+        self._publish(self._token)
+        return True
+
+    # ---- the rest --------------------------------------------------------------------------
+
+    def _look_at_root(self) -> None:
+        if time.monotonic() - self._looked_s < _LOOK_S:
+            return
+        self._looked_s = time.monotonic()
+        if self._root.look_again():
+            log.warning("folder %s: another store has this name now", self._root.path)
+            self._count("another_store")
+            self._known.clear()
+            self.room.restart()
+            self.is_evictor, self._told = False, None
+
+    def _renew_times(self) -> None:
+        """Tell of uses by the files' times, as the server sets them."""
+        for key in self._known.take_due(_TIMES_A_TURN):
+            try:
+                os.utime(self._path_of(key), follow_symlinks=False)
+                self._count("time_renewed")
+            except FileNotFoundError:
+                self._known.forget(key)
+
+    def _leave(self) -> None:
+        """Say that this process stores no more, and that another one may evict."""
+        try:
+            self._tell()
+            if self.is_evictor:
+                self._evictor.turn(self._records.hosts())
+                self._publish("")
+        except OSError as error:
+            self._failed(error)
+
+    def _failed(self, error: OSError) -> None:
+        self._count("housekeeping_failed")
+        self._failures.warning("folder %s: housekeeping failed: %s", self._root.path, error)

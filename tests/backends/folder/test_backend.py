@@ -1,0 +1,45 @@
+"""The folder backend: conformance, with and without a secret."""
+
+from typing import ClassVar
+
+import pytest
+
+from kvoffload import open_backend
+from kvoffload.testing import PersistentBackendSuite
+
+
+class FolderSuite(PersistentBackendSuite):
+    settings: ClassVar[dict[str, object]] = {}
+
+    def open(self, namespace):
+        return self._opened_at("kv", namespace, "64MiB")
+
+    def open_small(self, namespace):
+        return self._opened_at("small", namespace, "2MiB")
+
+    def _opened_at(self, name, namespace, capacity):
+        options = {"root": str(self.folder / name), "capacity": capacity, **self.settings}
+        return open_backend("folder", options, namespace)
+
+    def damage(self, backend, key):
+        (path,) = (self.folder / "kv").glob(f"*/??/{key.hex()}")
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+
+
+class TestFolder(FolderSuite):
+    pass
+
+
+@pytest.mark.long
+class TestOneThread(FolderSuite):
+    settings: ClassVar = {"threads": 1}
+
+
+class TestSecret(FolderSuite):
+    @property
+    def settings(self):
+        secret = self.folder / "secret"
+        secret.write_bytes(bytes(range(32)))
+        return {"secret_file": str(secret)}

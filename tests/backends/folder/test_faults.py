@@ -1,0 +1,225 @@
+"""Every error of the mount, and a mount that hangs: misses with reasons, by a deadline."""
+
+import asyncio
+import errno
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from folder_parts import SIZE, load, open_folder, path_of, store, until
+
+from kvoffload.backends.base import ReadResult
+from kvoffload.testing.backends import filled, keys_of, slots, wrong_bytes
+from tests.support.other_version import OTHERS, resealed
+from tests.support.vfs import FailingVfs, StuckVfs, kind_of
+
+ERRORS = (errno.ESTALE, errno.EIO, errno.EDQUOT, errno.ENOSPC, errno.EACCES, errno.ENOTCONN)
+
+
+def of_chunks(*calls):
+    """Choose calls on chunks and on those being written."""
+    return lambda call, path: call in calls and kind_of(path) == "chunk"
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", ["open", "fstat", "preadv"])
+async def test_a_load_that_the_mount_fails_is_a_miss_with_a_reason(tmp_path, call, error):
+    vfs = FailingVfs(0, error, sticky=True, when=of_chunks(call))
+    backend, keys = open_folder(tmp_path / "share", vfs=vfs), keys_of(3)
+    assert await store(backend, keys) == [True] * 3
+    vfs.nth = 1
+    answers = await load(backend, keys)
+    assert [each.value for each in answers] == ["unavailable"] * 3
+    assert backend.counters()[f"read_io_{errno.errorcode[error]}"] == 3
+    vfs.heal()
+    assert await load(backend, keys) == [True] * 3
+    await backend.close()
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", ["open", "pwritev", "close", "rename"])
+async def test_a_store_that_the_mount_fails_leaves_nothing(tmp_path, call, error):
+    vfs = FailingVfs(0, error, sticky=True, when=of_chunks(call))
+    backend, keys = open_folder(tmp_path / "share", vfs=vfs), keys_of(3)
+    vfs.nth = vfs.calls + 1
+    assert await store(backend, keys) == [False] * 3
+    assert backend.counters()[f"write_io_{errno.errorcode[error]}"] == 3
+    vfs.heal()
+    assert await backend.contains(keys) == [False] * 3
+    assert [path for path in (tmp_path / "share").glob("*/??/*") if path.is_file()] == []
+    assert await store(backend, keys) == [True] * 3
+    assert backend._housekeeper.room.stored_bytes == 3 * 65536  # what failed is counted no more
+    await backend.close()
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+async def test_a_short_read_or_write_goes_on(tmp_path, call):
+    vfs = FailingVfs(1, None, when=of_chunks(call))
+    backend, keys = open_folder(tmp_path / "share", vfs=vfs), keys_of(1)
+    assert await store(backend, keys) == [True]
+    assert await load(backend, keys) == [True]
+    await backend.close()
+
+
+async def test_a_lookup_that_the_mount_fails_is_a_miss_with_a_reason(tmp_path):
+    backend, keys = open_folder(tmp_path / "share"), keys_of(3)
+    await store(backend, keys)
+    await backend.close()
+    vfs = FailingVfs(1, errno.ESTALE, sticky=True, when=of_chunks("lstat"))
+    backend = open_folder(tmp_path / "share", vfs=vfs)
+    assert await backend.contains(keys) == [False] * 3
+    assert backend.counters()["lookup_io_ESTALE"] == 3
+    await backend.close()
+
+
+async def test_a_hung_mount_is_given_up_by_the_deadline_and_threads_are_bounded(tmp_path, caplog):
+    vfs = StuckVfs(lambda call, path: False)
+    backend = open_folder(tmp_path / "share", vfs=vfs, timeout_s=0.2, threads=4)
+    keys = keys_of(40)
+    await store(backend, keys)
+    vfs.when = lambda call, path: kind_of(path) == "chunk"
+    into = slots(40, SIZE)
+    before, begun_s = threading.active_count(), time.monotonic()
+    answers = await backend.read(keys, into)
+    assert set(answers) == {ReadResult.LATE}
+    assert await backend.write(keys_of(9, "new"), filled(keys_of(9, "new"), SIZE)) == [False] * 9
+    assert await backend.contains(keys_of(99, "other")) == [False] * 99
+    assert time.monotonic() - begun_s < 2
+    assert threading.active_count() <= before + 4
+    counts = backend.counters()
+    assert counts["read_late"] + counts["read_stalled"] == 40
+    assert counts["read_late"] <= 8
+    assert backend.usage().gauges["up"] == 0
+    assert "did not answer" in caplog.text
+    for slot in into:
+        slot[:] = b"\xaa" * SIZE
+    vfs.release()
+    assert await until(lambda: backend.usage().gauges["up"] == 1)
+    await asyncio.sleep(0.1)
+    assert all(bytes(slot) == b"\xaa" * SIZE for slot in into)  # no late call wrote into it
+    vfs.when = lambda call, path: False
+    assert await load(backend, keys) == [True] * 40
+    assert await backend.contains(keys_of(9, "new")) == [False] * 9
+    await backend.close()
+
+
+async def test_a_call_that_moves_bytes_keeps_the_callers_memory(tmp_path):
+    """It ends late, but as it ends its memory is free; the other chunks end by the deadline."""
+    vfs = StuckVfs(lambda call, path: False)
+    backend = open_folder(tmp_path / "share", vfs=vfs, timeout_s=0.1, threads=4)
+    keys = keys_of(1)
+    await store(backend, keys)
+    vfs.when = lambda call, path: call == "preadv" and kind_of(path) == "chunk"
+    into = slots(1, SIZE)
+    reading = asyncio.ensure_future(backend.read(keys, into))
+    await asyncio.sleep(0.5)
+    assert not reading.done()
+    reading.cancel()
+    await asyncio.sleep(0.1)
+    assert not reading.done()
+    vfs.release()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert wrong_bytes(keys, into) == []
+    await backend.close()
+
+
+EXITS = """
+import asyncio, sys, threading
+sys.path[:0] = ["tests/helpers", "."]
+from folder_parts import open_folder, store
+from kvoffload.testing.backends import keys_of
+from tests.support.vfs import StuckVfs, kind_of
+
+async def main(stuck):
+    vfs = StuckVfs(lambda call, path: kind_of(path) in stuck)
+    vfs.release()
+    backend = open_folder(sys.argv[1], vfs=vfs, timeout_s=0.2, threads=3)
+    vfs.hold()
+    calls = [asyncio.ensure_future(store(backend, keys_of(4, str(i)))) for i in range(5)]
+    await asyncio.sleep(0.1)
+    await backend.close()
+    await asyncio.gather(*calls)
+    print("closed")
+
+asyncio.run(main(sys.argv[2].split(",")))
+"""
+
+
+@pytest.mark.parametrize("stuck", ["chunk", "chunk,root,namespace,shard"])
+def test_a_process_with_hung_calls_ends(tmp_path, stuck):
+    ended = subprocess.run(
+        [sys.executable, "-c", EXITS, str(tmp_path / "share"), stuck],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (0, "closed\n"), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("corrupt_payload", lambda c: c[:-1] + bytes([c[-1] ^ 1])),
+        ("corrupt_header", lambda c: c[:300] + b"\x01" + c[301:]),
+        ("corrupt_size", lambda c: c[:-1]),
+        ("corrupt_size", lambda c: c + b"\0"),
+        ("corrupt_magic", lambda c: b"\0" * len(c)),
+        ("corrupt_short", lambda c: c[:100]),
+        ("corrupt_short", lambda c: b""),
+    ],
+)
+async def test_a_damaged_file_is_a_miss_and_is_replaced(tmp_path, what, change):
+    backend, keys = open_folder(tmp_path / "share"), keys_of(2)
+    await store(backend, keys)
+    path = path_of(tmp_path, keys[0])
+    path.write_bytes(change(path.read_bytes()))
+    answers = await load(backend, keys)
+    assert [each.value for each in answers] == ["corrupt", "hit"]
+    assert backend.counters()[what] == 1
+    assert backend.take_removals() == [(keys[0], "corrupt")]
+    assert await backend.contains(keys) == [False, True]
+    assert await store(backend, keys) == [True] * 2
+    assert await load(backend, keys) == [True] * 2
+    await backend.close()
+
+
+async def test_files_under_each_others_names_are_misses(tmp_path):
+    backend, keys = open_folder(tmp_path / "share"), keys_of(2)
+    await store(backend, keys)
+    one, two = (path_of(tmp_path, key) for key in keys)
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first)
+    assert await load(backend, keys) == [False] * 2
+    assert backend.counters()["corrupt_key"] == 2
+    await backend.close()
+
+
+@OTHERS
+async def test_a_chunk_of_another_version_stays_until_it_is_stored_again(tmp_path, offset, value):
+    backend, keys = open_folder(tmp_path / "share"), keys_of(1)
+    await store(backend, keys)
+    path = path_of(tmp_path, keys[0])
+    other = resealed(path.read_bytes(), 4096, offset, value)
+    path.write_bytes(other)
+    assert await load(backend, keys) == [ReadResult.MISSING]
+    assert path.read_bytes() == other
+    assert backend.counters() == {"other_version": 1}
+    assert await backend.contains(keys) == [False]  # else each request would load it in vain
+    assert await store(backend, keys) == [True]
+    assert await load(backend, keys) == [True]
+    await backend.close()
+
+
+async def test_a_link_or_folder_in_place_of_a_chunk_is_a_miss(tmp_path):
+    backend, keys = open_folder(tmp_path / "share"), keys_of(2)
+    await store(backend, keys)
+    one, two = (path_of(tmp_path, key) for key in keys)
+    whole = one.rename(tmp_path / "elsewhere")
+    one.symlink_to(whole)
+    two.unlink()
+    two.mkdir()
+    assert await load(backend, keys) == [False] * 2
+    assert await backend.contains(keys_of(2)) == [False] * 2
+    await backend.close()

@@ -1,0 +1,111 @@
+"""What each call asks of the mount: metadata operations are what a file server has least of."""
+
+from collections import Counter
+
+import pytest
+from folder_parts import SIZE, load, open_folder, store
+
+from kvoffload.backends.disk.paths import SHARDS
+from kvoffload.backends.folder import upkeep
+from kvoffload.backends.folder.evictor import Evictor
+from kvoffload.backends.folder.records import Records
+from kvoffload.backends.header import namespace_digest
+from kvoffload.testing.backends import filled, keys_of
+from tests.support.vfs import HookedVfs, kind_of
+
+FREE = ("preadv", "pwritev", "close", "fstat")
+"""Calls on an open file: data, and facts that came with its opening."""
+
+
+class CountingVfs(HookedVfs):
+    """Notes each call on chunks, and on what is written before it is a chunk."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def around(self, call, path, perform):
+        if kind_of(path) in ("chunk", "shard", "namespace"):
+            self.calls.append((call, path))
+        return perform()
+
+    def taken(self):
+        """Return how often each metadata operation was made since the last call."""
+        calls, self.calls = self.calls, []
+        return Counter(call for call, _ in calls if call not in FREE)
+
+
+@pytest.fixture
+async def counting(tmp_path, monkeypatch):
+    monkeypatch.setattr(upkeep, "TURN_S", 3600)
+    vfs = CountingVfs()
+    backend = open_folder(tmp_path / "share", vfs=vfs)
+    for shard in SHARDS:
+        (tmp_path / "share" / namespace_digest("folder").hex() / shard).mkdir(parents=True)
+    await backend.describe({"model": "m"})
+    vfs.taken()
+    yield backend, vfs
+    await backend.close()
+
+
+async def test_a_store_creates_and_renames_and_a_load_opens_and_a_known_chunk_is_not_looked_up(
+    counting,
+):
+    backend, vfs = counting
+    keys = keys_of(50, "new")
+    assert await backend.contains(keys) == [False] * 50
+    assert vfs.taken() == {"lstat": 50}
+    assert await store(backend, keys) == [True] * 50
+    assert vfs.taken() == {"open": 50, "rename": 50}
+    assert await load(backend, keys) == [True] * 50
+    assert vfs.taken() == {"open": 50}
+    assert await backend.contains(keys) == [True] * 50
+    assert vfs.taken() == {}
+    assert await store(backend, keys) == [True] * 50
+    assert vfs.taken() == {"lstat": 50}  # is it still there? no byte is written again
+
+
+async def test_another_hosts_chunk_is_looked_up_once(counting, tmp_path):
+    backend, vfs = counting
+    other, keys = open_folder(tmp_path / "share"), keys_of(50, "new")
+    await store(other, keys)
+    for expected in ({"lstat": 50}, {}):
+        assert await backend.contains(keys) == [True] * 50
+        assert vfs.taken() == expected
+    await other.close()
+
+
+async def test_the_tail_of_a_job_is_written_first_and_so_leaves_first(tmp_path):
+    vfs = CountingVfs()
+    backend, keys = open_folder(tmp_path / "share", vfs=vfs, threads=1), keys_of(9)
+    answers = await backend.write(keys, filled(keys, SIZE))
+    assert answers == [True] * 9
+    renamed = [path for call, path in vfs.calls if call == "rename" and "/." not in path]
+    assert [path.rsplit("/")[-1] for path in renamed] == [key.hex() for key in keys[::-1]]
+    await backend.close()
+
+
+async def test_a_scan_of_many_names_lists_each_folder_once_and_remembers_few(tmp_path, monkeypatch):
+    """Ten million names: 256 listings, memory for the oldest alone, two calls an eviction."""
+    monkeypatch.setattr("kvoffload.backends.folder.evictor._CANDIDATES", 100)
+    backend = open_folder(tmp_path / "share")
+    keys = keys_of(1000)
+    await backend.write(keys, filled(keys, 64))
+    await backend.close()
+    vfs, gone = CountingVfs(), []
+    root = str(tmp_path / "share")
+    records = Records(vfs, root, "test")
+    evictor = Evictor(
+        vfs, root, records, 900 << 13, lambda *names: gone.append(names), lambda: True
+    )
+    evictor.begin(None, is_new=False)
+    for _ in range(3):
+        evictor._scan_due_s = 0.0  # scans are rare: they take a tenth of the time at most
+        evictor.turn({})
+    assert evictor.resident_bytes <= 810 << 13
+    calls = vfs.taken()
+    assert calls["unlink"] == len(gone) >= 190
+    assert calls["lstat"] <= len(gone) + 2
+    assert calls["listdir"] == 256 * evictor.scans
+    assert evictor.scans <= 2 + len(gone) // 100
+    assert len(evictor._candidates) <= 100

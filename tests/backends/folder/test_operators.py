@@ -1,0 +1,156 @@
+"""The operators' commands on a shared folder: they read it as they read a disk tier's root."""
+
+import json
+import os
+import secrets
+import time
+
+import pytest
+from disk_commands import kvoffload
+from folder_parts import ON_DISK, load, open_folder, path_of, store
+
+from kvoffload.backends.admin import Check, Garbage
+from kvoffload.backends.folder import doctor
+from kvoffload.backends.folder.admin import FolderAdmin
+from kvoffload.backends.folder.places import LEASE
+from kvoffload.errors import ConfigError
+from kvoffload.testing.backends import keys_of
+
+
+@pytest.fixture
+async def root(tmp_path):
+    """A root with eight chunks of one namespace and four of another, closed."""
+    for name, count in (("one", 8), ("two", 4)):
+        backend = open_folder(tmp_path / "kv", name)
+        await backend.describe({"model": name})
+        await store(backend, keys_of(count))
+        await backend.close()
+    return tmp_path / "kv"
+
+
+def admin(root, **options):
+    return FolderAdmin({"root": str(root), **options})
+
+
+async def test_inspect_shows_namespaces_users_and_bytes(root):
+    backend = open_folder(root, "one")
+    survey = await admin(root).survey()
+    held = {each.namespace: each for each in survey.held}
+    assert {name: each.chunks for name, each in held.items()} == {"one": 8, "two": 4}
+    assert held["one"].facts == {"model": "one"}
+    assert held["one"].used_s < 60
+    figures = survey.figures
+    assert (figures["processes"], figures["owner"]) == (1, True)
+    assert figures["ledger_bytes"] == 12 * ON_DISK
+    assert figures["capacity_bytes"] == 64 << 20
+    await backend.close()
+    assert (await admin(root).survey()).figures["processes"] == 0
+
+
+async def test_the_command_line_finds_a_shared_folder_by_its_mark(root):
+    def run(*words):
+        done = kvoffload(*words, str(root), "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    assert len(run("inspect")["namespaces"]) == 2
+    assert run("verify")["chunks"] == 12
+    assert run("gc", "--dry-run", "--older-than", "1h")["removed"] == 0
+
+
+async def test_verify_finds_and_repairs_what_a_load_would_miss(root):
+    path = path_of(root, keys_of(8)[7])
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    stray, unfinished = root / "thesis.tex", path.with_name(".0123456789abcdef-0")
+    stray.touch()
+    unfinished.touch()
+    old = time.time() - 3600
+    os.utime(unfinished, (old, old))
+    found = await admin(root).verify(Check())
+    assert not found.is_sound
+    assert found.figures["reasons"] == {"corrupt_payload": 1}
+    assert found.figures["strays"] == [str(stray)]
+    assert [each["path"] for each in found.figures["leftovers"]] == [str(unfinished)]
+    await admin(root).verify(Check(repair=True))
+    stray.unlink()
+    assert (await admin(root).verify(Check())).is_sound
+    assert not path.exists()
+
+
+async def test_verify_with_the_secret_checks_codes_and_without_it_checksums(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text(secrets.token_hex(32))
+    backend, keys = open_folder(tmp_path / "kv", secret_file=str(secret)), keys_of(2)
+    await store(backend, keys)
+    await backend.close()
+    path = path_of(tmp_path, keys[0])
+    content = bytearray(path.read_bytes())
+    content[4096 - 40] ^= 1  # of the code
+    body = bytes(content[: 4096 - 8])
+    from kvoffload.backends.folder.seal import _SEAL, xxhash
+
+    path.write_bytes(body + _SEAL.pack(xxhash.xxh3_64_intdigest(body)) + content[4096:])
+    assert (await admin(tmp_path / "kv").verify(Check())).is_sound
+    found = await admin(tmp_path / "kv", secret_file=str(secret)).verify(Check())
+    assert found.figures["reasons"] == {"corrupt_mac": 1}
+    assert found.figures["chunks"] == 2
+
+
+async def test_gc_removes_by_age_and_by_namespace(root):
+    old = time.time() - 7200
+    for key in keys_of(3):
+        for path in root.rglob(f"??/{key.hex()}"):
+            os.utime(path, (old, old))
+    collected = await admin(root).collect(Garbage(unused_s=3600))
+    assert collected.figures["removed"] == 6
+    collected = await admin(root).collect(Garbage(namespace="two"))
+    assert collected.figures["removed"] == 1
+    assert len((await admin(root).survey()).held) == 1
+    backend = open_folder(root, "one")
+    assert await load(backend, keys_of(8)) == [False] * 3 + [True] * 5
+    await backend.close()
+
+
+async def test_a_purge_leaves_the_other_namespaces(root):
+    backend = open_folder(root, "one")
+    assert await backend.purge(["one"]) == 8
+    assert await load(backend, keys_of(8)) == [False] * 8
+    assert await store(backend, keys_of(1)) == [True]
+    assert await backend.purge(["two", "never seen"]) == 4
+    assert [path.name for path in root.glob("*/manifest.json")] == ["manifest.json"]
+    await backend.close()
+
+
+async def test_doctor_measures_between_two_mounts(mounts, monkeypatch):
+    monkeypatch.setattr(doctor, "_DEPTHS", (1, 2))
+    backend = open_folder(mounts[0] / "kv")
+    options = {"root": str(mounts[0] / "kv"), "capacity": "64MiB", "trust_parent_folders": True}
+    other = str(mounts[1] / "kv")
+    findings = await FolderAdmin({**options, "other_mount": other}).diagnose()
+    found = {finding.check: finding for finding in findings}
+    told = ["file system", "rights", "sharing", "space", "rename", "clock", "other host", "times"]
+    assert list(found) == [*told, "depth 1", "depth 2"]
+    assert found["file system"].verdict == "warning"  # tmpfs is of one host
+    assert {found[name].verdict for name in told[1:]} == {"ok"}
+    assert "seen after 0.0" in found["other host"].detail
+    assert "GiB/s" in found["depth 2"].detail or "MiB/s" in found["depth 2"].detail
+    assert sorted(p.name for p in (mounts[0] / "kv").iterdir()) == [".hosts", LEASE, ".store.json"]
+    await backend.close()
+
+
+async def test_doctor_finds_another_folder_in_place_of_the_other_mount(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "_DEPTHS", ())
+    monkeypatch.setattr(doctor, "_LONGEST_S", 0.05)
+    for name in ("one", "two"):
+        await open_folder(tmp_path / name).close()
+    options = {"root": str(tmp_path / "one"), "other_mount": str(tmp_path / "two")}
+    findings = await FolderAdmin({**options, "trust_parent_folders": True}).diagnose()
+    assert [each.check for each in findings if each.verdict == "failed"] == ["other host"]
+
+
+@pytest.mark.parametrize("call", ["survey", "diagnose"])
+async def test_a_folder_that_is_no_root_is_told(tmp_path, call):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="other files"):
+        await getattr(admin(tmp_path), call)()

@@ -1,0 +1,63 @@
+"""The folder backend with chunks of 60 KiB, and steps that its tests share."""
+
+import asyncio
+import os
+
+from kvoffload.backends.folder.backend import FolderBackend, FolderOptions
+from kvoffload.config import ByteSize
+from kvoffload.testing.backends import filled, slots, wrong_bytes
+
+SIZE = 60 * 1024
+ON_DISK = 64 * 1024
+
+
+def open_folder(root, namespace="folder", vfs=None, **settings):
+    settings = {"capacity": ByteSize(64 << 20), "trust_parent_folders": True, **settings}
+    return FolderBackend(FolderOptions(root=str(root), **settings), namespace, vfs=vfs)
+
+
+async def store(backend, keys):
+    return await backend.write(keys, filled(keys, SIZE))
+
+
+async def load(backend, keys):
+    """Return the answers of a read; no hit has a wrong byte."""
+    into = slots(len(keys), SIZE)
+    answers = await backend.read(keys, into)
+    assert wrong_bytes(keys, into, answers) == []
+    return answers
+
+
+async def until(condition, timeout_s=30.0):
+    for _ in range(int(timeout_s / 0.01)):
+        if condition():
+            return True
+        await asyncio.sleep(0.01)
+    return condition()
+
+
+async def store_at_last(backend, keys):
+    """Store chunks as soon as there is room for all."""
+    for _ in range(300):
+        if all(await store(backend, keys)):
+            return True
+        await asyncio.sleep(0.02)
+    return False
+
+
+def path_of(root, key):
+    (path,) = root.rglob(f"??/{key.hex()}")
+    return path
+
+
+def stored_bytes(root):
+    """Return the bytes of all chunks, and of those being written."""
+    total = 0
+    for folder, _, files in os.walk(root):
+        if len(os.path.basename(folder)) == 2:
+            for file in files:
+                try:
+                    total += os.lstat(f"{folder}/{file}").st_size
+                except FileNotFoundError:
+                    continue
+    return total
