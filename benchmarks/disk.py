@@ -23,7 +23,6 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.harness import Row, best_of, report, row
-from kvoffload.backends.disk import chunk_file as disk_io
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.paths import SHARDS, SNAPSHOT
@@ -34,6 +33,7 @@ from kvoffload.backends.header import (
     pack_header,
     parse_header,
 )
+from kvoffload.backends.seals import ChecksumSeal
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import keys_of
 
@@ -184,7 +184,7 @@ class _Transfers:
             self._strands(pool, READERS[self.io], self._raw_read)
 
         def unverified() -> None:
-            with patch.object(disk_io, "check_chunk", _check_header_alone):
+            with patch.object(ChecksumSeal, "fault", _check_header_alone):
                 ours()
 
         peer = _lmcache(self) if self.io != "direct" else None
@@ -253,7 +253,7 @@ class _Transfers:
 
 
 def _check_header_alone(
-    header: memoryview, target: memoryview, key: bytes, namespace: bytes
+    seal: ChecksumSeal, header: memoryview, target: memoryview, key: bytes, namespace: bytes
 ) -> str | None:
     return mismatch(parse_header(header), key, namespace, target.nbytes)
 

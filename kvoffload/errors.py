@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*")
 _VARIABLE = re.compile(r"[A-Z_0-9]*")
-_SECRETS = ("password", "passwd", "secret", "token", "username", "sentinel_username")
+_SECRETS = ("password", "passwd", "secret", "token", "key", "username", "sentinel_username")
 HIDDEN = "***"
 """What stands for something that must not be shown."""
 

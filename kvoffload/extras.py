@@ -11,12 +11,13 @@ _NEEDED = {
     "secret_file": ("blake3", "blake3"),
     "url": ("obstore", "object"),
     "folder": ("aiofiles.os", "folder"),
+    "encryption": ("cryptography.hazmat.primitives.ciphers.aead", "encryption"),
 }
 """Setting, or the type of a tier → module, and the extra that has it."""
 
 
-def check_extra(setting: str, value: Any) -> None:
-    """Import what a setting needs.
+def check_extra(setting: str, value: Any, where: str = "") -> None:
+    """Import what a setting needs; ``where`` prefixes its name in the error.
 
     Raises:
         ConfigError: it is not installed.
@@ -26,4 +27,4 @@ def check_extra(setting: str, value: Any) -> None:
         import_module(module)
     except ImportError as error:
         remedy = f"needs its extra: pip install '/path/to/kvoffload[{extra}]' ({error})"
-        raise ConfigError(setting, value, remedy) from error
+        raise ConfigError(f"{where}{setting}", value, remedy) from error

@@ -7,8 +7,9 @@ from typing import Any
 
 from kvoffload.backends.admin import COMMANDS
 from kvoffload.backends.base import Backend, BackendFactory
+from kvoffload.backends.key_files import ENCRYPTION, read_encryption, without
 from kvoffload.config import OffloadConfig, convert, did_you_mean
-from kvoffload.errors import ConfigError
+from kvoffload.errors import HIDDEN, ConfigError
 from kvoffload.extras import check_extra
 from kvoffload.policies.base import refusal
 
@@ -61,11 +62,21 @@ def load(group: str, name: str, field: str = "type") -> Any:
 def read_options(type: str, options: dict[str, Any], where: str = "") -> Any:
     """Read a backend's options into its own settings struct, without opening the store.
 
+    ``encryption`` is no option of the backend; its keys are read as well.
+
     Raises:
-        ConfigError: unknown type, unknown or bad option.
+        ConfigError: unknown type, unknown or bad option, or a key that cannot be used.
     """
     factory: BackendFactory = load(BACKENDS, type, f"{where}type")
-    return convert(options, factory.Options, where)
+    if read_encryption(options, where) is not None and not can_encrypt(factory):
+        remedy = f"a tier of type {type!r} cannot encrypt: leave this out, or use another type"
+        raise ConfigError(f"{where}{ENCRYPTION}", HIDDEN, remedy)
+    return convert(without(options), factory.Options, where)
+
+
+def can_encrypt(factory: BackendFactory) -> bool:
+    """Return whether the tiers of a backend take ``encryption``."""
+    return hasattr(factory, "encrypt_with")
 
 
 def check_plugins(config: OffloadConfig) -> None:
@@ -92,7 +103,7 @@ def open_backend(
 
     Args:
         type: a name in the ``kvoffload.backends`` entry-point group: ``memory``, ``disk``...
-        options: that backend's own settings; unknown keys are errors.
+        options: that backend's own settings, and ``encryption``; unknown keys are errors.
         namespace: the digest of everything that decides what the bytes mean
             (:func:`kvoffload.identity.namespace`). Other namespaces are invisible.
         where: prefix for field names in errors.
@@ -101,9 +112,13 @@ def open_backend(
         ConfigError: unknown type, unknown or bad option, or a root that cannot be used.
     """
     settings = read_options(type, options, where)
+    seal = read_encryption(options, where)
     factory: BackendFactory = load(BACKENDS, type)
     try:
-        return factory(settings, namespace)
+        backend: Any = factory(settings, namespace)
+        if seal is not None:
+            backend.encrypt_with(seal)
+        return backend  # type: ignore[no-any-return]
     except ConfigError as error:
         if error.field.startswith(where):
             raise

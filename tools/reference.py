@@ -75,6 +75,7 @@ def texts() -> dict[str, Any]:
 
 def settings() -> Iterator[str]:
     """Yield the lines of the page of settings."""
+    from kvoffload.backends.key_files import Encryption
     from kvoffload.config import OffloadConfig
     from kvoffload.connectors.sglang.hicache_settings import HiCacheSettings
     from kvoffload.connectors.vllm.start import VllmConfigSettings
@@ -113,6 +114,15 @@ and prints their JSON Schema. Passwords belong in the variable or file that `pas
 """,
     )
     yield from struct_fields(HiCacheSettings, leave_out=engine)
+    yield from _section(
+        "Encryption of a tier",
+        """
+Any tier of type `disk` or `redis`, and plug-ins that can, take `"encryption": {…}` next to their
+`type`. [The guide](../guides/encryption.md) says how to make and change keys. By default chunks are
+not encrypted.
+""",
+    )
+    yield from struct_fields(Encryption, "encryption: ")
     for name, options in sorted(_backend_options().items()):
         yield from _section(
             f"Backend `{name}`",

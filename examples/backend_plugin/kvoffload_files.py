@@ -18,7 +18,13 @@ import msgspec
 from kvoffload.backends.admin import Check, Holding, Survey, Verified
 from kvoffload.backends.asynchronous import AsyncBackend
 from kvoffload.backends.base import Removal, Usage
-from kvoffload.backends.header import COMPACT_BYTES, check_chunk, counted_as, namespace_digest
+from kvoffload.backends.header import (
+    COMPACT_BYTES,
+    NOT_DAMAGED,
+    check_chunk,
+    counted_as,
+    namespace_digest,
+)
 from kvoffload.backends.verification import Verification
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
@@ -136,7 +142,10 @@ class FilesBackend(AsyncBackend):
         files = await asyncio.to_thread(self._files)
         run = Verification(files, wanted, lambda file: file[1])
         for path, size in run.chosen:
-            if reason := await self._damage(path):
+            reason = await self._damage(path)
+            if reason in NOT_DAMAGED:
+                run.add_unread(reason)
+            elif reason:
                 if run.repairs:
                     await aiofiles.os.remove(path)
                 why = "removed" if run.repairs else "left in place"

@@ -16,11 +16,12 @@ from kvoffload.backends.blocking_pool import run_once, undisturbed
 from kvoffload.backends.counted import CountedBackend, Kind
 from kvoffload.backends.frames import Frames
 from kvoffload.backends.header import COMPACT_BYTES
+from kvoffload.backends.seals import Seal
 
 log = logging.getLogger(__name__)
 
 INLINE_BYTES = 4 << 20
-"""Largest chunk whose checksum the event loop's thread computes: below a millisecond."""
+"""Largest chunk whose checksum or cipher the event loop's thread computes: below a millisecond."""
 T = TypeVar("T")
 
 
@@ -60,6 +61,10 @@ class AsyncBackend(CountedBackend, ABC):
         self.__turns = asyncio.Semaphore(at_once)
         self.__close_s = close_s
         self.__running: set[asyncio.Task[None]] = set()
+
+    def encrypt_with(self, seal: Seal) -> None:
+        """Store chunks encrypted; called by :func:`kvoffload.open_backend`, before the first."""
+        self.__frames.seal = seal
 
     # ---- what a subclass defines -----------------------------------------------------------
 
@@ -121,8 +126,11 @@ class AsyncBackend(CountedBackend, ABC):
 
         async def store(i: int) -> bool:
             key, chunk = keys[i], chunks[i].cast("B")
-            header = await _computed(chunk, self.__frames.header, key, chunk)
-            return await self.put(key, header, chunk)
+            header, stored = await _computed(chunk, self.__frames.pack, key, chunk)
+            try:
+                return await self.put(key, header, stored)
+            finally:
+                self.__frames.done(stored)
 
         return await self.__each("write", len(keys), store, False)
 

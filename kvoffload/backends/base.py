@@ -31,7 +31,7 @@ class ReadResult(Enum):
 
     HIT = "hit"
     MISSING = "missing"
-    """No chunk of this length and of this version is stored under the key."""
+    """No chunk of this length, of this version and under a key of this engine is stored."""
     CORRUPT = "corrupt"
     """A chunk is stored, and its verification failed."""
     LATE = "late"
@@ -64,6 +64,7 @@ _BY_REASON = {
     "missing": ReadResult.MISSING,
     "length": ReadResult.MISSING,
     "other_version": ReadResult.MISSING,
+    "other_key": ReadResult.MISSING,
     "lost_timeout": ReadResult.LATE,
 }
 Answers = Sequence[bool | ReadResult]

@@ -3,13 +3,8 @@
 from collections.abc import Callable
 
 from kvoffload.backends.base import ReadResult
-from kvoffload.backends.header import (
-    COMPACT_BYTES,
-    check_chunk,
-    counted_as,
-    namespace_digest,
-    pack_header,
-)
+from kvoffload.backends.header import COMPACT_BYTES, counted_as, namespace_digest
+from kvoffload.backends.seals import ChecksumSeal, Seal
 
 
 class Frames:
@@ -17,7 +12,8 @@ class Frames:
 
     Args:
         namespace: of the chunks.
-        count: told why a load was a miss: ``read_missing``, ``read_length``, ``corrupt_payload``.
+        count: told why a load was a miss: ``read_missing``, ``read_length``, ``corrupt_payload``,
+            ``other_key``.
         header_bytes: :data:`COMPACT_BYTES` or :data:`ALIGNED_BYTES`.
     """
 
@@ -27,10 +23,19 @@ class Frames:
         self._digest = namespace_digest(namespace)
         self._count = count
         self._header_bytes = header_bytes
+        self.seal: Seal = ChecksumSeal()
 
-    def header(self, key: bytes, chunk: memoryview) -> bytes:
-        """Return what is stored in front of the chunk; ValueError for a key of a wrong length."""
-        return pack_header(key, self._digest, chunk, header_bytes=self._header_bytes)
+    def pack(self, key: bytes, chunk: memoryview) -> tuple[bytes, memoryview]:
+        """Return header and bytes to store; see :meth:`Seal.pack`, and pass them to :meth:`done`.
+
+        Raises:
+            ValueError: the key has a wrong length.
+        """
+        return self.seal.pack(key, self._digest, chunk, header_bytes=self._header_bytes)
+
+    def done(self, stored: memoryview) -> None:
+        """Take back the bytes of :meth:`pack`, which are stored or never will be."""
+        self.seal.done(stored)
 
     def blank(self) -> memoryview:
         """Return memory for the header of a chunk to load."""
@@ -45,7 +50,7 @@ class Frames:
             if result is ReadResult.MISSING:
                 self._count("read_missing")
             return result
-        reason = check_chunk(header, into, key, self._digest)
+        reason = self.seal.fault(header, into, key, self._digest)
         if reason is None:
             return ReadResult.HIT
         if reason == "length":  # no damage: a namespace may have chunks of several lengths

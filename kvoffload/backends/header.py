@@ -23,15 +23,28 @@ ALIGNED_BYTES = 4096
 MAX_KEY_BYTES = 120
 """Longest key: its hex form and a suffix must fit a file name."""
 
+CHECKSUM_BYTES = 16
+NONCE_BYTES = 24
+KEY_ID_BYTES = 8
+
 MAGIC = b"\x89KVOFF\r\n"
 VERSION = 1
 XXH3_128 = 1
+AES_256_GCM = 2
+"""The payload is encrypted, and the tag of the cipher takes the place of the checksum."""
 OTHER_VERSION = "other_version"
 """The reason why a whole chunk of another version of this format is a miss. It is not damage."""
+OTHER_KEY = "other_key"
+"""The reason why a whole chunk is a miss that is not encrypted under a key of this reader. A reader
+with a key takes no plain chunk: anybody could have written it. It is not damage."""
+NOT_DAMAGED = frozenset((OTHER_VERSION, OTHER_KEY))
+"""The reasons of whole chunks that this reader cannot use, and leaves in place."""
 
-# magic, version, header bytes, checksum kind, key length, payload length, checksum, namespace, key
-_FIELDS = struct.Struct(f"<8sHHHHQ16s32s{MAX_KEY_BYTES}s")
+# magic, version, header bytes, checksum kind, key length, payload length, checksum, namespace, key,
+# nonce, id of the encryption key
+_FIELDS = struct.Struct(f"<8sHHHHQ16s32s{MAX_KEY_BYTES}s{NONCE_BYTES}s{KEY_ID_BYTES}s")
 _SEAL = struct.Struct("<Q")
+_CHECKSUM_AT = 24
 
 
 class Header(NamedTuple):
@@ -41,7 +54,11 @@ class Header(NamedTuple):
     key: bytes
     payload_bytes: int
     checksum: bytes
+    """Or the tag of the cipher."""
     namespace: bytes
+    kind: int = XXH3_128
+    nonce: bytes = bytes(NONCE_BYTES)
+    key_id: bytes = bytes(KEY_ID_BYTES)
 
 
 def namespace_digest(namespace: str) -> bytes:
@@ -77,14 +94,46 @@ def pack_header(
         payload: the chunk, contiguous bytes.
         header_bytes: :data:`COMPACT_BYTES` or :data:`ALIGNED_BYTES`.
     """
-    check_key(key)
     size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
     digest = checksum(payload)
+    return sealed(header_body(key, namespace, size, digest, header_bytes=header_bytes))
+
+
+def header_body(
+    key: bytes,
+    namespace: bytes,
+    payload_bytes: int,
+    digest: bytes,
+    *,
+    header_bytes: int,
+    kind: int = XXH3_128,
+    nonce: bytes = b"",
+    key_id: bytes = b"",
+) -> bytes:
+    """Return a header without its seal; see :func:`pack_header` for what it has."""
+    check_key(key)
     fields = _FIELDS.pack(
-        MAGIC, VERSION, header_bytes, XXH3_128, len(key), size, digest, namespace, key
-    )
-    body = fields.ljust(header_bytes - _SEAL.size, b"\0")
+        MAGIC, VERSION, header_bytes, kind, len(key), payload_bytes, digest, namespace, key,
+        nonce, key_id,
+    )  # fmt: skip
+    return fields.ljust(header_bytes - _SEAL.size, b"\0")
+
+
+def sealed(body: bytes, digest: Buffer = b"") -> bytes:
+    """Return a whole header; ``digest`` takes the place of its checksum, if one is given."""
+    if digest:
+        body = b"".join((body[:_CHECKSUM_AT], digest, body[_CHECKSUM_AT + CHECKSUM_BYTES :]))
     return body + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def body_of(header: memoryview, found: Header) -> memoryview:
+    """Return a valid header without its seal."""
+    return header[: found.header_bytes - _SEAL.size]
+
+
+def associated_data(body: Buffer) -> bytes:
+    """Return what the tag of a cipher covers of a header without its seal: all but the tag."""
+    return b"".join((body[:_CHECKSUM_AT], body[_CHECKSUM_AT + CHECKSUM_BYTES :]))
 
 
 def parse_header(buffer: Buffer) -> Header | str:
@@ -96,9 +145,9 @@ def parse_header(buffer: Buffer) -> Header | str:
     view = memoryview(buffer)
     if len(view) < COMPACT_BYTES:
         return "short"
-    magic, version, size, kind, key_bytes, payload_bytes, digest, namespace, key = (
-        _FIELDS.unpack_from(view)
-    )
+    (
+        magic, version, size, kind, key_bytes, payload_bytes, digest, namespace, key, nonce, key_id,
+    ) = _FIELDS.unpack_from(view)  # fmt: skip
     if magic != MAGIC:
         return "magic"
     if size not in (COMPACT_BYTES, ALIGNED_BYTES):
@@ -109,24 +158,28 @@ def parse_header(buffer: Buffer) -> Header | str:
     if _SEAL.unpack_from(view, size - _SEAL.size)[0] != xxhash.xxh3_64_intdigest(body):
         return "header"
     # Every version has these lengths and this seal: damage does not pass for another version.
-    if version != VERSION or kind != XXH3_128:
+    if version != VERSION or kind not in (XXH3_128, AES_256_GCM):
         return OTHER_VERSION
     if not 0 < key_bytes <= MAX_KEY_BYTES:
         return "header"
-    return Header(size, key[:key_bytes], payload_bytes, digest, namespace)
+    own_key = key[:key_bytes]
+    return Header(size, own_key, payload_bytes, digest, namespace, kind, nonce, key_id)
 
 
 def check_chunk(header: Buffer, payload: Buffer, key: bytes, namespace: bytes) -> str | None:
     """Return why header and payload are not exactly the chunk wanted, or None.
 
-    Reasons: those of :func:`mismatch`, and ``payload`` (its checksum is wrong).
+    Reasons: those of :func:`mismatch`, :data:`OTHER_KEY` (the payload is encrypted), and
+    ``payload`` (its checksum is wrong).
     """
     size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
     found = parse_header(header)
     reason = mismatch(found, key, namespace, size)
-    if reason is None and isinstance(found, Header) and checksum(payload) != found.checksum:
-        return "payload"
-    return reason
+    if reason is not None or not isinstance(found, Header):
+        return reason
+    if found.kind != XXH3_128:
+        return OTHER_KEY
+    return None if checksum(payload) == found.checksum else "payload"
 
 
 def mismatch(found: Header | str, key: bytes, namespace: bytes, payload_bytes: int) -> str | None:
@@ -153,5 +206,5 @@ CHECK_OF = {f"{verb}corrupt_{check}": check for check in CHECKS for verb in ("",
 
 
 def counted_as(reason: str) -> str:
-    """Return the counter's name for a reason: all but :data:`OTHER_VERSION` are damage."""
-    return reason if reason == OTHER_VERSION else f"corrupt_{reason}"
+    """Return the counter's name for a reason: all but those of :data:`NOT_DAMAGED` are damage."""
+    return reason if reason in NOT_DAMAGED else f"corrupt_{reason}"

@@ -34,6 +34,7 @@ from kvoffload.backends.base import ReadResult, check_lengths
 from kvoffload.backends.blocking_pool import BlockingPool, run_once, start_once
 from kvoffload.backends.counted import CountedBackend, Kind
 from kvoffload.backends.frames import Frames
+from kvoffload.backends.seals import Seal
 
 log = logging.getLogger(__name__)
 
@@ -336,6 +337,10 @@ class ThreadedBackend(ThreadPoolBackend):
         super().__init__(threads=threads, store_threads=store_threads, stall_s=stall_s, name=name)
         self.__frames = Frames(namespace, self.count)
 
+    def encrypt_with(self, seal: Seal) -> None:
+        """Store chunks encrypted; called by :func:`kvoffload.open_backend`, before the first."""
+        self.__frames.seal = seal
+
     @abstractmethod
     def get(self, key: bytes, header: memoryview, into: memoryview) -> bool | ReadResult:
         """Fill ``header``, then ``into``, with what is stored under the key, as far as it goes.
@@ -356,4 +361,8 @@ class ThreadedBackend(ThreadPoolBackend):
         return self.__frames.verdict(self.get(key, header, into), key, header, into)
 
     def store(self, key: bytes, chunk: memoryview) -> bool:
-        return self.put(key, self.__frames.header(key, chunk), chunk)
+        header, stored = self.__frames.pack(key, chunk)
+        try:
+            return self.put(key, header, stored)
+        finally:
+            self.__frames.done(stored)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from kvoffload.backends.admin import Check, Verified, counted
+from kvoffload.backends.header import OTHER_KEY, OTHER_VERSION
 from kvoffload.config import human_bytes
 
 T = TypeVar("T")
@@ -30,7 +31,8 @@ class Verification(Generic[T]):
         """Whether damaged chunks are to be removed."""
         self._wanted, self._of_chunks = wanted, len(chunks)
         self._total_bytes = sum(map(size_of, self.chosen))
-        self._chunks = self._read_bytes = self._passed_bytes = self._other_versions = 0
+        self._chunks = self._read_bytes = self._passed_bytes = 0
+        self._unread = Counter[str]()
         self._damaged: list[dict[str, Any]] = []
         self._began = time.monotonic()
 
@@ -51,9 +53,12 @@ class Verification(Generic[T]):
         """Add damage: where it is, its reason, and why it was removed or stays."""
         self._damaged.append({"path": path, "reason": reason, "removed": removed, "why": why})
 
-    def add_other_version(self) -> None:
-        """Count a chunk that another version wrote: it is not checked further, and stays."""
-        self._other_versions += 1
+    def add_unread(self, reason: str) -> None:
+        """Count a chunk whose bytes say nothing to this reader: of another version, or key.
+
+        It is not checked further, and stays.
+        """
+        self._unread[reason] += 1
 
     def report(
         self, more: Sequence[str] = (), *, is_sound: bool = True, **figures: Any
@@ -67,10 +72,15 @@ class Verification(Generic[T]):
         ]
         if self._chunks < self._of_chunks:
             lines.append(f"a part of {self._of_chunks} chunks")
-        if self._other_versions:
+        if other_versions := self._unread[OTHER_VERSION]:
             lines.append(
-                f"{counted(self._other_versions, 'chunk')} of another version of kvoffload, left "
+                f"{counted(other_versions, 'chunk')} of another version of kvoffload, left "
                 "in place unchecked"
+            )
+        if other_keys := self._unread[OTHER_KEY]:
+            lines.append(
+                f"{counted(other_keys, 'chunk')} encrypted under a key that was not given: only "
+                "headers were checked; give the engines' encryption with -o"
             )
         lines += [f"{each['reason']}: {each['path']} ({each['why']})" for each in damaged]
         told = {
@@ -79,7 +89,8 @@ class Verification(Generic[T]):
             "bytes": self._read_bytes,
             "seconds": seconds,
             "bytes_per_second": per_second,
-            "other_versions": self._other_versions,
+            "other_versions": other_versions,
+            "other_keys": other_keys,
             "reasons": dict(Counter(each["reason"] for each in damaged)),
             "damaged": damaged,
         }

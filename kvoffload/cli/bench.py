@@ -24,7 +24,7 @@ LINUX_ONLY = ("disk", "e2e", "vllm")
 """Benches that empty the page cache or read past it; ``all`` leaves them out elsewhere."""
 
 NAMES_HELP = (
-    "copy, core, disk, e2e, engine_step, hops, io_forms, load, manager, object, redis, "
+    "copy, core, disk, e2e, encryption, engine_step, hops, io_forms, load, manager, object, redis, "
     "redis_faults, vllm; or all (not vllm)."
 )
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from importlib.metadata import entry_points
 from typing import Annotated, Any
@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 from kvoffload.backends.admin import Finding
+from kvoffload.backends.key_files import ENCRYPTION, Encryption, without
 from kvoffload.cli.output import console, say, table_of
 from kvoffload.cli.stores import AsJson, opened
 from kvoffload.config import (
@@ -31,7 +32,7 @@ from kvoffload.connectors.sglang.hicache_settings import (
 )
 from kvoffload.connectors.vllm.start import VllmConfigSettings
 from kvoffload.errors import HIDDEN, ConfigError, shown
-from kvoffload.registry import BACKENDS, check_plugins, load, offers
+from kvoffload.registry import BACKENDS, can_encrypt, check_plugins, load, offers
 
 app = typer.Typer(
     help="Check, show or describe the settings of an engine.\n\n"
@@ -172,18 +173,22 @@ def schema(engine: ForEngine = Engine.VLLM) -> None:
 def json_schema(settings: type[OffloadConfig]) -> dict[str, Any]:
     """Return the JSON Schema of the settings; tiers are objects by their type."""
     types = sorted({point.name for point in entry_points(group=BACKENDS)})
-    options = {name: load(BACKENDS, name).Options for name in types}
+    factories = [load(BACKENDS, name) for name in types]
+    options = [_with_plain_defaults(factory.Options) for factory in factories]
     schemas, parts = msgspec.json.schema_components(
-        [settings, *map(_with_plain_defaults, options.values())],
+        [settings, *options, Encryption],
         schema_hook=_size,
         ref_template="#/$defs/{name}",
     )
-    for name, reference in zip(types, schemas[1:], strict=True):
+    *tiers, encryption = schemas[1:]
+    for name, factory, reference in zip(types, factories, tiers, strict=True):
         part = parts[reference["$ref"].rpartition("/")[2]]
         part["properties"] = {"type": {"const": name}, **part["properties"]}
+        if can_encrypt(factory):
+            part["properties"][ENCRYPTION] = encryption
         part["required"] = ["type", *part.get("required", ())]
         part["additionalProperties"] = False
-    parts[BackendConfig.__name__] = {"anyOf": schemas[1:]}
+    parts[BackendConfig.__name__] = {"anyOf": tiers}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **schemas[0],
@@ -294,7 +299,11 @@ def shown_options(tier: BackendConfig) -> dict[str, Any]:
         known = load(BACKENDS, tier.type).Options.__struct_encode_fields__
     except ConfigError:
         known = ()
-    return {
-        name: shown(value, name) if name in known else HIDDEN
-        for name, value in tier.options.items()
-    }
+    options = _of_known(without(tier.options), known)
+    if isinstance(keys := tier.options.get(ENCRYPTION), Mapping):
+        options[ENCRYPTION] = _of_known(keys, Encryption.__struct_encode_fields__)
+    return options
+
+
+def _of_known(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    return {name: shown(each, name) if name in known else HIDDEN for name, each in options.items()}

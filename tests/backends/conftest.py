@@ -7,6 +7,27 @@ from pathlib import Path
 
 import pytest
 
+SECRET = "0123456789abcdef" * 4
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    """Writes a file of keys, which only its owner reads unless a mode is given."""
+
+    def write(*keys, mode=0o600, name="keys"):
+        path = tmp_path / name
+        path.write_text("".join(f"{key}\n" for key in keys or (SECRET,)))
+        path.chmod(mode)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def encryption(key_file):
+    """The setting of a tier that encrypts."""
+    return {"key_file": key_file()}
+
 
 @pytest.fixture
 def ram_path(tmp_path):

@@ -9,7 +9,7 @@ from kvoffload.backends.asynchronous import AsyncBackend
 from kvoffload.backends.base import ReadResult
 from kvoffload.testing import BackendSuite
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots, wrong_bytes
-from tests.backends.test_threaded import private_names
+from tests.backends.test_threaded import SEAL, private_names
 
 
 class Moving(AsyncBackend):
@@ -65,6 +65,13 @@ class TestMoving(BackendSuite):
         backend.stored[key] = value[:-1] + bytes([value[-1] ^ 1])
 
 
+class TestEncrypted(TestMoving):
+    def open(self, namespace):
+        backend = Moving(namespace)
+        backend.encrypt_with(SEAL)
+        return backend
+
+
 class TestOneByOne(TestMoving):
     def open(self, namespace):
         return Moving(at_once=1)
@@ -105,7 +112,7 @@ async def test_the_checksum_of_a_large_chunk_is_computed_on_a_thread(monkeypatch
     assert await backend.write(keys, filled(keys)) == [True]
     assert await backend.read(keys, into) == [True]
     assert wrong_bytes(keys, into) == []
-    assert threads == ["header", "verdict"]
+    assert threads == ["pack", "verdict"]
     await backend.close()
 
 

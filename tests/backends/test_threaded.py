@@ -8,6 +8,7 @@ import time
 import pytest
 
 from kvoffload.backends.base import ReadResult, reason_of
+from kvoffload.backends.encryption import CipherSeal
 from kvoffload.backends.threaded import InlineBackend, ThreadedBackend, ThreadPoolBackend
 from kvoffload.testing import BackendSuite
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots, wrong_bytes
@@ -107,6 +108,9 @@ class Natural(Moving):
         return super().put(self._name(key), header, chunk)
 
 
+SEAL = CipherSeal([b"0123456789abcdef" * 4])
+
+
 class Suite(BackendSuite):
     test_a_damaged_chunk_is_a_miss_and_can_come_back = None  # no medium that could damage it
 
@@ -128,6 +132,13 @@ class TestMoving(BackendSuite):
     def damage(self, backend, key):
         value = backend.stored[key]
         backend.stored[key] = value[:-1] + bytes([value[-1] ^ 1])
+
+
+class TestEncrypted(TestMoving):
+    def open(self, namespace):
+        backend = Moving(namespace)
+        backend.encrypt_with(SEAL)
+        return backend
 
 
 class TestNatural(TestMoving):

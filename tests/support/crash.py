@@ -25,11 +25,14 @@ from typing import NamedTuple
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.paths import WRITERS
 from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.encryption import CipherSeal
 from kvoffload.config import ByteSize
 from kvoffload.registry import POLICIES, load
 from kvoffload.testing.backends import filled, keys_of, payload_of, slots
 from tests.support.vfs import DeadlyVfs
 
+SEALS: list[CipherSeal] = []
+"""At most one, of all lives of a campaign."""
 POINTS = (
     # store
     "open:temporary:before", "open:temporary:after", "pwritev:temporary:before",
@@ -202,6 +205,8 @@ async def _life(
         quarantine=rng.choice((0, 3)),
     )
     backend = DiskBackend(options, NAMESPACE, vfs=vfs)
+    for seal in SEALS:
+        backend.encrypt_with(seal)
     await asyncio.to_thread(backend.wait_ready, 20)
     await _check(backend, root, keys, shared, evicting=capacity is not None)
     os.write(tell, b".")
@@ -282,7 +287,10 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--capacity", type=int, help="bytes; makes chunks be evicted")
+    parser.add_argument("--encrypted", action="store_true", help="store chunks encrypted")
     asked = parser.parse_args()
+    if asked.encrypted:
+        SEALS.append(CipherSeal([b"0123456789abcdef" * 4]))
     began = time.monotonic()
     report = campaign(asked.root, asked.cycles, asked.seed, capacity=asked.capacity)
     print(json.dumps(report._asdict() | {"seed": asked.seed, "seconds": time.monotonic() - began}))

@@ -24,7 +24,9 @@ from kvoffload.backends.disk import manifest
 from kvoffload.backends.disk.doctor import diagnose
 from kvoffload.backends.disk.inspector import ChunkFile, DiskInspector, Waste, inspected
 from kvoffload.backends.disk.options import DiskOptions
-from kvoffload.backends.header import OTHER_VERSION
+from kvoffload.backends.header import NOT_DAMAGED
+from kvoffload.backends.key_files import read_encryption, without
+from kvoffload.backends.seals import Seal
 from kvoffload.backends.verification import Verification
 from kvoffload.config import convert, human_bytes
 
@@ -38,8 +40,9 @@ class DiskAdmin:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         """Touch nothing yet; ConfigError: an option of the backend is wrong."""
-        self._root: str = convert(dict(options), DiskOptions).root
+        self._root: str = convert(without(options), DiskOptions).root
         self._given = {name: value for name, value in options.items() if name != "root"}
+        self._cipher = read_encryption(options)
 
     async def close(self) -> None:
         """Do nothing: each call opens the root by itself."""
@@ -58,7 +61,7 @@ class DiskAdmin:
         return await self._inspect(lambda found: collect(found, wanted))
 
     async def verify(self, wanted: Check) -> Verified:
-        return await self._inspect(lambda found: verify(found, wanted))
+        return await self._inspect(lambda found: verify(found, wanted, self._cipher))
 
     async def diagnose(self) -> list[Finding]:
         return await diagnose(self._root, self._given)
@@ -191,17 +194,20 @@ def _folder(found: DiskInspector, wanted: str) -> str:
 # ---- verify --------------------------------------------------------------------------------------
 
 
-def verify(found: DiskInspector, wanted: Check) -> Verified:
-    """Check every chunk, or a part; remove the damaged ones if asked."""
+def verify(found: DiskInspector, wanted: Check, cipher: Seal | None = None) -> Verified:
+    """Check every chunk, or a part; remove the damaged ones if asked.
+
+    Of an encrypted chunk only the header is checked without the engines' cipher.
+    """
     buffer = memoryview(mmap.mmap(-1, _PIECE_BYTES))
     run = Verification(list(found.chunks()), wanted, lambda chunk: chunk.allocated_bytes)
     for folder, reason in found.unreadable:
         run.add_damage(folder, reason, "cannot be listed")
     for chunk in run.chosen:
-        fault, read_bytes = found.verify(chunk, buffer)
+        fault, read_bytes = found.verify(chunk, buffer, cipher)
         is_gone = fault == "missing"  # evicted since it was listed
-        if fault == OTHER_VERSION:
-            run.add_other_version()
+        if fault in NOT_DAMAGED:
+            run.add_unread(fault)
         elif fault is not None and not is_gone:
             why = _repaired(found, chunk) if run.repairs else "left in place"
             run.add_damage(chunk.path, fault, why, removed=why == "removed")

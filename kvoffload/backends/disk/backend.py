@@ -30,6 +30,7 @@ from kvoffload.backends.disk.scanner import purge
 from kvoffload.backends.disk.store import DiskStore, is_key
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import check_key, namespace_digest
+from kvoffload.backends.seals import Seal
 from kvoffload.backends.threaded import ThreadPoolBackend
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
@@ -291,6 +292,10 @@ class DiskBackend(ThreadPoolBackend):
             return 0
         folders = [namespace_digest(namespace).hex() for namespace in namespaces]
         return await self._finish(run_once(purge, self._store, folders, self._stopping))
+
+    def encrypt_with(self, seal: Seal) -> None:
+        """Store chunks encrypted; called by :func:`kvoffload.open_backend`, before the first."""
+        self._store.files.chunks.seal = seal
 
     # ---- for tests and tools ---------------------------------------------------------------
 

@@ -16,19 +16,17 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-import xxhash
-
 from kvoffload.backends.disk.vfs import Buffers, Vfs
 from kvoffload.backends.header import (
     ALIGNED_BYTES,
+    OTHER_KEY,
     OTHER_VERSION,
     Header,
-    check_chunk,
     counted_as,
     mismatch,
-    pack_header,
     parse_header,
 )
+from kvoffload.backends.seals import ChecksumSeal, Seal
 from kvoffload.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -40,7 +38,8 @@ class Outcome(NamedTuple):
     """The result of one file operation."""
 
     reason: str | None
-    """None: done. Else ``missing``, ``other_version``, ``io_<ERRNO>`` or ``corrupt_<what>``."""
+    """None: done. Else ``missing``, ``other_version``, ``other_key``, ``io_<ERRNO>`` or
+    ``corrupt_<what>``."""
     facts: os.stat_result | None = None
     """The file's facts, if it could be opened."""
 
@@ -90,6 +89,7 @@ class ChunkFiles:
         self.direct = direct
         self.cached = cached
         self.durable = durable
+        self.seal: Seal = ChecksumSeal()
         self.expect_wait: Callable[[], None] = lambda: None
         """Called before a read that the page cache does not answer."""
         self._local = threading.local()
@@ -114,7 +114,7 @@ class ChunkFiles:
             if 0 < moved < wanted:
                 moved = _continue(vfs.preadv, fd, [header, target, beyond], moved)
             if moved == wanted:
-                reason = check_chunk(header, target, key, namespace)
+                reason = self.seal.fault(header, target, key, namespace)
             else:
                 reason = "size"
                 if parse_header(header[:moved]) == OTHER_VERSION:
@@ -147,8 +147,12 @@ class ChunkFiles:
                 now_ns = time.time_ns()
                 self.vfs.utime(path, now_ns, now_ns)  # a write leaves the time of the last use
             header, _ = self._pages()
-            header[:] = pack_header(key, namespace, chunk, header_bytes=PAGE)
-            if _continue(self.vfs.pwritev, fd, [header, chunk], 0) != PAGE + chunk.nbytes:
+            header[:], stored = self.seal.pack(key, namespace, chunk, header_bytes=PAGE)
+            try:
+                written = _continue(self.vfs.pwritev, fd, [header, stored], 0)
+            finally:
+                self.seal.done(stored)
+            if written != PAGE + chunk.nbytes:
                 return Outcome("io_short")
             if self.cached:
                 # Else the kernel gathers them, and writes them all at once in the way of loads.
@@ -192,9 +196,16 @@ class ChunkFiles:
 
 
 def check(
-    vfs: Vfs, fd: int, key: bytes, namespace: bytes, buffer: memoryview
+    vfs: Vfs,
+    fd: int,
+    key: bytes,
+    namespace: bytes,
+    buffer: memoryview,
+    cipher: Seal | None = None,
 ) -> tuple[str | None, int]:
     """Read an open chunk of any length in pieces of ``buffer``; raises OSError.
+
+    Of an encrypted chunk whose key ``cipher`` lacks, only header and length are checked.
 
     Returns:
         Why loads miss it, if they do, and the bytes read.
@@ -206,13 +217,16 @@ def check(
     header = parse_header(buffer[:read])
     reason = mismatch(header, key, namespace, facts.st_size - PAGE)
     if reason is None and isinstance(header, Header):
-        digest = xxhash.xxh3_128()
+        seals = (ChecksumSeal(), cipher) if cipher else (ChecksumSeal(),)
+        begun = (seal.begin_check(buffer[:PAGE], header) for seal in seals)
+        if (running := next(filter(None, begun), None)) is None:
+            return OTHER_KEY, read
         while piece := vfs.preadv(fd, [buffer], read):
-            digest.update(buffer[:piece])
+            running.update(buffer[:piece])
             read += piece
         if read != facts.st_size:
             reason = "short"
-        elif digest.digest() != header.checksum:
+        elif not running.is_whole():
             reason = "payload"
     if reason is None:
         return None, read

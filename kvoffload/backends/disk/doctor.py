@@ -29,6 +29,7 @@ from kvoffload.backends.disk.root_checks import (
     refuse_unsafe_inside,
 )
 from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.key_files import without
 from kvoffload.config import convert, human_bytes
 from kvoffload.errors import ConfigError
 from kvoffload.registry import open_backend
@@ -39,6 +40,7 @@ _TAKEOVER_S = 3.0
 """Longer than a process takes to notice that the evicting process has ended."""
 _ENGINE_SETTINGS = (
     "io", "durability", "read_threads", "write_threads", "stall_s", "trust_parent_folders",
+    "encryption",
 )  # fmt: skip
 """Settings of an engine that the measured store uses as well."""
 _WHY_DIRECT = (
@@ -66,7 +68,7 @@ def _absolute(root: str) -> str:
 
 def _examined(root: str, settings: Mapping[str, Any]) -> tuple[list[Finding], int]:
     """Examine a folder without measuring; return also the bytes free above the minimum."""
-    options = convert({**settings, "root": root}, DiskOptions)
+    options = convert({**without(settings), "root": root}, DiskOptions)
     vfs, root = Vfs(), _absolute(root)
     used = check_fresh_or_root(vfs, root)
     refuse_unsafe(root, vfs.lstat(root))

@@ -34,6 +34,7 @@ from kvoffload.backends.disk.root_checks import (
 )
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.disk.walker import names_in, remove_namespace, walk
+from kvoffload.backends.seals import Seal
 
 _IN_ROOT = {paths.BOUNDS, LEDGER, paths.OWNER, QUARANTINE, WRITERS, "lost+found"}
 _IN_NAMESPACE = {paths.MANIFEST, paths.SNAPSHOT, *paths.SHARDS}
@@ -168,7 +169,9 @@ class DiskInspector:
 
     # ---- one chunk -------------------------------------------------------------------------
 
-    def verify(self, chunk: ChunkFile, buffer: memoryview) -> tuple[str | None, int]:
+    def verify(
+        self, chunk: ChunkFile, buffer: memoryview, cipher: Seal | None = None
+    ) -> tuple[str | None, int]:
         """Read a chunk in pieces of ``buffer``; return why loads miss it, and bytes read."""
         try:
             fd = self._open(chunk.path)
@@ -177,7 +180,7 @@ class DiskInspector:
             return reason_of(error), 0
         try:
             namespace = bytes.fromhex(chunk.namespace)
-            reason, read = check(self.vfs, fd, chunk.key, namespace, buffer)
+            reason, read = check(self.vfs, fd, chunk.key, namespace, buffer, cipher)
             if not is_at(self.vfs, fd, chunk.path):  # it may hold another chunk by now
                 return "missing", read
         except OSError as error:

@@ -26,7 +26,7 @@ from kvoffload.backends.disk.root import RootHandle
 from kvoffload.backends.disk.shards import Shards
 from kvoffload.backends.disk.space import Space
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.backends.header import MAX_KEY_BYTES, OTHER_VERSION, namespace_digest
+from kvoffload.backends.header import MAX_KEY_BYTES, NOT_DAMAGED, namespace_digest
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
 from kvoffload.registry import POLICIES, load
@@ -165,12 +165,12 @@ class DiskStore:
         else:
             self.count(f"read_{reason}")
             self._unreadable.warning("disk: cannot read %s: %s", self.path_of(name), reason)
-            if reason == OTHER_VERSION:
+            if reason in NOT_DAMAGED:
                 self._pass_over(name, seen)
         return ReadResult.of(reason)
 
     def _pass_over(self, name: Name, seen: Seen | None) -> None:
-        """Hide a chunk of another version until a store replaces it; it can be evicted."""
+        """Hide a chunk of another version or key until a store replaces it; it can be evicted."""
         with self._publishing:
             try:
                 if seen is None or not self._form_of(name).is_still(name, seen):

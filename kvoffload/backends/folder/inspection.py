@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Iterator
 
+from kvoffload.backends import seals
 from kvoffload.backends.disk.inspector import ChunkFile, DiskInspector, Waste
 from kvoffload.backends.disk.limits import Limits
 from kvoffload.backends.disk.manifest import name_in
@@ -156,8 +157,10 @@ class FolderInspector(DiskInspector):
 
     # ---- one chunk -------------------------------------------------------------------------
 
-    def verify(self, chunk: ChunkFile, buffer: memoryview) -> tuple[str | None, int]:
-        reason, read = super().verify(chunk, buffer)
+    def verify(
+        self, chunk: ChunkFile, buffer: memoryview, cipher: seals.Seal | None = None
+    ) -> tuple[str | None, int]:
+        reason, read = super().verify(chunk, buffer, cipher)
         if reason is None and self._is_broken(chunk):
             reason = "corrupt_mac"
         return reason, read

@@ -25,7 +25,7 @@ from kvoffload.backends.base import Described
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.header import (
     COMPACT_BYTES,
-    OTHER_VERSION,
+    NOT_DAMAGED,
     Header,
     check_chunk,
     counted_as,
@@ -222,8 +222,8 @@ def _verify(operator: Operator, wanted: Check) -> Verified:
         except FileNotFoundError:
             run.add(0, stored.nbytes, is_gone=True)
             continue
-        if fault == OTHER_VERSION:
-            run.add_other_version()
+        if fault in NOT_DAMAGED:
+            run.add_unread(fault)
         elif fault:
             if run.repairs:
                 operator.bucket.delete(stored.name)

@@ -27,7 +27,7 @@ from kvoffload.backends.admin import (
 )
 from kvoffload.backends.base import Usage
 from kvoffload.backends.blocking_pool import run_once
-from kvoffload.backends.header import OTHER_VERSION
+from kvoffload.backends.header import NOT_DAMAGED
 from kvoffload.backends.redis.connection import Address, Connection, Lost
 from kvoffload.backends.redis.discovery import masters
 from kvoffload.backends.redis.handshake import CommandRefused, connected, expect, info_of
@@ -41,7 +41,9 @@ from kvoffload.backends.redis.namespace_info import (
 )
 from kvoffload.backends.redis.options import Access, value_key
 from kvoffload.backends.redis.resp import Filled, ServerError, encode
+from kvoffload.backends.redis.sealer import Sealer
 from kvoffload.backends.redis.value_check import StoredValue, ValueCheck
+from kvoffload.backends.seals import Seal
 from kvoffload.backends.verification import Verification
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
@@ -69,10 +71,12 @@ class Operator:
 
     Args:
         access: The servers.
+        cipher: Decrypts the engines' values, if they are encrypted.
     """
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, cipher: Seal | None = None) -> None:
         self.access = access
+        self.cipher = cipher
         self._connection: Connection | None = None
         self._is_cancelled = threading.Event()
 
@@ -144,6 +148,7 @@ class RedisAdmin:
     """What operators do with all servers of a URL."""
 
     _access: Access
+    _sealer: Sealer
 
     async def survey(self) -> Survey:
         """Return what is stored, and how full each server is whose INFO the user may read."""
@@ -164,7 +169,7 @@ class RedisAdmin:
         self, work: Callable[Concatenate[Operator, P], T], *given: P.args, **named: P.kwargs
     ) -> T:
         """Do an operator's work on a thread of its own, which ends soon after a cancellation."""
-        operator = Operator(self._access)
+        operator = Operator(self._access, cipher=self._sealer.cipher)
         try:
             return await run_once(lambda: work(operator, *given, **named))
         finally:
@@ -294,7 +299,7 @@ def _remove_unused(
 
 
 def _verify(operator: Operator, wanted: Check) -> Verified:
-    check = ValueCheck(value_key(operator.access.options.secret_file))
+    check = ValueCheck(value_key(operator.access.options.secret_file), operator.cipher)
     run = Verification(_values(operator), wanted, lambda value: value.stored_bytes)
     for address, values in groupby(sorted(run.chosen), lambda value: value.address):
         with operator.connected(address) as connection:
@@ -344,8 +349,8 @@ def _verify_one(
     reason = "corrupt_type" if isinstance(answer, ServerError) else None
     if isinstance(answer, memoryview):
         reason = check.fault(value.name, answer)
-    if reason == OTHER_VERSION:
-        run.add_other_version()
+    if reason in NOT_DAMAGED:
+        run.add_unread(reason)
     elif reason:
         if run.repairs:
             expect(connection, b"UNLINK", value.name)

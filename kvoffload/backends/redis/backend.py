@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvoffload.backends.admin import Finding
 from kvoffload.backends.base import Described, ReadResult, Usage, check_lengths
 from kvoffload.backends.blocking_pool import BlockingPool, start_once
-from kvoffload.backends.header import OTHER_VERSION, check_key, namespace_digest
+from kvoffload.backends.header import NOT_DAMAGED, check_key, namespace_digest
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.redis import node as nodes
 from kvoffload.backends.redis.admin import RedisAdmin, count_of, usage_of
@@ -36,14 +36,16 @@ from kvoffload.backends.redis.node import Node
 from kvoffload.backends.redis.options import Access, RedisOptions, redacted, value_key
 from kvoffload.backends.redis.sealer import Sealer
 from kvoffload.backends.redis.topology import Topology
+from kvoffload.backends.seals import Seal
 from kvoffload.backends.threaded import ThreadPoolBackend
+from kvoffload.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 _MAX_SUSPECTS = 4
 """Damaged values checked again at the same time, each in memory of its own."""
 _MAX_PASSED_OVER = 1 << 16
-"""Keys with values of another version that are remembered: a few mebibytes."""
+"""Keys with values of another version or key that are remembered: a few mebibytes."""
 _NEVER_S = 86400.0
 """No thread counts as hung: every wait of a connection ends by a deadline of its own."""
 _MAX_THREADS = 64
@@ -89,12 +91,23 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
         """The request of each thread that has one."""
         self._suspects: set[bytes] = set()  # keys whose values are checked again
         self._passed_over: OrderedDict[bytes, None] = OrderedDict()
-        """Keys whose values are of another version: absent here until this engine stores them."""
+        """Keys whose values are of another version or key: absent until this engine stores them."""
         self._info = NamespaceInfo(namespace, options.ttl_s, self._send)
         self._watch = Background(
             "kvoffload-redis-watch", self._watch_fill, lambda: nodes.INFO_EVERY_S
         )
         self._damaged = Throttle(log)
+
+    def encrypt_with(self, seal: Seal) -> None:
+        """Store chunks encrypted; called by :func:`kvoffload.open_backend`, before the first.
+
+        Raises:
+            ConfigError: there is a ``secret_file`` as well.
+        """
+        if self._options.secret_file:
+            remedy = "encrypted values are authenticated by their key: leave this out"
+            raise ConfigError("secret_file", self._options.secret_file, remedy)
+        self._sealer = Sealer(namespace_digest(self._namespace), None, seal)
 
     def __repr__(self) -> str:
         return f"RedisBackend({redacted(self._options.url)!r}, {self._namespace!r})"
@@ -111,7 +124,7 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
     async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
         """Store chunks; only prolong the life of those that the server has.
 
-        A value of another version is replaced: the tier would never serve its key otherwise.
+        A value of another version or key is replaced: the tier would never serve its key otherwise.
         """
         check_lengths(keys, chunks)
         for key in keys:
@@ -144,7 +157,7 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
         finally:
             self._in_flight.pop(threading.get_ident(), None)
         self.count(f"read_{why or 'ok'}")
-        if why == OTHER_VERSION:
+        if why in NOT_DAMAGED:
             self._pass_over(key)
         elif why.startswith("corrupt_"):
             self._damaged.warning("redis: a value is not the chunk asked for (%s)", why)
@@ -304,7 +317,7 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
     # ---- values that are no chunk --------------------------------------------------------------
 
     def _pass_over(self, key: bytes) -> None:
-        """Treat a value of another version as absent until this engine replaces it."""
+        """Treat a value of another version or key as absent until this engine replaces it."""
         with self._opening:
             self._passed_over[key] = None
             if len(self._passed_over) > _MAX_PASSED_OVER:

@@ -80,7 +80,7 @@ class ChunkIO:
             return "full"
         if node is not None and node.is_open:
             return "lost_breaker_open"  # without the checksum of a chunk that stays here
-        header, tail = self._sealer.seal(key, chunk)
+        header, stored, tail = self._sealer.seal(key, chunk)
         name, ttl_ms = self._name(key), self._ttl_ms
         # PSETEX, not SET with PX: the value comes last, and with it the command is complete.
         head = b"*4\r\n$6\r\nPSETEX\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b" % (
@@ -88,16 +88,18 @@ class ChunkIO:
         )  # fmt: skip
 
         def talk(connection: Connection) -> bytes | ServerError | None:
-            connection.send(head, chunk, tail + b"\r\n")
+            connection.send(head, stored, tail + b"\r\n")
             reply = connection.reader.reply()
             return reply if isinstance(reply, bytes | ServerError) else b""
 
         request = Request("store", chunk.nbytes, "psetex")
-        started(request)
         try:
+            started(request)
             node, reply = self._exchange(key, request, talk)
         except Lost as lost:
             return _lost(lost)
+        finally:
+            self._sealer.done(stored)
         if isinstance(reply, ServerError):
             return _refused(reply)
         if reply != b"OK":

@@ -49,7 +49,7 @@ def examine(operator: Operator) -> list[Finding]:
     examined = [_examine(address, operator) for address in addresses]
     findings += [finding for each in examined for finding in each]
     if any(len(each) > 1 for each in examined):  # a server answered
-        findings += _check_secrets(access)
+        findings += _check_secrets(access, is_encrypted=operator.cipher is not None)
     return findings
 
 
@@ -122,12 +122,17 @@ def _accepts_no_password(address: Address, access: Access) -> bool:
         return False
 
 
-def _check_secrets(access: Access) -> list[Finding]:
+def _check_secrets(access: Access, *, is_encrypted: bool) -> list[Finding]:
     found = [Finding("secrets", "warning", *weakness) for weakness in access.weaknesses()]
+    if is_encrypted:
+        return [*found, Finding("authenticity", "ok", "encryption authenticates values")]
     if access.options.secret_file:
         return [*found, Finding("authenticity", "ok", "secret_file authenticates values")]
     problem = "values are not authenticated: every user with write access can inject prompts"
-    remedy = "openssl rand -hex 32 > FILE, the same for all engines; name it in secret_file"
+    remedy = (
+        "openssl rand -hex 32 > FILE, the same for all engines; name it in secret_file, or in "
+        "encryption, which also hides what is stored"
+    )
     return [*found, Finding("authenticity", "warning", problem, remedy)]
 
 

@@ -43,6 +43,12 @@ class TestCached(DiskSuite):
     settings: ClassVar = {"io": "cached"}
 
 
+class TestEncrypted(DiskSuite):
+    @pytest.fixture(autouse=True)
+    def _key(self, encryption):
+        self.settings = {"encryption": encryption}
+
+
 class TestDurable(DiskSuite):
     settings: ClassVar = {"durability": "fsync"}
 

@@ -19,9 +19,10 @@ from tests.support.file_faults import flip
 SIZE = 16 * 1024
 
 
-@pytest.fixture
-async def store(tmp_path):
-    backend = open_store(tmp_path)
+@pytest.fixture(params=["plain", "encrypted"])
+async def store(tmp_path, request):
+    keys = {"encryption": request.getfixturevalue("encryption")}
+    backend = open_store(tmp_path, **keys if request.param == "encrypted" else {})
     yield backend, tmp_path
     await backend.close()
 

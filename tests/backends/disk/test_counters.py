@@ -10,7 +10,7 @@ from pathlib import Path
 
 import kvoffload.backends.disk.backend as package
 from kvoffload.backends.disk.chunk_file import reason_of, strangeness
-from kvoffload.backends.header import OTHER_VERSION, counted_as
+from kvoffload.backends.header import NOT_DAMAGED, counted_as
 
 CODE = Path(package.__file__).parent
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "counters.md"
@@ -60,7 +60,7 @@ def reasons():
     for node in chain.from_iterable(ast.walk(each) for each in named if each.name in parsers):
         if isinstance(node, ast.Return) and node.value is not None:
             yield from (counted_as(t) for t in texts(node.value) if isinstance(t, str))
-    yield counted_as(OTHER_VERSION)
+    yield from map(counted_as, NOT_DAMAGED)
     for kind in (stat.S_IFDIR, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFLNK):
         yield strangeness(os.stat_result([kind, *[0] * 9]))
     yield "corrupt_size"
@@ -79,7 +79,7 @@ def possible():
             every |= {f"read_{reason}" for reason in failing}
         elif text == "write_*":
             # A store verifies nothing: the only damage it can meet is a link.
-            met = [*failing - {OTHER_VERSION}, "corrupt_link"]
+            met = [*failing - NOT_DAMAGED, "corrupt_link"]
             every |= {f"write_{reason}" for reason in met}
         else:
             assert "*" not in text, f"counted, but not known here: {text}"

@@ -10,9 +10,12 @@ from tests.support.crash import POINTS
 
 
 def run_campaigns(folder, cycles, seed):
-    """One campaign without eviction, where nothing may be lost, and one with it, side by side."""
+    """One campaign without eviction, where nothing may be lost, and one with it, side by side.
+
+    The chunks of the second one are encrypted.
+    """
     running = []
-    for name, extra in (("roomy", []), ("tight", ["--capacity", "400000"])):
+    for name, extra in (("roomy", []), ("tight", ["--capacity", "400000", "--encrypted"])):
         words = ["--root", str(folder / name), "--cycles", str(cycles), "--seed", str(seed), *extra]
         command = [sys.executable, "-m", "tests.support.crash", *words]
         running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))

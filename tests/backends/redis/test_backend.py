@@ -53,6 +53,17 @@ class TestAuthenticatedValues(RedisSuite):
         return open_backend("redis", options, namespace)
 
 
+class TestEncryptedValues(RedisSuite):
+    @pytest.fixture(autouse=True)
+    def _server(self, empty, encryption):
+        self.server, self.encryption = empty, encryption
+        self.servers = [empty]
+
+    def open(self, namespace):
+        options = {"url": self.server.url, "encryption": self.encryption, **PATIENT}
+        return open_backend("redis", options, namespace)
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     with redis_cluster(tmp_path_factory.mktemp("cluster")) as servers:

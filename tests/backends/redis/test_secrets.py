@@ -138,3 +138,6 @@ def test_a_doctor_names_what_is_weak_about_secrets(server, secret, doctor):
     assert found["authenticity"][0] == "ok"
     assert found["secrets"][0] == "warning"
     assert "chmod 600" in found["secrets"][2]
+    setting = json.dumps({"key_file": secret(STRONG)})
+    found = doctor(server.url, "-o", f"encryption={setting}")
+    assert found["authenticity"][:2] == ("ok", "encryption authenticates values")

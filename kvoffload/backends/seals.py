@@ -1,0 +1,86 @@
+"""What guards a stored chunk: a header before a store, a check of header and chunk after a load.
+
+A :class:`ChecksumSeal` leaves the chunk as it is. The seal of
+:mod:`~kvoffload.backends.encryption` stores it encrypted, and decrypts it where it was read.
+"""
+
+from typing import Protocol
+
+import xxhash
+
+from kvoffload.backends.header import COMPACT_BYTES, XXH3_128, Header, check_chunk, pack_header
+
+
+class RunningCheck(Protocol):
+    """The check of a payload that is read in pieces."""
+
+    def update(self, piece: memoryview) -> None:
+        """Take the next bytes; their memory is undefined afterwards."""
+        ...
+
+    def is_whole(self) -> bool:
+        """Return whether all pieces together are what was stored."""
+        ...
+
+
+class Seal(Protocol):
+    """Makes and checks the headers of chunks of any namespace; thread-safe."""
+
+    def pack(
+        self, key: bytes, namespace: bytes, chunk: memoryview, *, header_bytes: int = COMPACT_BYTES
+    ) -> tuple[bytes, memoryview]:
+        """Return the header, and the bytes to store behind it, as many as the chunk has.
+
+        Pass those bytes to :meth:`done` once they are stored. Raises ValueError for a key that no
+        header can hold.
+        """
+        ...
+
+    def done(self, stored: memoryview) -> None:
+        """Take back what :meth:`pack` returned."""
+        ...
+
+    def fault(
+        self, header: memoryview, payload: memoryview, key: bytes, namespace: bytes
+    ) -> str | None:
+        """Return why header and payload are not the chunk wanted; None: ``payload`` is the chunk.
+
+        After a fault the content of ``payload`` is undefined.
+        """
+        ...
+
+    def begin_check(self, header: memoryview, found: Header) -> RunningCheck | None:
+        """Return the check of the payload behind a header; None: another seal guards it."""
+        ...
+
+
+class ChecksumSeal:
+    """Stores chunks as they are, under a checksum that finds accidents."""
+
+    def pack(
+        self, key: bytes, namespace: bytes, chunk: memoryview, *, header_bytes: int = COMPACT_BYTES
+    ) -> tuple[bytes, memoryview]:
+        return pack_header(key, namespace, chunk, header_bytes=header_bytes), chunk
+
+    def done(self, stored: memoryview) -> None:
+        """Do nothing: the chunk is the caller's."""
+
+    def fault(
+        self, header: memoryview, payload: memoryview, key: bytes, namespace: bytes
+    ) -> str | None:
+        return check_chunk(header, payload, key, namespace)
+
+    def begin_check(self, header: memoryview, found: Header) -> RunningCheck | None:
+        return _RunningChecksum(found.checksum) if found.kind == XXH3_128 else None
+
+
+class _RunningChecksum:
+    def __init__(self, wanted: bytes) -> None:
+        self._wanted = wanted
+        self._digest = xxhash.xxh3_128()
+
+    def update(self, piece: memoryview) -> None:
+        self._digest.update(piece)
+
+    def is_whole(self) -> bool:
+        return bytes(self._digest.digest()) == self._wanted
