@@ -9,6 +9,7 @@ from pathlib import Path
 
 import redis
 
+from kvoffload.connectors.control_server import _Order
 from tests.support.file_faults import cut, flip
 
 
@@ -42,8 +43,8 @@ class Faults:
             self.heal()
         kinds = [self.plan, self.plan, self.plan, self.damage, self.remove, self.reset, self.pause]
         kinds += [self.kill, self.stop, self.abort, self.preempt, self.look, self.restart]
-        kinds += [self.flush]
-        weights = [3, 3, 3, 2, 1, 1, 1, 2, 1, 6, 6, 2, 0.5, 2]
+        kinds += [self.flush, self.clear]
+        weights = [3, 3, 3, 2, 1, 1, 1, 2, 1, 6, 6, 2, 0.5, 2, 1]
         if self._server is not None:
             kinds += [self.pause_server, self.kill_server, self.empty_server, self.damage_values]
             weights += [3, 2, 1, 3]
@@ -173,6 +174,13 @@ class Faults:
         """End loads without naming them, and let something happen to their requests."""
         self._engine.connector.flush(0.05)
         self._draw.choice((self.abort, self.preempt))()
+
+    def clear(self):
+        """Empty a tier or all by an operator's order, which the engine's next steps carry out."""
+        operators = self._engine.connector._operators
+        if operators.orders.order is None:
+            tier = self._draw.choice(("", *operators.facts().tiers))
+            operators.orders.order = _Order(operators.clear(tier))
 
     def pause(self):
         time.sleep(self._draw.uniform(0.02, 0.2))
