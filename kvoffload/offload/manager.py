@@ -140,7 +140,7 @@ class TieredOffloadingManager(OffloadingManager):
         """Sessions that said when they return."""
         self.returns = Returns(host, self.coming)
         """What ended requests said of that; connectors tell it the stores."""
-        self.waiting.is_telling = self.returns.is_telling = bool(self.tiers)
+        self.waiting.needed.is_telling = self.returns.is_telling = bool(self.tiers)
         self.figures.read(self._lookups.samples, self.promises.samples, self._write_through.samples)
 
     # ---- lookups ----
@@ -448,7 +448,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.tiers = tuple(tiers)
         self.figures.begin(tiers)
         self._write_through.use(self.tiers)
-        self.waiting.is_telling = self.returns.is_telling = bool(self.tiers)
+        self.waiting.needed.is_telling = self.returns.is_telling = bool(self.tiers)
         self._retirement.clear()
 
     # ---- uses ----

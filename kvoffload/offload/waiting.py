@@ -8,10 +8,10 @@ Claims take at most a share of host memory. While requests of several tenants wa
 claims take at most half of the share.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import chain, count, islice
 from operator import indexOf
 
 from kvoffload.errors import UsageError
@@ -20,15 +20,16 @@ from kvoffload.metrics.names import QUEUE_CHUNKS, QUEUE_KEPT_BYTES, QUEUE_REQUES
 from kvoffload.metrics.samples import Registry, Sample
 from kvoffload.offload.base import ReqContext
 from kvoffload.offload.host_cache import HostCache
+from kvoffload.offload.needed_chunks import NeededChunks
 
 PORTION = 256
 """Chunks that one call looks at: a longer prompt gets its claims over several calls."""
 LISTED = 2048
 """Chunks of new requests after which a call lists no more."""
 TRIES = 16
-"""Requests that one call looks at."""
-MOST_TOLD = 1 << 14
-"""Chunks that stores are told of: those of the first requests."""
+"""Requests that one call looks at: half of them the first in the queue, half of them in turn."""
+AGAIN_S, FIRST = 0.5, 64
+"""So often a look at the first requests whose next chunk no tier had."""
 MAX_REQUESTS = 1 << 16
 """Further requests wait without claims."""
 
@@ -98,21 +99,18 @@ class WaitingQueue:
         """By their number."""
         self._newcomers: dict[int, QueuedRequest] = {}
         """Those whose chunks are not listed yet."""
-        self.is_telling = False
-        """Whether there are stores to tell what requests need."""
-        self._untold: dict[int, QueuedRequest] = {}
-        self._told: dict[int, int] = {}
-        """Request → chunks that stores were told of."""
-        self._num_told = 0
-        self.to_tell: list[tuple[int, list[bytes]]] = []
-        """What stores are to be told: requests by number with their chunks. A request without
-        chunks has left the queue."""
+        self.needed = NeededChunks()
+        """What stores are told of the queue."""
         self._tenants: dict[str, Tenant] = {}
         self._too_large: Tenant | None = None
         """The tenant that may have claims beyond its limit, as it was alone before."""
         # Numbers of requests, the first of the queue first: with claims; to be looked at again.
         self._claimants: list[int] = []
         self._unfinished: list[int] = []
+        self._looked_at = 0
+        """The last request that was looked at."""
+        self._look_s = 0.0
+        """When to look at requests whose next chunk no tier had."""
         self._lacking: dict[OffloadKey, list[int]] = {}
         """Chunk → requests that need it next, and are looked at again when it is stored."""
         self._more: dict[OffloadKey, int] = {}
@@ -163,8 +161,7 @@ class WaitingQueue:
             request.num_here = self._leading_here(request.keys)
             left -= request.num_keys
             self._unfinished.append(number)
-            if self.is_telling and request.keys:
-                self._untold[number] = request
+            self.needed.add(number, request.keys)
 
     def asked(self, req_id: str) -> None:
         """Note that a request's turn has come, though it may have to wait for blocks."""
@@ -182,11 +179,8 @@ class WaitingQueue:
         request = self.requests.pop(number)
         self._drop(self._unfinished, number)
         self._newcomers.pop(number, None)
-        self._untold.pop(number, None)
+        self.needed.leave(number)
         self._note_lack(request, None)
-        if num_told := self._told.pop(number, 0):
-            self._num_told -= num_told
-            self.to_tell.append((number, []))
         self._end_claims(request, request.num_kept)
         self._counts["read_in_vain"] += len(request.read_early)
         self._limit_bytes = self._share_bytes
@@ -249,57 +243,63 @@ class WaitingQueue:
         """Go on with claims; call it once a step."""
         if self._newcomers:
             self._take_in()
-        if self._untold:
-            self._tell()
+        self.needed.serve()
+        if self._lacking:
+            self._look_at_lacking()
         if not self._unfinished and self._too_large is None:
             return
-        left, tried, i = self._shrink(PORTION), 0, 0
-        while i < len(self._unfinished) and tried < TRIES and left:
-            if self._held_bytes >= self._limit_bytes:
+        left = self._shrink(PORTION)
+        for number in self._next_looks():
+            if not left or self._held_bytes >= self._limit_bytes:
                 return
-            tried += 1
-            request = self.requests[self._unfinished[i]]
+            self._looked_at = number
+            request = self.requests[number]
             if self.room_bytes(request) <= 0:
-                request.tenant.full.append(self._unfinished.pop(i))
+                self._drop(self._unfinished, number)
+                request.tenant.full.append(number)
                 continue
             left -= self._claim_more(request, left)
             if left and self._is_at_end(request):
-                del self._unfinished[i]
-            else:
-                i += 1
+                self._drop(self._unfinished, number)
 
-    def _tell(self) -> None:
-        while self._untold and (left := MOST_TOLD - self._num_told) > 0:
-            number, request = next(iter(self._untold.items()))
-            del self._untold[number]
-            keys: list[bytes] = list(request.keys[: min(left, request.num_keys)])
-            self.to_tell.append((number, keys))
-            self._told[number] = len(keys)
-            self._num_told += len(keys)
+    def _next_looks(self) -> list[int]:
+        """Return the first requests to look at, and further ones in turn.
 
-    def take_told(self) -> list[tuple[int, list[bytes]]]:
-        """Return :attr:`to_tell`, and empty it."""
-        taken, self.to_tell = self.to_tell, []
-        return taken
+        All of the first ones may wait for a slow tier.
+        """
+        numbers, half = self._unfinished, TRIES // 2
+        at = max(half, bisect_right(numbers, self._looked_at))
+        return [*numbers[:half], *(numbers[at : at + half] or numbers[half : 2 * half])]
+
+    def _look_at_lacking(self) -> None:
+        """Look from time to time at first requests whose next chunk no tier had.
+
+        A tier that was opened again lists its chunks late, and other engines may store there.
+        """
+        now_s = self._host.now_s()
+        if 0 < self._look_s - now_s <= AGAIN_S:  # or the clock has jumped
+            return
+        self._look_s = now_s + AGAIN_S
+        for request in islice(self.requests.values(), FIRST):
+            if request.lacks is not None and not request.is_asked:
+                self._note_lack(request, None)
+                self._insert(self._unfinished, request.number)
 
     def clear(self) -> None:
         """Forget all requests; host memory has forgotten all chunks, or the claims with them."""
-        self.to_tell += [(number, []) for number in self._told]
+        self.needed.clear()
         self._host.end_claims(list(self._host.claims))
         for known in (
             self._number_of,
             self.requests,
             self._newcomers,
             self._lacking,
-            self._told,
-            self._untold,
             self._tenants,
             self._more,
         ):
             known.clear()
         self._claimants, self._unfinished = [], []
         self._held_bytes, self._limit_bytes = 0, self._share_bytes
-        self._num_told = 0
         self._too_large = None
 
     # ---- claims ----

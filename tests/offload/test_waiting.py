@@ -5,14 +5,14 @@ import random
 import tracemalloc
 
 import pytest
-from manager_parts import figures, keys
+from manager_parts import Store, figures, keys
 
 from kvoffload import registry
 from kvoffload.errors import UsageError
-from kvoffload.offload import waiting
+from kvoffload.offload import needed_chunks
 from kvoffload.offload.base import ReqContext
 from kvoffload.offload.host_cache import HostCache
-from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.policies.handicap import HandicapPolicy
 from kvoffload.policies.kept_order import KeptOrder
 from kvoffload.testing import PolicySuite
@@ -27,9 +27,10 @@ class TestKeptOrder(PolicySuite):
         return KeptOrder(HandicapPolicy(capacity), {b"an absent key": None})
 
 
-def new_manager(policy="handicap", slots=64, share=0.9):
+def new_manager(policy="handicap", slots=64, share=0.9, stores=()):
     order = registry.load(registry.POLICIES, policy, "policy")(slots)
-    return TieredOffloadingManager(HostCache(slots, order), waiting_share=share)
+    tiers = [Tier(f"tier{i}", store, store) for i, store in enumerate(stores)]
+    return TieredOffloadingManager(HostCache(slots, order), tiers, waiting_share=share)
 
 
 def put(manager, chunks, name="writer"):
@@ -322,13 +323,62 @@ def test_a_queue_of_ten_thousand_long_prompts_takes_a_kibibyte_a_request():
 
 
 def test_requests_that_pass_while_stores_are_told_enough_leave_nothing(monkeypatch):
-    monkeypatch.setattr(waiting, "MOST_TOLD", 8)
+    monkeypatch.setattr(needed_chunks, "MOST_TOLD", 8)
     manager = new_manager(slots=64, share=0.9)
-    manager.waiting.is_telling = True
+    manager.waiting.needed.is_telling = True
     queue(manager, "head", keys("b", 8))
     for i in range(100):
         queue(manager, f"c{i}", keys(f"c{i}", 2))
         manager.request_admitted(ReqContext(f"c{i}"))
-        manager.waiting.take_told()
+        manager.waiting.needed.take()
     assert len(manager.waiting.requests) == 1
-    assert not manager.waiting._untold
+    assert not manager.waiting.needed._waiting
+
+
+def test_what_nobody_tells_the_stores_does_not_pile_up():
+    manager = new_manager(slots=64, share=0.9)
+    needed = manager.waiting.needed
+    needed.is_telling = True
+    for i in range(100):
+        queue(manager, f"c{i}", keys(f"c{i}", 2))
+        if i >= 10:
+            manager.request_admitted(ReqContext(f"c{i - 10}"))
+    assert len(needed._untold) == 10
+    assert [number for number, _ in needed.take()] == [*range(91, 101)]
+    manager.reset_cache()
+    assert needed.take() == [(number, []) for number in range(91, 101)]
+    assert not needed
+
+
+def test_requests_that_wait_for_a_slow_tier_keep_none_behind_from_their_claims():
+    class Slow(Store):
+        def holds(self, key):
+            return None
+
+    manager = new_manager(slots=100, stores=[Slow()])
+    put(manager, keys("here", 10))
+    for i in range(40):
+        queue(manager, f"slow{i}", keys(f"slow{i}", 4))
+    for i in range(10):
+        queue(manager, f"here{i}", keys("here", i + 1))
+    for _ in range(10):
+        manager.serve_queue()
+    manager.check()
+    assert kept(manager, keys("here", 10)) == 10
+
+
+@pytest.mark.parametrize("later_s", [6.0, 2.0])
+def test_a_chunk_that_a_tier_has_later_is_read_early_though_the_clock_jumps(monkeypatch, later_s):
+    now_s, store, wanted = [5.0], Store(), keys("wanted", 4)
+    monkeypatch.setattr(HostCache, "now_s", staticmethod(lambda: now_s[0]))
+    manager = new_manager(slots=100, stores=[store])
+    queue(manager, "r", wanted)
+    for _ in range(3):
+        manager.serve_queue()
+    store.held.update(wanted)
+    manager.serve_queue()
+    assert not manager.take_transfers()
+    now_s[0] = later_s
+    manager.serve_queue()
+    assert [read.keys for read in manager.take_transfers()] == [tuple(wanted)]
+    manager.check()

@@ -281,8 +281,8 @@ class LocalConnector:
         waiting = self._manager.waiting
         if waiting.requests or self._manager.coming.times:
             self._manager.serve_queue()
-        if waiting.to_tell and self._spec.io is not None:
-            self._spec.io.awaits(waiting.take_told())
+        if waiting.needed and self._spec.io is not None:
+            self._spec.io.awaits(waiting.needed.take())
         if self._manager.returns.to_tell and self._spec.io is not None:
             self._spec.io.expects(self._manager.returns.take_told())
         return self._transfers.poll()

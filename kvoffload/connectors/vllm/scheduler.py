@@ -333,7 +333,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         if self.tiers is not None:
             orders.questions = self.tiers.take_questions()
         if manager is not None:
-            orders.awaited = manager.waiting.take_told()
+            orders.awaited = manager.waiting.needed.take()
             orders.returns = manager.returns.take_told()
         orders.asks_workers = self._waits_for_workers
         for req_id in scheduler_output.finished_req_ids or ():
