@@ -82,6 +82,8 @@ class IOClient:
         }
         """What is known of each tier, by its name."""
         self._numbers = itertools.count(1)
+        self._awaited: dict[int, list[bytes]] = {}
+        """Request in the engine's queue → chunks that it needs; guarded by the link's lock."""
         self._jobs = IOJobs(self._link.lock, lambda number: self._link.send(frame(Cancel(number))))
         self._is_opening = self._is_starting = True
         """Whether stores are yet to open; whether one's constructor may keep the server silent."""
@@ -157,10 +159,17 @@ class IOClient:
         Args:
             requests: each by its number; without chunks, it waits no more.
         """
-        if self._link.is_clogged:  # then only what makes the stores' work less
-            requests = [request for request in requests if not request[1]]
-        if requests:
-            self._link.send(frame(Await(requests)))
+        link = self._link
+        with link.lock:  # a server that is started again is told either by this call, or of it
+            for number, keys in requests:
+                self._awaited.pop(number, None)
+                if keys:
+                    self._awaited[number] = keys
+            if link.is_clogged:  # then only what makes the stores' work less
+                requests = [request for request in requests if not request[1]]
+            must_wake = bool(requests) and link.push(frame(Await(requests)))
+        if must_wake:
+            link.wake()
 
     def expects(self, returns: list[ToldReturn]) -> None:
         """Tell the stores when sessions need their chunks again; a hint, which may be dropped."""
@@ -416,6 +425,8 @@ class IOClient:
         with self._link.lock:  # a renewal either changes what is sent here, or comes after it
             self._link.attach(self._peer.sock)
             self._link.push(frame(self.opening))
+            if self._awaited:
+                self._link.push(frame(Await(list(self._awaited.items()))))
 
     def _is_closed(self) -> bool:
         """Go on with closing, which was asked for; return whether it is done."""

@@ -1,5 +1,7 @@
 """What a queued request needs stays in host memory, and comes early from a real disk."""
 
+import os
+import signal
 import time
 
 import pytest
@@ -167,6 +169,43 @@ def test_a_disk_keeps_what_a_queued_request_needs(connect, new_request, kv_cache
         store(connector, new_request(f"later{i}", PROMPT), kv_caches, i + 9)
     assert "DISK" not in connector.explain(wanted)[0]
     assert connector.stats()["queue_chunks"]["read_early"] == 0
+
+
+def test_a_queued_prompt_comes_early_though_the_io_process_dies(
+    connect, new_request, kv_caches, until
+):
+    connector = connect(8, io="process")
+    store(connector, new_request("wanted", PROMPT), kv_caches, 1)
+    store(connector, new_request("other", PROMPT), kv_caches, 2)
+    wanted, io = new_request("wanted", PROMPT), connector._spec.io
+    for died in (1, 2):  # idle, and soon after it was told
+        connector.request_queued(wanted)
+        if died == 2:
+            connector.poll()
+        os.kill(io._peer.pid, signal.SIGKILL)
+        poll_until(connector, lambda died=died: io.died == died)
+        poll_until(connector, lambda: set(connector.explain(wanted)[0]) == {"CPU"})
+        connector.request_finished(wanted)
+        store(connector, new_request(f"more{died}", PROMPT), kv_caches, 3)
+        store(connector, new_request(f"last{died}", PROMPT), kv_caches, 4)
+    assert io._awaited == {}
+
+
+def test_a_disk_knows_what_is_needed_after_a_death_of_the_io_process(
+    connect, new_request, kv_caches, tmp_path
+):
+    disk = {"type": "disk", "root": str(tmp_path), "capacity": 14 * 8192, "min_free": 0}
+    connector = connect(6, io="process", backends=[disk], waiting_share=0.1)
+    store(connector, new_request("wanted", PROMPT), kv_caches, 1)
+    wanted, io = new_request("wanted", PROMPT), connector._spec.io
+    connector.request_queued(wanted)
+    connector.poll()
+    os.kill(io._peer.pid, signal.SIGKILL)
+    poll_until(connector, lambda: io.died and io.tiers["disk"].is_complete)
+    time.sleep(0.3)  # the stores are told of changes a little later
+    for i in range(6):
+        store(connector, new_request(f"running{i}", PROMPT), kv_caches, i + 2)
+    assert connector.explain(wanted) == [["DISK"] * 5]
 
 
 @pytest.mark.parametrize("io", ["thread", "process"])
