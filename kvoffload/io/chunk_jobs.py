@@ -12,6 +12,8 @@ from kvoffload.io.protocol import Answered, Arrived, Load, Store, ToClient
 
 _A = TypeVar("_A", bound=Answers)
 
+Moved = Callable[[Load | Store, Sequence[int], float], None]
+
 KEYS_PER_CALL = 8
 """Chunks in one read call of a store that does not report each chunk as it arrives."""
 ARRIVALS_S = 0.002
@@ -25,6 +27,7 @@ class ChunkJobs:
         memory: the slab.
         send: sends a message to the engine.
         before_answer: called with a job's order and store just before its answer is sent.
+        moved: called with each job, its verdicts, and the seconds that it took.
     """
 
     def __init__(
@@ -32,12 +35,13 @@ class ChunkJobs:
         memory: memoryview,
         send: Callable[[ToClient], None],
         before_answer: Callable[[Load | Store, OpenStore, Sequence[int]], None],
+        moved: Moved | None = None,
     ) -> None:
         self.slot_bytes = 0
         """Bytes of a slot; set before the first job."""
         self._memory = memory
         self._send = send
-        self._before_answer = before_answer
+        self._before_answer, self._moved = before_answer, moved
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, list[asyncio.Task[str]]] = {}
         self._arrivals: dict[int, list[int]] = {}
@@ -83,7 +87,10 @@ class ChunkJobs:
         reason = next((why for why in reasons if why), "" if store else "no_store")
         if store is not None:
             self._before_answer(order, store, ok)
-        self._send(Answered(order.job, bytes(ok), reason, self._loop.time() - begun_s))
+        seconds = self._loop.time() - begun_s
+        if self._moved is not None:
+            self._moved(order, ok, seconds)
+        self._send(Answered(order.job, bytes(ok), reason, seconds))
 
     async def _read(self, order: Load | Store, store: OpenStore, ok: bytearray, part: range) -> str:
         """Read a part of a load into its slots; return why chunks are missing."""
@@ -127,7 +134,9 @@ class ChunkJobs:
         for i in part:
             start = order.slots[i] * self.slot_bytes
             size = order.sizes if isinstance(order.sizes, int) else order.sizes[i]
-            views.append(self._memory[start : start + size])
+            views.append(self._memory[start : start + size] if start >= 0 else self._memory[:0])
+            if isinstance(order, Store) and len(views[-1]) != size:  # a slice is only shorter
+                raise ValueError(f"slot {order.slots[i]} has no {size} bytes")
         return views
 
     def _arrived(self, job: int, numbers: Sequence[int]) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec import convert
@@ -23,6 +23,8 @@ _MOST = 1 << 53
 
 _CLOSING = "kvoffload closes a store"
 """Name of tasks."""
+CLOSE_S = 5.0
+"""How long closing stores may take."""
 KEYS_PER_MESSAGE = 1024
 """Keys in one message to the engine's process, which decodes it in one go."""
 
@@ -126,6 +128,10 @@ class OpenStore:
         self.failures.warning("%s: %s failed: %r", self.name, call, error)
 
 
+Opener = Callable[[Open, int, dict[str, int]], Awaitable[OpenStore]]
+"""Opens a tier of a message; see :func:`open_store`."""
+
+
 async def open_store(wanted: Open, i: int, places: dict[str, int]) -> OpenStore:
     """Open the tier of this number; one that may block opens on a thread of its own.
 
@@ -138,8 +144,7 @@ async def open_store(wanted: Open, i: int, places: dict[str, int]) -> OpenStore:
         ConfigError: it cannot be opened, could hold no chunk, or is another one over again.
     """
     tier = wanted.tiers[i]
-    open_it = _open_apart if _may_block(tier) else _open_here
-    store = await open_it(tier, wanted.namespace)
+    store = OpenStore(tier.name, await open_tier(tier, wanted.namespace))
     try:
         if store.observable is not None:
             _check_fit(i, store.observable, wanted.chunk_bytes, places)
@@ -149,6 +154,17 @@ async def open_store(wanted: Open, i: int, places: dict[str, int]) -> OpenStore:
     return store
 
 
+async def open_tier(tier: TierSettings, namespace: str) -> Backend:
+    """Open a backend; one that may block opens on a thread of its own.
+
+    Raises:
+        ConfigError: it cannot be opened.
+    """
+    if _may_block(tier):
+        return await _open_apart(tier, namespace)
+    return _open(tier, namespace)
+
+
 def _may_block(tier: TierSettings) -> bool:
     try:
         return bool(getattr(registry.load(registry.BACKENDS, tier.type), "opens_apart", False))
@@ -156,21 +172,17 @@ def _may_block(tier: TierSettings) -> bool:
         return False  # opening it says why
 
 
-async def _open_here(tier: TierSettings, namespace: str) -> OpenStore:
-    return _open(tier, namespace)
-
-
-async def _open_apart(tier: TierSettings, namespace: str) -> OpenStore:
+async def _open_apart(tier: TierSettings, namespace: str) -> Backend:
     """Open a store on a thread, which closes it if it is wanted no more once it is open."""
     deciding, opened = threading.Lock(), list[OpenStore]()
     is_wanted = True
 
-    def perform() -> OpenStore:
-        store = _open(tier, namespace)
+    def perform() -> Backend:
+        backend = _open(tier, namespace)
         with deciding:
-            opened.append(store)
+            opened.append(OpenStore(tier.name, backend))
             if is_wanted:
-                return store
+                return backend
         asyncio.run(close_stores(opened))
         raise ConfigError(tier.where.rstrip("."), tier.type, "opened too late")
 
@@ -183,10 +195,9 @@ async def _open_apart(tier: TierSettings, namespace: str) -> OpenStore:
         raise
 
 
-def _open(tier: TierSettings, namespace: str) -> OpenStore:
+def _open(tier: TierSettings, namespace: str) -> Backend:
     try:
-        backend = registry.open_backend(tier.type, tier.options, namespace, where=tier.where)
-        return OpenStore(tier.name, backend)
+        return registry.open_backend(tier.type, tier.options, namespace, where=tier.where)
     except ConfigError:
         raise
     except Exception as error:
@@ -221,7 +232,7 @@ async def greet(store: OpenStore, facts: Mapping[str, str]) -> None:
         await store.observable.describe(facts)
 
 
-async def close_stores(stores: Sequence[OpenStore], timeout_s: float = 5.0) -> None:
+async def close_stores(stores: Sequence[OpenStore], timeout_s: float = CLOSE_S) -> None:
     """Close stores, all at once, and wait at most so long."""
     tasks = {asyncio.create_task(_close(store), name=_CLOSING): store.name for store in stores}
     if not tasks:

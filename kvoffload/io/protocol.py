@@ -288,9 +288,11 @@ class MessageReader:
 
     Args:
         to_server: which end this is.
+        most_bytes: of a message.
     """
 
-    def __init__(self, *, to_server: bool) -> None:
+    def __init__(self, *, to_server: bool, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
         self._decoder: msgspec.msgpack.Decoder[Any] = _of_client if to_server else _of_server
         self._buffer = bytearray()
 
@@ -306,7 +308,7 @@ class MessageReader:
             while end - start >= _LENGTH_BYTES:
                 body = start + _LENGTH_BYTES
                 after = body + (length := int.from_bytes(view[start:body], "little"))
-                if length > MOST_BYTES:
+                if length > self._most_bytes:
                     raise msgspec.DecodeError(f"a message of {length} bytes")
                 if after > end:
                     break

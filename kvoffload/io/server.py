@@ -1,8 +1,9 @@
 """The I/O server: opens stores, carries out an engine's jobs, tells what becomes present.
 
-One server serves one engine over one socket: a *session*. All coroutines of backends run on its
-event loop, and no other code. The engine's side keeps the deadlines; the server cancels on request
-and answers a job when nothing touches its slots any more.
+An engine is served over one socket: a *session*. A server has one session, or many that share
+stores (:mod:`kvoffload.io.service`). All coroutines of backends run on its event loop, and no other
+code. The engine's side keeps the deadlines; the server cancels on request and answers a job when
+nothing touches its slots any more.
 """
 
 import asyncio
@@ -17,10 +18,12 @@ from typing import Any
 
 from kvoffload.backends.blocking_pool import start_once
 from kvoffload.errors import ConfigError
-from kvoffload.io.chunk_jobs import ChunkJobs, same_length
+from kvoffload.io.chunk_jobs import ChunkJobs, Moved, same_length
 from kvoffload.io.cold_start import explain_cold_start
 from kvoffload.io.open_stores import (
+    CLOSE_S,
     KEYS_PER_MESSAGE,
+    Opener,
     OpenStore,
     close_stores,
     closings,
@@ -30,6 +33,7 @@ from kvoffload.io.open_stores import (
     text_of,
 )
 from kvoffload.io.protocol import (
+    MOST_BYTES,
     VERSION,
     Alive,
     Ask,
@@ -62,9 +66,10 @@ FIGURES_S = 0.5
 """Time between two messages of figures while no job ends; they also show that the server lives."""
 END_S = 1.0
 """How long calls of stores may take to end, after their cancellation, before stores are closed."""
-CLOSE_S = 5.0
 TRY_AGAIN_S, LONGEST_S = 0.5, 30.0
 """Time before a store that could not be opened is tried again; it doubles up to the second."""
+CLOGGED_BYTES = 1 << 20
+"""An engine that lets so much wait is told no figures until it reads."""
 PATIENT_S = 5.0
 """How long orders wait for their store that is being opened; one that hangs has misses then."""
 
@@ -74,10 +79,21 @@ class Session:
 
     Args:
         memory: the slab.
+        open_store: opens a tier that the engine names.
+        most_bytes: a longer message ends the session.
+        moved: called with each job, its verdicts, and the seconds that it took.
     """
 
-    def __init__(self, memory: memoryview) -> None:
-        self._jobs = ChunkJobs(memory, self.send, self._before_answer)
+    def __init__(
+        self,
+        memory: memoryview,
+        open_store: Opener = open_store,
+        most_bytes: int = MOST_BYTES,
+        moved: Moved | None = None,
+    ) -> None:
+        self._open_store = open_store
+        self._messages = MessageReader(to_server=True, most_bytes=most_bytes)
+        self._jobs = ChunkJobs(memory, self.send, self._before_answer, moved)
         self.loop = asyncio.get_running_loop()
         """Of the backends; other threads may call its ``call_soon_threadsafe``."""
         self._writer: asyncio.StreamWriter | None = None
@@ -102,11 +118,10 @@ class Session:
     async def serve(self, sock: socket.socket) -> None:
         """Serve until the engine's end is closed; then end its jobs and close the stores."""
         reader, self._writer = await asyncio.open_connection(sock=sock)
-        messages = MessageReader(to_server=True)
         self._spawn_telling(self._tell_figures())
         try:
             while data := await reader.read(1 << 18):
-                for message in messages.feed(data):
+                for message in self._messages.feed(data):
                     self._take(message)
         except ConnectionError:
             pass
@@ -216,7 +231,7 @@ class Session:
         pause_s = TRY_AGAIN_S
         while True:
             try:
-                store = await open_store(wanted, i, places)
+                store = await self._open_store(wanted, i, places)
                 break
             except ConfigError as error:
                 self.send(Refused(wanted.number, error.field, error.value, error.remedy))
@@ -314,19 +329,29 @@ class Session:
         while self._stores.get(store.name) is store:
             is_listing = self._tell_changes_of(store)
             if self._writer is not None:
-                await self._writer.drain()
+                try:
+                    await self._writer.drain()
+                except ConnectionError:  # the engine has ended
+                    return
             pause_s = LISTING_S if is_listing else min(CHANGES_S, 2 * pause_s)
             await asyncio.sleep(pause_s)
 
     async def _tell_figures(self) -> None:
         late_s = 0.0
         while True:
-            for store in list(self._stores.values()):
-                self._tell_figures_of(store)
-            self.send(Alive(late_s))
+            if not self._is_clogged:
+                for store in list(self._stores.values()):
+                    self._tell_figures_of(store)
+                self.send(Alive(late_s))
             due_s = self.loop.time() + FIGURES_S
             await asyncio.sleep(FIGURES_S)
             late_s = max(0.0, self.loop.time() - due_s)
+
+    @property
+    def _is_clogged(self) -> bool:
+        """Whether much waits because the engine reads nothing, as one that is stopped."""
+        writer = self._writer
+        return writer is not None and writer.transport.get_write_buffer_size() > CLOGGED_BYTES
 
     def _tell_changes_of(self, store: OpenStore) -> bool:
         """Tell a message's worth of changes and all removals; return whether there may be more."""
@@ -357,6 +382,16 @@ class Session:
         if self._writer is not None:
             self._flush()
             self._writer.close()
+
+    def end(self) -> None:
+        """End the session: the engine reads the end of the socket."""
+        if self._writer is not None:
+            self._writer.transport.abort()
+
+    async def settled(self) -> None:
+        """Wait until nothing touches the engine's memory any more, however long that takes."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = self.loop.create_task(work)
