@@ -1,0 +1,288 @@
+"""Memory of the server that chunks of all engines share: who leaves, and where bytes are.
+
+A chunk is in *runs* of blocks, so memory that is free in pieces serves chunks of any size. Chunks
+of all namespaces are in one eviction order.
+"""
+
+import contextlib
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+from kvoffload.policies.base import Policy
+from kvoffload.policies.kept_order import KeptOrder
+
+BLOCK = 16 << 10
+"""Bytes of a block: a chunk takes whole ones."""
+_ADVICE = ("MADV_HUGEPAGE", "MADV_DONTDUMP", "MADV_DONTFORK")
+"""Large pages make copies faster. A core file must not contain clients' data."""
+Name = bytes
+"""Four bytes of a namespace's number, then the key."""
+_NUMBER = 4
+
+
+class Reader(Protocol):
+    """What learns of the chunks of one namespace; called on any thread, under a lock."""
+
+    def listed(self, keys: Sequence[bytes]) -> None:
+        """Take in all keys that are here; each change from now on is told."""
+        ...
+
+    def changed(self, key: bytes) -> None:
+        """Take in that a chunk appeared or left."""
+        ...
+
+    def evicted(self, key: bytes) -> None:
+        """Take in that a chunk left to make room."""
+        ...
+
+
+class _Chunk:
+    __slots__ = ("header", "is_gone", "num_readers", "runs", "size")
+
+    def __init__(self, header: bytes, runs: list[tuple[int, int]], size: int) -> None:
+        self.header, self.runs, self.size = header, runs, size
+        self.num_readers = 0
+        self.is_gone = False
+        """Whether the last reader frees its blocks."""
+
+
+class HostMemory:
+    """Chunks by namespace and key, within a number of bytes. Thread-safe.
+
+    The memory is mapped at once, and taken from the system as it is first used.
+
+    Args:
+        capacity_bytes: at most so many bytes of chunks, each rounded up to whole blocks.
+        make_policy: makes the eviction order for a number of chunks.
+
+    Raises:
+        OSError: the system refuses so much memory.
+        ValueError: it would not hold a block.
+    """
+
+    def __init__(self, capacity_bytes: int, make_policy: Callable[[int], Policy]) -> None:
+        blocks = capacity_bytes // BLOCK
+        if blocks < 1:
+            raise ValueError(f"{capacity_bytes} bytes hold no block of {BLOCK}")
+        self.capacity_bytes = blocks * BLOCK
+        self._map = mmap.mmap(-1, self.capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for name in _ADVICE:
+            with contextlib.suppress(OSError, AttributeError):
+                self._map.madvise(getattr(mmap, name))
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._lock = threading.Lock()
+        self._free = [(0, blocks)]
+        """Runs of free blocks; those freed last are used first."""
+        self._num_free = blocks
+        self._chunks: dict[Name, _Chunk] = {}
+        self._make_policy = make_policy
+        self._spared: set[Name] = set()
+        """What requests in the engines' queues need, whether it is here or not."""
+        self._order: KeptOrder | None = None
+        self._numbers: dict[str, int] = {}
+        self._readers: dict[int, Reader] = {}
+
+    # ---- namespaces ----
+
+    def number_of(self, namespace: str) -> bytes:
+        """Return how the names of a namespace's chunks begin."""
+        with self._lock:
+            number = self._numbers.setdefault(namespace, len(self._numbers))
+        return number.to_bytes(_NUMBER, "big")
+
+    def list_to(self, number: bytes, reader: Reader) -> None:
+        """List the keys of a namespace to its one reader, and tell it of changes from now on."""
+        with self._lock:
+            self._readers[int.from_bytes(number, "big")] = reader
+            reader.listed([name[_NUMBER:] for name in self._chunks if name.startswith(number)])
+
+    def end_reading(self, number: bytes, reader: Reader) -> None:
+        """Tell this reader nothing more."""
+        with self._lock:
+            place = int.from_bytes(number, "big")
+            if self._readers.get(place) is reader:
+                del self._readers[place]
+
+    def drop_namespace(self, namespace: str) -> int:
+        """Remove the chunks of a namespace; return how many there were."""
+        number = self.number_of(namespace)
+        with self._lock:
+            names = [name for name in self._chunks if name.startswith(number)]
+            for name in names:
+                self._remove(name)
+        return len(names)
+
+    # ---- chunks ----
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that chunks take, those that are being written or read among them."""
+        return self.capacity_bytes - self._num_free * BLOCK
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __contains__(self, name: Name) -> bool:
+        return name in self._chunks
+
+    def read(self, name: Name, header: memoryview, into: memoryview) -> bool:
+        """Copy the header and as much of a chunk as there is room for; False: it is not here."""
+        with self._lock:
+            if (chunk := self._chunks.get(name)) is None:
+                return False
+            chunk.num_readers += 1
+        try:
+            header[: len(chunk.header)] = chunk.header
+            left, target = min(chunk.size, into.nbytes), _address_of(into)
+            for start, count in chunk.runs:
+                length = min(left, count * BLOCK)
+                # The interpreter runs other threads meanwhile.
+                ctypes.memmove(target, self._address + start * BLOCK, length)
+                target, left = target + length, left - length
+        finally:
+            with self._lock:
+                chunk.num_readers -= 1
+                if chunk.is_gone and not chunk.num_readers:
+                    self._release(chunk.runs)
+        return True
+
+    def write(self, name: Name, header: bytes, chunk: memoryview) -> bool:
+        """Keep a chunk, unless it is here; False: there is no room for it.
+
+        Raises:
+            Exception: a policy of a plug-in failed.
+        """
+        with self._lock:
+            if (known := self._chunks.get(name)) is not None:
+                if known.size == chunk.nbytes:
+                    return True
+                self._remove(name)
+            runs = self._take(max(1, -(-chunk.nbytes // BLOCK)))
+        if runs is None:
+            return False
+        try:
+            self._copy_in(runs, chunk)
+            with self._lock:
+                if name not in self._chunks:  # else another thread was as fast
+                    self._order_of(chunk.nbytes).add((name,))
+                    self._chunks[name], runs = _Chunk(header, runs, chunk.nbytes), []
+                    self._tell(name)
+        finally:
+            if runs:
+                with self._lock:
+                    self._release(runs)
+        return True
+
+    def drop(self, name: Name) -> None:
+        """Remove a chunk if it is here."""
+        with self._lock:
+            if name in self._chunks:
+                self._remove(name)
+
+    def used(self, names: Sequence[Name]) -> None:
+        """Count a use of each chunk that is here, the tail of the prefix first."""
+        with self._lock:
+            if self._order is not None:
+                self._order.touch([name for name in names if name in self._chunks])
+
+    def reorder(self, names: Sequence[Name]) -> None:
+        """Put chunks that were stored together into this order; counts as no use."""
+        with self._lock:
+            here = list(dict.fromkeys(name for name in names if name in self._chunks))
+            if self._order is not None and len(here) > 1:
+                self._order.remove(here)
+                self._order.add(here)
+
+    def spare(self, number: bytes, keys: Collection[bytes]) -> None:
+        """Evict these chunks of a namespace last, and those of the call before as usual again."""
+        wanted = {number + key for key in keys}
+        with self._lock:
+            gone = {name for name in self._spared if name.startswith(number)} - wanted
+            self._end_sparing(gone)
+            new = wanted - self._spared
+            if self._order is not None:
+                self._order.keep([name for name in new if name in self._chunks])
+            self._spared |= new
+
+    # ---- under the lock ----
+
+    def _take(self, count: int) -> list[tuple[int, int]] | None:
+        """Take so many blocks, and evict for them; None: not so many can be had."""
+        if count * BLOCK > self.capacity_bytes:
+            return None
+        while self._num_free < count:
+            if not (victims := self._victims()):
+                return None
+            for name in victims:
+                self._leave(name)
+                if reader := self._readers.get(int.from_bytes(name[:_NUMBER], "big")):
+                    reader.evicted(name[_NUMBER:])
+        runs: list[tuple[int, int]] = []
+        self._num_free -= count
+        while count:
+            start, length = self._free.pop()
+            if length > count:
+                self._free.append((start + count, length - count))
+                length = count
+            runs.append((start, length))
+            count -= length
+        return runs
+
+    def _victims(self) -> Sequence[Name]:
+        if self._order is None:
+            return ()
+        if not (victims := self._order.victims(1)) and self._spared:
+            self._end_sparing(set(self._spared))
+            victims = self._order.victims(1)
+        return victims
+
+    def _end_sparing(self, names: set[Name]) -> None:
+        self._spared -= names
+        if self._order is not None:
+            self._order.let_go([name for name in names if name in self._chunks])
+
+    def _order_of(self, size: int) -> KeptOrder:
+        if self._order is None:  # policies count chunks: all are as large as the first, say
+            chunks = self.capacity_bytes // (-(-max(1, size) // BLOCK) * BLOCK)
+            self._order = KeptOrder(self._make_policy(max(1, chunks)), self._spared)
+        return self._order
+
+    def _remove(self, name: Name) -> None:
+        if self._order is not None:
+            self._order.remove((name,))
+        self._leave(name)
+
+    def _leave(self, name: Name) -> None:
+        chunk = self._chunks.pop(name)
+        chunk.is_gone = True
+        if not chunk.num_readers:
+            self._release(chunk.runs)
+        self._tell(name)
+
+    def _tell(self, name: Name) -> None:
+        if reader := self._readers.get(int.from_bytes(name[:_NUMBER], "big")):
+            reader.changed(name[_NUMBER:])
+
+    def _release(self, runs: list[tuple[int, int]]) -> None:
+        self._free += runs[::-1]
+        self._num_free += sum(count for _, count in runs)
+
+    # ---- without it ----
+
+    def _copy_in(self, runs: list[tuple[int, int]], chunk: memoryview) -> None:
+        at = 0
+        for start, count in runs:
+            part = chunk[at : at + count * BLOCK]
+            target = self._address + start * BLOCK
+            if part.readonly:
+                ctypes.memmove(target, bytes(part), part.nbytes)
+            elif part.nbytes:
+                ctypes.memmove(target, _address_of(part), part.nbytes)
+            at += part.nbytes
+
+
+def _address_of(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory)) if memory.nbytes else 0

@@ -1,0 +1,125 @@
+"""One namespace of the server's memory, as a backend."""
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from kvoffload.backends.base import LocalIndex, ReadResult, Removal, Spares, Usage
+from kvoffload.backends.changes import ChangedKeys
+from kvoffload.backends.threaded import ThreadedBackend
+from kvoffload.io.service.host_memory import HostMemory
+
+_MAX_REMOVALS = 1 << 16
+"""Removals kept for a listener that may never ask; older ones are lost to it."""
+_THREADS = 2
+"""Copies at once: more would wait for the memory."""
+
+
+class HostStore(ThreadedBackend, LocalIndex, Spares):
+    """Chunks of one namespace in memory that all namespaces share; they stay when it is closed.
+
+    Each load is verified, as on any store: its key, namespace, length and checksum.
+
+    Args:
+        memory: where the chunks are. One open store a namespace reads its changes.
+        namespace: whose chunks these are.
+    """
+
+    def __init__(self, memory: HostMemory, namespace: str) -> None:
+        super().__init__(namespace, threads=_THREADS, store_threads=_THREADS, name="host memory")
+        self._memory = memory
+        self._number = memory.number_of(namespace)
+        self._changes = ChangedKeys()
+        self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
+        self._is_complete = False
+        memory.list_to(self._number, self)
+
+    # ---- one chunk ----
+
+    def get(self, key: bytes, header: memoryview, into: memoryview) -> bool:
+        return self._memory.read(self._number + key, header, into)
+
+    def put(self, key: bytes, header: bytes, chunk: memoryview) -> bool:
+        if self._memory.write(self._number + key, header, chunk):
+            return True
+        self.count("refused_size")
+        return False
+
+    def has(self, key: bytes) -> bool:
+        return self._number + key in self._memory
+
+    def load(self, key: bytes, into: memoryview) -> ReadResult:
+        found = super().load(key, into)
+        if found is ReadResult.CORRUPT:
+            self.delete(key)
+        return found
+
+    def delete(self, key: bytes) -> None:
+        self._memory.drop(self._number + key)
+
+    # ---- batches ----
+
+    async def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        return [self.holds(key) for key in keys]
+
+    async def read_each(
+        self, keys: Sequence[bytes], into: Sequence[memoryview], arrived: Callable[[int], None]
+    ) -> list[bool | ReadResult]:
+        answers = await super().read_each(keys, into, arrived)
+        self._memory.used([self._number + key for key in reversed(keys)])
+        return answers
+
+    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
+        answers = await super().write(keys, chunks)
+        self._memory.reorder([self._number + key for key in reversed(keys)])
+        return answers
+
+    async def closing(self) -> None:
+        self._memory.list_to(self._number, self)  # none of them can be read any more
+        self._memory.end_reading(self._number, self)
+
+    async def purge(self, namespaces: Sequence[str]) -> int:
+        """Remove the chunks of these namespaces, its own or not."""
+        return sum(map(self._memory.drop_namespace, namespaces))
+
+    # ---- the memory's reader, and the reader of this index ----
+
+    def listed(self, keys: Sequence[bytes]) -> None:
+        self._changes.begin(keys)
+
+    def changed(self, key: bytes) -> None:
+        self._changes.note(key)
+
+    def evicted(self, key: bytes) -> None:
+        self._removals.append(Removal(key, "evicted"))
+        self.count("evicted")
+
+    def holds(self, key: bytes) -> bool:
+        return not self.is_closed and self.has(key)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Drop these chunks: a load of them failed, so they are of no use."""
+        for key in keys:
+            self.delete(key)
+
+    def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
+        keys = self._changes.take(limit)
+        self._is_complete = self._is_complete or not self._changes
+        return [(key, self.holds(key)) for key in keys]
+
+    @property
+    def is_complete(self) -> bool:
+        return self._is_complete
+
+    def spare(self, keys: Collection[bytes]) -> None:
+        self._memory.spare(self._number, keys)
+
+    def take_removals(self) -> list[Removal]:
+        return [self._removals.popleft() for _ in range(len(self._removals))]
+
+    async def describe(self, facts: Mapping[str, str]) -> None:
+        """Keep no facts: they would end with the process, as the chunks do."""
+
+    def usage(self) -> Usage:
+        """Return how full the memory is, with the chunks of all namespaces."""
+        memory = self._memory
+        return Usage(memory.resident_bytes, memory.capacity_bytes, len(memory))

@@ -1,0 +1,214 @@
+"""Stores one above the other, as one backend: the nearest answers first."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from kvoffload.backends.admin import Purges
+from kvoffload.backends.base import (
+    Backend,
+    Described,
+    LocalIndex,
+    Observable,
+    ReadResult,
+    ReadsEach,
+    Removal,
+    Spares,
+    Usage,
+    check_lengths,
+)
+from kvoffload.backends.changes import ChangedKeys
+from kvoffload.backends.log_rate import Throttle
+from kvoffload.errors import ConfigError
+
+T = TypeVar("T")
+_failures = Throttle(logging.getLogger(__name__))
+
+
+class Layers(Observable, ReadsEach, Spares):
+    """Stores of one namespace, the nearest first.
+
+    A store goes to all of them, and succeeds if one has taken the chunk. A load asks them in turn;
+    what a farther one brings is stored in the nearer ones as well.
+
+    Args:
+        layers: open stores by their names; closed with this one.
+    """
+
+    def __init__(self, layers: Mapping[str, Backend]) -> None:
+        self.layers = layers
+
+    async def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        answers = [False] * len(keys)
+        for layer in self.layers.values():
+            if unknown := [i for i, there in enumerate(answers) if not there]:
+                found = await layer.contains([keys[i] for i in unknown])
+                for i, there in zip(unknown, found, strict=True):
+                    answers[i] = there
+        return answers
+
+    async def read(
+        self, keys: Sequence[bytes], into: Sequence[memoryview]
+    ) -> list[bool | ReadResult]:
+        return await self.read_each(keys, into, lambda i: None)
+
+    async def read_each(
+        self, keys: Sequence[bytes], into: Sequence[memoryview], arrived: Callable[[int], None]
+    ) -> list[bool | ReadResult]:
+        check_lengths(keys, into)
+        answers: list[bool | ReadResult] = [ReadResult.MISSING] * len(keys)
+        nearer: list[Backend] = []
+        for layer in self.layers.values():
+            wanted = [i for i, answer in enumerate(answers) if not answer]
+            if isinstance(layer, LocalIndex):
+                wanted = [i for i in wanted if layer.holds(keys[i])]
+            if wanted:
+                found = await _read(layer, keys, into, wanted, arrived)
+                for i, answer in zip(wanted, found, strict=True):
+                    answers[i] = answer
+                brought = [i for i in wanted if answers[i]]
+                if brought and nearer:  # the slots are the caller's until this returns
+                    some = [keys[i] for i in brought], [into[i] for i in brought]
+                    await _together(store.write(*some) for store in nearer)
+            nearer.append(layer)
+        return answers
+
+    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
+        check_lengths(keys, chunks)
+        answers = await _together(layer.write(keys, chunks) for layer in self.layers.values())
+        return [any(of_key) for of_key in zip([False] * len(keys), *answers, strict=True)]
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        await _together(layer.remove(keys) for layer in self.layers.values())
+
+    async def close(self) -> None:
+        await _together(layer.close() for layer in self.layers.values())
+
+    async def purge(self, namespaces: Sequence[str]) -> int:
+        """Remove namespaces from all layers.
+
+        Raises:
+            OSError: a layer cannot do it.
+        """
+        removed = 0
+        for name, layer in self.layers.items():
+            if not isinstance(layer, Purges):
+                raise OSError(f"{name} cannot remove a namespace")
+            removed += await layer.purge(namespaces)
+        return removed
+
+    def spare(self, keys: Collection[bytes]) -> None:
+        for layer in self.layers.values():
+            if isinstance(layer, Spares):
+                layer.spare(keys)
+
+    # ---- figures ----
+
+    def observed(self) -> list[tuple[str, Observable]]:
+        """Return the layers that tell figures."""
+        return [(name, each) for name, each in self.layers.items() if isinstance(each, Observable)]
+
+    def usage(self) -> Usage:
+        """Return what all layers have together; each one's bytes are gauges."""
+        resident, chunks, gauges = 0, 0, dict[str, int]()
+        limits: list[int | None] = []
+        for name, layer in self.observed():
+            usage = layer.usage()
+            resident, chunks = resident + usage.resident_bytes, chunks + usage.chunks
+            limits.append(usage.capacity_bytes)
+            gauges |= {f"{name}_bytes": usage.resident_bytes}
+            gauges |= {f"{name}_{gauge}": value for gauge, value in usage.gauges.items()}
+        known = [limit for limit in limits if limit is not None]
+        return Usage(resident, sum(known) if len(known) == len(limits) else None, chunks, gauges)
+
+    def counters(self) -> Mapping[str, int]:
+        total = Counter[str]()
+        for _, layer in self.observed():
+            total.update(layer.counters())
+        return total
+
+    def take_removals(self) -> list[Removal]:
+        """Return the chunks that have left, and are in no other layer with an index."""
+        indexes = [layer for layer in self.layers.values() if isinstance(layer, LocalIndex)]
+        left = [each for _, layer in self.observed() for each in layer.take_removals()]
+        return [each for each in left if not any(index.holds(each.key) for index in indexes)]
+
+    async def describe(self, facts: Mapping[str, str]) -> None:
+        await _together(layer.describe(facts) for _, layer in self.observed())
+
+    async def described(self) -> Sequence[Described]:
+        lists = await _together(layer.described() for _, layer in self.observed())
+        return [each for described in lists for each in described]
+
+    def check_fit(self, chunk_bytes: int) -> None:
+        for name, layer in self.observed():
+            try:
+                layer.check_fit(chunk_bytes)
+            except ConfigError as error:
+                raise ConfigError(f"{name}.{error.field}", error.value, error.remedy) from error
+
+
+class IndexedLayers(Layers, LocalIndex):
+    """Layers that all have an index."""
+
+    def __init__(self, layers: Mapping[str, Any]) -> None:
+        super().__init__(layers)
+        self._indexes: Sequence[LocalIndex] = list(layers.values())
+        self._changes = ChangedKeys()
+        self._changes.begin(())
+
+    def holds(self, key: bytes) -> bool:
+        return any(layer.holds(key) for layer in self._indexes)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        for layer in self._indexes:
+            layer.forget(keys)
+
+    def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
+        for layer in self._indexes:
+            for key, _ in layer.take_changes(limit):
+                self._changes.note(key)
+        return [(key, self.holds(key)) for key in self._changes.take(limit)]
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._changes and all(layer.is_complete for layer in self._indexes)
+
+
+def layered(layers: Mapping[str, Backend]) -> Layers:
+    """Return stores as one; with an index if all of them have one."""
+    is_indexed = all(isinstance(layer, LocalIndex) for layer in layers.values())
+    return IndexedLayers(layers) if is_indexed else Layers(layers)
+
+
+async def _together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await calls of several layers; return what those that did not fail have answered.
+
+    A cancellation ends all of them, and is raised once none uses the caller's memory any more.
+    """
+    answers = []
+    for answer in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(answer, BaseException):
+            _failures.warning("a layer's call failed: %r", answer)
+        else:
+            answers.append(answer)
+    return answers
+
+
+async def _read(
+    layer: Backend,
+    keys: Sequence[bytes],
+    into: Sequence[memoryview],
+    wanted: Sequence[int],
+    arrived: Callable[[int], None],
+) -> Sequence[bool | ReadResult]:
+    some, slots = [keys[i] for i in wanted], [into[i] for i in wanted]
+    if isinstance(layer, ReadsEach):
+        return await layer.read_each(some, slots, lambda at: arrived(wanted[at]))
+    answers = await layer.read(some, slots)
+    for i, answer in zip(wanted, answers, strict=True):
+        if answer:
+            arrived(i)
+    return answers

@@ -1,0 +1,311 @@
+"""The stores of a server that several engines use: one a namespace, with a view for each session.
+
+A view is a backend: a session uses it as one that it has opened itself. What the store says of its
+chunks is told to each view, because an index has one reader.
+"""
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+from kvoffload.backends.admin import Purges
+from kvoffload.backends.base import (
+    Answers,
+    Backend,
+    Described,
+    LocalIndex,
+    Observable,
+    ReadsEach,
+    Removal,
+    Spares,
+    Usage,
+)
+from kvoffload.backends.changes import ChangedKeys
+from kvoffload.errors import ConfigError
+from kvoffload.io.open_stores import CLOSE_S, KEYS_PER_MESSAGE, OpenStore, close_stores, open_tier
+from kvoffload.io.protocol import Open, TierSettings
+from kvoffload.io.service.host_memory import HostMemory
+from kvoffload.io.service.host_store import HostStore
+from kvoffload.io.service.layers import Layers, layered
+from kvoffload.metrics.names import CAPACITY_BYTES, RESIDENT_BYTES, TIER_EVENTS
+from kvoffload.metrics.samples import Sample
+
+log = logging.getLogger(__name__)
+
+MEMORY = "memory"
+"""The name of the server's memory among its layers."""
+LONGEST_NAMESPACE = 256
+_MAX_REMOVALS = 1 << 16
+"""Removals kept for a session that may never ask; older ones are lost to it."""
+
+
+class SharedStores:
+    """Opens the store of each namespace once, for as long as a session has a view of it.
+
+    Args:
+        memory: above the backends.
+        backends: opened for each namespace.
+    """
+
+    def __init__(self, memory: HostMemory, backends: Sequence[TierSettings]) -> None:
+        self._memory = memory
+        self._backends = backends
+        self._shared: dict[str, asyncio.Task[SharedStore]] = {}
+        self._opening = Counter[str]()
+        """Namespace → sessions that wait for its store."""
+        self._closing: dict[str, asyncio.Task[None]] = {}
+        """Namespace → what closes its store; another one is opened once that has ended."""
+
+    async def open(self, wanted: Open, i: int, _: dict[str, int]) -> OpenStore:
+        """Return a view of the wanted namespace as an open store.
+
+        Raises:
+            ConfigError: a backend cannot be opened, or a chunk is too large.
+        """
+        namespace = wanted.namespace
+        if not 0 < len(namespace) <= LONGEST_NAMESPACE:
+            raise ConfigError("namespace", namespace, f"has 1 to {LONGEST_NAMESPACE} characters")
+        opening = self._shared.get(namespace)
+        if opening is None:
+            opening = asyncio.create_task(self._open(namespace))
+            opening.add_done_callback(lambda _: self._close_unused(namespace))
+            self._shared[namespace] = opening
+        self._opening[namespace] += 1
+        try:
+            shared = await asyncio.shield(opening)
+            shared.store.check_fit(wanted.chunk_bytes)
+            return OpenStore(wanted.tiers[i].name, shared.new_view())
+        finally:
+            self._opening[namespace] -= 1
+            self._close_unused(namespace)
+
+    async def _open(self, namespace: str) -> "SharedStore":
+        if closing := self._closing.get(namespace):
+            await asyncio.wait([closing])
+        layers: dict[str, Backend] = {MEMORY: HostStore(self._memory, namespace)}
+        try:
+            for tier in self._backends:
+                layers[tier.name] = await open_tier(tier, namespace)
+        except BaseException:
+            await close_stores([OpenStore(*each) for each in layers.items()], CLOSE_S)
+            raise
+        return SharedStore(layered(layers), lambda: self._close_unused(namespace))
+
+    def _close_unused(self, namespace: str) -> None:
+        """Close the store of a namespace if no session uses it or waits for it."""
+        opening = self._shared.get(namespace)
+        if opening is None or not opening.done() or self._opening[namespace]:
+            return
+        if opening.cancelled() or opening.exception() is not None:
+            del self._shared[namespace]
+        elif not opening.result().views:
+            del self._shared[namespace], self._opening[namespace]
+            closing = asyncio.create_task(self._close(namespace, opening.result()))
+            self._closing[namespace] = closing
+
+    async def _close(self, namespace: str, shared: "SharedStore") -> None:
+        await close_stores([OpenStore(namespace, shared.store)], CLOSE_S)
+        if self._closing.get(namespace) is asyncio.current_task():
+            del self._closing[namespace]
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the figures of all layers; on the loop."""
+        memory = self._memory
+        yield RESIDENT_BYTES, (MEMORY,), memory.resident_bytes
+        yield CAPACITY_BYTES, (MEMORY,), memory.capacity_bytes
+        events, resident, limits = Counter[tuple[str, str]](), Counter[str](), dict[str, int]()
+        for opening in self._shared.values():
+            if opening.done() and not opening.cancelled() and opening.exception() is None:
+                for name, layer in opening.result().store.observed():
+                    events.update({(name, why): n for why, n in layer.counters().items()})
+                    if name != MEMORY:  # a root tells of all its namespaces together
+                        used = layer.usage()
+                        resident[name] = max(resident[name], used.resident_bytes)
+                        if used.capacity_bytes is not None:
+                            limits[name] = used.capacity_bytes
+        for metric, values in ((RESIDENT_BYTES, resident), (CAPACITY_BYTES, limits)):
+            for name, value in values.items():
+                yield metric, (name,), value
+        for labels, count in events.items():
+            yield TIER_EVENTS, labels, count
+
+    async def close(self) -> None:
+        """Close all stores; the sessions have ended."""
+        for namespace in list(self._shared):
+            self._close_unused(namespace)
+        if self._closing:
+            await asyncio.wait(self._closing.values())
+
+
+class SharedStore:
+    """The store of one namespace.
+
+    Args:
+        store: opened for this; closed by the one who made it.
+        unused: called when the last view is closed.
+    """
+
+    def __init__(self, store: Layers, unused: Callable[[], None]) -> None:
+        self.store = store
+        self.views: list[StoreView] = []
+        self.present: set[bytes] = set()
+        """What the index has told so far."""
+        self._unused = unused
+
+    def new_view(self) -> "StoreView":
+        """Return a view for one session, which closes it."""
+        store = self.store
+        view = IndexedView(self, store) if isinstance(store, LocalIndex) else StoreView(self)
+        self.views.append(view)
+        return view
+
+    def end(self, view: "StoreView") -> None:
+        """Take in that a view is closed."""
+        self.views.remove(view)
+        self.spare()
+        if not self.views:
+            self._unused()
+
+    def pump(self) -> None:
+        """Tell all views what has changed in the index."""
+        if isinstance(self.store, LocalIndex):
+            for key, is_present in self.store.take_changes(KEYS_PER_MESSAGE):
+                (self.present.add if is_present else self.present.discard)(key)
+                for view in self.views:
+                    view.changed(key)
+
+    def tell_removals(self) -> None:
+        """Tell all views which chunks have left."""
+        for removal in self.store.take_removals():
+            for view in self.views:
+                view.removals.append(removal)
+
+    def written(self, keys: Sequence[bytes]) -> None:
+        """Take in that these were stored: what a view has forgotten counts again."""
+        for view in self.views:
+            view.remembered(keys)
+
+    def spare(self) -> None:
+        """Tell the store what the queues of all its engines need."""
+        self.store.spare(frozenset[bytes]().union(*(view.spared for view in self.views)))
+
+
+class StoreView(Observable, ReadsEach, Spares, Purges):
+    """What one session sees of a shared store; made by :meth:`SharedStore.new_view`."""
+
+    def __init__(self, shared: SharedStore) -> None:
+        self._shared = shared
+        self._store = shared.store
+        self._is_closed = False
+        self.removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
+        self.spared: Collection[bytes] = ()
+        """What this session's engine needs next."""
+        self.is_shared = True
+
+    async def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        return [False] * len(keys) if self._is_closed else await self._store.contains(keys)
+
+    async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> Answers:
+        return await self.read_each(keys, into, lambda i: None)
+
+    async def read_each(
+        self, keys: Sequence[bytes], into: Sequence[memoryview], arrived: Callable[[int], None]
+    ) -> Answers:
+        if self._is_closed:
+            return [False] * len(keys)
+        return await self._store.read_each(keys, into, arrived)
+
+    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
+        if self._is_closed:
+            return [False] * len(keys)
+        answers = await self._store.write(keys, chunks)
+        self._shared.written([key for key, good in zip(keys, answers, strict=True) if good])
+        return answers
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        if not self._is_closed:
+            await self._store.remove(keys)
+
+    async def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self.spared = ()
+            self.emptied()
+            self._shared.end(self)
+
+    async def purge(self, namespaces: Sequence[str]) -> int:
+        return await self._store.purge(namespaces)
+
+    def changed(self, key: bytes) -> None:
+        """Take in that the presence of a chunk may have changed."""
+
+    def remembered(self, keys: Sequence[bytes]) -> None:
+        """Take in that these were stored."""
+
+    def emptied(self) -> None:
+        """Take in that none of the chunks can be read any more."""
+
+    def spare(self, keys: Collection[bytes]) -> None:
+        self.spared = keys
+        self._shared.spare()
+
+    def usage(self) -> Usage:
+        return self._store.usage()
+
+    def counters(self) -> Mapping[str, int]:
+        return self._store.counters()
+
+    def take_removals(self) -> list[Removal]:
+        self._shared.tell_removals()
+        return [self.removals.popleft() for _ in range(len(self.removals))]
+
+    async def describe(self, facts: Mapping[str, str]) -> None:
+        await self._store.describe(facts)
+
+    async def described(self) -> Sequence[Described]:
+        return await self._store.described()
+
+
+class IndexedView(StoreView, LocalIndex):
+    """A view of a store with an index.
+
+    What one engine could not load is absent for this engine alone: it may have been too slow.
+    """
+
+    def __init__(self, shared: SharedStore, index: LocalIndex) -> None:
+        super().__init__(shared)
+        self._index = index
+        self._changes = ChangedKeys()
+        self._changes.begin(shared.present)
+        self._forgotten: set[bytes] = set()
+
+    def holds(self, key: bytes) -> bool:
+        return key not in self._forgotten and not self._is_closed and self._index.holds(key)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        self._forgotten.update(keys)
+        for key in keys:
+            self._changes.note(key)
+
+    def remembered(self, keys: Sequence[bytes]) -> None:
+        for key in self._forgotten.intersection(keys):
+            self._forgotten.discard(key)
+            self._changes.note(key)
+
+    def changed(self, key: bytes) -> None:
+        if not self._index.holds(key):
+            self._forgotten.discard(key)
+        self._changes.note(key)
+
+    def emptied(self) -> None:
+        self._changes.begin(self._shared.present)
+
+    def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
+        if not self._is_closed:
+            self._shared.pump()
+        return [(key, self.holds(key)) for key in self._changes.take(limit)]
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._changes and self._index.is_complete

@@ -1,0 +1,139 @@
+"""Views of a shared store: each passes the suite of backends, and what one does the rest learn."""
+
+import asyncio
+
+import pytest
+
+from kvoffload.errors import ConfigError
+from kvoffload.io.protocol import TierSettings
+from kvoffload.io.service.host_memory import HostMemory
+from kvoffload.io.service.host_store import HostStore
+from kvoffload.io.service.layers import layered
+from kvoffload.io.service.shared_stores import SharedStore, SharedStores
+from kvoffload.policies.lru import LRUPolicy
+from kvoffload.testing import BackendSuite
+from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots
+from tests.support.io_rig import opening
+
+OPEN = opening([("serve", "serve", {})])
+
+
+def new_stores(chunks=4, *backends):
+    return SharedStores(HostMemory(chunks * CHUNK_BYTES, LRUPolicy), backends)
+
+
+async def opened(stores, wanted=OPEN):
+    return (await stores.open(wanted, 0, {})).backend
+
+
+def listed(view):
+    """The keys that a view's reader knows, once it has read all changes."""
+    known = set()
+    while changes := view.take_changes(3):
+        known |= {key for key, there in changes if there}
+        known -= {key for key, there in changes if not there}
+    return known
+
+
+class TestView(BackendSuite):
+    """A view whose store ends with it."""
+
+    def open(self, namespace, chunks=1024):
+        store = layered({"memory": HostStore(HostMemory(chunks * CHUNK_BYTES, LRUPolicy), "n")})
+        return SharedStore(store, lambda: None).new_view()
+
+    def open_small(self, namespace):
+        return self.open(namespace, 16)
+
+    test_a_damaged_chunk_is_a_miss_and_can_come_back = None  # see test_stores.py
+
+
+async def test_views_of_a_namespace_see_what_one_of_them_stores_and_removes():
+    stores, keys = new_stores(), keys_of(6)
+    one, two = await opened(stores), await opened(stores)
+    await one.write(keys[:3], filled(keys[:3]))
+    assert listed(one) == listed(two) == set(keys[:3])
+    three = await opened(stores)
+    assert listed(three) == set(keys[:3]), "a late view lists what there was"
+    await two.write(keys[3:], filled(keys[3:]))
+    await one.remove(keys[3:4])
+    for view in (one, two, three):
+        assert {key for key in keys if view.holds(key)} == {keys[0], *keys[4:]}
+        assert sorted(each.key for each in view.take_removals()) == sorted(keys[1:3])
+    for view in (one, two, three):
+        await view.close()
+    await stores.close()
+
+
+async def test_what_one_engine_could_not_load_is_there_for_the_rest():
+    stores, (key,) = new_stores(), keys_of(1)
+    slow, fast = await opened(stores), await opened(stores)
+    await fast.write([key], filled([key]))
+    slow.forget([key])
+    assert listed(slow) == set()
+    assert listed(fast) == {key}
+    assert await fast.read([key], slots(1)) == [True]
+    await fast.write([key], filled([key]))
+    assert listed(slow) == {key}
+    await slow.close()
+    await fast.close()
+    await stores.close()
+
+
+async def test_what_the_queues_of_all_engines_need_leaves_last():
+    stores, keys = new_stores(4), keys_of(4)
+    one, two = await opened(stores), await opened(stores)
+    await one.write(keys, filled(keys))
+    one.spare(keys[2:3])
+    two.spare(keys[3:])
+    await one.write(keys_of(2, "more"), filled(keys_of(2, "more")))
+    assert [two.holds(key) for key in keys if listed(two) is not None] == [False, False, True, True]
+    await two.close()  # its engine has died, and waits for nothing
+    await one.write(keys_of(3, "still more"), filled(keys_of(3, "still more")))
+    listed(one)
+    assert [one.holds(key) for key in keys] == [False, False, True, False]
+    await one.close()
+    await stores.close()
+
+
+async def test_the_memory_keeps_a_namespace_that_no_engine_uses(tmp_path):
+    disk = TierSettings("disk", "disk", {"root": str(tmp_path / "kv"), "min_free": 0}, "")
+    stores, keys = new_stores(8, disk), keys_of(2)
+    view = await opened(stores)
+    await view.write(keys, filled(keys))
+    await view.close()
+    again = await asyncio.gather(*(opened(stores) for _ in range(3)))
+    assert all(listed(view) == set(keys) for view in again)
+    into = slots(2)
+    assert await again[0].read(keys, into) == [True, True]
+    await again[0].purge([OPEN.namespace])
+    assert not any(view.holds(key) for view in again for key in keys if listed(view) == set())
+    for view in again:
+        await view.close()
+    await stores.close()
+
+
+async def test_a_backend_that_cannot_be_opened_is_tried_again(tmp_path):
+    root = tmp_path / "kv"
+    root.write_text("no folder")
+    stores = new_stores(4, TierSettings("disk", "disk", {"root": str(root), "min_free": 0}, "b."))
+    failed = await asyncio.gather(*(opened(stores) for _ in range(2)), return_exceptions=True)
+    assert [type(each) for each in failed] == [ConfigError, ConfigError]
+    root.unlink()
+    view = await opened(stores)
+    assert await view.write(keys_of(1), filled(keys_of(1))) == [True]
+    await view.close()
+    await stores.close()
+
+
+async def test_a_session_that_ends_while_its_store_opens_leaves_nothing_open():
+    stores = new_stores()
+    for pause in (0, 1):
+        opening_it = asyncio.ensure_future(opened(stores))
+        await asyncio.sleep(0) if pause else None
+        opening_it.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening_it
+    await asyncio.sleep(0.01)
+    assert not stores._shared
+    await stores.close()

@@ -1,0 +1,145 @@
+"""The server's memory and its layers, as backends: the suite of every store, and their own."""
+
+import pytest
+
+from kvoffload import open_backend
+from kvoffload.io.service.host_memory import BLOCK, HostMemory
+from kvoffload.io.service.host_store import HostStore
+from kvoffload.io.service.layers import layered
+from kvoffload.policies.lru import LRUPolicy
+from kvoffload.testing import BackendSuite
+from kvoffload.testing.backends import CHUNK_BYTES, PersistentBackendSuite, filled, keys_of, slots
+
+
+def new_memory(chunks=64, size=CHUNK_BYTES, policy=LRUPolicy):
+    return HostMemory(chunks * size, policy)
+
+
+def damage(memory, store, key):
+    (start, _), *_ = memory._chunks[store._number + key].runs
+    memory._map[start * BLOCK + 100] ^= 1
+
+
+class TestHostMemory(PersistentBackendSuite):
+    """One memory a test: what was stored stays for the next store of the namespace."""
+
+    test_two_backends_share_one_storage = None  # one store a namespace, shared by its engines
+
+    @pytest.fixture(autouse=True)
+    def _memory(self):
+        self.memory = new_memory(1024)
+
+    def open(self, namespace):
+        return HostStore(self.memory, namespace)
+
+    def open_small(self, namespace):
+        self.memory = new_memory(16)
+        return HostStore(self.memory, namespace)
+
+    def damage(self, store, key):
+        damage(self.memory, store, key)
+
+
+class TestMemoryAboveDisk(BackendSuite):
+    @pytest.fixture(autouse=True)
+    def _memory(self):
+        self.memory = new_memory(8)
+
+    def open(self, namespace):
+        root = str(self.folder / "kv")
+        disk = {"root": root, "capacity": "64MiB", "min_free": 0}
+        host = HostStore(self.memory, namespace)
+        return layered({"memory": host, "disk": open_backend("disk", disk, namespace)})
+
+    def open_small(self, namespace):
+        return layered({"memory": HostStore(new_memory(16), namespace)})
+
+    test_a_damaged_chunk_is_a_miss_and_can_come_back = None  # the disk has it still: see below
+
+
+async def written(store, keys, size=CHUNK_BYTES):
+    assert await store.write(keys, filled(keys, size)) == [True] * len(keys)
+
+
+async def test_the_memory_takes_chunks_of_all_namespaces_and_of_any_size():
+    memory = new_memory(4)
+    one, two = HostStore(memory, "one"), HostStore(memory, "two")
+    old, new = keys_of(4), keys_of(1, "new")
+    await written(one, old)
+    await one.read(old[:1], slots(1))
+    await written(two, new, 2 * CHUNK_BYTES + 1)
+    assert [one.holds(key) for key in old] == [True, False, False, False]
+    assert sorted(each.key for each in one.take_removals()) == sorted(old[1:])
+    into = slots(1, 2 * CHUNK_BYTES + 1)
+    assert await two.read(new, into) == [True]
+    assert await one.read(new, into) == [False]
+    await one.close()
+    await two.close()
+    assert memory.resident_bytes == 3 * CHUNK_BYTES + BLOCK
+
+
+async def test_what_queues_need_leaves_last_in_all_namespaces():
+    memory = new_memory(4)
+    one, two = HostStore(memory, "one"), HostStore(memory, "two")
+    await written(one, keys_of(2))
+    await written(two, keys_of(2))
+    one.spare(keys_of(2))
+    two.spare(keys_of(1, "to come"))
+    await written(two, keys_of(1, "to come"))
+    await written(two, keys_of(1, "more"))
+    assert [one.holds(key) for key in keys_of(2)] == [True, True]
+    one.spare(())
+    await written(two, keys_of(3, "still more"))
+    assert [one.holds(key) for key in keys_of(2)] == [False, False]
+    assert two.holds(keys_of(1, "to come")[0])
+    await written(two, keys_of(1, "a flood"), 4 * CHUNK_BYTES)
+    assert not two.holds(keys_of(1, "to come")[0])
+    for store in (one, two):
+        await store.close()
+
+
+async def test_a_chunk_that_is_read_is_not_overwritten_by_the_one_that_it_makes_room_for():
+    memory = new_memory(1)
+    store, (first,), (second,) = HostStore(memory, "n"), keys_of(1), keys_of(1, "2")
+    await written(store, [first])
+    chunk = memory._chunks[store._number + first]
+    chunk.num_readers += 1
+    assert await store.write([second], filled([second])) == [False]
+    assert not store.holds(first)
+    assert memory._map[:CHUNK_BYTES] == filled([first])[0]
+    chunk.num_readers -= 1
+    memory._release(chunk.runs)
+    await written(store, [second])
+    await store.close()
+
+
+async def test_a_key_with_a_chunk_of_another_length_takes_the_new_one():
+    store, keys = HostStore(new_memory(), "n"), keys_of(1)
+    await written(store, keys, 100)
+    await written(store, keys)
+    assert await store.read(keys, slots(1)) == [True]
+    await store.close()
+
+
+async def test_a_load_from_the_disk_is_in_memory_the_next_time(tmp_path):
+    memory, keys = new_memory(2), keys_of(4)
+    host, disk = (
+        HostStore(memory, "n"),
+        open_backend(
+            "disk", {"root": str(tmp_path / "kv"), "capacity": "1MiB", "min_free": 0}, "n"
+        ),
+    )
+    store = layered({"memory": host, "disk": disk})
+    await written(store, keys)
+    assert [host.holds(key) for key in keys].count(True) == 2
+    (cold,) = [key for key in keys if not host.holds(key)][:1]
+    arrived = []
+    assert await store.read_each([cold], slots(1), arrived.append) == [True]
+    assert arrived == [0]
+    assert host.holds(cold)
+    # A damaged copy in memory is dropped, and the chunk comes from the disk.
+    damage(memory, host, cold)
+    assert await store.read([cold], slots(1)) == [True]
+    assert host.counters()["corrupt_payload"] == 1
+    assert await host.read([cold], slots(1)) == [True]
+    await store.close()
