@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from kvoffload.connectors.vllm import agent_requests
 from kvoffload.connectors.vllm.agent_requests import (
     MOST_BYTES,
     TRANSLATIONS,
@@ -171,3 +172,20 @@ def test_a_root_path_is_no_part_of_the_path():
     path = "/api/v1/chat/completions"
     assert hints(body, path=path) is None
     assert hints(body, path=path, root_path="/api") == {"returns": "hours"}
+
+
+@pytest.mark.parametrize("depth", [10, 200, 330, 490, 5000, 100_000])
+def test_parts_may_lie_in_each_other_however_deep(depth):
+    """Whether Python reads such a body depends on its version; the middleware never fails."""
+    inner = '{"cache_control": {"type": "ephemeral"}}'
+    parts = '{"content": [' * depth + inner + "]}" * depth
+    body = b'{"kv_transfer_params": {}, "messages": [' + parts.encode() + b"]}"
+    arrived = send(body)[1]
+    assert arrived == body or b'"returns": "minutes"' in arrived
+
+
+def test_the_parts_of_a_deep_body_are_found():
+    parts = [{"cache_control": {"ttl": "1h"}}]
+    for _ in range(5000):
+        parts = [{"content": parts}]
+    assert set(agent_requests._of_parts(parts)) == {None, "hours"}

@@ -98,15 +98,14 @@ class AgentRequests:
             return body, b""
         try:
             request = json.loads(body)
+            if not isinstance(request, dict):
+                return body, b""
+            key = request.get("prompt_cache_key") if "prompt_cache_key" in self._names else None
+            found = set(self._returns(request))
+            returns = next((name for name in _SOONEST_FIRST if name in found), None)
+            return (_with_hint(body, request, returns) if returns else body), _as_header(key)
         except (ValueError, RecursionError):
             return body, b""  # vLLM refuses it in its own words
-        if not isinstance(request, dict):
-            return body, b""
-        key = request.get("prompt_cache_key") if "prompt_cache_key" in self._names else None
-        session = _as_header(key)
-        found = set(self._returns(request))
-        returns = next((name for name in _SOONEST_FIRST if name in found), None)
-        return (_with_hint(body, request, returns) if returns else body), session
 
     def _returns(self, request: dict[str, Any]) -> Iterator[str | None]:
         """Yield the class of each lifetime that a request names."""
@@ -121,10 +120,13 @@ class AgentRequests:
 
 
 def _of_parts(parts: object) -> Iterator[str | None]:
-    for part in parts if isinstance(parts, list) else ():
-        if isinstance(part, dict):
-            yield _of_cache_control(part)
-            yield from _of_parts(part.get("content"))
+    lists = [parts]  # no recursion: a client decides how deep they lie in each other
+    while lists:
+        inner = lists.pop()
+        for part in inner if isinstance(inner, list) else ():
+            if isinstance(part, dict):
+                yield _of_cache_control(part)
+                lists.append(part.get("content"))
 
 
 def _of_cache_control(part: dict[str, Any]) -> str | None:
