@@ -135,7 +135,8 @@ def wished_layout(vllm_config: Any, settings: VllmConfigSettings) -> str | None:
     model = vllm_config.model_config
     if not settings.one_piece_blocks or not current_platform.is_cuda() or _Lookups.are_shared:
         return None
-    return None if model is None or model.is_hybrid else ONE_PIECE
+    has_states = model is None or model.is_hybrid or model.is_attention_free
+    return None if has_states else ONE_PIECE
 
 
 def check_role(transfer: Any) -> None:

@@ -1,6 +1,7 @@
 """Which KV cache layout is asked for, and what vLLM makes of the wish."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,6 +66,17 @@ def test_where_attention_has_no_such_layout_the_choice_is_vllms(resolve):
 
 def test_recurrent_states_are_not_padded(resolve):
     assert resolve(kind="conv") == "LBHNC"
+
+
+@pytest.mark.parametrize("trait", ["is_hybrid", "is_attention_free"])
+def test_nor_are_those_of_a_model_without_attention(monkeypatch, trait):
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda platform: True)
+    traits = {"is_hybrid": False, "is_attention_free": False}
+    settings = SimpleNamespace(one_piece_blocks=True)
+    config = SimpleNamespace(model_config=SimpleNamespace(**traits))
+    assert start.wished_layout(config, settings) == "BLHNC"
+    setattr(config.model_config, trait, True)
+    assert start.wished_layout(config, settings) is None
 
 
 def test_beside_a_connector_with_another_wish_the_engine_starts(resolve):
