@@ -103,9 +103,12 @@ class UseCounter:
             chunks: lists its chunks, head to tail; called only if the request counted.
             again: it will be admitted again, and must not count again.
         """
-        counted = context.req_id in self._counted
-        self._manager.retire(chunks() if counted else (), context)
-        if not again:
+        used = chunks() if context.req_id in self._counted else ()
+        if again:  # it has not ended: what it says of its session's return counts later
+            self._manager.request_admitted(context)
+            self._manager.retire(used)
+        else:
+            self._manager.retire(used, context)
             self._counted.discard(context.req_id)
 
 

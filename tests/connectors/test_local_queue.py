@@ -224,3 +224,17 @@ def test_a_disk_evicts_the_session_that_returns_last(connect, new_request, kv_ca
     places = {name: connector.explain(new_request(name, PROMPT))[0] for name in ("soon", "late")}
     assert set(places["soon"]) <= {"DISK", "CPU"}
     assert places["late"] == ["evicted"] * 5
+
+
+def test_a_preempted_request_has_not_ended(connect, new_request, kv_caches):
+    """Its session has said nothing yet: the request itself comes again."""
+    connector = connect(8, client_hints=["returns_in_s"])
+    request = new_request("a", PROMPT)
+    request.kv_transfer_params = {"kvoffload": {"returns_in_s": 20}}
+    connector.after_forward(request, [BLOCKS], PROMPT)
+    assert connector.flush()
+    connector.request_preempted(request)
+    assert connector.stats()["return_chunks"]["told"] == 0
+    connector.after_forward(request, [BLOCKS], PROMPT)
+    connector.request_finished(request)
+    assert connector.stats()["return_chunks"]["told"] == 5
