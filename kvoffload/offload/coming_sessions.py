@@ -49,13 +49,13 @@ class ComingSessions:
         self._counts = figures.counter(RETURN_CHUNKS, "told", "kept", "lost", "overdue")
         self.times: list[tuple[float, int, bytes]] = []
         """A heap: when something is to be done for the session with this number and name."""
-        self._sessions: dict[bytes, tuple[int, float, Sequence[OffloadKey]]] = {}
-        """By name: a number, the time of the return, and the chunks."""
+        self._sessions: dict[bytes, tuple[int, float, Sequence[OffloadKey], str]] = {}
+        """By name: a number, the time of the return, the chunks, and the tenant."""
         self._num_chunks = 0
         self._number = 0
 
-    def expect(self, name: bytes, keys: Sequence[OffloadKey], in_s: float) -> None:
-        """Await a session; what was said of it before is void."""
+    def expect(self, name: bytes, keys: Sequence[OffloadKey], in_s: float, tenant: str) -> None:
+        """Await a session of a tenant; what was said of it before is void."""
         self.forget(name)
         if in_s > FURTHEST_S or self._num_chunks + len(keys) > MOST_CHUNKS:
             return
@@ -63,17 +63,17 @@ class ComingSessions:
         self._num_chunks += len(keys)
         self._counts["told"] += len(keys)
         due_s = self._host.now_s() + in_s
-        self._sessions[name] = self._number, due_s, keys
+        self._sessions[name] = self._number, due_s, keys, tenant
         begins_s = due_s - max(LEAST_LEAD_S, MARGIN * self._read_s(keys))
         heappush(self.times, (begins_s, self._number, name))
         if len(self.times) > 2 * len(self._sessions) + 64:
-            valid = {number for number, _, _ in self._sessions.values()}
+            valid = {number for number, *_ in self._sessions.values()}
             self.times[:] = sorted(entry for entry in self.times if entry[1] in valid)
 
     def forget(self, name: bytes) -> None:
         """Await a session no more."""
         if (session := self._sessions.pop(name, None)) is not None:
-            number, _, keys = session
+            number, _, keys, _ = session
             self._num_chunks -= len(keys)
             self._queue.leave(_request_id(number))
 
@@ -102,14 +102,14 @@ class ComingSessions:
         now_s = self._host.now_s()
         while self.times and self.times[0][0] <= now_s:
             _, number, name = heappop(self.times)
-            known, due_s, keys = self._sessions.get(name, (0, 0.0, ()))
+            known, due_s, keys, tenant = self._sessions.get(name, (0, 0.0, (), ""))
             if known != number:
                 continue  # it has begun, or said something else
             if now_s >= due_s + LATE_S:
                 self._counts["overdue"] += len(keys)
                 self.forget(name)
                 continue
-            self._queue.add(partial(tuple, keys), ReqContext(_request_id(number)), "")
+            self._queue.add(partial(tuple, keys), ReqContext(_request_id(number)), tenant)
             heappush(self.times, (due_s + LATE_S, number, name))
 
     def clear(self) -> None:

@@ -469,6 +469,8 @@ class TieredOffloadingManager(OffloadingManager):
         tenant: str = "",
     ) -> None:
         self.waiting.add(list_keys, req_context, tenant)
+        if req_context.kv_transfer_params:
+            self.returns.queued(self.hints(req_context), req_context.req_id, tenant)
 
     def request_admitted(self, req_context: ReqContext) -> None:
         if self.waiting.requests:

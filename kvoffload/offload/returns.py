@@ -34,11 +34,20 @@ class Returns:
         self._found: OrderedDict[str, int] = OrderedDict()
         self._came: OrderedDict[str, list[OffloadKey]] = OrderedDict()
         """Request → what its session had told, of requests that returned."""
+        self._tenants: OrderedDict[str, str] = OrderedDict()
+        """Request → whose it is, of those that say when their session returns."""
         self.is_telling = False
         """Whether there are stores to tell."""
         self.to_tell: deque[ToldReturn] = deque()
         """What stores are to be told."""
         self._num_to_tell = 0
+
+    def queued(self, hints: Hints, req_id: str, tenant: str) -> None:
+        """Note whose a request is: its session will queue as a request of that tenant."""
+        if tenant and hints.returns_s is not None:
+            self._tenants[req_id] = tenant
+            if len(self._tenants) > REMEMBERED_REQUESTS:
+                self._tenants.popitem(last=False)
 
     def began(self, keys: Sequence[OffloadKey], hints: Hints, req_id: str) -> None:
         """Note a request before its chunks count as used, head first."""
@@ -70,12 +79,13 @@ class Returns:
         """Let the request's chunks be ordered by what it says of its session's return."""
         found = self._found.pop(req_id, 0)
         self._came.pop(req_id, None)
+        tenant = self._tenants.pop(req_id, "")
         if not keys or not (self.are_told or hints.returns_s is not None):
             return
         self.are_told = True
         name, in_s = _name(hints, keys), hints.returns_s
         if in_s is not None and hints.load_tiers is None and hints.max_load_tokens != 0:
-            self._coming.expect(name, keys, in_s)
+            self._coming.expect(name, keys, in_s, tenant)
         else:
             self._coming.forget(name)
         told = ToldReturn(name, keys, in_s, len(keys) if in_s is None else found)
@@ -97,6 +107,7 @@ class Returns:
         """Tell stores nothing of what host memory has forgotten."""
         self._found.clear()
         self._came.clear()
+        self._tenants.clear()
         self.take_told()
 
 

@@ -111,7 +111,7 @@ def test_any_number_of_sessions_takes_bounded_memory():
     coming = manager_of([]).coming
     chunks = keys("p", 100)
     for i in range(20_000):
-        coming.expect(b"%d" % (i % 5000), chunks, 3600.0)
+        coming.expect(b"%d" % (i % 5000), chunks, 3600.0, "")
     assert len(coming._sessions) == coming_sessions.MOST_CHUNKS // 100
     assert len(coming.times) <= 2 * len(coming._sessions) + 65
 
@@ -119,7 +119,7 @@ def test_any_number_of_sessions_takes_bounded_memory():
 def test_a_session_that_returns_in_years_leaves_room_for_others(clock):
     chunks = keys("p", 12)
     manager = manager_of(chunks)
-    manager.coming.expect(b"far", keys("far", coming_sessions.MOST_CHUNKS), 1.7e9)
+    manager.coming.expect(b"far", keys("far", coming_sessions.MOST_CHUNKS), 1.7e9, "")
     request(manager, "1", chunks, returns_in_s=3)
     assert reads(manager, clock, 103) == [*chunks]
 
@@ -149,3 +149,21 @@ def test_what_became_of_the_chunks_of_a_session_is_counted_and_explained(clock, 
     reads(manager, clock, 110)
     counts = figures(manager)["return_chunks"]
     assert counts == {"told": 24, "kept": 8, "lost": 4, "overdue": 12}
+
+
+def test_sessions_that_are_awaited_count_as_their_tenant_s(clock):
+    manager = new_manager(40, waiting_share=1.0)
+    for name in ("s1", "s2", "other"):
+        put(manager, keys(name, 12))
+    for name in ("s1", "s2"):
+        context = ReqContext(name, {"kvoffload": {"returns_in_s": 3, "session": name}})
+        manager.request_queued(lambda name=name: keys(name, 12), context, "greedy")
+        manager.touch(keys(name, 12), context)
+        manager.request_admitted(context)
+        manager.retire(keys(name, 12), context)
+    manager.request_queued(lambda: keys("other", 12), ReqContext("other"), "")
+    reads(manager, clock, 103)
+    claims = manager._host.claims
+    assert sum(map(claims.__contains__, keys("other", 12))) == 12
+    assert sum(key in claims for name in ("s1", "s2") for key in keys(name, 12)) == 20
+    assert not manager.returns._tenants
